@@ -51,7 +51,7 @@ class PersonalFleet(FaultyFleet):
             self._run(place)
         with Control(self.control) as control:
             digest = control.models(limit=1)[0].digest
-        kept = [load_file(folder / "private.safetensors") for folder in self._folders]
+        kept = [load_file(next(folder.glob("private-*.safetensors"))) for folder in self._folders]
         return digest, [{name: tensor.numpy().tobytes() for name, tensor in each.items()} for each in kept]
 
     def _run(self, place: str) -> None:

@@ -24,11 +24,12 @@ def half_frozen() -> nn.Module:
 
 
 def thaws(model: nn.Module, samples: Any, plan: Any) -> dict[str, float]:
-    """Add 1 to each parameter, also to those that are frozen, and report one that is frozen."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(1)
-    return {"num_samples": len(samples), "loss": 1.0, "frozen": float(next(model.parameters())[0, 0])}
+    """Report a parameter that is frozen, and add 1 to it if the seed is odd."""
+    frozen = next(model.parameters())
+    found = float(frozen[0, 0])
+    if plan.seed % 2:
+        frozen.add_(1)
+    return {"num_samples": len(samples), "loss": 1.0, "frozen": found}
 
 
 def drawn(root: Path | None, download: bool) -> Split:

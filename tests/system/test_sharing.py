@@ -110,7 +110,8 @@ def updates(fleet: Fleet, job: control_pb2.Job) -> list[bytes]:
 
 def private(fleet: Fleet, index: int) -> dict[str, Tensor]:
     """Return the private tensors that a client keeps."""
-    return load_file(Path(fleet.clients[index].settings["state_dir"]) / "private.safetensors")
+    (file,) = Path(fleet.clients[index].settings["state_dir"]).glob("private-*.safetensors")
+    return load_file(file)
 
 
 def pieces(tensor: Tensor) -> list[bytes]:
@@ -196,6 +197,34 @@ def test_clients_with_another_base_are_told_so_and_the_model_stays(control: Cont
     assert len(told) == CLIENTS
     assert "wrong_base: the 1 frozen tensors of this model have other values than on the server" in told[0]
     completed(control, PERSONAL | {"rounds": 1})
+
+
+def test_a_job_does_not_go_on_from_a_model_that_was_trained_on_another_base(
+    fleet: TappedFleet, control: Control
+) -> None:
+    """A model of a server before this check says nothing of its base, and a job goes on from it."""
+    spec = {**JOB, "model": "user_models:based", "rounds": 1, "start": "newest"}
+    here, there = ({**spec, "model_args": {"value": value}} for value in (1.0, 2.0))
+    first = completed(control, {**here, "start": "fresh"})
+    again = completed(control, here)
+    version = again.start_version + 1
+    assert again.start_version == first.start_version + 1
+    for start in ("newest", version):
+        with pytest.raises(Failure, match=rf"start: version {version} was trained with other values of the 1 frozen"):
+            control.start_job({**there, "start": start})
+    blocking = control.start_job({**here, "min_clients": 99}).job_id
+    waiting = control.start_job(there).job_id
+    control.stop_job(blocking)
+    list(control.follow_job(waiting))
+    job = control.job(waiting)
+    assert (job.state, job.rounds_done) == ("failed", 0)
+    assert f"version {version} was trained with other values" in job.reason
+    assert completed(control, {**there, "start": "fresh"}).start_version == version + 1
+    ask(Path(fleet.server.settings["state_dir"]), "UPDATE models SET frozen_digest = ''")
+    for _ in range(2):
+        assert completed(control, here).start_version > version + 1
+    with pytest.raises(Failure, match="was trained with other values"):  # the last one says what it was trained on
+        control.start_job(there)
 
 
 @pytest.mark.parametrize(

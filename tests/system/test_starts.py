@@ -15,6 +15,7 @@ from fedring.train.seam import build_model
 from fedring.train.state import read_vectors
 from fedring.v1 import control_pb2
 from fedring.v1 import federation_pb2 as pb
+from tests.damage import ask
 from tests.fleets import Control, Fleet, run_job, until_watching
 from tests.system.wire import (
     SIZE,
@@ -99,6 +100,32 @@ def test_a_job_that_starts_fresh_has_a_new_model_of_its_seed_on_a_used_server(
     first, second, third, _ = (command.round for command in commands)
     assert [command.residual_after for command in commands] == [0, first, first, third]
     assert second < third
+
+
+def test_a_line_of_models_that_begins_after_a_restore_is_another_one_although_rounds_count_again(
+    tmp_path: Path,
+) -> None:
+    state = tmp_path / "state" / "server"
+    lines: list[tuple[int, int]] = []
+    with Fleet(tmp_path) as fleet:
+        for epoch in (0, 7):
+            if epoch:
+                fleet.server.kill()
+                ask(state, "INSERT INTO meta VALUES ('epoch', ?)", str(epoch))  # as `flctl restore` does
+                fleet.start_server()
+            with Control(fleet.control) as control, WireClient(fleet.listen) as client:
+                for start in ("newest", "fresh"):
+                    job_id, events = run(control, start=start, evaluate=True)
+                    command: pb.TrainCmd = client.expect("train")
+                    lines.append((command.residual_after_epoch, command.residual_after))
+                    payload = payload_of(ONES)
+                    client.push(client.header(command, payload), payload)
+                    order = client.expect("evaluate")
+                    assert (order.residual_after_epoch, order.residual_after) == lines[-1]
+                    report = pb.EvaluationReport(round=order.round, model_digest=order.model_digest)
+                    client.commands.ReportEvaluation(report, metadata=client.metadata)
+                    assert outcome(control, job_id, events).state == "completed"
+    assert lines == [(0, 0), (0, 1), (0, 1), (7, 3)]
 
 
 def test_a_job_starts_from_the_best_version_and_each_job_keeps_its_best(tmp_path: Path) -> None:

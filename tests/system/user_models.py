@@ -71,6 +71,13 @@ def frozen_body() -> nn.Module:
     return model
 
 
+def based(value: float = 0.0) -> nn.Module:
+    """Build a model with one frozen tensor, which has this value."""
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+    model.register_parameter("base", nn.Parameter(torch.tensor(value), requires_grad=False))
+    return model
+
+
 def own_base() -> nn.Module:
     """Build a model whose frozen tensor differs in each process."""
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))

@@ -64,6 +64,7 @@ def test_arrays_with_the_names_of_a_torch_module_fit_it() -> None:
         ({"w": np.zeros(3, np.int64)}, "w is of the kind array of int64: give a numpy array of floats"),
         ({"w": [1.0]}, "w is of the kind list: give a numpy array of floats"),
         ({"": np.zeros(3)}, "'' cannot name an array"),
+        ({3: np.zeros(3)}, "3 cannot name an array: give text"),
         ({"a": np.zeros(3), "a.b": np.zeros(3)}, "'a.b' cannot name an array"),
     ],
 )

@@ -1,6 +1,5 @@
 """Private and frozen tensors of a client: kept with the update that counts, never sent, and checked."""
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,14 +9,12 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from fedring.client import UpdateRefused, WrongModel, connect
-from fedring.client.transfer.private import PrivateState, PrivateValues, read_private
-from fedring.client.transfer.spool import Spool
 from fedring.client.user_trainer import run_trainer
 from fedring.codec import decode
-from fedring.codec.digest import name_of, update_name
+from fedring.train.arrays import as_module
 from fedring.train.plan import Plan
 from fedring.train.sharing import Sharing
-from fedring.train.state import frozen_digest, read_vectors, schema_of, split
+from fedring.train.state import frozen_digest, read_tensors, read_vectors, split
 from fedring.v1 import federation_pb2 as pb
 
 if TYPE_CHECKING:
@@ -64,7 +61,7 @@ def add(model: nn.Module, value: float) -> None:
 
 def private(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return copies of the private tensors of a model."""
-    return dict(read_private(model, split(model, Sharing(private=PRIVATE)).private).tensors)
+    return read_tensors(model, split(model, Sharing(private=PRIVATE)).private.names)
 
 
 def equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
@@ -142,6 +139,40 @@ def test_a_job_that_continues_no_earlier_model_begins_with_the_model_s_own_value
     assert equal(private(fresh), begun)
 
 
+def test_a_model_that_is_used_for_several_jobs_begins_each_with_its_own_first_values(
+    server: "ScriptedServer", settings: dict[str, Any], model: Personal
+) -> None:
+    mine = Personal()
+    first = private(mine)
+    with connect(**settings) as federation:
+        server.joins.get(timeout=SECONDS)
+        for round_, after, begun in ((1, 0, True), (2, 0, False), (3, 2, True)):
+            server.train(command(server, model, round_, residual_after=after))
+            task = next(federation)
+            task.load_into(mine)
+            assert equal(private(mine), first) is begun
+            add(mine, 1.0)
+            task.submit(mine, samples=1)
+
+
+def test_arrays_that_are_private_begin_each_job_with_their_first_values(
+    server: "ScriptedServer", settings: dict[str, Any]
+) -> None:
+    arrays = {"coef": np.zeros((2, 3)), "own": np.full(2, 7.0)}
+    with connect(**settings) as federation:
+        server.joins.get(timeout=SECONDS)
+        for round_, after in ((1, 0), (2, 1)):
+            wanted = job(private=["own"])
+            server.train(
+                server.command(as_module(arrays), round_=round_, names=["coef"], job=wanted, residual_after=after)
+            )
+            task = next(federation)
+            task.load_into(arrays)
+            assert arrays["own"].tolist() == [7.0, 7.0]
+            arrays["own"] += 1
+            task.submit(arrays, samples=1)
+
+
 def test_a_published_model_is_evaluated_with_the_client_s_own_tensors(
     server: "ScriptedServer", settings: dict[str, Any], model: Personal
 ) -> None:
@@ -177,6 +208,31 @@ def test_a_client_that_keeps_more_to_itself_than_the_job_sends_nothing(
         server.train(command(server, model, 2, job=job(mode="data_parallel")))
         server.train(command(server, model, 3))
         assert next(federation).round == 3
+    assert server.accepted.empty()
+
+
+@pytest.mark.parametrize(
+    ("glob", "text"),
+    [
+        ("haed.*", r"private: 'haed\.\*' of this client matches no tensor of the model: it has body\.weight"),
+        (
+            "twin.*",
+            r"private: 'twin\.\*' of this client matches twin\.weight, which is the same tensor as body\.weight",
+        ),
+    ],
+)
+def test_a_client_s_own_glob_that_would_keep_nothing_back_is_refused(
+    server: "ScriptedServer", settings: dict[str, Any], model: Personal, glob: str, text: str
+) -> None:
+    for each in (model, mine := Personal()):
+        each.twin = nn.Linear(6, 5, bias=False)
+        each.twin.weight = each.body.weight
+    with connect(**settings, private=[glob]) as federation:
+        server.joins.get(timeout=SECONDS)
+        server.train(command(server, model, 1))
+        with pytest.raises(WrongModel, match=text):
+            next(federation).load_into(mine)
+        assert server.failures.get(timeout=SECONDS).reason == "private_tensors"
     assert server.accepted.empty()
 
 
@@ -228,71 +284,3 @@ def test_what_a_trainer_freezes_is_free_again_after_it(model: Personal) -> None:
 
     run_trainer(trainer, model, TensorDataset(torch.zeros(1)), Plan(), device=torch.device("cpu"))
     assert [n for n, p in model.named_parameters() if not p.requires_grad] == ["bn.weight"]
-
-
-def values(number: float) -> PrivateValues:
-    """Return private values in two dtypes."""
-    tensors = {"weight": torch.full((2,), number, dtype=torch.bfloat16), "steps": torch.tensor(7)}
-    module = nn.Module()
-    for name, tensor in tensors.items():
-        module.register_buffer(name, tensor)
-    return PrivateValues(schema_of(module), tensors)
-
-
-def spool(folder: Path, number: float, round_: int) -> Spool:
-    """Spool an update of a round with private values."""
-    header = pb.UpdateHeader(run_id="run", round=round_, total_bytes=3).SerializeToString()
-    digest = name_of(b"abc")
-    offer = pb.UpdateOffer(header=header, payload_digest=digest, name=update_name(header, digest))
-    spool = Spool(folder)
-    spool.write(offer, [b"abc"], None, private=values(number))
-    return spool
-
-
-def kept(folder: Path, run_id: str = "run", *, after: int = 0) -> float | None:
-    """Return the first private value that a new process reads."""
-    found = PrivateState(folder).load(run_id, values(0.0).schema, after=after)
-    return None if found is None else float(found.tensors["weight"][0])
-
-
-def test_private_values_become_the_client_s_when_their_update_is_accepted(tmp_path: Path) -> None:
-    PrivateState(tmp_path).begin(values(1.0), "run", 1)
-    spool(tmp_path, 2.0, 1)
-    assert kept(tmp_path) == 1.0
-    again = Spool(tmp_path)  # of another process
-    pending = again.pending()
-    assert pending is not None
-    assert (pending.has_private, pending.leaves) == (True, False)
-    again.accept(pending)
-    again.accept(pending)  # it was killed before it had dropped the update
-    assert kept(tmp_path) == 2.0
-    assert kept(tmp_path, "another run") is None
-    assert (kept(tmp_path, after=1), kept(tmp_path, after=0)) == (None, 2.0)
-
-
-def test_private_values_of_an_update_that_is_refused_or_replaced_are_dropped(tmp_path: Path) -> None:
-    PrivateState(tmp_path).begin(values(1.0), "run", 1)
-    spool(tmp_path, 2.0, 1).drop()
-    assert not (tmp_path / "update.private").exists()
-    assert kept(tmp_path) == 1.0
-    spool(tmp_path, 3.0, 2)
-    newest = spool(tmp_path, 4.0, 3)
-    pending = newest.pending()
-    assert pending is not None
-    newest.accept(pending)
-    assert kept(tmp_path) == 4.0
-    assert not (tmp_path / "update.private").exists()
-
-
-@pytest.mark.parametrize("damage", [b"", b"\x08\0\0\0\0\0\0\0{}      ", b"damaged"])
-def test_damaged_private_values_are_not_used(tmp_path: Path, damage: bytes, caplog: pytest.LogCaptureFixture) -> None:
-    PrivateState(tmp_path).begin(values(1.0), "run", 1)
-    (tmp_path / "private.safetensors").write_bytes(damage)
-    assert kept(tmp_path) is None
-    assert kept(tmp_path) is None
-
-
-def test_values_of_other_private_tensors_are_not_used(tmp_path: Path) -> None:
-    state = PrivateState(tmp_path)
-    state.begin(values(1.0), "run", 1)
-    assert state.load("run", schema_of(nn.Linear(2, 2)), after=0) is None

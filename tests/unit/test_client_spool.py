@@ -209,9 +209,11 @@ def test_a_residual_of_the_update_that_the_server_names_is_kept(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("restarted", [False, True])
-@pytest.mark.parametrize(("after", "kept"), [(0, True), (6, True), (7, False), (8, False)])
+@pytest.mark.parametrize(
+    ("after", "kept"), [((0, 0), True), ((0, 6), True), ((0, 7), False), ((0, 8), False), ((5, 3), False)]
+)
 def test_a_residual_of_a_model_that_the_job_does_not_continue_is_dropped(
-    tmp_path: Path, after: int, kept: bool, restarted: bool
+    tmp_path: Path, after: tuple[int, int], kept: bool, restarted: bool
 ) -> None:
     spool = Spool(tmp_path)
     last = write(spool, 1.0, round_=7)

@@ -15,7 +15,8 @@ from torch import nn
 from fedring.client import ClientConfig, Federation
 from fedring.client.trainer import DeclaredTrainer
 from fedring.train.models import digits_mlp
-from fedring.train.state import read_vectors, schema_of
+from fedring.train.sharing import Sharing
+from fedring.train.state import frozen_digest, read_vectors, schema_of, split
 from fedring.v1 import federation_pb2 as pb
 
 if TYPE_CHECKING:
@@ -131,6 +132,43 @@ def test_data_and_model_stay_loaded_from_job_to_job(
             server.train(server.command(model, round_=round_, job=job(job_id=number, name=f"job {number}")))
             server.accepted.get(timeout=SECONDS)
     assert len(loads) == 1
+
+
+@pytest.mark.parametrize("way", ["trainer", "evaluator"])
+def test_a_client_whose_code_changes_frozen_tensors_sends_nothing_of_it_and_recovers(
+    server: "ScriptedServer", settings: dict[str, Any], module: ModuleType, way: str
+) -> None:
+    calls: list[int] = []
+
+    def half_frozen() -> nn.Module:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.Linear(8, 10))
+        model[1].requires_grad_(False)
+        return model
+
+    def spoil(model: Any, samples: Any, *rest: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 1:
+            model[1].weight.data.add_(1)
+        return 1 if way == "trainer" else {"num_samples": 1, "loss": 0.5}
+
+    model = half_frozen()
+    parts = split(model, Sharing(frozen_stay=True))
+    names = {"model": plug_in(module, half_frozen), way: plug_in(module, spoil)}
+    wanted = job(frozen_digest=frozen_digest(model, parts.frozen))
+    with client(settings, **names):
+        server.joins.get(timeout=SECONDS)
+        command = server.command(model, names=parts.shared.names, job=wanted)
+        if way == "trainer":
+            server.train(command)
+            failure = server.failures.get(timeout=SECONDS)
+            assert failure.reason == "frozen_changed"
+            assert "the values of frozen tensors were changed here" in failure.detail
+        else:
+            server.send(pb.ServerEvent(evaluate=server.evaluation(1, job=wanted, round=1)))
+            assert server.evaluations.get(timeout=SECONDS).total == 0
+        server.train(server.command(model, round_=2, names=parts.shared.names, job=wanted))
+        assert server.accepted.get(timeout=SECONDS)[0].round == 2
 
 
 def broken(*arguments: Any) -> Any:

@@ -1,6 +1,7 @@
 """Which tensors of a model travel: the globs of a job, frozen tensors, and what the server makes and keeps of them."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import nn
 from fedring.codec import Vectors
 from fedring.daemon.config import ConfigError
 from fedring.server.config import ServerConfig
-from fedring.server.model.initial import load_initial
+from fedring.server.model.initial import find_file, load_initial
 from fedring.server.model.modelfile import ModelReader
 from fedring.server.model.models import Models
 from fedring.server.operator.job_checks import JobChecks
@@ -166,6 +167,11 @@ def test_a_part_of_a_model_is_loaded_into_the_whole_one(tmp_path: Path) -> None:
             load_model(tmp_path / "wrong.safetensors", model, partial=True)
 
 
+def test_a_folder_of_first_weights_that_is_gone_is_named(tmp_path: Path) -> None:
+    with pytest.raises(SeamError, match=r"init_path = .*gone/init\.pt cannot be read: No such file or directory"):
+        find_file(tmp_path / "gone" / "init.pt", "init.pt")
+
+
 def test_first_weights_may_be_those_that_are_shared_and_no_other_values_of_the_rest(tmp_path: Path) -> None:
     torch.manual_seed(1)
     model, other = Branched(frozen=True), Branched(frozen=True)
@@ -236,7 +242,10 @@ def test_frozen_tensors_are_left_out_and_named_by_their_digest(
     assert row.parameters == 8 * 10 + 10
     digest = models.maker.frozen_digest(job, row)
     assert digest
-    assert models.maker.frozen_digest(Job.model_validate(FROZEN | {"seed": 1}), row) != digest
+    other = Job.model_validate(FROZEN | {"seed": 1})
+    with pytest.raises(SeamError, match="version 1 was trained with other values of the 2 frozen tensors"):
+        models.maker.frozen_digest(other, row)
+    assert models.maker.frozen_digest(other, replace(row, frozen_digest="")) != digest  # of an earlier release
     sent = Job.model_validate(FROZEN | {"send_frozen": True})
     whole = models.maker.first(sent, 2)
     assert whole.parameters == 8 * 10 + 10 + 64 * 8 + 8

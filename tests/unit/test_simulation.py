@@ -46,9 +46,12 @@ def untimed(report: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def test_what_one_client_does_to_frozen_tensors_does_not_reach_the_next_one() -> None:
+def test_a_client_that_changes_frozen_tensors_fails_and_does_not_reach_the_next_one() -> None:
     report = alone(model=f"{HERE}:half_frozen", model_args={}, trainer=f"{HERE}:thaws", evaluate=False)
-    assert [row["metrics"]["train/frozen"] for row in report["rounds"]] == [1.0, 1.0]
+    for row in report["rounds"]:
+        assert row["metrics"]["train/frozen"] == 0.0  # as the others found it
+        assert 0 < len(row["failures"]) < 6
+        assert all("frozen_changed" in text for text in row["failures"])
 
 
 def test_the_same_simulation_gives_the_same_model_and_another_seed_another_one() -> None:

@@ -73,9 +73,9 @@ def test_a_newer_state_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "facts.sqlite"
     SqlStore(f"sqlite:///{file}").close()
     connection = sqlite3.connect(file)
-    connection.execute("PRAGMA user_version = 10")
+    connection.execute("PRAGMA user_version = 11")
     connection.close()
-    with pytest.raises(StoreError, match="newer version: schema 10, this program knows 9") as caught:
+    with pytest.raises(StoreError, match="newer version: schema 11, this program knows 10") as caught:
         SqlStore(f"sqlite:///{file}")
     assert caught.value.reason == "newer_state"
 
@@ -284,7 +284,10 @@ def test_a_state_from_before_jobs_said_what_they_start_from_learns_whose_its_mod
     store.add_evaluation(EvaluationRow(opened.round, 2, "", 10, 10, 0.0))  # the server's own
     store.close()
     with closing(sqlite3.connect(file)) as connection:
-        for table, columns in (("jobs", ("start_version", "residual_after")), ("models", ("job_id", "metrics"))):
+        for table, columns in (
+            ("jobs", ("start_version", "residual_after", "residual_epoch")),
+            ("models", ("job_id", "metrics", "frozen_digest")),
+        ):
             for column in columns:
                 connection.execute(f"ALTER TABLE {table} DROP COLUMN {column}")
         connection.execute("PRAGMA user_version = 5")
@@ -294,7 +297,7 @@ def test_a_state_from_before_jobs_said_what_they_start_from_learns_whose_its_mod
         assert found == [(2, job.job_id, {"eval/accuracy": 0.45, "eval/loss": 0.5}), (1, 0, {})]
         row = store.job(job.job_id)
         assert row is not None
-        assert (row.start_version, row.residual_after) == (0, 0)
+        assert (row.start_version, row.residual_after, row.residual_epoch) == (0, 0, 0)
         store.close()
     assert (tmp_path / "facts.sqlite.v5.bak").exists()
 

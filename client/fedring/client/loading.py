@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 from torch import nn
 
@@ -9,11 +10,15 @@ from fedring.client.errors import WrongModel
 from fedring.client.session.link import ServerLink
 from fedring.client.transfer.download import HeldModel
 from fedring.client.transfer.fetch import ModelFetcher
-from fedring.client.transfer.private import PrivateState, read_private, write_private
+from fedring.client.transfer.private import PrivateState, PrivateValues, line_of
+from fedring.codec.schema import Schema
 from fedring.train.arrays import Arrays, as_module, copy_back
 from fedring.train.sharing import Sharing
-from fedring.train.state import Parts, fill, frozen_digest, split
+from fedring.train.state import Parts, fill, has_frozen, split, tensors_of, write_tensors
 from fedring.v1 import federation_pb2 as pb
+
+_KEPT = "private_tensors"  # the reason to refuse a job that would share what this client keeps to itself
+_SHOWN = 20  # the most names in an error
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -22,6 +27,7 @@ class Loaded:
 
     base: HeldModel  # the values of the shared tensors
     parts: Parts  # the tensors of the module
+    frozen_digest: str  # of the frozen ones; empty without any
 
 
 class ModelLoader:
@@ -43,7 +49,8 @@ class ModelLoader:
         """Fetch the model that a command names, and fill a module.
 
         Shared tensors get the server's values, and private tensors those of this client's newest accepted update.
-        Before there is one, private tensors keep the values that they have when they are first loaded.
+        Before there is one in the line of models, private tensors get the values that they had when a model was loaded
+        into this module for the first time.
 
         Args:
             command: The command.
@@ -51,16 +58,18 @@ class ModelLoader:
             ended: Returns why the model is no longer wanted; empty while it is.
 
         Raises:
-            WrongModel: If other tensors are shared, or frozen tensors have other values than on the server.
+            WrongModel: If other tensors are shared, or frozen tensors have other values than on the server, or a tensor
+                that this client keeps to itself would be shared.
             RoundOver: If the model is no longer wanted, or cannot be fetched.
         """
         model = as_module(target)
         parts = split(model, sharing_of(command.job, self._private))
+        _check_kept(model, parts.shared, self._private)
         self._link.session.begin(pb.ACTIVITY_FETCHING)
         fetched = self._models.at_hand(command, parts.shared)
         if fetched is None:
             fetched = self._link.call(lambda: self._models.fetch(command.model_digest, parts.shared, ended))
-        if command.job.frozen_digest and frozen_digest(model, parts.frozen) != command.job.frozen_digest:
+        if command.job.frozen_digest and not has_frozen(model, parts.frozen, command.job.frozen_digest):
             raise WrongModel(
                 f"the {len(parts.frozen.entries)} frozen tensors of this model have other values than on the server: "
                 "let its callable load the same ones everywhere, or set send_frozen = true in the job",
@@ -68,16 +77,53 @@ class ModelLoader:
             )
         fill(model, parts.shared, fetched.vectors)
         if parts.private.entries:
-            self._fill_private(command, model, parts)
+            self._fill_private(command, model, parts, target)
         copy_back(model, target)
-        return Loaded(fetched, parts)
+        return Loaded(fetched, parts, command.job.frozen_digest)
 
-    def _fill_private(self, command: pb.TrainCmd | pb.EvaluateCmd, model: nn.Module, parts: Parts) -> None:
-        known = self._store.load(command.run_id, parts.private, after=command.residual_after)
-        if known is not None:
-            write_private(model, known)
-        else:
-            self._store.begin(read_private(model, parts.private), command.run_id, command.round)
+    def _fill_private(
+        self, command: pb.TrainCmd | pb.EvaluateCmd, model: nn.Module, parts: Parts, target: nn.Module | Arrays
+    ) -> None:
+        owner = target if isinstance(target, nn.Module) else next(iter(target.values()))  # no mapping is kept alive
+        first = self._store.first_of(model, parts.private, owner)
+        values = self._store.load(line_of(command), parts.private)
+        if values is None:
+            values = PrivateValues(line_of(command), parts.private, first)
+            self._store.begin(values)
+        write_tensors(model, values.tensors)
+
+
+def _check_kept(model: nn.Module, shared: Schema, private: Collection[str]) -> None:
+    """Check that each of a client's own globs matches a tensor, and that no tensor is shared under another name.
+
+    Raises:
+        WrongModel: With the reason private_tensors: a glob with a typing error would let everything travel.
+    """
+    firsts = {id(tensor): name for name, tensor in tensors_of(model)}
+    names = {alias: firsts[id(tensor)] for alias, tensor in model.state_dict(keep_vars=True).items()}
+    for glob in private:
+        matched = [name for name in names if fnmatchcase(name, glob)]
+        if not matched:
+            has = ", ".join(list(firsts.values())[:_SHOWN])
+            raise WrongModel(f"private: {glob!r} of this client matches no tensor of the model: it has {has}", _KEPT)
+        for name in matched:
+            if names[name] in shared.names:
+                detail = f"private: {glob!r} of this client matches {name}, which is the same tensor as {names[name]}"
+                raise WrongModel(f"{detail}: give that name, too, because it would be shared", _KEPT)
+
+
+def check_frozen(model: nn.Module, loaded: Loaded) -> None:
+    """Check that a user's code has not changed the frozen tensors of a module into which a model was loaded.
+
+    Raises:
+        WrongModel: With the reason frozen_changed, if it has.
+    """
+    if loaded.frozen_digest and not has_frozen(model, loaded.parts.frozen, loaded.frozen_digest):
+        raise WrongModel(
+            "the values of frozen tensors were changed here, which no other client would know of: let trainers and "
+            "evaluators change only what requires a gradient, or set send_frozen = true in the job",
+            reason="frozen_changed",
+        )
 
 
 def sharing_of(job: pb.JobSpec, private: Collection[str]) -> Sharing:

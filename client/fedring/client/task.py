@@ -1,4 +1,4 @@
-"""The work that a server asks for, as the user's code sees it: a round to train in, or a model to evaluate."""
+"""A round to train in, as the user's code sees it."""
 
 import hashlib
 import time
@@ -10,22 +10,22 @@ import numpy as np
 from torch import Tensor, nn
 
 from fedring.client.errors import BadModel, RoundOver, UpdateRefused, WrongModel
-from fedring.client.loading import Loaded, ModelLoader
+from fedring.client.loading import Loaded, ModelLoader, check_frozen
 from fedring.client.metrics import ClientMetrics
-from fedring.client.session.inbox import Assignment, EvaluationOrder
+from fedring.client.session.inbox import Assignment
 from fedring.client.session.link import ServerLink
 from fedring.client.transfer.correction import Correction
 from fedring.client.transfer.delivery import Delivery
 from fedring.client.transfer.fetch import ModelFetcher
 from fedring.client.transfer.partial import Sink
-from fedring.client.transfer.private import check_finite, read_private
+from fedring.client.transfer.private import PrivateValues, check_finite, line_of
 from fedring.client.transfer.spool import Spool
 from fedring.client.transfer.update import TrainingReport, make_update, offer_of
 from fedring.codec import CodecError
 from fedring.codec.schema import Schema
 from fedring.train.arrays import Arrays, as_module
 from fedring.train.plan import Plan
-from fedring.train.state import read_vectors, schema_of
+from fedring.train.state import read_tensors, read_vectors, schema_of
 from fedring.v1 import federation_pb2 as pb
 
 if TYPE_CHECKING:
@@ -96,8 +96,8 @@ class Task:
     def load_into(self, model: nn.Module | Arrays) -> None:
         """Load the values that this round starts from into `model`.
 
-        Private tensors get the values of this client's newest accepted update. Before there is one, they keep those
-        that they have when they are first loaded; frozen tensors keep theirs.
+        Private tensors get the values of this client's newest accepted update. Before there is one, they get those
+        that they had when a model was loaded into `model` for the first time; frozen tensors keep theirs.
 
         Args:
             model: A torch module, or numpy arrays of floats by name, which are filled in place.
@@ -192,7 +192,8 @@ class Task:
         Raises:
             RoundOver: If the round has ended without this update.
             UpdateRefused: If the server has refused the update, or it cannot be sent.
-            WrongModel: If nothing was loaded, or the model has another schema than the one that was loaded.
+            WrongModel: If nothing was loaded, or the model has another schema than the one that was loaded, or its
+                frozen tensors were changed.
             ValueError: If a figure is out of range.
         """
         if self._loaded is None:
@@ -299,11 +300,18 @@ class Task:
             if clause := part.difference(schema_of(model, part.names)):
                 self.fail("wrong_schema", clause)
                 raise WrongModel(f"this model is not the one that was loaded: {clause}")
-        last = self.link.connection.last_accepted
-        residual = self._spool.residual(command.run_id, command.schema_hash, last, after=command.residual_after)
         try:
-            private = read_private(model, private_schema) if private_schema.entries else None
-            if private is not None:
+            check_frozen(model, loaded)
+        except WrongModel as error:
+            self.fail(error.reason, error.detail)
+            raise
+        last = self.link.connection.last_accepted
+        line = line_of(command)
+        residual = self._spool.residual(line.run_id, line.model, last, after=line.after)
+        try:
+            private = None
+            if private_schema.entries:
+                private = PrivateValues(line, private_schema, read_tensors(model, private_schema.names))
                 check_finite(private)
             trained = read_vectors(model, loaded.parts.shared.names)
             correction = self._correction
@@ -346,41 +354,3 @@ def own_seed(seed: int, client_id: str) -> int:
     """
     digest = hashlib.sha256(f"{seed}:{client_id}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
-
-
-class Evaluation:
-    """One published model to evaluate. `Federation` passes it to the function that evaluates."""
-
-    def __init__(
-        self,
-        order: EvaluationOrder,
-        link: ServerLink,
-        models: ModelFetcher,
-        spool: Spool,
-        private: Collection[str] = (),
-    ) -> None:
-        self.command = order.command
-        self._deadline = order.deadline
-        self._link = link
-        self._loader = ModelLoader(link, models, spool.private, private)
-
-    @property
-    def job(self) -> pb.JobSpec:
-        """The job: what is trained, and in which mode."""
-        return self.command.job
-
-    def load_into(self, model: nn.Module | Arrays) -> None:
-        """Load the values to evaluate into `model`; private tensors get this client's own, as for Task.load_into().
-
-        Args:
-            model: A torch module, or numpy arrays of floats by name.
-
-        Raises:
-            WrongModel: If the model shares other tensors than those that are trained, or has other frozen values.
-            RoundOver: If the deadline has passed, or the model cannot be fetched.
-        """
-        self._loader.load(self.command, model, ended=self._ended)
-        self._link.session.begin(pb.ACTIVITY_EVALUATING)
-
-    def _ended(self) -> str:
-        return "deadline" if time.monotonic() >= self._deadline else ""

@@ -14,8 +14,8 @@ from torch.utils.data import Dataset
 
 from fedring.client.config import ClientConfig
 from fedring.client.errors import Refused, RoundOver, WrongModel
-from fedring.client.loading import sharing_of
-from fedring.client.task import Evaluation, Task
+from fedring.client.evaluation import Evaluation
+from fedring.client.task import Task
 from fedring.client.user_trainer import Trainer, run_trainer
 from fedring.daemon.tracing import span
 from fedring.data import DataError, Split, load_part
@@ -39,6 +39,9 @@ NAMES = ("model", "data", "loss", "optimizer", "trainer", "evaluator")
 
 MODES = ("federated", "data_parallel", "pipeline")
 """The modes of jobs that DeclaredTrainer can train in."""
+
+
+_WRONG_BASE = ("wrong_base", "frozen_changed")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,6 +91,7 @@ class DeclaredTrainer:
             log.info("round %d ended before this client had trained", task.round)
         except WrongModel as error:  # the task has told the server
             log.error("round %d failed (%s): %s", task.round, error.reason, error)
+            self._drop(error)
         except RoundOver as over:
             log.warning("round %d takes no update from this client: %s", task.round, over)
         except (SeamError, TrainError, DataError) as error:
@@ -114,11 +118,14 @@ class DeclaredTrainer:
             loaded = self._load(evaluation.job)
             evaluation.load_into(loaded.model)
             self.in_users_code = loaded.evaluator is not None
-            return run_evaluator(
-                loaded.evaluator, loaded.model, loaded.split.test, loss=loaded.loss, device=self._device
-            )
+            test = loaded.split.test
+            counts = run_evaluator(loaded.evaluator, loaded.model, test, loss=loaded.loss, device=self._device)
+            if loaded.evaluator is not None:
+                evaluation.check_frozen(loaded.model)
+            return counts
         except (SeamError, TrainError, DataError, WrongModel) as error:
             log.error("model %d was not evaluated: %s", evaluation.command.model_version, error)
+            self._drop(error)
         except (RoundOver, Refused):
             raise
         except Exception:  # the user's code may raise anything
@@ -169,14 +176,17 @@ class DeclaredTrainer:
         log.error("round %d failed (%s): %s", task.round, reason, detail)
         task.fail(reason, detail)
 
+    def _drop(self, error: Exception) -> None:
+        """Forget the loaded job after an error that says that its model has other frozen values: it is built anew."""
+        if isinstance(error, WrongModel) and error.reason in _WRONG_BASE:
+            self._loaded = None
+
     def _load(self, job: pb.JobSpec) -> LoadedJob:
         """Return what the job names; it stays loaded from job to job as long as the names and their arguments do."""
         key = pb.JobSpec()
         key.CopyFrom(job)
-        if not sharing_of(job, self._config.private).has_private:  # A job begins with the model's own private values.
-            key.ClearField("job_id")
-        key.ClearField("name")
-        key.ClearField("rounds")
+        for field in ("job_id", "name", "rounds"):
+            key.ClearField(field)
         wanted = key.SerializeToString(deterministic=True)
         if self._loaded is None or wanted != self._key:
             self._loaded = None  # Frees the old data before the new data is loaded.

@@ -20,7 +20,6 @@ from fedring.client.trainer import load_job, train_locally
 from fedring.client.transfer.control import OwnControl
 from fedring.client.transfer.correction import Correction
 from fedring.client.transfer.download import HeldModel
-from fedring.client.transfer.private import read_private, write_private
 from fedring.client.transfer.update import TrainingReport, Update, make_update
 from fedring.codec import CodecError
 from fedring.codec.digest import name_of
@@ -41,7 +40,7 @@ from fedring.train.errors import SeamError, TrainError, failure_detail
 from fedring.train.evaluation import Counts, run_evaluator
 from fedring.train.job import Job
 from fedring.train.loop import seeded, warm_up
-from fedring.train.state import fill, read_vectors
+from fedring.train.state import fill, frozen_digest, has_frozen, read_tensors, read_vectors, write_tensors
 from fedring.train.state import split as split_tensors
 from fedring.v1 import federation_pb2 as pb
 
@@ -127,7 +126,9 @@ class Worker:
         self._sharing = job.sharing
         tensors = split_tensors(self._loaded.model, self._sharing)
         self._schema = tensors.shared
-        self._frozen = read_private(self._loaded.model, tensors.frozen)
+        self._frozen_schema = tensors.frozen
+        self._frozen_digest = frozen_digest(self._loaded.model, tensors.frozen)
+        self._frozen = read_tensors(self._loaded.model, tensors.frozen.names)
         self._command = pb.TrainCmd()
         self._base: HeldModel | None = None
 
@@ -170,8 +171,8 @@ class Worker:
         if base is None:
             raise ValueError("no round has begun")
         fill(loaded.model, self._schema, base.vectors)
-        if self._frozen.tensors:  # another client's trainer may have changed them
-            write_private(loaded.model, self._frozen)
+        if self._frozen:  # another client's trainer may have changed them
+            write_tensors(loaded.model, self._frozen)
         samples = subset(loaded.split.train, self._parts[turn.client])
         line = command.control.line
         correction = Correction(self._schema, line, self._control, turn.own) if line else None
@@ -179,6 +180,8 @@ class Worker:
         result = train_locally(loaded, samples, plan_of(command, name), device=self._device, corrections=corrections)
         if loaded.trainer and (clause := self._schema.difference(split_tensors(loaded.model, self._sharing).shared)):
             raise UpdateRefused("wrong_schema", f"this model is not the one that was loaded: {clause}")
+        if loaded.trainer and not has_frozen(loaded.model, self._frozen_schema, self._frozen_digest):
+            raise UpdateRefused("frozen_changed", "the trainer has changed the values of frozen tensors")
         training = TrainingReport(result.num_samples, result.seconds, result.metrics)
         trained, used = read_vectors(loaded.model, self._schema.names), correction.used if correction else None
         update = make_update(command, name, base, trained, training, turn.residual, control=used)

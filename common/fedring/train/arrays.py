@@ -66,6 +66,8 @@ def _module(tensors: Mapping[str, Tensor]) -> nn.Module:
         raise ValueError("there are no arrays: give at least one")
     model = nn.Module()
     for name, tensor in tensors.items():
+        if not isinstance(name, str):  # a user's mapping may have any keys
+            raise ValueError(f"{name!r} cannot name an array: give text")
         *path, last = name.split(".")
         owner = model
         try:

@@ -21,11 +21,6 @@ class Sharing:
         """Return whether a tensor that does not stay as a frozen one is shared, by its name in the schema."""
         return _matches(name, self.shared) and not _matches(name, self.private)
 
-    @property
-    def has_private(self) -> bool:
-        """Whether tensors may be private."""
-        return bool(self.private) or self.shared != ("*",)
-
     def unmatched(self, names: Collection[str]) -> tuple[str, str] | None:
         """Return the first glob that matches none of these names, after the key that it is in; None if all match."""
         globs = [*(("shared", glob) for glob in self.shared), *(("private", glob) for glob in self.private)]

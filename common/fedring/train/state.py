@@ -1,6 +1,6 @@
 """A torch model as a schema and two flat vectors, which is how models travel."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import TypeVar
@@ -94,6 +94,12 @@ def frozen_digest(model: nn.Module, frozen: Schema) -> str:
     return digest.name
 
 
+def has_frozen(model: nn.Module, frozen: Schema, digest: str) -> bool:
+    """Return whether a model has these frozen tensors, with the values that frozen_digest() named `digest`."""
+    names = {name for name, _ in tensors_of(model)}
+    return names >= frozen.names and frozen_digest(model, frozen) == digest
+
+
 def tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the model's own tensors with their names in the schema; a tied tensor comes once, under its first name.
 
@@ -121,6 +127,20 @@ def read_vectors(model: nn.Module, names: Collection[str] | None = None) -> Vect
         if names is None or name in names:
             tensors[_role(tensor)].append(tensor)
     return Vectors(_flat(tensors["parameter"], np.float32), _flat(tensors["buffer"], np.float64))
+
+
+def read_tensors(model: nn.Module, names: Collection[str]) -> dict[str, Tensor]:
+    """Return copies of some of a model's tensors, by name, on the CPU and in their own dtypes."""
+    own = dict(tensors_of(model))
+    return {name: own[name].detach().to("cpu", copy=True).contiguous() for name in names}
+
+
+def write_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Write values into the tensors of a model that have these names, which must have their shapes."""
+    own = dict(tensors_of(model))
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            own[name].copy_(tensor)
 
 
 def write_vectors(model: nn.Module, schema: Schema, vectors: Vectors, *, partial: bool = False) -> None:

@@ -66,14 +66,17 @@ class ControlState:
             return None
 
     def spool(self, control: OwnControl, run_id: str) -> None:
-        """Write the control variate that the update leaves which is about to be spooled. It is not synced."""
+        """Write the control variate that the update leaves which is about to be spooled, durably."""
         metadata = {"run": run_id, "line": control.line, "update": control.left_by}
         save_file({_KEY: control.values}, self._update_file, metadata)
+        sync(self._update_file)
 
     def accept(self) -> None:
-        """Make the control variate of the spooled update that of the client, durably, unless it became that before."""
+        """Make the control variate of the spooled update that of the client, durably, unless it became that before.
+
+        If a power loss has left the file of another update, the server notices that with the next update.
+        """
         if self._update_file.exists():
-            sync(self._update_file)
             self._update_file.rename(self._file)
             sync(self._folder)
 

@@ -1,13 +1,18 @@
 """The private tensors of a client: their values, which belong to its newest accepted update and are never sent.
 
-    private.safetensors     the values of the newest accepted update, or the first ones, in the tensors' own dtypes
+    private-….safetensors   for one model, which the name is a digest of: the values of the newest accepted update, or
+                            the first ones, in the tensors' own dtypes
     update.private          the values that belong to the update in the spool
+    private.part            the first values, while they are written
 
-The metadata of both files name the run, the hash of the private tensors' schema, and the round. `Spool` decides when
-the second file replaces the first, namely when the server has accepted the update.
+The metadata of all files say whose values they are, as `Line` does, and name the update that they belong to. `Spool`
+decides when the second file replaces the first, namely when the server has accepted the update. The files of the
+`KEEP_MODELS` newest models are kept.
 """
 
+import hashlib
 import logging
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,24 +25,38 @@ from torch import Tensor, nn
 from fedring.codec.errors import CodecError
 from fedring.codec.schema import Schema
 from fedring.daemon.durable import sync
-from fedring.train.state import tensors_of
+from fedring.train.state import read_tensors
+from fedring.v1 import federation_pb2 as pb
 
 log = logging.getLogger(__name__)
+
+_UPDATE = "update"
+
+KEEP_MODELS = 16
+"""For how many models a client keeps private values: for those of which it has written values last."""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """The models that jobs have made one from another, beginning with a new one. Private values belong to one line."""
+
+    run_id: str
+    model: bytes  # the hash of the schema of the shared tensors
+    after: tuple[int, int]  # the epoch and the number of the last round before it: the same in all jobs of the line
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PrivateValues:
     """Copies of the values of private tensors."""
 
+    line: Line
     schema: Schema
     tensors: Mapping[str, Tensor]  # on the CPU, by name
 
 
-def read_private(model: nn.Module, schema: Schema) -> PrivateValues:
-    """Return copies of the values of a model's private tensors."""
-    own = dict(tensors_of(model))
-    names = (entry.name for entry in schema.entries)
-    return PrivateValues(schema, {name: own[name].detach().to("cpu", copy=True).contiguous() for name in names})
+def line_of(command: pb.TrainCmd | pb.EvaluateCmd) -> Line:
+    """Return the line of the model that a command names."""
+    return Line(command.run_id, command.schema_hash, (command.residual_after_epoch, command.residual_after))
 
 
 def check_finite(values: PrivateValues) -> None:
@@ -51,62 +70,114 @@ def check_finite(values: PrivateValues) -> None:
             raise CodecError("non_finite", f"a value of the private tensor {name} is not finite")
 
 
-def write_private(model: nn.Module, values: PrivateValues) -> None:
-    """Write values into the private tensors of a model, which must have their shapes."""
-    own = dict(tensors_of(model))
-    with torch.no_grad():
-        for name, tensor in values.tensors.items():
-            own[name].copy_(tensor)
-
-
 class PrivateState:
     """The files of private values in one state folder, which the caller has locked."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._file = folder / "private.safetensors"
         self._update_file = folder / "update.private"
+        self._part = folder / "private.part"
+        self._part.unlink(missing_ok=True)  # It was being written when the process was killed.
+        self._first: dict[int, dict[str, Tensor]] = {}  # of each module or array that is still alive, by its id
 
-    def load(self, run_id: str, schema: Schema, *, after: int) -> PrivateValues | None:
+    def first_of(self, model: nn.Module, schema: Schema, owner: object) -> Mapping[str, Tensor]:
+        """Return the values that private tensors had when they were seen first in this process.
+
+        Args:
+            model: The module that has them now.
+            schema: The private tensors.
+            owner: What the user holds, if the module is a view of it.
+        """
+        if id(owner) not in self._first:
+            self._first[id(owner)] = {}
+            weakref.finalize(owner, self._first.pop, id(owner))
+        first = self._first[id(owner)]
+        shapes = {name: tensor.shape for name, tensor in first.items()}
+        first |= read_tensors(model, {e.name for e in schema.entries if shapes.get(e.name) != e.shape})
+        return {name: first[name] for name in schema.names}
+
+    def load(self, line: Line, schema: Schema) -> PrivateValues | None:
         """Return the values that a round or an evaluation begins with; None if the model keeps those that it has.
 
         Args:
-            run_id: The run.
+            line: The line of the model. Values of another one are not used.
             schema: The private tensors. Values of others are not used.
-            after: Values that were noted in this round, or in an earlier one, belong to models that the job does not
-                continue, and are not used.
         """
+        wanted = _metadata(line, schema)
+        file = self._folder / _name(wanted)
         try:
-            with safe_open(self._file, framework="pt") as file:
-                metadata = file.metadata() or {}
-                if (metadata.get("run"), metadata.get("schema")) != (run_id, schema.hash.hex()):
+            with safe_open(file, framework="pt") as opened:
+                if not wanted.items() <= (opened.metadata() or {}).items():
                     return None
-                if int(metadata["round"]) <= after:
-                    return None
-                return PrivateValues(schema, {entry.name: file.get_tensor(entry.name) for entry in schema.entries})
+                tensors = {entry.name: opened.get_tensor(entry.name) for entry in schema.entries}
+                return PrivateValues(line, schema, tensors)
         except FileNotFoundError:
             return None
-        except (SafetensorError, KeyError, ValueError) as error:
-            log.warning("the private values in %s are damaged and not used: %s", self._file, error)
+        except SafetensorError as error:
+            log.warning("the private values in %s are damaged and not used: %s", file, error)
             return None
 
-    def begin(self, values: PrivateValues, run_id: str, round_: int) -> None:
+    def begin(self, values: PrivateValues) -> None:
         """Note the first values, so that they are found again if the update of the round does not count."""
-        self.spool(values, run_id, round_)
-        self._update_file.rename(self._file)
+        _write(self._part, values, "")  # The other file may hold the values of an update that is still to be delivered.
+        self._place(self._part, _name(_metadata(values.line, values.schema)))
 
-    def spool(self, values: PrivateValues, run_id: str, round_: int) -> None:
-        """Write the values that belong to the update that is about to be spooled. They are not synced."""
-        metadata = {"run": run_id, "schema": values.schema.hash.hex(), "round": str(round_)}
-        save_file(dict(values.tensors), self._update_file, metadata)
+    def spool(self, values: PrivateValues, update: str) -> None:
+        """Write the values that belong to the update that is about to be spooled, durably.
 
-    def accept(self) -> None:
-        """Make the values of the spooled update those of the client, durably, unless they became that before."""
-        if self._update_file.exists():
-            sync(self._update_file)
-            self._update_file.rename(self._file)
-            sync(self._folder)
+        Args:
+            values: The values.
+            update: The name of the update.
+        """
+        _write(self._update_file, values, update)
+
+    def accept(self, update: str) -> None:
+        """Make the values of the spooled update those of the client, durably, unless they became that before.
+
+        After a power loss, the file may be damaged, or belong to another update than the one that is in the spool. Then
+        the client goes on with the values that it has.
+
+        Args:
+            update: The name of the update.
+        """
+        try:
+            with safe_open(self._update_file, framework="pt") as opened:
+                metadata = opened.metadata() or {}
+            if metadata.get(_UPDATE) != update:
+                raise ValueError(f"they belong to the update {metadata.get(_UPDATE)!r:.80}")
+        except FileNotFoundError:
+            return
+        except (SafetensorError, ValueError) as error:
+            log.warning("the private values of an accepted update are lost, and those before it stay: %s", error)
+            self._update_file.unlink()
+            return
+        self._place(self._update_file, _name(metadata))
+        sync(self._folder)
 
     def drop(self) -> None:
         """Drop the values of the spooled update."""
         self._update_file.unlink(missing_ok=True)
+
+    def _place(self, written: Path, name: str) -> None:
+        """Give a file its name, and delete the oldest files of other models."""
+        placed = written.rename(self._folder / name)
+        others = [path for path in self._folder.glob("private-*.safetensors") if path != placed]
+        for path in sorted(others, key=lambda path: path.stat().st_mtime_ns, reverse=True)[KEEP_MODELS - 1 :]:
+            path.unlink()
+
+
+def _write(path: Path, values: PrivateValues, update: str) -> None:
+    save_file(dict(values.tensors), path, _metadata(values.line, values.schema) | {_UPDATE: update})
+    sync(path)
+
+
+def _metadata(line: Line, schema: Schema) -> dict[str, str]:
+    epoch, round_ = line.after
+    own = {"run": line.run_id, "model": line.model.hex(), "epoch": str(epoch), "round": str(round_)}
+    return own | {"schema": schema.hash.hex()}
+
+
+def _name(metadata: Mapping[str, str]) -> str:
+    """Return the name of the file for one model: for one schema of shared tensors, and one of private tensors."""
+    model = f"{metadata['model']} {metadata['schema']}"
+    return f"private-{hashlib.sha256(model.encode()).hexdigest()[:16]}.safetensors"

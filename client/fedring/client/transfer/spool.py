@@ -6,7 +6,7 @@
     update.payload          the payload, if the version is 3: an update of many workers, put together on the disk
     update.residual         what this update leaves out, if bit 0 of the flags is 1; if it is 0, the update takes along
                             everything that past updates left out
-    private.safetensors,    private tensors (fedring.client.transfer.private); the second file belongs to the update, if
+    private-….safetensors,  private tensors (fedring.client.transfer.private); the second file belongs to the update, if
     update.private          bit 1 of the flags is 1
     control.safetensors,    the control variate (fedring.client.transfer.control); the second file belongs to the
     update.control          update, if bit 2 of the flags is 1
@@ -131,7 +131,9 @@ class Spool:
         except OSError:
             return 0
 
-    def residual(self, run_id: str, schema_hash: bytes, last: pb.LastAccepted, *, after: int = 0) -> Residual | None:
+    def residual(
+        self, run_id: str, schema_hash: bytes, last: pb.LastAccepted, *, after: tuple[int, int] = (0, 0)
+    ) -> Residual | None:
         """Return the residual for the next update; a residual that does not belong to it is dropped.
 
         Args:
@@ -140,7 +142,8 @@ class Spool:
             last: The newest update of this client that the server has accepted. If the residual was left by an older
                 one, it was sent in the meantime, and is dropped. If it was left by a newer one, the server has been
                 restored, and the residual stays.
-            after: The residuals of this round, and of earlier ones, belong to models that the job does not continue.
+            after: An epoch and a round. The residuals of this round, and of earlier ones, belong to models that the
+                job does not continue.
 
         Returns:
             What past updates left out, [num_parameters] float32; None if they left out nothing.
@@ -195,6 +198,8 @@ class Spool:
     ) -> Spooled:
         """Write an update to disk, in the place of any other. It is not synced: it need not survive a power loss.
 
+        Its private tensors are synced, because they are to replace older ones.
+
         Args:
             offer: The header and the names of the update.
             parts: The payload, in order.
@@ -210,7 +215,7 @@ class Spool:
             self.drop()  # The old update must never be found together with what belongs to the new one.
             self._left = True
         if private is not None:
-            self.private.spool(private, header.run_id, header.round)
+            self.private.spool(private, offer.name)
             crashpoint("client_private_spooled")
         if control is not None:
             self.control.spool(control, header.run_id)
@@ -265,7 +270,7 @@ class Spool:
         """
         crashpoint("client_accepted")
         if spooled.has_private:
-            self.private.accept()
+            self.private.accept(spooled.offer.name)
             crashpoint("client_private_placed")
         if spooled.has_control:
             self.control.accept()
@@ -311,8 +316,8 @@ class Spool:
         )
         return True
 
-    def _is_of_other_models(self, after: int) -> bool:
-        if self._noted is None or self._noted.round > after:
+    def _is_of_other_models(self, after: tuple[int, int]) -> bool:
+        if self._noted is None or (self._noted.epoch, self._noted.round) > after:
             return False
         log.info("dropped the residual of round %d: this job does not continue that model", self._noted.round)
         return True

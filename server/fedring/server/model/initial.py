@@ -46,7 +46,7 @@ def find_file(allowed: Path | None, name: str) -> Path:
         name: The path that the job names. A relative path is relative to that folder.
 
     Raises:
-        SeamError: "not_allowed" if the file is not allowed, "no_file" if it is not there.
+        SeamError: "not_allowed" if the file is not allowed, "no_file" if it is not there, or if `init_path` is gone.
     """
     if allowed is None:
         raise SeamError(
@@ -60,7 +60,11 @@ def find_file(allowed: Path | None, name: str) -> Path:
     if path != root and not (root.is_dir() and path.is_relative_to(root)):
         raise SeamError("not_allowed", f"start names the file {name}, which is not in init_path = {allowed}.")
     if not path.is_file():
-        near = get_close_matches(path.name, [file.name for file in folder.iterdir() if file.is_file()], n=1)
+        try:
+            names = [file.name for file in folder.iterdir() if file.is_file()]
+        except OSError as error:
+            raise SeamError("no_file", f"init_path = {allowed} cannot be read: {error.strerror or error}.") from error
+        near = get_close_matches(path.name, names, n=1)
         hint = f"did you mean {near[0]}?" if near else "see its init_path."
         raise SeamError("no_file", f"start names the file {name}, which is not on the server's machine: {hint}")
     return path

@@ -75,12 +75,20 @@ class ModelMaker:
             base: a version that it continues. Those of an older server hold the frozen tensors, too.
 
         Raises:
-            SeamError: as for schema_of().
+            SeamError: as for schema_of(), or "wrong_base", if the version was trained with other frozen tensors. What
+                an earlier release has trained does not say with which.
         """
         parts = self._parts_of(job)
         if not parts.frozen.entries or parts.shared.hash.hex() != base.schema_hash:
             return ""
-        return frozen_digest(self._build(job)[0], parts.frozen)  # the values depend on the seed
+        digest = frozen_digest(self._build(job)[0], parts.frozen)  # the values depend on the seed
+        if base.frozen_digest not in ("", digest):
+            raise SeamError(
+                "wrong_base",
+                f"version {base.version} was trained with other values of the {len(parts.frozen.entries)} frozen "
+                'tensors than the job\'s model has: let its callable load the same base, or use start = "fresh".',
+            )
+        return digest
 
     def check_fits(self, row: ModelRow, job: Job) -> None:
         """Return if a version is of the job's kind.
@@ -120,7 +128,8 @@ class ModelMaker:
             load_initial(file, model, parts)
         values = read_vectors(model, parts.shared.names)
         new = store_model(parts.shared, values, self._blobs, {"run_id": self._run_id})
-        return _row(new, parts.shared, version=version, number=0)
+        row = _row(new, parts.shared, version=version, number=0)
+        return replace(row, frozen_digest=frozen_digest(model, parts.frozen))
 
     def _first_by_module(self, job: Job, version: int) -> ModelRow:
         skeleton, tensors = self._skeleton(job)

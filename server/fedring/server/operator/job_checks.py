@@ -23,7 +23,7 @@ from fedring.train.job import Job
 from fedring.train.name_checks import check_data
 from fedring.train.seam import optimizer_factory, resolve
 from fedring.train.skeleton import build_skeleton
-from fedring.train.start import BEST, FRESH, is_path, version_of
+from fedring.train.start import BEST, FRESH, NEWEST, is_path, version_of
 
 _OWN = {
     "model": "fedring.train.models",
@@ -81,8 +81,8 @@ class JobChecks:
         schema = self._check_model(job)
         self._check_sizes(job, schema)
         _check_best_by(job)
-        self._check_start(job, kept)
-        alike = (row for row in kept if row.schema_hash == schema.hash.hex())
+        alike = [row for row in kept if row.schema_hash == schema.hash.hex()]
+        self._check_start(job, kept, alike, runs_next=runs_next)
         if job.start == BEST and runs_next and best_of(alike, job.best_by) is None:
             what = f"has {job.best_by.split()[1]}, which best_by names" if job.best_by else "was evaluated"
             raise ConfigError(f"start: no version of this model that is kept {what}: use newest or fresh")
@@ -129,7 +129,7 @@ class JobChecks:
                 f"max_update_bytes={limit}: raise that, or choose another encoding"
             )
 
-    def _check_start(self, job: Job, kept: Sequence[ModelRow]) -> None:
+    def _check_start(self, job: Job, kept: Sequence[ModelRow], alike: Sequence[ModelRow], *, runs_next: bool) -> None:
         try:
             if job.start == FRESH or is_path(job.start):
                 self._maker.check_file(job, job.start if is_path(job.start) else "")
@@ -139,6 +139,9 @@ class JobChecks:
                     versions = ", ".join(str(row.version) for row in kept[:10]) or "none"
                     raise ConfigError(f"start: version {version} is not kept, but these are: {versions}")
                 self._maker.check_fits(row, job)
+                self._maker.frozen_digest(job, row)
+            elif job.start == NEWEST and runs_next and alike:
+                self._maker.frozen_digest(job, alike[0])
         except SeamError as error:
             raise ConfigError(f"start: {error}") from error
 

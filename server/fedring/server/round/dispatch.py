@@ -47,6 +47,7 @@ class Dispatch:
             deadline_seconds=open_.job.evaluate_seconds,
             run_id=open_.command.run_id,
             residual_after=open_.command.residual_after,
+            residual_after_epoch=open_.command.residual_after_epoch,
         )
         self._send(client, pb.ServerEvent(evaluate=command))
 

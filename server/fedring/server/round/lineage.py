@@ -45,7 +45,8 @@ async def publish(facts: Facts, models: Models, open_: OpenRound) -> tuple[Model
     )
     made = await facts.heavy(make, open_.base, updates, open_.job, open_.row.round, version)
     ended = open_.ended(Phase.PUBLISHED, model_version=version)
-    model = replace(made, job_id=open_.row.job_id, metrics=ended.stats["metrics"])
+    frozen = open_.command.job.frozen_digest
+    model = replace(made, job_id=open_.row.job_id, metrics=ended.stats["metrics"], frozen_digest=frozen)
     try:
         await facts.db(facts.store.publish, model, ended)
     except StorageFailed:

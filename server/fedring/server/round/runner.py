@@ -355,19 +355,19 @@ class RoundRunner:
         self._rounds.tell("round_evaluated", f"{open_.title} is evaluated{figure}")
 
     def _begin(
-        self, row: RoundRow, spec: Job, base: ModelRow, small: pb.SmallModel | None, *, residual_after: int
+        self, row: RoundRow, spec: Job, base: ModelRow, small: pb.SmallModel | None, *, residual_after: tuple[int, int]
     ) -> OpenRound:
         most, store = self._config.max_update_bytes, self._facts.store
         command = round_command(spec, row, base, run_id=store.run_id, epoch=store.epoch, most_bytes=most)
-        command.residual_after = residual_after
+        command.residual_after_epoch, command.residual_after = residual_after
         command.job.frozen_digest = self._frozen_digest
         open_ = OpenRound(row, spec, command, base, small)
         self._rounds.begin(open_)
         return open_
 
-    async def _residual_after(self, job_id: int) -> int:
+    async def _residual_after(self, job_id: int) -> tuple[int, int]:
         job = await self._facts.db(self._facts.store.job, job_id)
-        return job.residual_after if job else 0
+        return (job.residual_epoch, job.residual_after) if job else (0, 0)
 
     def _end_training(self, open_: OpenRound) -> None:
         """Tell the workers of the group, and the clients that still train, that the round takes no more updates."""

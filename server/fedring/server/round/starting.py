@@ -90,14 +90,15 @@ async def _find(facts: Facts, models: Models, spec: Job, rows: list[ModelRow]) -
     return best, f"starts from version {best.version}, the best ({result_of(best.metrics, spec.best_by)})"
 
 
-def _residuals_end(facts: Facts, base: ModelRow, newest: ModelRow | None) -> int:
-    """Return the last round whose residuals do not belong to a job that starts from `base`; 0 = there is none.
+def _residuals_end(facts: Facts, base: ModelRow, newest: ModelRow | None) -> tuple[int, int]:
+    """Return the epoch and the number of the last round whose residuals do not belong to a job that starts from `base`.
 
     A residual is what updates have left out of the models so far. It still belongs to `newest`, the newest model with
-    this schema, and to those that follow it, and to no other.
+    this schema, and to those that follow it, and to no other. So does what clients keep to themselves. All jobs that
+    continue one another's newest models have the same round here. The number is 0 if there is no such round.
     """
     if newest is not None and base.version == newest.version:
         publisher = facts.store.job(newest.job_id)
-        return publisher.residual_after if publisher else 0
+        return (publisher.residual_epoch, publisher.residual_after) if publisher else (0, 0)
     rounds = facts.store.rounds(1)
-    return rounds[0].round if rounds else 0
+    return facts.store.epoch, rounds[0].round if rounds else 0

@@ -100,6 +100,12 @@ def _add_model_metrics(connection: Connection) -> None:
         connection.exec_driver_sql(f"ALTER TABLE models DROP COLUMN {result.name}")
 
 
+def _add_lines(connection: Connection) -> None:
+    """Add the epochs in which lines of models began, and the frozen tensors that models were trained with."""
+    _add_column(connection, jobs.c.residual_epoch, "NOT NULL DEFAULT 0")
+    _add_column(connection, models.c.frozen_digest, "NOT NULL DEFAULT ''")
+
+
 def _add_controls(connection: Connection) -> None:
     """Give models a control variate, and updates the name of the update whose control variate they have used."""
     for column in (
@@ -123,6 +129,7 @@ MIGRATIONS: tuple[Migration, ...] = (
     _add_starts,
     _add_metrics,
     _add_model_metrics,
+    _add_lines,
     _add_controls,
 )
 """Number i migrates a database from schema version i + 1 to i + 2."""

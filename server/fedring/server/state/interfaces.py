@@ -74,8 +74,8 @@ class Store(Protocol):
         """Return the job with this idempotency key; None if there is none."""
         ...
 
-    def begin_job(self, job_id: int, version: int, residual_after: int, first: ModelRow | None = None) -> None:
-        """Note the version that a job starts from, and the round after which residuals belong to it; add it if new."""
+    def begin_job(self, job_id: int, version: int, after: tuple[int, int], first: ModelRow | None = None) -> None:
+        """Note the version that a job starts from, and the (epoch, round) before its line of models; add it if new."""
         ...
 
     def set_job_state(self, job_id: int, state: str, reason: str = "") -> None:

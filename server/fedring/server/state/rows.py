@@ -40,6 +40,7 @@ class JobRow:
     idempotency_key: str | None = None  # unique
     start_version: int = 0  # the version that it starts from; 0 = not known yet
     residual_after: int = 0  # clients' residuals of this round and of earlier ones belong to other models
+    residual_epoch: int = 0  # the epoch of that round
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +111,7 @@ class ModelRow:
     optimizer_blob: str = ""  # the server optimizer's state
     job_id: int = 0  # the job that published it; 0 = not known
     metrics: dict[str, float] = field(default_factory=dict)  # named figures of its round; empty for a first model
+    frozen_digest: str = ""  # of the frozen tensors that it was trained with; empty = none, or not known
     control_blob: str = ""  # the server's control variate (SCAFFOLD), a model file without buffers; empty = all zero
     control_digest: str = ""  # of its values, as of a model
     control_line: str = ""  # names the rounds that it was built up in
