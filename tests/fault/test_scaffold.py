@@ -1,4 +1,7 @@
-"""Control variates agree wherever a client or the server is killed, and one that was lost is noticed."""
+"""Control variates agree wherever a client or the server is killed, and one that was lost is noticed.
+
+The clients' own models ([personal]) are those of an undisturbed run, too.
+"""
 
 import json
 from collections.abc import Sequence
@@ -8,8 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors import safe_open
+from safetensors.numpy import load_file
 
-from fedring.daemon.crash import CONTROL
+from fedring.daemon.crash import CONTROL, PERSONAL
 from tests.damage import ask
 from tests.fault.faulty_fleet import FaultyFleet, wait_for
 from tests.fault.residuals import has_spooled_update
@@ -18,6 +22,7 @@ from tests.waiting import until
 
 JOB: dict[str, Any] = {
     "scaffold": True,
+    "personal": {"mu": 0.5},
     "momentum": 0.0,
     "weights": "uniform",
     "partition": "shards",
@@ -29,8 +34,8 @@ JOB: dict[str, Any] = {
     "deadline_seconds": 240,
     "start": "newest",
 }
-BEFORE = ("client_control_spooled", "client_update_spooled")
-AFTER = ("client_accepted", "client_control_placed", "client_noted")
+BEFORE = ("client_control_spooled", "client_update_spooled", "client_personal_spooled")
+AFTER = ("client_accepted", "client_control_placed", "client_noted", "client_personal_placed")
 """The crash points at which the server has not yet accepted the update, and those at which it has."""
 ON_THE_SERVER = ("after_row_commit", "before_publish_commit")
 
@@ -82,6 +87,11 @@ class CorrectedFleet(FaultyFleet):
                 names.append(file.metadata()["update"])
         return values, names
 
+    def personal(self) -> list[dict[str, bytes]]:
+        """Return the clients' own models."""
+        paths = [next(folder.glob("personal-*.safetensors")) for folder in self.folders]
+        return [{name: value.tobytes() for name, value in load_file(path).items()} for path in paths]
+
     def common(self) -> tuple[Any, list[str]] | None:
         """Return the server's control variate, and the names of the updates in it; None if it begins anew."""
         ((blob,),) = ask(self.state, "SELECT control_blob FROM models ORDER BY version DESC LIMIT 1")
@@ -97,26 +107,27 @@ class CorrectedFleet(FaultyFleet):
 @pytest.mark.parametrize(
     "killed",
     [
-        (BEFORE[0], AFTER[1], ON_THE_SERVER[1]),
-        pytest.param((BEFORE[1], AFTER[0], AFTER[2], ON_THE_SERVER[0]), marks=pytest.mark.soak),
+        (BEFORE[0], AFTER[3], ON_THE_SERVER[1]),
+        pytest.param((*BEFORE[1:], *AFTER[:3], ON_THE_SERVER[0]), marks=pytest.mark.soak),
     ],
 )
 def test_control_variates_agree_and_are_those_of_an_undisturbed_run_wherever_something_is_killed(
     tmp_path: Path, killed: Sequence[str]
 ) -> None:
-    assert set(BEFORE + AFTER) >= CONTROL
+    assert set(BEFORE + AFTER) >= CONTROL | PERSONAL
     # After AFTER, the restarted client notes the acceptance in the next round, and must not be killed there.
     places = ["", *(each for place in killed for each in ((place, "") if place in AFTER else (place,)))]
     with CorrectedFleet(tmp_path / "undisturbed") as fleet:
         for _ in places:
             fleet.run_round()
-        expected, own = fleet.digest(), fleet.own()[0]
+        expected, own, personal = fleet.digest(), fleet.own()[0], fleet.personal()
     with CorrectedFleet(tmp_path / "disturbed") as fleet:
         for place in places:
             fleet.run_round(place)
         assert fleet.digest() == expected
         values, names = fleet.own()
         np.testing.assert_array_equal(values, own)
+        assert fleet.personal() == personal
         common = fleet.common()
     assert common is not None
     assert common[1] == names

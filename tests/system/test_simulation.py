@@ -31,9 +31,10 @@ JOBS: dict[str, dict[str, Any]] = {
         "lr": {"schedule": "cosine", "start": 0.1, "end": 0.01},
         "aggregation": {"rule": "centered_clip", "bucketing": 2},
     },
-    "control variates, buffers, error feedback": {
+    "control variates, own models, buffers, error feedback": {
         "model": "user_simulation:normed", "encoding": "packed", "partition": "shards", "scaffold": True,
         "momentum": 0.0, "weights": "uniform", "lr": {"schedule": "linear", "start": 0.1, "end": 0.02},
+        "personal": {"mu": 0.5},
     },
 }  # fmt: skip
 
@@ -82,7 +83,9 @@ def test_the_models_of_a_simulation_are_those_of_ten_daemons_byte_for_byte(
     for row, round_ in zip(report["rounds"], rounds, strict=True):
         assert row["clients"] == round_.delivered == 6
         assert row["accuracy"] == pytest.approx(round_.eval_correct / round_.eval_total)
-        assert row["metrics"]["train/loss"] == pytest.approx(round_.metrics["train/loss"])
+        assert ("eval/accuracy_personal" in row["metrics"]) == ("personal" in JOBS[name])
+        for metric in ("train/loss", "eval/accuracy_personal", "eval/loss_personal"):
+            assert row["metrics"].get(metric) == pytest.approx(round_.metrics.get(metric)), metric
 
 
 def test_without_the_residuals_of_the_clients_the_models_would_differ(

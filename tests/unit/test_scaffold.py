@@ -188,7 +188,7 @@ def test_an_update_that_was_not_corrected_as_the_round_asks_is_refused(
     ("keys", "sentence"),
     [
         ({"momentum": 0.9}, "needs momentum = 0.0, and it is 0.9"),
-        ({"optimizer_args": {"nesterov": True}}, "needs nesterov = false, and it is true"),
+        ({"optimizer_args": {"nesterov": True}}, "needs optimizer_args.nesterov = false, and it is true"),
         ({"optimizer": "fedring.train.optimizers:adam"}, 'needs optimizer = "fedring.train.optimizers:sgd", and it is'),
         ({"trainer": "code:train"}, 'needs trainer = "", and it is "code:train"'),
         ({"weights": "samples"}, 'needs weights = "uniform", and it is "samples"'),

@@ -9,8 +9,10 @@ from fedring.client.loading import Loaded, ModelLoader, check_frozen
 from fedring.client.session.inbox import EvaluationOrder
 from fedring.client.session.link import ServerLink
 from fedring.client.transfer.fetch import ModelFetcher
+from fedring.client.transfer.private import line_of
 from fedring.client.transfer.spool import Spool
 from fedring.train.arrays import Arrays
+from fedring.train.state import write_tensors
 from fedring.v1 import federation_pb2 as pb
 
 
@@ -29,6 +31,7 @@ class Evaluation:
         self._deadline = order.deadline
         self._link = link
         self._loader = ModelLoader(link, models, spool.private, private)
+        self._own = spool.personal
         self._loaded: Loaded | None = None
 
     @property
@@ -48,6 +51,15 @@ class Evaluation:
         """
         self._loaded = self._loader.load(self.command, model, ended=self._ended)
         self._link.session.begin(pb.ACTIVITY_EVALUATING)
+
+    def load_own(self, model: nn.Module) -> bool:
+        """Load this client's own model into the module that the evaluated one was loaded into, if there is one."""
+        if self._loaded is None:
+            return False
+        values = self._own.load(line_of(self.command), self._loaded.parts.not_frozen)
+        if values is not None:
+            write_tensors(model, values.tensors)
+        return values is not None
 
     def check_frozen(self, model: nn.Module) -> None:
         """Check that the evaluation has not changed frozen tensors of the model that was loaded.

@@ -128,6 +128,22 @@ class Task:
         self._corrected = True
         return self._correction.by_name()
 
+    def load_own(self) -> Mapping[str, Tensor] | None:
+        """Return the tensors of this client's own model after its newest accepted update; None if there are none.
+
+        Raises:
+            WrongModel: If nothing was loaded for this round.
+        """
+        values = self._spool.personal.load(line_of(self.command), self.not_frozen)
+        return values.tensors if values else None
+
+    @property
+    def not_frozen(self) -> Schema:
+        """The tensors of the loaded model that training may change."""
+        if self._loaded is None:
+            raise WrongModel("nothing was loaded for this round: call load_into before the training")
+        return self._loaded.parts.not_frozen
+
     def check_model(self, model: nn.Module) -> None:
         """Compare a model, which may be without values, with the one that this round starts from.
 
@@ -180,6 +196,8 @@ class Task:
         samples: int,
         metrics: Mapping[str, float] | None = None,
         train_seconds: float | None = None,
+        *,
+        own: Mapping[str, Tensor] | None = None,
     ) -> None:
         """Send what the model has learned, and return once the server has accepted it.
 
@@ -188,6 +206,8 @@ class Task:
             samples: How many samples it was trained on, at least 1.
             metrics: Figures of the training, by name; at most 32.
             train_seconds: How long the training took; None = since `load_into`.
+            own: The tensors of a model of this client's own, by name: all that training may change. They never leave
+                the client, which keeps them once the update is accepted.
 
         Raises:
             RoundOver: If the round has ended without this update.
@@ -211,7 +231,7 @@ class Task:
         self.done = True
         self.link.session.set_reporting(True)
         try:
-            self._deliver(as_module(model), self._loaded, training)
+            self._deliver(as_module(model), self._loaded, training, own)
             self.result = "accepted"
         except UpdateRefused:
             self.result = "refused"
@@ -294,7 +314,9 @@ class Task:
         own = self._spool.control.load(self.command.run_id, wanted.line, schema.num_parameters)
         return Correction(schema, wanted.line, control, own)
 
-    def _deliver(self, model: nn.Module, loaded: Loaded, training: TrainingReport) -> None:
+    def _deliver(
+        self, model: nn.Module, loaded: Loaded, training: TrainingReport, own: Mapping[str, Tensor] | None
+    ) -> None:
         command, private_schema = self.command, loaded.parts.private
         for part in (loaded.parts.shared, private_schema):  # by their names: training may freeze tensors, or free them
             if clause := part.difference(schema_of(model, part.names)):
@@ -312,7 +334,11 @@ class Task:
             private = None
             if private_schema.entries:
                 private = PrivateValues(line, private_schema, read_tensors(model, private_schema.names))
-                check_finite(private)
+                check_finite(private.tensors)
+            personal = None
+            if own is not None:
+                personal = PrivateValues(line, loaded.parts.not_frozen, own)
+                check_finite(own)
             trained = read_vectors(model, loaded.parts.shared.names)
             correction = self._correction
             used = correction.used if correction else None
@@ -322,7 +348,9 @@ class Task:
             self.fail(error.reason, f"the trained model cannot be sent: {error}")
             raise UpdateRefused(error.reason, "the trained model cannot be sent") from error
         self._check_size(sum(map(len, update.parts)))
-        spooled = self._spool.write(update.offer, update.parts, update.residual, private=private, control=control)
+        spooled = self._spool.write(
+            update.offer, update.parts, update.residual, private=private, control=control, personal=personal
+        )
         self._delivery.send(spooled, self._assignment, update.residual)
 
     def _check_size(self, size: int) -> None:

@@ -15,6 +15,7 @@ from torch.utils.data import Dataset
 from fedring.client.config import ClientConfig
 from fedring.client.errors import Refused, RoundOver, WrongModel
 from fedring.client.evaluation import Evaluation
+from fedring.client.personal import figures_of, personal_of, train_own
 from fedring.client.task import Task
 from fedring.client.user_trainer import Trainer, run_trainer
 from fedring.daemon.tracing import span
@@ -83,8 +84,9 @@ class DeclaredTrainer:
                     self._train_in_group(loaded, task)
                     return
                 task.load_into(loaded.model)
+                own = self._train_own(loaded, task) if task.job.personal else None
                 result = self._train(loaded, task)
-            task.submit(loaded.model, result.num_samples, result.metrics, result.seconds)
+            task.submit(loaded.model, result.num_samples, result.metrics, result.seconds, own=own)
             log.info("round %d: update accepted", task.round, extra={"round": task.round, **result.metrics})
         except TrainingStopped:
             task.done = True  # The server has ended the round, and may have told the group before this client.
@@ -122,6 +124,9 @@ class DeclaredTrainer:
             counts = run_evaluator(loaded.evaluator, loaded.model, test, loss=loaded.loss, device=self._device)
             if loaded.evaluator is not None:
                 evaluation.check_frozen(loaded.model)
+            if evaluation.job.personal and evaluation.load_own(loaded.model):
+                own = run_evaluator(loaded.evaluator, loaded.model, test, loss=loaded.loss, device=self._device)
+                counts = replace(counts, metrics={**counts.metrics, **figures_of(own)})
             return counts
         except (SeamError, TrainError, DataError, WrongModel) as error:
             log.error("model %d was not evaluated: %s", evaluation.command.model_version, error)
@@ -165,12 +170,32 @@ class DeclaredTrainer:
                 loaded.split.train,
                 task.plan,
                 device=self._device,
-                progress=task.progress,
+                progress=(lambda share: task.progress((1 + share) / 2)) if task.job.personal else task.progress,
                 stopped=lambda: task.cancelled,
                 corrections=task.corrections,
             )
         finally:
             self.in_users_code = False
+
+    def _train_own(self, loaded: LoadedJob, task: Task) -> dict[str, Tensor]:
+        """Train the client's own model before the round's, whose values the loaded model has again afterwards."""
+        if loaded.trainer is not None:
+            raise SeamError(
+                "no_personal", "A trainer does not train a client's own model, as the job's [personal] asks."
+            )
+        return train_own(
+            loaded.model,
+            loaded.split.train,
+            task.plan,
+            personal_of(task.job),
+            loss=loaded.loss,
+            optimizer_factory=loaded.optimizer,
+            schema=task.not_frozen,
+            start=task.load_own(),
+            device=self._device,
+            progress=lambda share: task.progress(share / 2),
+            stopped=lambda: task.cancelled,
+        )
 
     def _fail(self, task: Task, reason: str, detail: str) -> None:
         log.error("round %d failed (%s): %s", task.round, reason, detail)
@@ -205,6 +230,7 @@ class DeclaredTrainer:
             count=config.partition_count,
             alpha=job.alpha,
             seed=job.seed,
+            alike=bool(job.personal),
         )
         if shared:  # Each worker of a group takes its share of all samples.
             part = Split(split.train, part.test, split.classes)

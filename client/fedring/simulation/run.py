@@ -51,7 +51,7 @@ from fedring.simulation.checks import (
 )
 from fedring.simulation.engine import Engine, InProcess, Processes
 from fedring.simulation.vectors import ClientVectors
-from fedring.simulation.worker import Order, Outcome, Setup, Turn, client_id
+from fedring.simulation.worker import Order, Outcome, Own, Setup, Turn, client_id
 from fedring.train.device import threads_for
 from fedring.train.errors import SeamError
 from fedring.train.evaluation import Counts
@@ -257,6 +257,7 @@ class _Run:
         self._rules = rules_of(setup.job, grace=0.0)
         self._drawn: set[str] = set()
         self._rows: list[Row] = []
+        (folder / "personal").mkdir()
         self._left_by: dict[int, tuple[str, str]] = {}  # the line and the update of each client's control variate
 
     def run(self, stack: ExitStack) -> None:
@@ -335,7 +336,11 @@ class _Run:
             left_in, left_by = self._left_by.get(client, ("", ""))
             values = self._controls.get(client) if line and left_in == line else None
             own = None if values is None else OwnControl(line, left_by, values)
-            yield Turn(client, self._residuals.get(client), own)
+            personal = self._personal_file(client)
+            yield Turn(client, self._residuals.get(client), own, personal.read_bytes() if personal.exists() else None)
+
+    def _personal_file(self, client: int) -> Path:
+        return self._folder / "personal" / f"{client}.safetensors"
 
     def _take(self, outcome: Outcome, work: _Work) -> None:
         if outcome.update is None:
@@ -343,6 +348,8 @@ class _Run:
             return
         work.updates.append(outcome.update)
         self._residuals.put(outcome.client, outcome.residual)
+        if outcome.personal:
+            self._personal_file(outcome.client).write_bytes(outcome.personal)
         if outcome.own is not None:
             self._controls.put(outcome.client, outcome.own.values)
             self._left_by[outcome.client] = outcome.own.line, outcome.own.left_by
@@ -366,3 +373,8 @@ class _Run:
         row["accuracy"], row["loss"] = counts.accuracy, counts.loss
         for origin in (origin for origin, wanted in origins.items() if wanted):
             row["metrics"] |= with_origin(origin, counts.metrics, accuracy=counts.accuracy, loss=counts.loss)
+        if self._job.evaluate and self._job.personal:
+            files = {client: self._personal_file(client) for client in range(self._setup.clients)}
+            owns = (Own(client, path.read_bytes()) for client, path in files.items() if path.exists())
+            found = combine((own.total, figures) for own, figures in self._engine.evaluate_own(owns))
+            row["metrics"] |= with_origin("eval", found)

@@ -12,20 +12,24 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
 
 from fedring.client.config import ClientConfig
 from fedring.client.errors import UpdateRefused
+from fedring.client.personal import figures_of, train_own
 from fedring.client.task import plan_of
 from fedring.client.trainer import load_job, train_locally
 from fedring.client.transfer.control import OwnControl
 from fedring.client.transfer.correction import Correction
 from fedring.client.transfer.download import HeldModel
+from fedring.client.transfer.private import check_finite
 from fedring.client.transfer.update import TrainingReport, Update, make_update
 from fedring.codec import CodecError
 from fedring.codec.digest import name_of
 from fedring.codec.schema import Vectors
 from fedring.data import DataError
-from fedring.data.partition import labels_of, parts, subset
+from fedring.data.partition import held_out_parts, labels_of, parts, subset
 from fedring.rpc.chunks import CHUNK_BYTES
 from fedring.rpc.contract import SMALL_BYTES
 from fedring.rpc.errors import FedringError
@@ -77,6 +81,7 @@ class Turn:
     client: int  # its number, from 0
     residual: Vector | None  # what its earlier updates have left out
     own: OwnControl | None = None  # its control variate
+    personal: bytes | None = None  # its own model, as a safetensors file; None = there is none
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,12 +92,21 @@ class Outcome:
     update: UpdateRow | None  # with its payload; None if there is none
     residual: Vector | None = None  # what the update has left out
     own: OwnControl | None = None  # the control variate that the update has left
+    personal: bytes = b""  # the client's own model, as a safetensors file; empty = there is none
     failure: str = ""  # why there is no update, as one sentence
 
 
 def client_id(client: int) -> str:
     """Return the id of a client by its number, as `fedring.ctl.fleet.Fleet` names its clients."""
     return f"client-{client}"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Own:
+    """A client whose own model is to be evaluated."""
+
+    client: int
+    model: bytes  # as a safetensors file
 
 
 class Worker:
@@ -123,10 +137,13 @@ class Worker:
         self.sizes = [len(part) for part in self._parts]
         held_out = parts("iid", labels_of(split.test, "iid"), count=setup.workers, alpha=job.alpha, seed=job.seed)
         self._held_out = subset(split.test, held_out[setup.number])
-        self._sharing = job.sharing
+        self._sharing, self._personal = job.sharing, job.personal
+        self._test_parts = (
+            held_out_parts(job.partition, self._parts, labels, split.test, seed=job.seed) if job.personal else []
+        )
         tensors = split_tensors(self._loaded.model, self._sharing)
         self._schema = tensors.shared
-        self._frozen_schema = tensors.frozen
+        self._frozen_schema, self._not_frozen = tensors.frozen, tensors.not_frozen
         self._frozen_digest = frozen_digest(self._loaded.model, tensors.frozen)
         self._frozen = read_tensors(self._loaded.model, tensors.frozen.names)
         self._command = pb.TrainCmd()
@@ -154,10 +171,25 @@ class Worker:
         fill(loaded.model, self._schema, vectors)
         return run_evaluator(loaded.evaluator, loaded.model, self._held_out, loss=loaded.loss, device=self._device)
 
+    def evaluate_own(self, clients: Sequence[Own]) -> list[tuple[Counts, dict[str, float]]]:
+        """Evaluate clients' own models, each on its client's test samples. Returns the counts, and the figures to tell.
+
+        Raises:
+            Exception: Whatever the user's evaluator or loss raises.
+        """
+        return [self._evaluate_own(each) for each in clients]
+
+    def _evaluate_own(self, own: Own) -> tuple[Counts, dict[str, float]]:
+        loaded, samples = self._loaded, subset(self._loaded.split.test, self._test_parts[own.client])
+        write_tensors(loaded.model, load_tensors(own.model))
+        counts = run_evaluator(loaded.evaluator, loaded.model, samples, loss=loaded.loss, device=self._device)
+        return counts, figures_of(counts)
+
     def _turn(self, turn: Turn) -> Outcome:
         try:
+            personal = self._train_own(turn) if self._personal else b""
             update, own = self._update(turn)
-            return Outcome(turn.client, self._admit(turn.client, update), update.residual, own)
+            return Outcome(turn.client, self._admit(turn.client, update), update.residual, own, personal)
         except (SeamError, TrainError, DataError, CodecError, FedringError, UpdateRefused) as error:
             failure = str(error)
         except Exception as error:  # the user's code may raise anything
@@ -165,14 +197,37 @@ class Worker:
             failure = failure_detail(error)
         return Outcome(turn.client, None, failure=f"{client_id(turn.client)}: {failure}")
 
+    def _begin(self) -> HeldModel:
+        """Fill the model with the values that the round starts from, and return them."""
+        if self._base is None:
+            raise ValueError("no round has begun")
+        fill(self._loaded.model, self._schema, self._base.vectors)
+        if self._frozen:  # another client's trainer may have changed them
+            write_tensors(self._loaded.model, self._frozen)
+        return self._base
+
+    def _train_own(self, turn: Turn) -> bytes:
+        loaded, how = self._loaded, self._personal
+        if how is None:
+            raise ValueError("the job asks for no models of clients' own")
+        self._begin()
+        own = train_own(
+            loaded.model,
+            subset(loaded.split.train, self._parts[turn.client]),
+            plan_of(self._command, client_id(turn.client)),
+            how,
+            loss=loaded.loss,
+            optimizer_factory=loaded.optimizer,
+            schema=self._not_frozen,
+            start=load_tensors(turn.personal) if turn.personal else None,
+            device=self._device,
+        )
+        check_finite(own)
+        return save_tensors(own)
+
     def _update(self, turn: Turn) -> tuple[Update, OwnControl | None]:
         """Do what fl-client does between the command and the upload."""
-        loaded, command, base, name = self._loaded, self._command, self._base, client_id(turn.client)
-        if base is None:
-            raise ValueError("no round has begun")
-        fill(loaded.model, self._schema, base.vectors)
-        if self._frozen:  # another client's trainer may have changed them
-            write_tensors(loaded.model, self._frozen)
+        loaded, command, base, name = self._loaded, self._command, self._begin(), client_id(turn.client)
         samples = subset(loaded.split.train, self._parts[turn.client])
         line = command.control.line
         correction = Correction(self._schema, line, self._control, turn.own) if line else None

@@ -1,6 +1,5 @@
 """The schema of a job: what to train, on how many clients, and for how many rounds."""
 
-import json
 from math import ceil
 from typing import Annotated, Literal, Self
 
@@ -8,6 +7,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 
 from fedring.codec.encoding import NAMES, TILE, Encoding
 from fedring.train.aggregation_table import MEAN, Aggregation
+from fedring.train.algorithm_checks import PERSONAL, SCAFFOLD, check_keys
 from fedring.train.bounds import (
     MAX_JOB_BYTES,
     MAX_SAMPLES,
@@ -24,6 +24,7 @@ from fedring.train.bounds import (
 from fedring.train.data_parallel_table import DataParallel
 from fedring.train.labels import WantedLabels
 from fedring.train.metrics import check_rule
+from fedring.train.personal_table import Personal
 from fedring.train.pipeline_table import Pipeline
 from fedring.train.round_settings import (
     SCHEDULED,
@@ -39,21 +40,6 @@ from fedring.train.sharing import Sharing
 from fedring.train.start import NEWEST, Start
 
 EncodingName = Literal["fp32", "fp16", "bf16", "int8", "fp32_sparse", "sq8", "packed", "uniform"]
-
-SCAFFOLD = {
-    "mode": "federated",
-    "trainer": "",
-    "optimizer": "fedring.train.optimizers:sgd",
-    "momentum": 0.0,
-    "mu": 0.0,
-    "weights": "uniform",
-    "update_clip": 0.0,
-    "update_clip_factor": 0.0,
-    "normalize_steps": False,
-}
-"""What the keys of a job with scaffold = true must be: its formulas are those of plain steps, and of a plain mean."""
-SCAFFOLD_SGD = {"nesterov": False, "dampening": 0.0}
-"""The same, of optimizer_args."""
 
 
 class ServerOptimizer(BaseModel):
@@ -226,6 +212,9 @@ class Job(BaseModel):
         description="correct each local step by control variates, so that clients with different data do not drift "
         'apart (SCAFFOLD; federated, with momentum = 0 and weights = "uniform"); a download is twice as large',
     )
+    personal: Personal | None = Field(
+        None, description="each client also trains a model of its own, which never leaves it; none = it does not"
+    )
     evaluate: bool = Field(True, description="clients evaluate each new model on their held-out samples")
     evaluate_seconds: Seconds = Field(120.0, description="longest time for an evaluation by the clients")
     evaluate_on_server: bool = Field(
@@ -291,15 +280,11 @@ class Job(BaseModel):
         return self
 
     @model_validator(mode="after")
-    def _can_be_corrected(self) -> Self:
-        if not self.scaffold:
-            return self
-        given = {key: getattr(self, key) for key in SCAFFOLD} | {"aggregation.rule": self.aggregation.rule}
-        given |= {key: self.optimizer_args.get(key, needed) for key, needed in SCAFFOLD_SGD.items()}
-        for key, needed in {**SCAFFOLD, "aggregation.rule": MEAN, **SCAFFOLD_SGD}.items():
-            if given[key] != needed:
-                found = json.dumps(given[key])
-                raise ValueError(f"scaffold = true needs {key} = {json.dumps(needed)}, and it is {found}")
+    def _algorithms_fit(self) -> Self:
+        if self.scaffold:
+            check_keys(self, "scaffold = true", SCAFFOLD)
+        if self.personal is not None:
+            check_keys(self, "the table [personal]", PERSONAL)
         return self
 
     @model_validator(mode="after")

@@ -37,6 +37,7 @@ def train(
     progress: Callable[[float], None] = lambda share: None,
     stopped: Callable[[], bool] = lambda: False,
     corrections: Mapping[str, Tensor] = _NONE,
+    towards: Mapping[str, Tensor] = _NONE,
 ) -> TrainResult:
     """Train a model in place.
 
@@ -52,6 +53,7 @@ def train(
         progress: Is called now and then with the share of the work that is done, 0 to 1.
         stopped: Is called before each step; once it returns True, training ends.
         corrections: What is added to the gradients in each step, in the shapes of the parameters, by their names.
+        towards: What the proximal term pulls parameters to, by their names; others are pulled to where they start.
 
     Returns:
         The means over the last epoch, and how long training took.
@@ -67,7 +69,7 @@ def train(
             "no_data", "This client has no samples to train on: give it some, or divide the data among fewer clients."
         )
     model.to(device).train()
-    step = _Step(model, plan, loss, optimizer_factory, corrections)
+    step = _Step(model, plan, loss, optimizer_factory, corrections, towards)
     tally, steps = Tally(device), 0
     with seeded(plan.seed, device):
         began = time.perf_counter()
@@ -139,12 +141,14 @@ class _Step:
         loss: Loss,
         optimizer_factory: OptimizerFactory,
         corrections: Mapping[str, Tensor],
+        towards: Mapping[str, Tensor],
     ) -> None:
         self._model = model
         self._loss = loss
         self._mu = plan.mu
-        self._parameters = [p for p in model.parameters() if p.requires_grad]
-        self._start = [p.detach().clone() for p in self._parameters] if plan.mu > 0 else []
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        self._parameters = [p for _, p in named]
+        self._start = [towards.get(name, p).detach().to(p, copy=True) for name, p in named] if plan.mu > 0 else []
         self._corrections = [
             (p, corrections[name].to(p)) for name, p in model.named_parameters() if name in corrections
         ]

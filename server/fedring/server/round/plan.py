@@ -73,6 +73,7 @@ def job_spec(job: Job, job_id: int) -> pb.JobSpec:
         pipeline=job.pipeline.model_dump_json() if job.mode == "pipeline" else "",
         shared=job.shared,
         private=job.private,
+        personal=job.personal.model_dump_json() if job.personal else "",
     )
 
 
