@@ -27,6 +27,10 @@ SAMPLES = TensorDataset(torch.ones(8, 1), torch.full((8, 1), 4.0))
 PLAN = Plan(epochs=1, batch_size=8, lr=0.1, momentum=0.0)
 
 
+def how(**keys: Any) -> Personal:
+    return Personal.model_validate(keys)
+
+
 def train(how: Personal, model: nn.Module, start: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
     return train_own(
         model, SAMPLES, PLAN, how, loss=nn.functional.mse_loss, optimizer_factory=sgd, start=start,
@@ -43,18 +47,18 @@ def weight(value: float) -> nn.Module:
 def test_a_clients_own_model_minimises_its_loss_and_the_distance_to_the_rounds_model() -> None:
     """The loss is (v - 4)^2 and the round's model 1: with mu = 6, the minimum of (v - 4)^2 + 3 (v - 1)^2 is 7 / 4."""
     model = weight(1.0)
-    own = train(Personal(mu=6.0, epochs=60), model)
+    own = train(how(mu=6.0, epochs=60), model)
     assert own["weight"].item() == pytest.approx(1.75, abs=1e-4)
     assert model.get_parameter("weight").item() == 1.0
-    assert train(Personal(mu=0.0, epochs=60), model)["weight"].item() == pytest.approx(4.0, abs=1e-4)
+    assert train(how(mu=0.0, epochs=60), model)["weight"].item() == pytest.approx(4.0, abs=1e-4)
 
 
 def test_ditto_goes_on_with_the_clients_own_model_and_fine_tuning_begins_anew() -> None:
     start = {"weight": torch.tensor([[10.0]])}
     gradient = 2 * (10.0 - 4.0) + 0.5 * (10.0 - 1.0)
-    own = train(Personal(mu=0.5), weight(1.0), start)
+    own = train(how(mu=0.5), weight(1.0), start)
     assert own["weight"].item() == pytest.approx(10.0 - 0.1 * gradient)
-    own = train(Personal(method="fine_tuning", mu=0.5), weight(1.0), start)
+    own = train(how(method="fine_tuning", mu=0.5), weight(1.0), start)
     assert own["weight"].item() == pytest.approx(1.0 - 0.1 * 2 * (1.0 - 4.0))
 
 
