@@ -18,6 +18,7 @@ from fedring.train.bounds import MAX_COUNT
 from fedring.train.data_parallel_table import DataParallel
 from fedring.train.hooks import DGCParameters, Int8Parameters, PowerSGDParameters, TopKParameters
 from fedring.train.job import Job, ServerOptimizer
+from fedring.train.personal_table import Personal
 from fedring.train.pipeline_table import Pipeline
 from fedring.train.privacy_table import ClientPrivacy
 from fedring.train.round_settings import Schedule
@@ -126,6 +127,11 @@ SECTIONS = (
         Schedule,
         "The table that `lr`, `epochs` or `subset_size` of a federated job holds instead of a number, such as `lr = "
         '{ schedule = "cosine", start = 0.1, end = 0.001 }`. See [federated.md](federated.md#schedules).',
+    ),
+    (
+        "Own models",
+        Personal,
+        "The table `[personal]` of a federated job. See [federated.md](federated.md#a-model-for-each-client).",
     ),
     ("Server optimizer", ServerOptimizer, "The table `[server_optimizer]` of a job. See [federated.md](federated.md)."),
     (

@@ -37,6 +37,11 @@ JOBS: dict[str, dict[str, Any]] = {
     "a strategy of the user's own": {
         "normalize_steps": True, "partition": "shards", "aggregation": {"rule": "user_strategies:Attentive"},
     },
+    "control variates, own models, buffers, error feedback": {
+        "model": "user_simulation:normed", "encoding": "packed", "partition": "shards", "scaffold": True,
+        "momentum": 0.0, "weights": "uniform", "lr": {"schedule": "linear", "start": 0.1, "end": 0.02},
+        "personal": {"mu": 0.5},
+    },
 }  # fmt: skip
 
 
@@ -96,8 +101,10 @@ def test_the_models_of_a_simulation_are_those_of_ten_daemons_byte_for_byte(
         assert row["clients"] == round_.delivered == round_.selected
         assert row.get("settings", {}) == round_.settings
         assert row["accuracy"] == pytest.approx(round_.eval_correct / round_.eval_total)
-        assert row["metrics"]["train/loss"] == pytest.approx(round_.metrics["train/loss"])
         assert row["metrics"].get("server/weight") == round_.metrics.get("server/weight")
+        assert ("eval/accuracy_personal" in row["metrics"]) == ("personal" in JOBS[name])
+        for metric in ("train/loss", "eval/accuracy_personal", "eval/loss_personal"):
+            assert row["metrics"].get(metric) == pytest.approx(round_.metrics.get(metric)), metric
     if name == "a strategy of the user's own":
         assert [round_.settings["lr"] for round_ in rounds[1:]] == [0.1, 0.1 / 2, 0.1 / 3]
         assert [round_.selected for round_ in rounds] == [6, 5, 4, 3]
@@ -108,7 +115,7 @@ def test_without_the_residuals_of_the_clients_the_models_would_differ(
 ) -> None:
     name = "error feedback, buffers, dropout"
     monkeypatch.syspath_prepend(str(CODE))
-    monkeypatch.setattr("fedring.simulation.residuals.Residuals.put", lambda self, client, residual: None)
+    monkeypatch.setattr("fedring.simulation.vectors.ClientVectors.put", lambda self, client, vector: None)
     simulate({**COMMON, **JOBS[name]}, clients=CLIENTS, workers=1, threads=1, out=tmp_path)
     assert (tmp_path / "model.safetensors").read_bytes() != fleet_runs[name][0].read_bytes()
 

@@ -166,6 +166,7 @@ def test_an_adaptive_clip_goes_on_in_small_steps_with_far_more_updates_than_expe
         ({"weights": "uniform"}, "dp: evaluate is true, and must be false"),
         (PRIVATE | {"mode": "data_parallel"}, 'dp: mode is "data_parallel", and must be "federated"'),
         (PRIVATE | {"normalize_steps": True}, "dp: normalize_steps is true, and must be false"),
+        (PRIVATE | {"scaffold": True, "momentum": 0.0}, "dp: scaffold is true, and must be false"),
         (PRIVATE | {"update_clip": 1.0}, "dp: update_clip is 1, and must be 0, because dp.clip takes its place"),
         (PRIVATE | {"update_clip_factor": 2.0}, "dp: update_clip_factor is 2, and must be 0"),
         (PRIVATE | {"close_at_minimum": True}, "dp: close_at_minimum is true"),

@@ -23,7 +23,7 @@ from fedring.server.model.making import ModelMaker
 from fedring.server.state.rows import ModelRow
 from fedring.server.update.upload import Terms
 from fedring.simulation import simulate
-from fedring.simulation.residuals import Residuals
+from fedring.simulation.vectors import ClientVectors
 from fedring.simulation.worker import admit
 from fedring.train.device import threads_for
 from fedring.train.job import Job
@@ -266,7 +266,7 @@ def test_the_report_has_the_accuracy_of_the_last_model_although_the_last_round_w
 
 def test_residuals_are_kept_for_each_client_and_forgotten_with_the_update_that_leaves_none(tmp_path: Path) -> None:
     values = {client: np.full(5, client, np.float32) for client in (0, 9999)}
-    with Residuals(tmp_path / "residuals", 5) as residuals:
+    with ClientVectors(tmp_path / "residuals", 5) as residuals:
         for client, residual in values.items():
             assert residuals.get(client) is None
             residuals.put(client, residual)

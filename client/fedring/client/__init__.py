@@ -26,8 +26,9 @@ os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # It must be set before grpc i
 if TYPE_CHECKING:
     from fedring.client.config import ClientConfig
     from fedring.client.errors import Refused, RoundOver, UpdateRefused, WrongModel
+    from fedring.client.evaluation import Evaluation
     from fedring.client.federation import Federation, connect
-    from fedring.client.task import Evaluation, Task
+    from fedring.client.task import Task
 
 __all__ = [
     "ClientConfig",
@@ -43,7 +44,7 @@ __all__ = [
 
 _MODULES = {
     "ClientConfig": "config",
-    "Evaluation": "task",
+    "Evaluation": "evaluation",
     "Federation": "federation",
     "Refused": "errors",
     "RoundOver": "errors",

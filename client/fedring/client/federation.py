@@ -13,11 +13,12 @@ from torch import nn
 
 from fedring.client.config import ClientConfig
 from fedring.client.errors import FederationClosed, Refused, RoundOver
+from fedring.client.evaluation import Evaluation
 from fedring.client.metrics import ClientMetrics
 from fedring.client.privacy import check_policy, refusal
 from fedring.client.session.inbox import EvaluationOrder
 from fedring.client.session.link import ServerLink
-from fedring.client.task import Evaluation, Task
+from fedring.client.task import Task
 from fedring.client.transfer.delivery import Delivery
 from fedring.client.transfer.fetch import ModelFetcher
 from fedring.client.transfer.spool import Spool

@@ -1,4 +1,4 @@
-"""The work that a server asks for, as the user's code sees it: a round to train in, or a model to evaluate."""
+"""A round to train in, as the user's code sees it."""
 
 import hashlib
 import time
@@ -6,13 +6,15 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torch import nn
+import numpy as np
+from torch import Tensor, nn
 
 from fedring.client.errors import BadModel, RoundOver, UpdateRefused, WrongModel
 from fedring.client.loading import Loaded, ModelLoader, check_frozen
 from fedring.client.metrics import ClientMetrics
-from fedring.client.session.inbox import Assignment, EvaluationOrder
+from fedring.client.session.inbox import Assignment
 from fedring.client.session.link import ServerLink
+from fedring.client.transfer.correction import Correction
 from fedring.client.transfer.delivery import Delivery
 from fedring.client.transfer.fetch import ModelFetcher
 from fedring.client.transfer.partial import Sink
@@ -63,6 +65,8 @@ class Task:
         self._loader = ModelLoader(link, models, spool.private, private)
         self._loaded: Loaded | None = None
         self._loaded_at = 0.0
+        self._correction: Correction | None = None
+        self._corrected = False
 
     @property
     def round(self) -> int:
@@ -108,8 +112,37 @@ class Task:
         except WrongModel as error:
             self.fail(error.reason, error.detail)
             raise
+        if self.command.HasField("control"):
+            self._correction = self._load_correction(self._loaded.parts.shared)
         self._loaded_at = time.perf_counter()
         self.link.session.begin(pb.ACTIVITY_TRAINING)
+
+    @property
+    def corrections(self) -> Mapping[str, Tensor] | None:
+        """What each step adds to the gradients, by the names of parameters; None unless the job has scaffold = true.
+
+        It is known when a model was loaded. A training that does not ask for it cannot be submitted.
+        """
+        if self._correction is None:
+            return None
+        self._corrected = True
+        return self._correction.by_name()
+
+    def load_own(self) -> Mapping[str, Tensor] | None:
+        """Return the tensors of this client's own model after its newest accepted update; None if there are none.
+
+        Raises:
+            WrongModel: If nothing was loaded for this round.
+        """
+        values = self._spool.personal.load(line_of(self.command), self.not_frozen)
+        return values.tensors if values else None
+
+    @property
+    def not_frozen(self) -> Schema:
+        """The tensors of the loaded model that training may change."""
+        if self._loaded is None:
+            raise WrongModel("nothing was loaded for this round: call load_into before the training")
+        return self._loaded.parts.not_frozen
 
     def check_model(self, model: nn.Module) -> None:
         """Compare a model, which may be without values, with the one that this round starts from.
@@ -163,6 +196,8 @@ class Task:
         samples: int,
         metrics: Mapping[str, float] | None = None,
         train_seconds: float | None = None,
+        *,
+        own: Mapping[str, Tensor] | None = None,
     ) -> None:
         """Send what the model has learned, and return once the server has accepted it.
 
@@ -171,6 +206,8 @@ class Task:
             samples: How many samples it was trained on, at least 1.
             metrics: Figures of the training, by name; at most 32.
             train_seconds: How long the training took; None = since `load_into`.
+            own: The tensors of a model of this client's own, by name: all that training may change. They never leave
+                the client, which keeps them once the update is accepted.
 
         Raises:
             RoundOver: If the round has ended without this update.
@@ -183,6 +220,10 @@ class Task:
             raise WrongModel("nothing was loaded for this round: call load_into before the training")
         seconds = time.perf_counter() - self._loaded_at if train_seconds is None else train_seconds
         training = TrainingReport(samples, seconds, metrics or {})
+        if self._correction is not None and not self._corrected:
+            detail = "the job has scaffold = true, and this training has not used the task's corrections"
+            self.fail("no_correction", detail)
+            raise UpdateRefused("no_correction", detail)
         self.train_seconds = seconds
         if reason := self._assignment.stop_reason:
             self.done = True
@@ -190,7 +231,7 @@ class Task:
         self.done = True
         self.link.session.set_reporting(True)
         try:
-            self._deliver(as_module(model), self._loaded, training)
+            self._deliver(as_module(model), self._loaded, training, own)
             self.result = "accepted"
         except UpdateRefused:
             self.result = "refused"
@@ -260,7 +301,22 @@ class Task:
         if not (mine.undelivered or mine.accepted_name or mine.failure):
             mine.end_reason = mine.stop_reason
 
-    def _deliver(self, model: nn.Module, loaded: Loaded, training: TrainingReport) -> None:
+    def _load_correction(self, schema: Schema) -> Correction:
+        wanted, assignment = self.command.control, self._assignment
+        if wanted.digest:
+            models, parameters = self._models, schema.without_buffers
+            fetched = self.link.call(
+                lambda: models.fetch_control(wanted.digest, parameters, lambda: assignment.stop_reason)
+            )
+            control = fetched.vectors.parameters
+        else:
+            control = np.zeros(schema.num_parameters, np.float32)
+        own = self._spool.control.load(self.command.run_id, wanted.line, schema.num_parameters)
+        return Correction(schema, wanted.line, control, own)
+
+    def _deliver(
+        self, model: nn.Module, loaded: Loaded, training: TrainingReport, own: Mapping[str, Tensor] | None
+    ) -> None:
         command, private_schema = self.command, loaded.parts.private
         for part in (loaded.parts.shared, private_schema):  # by their names: training may freeze tensors, or free them
             if clause := part.difference(schema_of(model, part.names)):
@@ -278,14 +334,23 @@ class Task:
             private = None
             if private_schema.entries:
                 private = PrivateValues(line, private_schema, read_tensors(model, private_schema.names))
-                check_finite(private)
+                check_finite(private.tensors)
+            personal = None
+            if own is not None:
+                personal = PrivateValues(line, loaded.parts.not_frozen, own)
+                check_finite(own)
             trained = read_vectors(model, loaded.parts.shared.names)
-            update = make_update(command, self._client_id, loaded.base, trained, training, residual)
+            correction = self._correction
+            used = correction.used if correction else None
+            update = make_update(command, self._client_id, loaded.base, trained, training, residual, control=used)
+            control = correction.after(update, command, training.samples) if correction else None
         except CodecError as error:
             self.fail(error.reason, f"the trained model cannot be sent: {error}")
             raise UpdateRefused(error.reason, "the trained model cannot be sent") from error
         self._check_size(sum(map(len, update.parts)))
-        spooled = self._spool.write(update.offer, update.parts, update.residual, private=private)
+        spooled = self._spool.write(
+            update.offer, update.parts, update.residual, private=private, control=control, personal=personal
+        )
         self._delivery.send(spooled, self._assignment, update.residual)
 
     def _check_size(self, size: int) -> None:
@@ -317,51 +382,3 @@ def own_seed(seed: int, client_id: str) -> int:
     """
     digest = hashlib.sha256(f"{seed}:{client_id}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
-
-
-class Evaluation:
-    """One published model to evaluate. `Federation` passes it to the function that evaluates."""
-
-    def __init__(
-        self,
-        order: EvaluationOrder,
-        link: ServerLink,
-        models: ModelFetcher,
-        spool: Spool,
-        private: Collection[str] = (),
-    ) -> None:
-        self.command = order.command
-        self._deadline = order.deadline
-        self._link = link
-        self._loader = ModelLoader(link, models, spool.private, private)
-        self._loaded: Loaded | None = None
-
-    @property
-    def job(self) -> pb.JobSpec:
-        """The job: what is trained, and in which mode."""
-        return self.command.job
-
-    def load_into(self, model: nn.Module | Arrays) -> None:
-        """Load the values to evaluate into `model`; private tensors get this client's own, as for Task.load_into().
-
-        Args:
-            model: A torch module, or numpy arrays of floats by name.
-
-        Raises:
-            WrongModel: If the model shares other tensors than those that are trained, or has other frozen values.
-            RoundOver: If the deadline has passed, or the model cannot be fetched.
-        """
-        self._loaded = self._loader.load(self.command, model, ended=self._ended)
-        self._link.session.begin(pb.ACTIVITY_EVALUATING)
-
-    def check_frozen(self, model: nn.Module) -> None:
-        """Check that the evaluation has not changed frozen tensors of the model that was loaded.
-
-        Raises:
-            WrongModel: With the reason frozen_changed, if it has.
-        """
-        if self._loaded is not None:
-            check_frozen(model, self._loaded)
-
-    def _ended(self) -> str:
-        return "deadline" if time.monotonic() >= self._deadline else ""

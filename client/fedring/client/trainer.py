@@ -2,19 +2,21 @@
 
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from fedring.client.config import ClientConfig
 from fedring.client.errors import Refused, RoundOver, WrongModel
-from fedring.client.task import Evaluation, Task
+from fedring.client.evaluation import Evaluation
+from fedring.client.personal import figures_of, personal_of, train_own
+from fedring.client.task import Task
 from fedring.client.user_trainer import Trainer, run_trainer
 from fedring.daemon.tracing import span
 from fedring.data import DataError, Split, load_part
@@ -82,8 +84,9 @@ class DeclaredTrainer:
                     self._train_in_group(loaded, task)
                     return
                 task.load_into(loaded.model)
+                own = self._train_own(loaded, task) if task.job.personal else None
                 result = self._train(loaded, task)
-            task.submit(loaded.model, result.num_samples, result.metrics, result.seconds)
+            task.submit(loaded.model, result.num_samples, result.metrics, result.seconds, own=own)
             log.info("round %d: update accepted", task.round, extra={"round": task.round, **result.metrics})
         except TrainingStopped:
             task.done = True  # The server has ended the round, and may have told the group before this client.
@@ -121,6 +124,9 @@ class DeclaredTrainer:
             counts = run_evaluator(loaded.evaluator, loaded.model, test, loss=loaded.loss, device=self._device)
             if loaded.evaluator is not None:
                 evaluation.check_frozen(loaded.model)
+            if evaluation.job.personal and evaluation.load_own(loaded.model):
+                own = run_evaluator(loaded.evaluator, loaded.model, test, loss=loaded.loss, device=self._device)
+                counts = replace(counts, metrics={**counts.metrics, **figures_of(own)})
             return counts
         except (SeamError, TrainError, DataError, WrongModel) as error:
             log.error("model %d was not evaluated: %s", evaluation.command.model_version, error)
@@ -155,6 +161,8 @@ class DeclaredTrainer:
             self._group_trainer.train(task, model, samples, loss=loss, optimizer=optimizer)
 
     def _train(self, loaded: LoadedJob, task: Task) -> TrainResult:
+        if task.corrections is not None and self._config.optimizer:
+            raise SeamError("no_correction", f"optimizer={self._config.optimizer} does not go with scaffold = true.")
         self.in_users_code = loaded.trainer is not None
         try:
             return train_locally(
@@ -162,11 +170,32 @@ class DeclaredTrainer:
                 loaded.split.train,
                 task.plan,
                 device=self._device,
-                progress=task.progress,
+                progress=(lambda share: task.progress((1 + share) / 2)) if task.job.personal else task.progress,
                 stopped=lambda: task.cancelled,
+                corrections=task.corrections,
             )
         finally:
             self.in_users_code = False
+
+    def _train_own(self, loaded: LoadedJob, task: Task) -> dict[str, Tensor]:
+        """Train the client's own model before the round's, whose values the loaded model has again afterwards."""
+        if loaded.trainer is not None:
+            raise SeamError(
+                "no_personal", "A trainer does not train a client's own model, as the job's [personal] asks."
+            )
+        return train_own(
+            loaded.model,
+            loaded.split.train,
+            task.plan,
+            personal_of(task.job),
+            loss=loaded.loss,
+            optimizer_factory=loaded.optimizer,
+            schema=task.not_frozen,
+            start=task.load_own(),
+            device=self._device,
+            progress=lambda share: task.progress(share / 2),
+            stopped=lambda: task.cancelled,
+        )
 
     def _fail(self, task: Task, reason: str, detail: str) -> None:
         log.error("round %d failed (%s): %s", task.round, reason, detail)
@@ -201,6 +230,7 @@ class DeclaredTrainer:
             count=config.partition_count,
             alpha=job.alpha,
             seed=job.seed,
+            alike=bool(job.personal),
         )
         if shared:  # Each worker of a group takes its share of all samples.
             part = Split(split.train, part.test, split.classes)
@@ -245,6 +275,7 @@ def train_locally(
     device: torch.device,
     progress: Callable[[float], None] = lambda share: None,
     stopped: Callable[[], bool] = lambda: False,
+    corrections: Mapping[str, Tensor] | None = None,
 ) -> TrainResult:
     """Train the loaded model in place on one client's samples, with the built-in loop or the user's trainer.
 
@@ -255,11 +286,15 @@ def train_locally(
         device: Where to train.
         progress: As for `fedring.train.loop.train`; a user's trainer cannot report how far it is.
         stopped: As for `fedring.train.loop.train`; a user's trainer does not ask.
+        corrections: As for `fedring.train.loop.train`; None = the gradients are not corrected.
 
     Raises:
         TrainingStopped: If `stopped` returned True.
         TrainError: If there are no samples, the training diverged, or the user's trainer reports nonsense.
+        SeamError: If a user's trainer would have to correct the gradients.
     """
+    if corrections is not None and loaded.trainer is not None:
+        raise SeamError("no_correction", "A trainer does not correct its gradients, as the job's scaffold = true asks.")
     if loaded.trainer is not None:
         return run_trainer(loaded.trainer, loaded.model, samples, plan, device=device)
     return train(
@@ -271,6 +306,7 @@ def train_locally(
         device=device,
         progress=progress,
         stopped=stopped,
+        corrections=corrections or {},
     )
 
 

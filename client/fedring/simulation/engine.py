@@ -17,11 +17,13 @@ from fedring.codec.schema import Vectors
 from fedring.control.failure import Failure
 from fedring.daemon.exits import Exit
 from fedring.data import DataError
-from fedring.simulation.worker import Order, Outcome, Setup, Turn, Worker, limit_threads
+from fedring.simulation.worker import Order, Outcome, Own, Setup, Turn, Worker, limit_threads
 from fedring.train.errors import SeamError, failure_detail
 from fedring.train.evaluation import Counts
 
 T = TypeVar("T")
+OwnResult = tuple[Counts, dict[str, float]]
+"""The counts of a client's own model, and the figures that tell them."""
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +46,14 @@ class Engine(Protocol):
 
         Raises:
             Failure: A worker has ended.
+        """
+        ...
+
+    def evaluate_own(self, clients: Iterable[Own]) -> Iterator[OwnResult]:
+        """Yield the evaluation of each client's own model on its test samples, in any order.
+
+        Raises:
+            Failure: The evaluation has failed, or a worker has ended.
         """
         ...
 
@@ -79,6 +89,15 @@ def evaluate(worker: Worker, vectors: Vectors) -> Counts | Failure:
         return Failure(f"the model cannot be evaluated: {failure_detail(error)}")
 
 
+def evaluate_own(worker: Worker, clients: Sequence[Own]) -> list[OwnResult] | Failure:
+    """Return how good clients' own models are, or why that cannot be known."""
+    try:
+        return worker.evaluate_own(clients)
+    except Exception as error:  # the user's code may raise anything
+        log.exception("the evaluation failed")
+        return Failure(f"a client's own model cannot be evaluated: {failure_detail(error)}")
+
+
 def succeeded(result: T | Failure) -> T:
     """Return the result, unless it is a Failure, which is raised."""
     if isinstance(result, Failure):
@@ -107,6 +126,10 @@ class InProcess:
         self._worker.begin(order)
         for turn in turns:
             yield from self._worker.train([turn])
+
+    def evaluate_own(self, clients: Iterable[Own]) -> Iterator[OwnResult]:
+        for own in clients:
+            yield from succeeded(evaluate_own(self._worker, [own]))
 
     def evaluate(self, vectors: Vectors) -> Counts:
         return succeeded(evaluate(self._worker, vectors))
@@ -154,7 +177,14 @@ class Processes:
     def train(self, order: Order, turns: Iterable[Turn]) -> Iterator[Outcome]:
         for pipe in self._pipes:
             self._send(pipe, order)
-        rest, busy = iter(turns), set[Connection]()
+        return self._spread(turns)
+
+    def evaluate_own(self, clients: Iterable[Own]) -> Iterator[OwnResult]:
+        return self._spread(clients)
+
+    def _spread(self, work: Iterable[object]) -> Iterator[Any]:
+        """Yield the workers' answers; each worker is given a little of the work whenever it is free."""
+        rest, busy = iter(work), set[Connection]()
 
         def give(pipe: Connection) -> None:
             if some := list(islice(rest, _AT_A_TIME)):
@@ -231,5 +261,7 @@ def _serve(pipe: Connection, setup: Setup, environment: Mapping[str, str]) -> No
                     worker.begin(order)
                 case Vectors() as vectors:
                     pipe.send(evaluate(worker, vectors))
+                case [Own(), *_] as clients:
+                    pipe.send(evaluate_own(worker, clients))
                 case turns:
                     pipe.send(worker.train(turns))

@@ -19,8 +19,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from safetensors import SafetensorError
 
+from fedring.client.transfer.control import OwnControl
 from fedring.codec import CodecError
 from fedring.codec.schema import Schema, Vectors
 from fedring.control.failure import Failure
@@ -53,8 +56,8 @@ from fedring.simulation.checks import (
     trusted_by,
 )
 from fedring.simulation.engine import Engine, InProcess, Processes
-from fedring.simulation.residuals import Residuals
-from fedring.simulation.worker import Order, Outcome, Setup, Turn, client_id
+from fedring.simulation.vectors import ClientVectors
+from fedring.simulation.worker import Order, Outcome, Own, Setup, Turn, client_id
 from fedring.train.device import threads_for
 from fedring.train.errors import SeamError
 from fedring.train.evaluation import Counts
@@ -62,6 +65,7 @@ from fedring.train.files import save_vectors
 from fedring.train.job import Job
 from fedring.train.metrics import combine, with_origin
 from fedring.train.start import is_path
+from fedring.v1 import federation_pb2 as pb
 
 Row = dict[str, Any]
 Show = Callable[[float, Row | None], None]
@@ -184,6 +188,11 @@ class _Server:
             reader = ModelReader(blob)
             return reader.schema, reader.vectors()
 
+    def read_control(self, row: ModelRow) -> NDArray[np.float32]:
+        """Return the control variate that belongs to a model, [num_parameters]."""
+        with self._blobs.reader(row.control_blob) as blob:
+            return ModelReader(blob).vectors().parameters
+
     def settings(self, history: Iterable[PastRound]) -> dict[str, float]:
         """Return what the job's own strategy chooses for the next round, from the rounds before it, oldest first.
 
@@ -211,14 +220,24 @@ class _Server:
             StorageError, CodecError, OptimizerError, RuleError, SeamError, RuntimeError: It cannot be made; the last is
                 torch's.
         """
-        job, updates, number, seed = work.job, work.updates, work.number, str(work.seed)
+        job, updates, number, command = work.job, work.updates, work.number, work.command
         guarded, noisy = self._maker.guard(job, updates, self._last_median, job_round=number), None
         if job.dp is not None:
             clip, secret = self._clip or job.dp.clip, os.urandom(SECRET_BYTES)
             private = private_round(job.dp, updates, work.selected, clip, secret, _RUN_ID)
             guarded, noisy, self._clip = private.guarded, private.mean, private.next_clip
-        version = base.version + 1
-        model = self._maker.next(base, updates, job, number, version, seed=seed, guarded=guarded, noisy=noisy)
+        model = self._maker.next(
+            base,
+            updates,
+            job,
+            number,
+            base.version + 1,
+            seed=str(command.seed),
+            guarded=guarded,
+            noisy=noisy,
+            job_round=number,
+            control_line=command.control.line,
+        )
         self._last_median = guarded.median_norm
         for name in {*files_of(base)} - {*files_of(model), ""}:
             self._blobs.delete(name)
@@ -237,7 +256,7 @@ class _Work:
     number: int
     job: Job  # with the settings of this round
     settings: dict[str, float] = field(default_factory=dict)  # that its strategy or a schedule has chosen
-    seed: int = 0
+    command: pb.TrainCmd = field(default_factory=pb.TrainCmd)
     selected: int = 0
     reason: str = ""  # why it makes no model: a stable word
     why: str = ""  # the same, as a clause
@@ -292,6 +311,8 @@ class _Run:
         self._drawn: set[str] = set()
         self._rows: list[Row] = []
         self._history = deque[PastRound](maxlen=HISTORY)
+        (folder / "personal").mkdir()
+        self._left_by: dict[int, tuple[str, str]] = {}  # the line and the update of each client's control variate
 
     def run(self, stack: ExitStack) -> None:
         """Run all rounds.
@@ -303,7 +324,8 @@ class _Run:
             self._model = self._server.first()
             self._schema, self._vectors = self._server.read(self._model)
             size = self._schema.num_parameters
-            self._residuals = stack.enter_context(Residuals(self._folder / "residuals", size))
+            self._residuals = stack.enter_context(ClientVectors(self._folder / "residuals", size))
+            self._controls = stack.enter_context(ClientVectors(self._folder / "controls", size))
             self._run_rounds()
         except (SeamError, StorageError, CodecError) as error:
             raise Failure(str(error)) from error
@@ -330,7 +352,8 @@ class _Run:
         for number in range(1, self._job.rounds + 1):
             work = self._work(number)
             row = work.row()
-            row["download_bytes"] = 4 * self._schema.num_parameters + 8 * self._schema.num_buffers
+            copies = 2 if work.command.control.digest else 1  # of the parameters: c is as large as they are
+            row["download_bytes"] = 4 * copies * self._schema.num_parameters + 8 * self._schema.num_buffers
             abandoned = abandoned + 1 if work.reason else 0
             if not work.reason:
                 self._evaluate(row)
@@ -365,21 +388,29 @@ class _Run:
     def _train(self, work: _Work) -> None:
         number, rules = work.number, rules_of(work.job, grace=0.0)
         row = RoundRow(number, 1, number, Phase.TRAINING, 0.0)
-        command = round_command(work.job, row, self._model, run_id=_RUN_ID, epoch=_EPOCH, most_bytes=0)
+        work.command = command = round_command(work.job, row, self._model, run_id=_RUN_ID, epoch=_EPOCH, most_bytes=0)
         names = machine.sample(self._candidates, Round(number, rules, Phase.WAITING, 0.0))
-        work.seed, work.selected = command.seed, len(names)
+        work.selected = len(names)
         work.settings = {key: getattr(command, key) for key in work.job.scheduled}
         self._drawn.update(names)
-        order = Order(command.SerializeToString(), self._vectors)
-        for outcome in self._engine.train(order, self._turns(names)):
+        control = self._server.read_control(self._model) if command.control.digest else None
+        order = Order(command.SerializeToString(), self._vectors, control)
+        for outcome in self._engine.train(order, self._turns(names, command.control.line)):
             self._take(outcome, work)
             share = (len(work.updates) + len(work.failures)) / work.selected
             self._show((number - 1 + share) / self._job.rounds, self._rows[-1] if self._rows else None)
 
-    def _turns(self, names: list[str]) -> Iterator[Turn]:
-        """Yield the turns of the clients; a residual is read when it is needed."""
+    def _turns(self, names: list[str], line: str) -> Iterator[Turn]:
+        """Yield the turns of the clients; what they keep is read when it is needed."""
         for client in (int(name.rpartition("-")[2]) for name in names):
-            yield Turn(client, self._residuals.get(client))
+            left_in, left_by = self._left_by.get(client, ("", ""))
+            values = self._controls.get(client) if line and left_in == line else None
+            own = None if values is None else OwnControl(line, left_by, values)
+            personal = self._personal_file(client)
+            yield Turn(client, self._residuals.get(client), own, personal.read_bytes() if personal.exists() else None)
+
+    def _personal_file(self, client: int) -> Path:
+        return self._folder / "personal" / f"{client}.safetensors"
 
     def _take(self, outcome: Outcome, work: _Work) -> None:
         if outcome.update is None:
@@ -387,6 +418,11 @@ class _Run:
             return
         work.updates.append(outcome.update)
         self._residuals.put(outcome.client, outcome.residual)
+        if outcome.personal:
+            self._personal_file(outcome.client).write_bytes(outcome.personal)
+        if outcome.own is not None:
+            self._controls.put(outcome.client, outcome.own.values)
+            self._left_by[outcome.client] = outcome.own.line, outcome.own.left_by
 
     def _publish(self, work: _Work) -> None:
         """Make the next model, or note why that is impossible."""
@@ -412,3 +448,8 @@ class _Run:
         row["accuracy"], row["loss"] = counts.accuracy, counts.loss
         for origin in (origin for origin, wanted in origins.items() if wanted):
             row["metrics"] |= with_origin(origin, counts.metrics, accuracy=counts.accuracy, loss=counts.loss)
+        if self._job.evaluate and self._job.personal:
+            files = {client: self._personal_file(client) for client in range(self._setup.clients)}
+            owns = (Own(client, path.read_bytes()) for client, path in files.items() if path.exists())
+            found = combine((own.total, figures) for own, figures in self._engine.evaluate_own(owns))
+            row["metrics"] |= with_origin("eval", found)

@@ -10,19 +10,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
 
 from fedring.client.config import ClientConfig
 from fedring.client.errors import UpdateRefused
+from fedring.client.personal import figures_of, train_own
 from fedring.client.task import plan_of
 from fedring.client.trainer import load_job, train_locally
+from fedring.client.transfer.control import OwnControl
+from fedring.client.transfer.correction import Correction
 from fedring.client.transfer.download import HeldModel
+from fedring.client.transfer.private import check_finite
 from fedring.client.transfer.update import TrainingReport, Update, make_update
 from fedring.codec import CodecError
 from fedring.codec.digest import name_of
 from fedring.codec.schema import Vectors
 from fedring.data import DataError
-from fedring.data.partition import labels_of, parts, subset
+from fedring.data.partition import held_out_parts, labels_of, parts, subset
 from fedring.rpc.chunks import CHUNK_BYTES
 from fedring.rpc.contract import SMALL_BYTES
 from fedring.rpc.errors import FedringError
@@ -30,7 +37,7 @@ from fedring.server.round.plan import job_spec
 from fedring.server.state.rows import UpdateRow
 from fedring.server.update import upload
 from fedring.server.update.admission import check_payload
-from fedring.simulation.residuals import Residual
+from fedring.simulation.vectors import Vector
 from fedring.train.batches import size_of
 from fedring.train.device import pick_device
 from fedring.train.errors import SeamError, TrainError, failure_detail
@@ -64,6 +71,7 @@ class Order:
 
     command: bytes  # a serialized TrainCmd
     vectors: Vectors  # the model that the round starts from
+    control: Vector | None = None  # the server's control variate; None = all of it is zero, or none
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,7 +79,9 @@ class Turn:
     """A client to train."""
 
     client: int  # its number, from 0
-    residual: Residual | None  # what its earlier updates have left out
+    residual: Vector | None  # what its earlier updates have left out
+    own: OwnControl | None = None  # its control variate
+    personal: bytes | None = None  # its own model, as a safetensors file; None = there is none
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,13 +90,23 @@ class Outcome:
 
     client: int
     update: UpdateRow | None  # with its payload; None if there is none
-    residual: Residual | None = None  # what the update has left out
+    residual: Vector | None = None  # what the update has left out
+    own: OwnControl | None = None  # the control variate that the update has left
+    personal: bytes = b""  # the client's own model, as a safetensors file; empty = there is none
     failure: str = ""  # why there is no update, as one sentence
 
 
 def client_id(client: int) -> str:
     """Return the id of a client by its number, as `fedring.ctl.fleet.Fleet` names its clients."""
     return f"client-{client}"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Own:
+    """A client whose own model is to be evaluated."""
+
+    client: int
+    model: bytes  # as a safetensors file
 
 
 class Worker:
@@ -119,10 +139,13 @@ class Worker:
         shares = 1 if job.evaluator else setup.workers
         held_out = parts("iid", labels_of(split.test, "iid"), count=shares, alpha=job.alpha, seed=job.seed)
         self._held_out = subset(split.test, held_out[setup.number]) if setup.number < shares else None
-        self._sharing = job.sharing
+        self._sharing, self._personal = job.sharing, job.personal
+        self._test_parts = (
+            held_out_parts(job.partition, self._parts, labels, split.test, seed=job.seed) if job.personal else []
+        )
         tensors = split_tensors(self._loaded.model, self._sharing)
         self._schema = tensors.shared
-        self._frozen_schema = tensors.frozen
+        self._frozen_schema, self._not_frozen = tensors.frozen, tensors.not_frozen
         self._frozen_digest = frozen_digest(self._loaded.model, tensors.frozen)
         self._frozen = read_tensors(self._loaded.model, tensors.frozen.names)
         self._command = pb.TrainCmd()
@@ -132,6 +155,7 @@ class Worker:
         """Take the model and the command of the next round."""
         self._command = pb.TrainCmd.FromString(order.command)
         self._base = HeldModel(self._command.model_digest, self._schema, order.vectors)
+        self._control = np.zeros(self._schema.num_parameters, np.float32) if order.control is None else order.control
 
     def train(self, turns: Sequence[Turn]) -> list[Outcome]:
         """Train clients in the round that has begun. What goes wrong is the failure of the client alone."""
@@ -149,10 +173,25 @@ class Worker:
         fill(loaded.model, self._schema, vectors)
         return run_evaluator(loaded.evaluator, loaded.model, self._held_out, loss=loaded.loss, device=self._device)
 
+    def evaluate_own(self, clients: Sequence[Own]) -> list[tuple[Counts, dict[str, float]]]:
+        """Evaluate clients' own models, each on its client's test samples. Returns the counts, and the figures to tell.
+
+        Raises:
+            Exception: Whatever the user's evaluator or loss raises.
+        """
+        return [self._evaluate_own(each) for each in clients]
+
+    def _evaluate_own(self, own: Own) -> tuple[Counts, dict[str, float]]:
+        loaded, samples = self._loaded, subset(self._loaded.split.test, self._test_parts[own.client])
+        write_tensors(loaded.model, load_tensors(own.model))
+        counts = run_evaluator(loaded.evaluator, loaded.model, samples, loss=loaded.loss, device=self._device)
+        return counts, figures_of(counts)
+
     def _turn(self, turn: Turn) -> Outcome:
         try:
-            update = self._update(turn)
-            return Outcome(turn.client, self._admit(turn.client, update), update.residual)
+            personal = self._train_own(turn) if self._personal else b""
+            update, own = self._update(turn)
+            return Outcome(turn.client, self._admit(turn.client, update), update.residual, own, personal)
         except (SeamError, TrainError, DataError, CodecError, FedringError, UpdateRefused) as error:
             failure = str(error)
         except Exception as error:  # the user's code may raise anything
@@ -160,28 +199,61 @@ class Worker:
             failure = failure_detail(error)
         return Outcome(turn.client, None, failure=f"{client_id(turn.client)}: {failure}")
 
-    def _update(self, turn: Turn) -> Update:
-        """Do what fl-client does between the command and the upload."""
-        loaded, command, base, name = self._loaded, self._command, self._base, client_id(turn.client)
-        if base is None:
+    def _begin(self) -> HeldModel:
+        """Fill the model with the values that the round starts from, and return them."""
+        if self._base is None:
             raise ValueError("no round has begun")
-        fill(loaded.model, self._schema, base.vectors)
+        fill(self._loaded.model, self._schema, self._base.vectors)
         if self._frozen:  # another client's trainer may have changed them
-            write_tensors(loaded.model, self._frozen)
+            write_tensors(self._loaded.model, self._frozen)
+        return self._base
+
+    def _train_own(self, turn: Turn) -> bytes:
+        loaded, how = self._loaded, self._personal
+        if how is None:
+            raise ValueError("the job asks for no models of clients' own")
+        self._begin()
+        own = train_own(
+            loaded.model,
+            subset(loaded.split.train, self._parts[turn.client]),
+            plan_of(self._command, client_id(turn.client)),
+            how,
+            loss=loaded.loss,
+            optimizer_factory=loaded.optimizer,
+            schema=self._not_frozen,
+            start=load_tensors(turn.personal) if turn.personal else None,
+            device=self._device,
+        )
+        check_finite(own)
+        return save_tensors(own)
+
+    def _update(self, turn: Turn) -> tuple[Update, OwnControl | None]:
+        """Do what fl-client does between the command and the upload."""
+        loaded, command, base, name = self._loaded, self._command, self._begin(), client_id(turn.client)
         samples = subset(loaded.split.train, self._parts[turn.client])
-        result = train_locally(loaded, samples, plan_of(command, name), device=self._device)
+        line = command.control.line
+        correction = Correction(self._schema, line, self._control, turn.own) if line else None
+        corrections = correction.by_name() if correction else None
+        result = train_locally(loaded, samples, plan_of(command, name), device=self._device, corrections=corrections)
         if loaded.trainer and (clause := self._schema.difference(split_tensors(loaded.model, self._sharing).shared)):
             raise UpdateRefused("wrong_schema", f"this model is not the one that was loaded: {clause}")
         if loaded.trainer and not has_frozen(loaded.model, self._frozen_schema, self._frozen_digest):
             raise UpdateRefused("frozen_changed", "the trainer has changed the values of frozen tensors")
         training = TrainingReport(result.num_samples, result.seconds, result.metrics)
-        return make_update(command, name, base, read_vectors(loaded.model, self._schema.names), training, turn.residual)
+        trained, used = read_vectors(loaded.model, self._schema.names), correction.used if correction else None
+        update = make_update(command, name, base, trained, training, turn.residual, control=used)
+        return update, correction.after(update, command, result.num_samples) if correction else None
 
     def _admit(self, client: int, update: Update) -> UpdateRow:
         command = self._command
-        private = bool(command.job.dp)
+        private, line = bool(command.job.dp), command.control.line
         terms = upload.Terms(
-            command.model_digest, command.max_update_bytes, self._schema, deltas_only=private, bare=private
+            command.model_digest,
+            command.max_update_bytes,
+            self._schema,
+            deltas_only=private,
+            bare=private,
+            control_line=line,
         )
         return admit(client_id(client), update.offer, b"".join(update.parts), terms, epoch=command.epoch)
 

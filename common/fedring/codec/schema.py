@@ -70,6 +70,11 @@ class Schema:
         """The length of the buffer vector."""
         return sum(e.size for e in self.entries if e.role == "buffer")
 
+    @cached_property
+    def without_buffers(self) -> "Schema":
+        """The schema of the parameters alone."""
+        return Schema(tuple(entry for entry in self.entries if entry.role == "parameter"))
+
     def spans(self, role: str) -> Iterator[tuple[Entry, slice]]:
         """Yield each tensor of a role, and its place in the vector of that role.
 

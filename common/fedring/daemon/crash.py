@@ -38,6 +38,11 @@ DELIVERING = {
 PRIVATE = {"client_private_spooled", "client_private_placed"}
 """Further crash points in fl-client, for jobs with private tensors: after these were spooled, and after they count."""
 
+CONTROL = {"client_control_spooled", "client_control_placed"}
+"""The same, for jobs with scaffold = true and the client's control variate."""
+
+PERSONAL = {"client_personal_spooled", "client_personal_placed"}
+"""The same, for jobs with the table [personal] and the client's own model."""
 
 TRAINING = {"worker_checkpoint_written"}
 """Every crash point in the training of a worker: a checkpoint is on the disk, but has not got its name."""

@@ -116,22 +116,75 @@ def parts(name: str, labels: Labels, *, count: int, alpha: float, seed: int) -> 
     raise DataError("bad_partition", f"There is no partition {name!r}: use none, iid, shards or dirichlet.")
 
 
-def load_part(split: Split, partition: str, *, index: int, count: int, alpha: float, seed: int) -> Split:
+def parts_alike(held: Sequence[Indices], labels: Labels, others: Labels, *, seed: int) -> list[Indices]:
+    """Divide other samples so that each client gets the same share of each class as it holds of these.
+
+    Args:
+        held: The indices of the samples that each client holds.
+        labels: The label of each of these samples, [n] int64.
+        others: The label of each sample to divide, [m] int64. Classes that nobody holds are divided evenly.
+        seed: Decides which samples of a class go to which client.
+
+    Returns:
+        The indices of each client's share of the others; together, they are all of them.
+    """
+    random, found = _random(seed), [[np.empty(0, np.int64)] for _ in held]
+    for label in np.unique(others):
+        pool = random.permutation(np.flatnonzero(others == label))
+        counts = np.array([np.count_nonzero(labels[part] == label) for part in held])
+        ends = np.cumsum(counts if counts.any() else np.ones_like(counts))
+        cuts = np.rint(ends[:-1] * (len(pool) / ends[-1])).astype(np.int64)
+        for mine, share in zip(found, np.split(pool, cuts), strict=True):
+            mine.append(share)
+    return [np.sort(np.concatenate(shares)) for shares in found]
+
+
+def held_out_parts(
+    name: str, held: Sequence[Indices], labels: Labels, samples: Dataset[Any], *, seed: int
+) -> list[Indices]:
+    """Divide test samples so that those of each client have the labels of its training samples.
+
+    Args:
+        name: As for `part`.
+        held: The indices of the training samples that each client holds.
+        labels: The label of each training sample, [n] int64.
+        samples: The test samples.
+        seed: As for `part`.
+
+    Raises:
+        DataError: With the reason no_labels, as for labels_of().
+    """
+    if name == "none":
+        return [np.arange(_size(samples))] * len(held)
+    if name == "iid":
+        return iid(_size(samples), len(held), seed)
+    return parts_alike(held, labels, labels_of(samples, name), seed=seed)
+
+
+def load_part(
+    split: Split, partition: str, *, index: int, count: int, alpha: float, seed: int, alike: bool = False
+) -> Split:
     """Return the part of `split` that client `index` of `count` holds.
 
-    Test samples are divided evenly and at random under every partition but "none", so that the counts of all clients
-    add up to the counts of the whole test set.
+    Test samples are divided under every partition but "none", so that the counts of all clients add up to the counts of
+    the whole test set: evenly and at random, or alike.
 
     Args:
         split: All samples.
         partition: As `name` of `part`, which also explains the other arguments.
+        alike: Whether a client's test samples have the labels of its training samples, as parts_alike() divides them.
 
     Raises:
         DataError: As in `part`, and with the reason no_labels, if the partition needs labels that the data set does
             not show.
     """
     for_test = partition if partition == "none" else "iid"
-    train = part(partition, labels_of(split.train, partition), index=index, count=count, alpha=alpha, seed=seed)
+    labels = labels_of(split.train, partition)
+    train = part(partition, labels, index=index, count=count, alpha=alpha, seed=seed)
+    if alike:
+        held = parts(partition, labels, count=count, alpha=alpha, seed=seed)
+        test = held_out_parts(partition, held, labels, split.test, seed=seed)[index]
+        return Split(subset(split.train, train), subset(split.test, test), split.classes)
     test = part(for_test, labels_of(split.test, for_test), index=index, count=count, alpha=alpha, seed=seed)
     return Split(subset(split.train, train), subset(split.test, test), split.classes)
 

@@ -7,6 +7,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 
 from fedring.codec.encoding import NAMES, TILE, Encoding
 from fedring.train.aggregation_table import MEAN, Aggregation
+from fedring.train.algorithm_checks import PERSONAL, SCAFFOLD, check_keys
 from fedring.train.bounds import (
     MAX_JOB_BYTES,
     MAX_SAMPLES,
@@ -23,6 +24,7 @@ from fedring.train.bounds import (
 from fedring.train.data_parallel_table import DataParallel
 from fedring.train.labels import WantedLabels
 from fedring.train.metrics import check_rule
+from fedring.train.personal_table import Personal
 from fedring.train.pipeline_table import Pipeline
 from fedring.train.privacy_table import ClientPrivacy, unfit
 from fedring.train.round_settings import (
@@ -209,6 +211,14 @@ class Job(BaseModel):
         description="divide each client's update by what its number of local steps makes of it, so that clients with "
         "more steps do not count more (FedNova; federated)",
     )
+    scaffold: bool = Field(
+        False,
+        description="correct each local step by control variates, so that clients with different data do not drift "
+        'apart (SCAFFOLD; federated, with momentum = 0 and weights = "uniform"); a download is twice as large',
+    )
+    personal: Personal | None = Field(
+        None, description="each client also trains a model of its own, which never leaves it; none = it does not"
+    )
     evaluate: bool = Field(True, description="clients evaluate each new model on their held-out samples")
     evaluate_seconds: Seconds = Field(120.0, description="longest time for an evaluation by the clients")
     evaluate_on_server: bool = Field(
@@ -274,6 +284,14 @@ class Job(BaseModel):
             raise ValueError(
                 f"batch_size={self.batch_size} must be at least {least}, the number of micro-batches in a batch"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _algorithms_fit(self) -> Self:
+        if self.scaffold:
+            check_keys(self, "scaffold = true", SCAFFOLD)
+        if self.personal is not None:
+            check_keys(self, "the table [personal]", PERSONAL)
         return self
 
     @model_validator(mode="after")

@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 OptimizerFactory = Callable[[Any, float, float], torch.optim.Optimizer]
 """Takes parameters, a learning rate and a momentum, and returns an optimizer."""
 
+_NONE: Mapping[str, Tensor] = MappingProxyType({})
 _CHECKS_PER_EPOCH = 100  # how often an epoch reports its progress, and checks that the loss is finite
 
 
@@ -34,6 +36,8 @@ def train(
     device: torch.device,
     progress: Callable[[float], None] = lambda share: None,
     stopped: Callable[[], bool] = lambda: False,
+    corrections: Mapping[str, Tensor] = _NONE,
+    towards: Mapping[str, Tensor] = _NONE,
 ) -> TrainResult:
     """Train a model in place.
 
@@ -48,6 +52,8 @@ def train(
         device: Where to train.
         progress: Is called now and then with the share of the work that is done, 0 to 1.
         stopped: Is called before each step; once it returns True, training ends.
+        corrections: What is added to the gradients in each step, in the shapes of the parameters, by their names.
+        towards: What the proximal term pulls parameters to, by their names; others are pulled to where they start.
 
     Returns:
         The means over the last epoch, and how long training took.
@@ -63,7 +69,7 @@ def train(
             "no_data", "This client has no samples to train on: give it some, or divide the data among fewer clients."
         )
     model.train()
-    step = _Step(model, plan, loss, optimizer_factory)
+    step = _Step(model, plan, loss, optimizer_factory, corrections, towards)
     tally, steps = Tally(device), 0
     with seeded(plan.seed, device):
         began = time.perf_counter()
@@ -127,12 +133,24 @@ def _epoch(
 class _Step:
     """One step of a new optimizer for each call."""
 
-    def __init__(self, model: nn.Module, plan: Plan, loss: Loss, optimizer_factory: OptimizerFactory) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        loss: Loss,
+        optimizer_factory: OptimizerFactory,
+        corrections: Mapping[str, Tensor],
+        towards: Mapping[str, Tensor],
+    ) -> None:
         self._model = model
         self._loss = loss
         self._mu = plan.mu
-        self._parameters = [p for p in model.parameters() if p.requires_grad]
-        self._start = [p.detach().clone() for p in self._parameters] if plan.mu > 0 else []
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        self._parameters = [p for _, p in named]
+        self._start = [towards.get(name, p).detach().to(p, copy=True) for name, p in named] if plan.mu > 0 else []
+        self._corrections = [
+            (p, corrections[name].to(p)) for name, p in model.named_parameters() if name in corrections
+        ]
         for parameter in self._parameters:  # Training may have ended by an error before.
             parameter.grad = None
         self._optimizer = optimizer_factory(self._parameters, plan.lr, plan.momentum)
@@ -144,9 +162,18 @@ class _Step:
         loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         if self._mu > 0:
             add_proximal(self._parameters, self._start, self._mu)
+        add_corrections(self._corrections)
         self._optimizer.step()
         self._optimizer.zero_grad()
         return loss, outputs
+
+
+@torch.no_grad()
+def add_corrections(corrections: Sequence[tuple[nn.Parameter, Tensor]]) -> None:
+    """Add a tensor to the gradient of each parameter that has one, in place."""
+    for parameter, correction in corrections:
+        if parameter.grad is not None:
+            parameter.grad.add_(correction)
 
 
 @torch.no_grad()

@@ -82,6 +82,7 @@ def unfit(job: Mapping[str, Any]) -> str:
         "weights": ("uniform", "numbers of samples are not private"),
         "evaluate": (False, "the clients' evaluations are not private; evaluate_on_server may be true"),
         "normalize_steps": (False, "numbers of steps are not private"),
+        "scaffold": (False, "control variates are made of updates that are not clipped"),
         "update_clip": (0.0, "dp.clip takes its place"),
         "update_clip_factor": (0.0, "dp.clip takes its place"),
         "close_at_minimum": (False, "another client would take the place of one that does not deliver"),

@@ -30,6 +30,11 @@ class Parts:
     private: Schema  # each client has its own values
     frozen: Schema  # all sides have the same values, which nobody changes
 
+    @property
+    def not_frozen(self) -> Schema:
+        """The tensors that training may change: the shared ones, and the private ones."""
+        return Schema(self.shared.entries + self.private.entries)
+
 
 def schema_of(model: nn.Module, names: Collection[str] | None = None) -> Schema:
     """Return the schema of a model: its tensors in the order of its state dict; a tied tensor counts once.

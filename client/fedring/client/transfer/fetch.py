@@ -102,6 +102,25 @@ class ModelFetcher:
             self._held = await self._download(Download(digest, schema, None), ended)
         return self._held
 
+    async def fetch_control(self, digest: str, schema: Schema, ended: Callable[[], str]) -> HeldModel:
+        """Fetch a control variate from the server, which is sent like a model; it is not held here.
+
+        Args:
+            digest: The name of the control variate.
+            schema: The schema of the model's parameters.
+            ended: Returns why it is no longer wanted; empty while it is.
+
+        Raises:
+            RoundOver: If it is no longer wanted, or the server refuses to send it.
+            BadModel: If what the server sent was invalid twice.
+            WrongModel: If it has another schema.
+        """
+        try:
+            return await self._download(Download(digest, schema, None), ended)
+        except BadModel as error:
+            log.warning("the control variate %s is not valid as received (%s); fetching it again", digest, error)
+            return await self._download(Download(digest, schema, None), ended)
+
     async def fetch_part(
         self, digest: str, schema: Schema, names: Collection[str], sink: Sink, ended: Callable[[], str]
     ) -> None:

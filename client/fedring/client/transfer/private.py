@@ -59,24 +59,29 @@ def line_of(command: pb.TrainCmd | pb.EvaluateCmd) -> Line:
     return Line(command.run_id, command.schema_hash, (command.residual_after_epoch, command.residual_after))
 
 
-def check_finite(values: PrivateValues) -> None:
+def check_finite(tensors: Mapping[str, Tensor]) -> None:
     """Check that training did not diverge: a client would begin each later round with values that are not finite.
 
     Raises:
         CodecError: With the reason non_finite, if a value is not finite.
     """
-    for name, tensor in values.tensors.items():
+    for name, tensor in tensors.items():
         if not torch.isfinite(tensor).all():
             raise CodecError("non_finite", f"a value of the private tensor {name} is not finite")
 
 
 class PrivateState:
-    """The files of private values in one state folder, which the caller has locked."""
+    """The files of private values in one state folder, which the caller has locked.
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._update_file = folder / "update.private"
-        self._part = folder / "private.part"
+    Args:
+        folder: The folder.
+        kind: What the names of the files begin with, or end in: the values may be those of a client's own model, too.
+    """
+
+    def __init__(self, folder: Path, kind: str = "private") -> None:
+        self._folder, self._kind = folder, kind
+        self._update_file = folder / f"update.{kind}"
+        self._part = folder / f"{kind}.part"
         self._part.unlink(missing_ok=True)  # It was being written when the process was killed.
         self._first: dict[int, dict[str, Tensor]] = {}  # of each module or array that is still alive, by its id
 
@@ -104,7 +109,7 @@ class PrivateState:
             schema: The private tensors. Values of others are not used.
         """
         wanted = _metadata(line, schema)
-        file = self._folder / _name(wanted)
+        file = self._folder / self._name(wanted)
         try:
             with safe_open(file, framework="pt") as opened:
                 if not wanted.items() <= (opened.metadata() or {}).items():
@@ -120,7 +125,7 @@ class PrivateState:
     def begin(self, values: PrivateValues) -> None:
         """Note the first values, so that they are found again if the update of the round does not count."""
         _write(self._part, values, "")  # The other file may hold the values of an update that is still to be delivered.
-        self._place(self._part, _name(_metadata(values.line, values.schema)))
+        self._place(self._part, self._name(_metadata(values.line, values.schema)))
 
     def spool(self, values: PrivateValues, update: str) -> None:
         """Write the values that belong to the update that is about to be spooled, durably.
@@ -148,10 +153,10 @@ class PrivateState:
         except FileNotFoundError:
             return
         except (SafetensorError, ValueError) as error:
-            log.warning("the private values of an accepted update are lost, and those before it stay: %s", error)
+            log.warning("the %s values of an accepted update are lost, and those before it stay: %s", self._kind, error)
             self._update_file.unlink()
             return
-        self._place(self._update_file, _name(metadata))
+        self._place(self._update_file, self._name(metadata))
         sync(self._folder)
 
     def drop(self) -> None:
@@ -161,9 +166,14 @@ class PrivateState:
     def _place(self, written: Path, name: str) -> None:
         """Give a file its name, and delete the oldest files of other models."""
         placed = written.rename(self._folder / name)
-        others = [path for path in self._folder.glob("private-*.safetensors") if path != placed]
+        others = [path for path in self._folder.glob(f"{self._kind}-*.safetensors") if path != placed]
         for path in sorted(others, key=lambda path: path.stat().st_mtime_ns, reverse=True)[KEEP_MODELS - 1 :]:
             path.unlink()
+
+    def _name(self, metadata: Mapping[str, str]) -> str:
+        """Return the name of the file for one model: for one schema of shared tensors, and one of private tensors."""
+        model = f"{metadata['model']} {metadata['schema']}"
+        return f"{self._kind}-{hashlib.sha256(model.encode()).hexdigest()[:16]}.safetensors"
 
 
 def _write(path: Path, values: PrivateValues, update: str) -> None:
@@ -175,9 +185,3 @@ def _metadata(line: Line, schema: Schema) -> dict[str, str]:
     epoch, round_ = line.after
     own = {"run": line.run_id, "model": line.model.hex(), "epoch": str(epoch), "round": str(round_)}
     return own | {"schema": schema.hash.hex()}
-
-
-def _name(metadata: Mapping[str, str]) -> str:
-    """Return the name of the file for one model: for one schema of shared tensors, and one of private tensors."""
-    model = f"{metadata['model']} {metadata['schema']}"
-    return f"private-{hashlib.sha256(model.encode()).hexdigest()[:16]}.safetensors"

@@ -8,9 +8,13 @@
                             everything that past updates left out
     private-….safetensors,  private tensors (fedring.client.transfer.private); the second file belongs to the update, if
     update.private          bit 1 of the flags is 1
+    control.safetensors,    the control variate (fedring.client.transfer.control); the second file belongs to the
+    update.control          update, if bit 2 of the flags is 1
+    personal-….safetensors, the client's own model, kept like private tensors; the second file belongs to the update, if
+    update.personal         bit 3 of the flags is 1
 
-An update is spooled before its first byte is sent. When it is accepted, its residual and its private tensors replace
-the old ones, and then the update is dropped; when it is refused, the update is dropped and the old ones stay. The
+An update is spooled before its first byte is sent. When it is accepted, what belongs to it replaces the old files, and
+then the update is dropped; when it is refused, the update is dropped and the old ones stay. The
 process may be killed between any two of these steps, and while it writes a file: the first eight bytes of an update are
 written last.
 
@@ -35,6 +39,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from fedring.client.privacy import Ledger
+from fedring.client.transfer.control import ControlState, OwnControl
 from fedring.client.transfer.private import PrivateState, PrivateValues
 from fedring.codec.digest import Digest, update_name
 from fedring.daemon.crash import crashpoint
@@ -50,7 +55,7 @@ Residual = NDArray[np.float32]  # [num_parameters]
 _PREFIX = struct.Struct("<2sBBI")
 _MAGIC, _VERSION, _APART = b"SP", 2, 3
 _NONE = bytes(_PREFIX.size)
-_LEAVES, _HAS_PRIVATE = 1, 2  # the flags
+_FLAGS = 1, 2, 4, 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +71,8 @@ class Spooled:
         bytes | memoryview
     ] = ()  # the payload, in order, if this process made it; else it is read from disk
     has_private: bool = False  # whether private tensors belong to it
+    has_control: bool = False  # whether a control variate belongs to it
+    has_personal: bool = False  # whether a model of the client's own belongs to it
 
     @contextlib.contextmanager
     def reader(self) -> Iterator[Callable[[int, int], bytes | memoryview]]:
@@ -107,6 +114,8 @@ class Spool:
         self.folder = folder
         self.private = PrivateState(folder)
         self.ledger = Ledger(folder)
+        self.control = ControlState(folder)
+        self.personal = PrivateState(folder, "personal")
         self._residual_file = folder / "residual.safetensors"
         self._update_file = folder / "update"
         self._left_file = folder / "update.residual"
@@ -162,7 +171,7 @@ class Spool:
                 if not any(prefix):
                     return None
                 magic, version, flags, length = _PREFIX.unpack(prefix)
-                leaves, has_private = bool(flags & _LEAVES), bool(flags & _HAS_PRIVATE)
+                leaves, *has = (bool(flags & bit) for bit in _FLAGS)
                 if magic != _MAGIC or version not in (1, _VERSION, _APART):
                     raise struct.error
                 head = file.read(length)
@@ -174,7 +183,7 @@ class Spool:
                     return Spooled(offer, header, leaves, self._payload_file, 0)
                 start = _PREFIX.size + length
                 if version != _APART and start + header.total_bytes == os.fstat(file.fileno()).st_size:
-                    return Spooled(offer, header, leaves, self._update_file, start, has_private=has_private)
+                    return Spooled(offer, header, leaves, self._update_file, start, (), *has)
         except FileNotFoundError:
             return None
         except (OSError, struct.error, DecodeError):
@@ -190,6 +199,8 @@ class Spool:
         residual: Residual | None,
         *,
         private: PrivateValues | None = None,
+        control: OwnControl | None = None,
+        personal: PrivateValues | None = None,
         version: int = _VERSION,
     ) -> Spooled:
         """Write an update to disk, in the place of any other. It is not synced: it need not survive a power loss.
@@ -201,16 +212,25 @@ class Spool:
             parts: The payload, in order.
             residual: What the update leaves out, [num_parameters]; None = nothing.
             private: The private tensors that belong to it; None = none.
+            control: The control variate that it leaves; None = none.
+            personal: The client's own model that belongs to it; None = none.
             version: Of the file; 3 if the payload is in a file of its own.
         """
         header = pb.UpdateHeader.FromString(offer.header)
-        flags = (_LEAVES if residual is not None else 0) | (_HAS_PRIVATE if private is not None else 0)
+        leaves, *has = (each is not None for each in (residual, private, control, personal))
+        flags = sum(bit for bit, present in zip(_FLAGS, (leaves, *has), strict=True) if present)
         if flags:
             self.drop()  # The old update must never be found together with what belongs to the new one.
             self._left = True
         if private is not None:
             self.private.spool(private, offer.name)
             crashpoint("client_private_spooled")
+        if control is not None:
+            self.control.spool(control, header.run_id)
+            crashpoint("client_control_spooled")
+        if personal is not None:
+            self.personal.spool(personal, offer.name)
+            crashpoint("client_personal_spooled")
         if residual is not None:
             noted = {"epoch": str(header.epoch), "round": str(header.round), "name": offer.name}
             metadata = {"run": header.run_id, "schema": header.schema_hash.hex(), **noted}
@@ -230,7 +250,7 @@ class Spool:
             os.close(fd)
         crashpoint("client_update_spooled")
         start = len(prefix) + len(head)
-        return Spooled(offer, header, residual is not None, self._update_file, start, parts, private is not None)
+        return Spooled(offer, header, leaves, self._update_file, start, parts, *has)
 
     def adopt(self, offer: pb.UpdateOffer, payload: Path) -> Spooled:
         """Take over an update whose payload is a file already, in the place of any other update; it leaves nothing out.
@@ -250,9 +270,9 @@ class Spool:
         return self._payload_file.with_name(self._payload_file.name + ".part")
 
     def accept(self, spooled: Spooled, residual: Residual | None = None) -> None:
-        """Note that the server has accepted the update: drop it, and keep its private tensors and its residual.
+        """Note that the server has accepted the update: drop it, and keep what belongs to it.
 
-        Both are synced, so that this also holds after a power loss.
+        That is synced, so that this also holds after a power loss.
 
         Args:
             spooled: The update.
@@ -262,6 +282,12 @@ class Spool:
         if spooled.has_private:
             self.private.accept(spooled.offer.name)
             crashpoint("client_private_placed")
+        if spooled.has_control:
+            self.control.accept()
+            crashpoint("client_control_placed")
+        if spooled.has_personal:
+            self.personal.accept(spooled.offer.name)
+            crashpoint("client_personal_placed")
         if not spooled.leaves:
             known_absent = self._cached is not None and self._cached[2] is None
             if not known_absent and self._residual_file.exists():
@@ -289,6 +315,8 @@ class Spool:
         if self._left:
             self._left_file.unlink(missing_ok=True)
             self.private.drop()
+            self.control.drop()
+            self.personal.drop()
         self._payload_file.unlink(missing_ok=True)
         self._empty, self._left = True, False
 

@@ -48,6 +48,8 @@ def make_update(
     trained: Vectors,
     training: TrainingReport,
     residual: NDArray[np.float32] | None,
+    *,
+    control: pb.UsedControl | None = None,
 ) -> Update:
     """Make the update that leads from `base` to `trained`, plus the residual.
 
@@ -58,6 +60,7 @@ def make_update(
         trained: The values that it ended with. Its parameters are overwritten.
         training: What the training reports.
         residual: What past updates left out, [num_parameters]; None = nothing.
+        control: What corrected the gradients; None = nothing did.
 
     Raises:
         CodecError: With the reason "non_finite", if a value is not finite.
@@ -70,7 +73,7 @@ def make_update(
         parts.append(encode_buffers(trained.buffers))
         packets.append(pb.Packet(vector=pb.VECTOR_BUFFERS, kind=pb.KIND_WEIGHTS, encoding=BUFFERS))
         packets[1].bytes = len(parts[-1])
-    offer = _offer(command, client_id, packets, name_of(*parts), training)
+    offer = _offer(command, client_id, packets, name_of(*parts), training, control)
     return Update(offer, parts, left_out)
 
 
@@ -99,7 +102,12 @@ def offer_of(
 
 
 def _offer(
-    command: pb.TrainCmd, client_id: str, packets: Sequence[pb.Packet], digest: str, training: TrainingReport
+    command: pb.TrainCmd,
+    client_id: str,
+    packets: Sequence[pb.Packet],
+    digest: str,
+    training: TrainingReport,
+    control: pb.UsedControl | None = None,
 ) -> pb.UpdateOffer:
     if command.job.dp:  # the noise on the model does not cover what a client says of its data
         training = TrainingReport(samples=1)
@@ -116,6 +124,7 @@ def _offer(
         total_bytes=sum(packet.bytes for packet in packets),
         train_seconds=training.train_seconds,
         metrics=sendable_metrics(training.metrics),
+        control=control,
     )
     sent = header.SerializeToString()
     return pb.UpdateOffer(header=sent, payload_digest=digest, name=update_name(sent, digest))

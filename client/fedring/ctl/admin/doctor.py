@@ -93,15 +93,15 @@ def _check_samples(config: ClientConfig, data: str, job: Job) -> Check:
     from fedring.train.batches import size_of
     from fedring.train.seam import resolve
 
-    place = {"index": config.partition_index, "count": config.partition_count}
+    index, count = config.partition_index, config.partition_count
     try:
         split = resolve(data, trusted_by(config))(config.data_root, config.download)
-        part = load_part(split, job.partition, **place, alpha=job.alpha, seed=job.seed)
-        count = size_of(part.train)
+        part = load_part(split, job.partition, index=index, count=count, alpha=job.alpha, seed=job.seed)
+        size = size_of(part.train)
     except DataError as error:
         return Check("samples", Level.FAIL, str(error), "correct data_root, or allow download")
     except Exception as error:  # noqa: BLE001  # the user's data callable may raise anything
         return Check("samples", Level.FAIL, f"{data} failed: {type(error).__name__}: {error}", "correct the callable")
-    if not count:
+    if not size:
         return Check("samples", Level.FAIL, f"{data}: this client's part is empty", "use a smaller partition_count")
-    return Check("samples", Level.OK, f"{data}: {count:,} for training in this client's part")
+    return Check("samples", Level.OK, f"{data}: {size:,} for training in this client's part")

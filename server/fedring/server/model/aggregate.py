@@ -19,6 +19,7 @@ from fedring.codec.errors import CodecError
 from fedring.codec.schema import Schema, Vectors
 from fedring.server.model.combining import Combination, Walk, combine_buffers, combine_parameters
 from fedring.server.model.contributions import Contribution, open_vectors
+from fedring.server.model.control import ControlPlan, next_control
 from fedring.server.model.downlink import delta_step
 from fedring.server.model.modelfile import LoadedModel, ModelReader, ModelWriter
 from fedring.server.model.optimizer import ServerOptimizer
@@ -47,6 +48,7 @@ class AggregationPlan:
     optimizer_blob: str = ""  # the optimizer's state
     encoding: Encoding | None = None  # of the delta that clients may fetch instead of the model
     residual_blob: str = ""  # what the encoding left out in the round before
+    control: ControlPlan | None = None  # how the control variate changes; None = there is none
     metadata: Mapping[str, str] = field(default_factory=dict)  # of the model file, for people
 
 
@@ -61,6 +63,8 @@ class NewModel:
     delta_packets: tuple[PacketSpec, ...] = ()
     residual_blob: str = ""
     optimizer_blob: str = ""
+    control_blob: str = ""
+    control_digest: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +88,7 @@ def aggregate(
 
     Args:
         base: the model that the round began with. It and the contributions are read from front to back, once; twice
-            if the plan's rule needs a Gram matrix.
+            if the plan's rule needs a Gram matrix, or if there is a control variate.
         contributions: the accepted updates, in any order.
         blobs: takes the new model, and holds the blobs that the plan names.
         executor: computes several tiles at a time.
@@ -119,7 +123,8 @@ def aggregate(
         draft = _optimized(start, gather(deltas, np.empty(length, np.float32)), buffers, blobs, plan)
     if plan.encoding is not None:
         draft = _encoded(start, draft, blobs, plan)
-    return _seal(draft, base.schema, blobs, plan.metadata, check)
+    control = (next_control(walk, plan.control), plan.control.metadata) if plan.control else None
+    return _seal(draft, base.schema, blobs, plan.metadata, check, control=control)
 
 
 def store_model(schema: Schema, vectors: Vectors, blobs: Blobs, metadata: Mapping[str, str]) -> NewModel:
@@ -241,24 +246,48 @@ def _encoded(base: _Base, draft: _Draft, blobs: Blobs, plan: AggregationPlan) ->
 
 
 def _seal(
-    draft: _Draft, schema: Schema, blobs: Blobs, metadata: Mapping[str, str], check: Callable[[], object]
+    draft: _Draft,
+    schema: Schema,
+    blobs: Blobs,
+    metadata: Mapping[str, str],
+    check: Callable[[], object],
+    *,
+    control: tuple[Generator[Float32, None, None], Mapping[str, str]] | None = None,
 ) -> NewModel:
-    with ExitStack() as undo, closing(draft.parameters) as parameters:
+    with ExitStack() as undo:
         model = _begin(blobs, "blob", undo)
-        writer = ModelWriter(model, schema, metadata)
-        writer.write_buffers(draft.buffers)
+        digest, size = _write(model, schema, metadata, draft.buffers, draft.parameters), model.size
+        partials, control_digest = {"blob": model}, ""
+        for name, data in draft.extras.items():
+            partials[name] = _begin(blobs, name, undo)
+            partials[name].write(data)
+        if control is not None:
+            values, facts = control
+            partials["control_blob"] = _begin(blobs, "control_blob", undo)
+            none = np.empty(0, np.float64)
+            control_digest = _write(partials["control_blob"], schema.without_buffers, facts, none, values)
+        check()
+        names = dict(zip(partials, blobs.seal_many(list(partials.values())), strict=True))
+        undo.pop_all()
+    return NewModel(
+        digest=digest, bytes=size, delta_packets=draft.delta_packets, control_digest=control_digest, **names
+    )
+
+
+def _write(
+    partial: Partial,
+    schema: Schema,
+    metadata: Mapping[str, str],
+    buffers: Float64,
+    parameters: Generator[Float32, None, None],
+) -> str:
+    """Write a model file, and return the digest of its values."""
+    with closing(parameters):
+        writer = ModelWriter(partial, schema, metadata)
+        writer.write_buffers(buffers)
         for tile in parameters:
             writer.write_parameters(tile)
-        digest, size = writer.finish(), model.size
-        partials = [model]
-        for name, data in draft.extras.items():
-            partials.append(_begin(blobs, name, undo))
-            partials[-1].write(data)
-        check()
-        first, *others = blobs.seal_many(partials)
-        undo.pop_all()
-    names = dict(zip(draft.extras, others, strict=True))
-    return NewModel(first, digest, size, delta_packets=draft.delta_packets, **names)
+        return writer.finish()
 
 
 def _begin(blobs: Blobs, name: str, undo: ExitStack) -> Partial:

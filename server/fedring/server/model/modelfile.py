@@ -118,12 +118,17 @@ class ModelReader:
     @cached_property
     def schema(self) -> Schema:
         """The schema of the model."""
-        rows = self._header
-        metadata = rows.pop(_METADATA, {})
-        schema = parse_schema(str(metadata.get("schema", "")).encode())
+        rows = dict(self._header)
+        rows.pop(_METADATA, None)
+        schema = parse_schema(self.metadata.get("schema", "").encode())
         if rows != _tensors(schema) or self._start + _data_bytes(schema) != self.blob.size:
             raise CodecError("bad_model", "the tensors in the file are not those of its schema")
         return schema
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """What the file says of itself."""
+        return {str(key): str(value) for key, value in self._header.get(_METADATA, {}).items()}
 
     def parameters(self, start: int, stop: int) -> NDArray[np.float32]:
         """Return the parameters from `start` to `stop`, [stop - start], read-only."""

@@ -39,7 +39,8 @@ class ModelVersions:
                 schema = ModelReader(blob).schema
                 if schema.hash.hex() != row.schema_hash:
                     raise changed(row.blob)
-                self._schemas.setdefault(row.schema_hash, schema)
+                for each in (schema, schema.without_buffers):
+                    self._schemas.setdefault(each.hash.hex(), each)
         except (CodecError, StorageError) as error:
             raise self.damage_of(row, error) from error
         self._rows[row.version] = row
@@ -88,6 +89,8 @@ class ModelVersions:
     def find(self, digest: str, version: int) -> ModelRow:
         """Return the newest version that matches.
 
+        The control variate that belongs to a version is found by its digest, as the row of a model without buffers.
+
         Args:
             digest: of the model; if it is empty, `version` counts.
             version: its number; 0 means any.
@@ -100,7 +103,7 @@ class ModelVersions:
             (self._unreadable | self._rows).values(), key=lambda row: (row.version in self._rows, row.version)
         )
         if digest:
-            rows = [row for row in rows if row.digest == digest]
+            rows = [row for row in rows if digest in (row.digest, row.control_digest)]
         elif version:
             rows = [row for row in rows if row.version == version]
         if not rows:
@@ -109,7 +112,20 @@ class ModelVersions:
             raise UnknownModel(advice if name else "there is no model yet")
         if rows[-1].version in self._unreadable:
             self.remember(rows[-1])
-        return rows[-1]
+        return rows[-1] if digest in ("", rows[-1].digest) else self._control_of(rows[-1])
+
+    def _control_of(self, row: ModelRow) -> ModelRow:
+        schema = self.schema_of(row).without_buffers
+        return ModelRow(
+            row.version,
+            row.round,
+            row.control_digest,
+            row.control_blob,
+            schema.hash.hex(),
+            schema.num_parameters,
+            4 * schema.num_parameters,
+            row.created_at,
+        )
 
     def drop_delta(self, row: ModelRow) -> None:
         """Do not offer the delta that leads to a version any more: its file is damaged."""
@@ -142,4 +158,4 @@ class ModelVersions:
 
 def files_of(row: ModelRow) -> tuple[str, ...]:
     """Return the names of a version's blobs; they are empty for blobs that it has not."""
-    return row.blob, row.delta_blob, row.residual_blob, row.optimizer_blob
+    return row.blob, row.delta_blob, row.residual_blob, row.optimizer_blob, row.control_blob

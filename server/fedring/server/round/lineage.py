@@ -45,8 +45,15 @@ async def publish(facts: Facts, models: Models, privacy: RoundPrivacy, open_: Op
         last_median = float(last.stats.get("median_norm", 0.0)) if last else 0.0
         guarded = partial(models.maker.guard, job_round=open_.row.job_round)
         open_.guarded = await facts.heavy(guarded, open_.job, updates, last_median)
-    seed, noisy = f"{facts.store.secret}{open_.command.seed}", private.mean if private else None
-    make = partial(models.maker.next, seed=seed, guarded=open_.guarded, noisy=noisy)
+    command, noisy = open_.command, private.mean if private else None
+    make = partial(
+        models.maker.next,
+        seed=f"{facts.store.secret}{command.seed}",
+        guarded=open_.guarded,
+        noisy=noisy,
+        job_round=command.job_round,
+        control_line=command.control.line,
+    )
     made = await facts.heavy(make, open_.base, updates, open_.job, open_.row.round, version)
     ended = open_.ended(Phase.PUBLISHED, model_version=version)
     frozen = open_.command.job.frozen_digest

@@ -75,6 +75,7 @@ def job_spec(job: Job, job_id: int) -> pb.JobSpec:
         private=job.private,
         dp=job.dp.model_dump_json() if job.dp else "",
         min_results=job.min_clients_to_aggregate,
+        personal=job.personal.model_dump_json() if job.personal else "",
     )
 
 
@@ -85,7 +86,16 @@ def round_command(job: Job, row: RoundRow, base: ModelRow, *, run_id: str, epoch
     command.model_version, command.model_digest = base.version, base.digest
     command.schema_hash = bytes.fromhex(base.schema_hash)
     command.max_update_bytes = most_bytes or 2 * base.bytes + (1 << 20)
+    if job.scaffold:
+        command.control.CopyFrom(_control(base, row, epoch))
     return command
+
+
+def _control(base: ModelRow, row: RoundRow, epoch: int) -> pb.Control:
+    """Return the control variate of a round: that of its base, or zero, with which a new line begins."""
+    if base.control_blob:
+        return pb.Control(line=base.control_line, digest=base.control_digest)
+    return pb.Control(line=f"{epoch}.{row.round}")
 
 
 def train_cmd(job: Job, spec: pb.JobSpec, *, number: int, job_round: int) -> pb.TrainCmd:

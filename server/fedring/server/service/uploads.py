@@ -201,8 +201,9 @@ class ClientUpdateService:
                     open_ = self._rounds.deliverable(run_id, number, client)
                     schema = self._models.versions.schema_of(open_.base)
                     most = open_.command.max_update_bytes
-                    job = open_.job
-                    return Terms(open_.base.digest, most, schema, deltas_only=job.clips, bare=job.dp is not None)
+                    job, line = open_.job, open_.command.control.line
+                    bare = job.dp is not None
+                    return Terms(open_.base.digest, most, schema, job.clips, bare, line)
                 case Open():
                     return Opened(await self._open(call, effect))
                 case Read():

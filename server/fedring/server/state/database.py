@@ -129,6 +129,14 @@ def _add_settings(connection: Connection) -> None:
         connection.execute(insert(meta), {"name": SECRET, "value": token_hex(16)})
 
 
+def _add_controls(connection: Connection) -> None:
+    """Give models a control variate, and updates the name of the update whose control variate they have used."""
+    for column in (
+        models.c.control_blob, models.c.control_digest, models.c.control_line, updates.c.control_previous,
+    ):  # fmt: skip
+        _add_column(connection, column, "NOT NULL DEFAULT ''")
+
+
 def _add_column(connection: Connection, column: Column[Any], constraint: str = "") -> None:
     """Add the column to its table, unless the table was created with it."""
     if column.name not in {found["name"] for found in inspect(connection).get_columns(column.table.name)}:
@@ -147,6 +155,7 @@ MIGRATIONS: tuple[Migration, ...] = (
     _add_lines,
     _add_charges,
     _add_settings,
+    _add_controls,
 )
 """Number i migrates a database from schema version i + 1 to i + 2."""
 

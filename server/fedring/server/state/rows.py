@@ -81,6 +81,7 @@ class UpdateRow:
     blob: str = ""  # the payload's blob; empty for a small payload
     payload: bytes = b""  # a small payload: in the row it needs no sync of its own
     epoch: int = 0  # in which it was accepted; its header may name one from before a restore
+    control_previous: str = ""  # the update that left the client's control variate which it has used (SCAFFOLD)
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -113,6 +114,9 @@ class ModelRow:
     job_id: int = 0  # the job that published it; 0 = not known
     metrics: dict[str, float] = field(default_factory=dict)  # named figures of its round; empty for a first model
     frozen_digest: str = ""  # of the frozen tensors that it was trained with; empty = none, or not known
+    control_blob: str = ""  # the server's control variate (SCAFFOLD), a model file without buffers; empty = all zero
+    control_digest: str = ""  # of its values, as of a model
+    control_line: str = ""  # names the rounds that it was built up in
 
 
 @dataclass(frozen=True, slots=True)

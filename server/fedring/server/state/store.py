@@ -17,6 +17,7 @@ from sqlalchemy import (
     delete,
     func,
     insert,
+    or_,
     select,
     union_all,
     update,
@@ -45,7 +46,9 @@ from fedring.train.start import version_of
 
 Row = TypeVar("Row", JobRow, RoundRow, UpdateRow, ModelRow, EvaluationRow, EventRow, TokenRow, ChargeRow)
 Numbered = TypeVar("Numbered", JobRow, RoundRow)
-_BLOB_COLUMNS = (updates.c.blob, models.c.blob, models.c.delta_blob, models.c.residual_blob, models.c.optimizer_blob)
+_STATES = (models.c.residual_blob, models.c.optimizer_blob, models.c.control_blob)
+"""What the next round needs beside a model."""
+_BLOB_COLUMNS = (updates.c.blob, models.c.blob, models.c.delta_blob, *_STATES)
 # Two conditions, because SQLite would read the whole table for pairs (round, client).
 _KNOWN = select(updates.c.round, updates.c.client_id, updates.c.name).where(
     updates.c.round.in_(bindparam("rounds", expanding=True)),
@@ -338,8 +341,9 @@ class SqlStore:
             )
             removed += connection.execute(delete(models).where(models.c.version.not_in(kept))).rowcount
             connection.execute(delete(evaluations).where(evaluations.c.version.not_in(kept)))
-            stale = (models.c.version.not_in(complete)) & ((models.c.residual_blob + models.c.optimizer_blob) != "")
-            connection.execute(update(models).where(stale).values(residual_blob="", optimizer_blob=""))
+            stale = (models.c.version.not_in(complete)) & or_(*(column != "" for column in _STATES))
+            none = {**{column.name: "" for column in _STATES}, "control_digest": ""}
+            connection.execute(update(models).where(stale).values(none))
             return Pruned(removed, frozenset(before - _named(connection)))
 
     def named_blobs(self) -> set[str]:

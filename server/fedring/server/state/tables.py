@@ -121,6 +121,7 @@ updates = Table(
     _column("payload", LargeBinary),
     _column("name", Text),
     _column("epoch", _INT),
+    _column("control_previous", Text),
     sqlite_strict=True,
 )
 models = Table(
@@ -143,6 +144,9 @@ models = Table(
     _column("job_id", _INT),
     _column("metrics", _Json),
     _column("frozen_digest", Text),
+    _column("control_blob", Text),
+    _column("control_digest", Text),
+    _column("control_line", Text),
     sqlite_strict=True,
 )
 evaluations = Table(

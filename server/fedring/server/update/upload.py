@@ -15,7 +15,7 @@ before this one may have ended its round.
 
 from dataclasses import dataclass
 
-from fedring.codec.digest import name_of
+from fedring.codec.digest import is_blake3, name_of
 from fedring.codec.schema import Schema
 from fedring.rpc.chunks import CHUNK_BYTES
 from fedring.rpc.contract import SMALL_BYTES
@@ -58,6 +58,7 @@ class Terms:
     schema: Schema  # of that model
     deltas_only: bool = False  # whether parameters must come as the difference to that model
     bare: bool = False  # whether nothing is kept of what the client says of its data
+    control_line: str = ""  # the line of the control variate that must have corrected the gradients; empty = none
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,6 +290,10 @@ class Upload:
         if terms.deltas_only and any(each.kind == "weights" for each in self._packets if each.vector == "parameters"):
             text = "parameters as weights: a job with update_clip, update_clip_factor or dp takes differences only"
             raise BadUpdate(text, reason="bad_packets")
+        if header.control.line != terms.control_line:
+            raise BadUpdate(_wrong_control(header.control.line, terms.control_line), reason="wrong_control")
+        if (previous := header.control.previous) and not is_blake3(previous):
+            raise BadUpdate(f"control.previous is {previous[:100]!r}, which names no update", reason="wrong_control")
         self._schema, self._bare = terms.schema, terms.bare
         if self._payload is not None and not len(self._payload) == header.total_bytes <= SMALL_BYTES:
             text = f"{len(self._payload)} bytes, not the declared {header.total_bytes}, or more than {SMALL_BYTES}"
@@ -348,4 +353,13 @@ class Upload:
             blob="" if admitted.payload else self._offer.digest,
             payload=admitted.payload,
             epoch=self._epoch,
+            control_previous=header.control.previous,
         )
+
+
+def _wrong_control(line: str, wanted: str) -> str:
+    if not line:
+        return "the update was trained without the correction of scaffold = true: update this client"
+    if not wanted:
+        return "the update was trained with a correction that the job does not ask for"
+    return f"the update was trained with the control variate of the line {line[:80]!r}, and not of {wanted!r}"

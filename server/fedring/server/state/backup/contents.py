@@ -37,6 +37,8 @@ NAMED_BLOBS = """
     UNION ALL SELECT residual_blob, 'the residual of model ' || version, NULL FROM models WHERE residual_blob != ''
     UNION ALL
     SELECT optimizer_blob, 'the optimizer state of model ' || version, NULL FROM models WHERE optimizer_blob != ''
+    UNION ALL
+    SELECT control_blob, 'the control variate of model ' || version, NULL FROM models WHERE control_blob != ''
 """
 _OPEN_ROUND = """
     SELECT coalesce(max(round), 0) FROM rounds JOIN jobs USING (job_id)

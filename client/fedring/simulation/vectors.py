@@ -1,4 +1,4 @@
-"""What the updates of each client have left out so far, in one file: a slot for each client that has had a residual.
+"""One vector for each client, such as what its updates have left out so far, in one file with a slot for each.
 
 The file takes up the space of these clients, and the memory of none.
 """
@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 
 from fedring.control.failure import Failure
 
-Residual = NDArray[np.float32]  # [num_parameters]
+Vector = NDArray[np.float32]  # [num_parameters]
 
 
-class Residuals:
-    """The residuals of all clients. The file is deleted at the end of the `with` block.
+class ClientVectors:
+    """One vector of each client. The file is deleted at the end of the `with` block.
 
     Args:
         path: The file to make.
@@ -26,7 +26,7 @@ class Residuals:
     def __init__(self, path: Path, size: int) -> None:
         self._path, self._bytes = path, 4 * size
         self._held: set[int] = set()
-        self._slots: dict[int, int] = {}  # by client, in the order of their first residuals
+        self._slots: dict[int, int] = {}  # by client, in the order of their first vectors
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
 
     def __enter__(self) -> Self:
@@ -36,8 +36,8 @@ class Residuals:
         os.close(self._fd)
         self._path.unlink(missing_ok=True)
 
-    def get(self, client: int) -> Residual | None:
-        """Return the residual of a client, which must not be changed; None if its updates have left nothing out."""
+    def get(self, client: int) -> Vector | None:
+        """Return the vector of a client, which must not be changed; None if it has none."""
         if client not in self._held:
             return None
         parts, start, left = [], self._slots[client] * self._bytes, self._bytes
@@ -46,21 +46,21 @@ class Residuals:
             start, left = start + len(parts[-1]), left - len(parts[-1])
         return np.frombuffer(parts[0] if len(parts) == 1 else b"".join(parts), np.float32)
 
-    def put(self, client: int, residual: Residual | None) -> None:
-        """Keep what the accepted update of a client has left out; None = nothing.
+    def put(self, client: int, vector: Vector | None) -> None:
+        """Keep the vector of a client; None = it has none.
 
         Raises:
             Failure: The disk refuses it.
         """
-        if residual is None:
+        if vector is None:
             self._held.discard(client)
             return
         start = self._slots.setdefault(client, len(self._slots)) * self._bytes
-        data = np.ascontiguousarray(residual).data.cast("B")
+        data = np.ascontiguousarray(vector).data.cast("B")
         try:
             while data:
                 written = os.pwrite(self._fd, data, start)
                 data, start = data[written:], start + written
         except OSError as error:
-            raise Failure(f"the residuals cannot be written to {self._path}: {error.strerror or error}") from error
+            raise Failure(f"what clients keep cannot be written to {self._path}: {error.strerror or error}") from error
         self._held.add(client)

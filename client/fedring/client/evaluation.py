@@ -1,0 +1,74 @@
+"""A model to evaluate, as the user's code sees it."""
+
+import time
+from collections.abc import Collection
+
+from torch import nn
+
+from fedring.client.loading import Loaded, ModelLoader, check_frozen
+from fedring.client.session.inbox import EvaluationOrder
+from fedring.client.session.link import ServerLink
+from fedring.client.transfer.fetch import ModelFetcher
+from fedring.client.transfer.private import line_of
+from fedring.client.transfer.spool import Spool
+from fedring.train.arrays import Arrays
+from fedring.train.state import write_tensors
+from fedring.v1 import federation_pb2 as pb
+
+
+class Evaluation:
+    """One published model to evaluate. `Federation` passes it to the function that evaluates."""
+
+    def __init__(
+        self,
+        order: EvaluationOrder,
+        link: ServerLink,
+        models: ModelFetcher,
+        spool: Spool,
+        private: Collection[str] = (),
+    ) -> None:
+        self.command = order.command
+        self._deadline = order.deadline
+        self._link = link
+        self._loader = ModelLoader(link, models, spool.private, private)
+        self._own = spool.personal
+        self._loaded: Loaded | None = None
+
+    @property
+    def job(self) -> pb.JobSpec:
+        """The job: what is trained, and in which mode."""
+        return self.command.job
+
+    def load_into(self, model: nn.Module | Arrays) -> None:
+        """Load the values to evaluate into `model`; private tensors get this client's own, as for Task.load_into().
+
+        Args:
+            model: A torch module, or numpy arrays of floats by name.
+
+        Raises:
+            WrongModel: If the model shares other tensors than those that are trained, or has other frozen values.
+            RoundOver: If the deadline has passed, or the model cannot be fetched.
+        """
+        self._loaded = self._loader.load(self.command, model, ended=self._ended)
+        self._link.session.begin(pb.ACTIVITY_EVALUATING)
+
+    def load_own(self, model: nn.Module) -> bool:
+        """Load this client's own model into the module that the evaluated one was loaded into, if there is one."""
+        if self._loaded is None:
+            return False
+        values = self._own.load(line_of(self.command), self._loaded.parts.not_frozen)
+        if values is not None:
+            write_tensors(model, values.tensors)
+        return values is not None
+
+    def check_frozen(self, model: nn.Module) -> None:
+        """Check that the evaluation has not changed frozen tensors of the model that was loaded.
+
+        Raises:
+            WrongModel: With the reason frozen_changed, if it has.
+        """
+        if self._loaded is not None:
+            check_frozen(model, self._loaded)
+
+    def _ended(self) -> str:
+        return "deadline" if time.monotonic() >= self._deadline else ""

@@ -1,0 +1,96 @@
+"""A client's own model: how it is trained beside the round's model, and how its evaluation is told.
+
+Ditto (Li et al. 2021, algorithm 1): with the round's model w, the client's own model v minimises the client's loss plus
+(mu / 2) |v - w|^2, and continues from round to round. Fine-tuning begins with w in each round.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from math import isfinite
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from fedring.codec.schema import Schema
+from fedring.train.errors import SeamError
+from fedring.train.evaluation import Counts
+from fedring.train.loop import Loss, OptimizerFactory, train
+from fedring.train.personal_table import Personal
+from fedring.train.plan import Plan
+from fedring.train.state import read_tensors, write_tensors
+from fedring.v1 import federation_pb2 as pb
+
+
+def train_own(
+    model: nn.Module,
+    samples: Dataset[Any],
+    plan: Plan,
+    how: Personal,
+    *,
+    loss: Loss,
+    optimizer_factory: OptimizerFactory,
+    schema: Schema,
+    start: Mapping[str, Tensor] | None,
+    device: torch.device,
+    progress: Callable[[float], None] = lambda share: None,
+    stopped: Callable[[], bool] = lambda: False,
+) -> dict[str, Tensor]:
+    """Train a client's own model, and return its tensors by name, on the CPU.
+
+    Args:
+        model: Holds the values that the round starts from, and holds them again afterwards.
+        samples: The samples of the client.
+        plan: How the job wants the round's model trained.
+        how: How the client's own model is trained.
+        loss: As for `fedring.train.loop.train`.
+        optimizer_factory: As for `fedring.train.loop.train`.
+        schema: The tensors that are the client's own: all that training may change.
+        start: The tensors after the client's last round; None = there was none, or they do not count.
+        device: Where to train.
+        progress: As for `fedring.train.loop.train`.
+        stopped: As for `fedring.train.loop.train`.
+
+    Raises:
+        TrainingStopped: If `stopped` returned True.
+        TrainError: If there are no samples, or the training diverged.
+    """
+    rounds_model = read_tensors(model, schema.names)
+    if start is not None and how.method == "ditto":
+        write_tensors(model, start)
+    train(
+        model,
+        samples,
+        replace(plan, epochs=how.epochs, mu=how.mu),
+        loss=loss,
+        optimizer_factory=optimizer_factory,
+        device=device,
+        progress=progress,
+        stopped=stopped,
+        towards=rounds_model,
+    )
+    own = read_tensors(model, schema.names)
+    write_tensors(model, rounds_model)
+    return own
+
+
+def personal_of(job: pb.JobSpec) -> Personal:
+    """Return how a job wants clients to train models of their own.
+
+    Raises:
+        SeamError: With the reason bad_job, if this client does not understand it.
+    """
+    try:
+        return Personal.model_validate_json(job.personal)
+    except ValidationError as error:
+        raise SeamError(
+            "bad_job", f"This client does not understand the job's [personal]: update it. {error}"
+        ) from error
+
+
+def figures_of(own: Counts) -> dict[str, float]:
+    """Return the metrics that tell the evaluation of a client's own model beside that of the round's model."""
+    figures = {"accuracy_personal": own.accuracy, "loss_personal": own.loss}
+    return {name: value for name, value in figures.items() if value is not None and isfinite(value)}

@@ -1,0 +1,23 @@
+"""The table [personal] of a job: each client also trains a model of its own."""
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from fedring.train.bounds import NonNegative, PositiveCount
+
+
+class Personal(BaseModel):
+    """How each client trains a model of its own, which never leaves it. Unknown keys are errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    method: Literal["ditto", "fine_tuning"] = Field(
+        "ditto",
+        description="what a client's own model starts from in each round: ditto = from its values after the client's "
+        "last round; fine_tuning = from the round's model, anew",
+    )
+    mu: NonNegative = Field(
+        0.1, description="weight of the term that pulls a client's own model to the round's model (Ditto's lambda)"
+    )
+    epochs: PositiveCount = Field(1, description="passes over the drawn samples, in addition to those of the job")
