@@ -17,7 +17,6 @@ from sqlalchemy import (
     delete,
     func,
     insert,
-    or_,
     select,
     union_all,
     update,
@@ -27,7 +26,8 @@ from fedring.daemon.crash import crashpoint
 from fedring.server.state import known
 from fedring.server.state.database import SECRET, UNREADABLE, backup, epoch_in, open_database, translate
 from fedring.server.state.interfaces import Acceptance, Pruned
-from fedring.server.state.ratings import best_of_each_job, versions_to_keep
+from fedring.server.state.pruning import STATES, remove_models, remove_updates_and_rounds
+from fedring.server.state.ratings import best_of_each_job
 from fedring.server.state.rows import (
     KEEP_EVENTS,
     ChargeRow,
@@ -42,13 +42,10 @@ from fedring.server.state.rows import (
 )
 from fedring.server.state.tables import charges, evaluations, events, jobs, meta, models, rounds, tokens, updates
 from fedring.train.metrics import combine
-from fedring.train.start import version_of
 
 Row = TypeVar("Row", JobRow, RoundRow, UpdateRow, ModelRow, EvaluationRow, EventRow, TokenRow, ChargeRow)
 Numbered = TypeVar("Numbered", JobRow, RoundRow)
-_STATES = (models.c.residual_blob, models.c.optimizer_blob, models.c.control_blob)
-"""What the next round needs beside a model."""
-_BLOB_COLUMNS = (updates.c.blob, models.c.blob, models.c.delta_blob, *_STATES)
+_BLOB_COLUMNS = (updates.c.blob, models.c.blob, models.c.delta_blob, *STATES)
 # Two conditions, because SQLite would read the whole table for pairs (round, client).
 _KNOWN = select(updates.c.round, updates.c.client_id, updates.c.name).where(
     updates.c.round.in_(bindparam("rounds", expanding=True)),
@@ -315,35 +312,11 @@ class SqlStore:
             return Pruned(removed, frozenset(before - _named(connection)))
 
     def prune(self, keep_models: int, keep_update_rounds: int, keep_rounds: int, keep_jobs: int = 0) -> Pruned:
-        ended = select(rounds.c.round).where(rounds.c.ended_at.is_not(None))
-        kept_rounds = ended.order_by(rounds.c.round.desc()).limit(keep_update_rounds)
-        held = rounds.c.round.in_(select(updates.c.round))  # only few rounds still hold updates
-        old_rounds = ended.where(held, rounds.c.round.not_in(kept_rounds.scalar_subquery()))
         with self._transaction() as connection:
             before = _named(connection)
-            old = updates.c.round.in_(old_rounds)
-            known.remember(connection, old)
-            removed = connection.execute(delete(updates).where(old)).rowcount
-            oldest = ended.order_by(rounds.c.round.desc()).offset(max(keep_rounds, keep_update_rounds) - 1).limit(1)
-            removed += connection.execute(
-                delete(rounds).where(rounds.c.round < oldest.scalar_subquery(), rounds.c.ended_at.is_not(None))
-            ).rowcount
-            bases = connection.execute(select(rounds.c.base_version).where(rounds.c.ended_at.is_(None))).scalars()
-            waiting = jobs.c.state.in_(("queued", "running")) & (jobs.c.rounds_done == 0)
-            starts = connection.execute(select(jobs.c.start_version, jobs.c.spec).where(waiting)).all()
-            wanted = {version or version_of(str(spec.get("start", ""))) for version, spec in starts}
-            kept, complete = versions_to_keep(
-                _rows(connection, select(models), ModelRow),
-                _rules(connection),
-                newest=keep_models,
-                jobs=keep_jobs,
-                bases=wanted.union(bases),
-            )
-            removed += connection.execute(delete(models).where(models.c.version.not_in(kept))).rowcount
-            connection.execute(delete(evaluations).where(evaluations.c.version.not_in(kept)))
-            stale = (models.c.version.not_in(complete)) & or_(*(column != "" for column in _STATES))
-            none = {**{column.name: "" for column in _STATES}, "control_digest": ""}
-            connection.execute(update(models).where(stale).values(none))
+            removed = remove_updates_and_rounds(connection, keep_update_rounds, keep_rounds)
+            rows = _rows(connection, select(models), ModelRow)
+            removed += remove_models(connection, rows, _rules(connection), newest=keep_models, jobs_kept=keep_jobs)
             return Pruned(removed, frozenset(before - _named(connection)))
 
     def named_blobs(self) -> set[str]:

@@ -1,0 +1,55 @@
+"""What is removed from the database because it is older than the configuration keeps."""
+
+from collections.abc import Mapping, Sequence
+
+from sqlalchemy import Connection, delete, or_, select, update
+
+from fedring.server.state import known
+from fedring.server.state.ratings import versions_to_keep
+from fedring.server.state.rows import ModelRow
+from fedring.server.state.tables import evaluations, jobs, models, rounds, updates
+from fedring.train.start import version_of
+
+STATES = (models.c.residual_blob, models.c.optimizer_blob, models.c.control_blob)
+"""The blobs of a model that only the next aggregation reads."""
+
+
+def remove_updates_and_rounds(connection: Connection, keep_update_rounds: int, keep_rounds: int) -> int:
+    """Remove the updates of all but the newest ended rounds, and older rounds; return how many rows that were."""
+    ended = select(rounds.c.round).where(rounds.c.ended_at.is_not(None))
+    kept_rounds = ended.order_by(rounds.c.round.desc()).limit(keep_update_rounds)
+    held = rounds.c.round.in_(select(updates.c.round))  # only few rounds still hold updates
+    old = updates.c.round.in_(ended.where(held, rounds.c.round.not_in(kept_rounds.scalar_subquery())))
+    known.remember(connection, old)
+    removed = connection.execute(delete(updates).where(old)).rowcount
+    oldest = ended.order_by(rounds.c.round.desc()).offset(max(keep_rounds, keep_update_rounds) - 1).limit(1)
+    too_old = (rounds.c.round < oldest.scalar_subquery()) & rounds.c.ended_at.is_not(None)
+    return removed + connection.execute(delete(rounds).where(too_old)).rowcount
+
+
+def remove_models(
+    connection: Connection, rows: Sequence[ModelRow], rules: Mapping[int, str], *, newest: int, jobs_kept: int
+) -> int:
+    """Remove models, with their evaluations, and what only the next aggregation would read of older ones.
+
+    Args:
+        connection: a transaction.
+        rows: all models.
+        rules: the key best_by of each job, by its id.
+        newest: how many of the newest models are kept.
+        jobs_kept: of how many of the last jobs that published a model the newest and the best one are kept.
+
+    Returns:
+        How many models were removed.
+    """
+    bases = connection.execute(select(rounds.c.base_version).where(rounds.c.ended_at.is_(None))).scalars()
+    waiting = jobs.c.state.in_(("queued", "running")) & (jobs.c.rounds_done == 0)
+    starts = connection.execute(select(jobs.c.start_version, jobs.c.spec).where(waiting)).all()
+    wanted = {version or version_of(str(spec.get("start", ""))) for version, spec in starts}
+    kept, complete = versions_to_keep(rows, rules, newest=newest, jobs=jobs_kept, bases=wanted.union(bases))
+    removed = connection.execute(delete(models).where(models.c.version.not_in(kept))).rowcount
+    connection.execute(delete(evaluations).where(evaluations.c.version.not_in(kept)))
+    stale = models.c.version.not_in(complete) & or_(*(column != "" for column in STATES))
+    none = {**{column.name: "" for column in STATES}, "control_digest": ""}
+    connection.execute(update(models).where(stale).values(none))
+    return removed
