@@ -11,6 +11,8 @@ import torch
 from tests.unit.host import SIZE, Host, running, spec
 from torch import nn
 
+from fedring.control.failure import Failure
+from fedring.server.model.guards import guard
 from fedring.server.model.making import is_out_of_memory
 from fedring.server.model.strategy import (
     HISTORY,
@@ -23,12 +25,14 @@ from fedring.server.model.strategy import (
     past_round,
 )
 from fedring.server.round.report import round_message
-from fedring.server.state.rows import RoundRow
+from fedring.server.state.rows import RoundRow, UpdateRow
+from fedring.simulation import simulate
 from fedring.train.aggregation_table import Aggregation
 from fedring.train.errors import SeamError
 
 CODE = Path(__file__).parents[1] / "fixtures_user_code"
 HERE = "user_strategies"
+SMALL: dict[str, Any] = {"rounds": 1, "model_args": {"hidden": 8}, "evaluate": False, "max_abandoned": 1}
 
 
 @pytest.fixture(autouse=True)
@@ -155,6 +159,15 @@ async def test_a_round_for_which_the_memory_does_not_suffice_is_abandoned_and_th
         assert await host.ended(row.job_id) == "completed"
 
 
+async def test_a_rule_that_wants_to_end_the_process_only_ends_its_round(tmp_path: Path) -> None:
+    async with running(tmp_path) as host:
+        session = host.join("a")
+        row, _ = await host.jobs.start(spec(max_abandoned=1, **table("Exits")), "")
+        await one_round(host, session)
+        assert await host.ended(row.job_id) == "failed"
+        assert host.store.rounds(1)[0].reason == "bad_rule"
+
+
 def test_an_allocation_of_torch_that_fails_is_a_lack_of_memory() -> None:
     with pytest.raises(RuntimeError) as caught:
         torch.empty(1 << 50, dtype=torch.uint8)
@@ -228,3 +241,25 @@ def test_the_history_has_the_newest_rounds_and_cannot_be_changed() -> None:
     assert {name: client.num_samples for name, client in past.clients.items()} == {"a": 3}
     with pytest.raises(TypeError):
         past.metrics["train/loss"] = 1.0  # type: ignore[index]  # it is read-only
+
+
+async def test_updates_that_a_strategy_averages_are_normalised_by_their_weights(tmp_path: Path) -> None:
+    rows = [
+        UpdateRow(1, name, "", "", (), samples, 1, 1.0, 1.0, 1.0) for name, samples in (("a", 10), ("b", 20), ("c", 90))
+    ]
+    keys = {"normalize_steps": True, "batch_size": 10, "momentum": 0.0}
+    async with running(tmp_path) as host:
+        by_own = host.parts.models.maker.guard(spec(**keys, **table("Attentive")), rows)
+    assert by_own.factors == guard(spec(**keys), rows).factors
+    assert by_own.factors != guard(spec(**keys, **table("Attentive")), rows).factors  # as if it had a rule
+
+
+def test_a_simulation_keeps_warnings_and_abandons_rounds_as_a_server_does() -> None:
+    report = simulate({**SMALL, **table("Faulty", evaluate="raises")}, clients=4, workers=1)
+    assert [row["warnings"] for row in report["rounds"]] == [
+        [f"the strategy {HERE}:Faulty failed: evaluate raised ZeroDivisionError: no rounds to divide by"]
+    ]
+    with pytest.raises(Failure, match="round 1 is abandoned, because the strategy user_strategies:Faulty failed: conf"):
+        simulate({**SMALL, **table("Faulty", configure="nan")}, clients=4, workers=1)
+    with pytest.raises(Failure, match="the server has too little memory to combine 4 updates of 610 parameters"):
+        simulate({**SMALL, **table("NeedsMemory")}, clients=4, workers=1)

@@ -79,3 +79,10 @@ def test_an_evaluation_that_fails_has_no_result_and_is_logged(
     subject, models = parts
     assert subject.evaluate(models.maker.first(spec(), 1), spec(loss="user_testset:wrong")) is None
     assert "no such loss" in caplog.text
+
+
+def test_the_samples_are_loaded_once_for_rounds_with_different_settings(parts: tuple[Subject, Models]) -> None:
+    subject, _ = parts
+    loaded = subject.load(spec())
+    assert subject.load(spec(lr=0.5, epochs=3)) is loaded
+    assert subject.load(spec(seed=3)) is not loaded

@@ -237,7 +237,7 @@ def _call(rule: Callable[[], Any], length: int) -> Float64:
             values = np.asarray(rule(), np.float64)
     except MemoryError:
         raise  # it is no fault of the rule
-    except Exception as error:  # the user's code may raise anything
+    except (Exception, SystemExit) as error:  # the user's code may raise anything
         raise RuleError("bad_rule", f"it raised {type(error).__name__}: {error}") from error
     if values.shape != (length,):
         raise RuleError("bad_rule", f"it returned an array of shape {values.shape} instead of ({length},)")

@@ -183,7 +183,7 @@ def _own_strategy(table: Aggregation, trusted: Sequence[str]) -> Strategy:
     make = resolve(table.rule, trusted)
     try:
         made: Any = make(**table.args)
-    except Exception as error:  # the user's code may raise anything
+    except (Exception, SystemExit) as error:  # the user's code may raise anything
         text = f"The rule {table.rule} cannot be made with {table.args}: {type(error).__name__}: {error}."
         raise SeamError("bad_rule", text) from error
     methods = {name: getattr(made, name, None) for name in _METHODS}

@@ -74,9 +74,9 @@ async def evaluation(
     if open_.job.aggregation.own:
         try:
             stats["metrics"] |= with_origin("server", await facts.heavy(models.maker.ask_metrics, model, open_.job))
-        except (StrategyError, SeamError, StorageError, CodecError) as error:  # the round has published all the same
-            log.warning("round %d: %s", open_.row.round, error, exc_info=error.__cause__)
-            stats["warnings"] = [str(error)]
+        except (StrategyError, SeamError, StorageError, CodecError, MemoryError, RuntimeError) as error:
+            log.warning("round %d has published, but: %s", open_.row.round, error, exc_info=error.__cause__)
+            stats["warnings"] = [str(error) or "the server has too little memory to evaluate the model"]
     if open_.job.evaluate_on_server and (counts := await facts.heavy(test_set.evaluate, model, open_.job)):
         stats |= {"server_accuracy": counts.accuracy, "server_loss": counts.loss}
         means = with_origin("server", counts.metrics, accuracy=counts.accuracy, loss=counts.loss)
