@@ -8,6 +8,7 @@ often a rule reads the updates, and `growth_mb` is the peak of the process' memo
 
 import argparse
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -43,7 +44,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as executor:
         blobs = FileBlobs(Path(folder))
         base, sent = _inputs(blobs, args.clients, args.values, args.encoding)
-        rows = {name: _measure(blobs, base, sent, executor, name) for name in args.rules.split(",")}
+        rows: dict[str, dict[str, float]] = {}
+        for name in args.rules.split(","):
+            rows[name] = _measure(blobs, base, sent, executor, name)
+            print(name, rows[name], file=sys.stderr, flush=True)  # each rule may take minutes
         blobs.close()
     print_line({"clients": args.clients, "values": args.values, "encoding": args.encoding, "rules": rows})
 

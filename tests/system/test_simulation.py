@@ -1,7 +1,8 @@
 """Simulations beside real daemons: the same bytes; and what users type."""
 
-import importlib
+import importlib.util
 import json
+import os
 import signal
 import sqlite3
 import subprocess
@@ -14,6 +15,8 @@ from typing import Any
 import pytest
 from safetensors.numpy import load_file
 
+from fedring.control.failure import Failure
+from fedring.daemon.exits import Exit
 from fedring.server.state.store import SqlStore
 from fedring.simulation import simulate
 from tests.conftest import ROOT
@@ -22,6 +25,12 @@ from tests.waiting import until
 
 CODE = ROOT / "tests" / "fixtures_user_code"
 CLIENTS = 10
+RAY_CLUSTER = """
+import json, ray, sys
+cluster = ray.init(address="local", num_cpus=2, include_dashboard=False, object_store_memory=10**8, log_to_driver=False)
+print(json.dumps(cluster.address_info["gcs_address"]), flush=True)
+sys.stdin.read()
+"""
 COMMON: dict[str, Any] = {"rounds": 4, "min_clients": CLIENTS, "sample_clients": 6, "batch_size": 16, "seed": 5}
 JOBS: dict[str, dict[str, Any]] = {
     "error feedback, buffers, dropout": {
@@ -118,6 +127,46 @@ def test_without_the_residuals_of_the_clients_the_models_would_differ(
     monkeypatch.setattr("fedring.simulation.vectors.ClientVectors.put", lambda self, client, vector: None)
     simulate({**COMMON, **JOBS[name]}, clients=CLIENTS, workers=1, threads=1, out=tmp_path)
     assert (tmp_path / "model.safetensors").read_bytes() != fleet_runs[name][0].read_bytes()
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1200)  # Ray takes minutes to start on a busy machine
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
+def test_actors_on_a_ray_cluster_make_the_model_of_local_workers_byte_for_byte(tmp_path: Path) -> None:
+    roots = (CODE, *(ROOT / part for part in ("client", "common", "protos", "server")))
+    env = os.environ | {
+        "PYTHONPATH": os.pathsep.join(map(str, roots)),
+        "RAY_raylet_start_wait_time_s": "300",
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    }
+    job = tmp_path / "job.json"
+    job.write_text(json.dumps(COMMON | JOBS["error feedback, buffers, dropout"]))
+
+    def flctl(out: str, *options: str) -> subprocess.CompletedProcess[str]:
+        given = ["--clients", str(CLIENTS), "--threads", "1", "--out", str(tmp_path / out), *options]
+        command = [sys.executable, "-m", "fedring.ctl.main", "simulate", str(job), *given]
+        return subprocess.run(command, env=env, stderr=subprocess.PIPE, text=True, timeout=600)
+
+    cluster = subprocess.Popen(
+        [sys.executable, "-c", RAY_CLUSTER], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    with cluster:
+        assert cluster.stdout is not None
+        env["RAY_ADDRESS"] = json.loads(cluster.stdout.readline())
+        assert flctl("local", "--workers", "2").returncode == 0
+        assert flctl("ray", "--workers", "2", "--engine", "ray").returncode == 0
+        refused = flctl("large", "--workers", "3", "--engine", "ray")
+        cluster.communicate()  # which closes its input
+    models = [(tmp_path / engine / "model.safetensors").read_bytes() for engine in ("local", "ray")]
+    assert models[0] == models[1]
+    assert refused.returncode == Exit.CONFIG
+    assert refused.stderr == "flctl: the workers need 3 CPUs, and the Ray cluster has 2: set workers\n"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ray") is not None, reason="Ray is installed")
+def test_without_ray_the_engine_says_what_to_install() -> None:
+    with pytest.raises(Failure, match=r"engine=ray needs Ray, which is not installed: install fedring\[ray\]"):
+        simulate(COMMON, clients=CLIENTS, engine="ray")
 
 
 def test_the_study_of_the_documentation_compares_three_settings(

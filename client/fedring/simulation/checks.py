@@ -87,6 +87,16 @@ def check_data_root(data_root: Path | None) -> None:
         raise _wrong(f"data_root={data_root} is not a folder")
 
 
+def check_engine(engine: str) -> None:
+    """Check that there is such an engine.
+
+    Raises:
+        Failure: There is not.
+    """
+    if engine not in ("local", "ray"):
+        raise _wrong(f"engine={engine!r} is not local or ray")
+
+
 def make_folder(path: Path) -> None:
     """Make the folder of the results, unless it exists.
 

@@ -1,4 +1,4 @@
-"""Where the workers of a simulation run: in processes of their own, or one of them in the calling process."""
+"""Where the workers of a simulation run: in processes of this machine, or one of them in the calling process."""
 
 import logging
 import multiprocessing
@@ -27,7 +27,7 @@ OwnResult = tuple[Counts, dict[str, float]]
 
 log = logging.getLogger(__name__)
 
-_AT_A_TIME = 4
+AT_A_TIME = 4
 """The most clients that a worker is given at a time: few, so that all workers end a round together."""
 
 _STOP_SECONDS = 5.0
@@ -187,7 +187,7 @@ class Processes:
         rest, busy = iter(work), set[Connection]()
 
         def give(pipe: Connection) -> None:
-            if some := list(islice(rest, _AT_A_TIME)):
+            if some := list(islice(rest, AT_A_TIME)):
                 self._send(pipe, some)
                 busy.add(pipe)
 

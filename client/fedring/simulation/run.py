@@ -49,6 +49,7 @@ from fedring.server.state.ratings import best_of
 from fedring.server.state.rows import ModelRow, RoundRow, UpdateRow
 from fedring.simulation.checks import (
     check_data_root,
+    check_engine,
     check_enough,
     check_numbers,
     job_of,
@@ -87,6 +88,7 @@ def simulate(
     threads: int | None = None,
     data_root: str | Path | None = None,
     device: str = "auto",
+    engine: str = "local",
     out: str | Path | None = None,
     show: Show = lambda share, row: None,
 ) -> dict[str, Any]:
@@ -103,6 +105,7 @@ def simulate(
         threads: With which torch computes in each worker; None = the worker's share of the cores.
         data_root: Folder of the data sets.
         device: Where to train: auto, cpu, cuda or cuda:N.
+        engine: Where the workers run: local (processes of this machine), or ray (actors on a Ray cluster).
         out: Folder for report.json and model.safetensors, which is made. None = the report is only returned.
         show: Is called after each client.
 
@@ -115,15 +118,16 @@ def simulate(
         ConfigError, Failure: With one sentence for people; `exit_code` of a Failure is 78 if the input is wrong.
     """
     spec = job_of(job, per_round=per_round, seed=seed)
-    root = Path(data_root) if data_root else None
+    root = Path(data_root).absolute() if data_root else None
     count = len(os.sched_getaffinity(0)) if workers is None else workers
     check_numbers(spec, clients, count, threads)
+    check_engine(engine)
     check_data_root(root)
     if out:
         make_folder(Path(out))
     setup = Setup(spec, clients, root, trusted_by(spec), device, threads or threads_for(count))
     try:
-        report = _simulate(setup, count, out, show)
+        report = _simulate(setup, count, engine, out, show)
         if out:
             (Path(out) / "report.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     except (OSError, SafetensorError) as error:
@@ -131,14 +135,13 @@ def simulate(
     return report
 
 
-def _simulate(setup: Setup, count: int, out: str | Path | None, show: Show) -> dict[str, Any]:
+def _simulate(setup: Setup, count: int, engine: str, out: str | Path | None, show: Show) -> dict[str, Any]:
     spec, clients = setup.job, setup.clients
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=".simulation-", dir=out)))
         server = _Server(spec, setup, folder, stack)
         server.check()
-        engine: Engine = InProcess(setup) if count == 1 else Processes(setup, count)
-        running = stack.enter_context(engine)
+        running = stack.enter_context(_engine(engine, setup, count))
         check_enough(spec, clients, sum(size > 0 for size in running.sizes))
         began = time.perf_counter()
         run = _Run(setup, server, running, folder, show)
@@ -147,6 +150,14 @@ def _simulate(setup: Setup, count: int, out: str | Path | None, show: Show) -> d
         report |= {"workers": count, "seconds": time.perf_counter() - began}
         report["updates_per_second"] = report["updates"] / report["seconds"]
     return report
+
+
+def _engine(name: str, setup: Setup, workers: int) -> Engine:
+    if name == "ray":
+        from fedring.simulation.ray_engine import Actors
+
+        return Actors(setup, workers)
+    return InProcess(setup) if workers == 1 else Processes(setup, workers)
 
 
 class _Server:

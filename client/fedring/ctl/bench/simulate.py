@@ -36,6 +36,9 @@ def simulate(
     ] = None,
     data_root: DataRootOption = None,
     device: Annotated[str, typer.Option(help="Where to train: auto, cpu, cuda or cuda:N.")] = "auto",
+    engine: Annotated[
+        str, typer.Option(help="Where the workers run: local (processes of this machine) or ray (a Ray cluster).")
+    ] = "local",
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the report, the model and the plot.")] = Path(
         "simulation"
     ),
@@ -64,6 +67,7 @@ def simulate(
             threads=threads,
             data_root=data_root,
             device=device,
+            engine=engine,
             seed=seed,
             out=out,
             show=show,
