@@ -255,8 +255,8 @@ MUTANTS = {
     ),
     "residual of before": Mutant(
         "client/fedring/client/task.py",
-        "command.schema_hash, last, ",
-        "command.schema_hash, type(last)(), ",
+        "line.model, last, ",
+        "line.model, type(last)(), ",
         "tests/fault/test_restored_clients.py",
     ),
     "accepted unheard": Mutant(

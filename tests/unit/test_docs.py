@@ -29,6 +29,7 @@ from fedring.server.state.rows import JobRow
 from fedring.train.aggregation_table import RULES, Aggregation
 from fedring.train.data_parallel_table import HOOKS, DataParallel
 from fedring.train.job import Job, ServerOptimizer
+from fedring.train.personal_table import Personal
 from fedring.train.pipeline_table import Pipeline
 from fedring.train.round_settings import Schedule
 from fedring.v1 import control_pb2
@@ -45,6 +46,7 @@ TABLES: dict[type[BaseModel], str] = {
     DataParallel: "data_parallel",
     Pipeline: "pipeline",
     ServerOptimizer: "server_optimizer",
+    Personal: "personal",
     Schedule: "lr",
 }
 SHIPPED = [
