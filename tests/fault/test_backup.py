@@ -111,7 +111,11 @@ def test_a_backup_is_complete_while_the_server_publishes_and_prunes(tmp_path: Pa
 
 def delete_model(state: Path, version: int) -> None:
     """Delete a model version, as a server does."""
-    names = ask(state, "SELECT blob, delta_blob, residual_blob, optimizer_blob FROM models WHERE version = ?", version)
+    names = ask(
+        state,
+        "SELECT blob, delta_blob, residual_blob, optimizer_blob, control_blob FROM models WHERE version = ?",
+        version,
+    )
     ask(state, "DELETE FROM models WHERE version = ?", version)
     for name in filter(None, names[0] if names else ()):
         (state / "blobs" / str(name)).unlink()
@@ -268,7 +272,7 @@ def test_flctl_lists_what_is_in_a_backup(state: Path, tmp_path: Path) -> None:
 
 def test_a_backup_knows_every_column_that_names_a_blob(state: Path) -> None:
     columns = [column for table in METADATA.tables.values() for column in table.c if column.name.endswith("blob")]
-    assert len(columns) == 5
+    assert len(columns) == 6
     for number, column in enumerate(columns):
         table = column.table.name
         query = f"UPDATE {table} SET {column.name} = ? WHERE rowid = (SELECT max(rowid) FROM {table})"

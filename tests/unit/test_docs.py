@@ -30,6 +30,7 @@ from fedring.server.state.rows import JobRow
 from fedring.train.aggregation_table import RULES, Aggregation
 from fedring.train.data_parallel_table import HOOKS, DataParallel
 from fedring.train.job import Job, ServerOptimizer
+from fedring.train.personal_table import Personal
 from fedring.train.pipeline_table import Pipeline
 from fedring.train.privacy_table import ClientPrivacy
 from fedring.train.round_settings import Schedule
@@ -49,6 +50,7 @@ TABLES: dict[type[BaseModel], str] = {
     DataParallel: "data_parallel",
     Pipeline: "pipeline",
     ServerOptimizer: "server_optimizer",
+    Personal: "personal",
     Schedule: "lr",
 }
 SHIPPED = [
