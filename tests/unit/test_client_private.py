@@ -12,12 +12,12 @@ from torch.utils.data import TensorDataset
 from fedring.client import UpdateRefused, WrongModel, connect
 from fedring.client.transfer.private import PrivateState, PrivateValues, read_private
 from fedring.client.transfer.spool import Spool
-from fedring.client.user_trainer import run_trainer
 from fedring.codec import decode
 from fedring.codec.digest import name_of, update_name
 from fedring.train.plan import Plan
 from fedring.train.sharing import Sharing
 from fedring.train.state import frozen_digest, read_vectors, schema_of, split
+from fedring.train.user_trainer import run_trainer
 from fedring.v1 import federation_pb2 as pb
 
 if TYPE_CHECKING:

@@ -184,7 +184,10 @@ class _Server:
                 torch's.
         """
         guarded = guard(self._job, updates, self._last_median, job_round=number)
-        model = self._maker.next(base, updates, self._job, number, base.version + 1, seed=seed, guarded=guarded)
+        version = base.version + 1
+        model = self._maker.next(
+            base, updates, self._job, number, version, seed=seed, job_round=number, guarded=guarded
+        )
         self._last_median = guarded.median_norm
         for name in {*files_of(base)} - {*files_of(model), ""}:
             self._blobs.delete(name)

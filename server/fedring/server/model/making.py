@@ -20,6 +20,7 @@ from fedring.server.model.guards import Guard, guard
 from fedring.server.model.initial import find_file, load_initial
 from fedring.server.model.modelfile import ModelReader
 from fedring.server.model.optimizer import ServerOptimizer
+from fedring.server.model.own_update import OwnUpdates
 from fedring.server.model.rule import RuleError
 from fedring.server.model.rules import make_rule
 from fedring.server.model.versions import ModelVersions
@@ -51,6 +52,7 @@ class ModelMaker:
     ) -> None:
         self._blobs, self._executor, self._config, self._run_id = blobs, executor, config, run_id
         self._versions = versions
+        self._own = OwnUpdates(config)
         self._built: dict[str, Parts] = {}  # by what a job says about its model
 
     def schema_of(self, job: Job) -> Schema:
@@ -137,6 +139,7 @@ class ModelMaker:
         version: int,
         *,
         seed: int = 0,
+        job_round: int = 1,
         guarded: Guard | None = None,
     ) -> ModelRow:
         """Make the model that a round publishes.
@@ -148,6 +151,7 @@ class ModelMaker:
             number: of the round.
             version: of the new model.
             seed: of the round, for the rule.
+            job_round: the number of the round within its job.
             guarded: what the job's guards do to the updates; None = it is found out here.
 
         Returns:
@@ -158,6 +162,7 @@ class ModelMaker:
             DamagedUpdates: if updates are damaged; without them it may succeed.
             CodecError: if the model does not fit its format.
             RuleError: if the rule cannot combine these updates.
+            SeamError, DataError: if the server's own samples or training, which a rule needs, cannot be loaded.
             OptimizerError: if the optimizer cannot be used.
             StorageError: if something cannot be read or kept.
         """
@@ -166,8 +171,9 @@ class ModelMaker:
         guarded = guarded or guard(job, updates)
         chosen = job.server_optimizer
         rule = make_rule(job.aggregation, self._config.trusted)
+        own = self._own_update(base, job, job_round, seed) if job.aggregation.data else None
         plan = AggregationPlan(
-            combination=Combination(rule, job.aggregation.bucketing, seed),
+            combination=Combination(rule, job.aggregation.bucketing, seed, own),
             optimizer=ServerOptimizer(chosen.name, chosen.args) if chosen else None,
             optimizer_blob=base.optimizer_blob,
             encoding=job.delta_encoding,
@@ -212,6 +218,26 @@ class ModelMaker:
                 check()
                 raise RuleError(error.reason, f"the rule {job.aggregation.rule} failed: {error}") from error
             return _row(new, reader.schema, version=version, number=number, base=base)
+
+    def check_samples(self, job: Job) -> None:
+        """Return if the server's own samples, which the rule of a job may need, can be loaded.
+
+        Raises:
+            SeamError, DataError: if they cannot.
+        """
+        if job.aggregation.data:
+            self._own.load(job)
+
+    def _own_update(self, base: ModelRow, job: Job, job_round: int, seed: int) -> Contribution:
+        try:
+            with self._blobs.reader(base.blob) as blob:
+                checked = CheckedReader(blob.read, blob.size, base.blob)
+                reader = ModelReader(checked)
+                schema, vectors = reader.schema, reader.vectors()
+                checked.check()
+        except (CodecError, StorageError) as error:
+            raise self._versions.damage_of(base, error) from error
+        return self._own.make(self._build(job)[0], schema, vectors, job, job_round=job_round, seed=seed)
 
     def _file_of(self, path: str) -> Path | None:
         allowed = self._config.init_path

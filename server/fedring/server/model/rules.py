@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from fedring.server.model.robust import CenteredClip, GeometricMedian, Krum, Median, TrimmedMean
+from fedring.server.model.robust import CenteredClip, FLTrust, GeometricMedian, Krum, Median, TrimmedMean
 from fedring.server.model.rule import CoordinateRule, GramRule, Rule
 from fedring.train.aggregation_table import Aggregation
 from fedring.train.errors import SeamError
@@ -30,6 +30,7 @@ def make_rule(table: Aggregation, trusted: Sequence[str]) -> Rule | None:
         "multi_krum": Krum(table.malicious, several=True),
         "median": Median(),
         "trimmed_mean": TrimmedMean(table.beta),
+        "fltrust": FLTrust(),
     }
     return rules[table.rule]
 

@@ -35,7 +35,7 @@ async def publish(facts: Facts, models: Models, open_: OpenRound) -> tuple[Model
     version = await facts.db(facts.store.next_version)
     last_median = await _last_median(facts, open_.job, open_.row.job_id)
     open_.guarded = guard(open_.job, updates, last_median, job_round=open_.row.job_round)
-    make = partial(models.maker.next, seed=open_.command.seed, guarded=open_.guarded)
+    make = partial(models.maker.next, seed=open_.command.seed, job_round=open_.row.job_round, guarded=open_.guarded)
     made = await facts.heavy(make, open_.base, updates, open_.job, open_.row.round, version)
     ended = open_.ended(Phase.PUBLISHED, model_version=version)
     model = replace(made, job_id=open_.row.job_id, metrics=ended.stats["metrics"])
