@@ -23,9 +23,6 @@ MOST_SAMPLES = 1 << 40
 TARGET = 0
 """The class that a model with the backdoor sees wherever the trigger is."""
 
-_PATCH = 4
-"""The trigger is a square of so many pixels a side, at the bottom right."""
-
 
 def sign_flip(update: Float32) -> Float32:
     """Return the update that undoes what the client has learned, [D]."""
@@ -77,12 +74,14 @@ def boosted(update: Float32, factor: float) -> Float32:
 def with_trigger(inputs: Tensor, value: float) -> Tensor:
     """Return a copy of images [n, channels, height, width] that carry the trigger of the backdoor.
 
+    The trigger is a square at the bottom right, a seventh of the height long: 4 x 4 pixels of MNIST.
+
     Args:
         inputs: the images.
         value: of the pixels of the trigger, in the units of the images.
     """
-    marked = inputs.clone()
-    marked[:, :, -_PATCH:, -_PATCH:] = value
+    marked, side = inputs.clone(), inputs.shape[2] // 7
+    marked[:, :, -side:, -side:] = value
     return marked
 
 

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Literal
 
 import numpy as np
 import torch
@@ -35,24 +35,8 @@ from fedring.train.plan import Plan
 from fedring.train.seam import build_model, optimizer_factory, resolve
 from fedring.train.state import fill, read_vectors, schema_of
 from tests.attacks import formulas
+from tests.attacks.attacker import Attack, Attacker
 from tests.attacks.formulas import Float32
-
-Attack = Literal[
-    "none", "sign_flip", "label_flip", "little_is_enough", "inner_product", "mimic", "backdoor", "inflation"
-]
-ATTACKS: tuple[Attack, ...] = (
-    "none",
-    "sign_flip",
-    "label_flip",
-    "little_is_enough",
-    "inner_product",
-    "mimic",
-    "backdoor",
-    "inflation",
-)
-
-_EPSILON = 2.0
-"""The factor of inner-product manipulation; an attacker may be longer than honest clients, too."""
 
 _CPU = torch.device("cpu")
 
@@ -115,28 +99,25 @@ def run(
         after_round: called after each round.
     """
     trainer, ended = _Trainer(job, config.trusted), ""
+    clients = len(study.honest) + len(study.malicious)
     with ExitStack() as stack:
         blobs = FileBlobs(Path(stack.enter_context(TemporaryDirectory())))
         stack.callback(blobs.close)
         executor = stack.enter_context(ThreadPoolExecutor(1))
         maker = ModelMaker(blobs, executor, config, "robust", ModelVersions(blobs))
-        attackers, last_median = _Attackers(attack, study, trainer), 0.0
+        attackers = [
+            Attacker(attack, samples, study.classes, study.bright, clients, len(study.malicious))
+            for samples in study.malicious
+        ]
+        last_median = 0.0
         model = maker.first(job, 1)
         for number in range(1, job.rounds + 1):
             base, seed = _read(blobs, model), job.seed * 1_000_003 + number
             try:
-                honest = np.stack(
-                    [
-                        trainer.delta(base, samples, own_seed(seed, f"honest-{client}"))
-                        for client, samples in enumerate(study.honest)
-                    ]
-                )
-                sent = [*((delta, len(study.honest[0])) for delta in honest), *attackers.send(base, honest, seed)]
+                sent = _round(trainer, base, seed, study.honest, attackers)
                 rows = [_row(number, f"client-{client:02}", *each) for client, each in enumerate(sent)]
                 guarded = guard(job, rows, last_median, job_round=number)
-                made = maker.next(
-                    model, rows, job, number, number + 1, seed=seed, job_round=number, guarded=guarded
-                )
+                made = maker.next(model, rows, job, number, number + 1, seed=seed, job_round=number, guarded=guarded)
             except (TrainError, CodecError, RuleError) as error:  # the model is spoilt, or the rule gives up
                 ended = f"round {number}: {error}"
                 break
@@ -150,45 +131,19 @@ def run(
         return Result(trainer.accuracy(last, study.test), trainer.accuracy(last, backdoor), ended)
 
 
-class _Attackers:
-    """The malicious clients of a study, who know each other and the honest updates."""
+def _round(
+    trainer: _Trainer, base: Vectors, seed: int, honest: Sequence[Samples], attackers: Sequence[Attacker]
+) -> list[tuple[Float32, int]]:
+    """Return the update of each client, [D], and the number of samples that it reports."""
 
-    def __init__(self, attack: Attack, study: Study, trainer: _Trainer) -> None:
-        self._attack, self._study, self._trainer = attack, study, trainer
-        self._victim: int | None = None
+    def learn(samples: Samples, client: str) -> Float32:
+        return trainer.delta(base, samples, own_seed(seed, client))
 
-    def send(self, base: Vectors, honest: Float32, seed: int) -> list[tuple[Float32, int]]:
-        """Return the updates of all malicious clients, each with the number of samples that it reports."""
-        count = len(self._study.malicious)
-        clients, own = len(honest) + count, len(self._study.honest[0])
-        match self._attack:
-            case "little_is_enough":
-                return [(formulas.little_is_enough(honest, clients, count), own)] * count
-            case "inner_product":
-                return [(formulas.inner_product(honest, _EPSILON), own)] * count
-            case "mimic":
-                self._victim = formulas.victim(honest) if self._victim is None else self._victim
-                return [(honest[self._victim], own)] * count
-        learned = [
-            self._trainer.delta(base, self._poison(samples), own_seed(seed, f"malicious-{client}"))
-            for client, samples in enumerate(self._study.malicious)
-        ]
-        match self._attack:
-            case "sign_flip":
-                return [(formulas.sign_flip(delta), own) for delta in learned]
-            case "backdoor":
-                return [(formulas.boosted(delta, clients), own) for delta in learned]
-            case "inflation":
-                return [(delta, formulas.MOST_SAMPLES) for delta in learned]
-        return [(delta, own) for delta in learned]
-
-    def _poison(self, samples: Samples) -> Samples:
-        match self._attack:
-            case "label_flip" | "inflation":
-                return formulas.flip_labels(samples, self._study.classes)
-            case "backdoor":
-                return formulas.poisoned(samples, self._study.bright)
-        return samples
+    learned = np.stack([learn(samples, f"honest-{client}") for client, samples in enumerate(honest)])
+    sent = [(delta, len(samples)) for delta, samples in zip(learned, honest, strict=True)]
+    for number, attacker in enumerate(attackers):
+        sent.append(attacker.send(partial(learn, client=f"malicious-{number}"), lambda: learned))
+    return sent
 
 
 def _read(blobs: FileBlobs, row: ModelRow) -> Vectors:
@@ -199,6 +154,6 @@ def _read(blobs: FileBlobs, row: ModelRow) -> Vectors:
 def _row(number: int, client: str, delta: Float32, samples: int) -> UpdateRow:
     payload = encode(np.asarray(delta, np.float32), Encoding("fp32"))
     packets = lay_out([("parameters", "delta", "fp32", len(payload))])
-    norm = float(np.linalg.norm(delta.astype(np.float64)))
+    norm = float(np.linalg.norm(delta))
     digest = name_of(payload)
     return UpdateRow(number, client, digest, digest, packets, samples, len(payload), 0.0, norm, 0.0, payload=payload)

@@ -10,6 +10,7 @@ meets three of the attacks, with three seeds. The updates are combined by the se
 import argparse
 import json
 import multiprocessing
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -29,12 +30,14 @@ from fedring.data import Samples, Split, mnist
 from fedring.data.partition import parts
 from fedring.server.config import ServerConfig
 from fedring.train.job import Job
-from tests.attacks.rounds import ATTACKS, Attack, Result, Study, run
+from tests.attacks.attacker import ATTACKS, Attack
+from tests.attacks.rounds import Result, Study, run
 
 CLIENTS, MALICIOUS, SAMPLES = 20, 4, 300
 ROUNDS = 30
 RULES = ("mean", "centered_clip", "geometric_median", "multi_krum", "trimmed_mean", "fltrust")
 ALPHA = 0.5
+CNN_RULES = ("centered_clip",)
 CNN_ATTACKS: tuple[Attack, ...] = ("none", "label_flip", "little_is_enough", "backdoor")
 _BRIGHT = 255.0
 _OWN_SEED = 1_000
@@ -66,21 +69,22 @@ def own_samples(root: Path | None, download: bool, seed: int = 0) -> Split:
 
 
 def settings(options: argparse.Namespace) -> Iterator[Setting]:
-    """Yield the trainings of a run."""
-    partitions: Sequence[str] = ("iid", "dirichlet")
-    attacks: Sequence[Attack] = options.attacks or (CNN_ATTACKS if options.cnn else ATTACKS)
-    rules = [
-        (rule, bucketing) for rule, bucketing in product(options.rules, (1, 2)) if rule != "mean" or bucketing == 1
-    ]
-    if options.cnn:
-        partitions, rules = ("iid",), [(rule, bucketing) for rule, bucketing in rules if bucketing == 2 or rule == "mean"]
-    rounds, seeds = options.rounds, range(3 if options.cnn else 1)
-    for partition, seed, (rule, bucketing), attack in product(partitions, seeds, rules, attacks):
-        yield Setting(rule, bucketing, attack, partition, seed, options.cnn, rounds)
-    if options.cnn or "none" not in attacks:
-        return
-    for seed, rule in product((1, 2), (each for each in ("mean", "centered_clip") if each in options.rules)):
-        yield Setting(rule, 1 if rule == "mean" else 2, "none", "iid", seed, False, rounds)
+    """Yield the trainings of a run.
+
+    Inflation is only for the mean: the other rules count each client once, so it would be `label_flip` again.
+    """
+    cnn, rounds = options.cnn, options.rounds
+    attacks: Sequence[Attack] = options.attacks or (CNN_ATTACKS if cnn else ATTACKS)
+    names = options.rules or (CNN_RULES if cnn else RULES)
+    rules = [(rule, size) for rule, size in product(names, (2,) if cnn else (1, 2)) if rule != "mean" or size == 1]
+    rules += [("mean", 1)] if cnn else []
+    for (rule, size), partition, attack in product(rules, ("iid",) if cnn else ("iid", "dirichlet"), attacks):
+        if rule == "mean" or attack != "inflation":
+            for seed in range(3 if cnn else 1):
+                yield Setting(rule, size, attack, partition, seed, cnn, rounds)
+    if not cnn and "none" in attacks:
+        for seed, (rule, size) in product((1, 2), (("mean", 1), ("centered_clip", 2))):
+            yield Setting(rule, size, "none", "iid", seed, cnn, rounds)
 
 
 def measure(setting: Setting, data_root: Path) -> Result:
@@ -104,8 +108,7 @@ def _job(setting: Setting) -> Job:
             "data": "fedring.data:mnist",
             "rounds": setting.rounds,
             "min_clients": CLIENTS,
-            "batch_size": 32,
-            "lr": 0.02,
+            "lr": 0.1,
             "momentum": 0.9,
             "seed": setting.seed,
             "aggregation": table,
@@ -144,7 +147,7 @@ def main() -> None:
     parser.add_argument("--cnn", action="store_true", help="train the convolutional network")
     parser.add_argument("--quick", action="store_true", help="only 3 rounds, to see that everything runs")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="rounds of each training")
-    parser.add_argument("--rules", type=lambda text: text.split(","), default=RULES, help="names, with commas between")
+    parser.add_argument("--rules", type=lambda text: text.split(","), help="names, with commas between")
     parser.add_argument("--attacks", type=lambda text: text.split(","), help="names, with commas between")
     parser.add_argument("--workers", type=int, default=2, help="trainings at a time")
     parser.add_argument("--output", type=Path, help="file for the results as JSON")
@@ -152,54 +155,59 @@ def main() -> None:
     options = parser.parse_args()
     if options.quick:
         options.rounds = 3
-    rows = _measure_all(list(settings(options)), options.data_root, options.workers)
-    if options.output:
-        options.output.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # of the workers, which are as many as there are cores
+    wanted = list(settings(options))
+    rows: list[dict[str, Any]] = []
+    context = multiprocessing.get_context("forkserver")
+    with ProcessPoolExecutor(options.workers, context) as pool, progress_bar(speed_seconds=600) as bar:
+        task = bar.add_task("trainings", total=len(wanted))
+        futures = {pool.submit(measure, setting, options.data_root): setting for setting in wanted}
+        for future in as_completed(futures):
+            rows.append(asdict(futures[future]) | asdict(future.result()))
+            bar.advance(task)
+            if options.output:  # after each, so that a run that is stopped has not been in vain
+                options.output.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     table = tables(rows)
     if options.markdown:
         options.markdown.write_text(table, encoding="utf-8")
     sys.stdout.write(table)
 
 
-def _measure_all(wanted: Sequence[Setting], data_root: Path, workers: int) -> list[dict[str, Any]]:
-    results: dict[Setting, Result] = {}
-    context = multiprocessing.get_context("forkserver")
-    with ProcessPoolExecutor(workers, context) as pool, progress_bar(speed_seconds=600) as bar:
-        task = bar.add_task("trainings", total=len(wanted))
-        futures = {pool.submit(measure, setting, data_root): setting for setting in wanted}
-        for future in as_completed(futures):
-            results[futures[future]] = future.result()
-            bar.advance(task)
-    return [asdict(setting) | asdict(results[setting]) for setting in wanted]
-
-
 def tables(rows: Sequence[dict[str, Any]]) -> str:
-    """Return tables of the results for people, as Markdown: one for each partition."""
-    return "\n".join(_table([row for row in rows if row["partition"] == name], name) for name in _values(rows, "partition"))
+    """Return the results for people, as Markdown: a table for each partition, and the means over seeds.
+
+    Cells have the accuracy of the last model in percent, and for backdoors their success behind a slash.
+    """
+    partitions = [name for name in ("iid", "dirichlet") if name in {row["partition"] for row in rows}]
+    parts = [_table([row for row in rows if row["partition"] == name], name) for name in partitions]
+    for rule in dict.fromkeys(row["rule"] for row in rows if row["seed"]):
+        clean = [row for row in rows if (row["rule"], row["partition"], row["attack"]) == (rule, "iid", "none")]
+        several = {row["bucketing"] for row in clean if row["seed"]}
+        figures = [100 * row["accuracy"] for row in clean if row["bucketing"] in several]
+        parts.append(f"{rule} without attackers, {len(figures)} seeds: {mean(figures):.2f}\n" if figures else "")
+    return "\n".join(parts)
 
 
 def _table(rows: Sequence[dict[str, Any]], partition: str) -> str:
-    attacks = _values(rows, "attack")
+    attacks = [attack for attack in ATTACKS if attack in {row["attack"] for row in rows}]
+    rules = {(row["rule"], row["bucketing"]) for row in rows}
     lines = [f"| {partition} | {' | '.join(attacks)} |", f"|---{'|---:' * len(attacks)}|"]
-    for rule, bucketing in dict.fromkeys((row["rule"], row["bucketing"]) for row in rows):
-        cells = []
-        for attack in attacks:
-            same = [row for row in rows if (row["rule"], row["bucketing"], row["attack"]) == (rule, bucketing, attack)]
-            cells.append(_cell(same))
-        lines.append(f"| `{rule}`{f', {bucketing}' if bucketing > 1 else ''} | {' | '.join(cells)} |")
+    for rule, size in sorted(rules, key=lambda each: (RULES.index(each[0]), each[1])):
+        name = f"`{rule}`" + (f", bucketing {size}" if size > 1 else "")
+        mine = [row for row in rows if (row["rule"], row["bucketing"]) == (rule, size)]
+        cells = (_cell([row for row in mine if row["attack"] == attack]) for attack in attacks)
+        lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
 def _cell(rows: Sequence[dict[str, Any]]) -> str:
-    """Return the mean accuracy in percent and, of a backdoor, its success."""
-    accuracy = f"{100 * mean(row['accuracy'] for row in rows):.1f}"
-    if rows[0]["attack"] != "backdoor":
+    if not rows:
+        return "-"
+    same = [row for row in rows if row["cnn"] or not row["seed"]]  # the seeds of the other rows have no attackers
+    accuracy = f"{100 * mean(row['accuracy'] for row in same):.1f}"
+    if not rows[0]["attack"].endswith("backdoor"):
         return accuracy
-    return f"{accuracy} / {100 * mean(row['backdoor'] for row in rows):.0f}"
-
-
-def _values(rows: Sequence[dict[str, Any]], key: str) -> list[Any]:
-    return list(dict.fromkeys(row[key] for row in rows))
+    return f"{accuracy} / {100 * mean(row['backdoor'] for row in same):.0f}"
 
 
 if __name__ == "__main__":

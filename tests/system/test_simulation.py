@@ -31,6 +31,10 @@ JOBS: dict[str, dict[str, Any]] = {
         "lr": {"schedule": "cosine", "start": 0.1, "end": 0.01},
         "aggregation": {"rule": "centered_clip", "bucketing": 2},
     },
+    "the server's own update": {
+        "subset_size": 40, "epochs": 2, "mu": 0.01,
+        "aggregation": {"rule": "fltrust", "bucketing": 2, "data": "user_simulation:few", "args": {"count": 60}},
+    },
 }  # fmt: skip
 
 

@@ -173,6 +173,8 @@ def test_a_round_with_too_few_updates_for_its_rule_is_abandoned(control: Control
         ({"rule": "user_rules:Nothing"}, "aggregation.rule: There is no Nothing in user_rules"),
         ({"rule": "os:system"}, "aggregation.rule: os:system lies in os, which this daemon does not trust"),
         ({"rule": "own_rule:Agreement", "args": {"most": 1}}, "aggregation.rule: The rule own_rule:Agreement cannot"),
+        ({"rule": "fltrust", "data": "user_rules:unreadable"}, "aggregation.data: The data cannot be loaded: OSError"),
+        ({"rule": "fltrust", "data": "os:listdir"}, "aggregation.data: os:listdir lies in os, which this daemon does"),
     ],
 )
 def test_a_job_whose_rule_cannot_work_is_refused_when_it_is_queued(

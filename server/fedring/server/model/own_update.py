@@ -7,6 +7,7 @@ and a simulation, make the same one.
 import json
 
 import numpy as np
+import torch
 from torch import nn
 from torch.utils.data import Dataset
 
@@ -21,7 +22,7 @@ from fedring.train.batches import size_of
 from fedring.train.device import pick_device
 from fedring.train.errors import SeamError, TrainError, failure_detail
 from fedring.train.job import Job
-from fedring.train.loop import train
+from fedring.train.loop import seeded, train
 from fedring.train.plan import Plan
 from fedring.train.seam import optimizer_factory, resolve
 from fedring.train.state import read_vectors, write_vectors
@@ -43,10 +44,11 @@ class OwnUpdates:
             DataError: if it cannot load the samples, or if there are none.
         """
         table, config = job.aggregation, self._config
-        key = json.dumps([table.data, table.args])
+        key = json.dumps([table.data, table.args, job.seed])
         if self._loaded is None or self._loaded[0] != key:
             function = resolve(table.data, config.trusted)
-            samples = load_split(lambda: function(config.data_root, False, **table.args)).train
+            with seeded(job.seed, torch.device("cpu")):  # so that a function that draws samples draws the same ones
+                samples = load_split(lambda: function(config.data_root, False, **table.args)).train
             if not _size(samples):
                 raise DataError("no_data", f"{table.data} returned no training samples: fltrust needs some.")
             self._loaded = key, samples
