@@ -134,16 +134,17 @@ def own_delta(base: Float64, spec: Job, seed: int) -> Float64:
 
 def test_the_server_trains_from_the_rounds_model_with_the_jobs_settings(maker: ModelMaker, tmp_path: Path) -> None:
     spec, rng = job(), np.random.default_rng(0)
-    base = maker.first(spec, 1)
+    moved = rows_of([rng.standard_normal(SIZE).astype(np.float32)])
+    base = maker.next(maker.first(spec, 1), moved, Job(), 1, 2)
     start = parameters(tmp_path, base)
     own = own_delta(start, spec, seed=77)
     deltas = [(rng.standard_normal(SIZE) * 0.1 + s * own).astype(np.float32) for s in (1, 2, -1, 0.5)]
-    made = maker.next(base, rows_of(deltas), spec, 1, 2, seed=77)
+    made = maker.next(base, rows_of(deltas), spec, 2, 3, seed=77)
     expected = trusted_mean(np.array(deltas, np.float64), own)
     np.testing.assert_allclose(parameters(tmp_path, made) - start, expected, atol=1e-6)
-    again = maker.next(base, rows_of(deltas), spec, 1, 2, seed=77)
+    again = maker.next(base, rows_of(deltas), spec, 2, 3, seed=77)
     assert again.digest == made.digest, "the second time, the samples and the model have been used before"
-    assert maker.next(base, rows_of(deltas), spec, 1, 2, seed=78).digest != made.digest
+    assert maker.next(base, rows_of(deltas), spec, 2, 3, seed=78).digest != made.digest
 
 
 def test_samples_that_are_drawn_are_the_same_after_a_restart(maker: ModelMaker, tmp_path: Path) -> None:
