@@ -1,4 +1,7 @@
-"""Rules of a user that fail."""
+"""Rules of a user that fail, and samples that do not load."""
+
+from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,3 +23,8 @@ class Raises:
     def coefficients(self, gram: Float64, weights: Float64) -> Float64:
         """Raise an error."""
         raise ZeroDivisionError("nothing agrees")
+
+
+def unreadable(root: Path | None, download: bool) -> NoReturn:
+    """Raise an error."""
+    raise OSError("the disk is not mounted")

@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import Subset
 
-from fedring.data import Samples, Split
+from fedring.data import Samples, Split, digits
 
 
 def normed(width: int = 24) -> nn.Module:
@@ -36,6 +37,12 @@ def drawn(root: Path | None, download: bool) -> Split:
     """Return samples that torch draws without a seed, of which every process must have the same ones."""
     inputs, labels = torch.randn(300, 1, 8, 8), torch.randint(10, (300,))
     return Split(Samples(inputs[:200], labels[:200]), Samples(inputs[200:], labels[200:]), classes=10)
+
+
+def few(root: Path | None, download: bool, count: int) -> Split:
+    """Return so many of the digits, which torch draws without a seed."""
+    split = digits(root, download)
+    return Split(Subset(split.train, torch.randperm(1000)[:count].tolist()), split.test, split.classes)
 
 
 def add_number(model: nn.Module, samples: Any, plan: Any) -> dict[str, float]:

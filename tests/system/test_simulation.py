@@ -51,6 +51,10 @@ JOBS: dict[str, dict[str, Any]] = {
         "momentum": 0.0, "weights": "uniform", "lr": {"schedule": "linear", "start": 0.1, "end": 0.02},
         "personal": {"mu": 0.5},
     },
+    "the server's own update": {
+        "subset_size": 40, "epochs": 2, "mu": 0.01,
+        "aggregation": {"rule": "fltrust", "bucketing": 2, "data": "user_simulation:few", "args": {"count": 60}},
+    },
 }  # fmt: skip
 
 

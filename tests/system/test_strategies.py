@@ -131,23 +131,24 @@ def test_a_rule_combines_what_real_clients_send(
 
 
 @pytest.mark.parametrize(
-    ("rule", "text"),
+    ("table", "reason", "text"),
     [
-        ("user_rules:NotANumber", "the rule user_rules:NotANumber failed: it returned a value that is not finite"),
-        ("user_rules:Raises", "the rule user_rules:Raises failed: it raised ZeroDivisionError: nothing agrees"),
+        ({"rule": "user_rules:NotANumber"}, "bad_rule", "the rule user_rules:NotANumber failed: it returned a value"),
+        ({"rule": "user_rules:Raises"}, "bad_rule", "Raises failed: it raised ZeroDivisionError: nothing agrees"),
+        ({"rule": "fltrust", "data": "fedring.data:digits"}, "no_server_update", "the server cannot train: NotImpl"),
     ],
 )
 def test_a_rule_that_fails_abandons_the_round_and_the_last_model_stays(
-    control: Control, clients: Clients, rule: str, text: str
+    control: Control, clients: Clients, table: dict[str, object], reason: str, text: str
 ) -> None:
     five, ones = clients(*NAMES), [1.0] * 5
     run_round(control, five, ones)
     kept = control.models(limit=1)[0]
-    job = run_round(control, five, ones, start="newest", aggregation={"rule": rule})
+    job = run_round(control, five, ones, start="newest", aggregation=table)
     (round_,) = control.rounds(job_id=job.job_id)
     assert job.state == "failed"
     assert text in job.reason
-    assert (round_.phase, round_.reason) == ("abandoned", "bad_rule")
+    assert (round_.phase, round_.reason) == ("abandoned", reason)
     assert control.models(limit=1)[0].version == kept.version
     job = run_round(control, five, ones, start="newest")
     assert job.state == "completed", job.reason
@@ -194,6 +195,8 @@ def test_a_round_with_too_few_updates_for_its_rule_is_abandoned(control: Control
         ({"rule": "user_rules:Nothing"}, "aggregation.rule: There is no Nothing in user_rules"),
         ({"rule": "os:system"}, "aggregation.rule: os:system lies in os, which this daemon does not trust"),
         ({"rule": "own_rule:Agreement", "args": {"most": 1}}, "aggregation.rule: The rule own_rule:Agreement cannot"),
+        ({"rule": "fltrust", "data": "user_rules:unreadable"}, "aggregation.data: The data cannot be loaded: OSError"),
+        ({"rule": "fltrust", "data": "os:listdir"}, "aggregation.data: os:listdir lies in os, which this daemon does"),
     ],
 )
 def test_a_job_whose_rule_cannot_work_is_refused_when_it_is_queued(

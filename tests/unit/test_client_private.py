@@ -9,12 +9,12 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from fedring.client import UpdateRefused, WrongModel, connect
-from fedring.client.user_trainer import run_trainer
 from fedring.codec import decode
 from fedring.train.arrays import as_module
 from fedring.train.plan import Plan
 from fedring.train.sharing import Sharing
 from fedring.train.state import frozen_digest, read_tensors, read_vectors, split
+from fedring.train.user_trainer import run_trainer
 from fedring.v1 import federation_pb2 as pb
 
 if TYPE_CHECKING:

@@ -25,7 +25,9 @@ def combined(rule: GramRule, deltas: Float64) -> Float64:
 
 
 def clipped(deltas: Float64, radius: float) -> Float64:
-    """Karimireddy et al. 2021, algorithm 2, on the vectors themselves."""
+    """Karimireddy et al. 2021, algorithm 2, on the vectors themselves, without those that are far too long."""
+    norms = np.linalg.norm(deltas, axis=1)
+    deltas = deltas[norms <= 3 * np.median(norms)]
     centre = np.zeros(deltas.shape[1])
     for _ in range(3):
         apart = [delta - centre for delta in deltas]
@@ -72,6 +74,14 @@ def test_the_radius_of_centered_clipping_is_the_median_norm_unless_it_is_given()
     deltas = honest_and_malicious(0)
     radius = float(np.median(np.linalg.norm(deltas, axis=1)))
     np.testing.assert_allclose(combined(CenteredClip(), deltas), clipped(deltas, radius), rtol=1e-9)
+
+
+def test_centered_clipping_leaves_out_what_is_more_than_three_times_as_long_as_the_median() -> None:
+    deltas = np.eye(5)
+    deltas[4] *= 3.01
+    assert CenteredClip().coefficients(deltas @ deltas.T, np.full(5, 0.2))[4] == 0
+    deltas[4] *= 2.99 / 3.01
+    assert CenteredClip().coefficients(deltas @ deltas.T, np.full(5, 0.2))[4] > 0.05
 
 
 @pytest.mark.parametrize(("count", "zeros"), [(3, 1), (10, 4), (20, 8)])
@@ -126,7 +136,12 @@ def test_buckets_depend_on_the_seed_and_the_ids_only() -> None:
 
 
 def test_every_rule_that_a_job_can_name_can_be_made() -> None:
-    tables = [Aggregation.model_validate({"rule": rule, "malicious": int("krum" in rule)}) for rule in RULES]
+    extra: dict[str, dict[str, Any]] = {
+        "fltrust": {"data": "a:b"},
+        "krum": {"malicious": 1},
+        "multi_krum": {"malicious": 1},
+    }
+    tables = [Aggregation.model_validate({"rule": rule, **extra.get(rule, {})}) for rule in RULES]
     made = {table.rule: make_strategy(table, ()).rule for table in tables}
     assert made["mean"] is None
     assert made["multi_krum"] == Krum(1, several=True)
@@ -150,7 +165,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"aggregation": {"rule": "trimmed_mean"}}, "beta = 0.1 leaves nothing of 2 updates"),
     ({"aggregation": {"rule": "trimmed_mean", "beta": 0.5}}, "less than 0.5"),
     ({"aggregation": {"bucketing": 2}}, "bucketing is for other rules than mean"),
-    ({"aggregation": {"rule": "median", "args": {"a": 1}}}, "args are for a rule of your own: median takes none"),
+    ({"aggregation": {"rule": "median", "args": {"a": 1}}}, "a rule of your own and for the data of fltrust: median"),
+    ({"aggregation": {"rule": "fltrust"}}, "fltrust needs data, the function that returns the server's own samples"),
+    ({"aggregation": {"rule": "fltrust", "data": "mnist"}}, "data = 'mnist' is not of the form module:attribute"),
+    ({"aggregation": {"rule": "median", "data": "a:b"}}, "data = 'a:b' is for the rule fltrust: median needs no"),
+    ({"aggregation": {"data": "a:b"}}, "data = 'a:b' is for the rule fltrust: mean needs no samples"),
     ({"aggregation": {"radius": 1.5}}, "radius = 1.5 is for centered_clip: mean does not read it"),
     ({"aggregation": {"rule": "median", "beta": 0.2}}, "beta = 0.2 is for trimmed_mean: median does not read it"),
     (

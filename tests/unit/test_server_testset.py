@@ -57,7 +57,7 @@ def test_the_whole_test_set_is_counted(parts: tuple[Subject, Models]) -> None:
     ("keys", "sentence"),
     [
         ({"data": "user_testset:data"}, "The data cannot be loaded: ValueError: the disk is not mounted."),
-        ({"data": "user_testset:not_a_split"}, "The data cannot be loaded: AttributeError"),
+        ({"data": "user_testset:not_a_split"}, "The data callable returned a int: let it return a Split."),
         ({"data": "fedring.data:mnist"}, "data_root"),
     ],
 )

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
-from fedring.client.user_trainer import run_trainer
 from fedring.data import Samples
 from fedring.train.batches import cut, draw
 from fedring.train.errors import TrainError, TrainingStopped
@@ -21,6 +20,7 @@ from fedring.train.optimizers import adam, sgd
 from fedring.train.plan import Plan, TrainResult
 from fedring.train.seam import build_model
 from fedring.train.state import read_vectors
+from fedring.train.user_trainer import run_trainer
 
 CPU = torch.device("cpu")
 PLAN = Plan(epochs=2, batch_size=8, lr=0.1, momentum=0.9, seed=3)

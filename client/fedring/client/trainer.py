@@ -5,7 +5,6 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,9 +16,8 @@ from fedring.client.errors import Refused, RoundOver, WrongModel
 from fedring.client.evaluation import Evaluation
 from fedring.client.personal import figures_of, personal_of, train_own
 from fedring.client.task import Task
-from fedring.client.user_trainer import Trainer, run_trainer
 from fedring.daemon.tracing import span
-from fedring.data import DataError, Split, load_part
+from fedring.data import DataError, Split, load_part, load_split
 from fedring.train.device import pick_device, threads_for
 from fedring.train.errors import SeamError, TrainError, TrainingStopped, failure_detail, failure_reason
 from fedring.train.evaluation import Counts, Evaluator, run_evaluator
@@ -27,6 +25,7 @@ from fedring.train.loop import Loss, OptimizerFactory, train, warm_up
 from fedring.train.plan import Plan, TrainResult
 from fedring.train.seam import build_model, optimizer_factory, resolve
 from fedring.train.skeleton import build_skeleton
+from fedring.train.user_trainer import Trainer, run_trainer
 from fedring.v1 import federation_pb2 as pb
 
 if TYPE_CHECKING:
@@ -255,11 +254,12 @@ def load_job(job: pb.JobSpec, config: ClientConfig, device: torch.device) -> Loa
     name = {part: getattr(config, part) or getattr(job, part) for part in NAMES}
     trusted = trusted_by(config)
     arguments = _model_of(job, config)
+    data = resolve(name["data"], trusted)
     # No worker of a pipeline has the memory for all stages.
     model = build_skeleton(*arguments) if job.mode == "pipeline" else build_model(*arguments).to(device)
     return LoadedJob(
         model,
-        _load_split(resolve(name["data"], trusted), config),
+        load_split(lambda: data(config.data_root, config.download)),
         resolve(name["loss"], trusted),
         optimizer_factory(name["optimizer"], json.loads(job.optimizer_args or "{}"), trusted),
         resolve(name["trainer"], trusted) if name["trainer"] else None,
@@ -313,18 +313,6 @@ def train_locally(
 def _model_of(job: pb.JobSpec, config: ClientConfig) -> tuple[str, dict[str, Any], int, list[str]]:
     """Return what build_model() needs for the job's model."""
     return config.model or job.model, json.loads(job.model_args or "{}"), job.seed, trusted_by(config)
-
-
-def _load_split(data: Callable[[Path | None, bool], Any], config: ClientConfig) -> Split:
-    try:
-        split = data(config.data_root, config.download)
-    except DataError:
-        raise
-    except Exception as error:  # the user's code may raise anything
-        raise DataError("no_data", f"The data cannot be loaded: {type(error).__name__}: {error}.") from error
-    if not isinstance(split, Split):
-        raise DataError("no_data", f"The data callable returned a {type(split).__name__}: let it return a Split.")
-    return split
 
 
 def trusted_by(config: ClientConfig) -> list[str]:

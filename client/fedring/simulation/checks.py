@@ -124,7 +124,7 @@ def check_enough(job: Job, clients: int, with_samples: int) -> None:
 
 def trusted_by(job: Job) -> tuple[str, ...]:
     """Return the modules that the simulation may import: whoever names a job here runs it on this very machine."""
-    names = [*(getattr(job, key) for key in _NAMES), job.aggregation.rule]
+    names = [*(getattr(job, key) for key in _NAMES), job.aggregation.rule, job.aggregation.data]
     named = {name.partition(":")[0] for name in names if ":" in name}
     return tuple(sorted({"fedring", "torchvision", *named}))
 

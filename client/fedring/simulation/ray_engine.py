@@ -10,8 +10,8 @@ from typing import Any, Self
 from fedring.codec.schema import Vectors
 from fedring.control.failure import Failure
 from fedring.daemon.exits import Exit
-from fedring.simulation.engine import AT_A_TIME, evaluate, load, succeeded
-from fedring.simulation.worker import Order, Outcome, Setup, Turn, Worker, limit_threads
+from fedring.simulation.engine import AT_A_TIME, OwnResult, evaluate, evaluate_own, load, succeeded
+from fedring.simulation.worker import Order, Outcome, Own, Setup, Turn, Worker, limit_threads
 from fedring.train.evaluation import Counts
 
 
@@ -56,11 +56,18 @@ class Actors:
         shared = self._ray.put(order)
         for begun in [actor.begin.remote(shared) for actor in self._actors]:
             self._result(begun)
-        rest, busy = iter(turns), dict[Any, Any]()
+        return self._spread("train", turns)
+
+    def evaluate_own(self, clients: Iterable[Own]) -> Iterator[OwnResult]:
+        return self._spread("evaluate_own", clients)
+
+    def _spread(self, method: str, work: Iterable[object]) -> Iterator[Any]:
+        """Yield the workers' answers; each worker is given a little of the work whenever it is free."""
+        rest, busy = iter(work), dict[Any, Any]()
 
         def give(actor: Any) -> None:
             if some := list(islice(rest, AT_A_TIME)):
-                busy[actor.train.remote(some)] = actor
+                busy[getattr(actor, method).remote(some)] = actor
 
         for actor in self._actors:
             give(actor)
@@ -113,6 +120,9 @@ class _Actor:
 
     def train(self, turns: Sequence[Turn]) -> list[Outcome]:
         return self._worker.train(turns)
+
+    def evaluate_own(self, clients: Sequence[Own]) -> list[OwnResult] | Failure:
+        return evaluate_own(self._worker, clients)
 
     def evaluate(self, vectors: Vectors) -> Counts | Failure:
         return evaluate(self._worker, vectors)

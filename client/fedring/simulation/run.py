@@ -11,42 +11,25 @@ import os
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
 from safetensors import SafetensorError
 
 from fedring.client.transfer.control import OwnControl
 from fedring.codec import CodecError
-from fedring.codec.schema import Schema, Vectors
 from fedring.control.failure import Failure
-from fedring.daemon.config import ConfigError
-from fedring.daemon.exits import Exit
-from fedring.privacy.noise import SECRET_BYTES
-from fedring.server.config import ServerConfig
-from fedring.server.model.guards import weight_of
-from fedring.server.model.making import ModelMaker
-from fedring.server.model.modelfile import ModelReader
 from fedring.server.model.optimizer import OptimizerError
-from fedring.server.model.private_mean import private_round
 from fedring.server.model.rule import RuleError
-from fedring.server.model.strategy import HISTORY, PastClient, PastRound, StrategyError, with_settings
-from fedring.server.model.versions import ModelVersions, files_of
-from fedring.server.operator.job_checks import JobChecks
+from fedring.server.model.strategy import HISTORY, PastRound, StrategyError, with_settings
 from fedring.server.round import machine
 from fedring.server.round.events import Phase, Round
 from fedring.server.round.plan import round_command, rules_of
-from fedring.server.state.blobs import FileBlobs
 from fedring.server.state.failures import StorageError
-from fedring.server.state.ratings import best_of
-from fedring.server.state.rows import ModelRow, RoundRow, UpdateRow
+from fedring.server.state.rows import ModelRow, RoundRow
 from fedring.simulation.checks import (
     check_data_root,
     check_engine,
@@ -57,6 +40,7 @@ from fedring.simulation.checks import (
     trusted_by,
 )
 from fedring.simulation.engine import Engine, InProcess, Processes
+from fedring.simulation.server import RUN_ID, Row, Server, Work
 from fedring.simulation.vectors import ClientVectors
 from fedring.simulation.worker import Order, Outcome, Own, Setup, Turn, client_id
 from fedring.train.device import threads_for
@@ -65,17 +49,11 @@ from fedring.train.evaluation import Counts
 from fedring.train.files import save_vectors
 from fedring.train.job import Job
 from fedring.train.metrics import combine, with_origin
-from fedring.train.start import is_path
-from fedring.v1 import federation_pb2 as pb
 
-Row = dict[str, Any]
 Show = Callable[[float, Row | None], None]
 """Takes the share of the work that is done, from 0 to 1, and the row of the last round that has ended, if any has."""
 
-_RUN_ID = "simulation"
 _EPOCH = 1
-_FAILURES = 10
-"""The most failures of clients that the row of a round keeps."""
 
 
 def simulate(
@@ -139,7 +117,7 @@ def _simulate(setup: Setup, count: int, engine: str, out: str | Path | None, sho
     spec, clients = setup.job, setup.clients
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=".simulation-", dir=out)))
-        server = _Server(spec, setup, folder, stack)
+        server = Server(spec, setup, folder, stack)
         server.check()
         running = stack.enter_context(_engine(engine, setup, count))
         check_enough(spec, clients, sum(size > 0 for size in running.sizes))
@@ -160,161 +138,10 @@ def _engine(name: str, setup: Setup, workers: int) -> Engine:
     return InProcess(setup) if workers == 1 else Processes(setup, workers)
 
 
-class _Server:
-    """What the server of a simulation keeps: the newest model, and the means to make the next one."""
-
-    def __init__(self, job: Job, setup: Setup, folder: Path, stack: ExitStack) -> None:
-        config = ServerConfig.model_construct(  # which does not read the environment
-            trusted=list(setup.trusted),
-            data_root=setup.data_root,
-            init_path=Path(job.start) if is_path(job.start) else None,
-            max_clients=setup.clients,
-        )
-        self._blobs = FileBlobs(folder, durable=False)
-        stack.callback(self._blobs.close)
-        executor = stack.enter_context(ThreadPoolExecutor(config.threads))
-        self._job, self._last_median, self._clip = job, 0.0, 0.0
-        self._maker = ModelMaker(self._blobs, executor, config, _RUN_ID, ModelVersions(self._blobs))
-        self._checks = JobChecks(config, self._maker)
-
-    def check(self) -> None:
-        """Make the checks of a server that is asked to queue the job.
-
-        Raises:
-            Failure: The job would fail.
-        """
-        try:
-            self._checks.check(self._job, [], runs_next=True)
-        except ConfigError as error:
-            raise Failure(str(error).rstrip("."), Exit.CONFIG) from error
-
-    def first(self) -> ModelRow:
-        """Make the first model."""
-        path = self._job.start if is_path(self._job.start) else ""
-        return self._maker.first(self._job, 1, path)
-
-    def read(self, row: ModelRow) -> tuple[Schema, Vectors]:
-        """Return what a model consists of, and its values."""
-        with self._blobs.reader(row.blob) as blob:
-            reader = ModelReader(blob)
-            return reader.schema, reader.vectors()
-
-    def read_control(self, row: ModelRow) -> NDArray[np.float32]:
-        """Return the control variate that belongs to a model, [num_parameters]."""
-        with self._blobs.reader(row.control_blob) as blob:
-            return ModelReader(blob).vectors().parameters
-
-    def settings(self, history: Iterable[PastRound]) -> dict[str, float]:
-        """Return what the job's own strategy chooses for the next round, from the rounds before it, oldest first.
-
-        Raises:
-            StrategyError, SeamError: It fails.
-        """
-        return self._maker.ask_settings(self._job, history) if self._job.aggregation.own else {}
-
-    def metrics(self, row: ModelRow) -> dict[str, float]:
-        """Return the figures that the job's own strategy finds of a model.
-
-        Raises:
-            StrategyError, SeamError: It fails.
-        """
-        return self._maker.ask_metrics(row, self._job) if self._job.aggregation.own else {}
-
-    def next(self, base: ModelRow, work: "_Work") -> ModelRow:
-        """Make the model that a round publishes, and forget the one that it started from.
-
-        Args:
-            base: The model that the round started from.
-            work: What has come of the round.
-
-        Raises:
-            StorageError, CodecError, OptimizerError, RuleError, SeamError, RuntimeError: It cannot be made; the last is
-                torch's.
-        """
-        job, updates, number, command = work.job, work.updates, work.number, work.command
-        guarded, noisy = self._maker.guard(job, updates, self._last_median, job_round=number), None
-        if job.dp is not None:
-            clip, secret = self._clip or job.dp.clip, os.urandom(SECRET_BYTES)
-            private = private_round(job.dp, updates, work.selected, clip, secret, _RUN_ID)
-            guarded, noisy, self._clip = private.guarded, private.mean, private.next_clip
-        model = self._maker.next(
-            base,
-            updates,
-            job,
-            number,
-            base.version + 1,
-            seed=str(command.seed),
-            guarded=guarded,
-            noisy=noisy,
-            job_round=number,
-            control_line=command.control.line,
-        )
-        self._last_median = guarded.median_norm
-        for name in {*files_of(base)} - {*files_of(model), ""}:
-            self._blobs.delete(name)
-        return model
-
-    def no_better(self, models: list[ModelRow]) -> bool:
-        """Return whether the job ends early: since its best model it has published `patience` others."""
-        best = best_of(models, self._job.best_by) if self._job.patience else None
-        return best is not None and models[-1].version - best.version >= self._job.patience
-
-
-@dataclass(slots=True)
-class _Work:
-    """What has come of a round so far."""
-
-    number: int
-    job: Job  # with the settings of this round
-    settings: dict[str, float] = field(default_factory=dict)  # that its strategy or a schedule has chosen
-    command: pb.TrainCmd = field(default_factory=pb.TrainCmd)
-    selected: int = 0
-    reason: str = ""  # why it makes no model: a stable word
-    why: str = ""  # the same, as a clause
-    began: float = field(default_factory=time.perf_counter)
-    updates: list[UpdateRow] = field(default_factory=list)
-    failures: list[str] = field(default_factory=list)
-
-    def row(self) -> Row:
-        """Return the figures of the round, without those of its evaluation."""
-        metrics = combine((weight_of(self.job, update.num_samples), update.metrics) for update in self.updates)
-        sent = sum(update.total_bytes for update in self.updates)
-        return {
-            "round": self.number,
-            "accuracy": None,
-            "loss": None,
-            "metrics": with_origin("train", metrics),
-            "clients": len(self.updates),
-            "seconds": time.perf_counter() - self.began,
-            "evaluate_seconds": 0.0,
-            "train_seconds_max": max((update.train_seconds for update in self.updates), default=0.0),
-            "upload_bytes": round(sent / max(1, len(self.updates))),
-            "download_bytes": 0,
-            "selected": self.selected,
-            "failures": self.failures[:_FAILURES],
-            **({"settings": self.settings} if self.settings else {}),
-            **({"reason": self.why} if self.reason else {}),
-        }
-
-    def past(self, row: Row) -> PastRound:
-        """Return the round as a strategy sees it when it is over."""
-        updates = sorted(self.updates, key=lambda update: update.client_id)
-        clients = {each.client_id: PastClient(each.num_samples, each.train_seconds, each.metrics) for each in updates}
-        return PastRound(
-            number=self.number,
-            published=not self.reason,
-            reason=self.reason,
-            seconds=row["seconds"],
-            settings=MappingProxyType(self.settings),
-            clients=MappingProxyType(clients),
-            metrics=MappingProxyType(row["metrics"]),
-        )
-
-
 class _Run:
     """The rounds of one simulation."""
 
-    def __init__(self, setup: Setup, server: _Server, engine: Engine, folder: Path, show: Show) -> None:
+    def __init__(self, setup: Setup, server: Server, engine: Engine, folder: Path, show: Show) -> None:
         self._setup, self._job, self._server, self._engine = setup, setup.job, server, engine
         self._folder, self._show = folder, show
         self._candidates = sorted(client_id(client) for client, size in enumerate(engine.sizes) if size)
@@ -378,9 +205,9 @@ class _Run:
             if not work.reason and self._server.no_better(models):
                 return
 
-    def _work(self, number: int) -> _Work:
+    def _work(self, number: int) -> Work:
         """Run a round, and make its model, if that is possible."""
-        work = _Work(number, self._job)
+        work = Work(number, self._job)
         try:
             chosen = self._server.settings(self._history)
         except (StrategyError, SeamError) as error:
@@ -396,10 +223,10 @@ class _Run:
             self._publish(work)
         return work
 
-    def _train(self, work: _Work) -> None:
+    def _train(self, work: Work) -> None:
         number, rules = work.number, rules_of(work.job, grace=0.0)
         row = RoundRow(number, 1, number, Phase.TRAINING, 0.0)
-        work.command = command = round_command(work.job, row, self._model, run_id=_RUN_ID, epoch=_EPOCH, most_bytes=0)
+        work.command = command = round_command(work.job, row, self._model, run_id=RUN_ID, epoch=_EPOCH, most_bytes=0)
         names = machine.sample(self._candidates, Round(number, rules, Phase.WAITING, 0.0))
         work.selected = len(names)
         work.settings = {key: getattr(command, key) for key in work.job.scheduled}
@@ -423,7 +250,7 @@ class _Run:
     def _personal_file(self, client: int) -> Path:
         return self._folder / "personal" / f"{client}.safetensors"
 
-    def _take(self, outcome: Outcome, work: _Work) -> None:
+    def _take(self, outcome: Outcome, work: Work) -> None:
         if outcome.update is None:
             work.failures.append(outcome.failure)
             return
@@ -435,7 +262,7 @@ class _Run:
             self._controls.put(outcome.client, outcome.own.values)
             self._left_by[outcome.client] = outcome.own.line, outcome.own.left_by
 
-    def _publish(self, work: _Work) -> None:
+    def _publish(self, work: Work) -> None:
         """Make the next model, or note why that is impossible."""
         try:
             self._model = self._server.next(self._model, work)

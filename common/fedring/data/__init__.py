@@ -7,7 +7,7 @@ callable of a job takes the client's data folder (or None) and whether it may do
 
 from fedring.data.images import cifar10, digits, fashion_mnist, mnist
 from fedring.data.partition import load_part
-from fedring.data.samples import DataError, Samples, Scale, Split
+from fedring.data.samples import DataError, Samples, Scale, Split, load_split
 
 __all__ = [
     "DataError",
@@ -18,5 +18,6 @@ __all__ = [
     "digits",
     "fashion_mnist",
     "load_part",
+    "load_split",
     "mnist",
 ]

@@ -1,6 +1,6 @@
 """Labelled samples in memory, which are taken a whole batch at a time, and the error of all that concerns samples."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,3 +92,24 @@ class Split:
     train: Dataset[Any]
     test: Dataset[Any]
     classes: int  # labels are 0 to classes - 1
+
+
+def load_split(load: Callable[[], Any]) -> Split:
+    """Return what a data callable of the user's returns.
+
+    Args:
+        load: Calls it with its arguments.
+
+    Raises:
+        DataError: That of the callable itself; with the reason no_data, if it raises another error, or returns
+            something else than a Split.
+    """
+    try:
+        split = load()
+    except DataError:
+        raise
+    except Exception as error:  # the user's code may raise anything
+        raise DataError("no_data", f"The data cannot be loaded: {type(error).__name__}: {error}.") from error
+    if not isinstance(split, Split):
+        raise DataError("no_data", f"The data callable returned a {type(split).__name__}: let it return a Split.")
+    return split

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from fedring.train.bounds import Count, Positive, PositiveCount, Table, Text
 
 MEAN = "mean"
-RULES = (MEAN, "centered_clip", "geometric_median", "krum", "multi_krum", "median", "trimmed_mean")
+RULES = (MEAN, "centered_clip", "geometric_median", "krum", "multi_krum", "median", "trimmed_mean", "fltrust")
 
 _READERS = {"malicious": ("krum", "multi_krum"), "beta": ("trimmed_mean",), "radius": ("centered_clip",)}
 """The rules that read each argument."""
@@ -28,7 +28,14 @@ class Aggregation(BaseModel):
         description=f"how updates become one change of the model: {', '.join(RULES)}, or a class of your own as "
         "module:attribute (docs/strategies.md)",
     )
-    args: Table = Field(default_factory=dict, description="keyword arguments of a class of your own")
+    args: Table = Field(
+        default_factory=dict, description="keyword arguments of a class of your own, or of the data of fltrust"
+    )
+    data: Text = Field(
+        "",
+        description="the server's own samples, module:attribute from a module that it trusts (fltrust); a function as "
+        "for the job's key data",
+    )
     bucketing: PositiveCount = Field(
         1, description="number of updates, drawn anew in each round, that are averaged before the rule sees them"
     )
@@ -67,8 +74,14 @@ class Aggregation(BaseModel):
             near = get_close_matches(self.rule, RULES, n=1)
             advice = f"did you mean {near[0]}?" if near else f"choose from {', '.join(RULES)}, or name your own"
             raise ValueError(f"there is no rule {self.rule!r}: {advice}")
-        if self.args and not self.own:
-            raise ValueError(f"args are for a rule of your own: {self.rule} takes none")
+        if self.args and not (self.own or self.data):
+            raise ValueError(f"args are for a rule of your own and for the data of fltrust: {self.rule} takes none")
+        if self.data and self.rule != "fltrust":
+            raise ValueError(f"data = {self.data!r} is for the rule fltrust: {self.rule} needs no samples")
+        if self.rule == "fltrust" and not self.data:
+            raise ValueError("fltrust needs data, the function that returns the server's own samples")
+        if self.data and not _NAME.fullmatch(self.data):
+            raise ValueError(f"data = {self.data!r} is not of the form module:attribute")
         for key, readers in _READERS.items():
             value = getattr(self, key)
             if self.rule not in readers and value != type(self).model_fields[key].default:

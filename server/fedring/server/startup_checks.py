@@ -45,6 +45,8 @@ def check_names(config: ServerConfig) -> Iterator[Check]:
     if named or model.level is Level.OK:  # nobody has asked for the default model, and each job may name its own
         yield model
     yield from _check_rule(job, config.trusted)
+    if data := job.aggregation.data:
+        yield check_data("job.aggregation.data", data, config.trusted, root=config.data_root)
     yield from _check_optimizer(job)
     yield from _check_optimizer_args(job, config.trusted)
     if job.evaluate_on_server:

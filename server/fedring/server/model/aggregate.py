@@ -111,7 +111,8 @@ def aggregate(
     if not contributions:
         raise ValueError("no contributions")
     length = base.schema.num_parameters
-    clients = open_vectors(contributions, "parameters", length)
+    own = [plan.combination.own] if plan.combination.own else []
+    clients = open_vectors(contributions, "parameters", length) + open_vectors(own, "parameters", length)
     # An optimizer and an encoding take the whole vectors, so those are read at once, and once only.
     start: _Base = LoadedModel(base.schema, base.vectors()) if plan.optimizer or plan.encoding else base
     walk = Walk(start.parameters, length, clients, executor)

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from fedring.server.model.contributions import ClientVector, Values, values_at_a_time
+from fedring.server.model.contributions import ClientVector, Contribution, Values, values_at_a_time
 from fedring.server.model.mean import weighted_mean
 from fedring.server.model.private_mean import NoisyMean
 from fedring.server.model.robust import Median
@@ -45,6 +45,7 @@ class Combination:
     bucketing: int = 1  # updates that are averaged before the rule sees them
     seed: str = ""  # draws the buckets, together with the clients' ids; not to be known to clients
     noisy: NoisyMean | None = None  # what differential privacy makes of the mean of the parameters
+    own: Contribution | None = None  # the server's update, seen last by the rule, in no bucket of others
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,20 +98,23 @@ def combine_parameters(
     """Yield the combined delta of the parameters, piece by piece.
 
     Args:
-        walk: the parameters.
+        walk: the parameters; if `how` has an update of the server, it is the last one.
         how: how they are combined.
         finish: called with the base's values and the delta of each piece, which it may overwrite; its results are
             yielded. Called from several threads.
 
     Raises:
-        RuleError: "bad_rule", if the rule raises an error, or returns something else than finite values.
+        RuleError: "bad_rule", if the rule raises an error, or returns something else than finite values; or the error
+            of a rule that finds these updates unusable.
     """
     rule = how.rule
     if how.noisy is not None:
         return _weighted(walk, [1.0] * len(walk.clients), how.noisy.divisor, finish, how.noisy)
     if rule is None:
         return _mean(walk, finish)
-    buckets = buckets_of([client.client_id for client in walk.clients], how.bucketing, how.seed)
+    count = len(walk.clients) - (how.own is not None)
+    buckets = buckets_of([client.client_id for client in walk.clients[:count]], how.bucketing, how.seed)
+    buckets += [[count]] if how.own else []
     if not isinstance(rule, GramRule):
         return _by_coordinates(walk, rule, buckets, finish)
     shares = np.zeros((len(buckets), len(walk.clients)))
@@ -235,8 +239,8 @@ def _call(rule: Callable[[], Any], length: int) -> Float64:
     try:
         with np.errstate(all="ignore"):
             values = np.asarray(rule(), np.float64)
-    except MemoryError:
-        raise  # it is no fault of the rule
+    except (MemoryError, RuleError):
+        raise
     except (Exception, SystemExit) as error:  # the user's code may raise anything
         raise RuleError("bad_rule", f"it raised {type(error).__name__}: {error}") from error
     if values.shape != (length,):

@@ -24,6 +24,7 @@ from fedring.server.model.guards import Guard, guard
 from fedring.server.model.initial import find_file, load_initial
 from fedring.server.model.modelfile import ModelReader
 from fedring.server.model.optimizer import ServerOptimizer
+from fedring.server.model.own_update import OwnUpdates
 from fedring.server.model.private_mean import NoisyMean
 from fedring.server.model.rule import RuleError
 from fedring.server.model.strategy import PastRound, Strategy, ask_metrics, ask_settings, make_strategy
@@ -58,6 +59,7 @@ class ModelMaker:
     ) -> None:
         self._blobs, self._executor, self._config, self._run_id = blobs, executor, config, run_id
         self._versions = versions
+        self._own = OwnUpdates(config)
         self._built: dict[str, Parts] = {}  # by what a job says about its model
 
     def schema_of(self, job: Job) -> Schema:
@@ -152,7 +154,8 @@ class ModelMaker:
         number: int,
         version: int,
         *,
-        seed: str = "",
+        seed: int = 0,
+        secret: str = "",
         guarded: Guard | None = None,
         noisy: NoisyMean | None = None,
         job_round: int = 1,
@@ -166,7 +169,8 @@ class ModelMaker:
             job: says which rule, which optimizer and which encoding are used.
             number: of the round.
             version: of the new model.
-            seed: of the round, for the buckets of the rule, and for nothing that clients know.
+            seed: of the round, which clients know.
+            secret: draws the buckets of the rule together with the seed, and is for nothing that clients know.
             guarded: what the job's guards do to the updates; None = it is found out here.
             noisy: what differential privacy makes of their mean; needed if the job has `dp`.
             job_round: the number of the round within the job.
@@ -180,6 +184,7 @@ class ModelMaker:
             DamagedUpdates: if updates are damaged; without them it may succeed.
             CodecError: if the model does not fit its format.
             RuleError: if the rule cannot combine these updates, or the memory does not suffice.
+            SeamError, DataError: if the server's own samples or training, which a rule needs, cannot be loaded.
             OptimizerError: if the optimizer cannot be used.
             StorageError: if something cannot be read or kept.
         """
@@ -190,11 +195,12 @@ class ModelMaker:
         guarded = guarded or self.guard(job, updates)
         chosen = job.server_optimizer
         rule = self.strategy(job).rule
+        own = self._own_update(base, job, job_round, seed) if job.aggregation.data else None
         room = Room()
         with ExitStack() as files:
             control = self._open_control(base, control_line, room, files)
             plan = AggregationPlan(
-                combination=Combination(rule, job.aggregation.bucketing, seed, noisy),
+                combination=Combination(rule, job.aggregation.bucketing, f"{secret}{seed}", noisy, own),
                 optimizer=ServerOptimizer(chosen.name, chosen.args) if chosen else None,
                 optimizer_blob=base.optimizer_blob,
                 encoding=job.delta_encoding,
@@ -324,6 +330,26 @@ class ModelMaker:
             checked.check()
         with torch.no_grad():
             return ask_metrics(strategy, model.eval())
+
+    def check_samples(self, job: Job) -> None:
+        """Return if the server's own samples, which the rule of a job may need, can be loaded.
+
+        Raises:
+            SeamError, DataError: if they cannot.
+        """
+        if job.aggregation.data:
+            self._own.load(job)
+
+    def _own_update(self, base: ModelRow, job: Job, job_round: int, seed: int) -> Contribution:
+        try:
+            with self._blobs.reader(base.blob) as blob:
+                checked = CheckedReader(blob.read, blob.size, base.blob)
+                reader = ModelReader(checked)
+                schema, vectors = reader.schema, reader.vectors()
+                checked.check()
+        except (CodecError, StorageError) as error:
+            raise self._versions.damage_of(base, error) from error
+        return self._own.make(self._build(job)[0], schema, vectors, job, job_round=job_round, seed=seed)
 
     def _file_of(self, path: str) -> Path | None:
         allowed = self._config.init_path

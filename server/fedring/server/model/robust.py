@@ -12,12 +12,16 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from fedring.server.model.rule import RuleError
 from fedring.train.aggregation_table import trimmed
 
 Float64 = NDArray[np.float64]
 
 _CLIPPINGS = 3
 """Iterations of centered clipping, each from the centre that the one before has found."""
+
+_TOO_LONG = 3.0
+"""Times the median norm: updates that are longer are left out by centered clipping."""
 
 _WEISZFELD = 8
 """Iterations of Weiszfeld's algorithm; Pillutla et al. 2022 use a few."""
@@ -31,9 +35,13 @@ _TINY = 1e-150
 
 @dataclass(frozen=True, slots=True)
 class CenteredClip:
-    """Centered clipping (Karimireddy et al. 2021, algorithm 2).
+    """Centered clipping (Karimireddy et al. 2021, algorithm 2), without updates that are far too long.
 
     v <- v + 1/n sum_i (x_i - v) min(1, radius / ||x_i - v||), three times. The first centre is the base model, v = 0.
+
+    Clipping alone bounds what one update does, but a boosted one still pulls with all of the radius in each iteration,
+    and what it pulls at, such as a backdoor, may be something that no honest update pulls back. So an update that is
+    more than _TOO_LONG times as long as the median does not count at all.
 
     Args:
         radius: the distance to which updates are shortened; None = the median of the updates' norms.
@@ -43,11 +51,14 @@ class CenteredClip:
 
     def coefficients(self, gram: Float64, weights: Float64) -> Float64:
         """Return the coefficients of the centre after three iterations, [n]."""
-        count = len(gram)
-        radius = float(np.median(_norms(gram))) if self.radius is None else self.radius
-        centre = np.zeros(count)
+        norms = _norms(gram)
+        median = float(np.median(norms))
+        radius = median if self.radius is None else self.radius
+        kept = norms <= _TOO_LONG * median
+        count = np.count_nonzero(kept)
+        centre = np.zeros(len(gram))
         for _ in range(_CLIPPINGS):
-            factors = np.minimum(1.0, radius / np.maximum(_distances(gram, centre), _TINY))
+            factors = kept * np.minimum(1.0, radius / np.maximum(_distances(gram, centre), _TINY))
             centre = centre * (1.0 - factors.sum() / count) + factors / count
         return centre
 
@@ -127,6 +138,29 @@ class Median:
     def combine(self, deltas: Float64, weights: Float64) -> Float64:
         """Return the median of each coordinate, [m]."""
         return _mean_of_middle(deltas, (len(deltas) - 1) // 2)
+
+
+@dataclass(frozen=True, slots=True)
+class FLTrust:
+    """FLTrust (Cao et al. 2021, algorithm 2): updates count as far as they point where the server's own update does.
+
+    With the server's update g, the result is sum_i t_i (||g|| / ||x_i||) x_i / sum_i t_i, where the trust t_i in an
+    update x_i is the cosine of its angle to g, or 0 if that is negative.
+    """
+
+    def coefficients(self, gram: Float64, weights: Float64) -> Float64:
+        """Return the coefficients of all updates, [n]; that of the last one, which is the server's own, is 0.
+
+        Raises:
+            RuleError: "none_trusted", if no update has a positive cosine.
+        """
+        norms = np.maximum(_norms(gram), _TINY)
+        own = norms[-1]
+        trust = np.maximum(gram[-1] / own / norms, 0.0)
+        trust[-1] = 0.0
+        if not trust.any():
+            raise RuleError("none_trusted", "no update points in the direction of the server's own update")
+        return np.asarray(trust / trust.sum() * (own / norms))
 
 
 def _norms(gram: Float64) -> Float64:

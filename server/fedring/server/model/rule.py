@@ -59,7 +59,8 @@ class RuleError(Exception):
     """A rule cannot combine the updates of a round.
 
     Attributes:
-        reason: a stable word for the round's row: "bad_rule", "too_few_clients" or "out_of_memory".
+        reason: a stable word for the round's row: "bad_rule", "too_few_clients", "out_of_memory", "no_server_update" or
+            "none_trusted".
     """
 
     def __init__(self, reason: str, detail: str) -> None:

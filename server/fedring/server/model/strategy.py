@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from torch import nn
 
 from fedring.daemon.config import explain
-from fedring.server.model.robust import CenteredClip, GeometricMedian, Krum, Median, TrimmedMean
+from fedring.server.model.robust import CenteredClip, FLTrust, GeometricMedian, Krum, Median, TrimmedMean
 from fedring.server.model.rule import CoordinateRule, GramRule, Rule
 from fedring.server.state.rows import RoundRow
 from fedring.train.aggregation_table import Aggregation
@@ -105,6 +105,7 @@ def make_strategy(table: Aggregation, trusted: Sequence[str]) -> Strategy:
         "multi_krum": Krum(table.malicious, several=True),
         "median": Median(),
         "trimmed_mean": TrimmedMean(table.beta),
+        "fltrust": FLTrust(),
     }
     return Strategy(table.rule, rules[table.rule])
 

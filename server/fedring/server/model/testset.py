@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from fedring.data import DataError
+from fedring.data import load_split
 from fedring.server.config import ServerConfig
 from fedring.server.model.modelfile import ModelReader
 from fedring.server.state.blob_interfaces import Blobs
@@ -77,12 +77,8 @@ class TestSet:
         model = build_model(job.model, job.model_args, job.seed, trusted)
         data, loss = resolve(job.data, trusted), resolve(job.loss, trusted)
         evaluator = resolve(job.evaluator, trusted) if job.evaluator else None
-        try:
-            return _Loaded(job, model, data(self._config.data_root, False).test, loss, evaluator)
-        except DataError:
-            raise
-        except Exception as error:  # the user's code may raise anything
-            raise DataError("no_data", f"The data cannot be loaded: {type(error).__name__}: {error}.") from error
+        samples = load_split(lambda: data(self._config.data_root, False)).test
+        return _Loaded(job, model, samples, loss, evaluator)
 
 
 def _parts_of(job: Job) -> tuple[object, ...]:

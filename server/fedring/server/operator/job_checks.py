@@ -12,6 +12,7 @@ import torch
 from fedring.codec.schema import Schema
 from fedring.daemon.checks import Level, check_data_root
 from fedring.daemon.config import ConfigError
+from fedring.data import DataError
 from fedring.privacy.account import NoAccountant, check_accountant
 from fedring.server.config import ServerConfig
 from fedring.server.model.making import ModelMaker
@@ -41,6 +42,9 @@ _ON_CLIENTS_ONLY = ("not_trusted", "no_module")
 _ON_SERVER_TOO = ("data", "loss", "evaluator")
 """The keys of the parts that the server needs, besides the model, if it evaluates."""
 
+_TO_TRAIN = ("loss", "optimizer", "trainer")
+"""The keys of the parts that the server needs, besides the model, if its rule trains."""
+
 _VALUE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "int8": 1}
 """The least bytes of a value in an encoding; other encodings leave values out."""
 
@@ -63,7 +67,9 @@ class JobChecks:
             ConfigError: if something is; one sentence that names the key.
         """
         for key, name in _names(job):
-            self._check_name(key, name, needed=job.evaluate_on_server and key in _ON_SERVER_TOO)
+            evaluated = job.evaluate_on_server and key in _ON_SERVER_TOO
+            trained = bool(job.aggregation.data) and key in _TO_TRAIN
+            self._check_name(key, name, needed=evaluated or trained)
         try:
             strategy = make_strategy(job.aggregation, self._config.trusted)
         except SeamError as error:
@@ -72,6 +78,10 @@ class JobChecks:
             try_server_optimizer(job)
         except OptimizerError as error:
             raise ConfigError(f"server_optimizer: {error}") from error
+        try:
+            self._maker.check_samples(job)
+        except (SeamError, DataError) as error:
+            raise ConfigError(f"aggregation.data: {error}") from error
         try:
             try_optimizer(job, self._config.trusted)
         except SeamError as error:

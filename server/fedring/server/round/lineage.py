@@ -48,7 +48,8 @@ async def publish(facts: Facts, models: Models, privacy: RoundPrivacy, open_: Op
     command, noisy = open_.command, private.mean if private else None
     make = partial(
         models.maker.next,
-        seed=f"{facts.store.secret}{command.seed}",
+        seed=command.seed,
+        secret=facts.store.secret,
         guarded=open_.guarded,
         noisy=noisy,
         job_round=command.job_round,

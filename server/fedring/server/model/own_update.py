@@ -1,0 +1,119 @@
+"""The server's own update of a round, for the rule fltrust: the server trains on samples of its own, as a client does.
+
+The update depends on the base model, the job, the samples and the round's seed only. So a server that is started again,
+and a simulation, make the same one.
+"""
+
+import json
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+from fedring.codec import Encoding, encode
+from fedring.codec.schema import Schema, Vectors
+from fedring.data import DataError, load_split
+from fedring.server.config import ServerConfig
+from fedring.server.model.contributions import Contribution
+from fedring.server.model.rule import RuleError
+from fedring.server.state.rows import lay_out
+from fedring.train.batches import size_of
+from fedring.train.device import pick_device
+from fedring.train.errors import SeamError, TrainError, failure_detail
+from fedring.train.job import Job
+from fedring.train.loop import seeded, train
+from fedring.train.plan import Plan
+from fedring.train.seam import optimizer_factory, resolve
+from fedring.train.state import read_vectors, write_vectors
+from fedring.train.user_trainer import run_trainer
+
+
+class OwnUpdates:
+    """Makes the server's own updates. It keeps the samples of one job in memory; not for the event loop."""
+
+    def __init__(self, config: ServerConfig) -> None:
+        self._config = config
+        self._loaded: tuple[str, Dataset[object]] | None = None  # what was loaded, and the samples
+
+    def load(self, job: Job) -> Dataset[object]:
+        """Return the server's own samples, which the table [aggregation] of a job names.
+
+        Raises:
+            SeamError: if the function cannot be imported.
+            DataError: if it cannot load the samples, or if there are none.
+        """
+        table, config = job.aggregation, self._config
+        key = json.dumps([table.data, table.args, job.seed])
+        if self._loaded is None or self._loaded[0] != key:
+            function = resolve(table.data, config.trusted)
+            with seeded(job.seed, torch.device("cpu")):  # so that a function that draws samples draws the same ones
+                samples = load_split(lambda: function(config.data_root, False, **table.args)).train
+            if not _size(samples):
+                raise DataError("no_data", f"{table.data} returned no training samples: fltrust needs some.")
+            self._loaded = key, samples
+        return self._loaded[1]
+
+    def make(
+        self, model: nn.Module, schema: Schema, base: Vectors, job: Job, *, job_round: int, seed: int
+    ) -> Contribution:
+        """Train as a client of the round would, and return the difference to the base model.
+
+        Args:
+            model: the job's model, newly built; it is trained in place.
+            schema: what the job shares of it.
+            base: the values of that in the round's base model.
+            job: has the settings of the training.
+            job_round: the number of the round within the job.
+            seed: of the round.
+
+        Raises:
+            SeamError: if the samples, the loss, the optimizer or the trainer cannot be imported.
+            RuleError: "no_server_update", if there are no samples, or the training fails: the user's code may raise
+                anything.
+        """
+        write_vectors(model, schema, base, partial=True)
+        try:
+            _train(model, self.load(job), job, job_round=job_round, seed=seed, trusted=self._config.trusted)
+        except SeamError:
+            raise
+        except Exception as error:
+            known = isinstance(error, TrainError | DataError)
+            detail = str(error).rstrip(".") if known else failure_detail(error)
+            raise RuleError("no_server_update", f"the server cannot train: {detail}") from error
+        delta = read_vectors(model, schema.names).parameters - base.parameters
+        if not np.isfinite(delta).all():
+            raise RuleError("no_server_update", "the server's own update has a value that is not finite")
+        payload = encode(delta, Encoding("fp32"))
+        packets = lay_out([("parameters", "delta", "fp32", len(payload))])
+        return Contribution("", 1.0, packets, lambda offset, size: payload[offset : offset + size])
+
+
+def _train(
+    model: nn.Module, samples: Dataset[object], job: Job, *, job_round: int, seed: int, trusted: list[str]
+) -> None:
+    settings, device = job.settings_of(job_round), pick_device("auto")
+    plan = Plan(
+        epochs=settings.epochs,
+        batch_size=job.batch_size,
+        lr=settings.lr,
+        momentum=job.momentum,
+        mu=job.mu,
+        subset_size=settings.subset_size,
+        seed=seed,
+        job_round=job_round,
+    )
+    if job.trainer:
+        run_trainer(resolve(job.trainer, trusted), model, samples, plan, device=device)
+    else:
+        factory = optimizer_factory(job.optimizer, job.optimizer_args, trusted)
+        train(
+            model.to(device), samples, plan, loss=resolve(job.loss, trusted), optimizer_factory=factory, device=device
+        )
+
+
+def _size(samples: Dataset[object]) -> int:
+    try:
+        return size_of(samples)
+    except TrainError as error:
+        raise DataError(error.reason, str(error)) from error

@@ -1,0 +1,221 @@
+"""Measure what attackers do to each aggregation rule, on MNIST.
+
+    python -m tests.bench.robust --data-root DIR [--cnn] [--quick] [--output FILE] [--markdown FILE]
+
+20 clients with 300 samples each, of which 4 are malicious, train a perceptron for 30 rounds. Each rule, with and
+without buckets of 2, meets each attack, with IID samples and with Dirichlet 0.5. The Dirichlet parts are those of the
+honest clients: attackers hold IID samples, and without an attack ("none") they are honest. With --cnn, a convolutional
+network meets three of the attacks, with three seeds. The updates are combined by the server's own code.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass
+from functools import cache
+from itertools import product
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from fedring.ctl.bench.progress import progress_bar
+from fedring.data import Samples, Split, mnist
+from fedring.data.partition import parts
+from fedring.server.config import ServerConfig
+from fedring.train.job import Job
+from tests.attacks.attacker import ATTACKS, Attack
+from tests.attacks.rounds import Result, Study, run
+
+CLIENTS, MALICIOUS, SAMPLES = 20, 4, 300
+HONEST = CLIENTS - MALICIOUS
+ROUNDS = 30
+RULES = ("mean", "centered_clip", "geometric_median", "multi_krum", "trimmed_mean", "fltrust")
+ALPHA = 0.5
+CNN_RULES = ("centered_clip",)
+CNN_ATTACKS: tuple[Attack, ...] = ("none", "label_flip", "little_is_enough", "backdoor")
+_BRIGHT = 255.0
+_OWN_SEED = 1_000
+"""Draws the server's own samples, apart from those of the clients."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One training."""
+
+    rule: str
+    bucketing: int
+    attack: Attack
+    partition: str  # iid or dirichlet
+    seed: int = 0
+    cnn: bool = False
+    rounds: int = ROUNDS
+
+
+def mlp() -> nn.Module:
+    """Return the perceptron of the study: [batch, 1, 28, 28] to logits [batch, 10], 79,510 parameters."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(784, 100), nn.ReLU(), nn.Linear(100, 10))
+
+
+def own_samples(root: Path | None, download: bool, seed: int = 0) -> Split:
+    """Return the server's own samples for fltrust: as many as a client has, of which no client has one."""
+    split = mnist(root, download)
+    return Split(_drawn(split, seed)[1], split.test, split.classes)
+
+
+def settings(options: argparse.Namespace) -> Iterator[Setting]:
+    """Yield the trainings of a run.
+
+    Inflation is only for the mean: the other rules count each client once, so it would be `label_flip` again.
+    """
+    cnn, rounds = options.cnn, options.rounds
+    attacks: Sequence[Attack] = options.attacks or (CNN_ATTACKS if cnn else ATTACKS)
+    names = options.rules or (CNN_RULES if cnn else RULES)
+    rules = [("mean", 1)] if cnn or "mean" in names else []
+    rules += [(rule, size) for size, rule in product((2,) if cnn else (2, 1), names) if rule != "mean"]
+    for (rule, size), partition, attack in product(rules, ("iid",) if cnn else ("iid", "dirichlet"), attacks):
+        if rule == "mean" or attack != "inflation":
+            for seed in range(3 if cnn else 1):
+                yield Setting(rule, size, attack, partition, seed, cnn, rounds)
+    if not cnn and "none" in attacks:
+        for seed, (rule, size) in product((1, 2), (("mean", 1), ("centered_clip", 2))):
+            yield Setting(rule, size, "none", "iid", seed, cnn, rounds)
+
+
+def measure(setting: Setting, data_root: Path) -> Result:
+    """Do one training; called in a process of its own."""
+    torch.set_num_threads(1)
+    return run(_job(setting), _study(setting.partition, setting.seed, data_root), setting.attack, _config(data_root))
+
+
+def _job(setting: Setting) -> Job:
+    table: dict[str, Any] = {"rule": setting.rule, "bucketing": setting.bucketing}
+    if setting.rule == "multi_krum":
+        # 10 buckets are too few for 4: Krum needs more than 2 f + 2.
+        table["malicious"] = MALICIOUS if setting.bucketing == 1 else 3
+    if setting.rule == "trimmed_mean":
+        # Each of the attackers may lie in a bucket of its own.
+        table["beta"] = MALICIOUS * setting.bucketing / CLIENTS
+    if setting.rule == "fltrust":
+        table |= {"data": f"{__spec__.name}:own_samples", "args": {"seed": setting.seed}}
+    return Job.model_validate(
+        {
+            "model": "fedring.train.models:mnist_cnn" if setting.cnn else f"{__spec__.name}:mlp",
+            "data": "fedring.data:mnist",
+            "rounds": setting.rounds,
+            "min_clients": CLIENTS,
+            "lr": 0.1,
+            "momentum": 0.9,
+            "seed": setting.seed,
+            "aggregation": table,
+        }
+    )
+
+
+def _config(data_root: Path) -> ServerConfig:
+    return ServerConfig.model_construct(trusted=["fedring", "tests"], data_root=data_root)
+
+
+@cache
+def _study(partition: str, seed: int, data_root: Path) -> Study:
+    split = mnist(data_root)
+    train, test = _drawn(split, seed)[0], split.test
+    if not isinstance(test, Samples):
+        raise TypeError("MNIST is not in memory")
+    first = HONEST * SAMPLES
+    honest, others = train.subset(np.arange(first)), train.subset(np.arange(first, len(train)))
+    held = parts(partition, honest.labels.numpy(), count=HONEST, alpha=ALPHA, seed=seed)
+    clients = [honest.subset(part) for part in held]
+    # Attackers hold no data that only they have, so that what is lost is what the attack does.
+    attackers = [others.subset(part) for part in parts("iid", others.labels.numpy(), count=MALICIOUS, alpha=1, seed=0)]
+    return Study(clients, attackers, test, split.classes, _BRIGHT)
+
+
+def _drawn(split: Split, seed: int) -> tuple[Samples, Samples]:
+    """Return the samples of all clients, and those of the server."""
+    if not isinstance(split.train, Samples):
+        raise TypeError("MNIST is not in memory")
+    order = np.random.RandomState(seed).permutation(len(split.train))
+    every = CLIENTS * SAMPLES
+    return split.train.subset(order[:every]), split.train.subset(order[every : every + SAMPLES])
+
+
+def main() -> None:
+    """Run all trainings, write their results, and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data-root", type=Path, required=True, help="folder of the data set")
+    parser.add_argument("--cnn", action="store_true", help="train the convolutional network")
+    parser.add_argument("--quick", action="store_true", help="only 3 rounds, to see that everything runs")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="rounds of each training")
+    parser.add_argument("--rules", type=lambda text: text.split(","), help="names, with commas between")
+    parser.add_argument("--attacks", type=lambda text: text.split(","), help="names, with commas between")
+    parser.add_argument("--workers", type=int, default=2, help="trainings at a time")
+    parser.add_argument("--output", type=Path, help="file for the results as JSON")
+    parser.add_argument("--markdown", type=Path, help="file for the table")
+    options = parser.parse_args()
+    if options.quick:
+        options.rounds = 3
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # of the workers, which are as many as there are cores
+    wanted = list(settings(options))
+    rows: list[dict[str, Any]] = []
+    context = multiprocessing.get_context("forkserver")
+    with ProcessPoolExecutor(options.workers, context) as pool, progress_bar(speed_seconds=600) as bar:
+        task = bar.add_task("trainings", total=len(wanted))
+        futures = {pool.submit(measure, setting, options.data_root): setting for setting in wanted}
+        for future in as_completed(futures):
+            rows.append(asdict(futures[future]) | asdict(future.result()))
+            bar.advance(task)
+            if options.output:  # after each, so that a run that is stopped has not been in vain
+                options.output.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    table = tables(rows)
+    if options.markdown:
+        options.markdown.write_text(table, encoding="utf-8")
+    sys.stdout.write(table)
+
+
+def tables(rows: Sequence[dict[str, Any]]) -> str:
+    """Return the results for people, as Markdown: a table for each partition, and the means over seeds.
+
+    Cells have the accuracy of the last model in percent, and for backdoors their success behind a slash.
+    """
+    partitions = [name for name in ("iid", "dirichlet") if name in {row["partition"] for row in rows}]
+    parts = [_table([row for row in rows if row["partition"] == name], name) for name in partitions]
+    for rule in dict.fromkeys(row["rule"] for row in rows if row["seed"]):
+        clean = [row for row in rows if (row["rule"], row["partition"], row["attack"]) == (rule, "iid", "none")]
+        several = {row["bucketing"] for row in clean if row["seed"]}
+        figures = [100 * row["accuracy"] for row in clean if row["bucketing"] in several]
+        parts.append(f"{rule} without attackers, {len(figures)} seeds: {mean(figures):.2f}\n" if figures else "")
+    return "\n".join(parts)
+
+
+def _table(rows: Sequence[dict[str, Any]], partition: str) -> str:
+    attacks = [attack for attack in ATTACKS if attack in {row["attack"] for row in rows}]
+    rules = {(row["rule"], row["bucketing"]) for row in rows}
+    lines = [f"| {partition} | {' | '.join(attacks)} |", f"|---{'|---:' * len(attacks)}|"]
+    for rule, size in sorted(rules, key=lambda each: (RULES.index(each[0]), each[1])):
+        name = f"`{rule}`" + (f", bucketing {size}" if size > 1 else "")
+        mine = [row for row in rows if (row["rule"], row["bucketing"]) == (rule, size)]
+        cells = (_cell([row for row in mine if row["attack"] == attack]) for attack in attacks)
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _cell(rows: Sequence[dict[str, Any]]) -> str:
+    if not rows:
+        return "-"
+    same = [row for row in rows if row["cnn"] or not row["seed"]]  # the seeds of the other rows have no attackers
+    accuracy = f"{100 * mean(row['accuracy'] for row in same):.1f}"
+    if not rows[0]["attack"].endswith("backdoor"):
+        return accuracy
+    return f"{accuracy} / {100 * mean(row['backdoor'] for row in same):.0f}"
+
+
+if __name__ == "__main__":
+    main()
