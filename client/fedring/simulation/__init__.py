@@ -5,8 +5,8 @@
     if __name__ == "__main__":  # the workers are processes, which import the script
         report = simulate("job.toml", clients=10_000, per_round=100)
 
-`simulate` and the types in `__all__` are public. `run` goes through the rounds and draws the clients. `server` makes the
-next model with the server's own functions. `worker` trains one client after the other with the client's own functions,
+`simulate` and the types in `__all__` are public. `run` goes through the rounds and draws the clients. `server` makes
+the next model with the server's own functions. `worker` trains one client after the other with the client's own functions,
 and checks each update as the server does. `engine` and `ray_engine` have the workers, `vectors` what clients keep from
 round to round, and `checks` what is known to be wrong before anything runs.
 

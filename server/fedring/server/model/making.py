@@ -1,7 +1,6 @@
 """Making models: the first one of a job, and the next one from the updates of a round."""
 
 import json
-import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
@@ -19,7 +18,7 @@ from fedring.server.config import ServerConfig
 from fedring.server.model.aggregate import AggregationPlan, NewModel, aggregate, store_model, store_parts
 from fedring.server.model.combining import Combination
 from fedring.server.model.contributions import Contribution
-from fedring.server.model.control import ControlPlan, plan_control
+from fedring.server.model.control_round import control_plan, open_control
 from fedring.server.model.guards import Guard, guard
 from fedring.server.model.initial import find_file, load_initial
 from fedring.server.model.modelfile import ModelReader
@@ -30,7 +29,7 @@ from fedring.server.model.rule import RuleError
 from fedring.server.model.strategy import PastRound, Strategy, ask_metrics, ask_settings, make_strategy
 from fedring.server.model.versions import ModelVersions
 from fedring.server.state.blob_interfaces import Blobs
-from fedring.server.state.checked import CheckedReader, Room, find_damage, unreadable
+from fedring.server.state.checked import CheckedReader, Room, find_damage
 from fedring.server.state.failures import DamagedBlob, DamagedUpdates, StorageError
 from fedring.server.state.rows import ModelRow, UpdateRow
 from fedring.train.errors import SeamError
@@ -39,8 +38,6 @@ from fedring.train.seam import build_model
 from fedring.train.sharing import Sharing
 from fedring.train.skeleton import build_skeleton, check_can_initialize, initialize
 from fedring.train.state import Parts, check_sharing, frozen_digest, read_vectors, split, write_vectors
-
-log = logging.getLogger(__name__)
 
 
 class ModelMaker:
@@ -198,14 +195,14 @@ class ModelMaker:
         own = self._own_update(base, job, job_round, seed) if job.aggregation.data else None
         room = Room()
         with ExitStack() as files:
-            control = self._open_control(base, control_line, room, files)
+            control = open_control(self._blobs, self._versions, base, control_line, room, files)
             plan = AggregationPlan(
                 combination=Combination(rule, job.aggregation.bucketing, f"{secret}{seed}", noisy, own),
                 optimizer=ServerOptimizer(chosen.name, chosen.args) if chosen else None,
                 optimizer_blob=base.optimizer_blob,
                 encoding=job.delta_encoding,
                 residual_blob=base.residual_blob,
-                control=self._control(base, updates, job, job_round, control) if control_line else None,
+                control=control_plan(self._versions, base, updates, job, job_round, control) if control_line else None,
                 metadata={"run_id": self._run_id, "round": str(number)},
             )
             try:
@@ -251,35 +248,6 @@ class ModelMaker:
                 raise RuleError("out_of_memory", text) from error
             row = _row(new, reader.schema, version=version, number=number, base=base)
             return replace(row, control_line=control_line if new.control_blob else "")
-
-    def _open_control(self, base: ModelRow, line: str, room: Room, files: ExitStack) -> CheckedReader | None:
-        """Open the file of the control variate that a round of this line begins with; None if all of it is zero."""
-        if not base.control_blob or base.control_line != line:
-            return None
-        try:
-            blob = files.enter_context(self._blobs.reader(base.control_blob))
-        except StorageError as error:
-            raise self._versions.damage_of(base, unreadable(base.control_blob, error)) from error
-        return CheckedReader(blob.read, blob.size, base.control_blob, room)
-
-    def _control(
-        self, base: ModelRow, updates: Sequence[UpdateRow], job: Job, job_round: int, control: CheckedReader | None
-    ) -> ControlPlan | None:
-        """Return how the updates change the control variate in a file; None if it has to begin anew."""
-        before = None
-        try:
-            if control is not None:
-                before = ModelReader(control)
-            plan = plan_control(job, job_round, updates, before)
-        except (CodecError, StorageError) as error:
-            raise self._versions.damage_of(base, error) from error
-        if isinstance(plan, ControlPlan):
-            return plan
-        log.warning(
-            "the control variate begins anew, because %s used one that its newest counted update has not left",
-            ", ".join(plan),
-        )
-        return None
 
     def strategy(self, job: Job) -> Strategy:
         """Make the job's strategy.
