@@ -6,9 +6,9 @@
         report = simulate("job.toml", clients=10_000, per_round=100)
 
 `simulate` and the types in `__all__` are public. `run` goes through the rounds and draws the clients. `server` makes
-the next model with the server's own functions. `worker` trains one client after the other with the client's own functions,
-and checks each update as the server does. `engine` and `ray_engine` have the workers, `vectors` what clients keep from
-round to round, and `checks` what is known to be wrong before anything runs.
+the next model with the server's own functions. `worker` trains one client after the other with the client's own
+functions, and checks each update as the server does. `engine` and `ray_engine` have the workers, `vectors` what clients
+keep from round to round, and `checks` what is known to be wrong before anything runs.
 
 The room imports both daemons, and none of them imports it. It opens no sockets and stores no facts, and it holds no
 formula of its own: what trains, encodes, checks or aggregates belongs to the daemons' rooms. Its workers are processes
