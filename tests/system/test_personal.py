@@ -22,7 +22,9 @@ def test_a_clients_own_model_is_better_on_its_data_is_continued_and_is_never_sen
     with Fleet(tmp_path, {}, [{}] * 2) as fleet:
         state = Path(fleet.server.settings["state_dir"])
         folders = [Path(client.settings["state_dir"]) for client in fleet.clients]
-        job_id, updates = 0, []
+        job_id = 0
+        paths: list[Path] = []
+        updates: list[list[str]] = []
         for _ in range(2):
             with Control(fleet.control) as control:
                 until_watching(control, 2)
