@@ -135,7 +135,7 @@ def own_delta(base: Float64, spec: Job, seed: int) -> Float64:
 def test_the_server_trains_from_the_rounds_model_with_the_jobs_settings(maker: ModelMaker, tmp_path: Path) -> None:
     spec, rng = job(), np.random.default_rng(0)
     moved = rows_of([rng.standard_normal(SIZE).astype(np.float32)])
-    base = maker.next(maker.first(spec, 1), moved, Job(), 1, 2)
+    base = maker.next(maker.first(spec, 1), moved, Job.model_validate({}), 1, 2)
     start = parameters(tmp_path, base)
     own = own_delta(start, spec, seed=77)
     deltas = [(rng.standard_normal(SIZE) * 0.1 + s * own).astype(np.float32) for s in (1, 2, -1, 0.5)]
