@@ -15,7 +15,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -79,7 +79,9 @@ def settings(options: argparse.Namespace) -> Iterator[Setting]:
     attacks: Sequence[Attack] = options.attacks or (CNN_ATTACKS if cnn else ATTACKS)
     names = options.rules or (CNN_RULES if cnn else RULES)
     rules = [("mean", 1)] if cnn or "mean" in names else []
-    rules += [(rule, size) for size, rule in product((2,) if cnn else (2, 1), names) if rule != "mean"]
+    rules += [
+        (rule, size) for size, rule in product(options.bucketing or ((2,) if cnn else (2, 1)), names) if rule != "mean"
+    ]
     for (rule, size), partition, attack in product(rules, ("iid",) if cnn else ("iid", "dirichlet"), attacks):
         if rule == "mean" or attack != "inflation":
             for seed in range(3 if cnn else 1):
@@ -150,34 +152,45 @@ def _drawn(split: Split, seed: int) -> tuple[Samples, Samples]:
 def main() -> None:
     """Run all trainings, write their results, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data-root", type=Path, required=True, help="folder of the data set")
+    parser.add_argument("--data-root", type=Path, default=Path(), help="folder of the data set")
     parser.add_argument("--cnn", action="store_true", help="train the convolutional network")
     parser.add_argument("--quick", action="store_true", help="only 3 rounds, to see that everything runs")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="rounds of each training")
     parser.add_argument("--rules", type=lambda text: text.split(","), help="names, with commas between")
+    parser.add_argument("--bucketing", type=int, nargs="*", help="sizes of buckets, 1 = none")
     parser.add_argument("--attacks", type=lambda text: text.split(","), help="names, with commas between")
     parser.add_argument("--workers", type=int, default=2, help="trainings at a time")
     parser.add_argument("--output", type=Path, help="file for the results as JSON")
+    parser.add_argument("--read", type=Path, nargs="*", help="files of earlier results, to print instead of training")
     parser.add_argument("--markdown", type=Path, help="file for the table")
     options = parser.parse_args()
     if options.quick:
         options.rounds = 3
-    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # of the workers, which are as many as there are cores
-    wanted = list(settings(options))
-    rows: list[dict[str, Any]] = []
-    context = multiprocessing.get_context("forkserver")
-    with ProcessPoolExecutor(options.workers, context) as pool, progress_bar(speed_seconds=600) as bar:
-        task = bar.add_task("trainings", total=len(wanted))
-        futures = {pool.submit(measure, setting, options.data_root): setting for setting in wanted}
-        for future in as_completed(futures):
-            rows.append(asdict(futures[future]) | asdict(future.result()))
-            bar.advance(task)
-            if options.output:  # after each, so that a run that is stopped has not been in vain
-                options.output.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    if options.read:
+        found = [row for path in options.read for row in json.loads(path.read_text(encoding="utf-8"))]
+        rows = list({tuple(row[field.name] for field in fields(Setting)): row for row in found}.values())
+    else:
+        rows = train_all(list(settings(options)), options.data_root, options.workers, options.output)
     table = tables(rows)
     if options.markdown:
         options.markdown.write_text(table, encoding="utf-8")
     sys.stdout.write(table)
+
+
+def train_all(wanted: Sequence[Setting], data_root: Path, workers: int, output: Path | None) -> list[dict[str, Any]]:
+    """Do all trainings, several at a time, and return their settings and results."""
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # of the workers, which are as many as there are cores
+    rows: list[dict[str, Any]] = []
+    context = multiprocessing.get_context("forkserver")
+    with ProcessPoolExecutor(workers, context) as pool, progress_bar(speed_seconds=600) as bar:
+        task = bar.add_task("trainings", total=len(wanted))
+        futures = {pool.submit(measure, setting, data_root): setting for setting in wanted}
+        for future in as_completed(futures):
+            rows.append(asdict(futures[future]) | asdict(future.result()))
+            bar.advance(task)
+            if output:  # after each, so that a run that is stopped has not been in vain
+                output.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    return rows
 
 
 def tables(rows: Sequence[dict[str, Any]]) -> str:
@@ -208,9 +221,9 @@ def _table(rows: Sequence[dict[str, Any]], partition: str) -> str:
 
 
 def _cell(rows: Sequence[dict[str, Any]]) -> str:
-    if not rows:
-        return "-"
     same = [row for row in rows if row["cnn"] or not row["seed"]]  # the seeds of the other rows have no attackers
+    if not same:
+        return "-"
     accuracy = f"{100 * mean(row['accuracy'] for row in same):.1f}"
     if not rows[0]["attack"].endswith("backdoor"):
         return accuracy
