@@ -28,7 +28,8 @@ from fedring.v1 import federation_pb2 as pb
 
 SECRET = bytes(range(32))
 PRIVATE: dict[str, Any] = {"weights": "uniform", "evaluate": False}
-FIXED = ClientPrivacy(noise_multiplier=1.0, clip=0.5, adaptive=False)
+FIXED = ClientPrivacy.model_validate({"noise_multiplier": 1.0, "clip": 0.5, "adaptive": False})
+ADAPTIVE = ClientPrivacy.model_validate({"noise_multiplier": 1.0})
 
 
 def update(client: str, norm: float, name: str = "") -> UpdateRow:
@@ -129,7 +130,7 @@ def test_the_noise_has_its_deviation() -> None:
 
 
 def test_an_adaptive_clip_costs_what_the_multiplier_says() -> None:
-    privacy = ClientPrivacy(noise_multiplier=1.0)
+    privacy = ADAPTIVE
     clients = 100
     on_sum, on_count = privacy.sum_multiplier(clients), 2 * clients / 20
     assert on_sum**-2 + on_count**-2 == pytest.approx(privacy.noise_multiplier**-2)
@@ -138,7 +139,7 @@ def test_an_adaptive_clip_costs_what_the_multiplier_says() -> None:
 
 
 def test_an_adaptive_clip_finds_the_median_norm() -> None:
-    privacy, clip = ClientPrivacy(noise_multiplier=1.0), 0.1
+    privacy, clip = ADAPTIVE, 0.1
     generator = np.random.default_rng(0)
     clips = []
     for number in range(60):
@@ -152,7 +153,7 @@ def test_an_adaptive_clip_finds_the_median_norm() -> None:
 
 def test_an_adaptive_clip_goes_on_in_small_steps_with_far_more_updates_than_expected() -> None:
     rows = [update(f"client-{index}", 0.5) for index in range(2000)]
-    done = private_round(ClientPrivacy(noise_multiplier=1.0), rows, 20, 0.1, SECRET, "run")
+    done = private_round(ADAPTIVE, rows, 20, 0.1, SECRET, "run")
     assert 0.1 < done.next_clip <= 0.1 * np.exp(0.1) * (1 + 1e-9)
 
 
@@ -219,7 +220,7 @@ def command(number: int = 1, *, mode: str = "federated", results: int = 5, dp: s
         ({"max_clip": 0.4}, command(), "privacy.max_clip = 0.4 is below the job's dp.clip = 0.5"),
         (
             {"max_clip": 1.0},
-            command(dp=ClientPrivacy(noise_multiplier=1.0).model_dump_json()),
+            command(dp=ADAPTIVE.model_dump_json()),
             "demands dp.adaptive = false",
         ),
         ({"max_epsilon": 3.0}, command(), "would take this client's epsilon to"),
@@ -228,13 +229,15 @@ def command(number: int = 1, *, mode: str = "federated", results: int = 5, dp: s
 def test_a_job_that_is_weaker_than_the_policy_is_refused(
     policy: dict[str, Any], job: pb.TrainCmd, sentence: str, tmp_path: Path
 ) -> None:
-    assert sentence in refusal(SitePolicy(**policy), Ledger(tmp_path), job)
+    assert sentence in refusal(SitePolicy.model_validate(policy), Ledger(tmp_path), job)
 
 
 def test_a_job_that_is_strong_enough_is_taken(tmp_path: Path) -> None:
-    policy = SitePolicy(min_clients=5, min_noise_multiplier=1.0, max_clip=0.5, max_epsilon=50.0)
+    policy = SitePolicy.model_validate(
+        {"min_clients": 5, "min_noise_multiplier": 1.0, "max_clip": 0.5, "max_epsilon": 50.0}
+    )
     assert refusal(policy, Ledger(tmp_path), command()) == ""
-    assert refusal(SitePolicy(), Ledger(tmp_path), command(mode="pipeline", dp="")) == ""
+    assert refusal(SitePolicy.model_validate({}), Ledger(tmp_path), command(mode="pipeline", dp="")) == ""
 
 
 def test_the_ledger_charges_each_round_once_and_survives_a_restart(tmp_path: Path) -> None:
@@ -246,7 +249,7 @@ def test_the_ledger_charges_each_round_once_and_survives_a_restart(tmp_path: Pat
     again = Ledger(tmp_path)
     again.charge(command(2))  # the round before the restart
     assert again.epsilon_with(command(3), 1e-5) == epsilon([1.0] * 3, 1e-5)
-    policy = SitePolicy(max_epsilon=epsilon([1.0] * 3, 1e-5))
+    policy = SitePolicy.model_validate({"max_epsilon": epsilon([1.0] * 3, 1e-5)})
     assert refusal(policy, again, command(3)) == ""
     again.charge(command(3))
     assert refusal(policy, again, command(3)) == ""  # it is asked for again

@@ -38,6 +38,7 @@ STORAGE = {"StorageError", "StorageFailed", "StoreError", "DamagedBlob"}
 """Errors of the disk. An upload that meets one is refused with RESOURCE_EXHAUSTED and the reason of the error."""
 
 ELSEWHERE = {
+    *("bad_delta", "no_accountant"),  # flctl privacy
     *("bad_role", "bad_name", "bad_duration", "unknown_token", "not_operator"),  # only flctl receives these
     *("unknown_job", "other_job", "bad_job", "bad_event_id", "no_round", "unknown_client", "client_is_here"),
     *("no_residual", "bad_schema", "bad_model", "bad_encoding"),  # when a model is created, loaded or exported

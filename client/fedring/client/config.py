@@ -54,7 +54,9 @@ class ClientConfig(BaseSettings):
         description="globs over the names of parameters and buffers that never leave this client, whatever a job says",
     )
 
-    privacy: SitePolicy = Field(SitePolicy(), description="what this client demands of the jobs that it takes part in")
+    privacy: SitePolicy = Field(
+        SitePolicy.model_validate({}), description="what this client demands of the jobs that it takes part in"
+    )
 
     data_root: Path | None = Field(None, description="folder of the data sets")
     download: bool = Field(False, description="let data sets be downloaded into data_root")

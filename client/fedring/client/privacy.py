@@ -72,7 +72,7 @@ class Ledger:
             self._last, counts = str(known["last"]), known["rounds"]
             self._counts = {float(multiplier): int(count) for multiplier, count in counts.items()}
             for multiplier, count in self._counts.items():
-                ClientPrivacy(noise_multiplier=multiplier)
+                ClientPrivacy.model_validate({"noise_multiplier": multiplier})
                 if not 0 < count <= MAX_COUNT:
                     raise ValueError(f"{count} rounds")
         except FileNotFoundError:

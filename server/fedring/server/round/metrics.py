@@ -43,7 +43,7 @@ REJECTIONS = (
     "corrupt", "database", "digest_mismatch", "disk_error", "disk_full", "internal", "missing_blob", "mixed_kinds",
     "newer_state", "non_finite", "not_a_worker", "not_allowed", "not_selected", "out_of_range", "overloaded",
     "partial_busy", "round_closed", "too_large", "truncated", "unknown_encoding", "unknown_round", "wrong_client",
-    "wrong_length", "wrong_model", "wrong_schema", "wrong_size", "other",
+    "wrong_control", "wrong_length", "wrong_model", "wrong_schema", "wrong_size", "other",
 )
 # fmt: on
 """The reasons that label refused updates. A closed list, so that a client cannot create series."""
