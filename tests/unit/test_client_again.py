@@ -88,8 +88,8 @@ def test_a_round_is_not_trained_again_if_its_update_was_accepted_in_an_earlier_e
     asked_again: dict[str, Any] = {**given, "epoch": 2, **fields}
     before = Assignment(pb.TrainCmd(**given), 0.0, accepted_name=accepted)
     now = Assignment(pb.TrainCmd(**asked_again), time.monotonic() + SECONDS, previous=before)
-    nowhere = ClientConfig(**settings | {"server": "127.0.0.1:1"})  # a server would say itself what it knows
-    link = ServerLink(nowhere, ClientMetrics(), evaluates=False, tell=lambda sentence: None)
+    nowhere: dict[str, Any] = settings | {"server": "127.0.0.1:1"}  # a server would say itself what it knows
+    link = ServerLink(ClientConfig(**nowhere), ClientMetrics(), evaluates=False, tell=lambda sentence: None)
     try:
         link.connection.last_accepted = pb.LastAccepted(epoch=1, round=7, name=known)
         assert Delivery(link, Spool(tmp_path)).settle(now) == done

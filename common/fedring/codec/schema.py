@@ -86,7 +86,7 @@ class Schema:
     @cached_property
     def _spans(self) -> dict[str, list[tuple[Entry, slice]]]:
         spans: dict[str, list[tuple[Entry, slice]]] = {role: [] for role in ROLES}
-        ends = dict.fromkeys(ROLES, 0)
+        ends: dict[str, int] = dict.fromkeys(ROLES, 0)
         for entry in self.entries:
             start = ends[entry.role]
             ends[entry.role] = start + entry.size
