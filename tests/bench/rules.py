@@ -30,8 +30,6 @@ from fedring.train.aggregation_table import RULES, Aggregation
 from tests.bench.daemons import peak_bytes, print_line, resident_bytes
 
 MEASURED = [rule for rule in RULES if rule != "fltrust"]  # that one is a weighted sum after a training
-    rule for rule in RULES if rule != "fltrust"
-]  # which is a weighted sum, after a training of the server's own
 
 DIFFERENT = 4
 """Updates that differ."""
