@@ -66,7 +66,9 @@ def adapted(base: str, rank: int = 4, freeze_a: bool = False) -> nn.Module:
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=["qkv", "up", "down"])
-    model: nn.Module = get_peft_model(load_model(base, Transformer()), config)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)  # A is random, and must be the same everywhere if it does not travel
+        model: nn.Module = get_peft_model(load_model(base, Transformer()), config)
     for name, parameter in model.named_parameters():
         if freeze_a and "lora_A" in name:
             parameter.requires_grad_(False)
@@ -92,7 +94,7 @@ def pretrain(path: str) -> None:
     save_model(model, path)
 
 
-def merge(base: str, adapters: str, folder: str) -> None:
+def merge(base: str, adapters: str, folder: str, rank: str = "4") -> None:
     """Write what `flctl models export` wrote in two other forms.
 
     Args:
@@ -100,8 +102,9 @@ def merge(base: str, adapters: str, folder: str) -> None:
         adapters: The file that was exported.
         folder: Gets `model.safetensors`, base plus adapters, which plain torch loads into a Transformer; and the
             adapters as PeftModel.from_pretrained() loads them.
+        rank: The rank of the adapters.
     """
-    model = load_model(adapters, adapted(base), partial=True)
+    model = load_model(adapters, adapted(base, int(rank)), partial=True)
     model.save_pretrained(folder)
     merged: nn.Module = model.merge_and_unload()
     save_model(merged, Path(folder) / "model.safetensors")

@@ -16,7 +16,7 @@ class Careful:
 
     def configure(self, history: Sequence[PastRound]) -> dict[str, float]:
         """Return the settings of the next round, after those in `history`, of which the last one is the newest."""
-        losses = [past.metrics["eval/loss"] for past in history if past.published]
+        losses = [past.metrics["eval/loss"] for past in history if "eval/loss" in past.metrics]
         lr = history[-1].settings.get("lr", self.lr) if history else self.lr
         worse = len(losses) > 1 and losses[-1] > losses[-2]
         return {"lr": lr / 2 if worse else lr}

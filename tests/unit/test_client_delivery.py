@@ -103,6 +103,14 @@ def test_a_round_is_trained_if_no_update_is_spooled(server: "ScriptedServer", li
     assert server.upload_calls == []
 
 
+def test_a_spooled_update_that_may_not_be_sent_any_more_is_dropped(
+    server: "ScriptedServer", spool: Spool, delivery: Delivery
+) -> None:
+    assert not delivery.settle(assignment(), send=False)
+    assert server.accepted.empty()
+    assert_gone(spool, OLD)
+
+
 @pytest.mark.parametrize("epoch", [1, 2])
 def test_the_spooled_update_of_the_current_round_is_sent_even_in_another_epoch(
     server: "ScriptedServer", link: ServerLink, spool: Spool, delivery: Delivery, epoch: int

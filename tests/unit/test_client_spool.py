@@ -208,6 +208,14 @@ def test_a_residual_of_the_update_that_the_server_names_is_kept(tmp_path: Path, 
     np.testing.assert_array_equal(residual(again, noted(spooled)), left)
 
 
+def test_a_server_that_names_no_epoch_goes_by_the_numbers_of_rounds(tmp_path: Path) -> None:
+    spool = Spool(tmp_path)
+    last = write(spool, 1.0, round_=7, epoch=3)
+    spool.accept(last)
+    assert spool.residual("run", HASH, noted(last), after=(0, 6)) is not None
+    assert spool.residual("run", HASH, noted(last), after=(0, 7)) is None
+
+
 @pytest.mark.parametrize("restarted", [False, True])
 @pytest.mark.parametrize(
     ("after", "kept"), [((0, 0), True), ((0, 6), True), ((0, 7), False), ((0, 8), False), ((5, 3), False)]

@@ -80,9 +80,13 @@ def unreadable(root: Path | None, download: bool) -> Split:
 
 
 def trainer(model: torch.nn.Module, samples: Samples, plan: Plan) -> TrainResult:
-    """Raise an error in the second round."""
+    """Raise an error in the second round, end the process in the third, and change the model in the fourth."""
     if plan.job_round == 2:
         raise ValueError("two is too much")
+    if plan.job_round == 3:
+        raise SystemExit(3)
+    if plan.job_round == 4:
+        torch.nn.utils.parametrizations.weight_norm(next(m for m in model.modules() if isinstance(m, torch.nn.Linear)))
     with torch.no_grad():
         next(model.parameters()).add_(1.0)
     return TrainResult(len(samples))
@@ -178,16 +182,18 @@ def test_a_round_without_trusted_updates_makes_no_model(maker: ModelMaker, tmp_p
 
 
 def test_the_jobs_own_trainer_trains_on_the_server_too(maker: ModelMaker, tmp_path: Path) -> None:
-    spec = job(trainer=f"{__name__}:trainer", rounds=2)
+    spec = job(trainer=f"{__name__}:trainer", rounds=4)
     base = maker.first(spec, 1)
     delta = np.zeros(SIZE, np.float32)
     delta[:4096] = 0.1
     made = maker.next(base, rows_of([delta] * 2), spec, 1, 2, job_round=1)
     change = parameters(tmp_path, made) - parameters(tmp_path, base)
     np.testing.assert_allclose(change[:4096], 1.0, atol=1e-6)
-    with pytest.raises(RuleError, match="the server cannot train: ValueError: two is too much") as caught:
-        maker.next(base, rows_of([delta] * 2), spec, 2, 2, job_round=2)
-    assert caught.value.reason == "no_server_update"
+    sentences = ("ValueError: two is too much", "SystemExit: 3", "its trainer has changed the model: ")
+    for job_round, sentence in enumerate(sentences, start=2):
+        with pytest.raises(RuleError, match=f"the server cannot train: {sentence}") as caught:
+            maker.next(base, rows_of([delta] * 2), spec, job_round, 2, job_round=job_round)
+        assert caught.value.reason == "no_server_update"
 
 
 @pytest.mark.parametrize(

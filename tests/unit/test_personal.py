@@ -1,5 +1,6 @@
 """Clients' own models: what they are trained for, what they start from, and on which samples they are evaluated."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,12 +12,13 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from fedring.client.personal import figures_of, train_own
+from fedring.client.personal import figures_of, train_own, with_own
 from fedring.daemon.config import explain
 from fedring.data.partition import parts, parts_alike
 from fedring.simulation import simulate
 from fedring.train.evaluation import Counts
 from fedring.train.job import Job
+from fedring.train.metrics import MAX_METRICS
 from fedring.train.optimizers import sgd
 from fedring.train.personal_table import Personal
 from fedring.train.plan import Plan
@@ -32,10 +34,30 @@ def how(**keys: Any) -> Personal:
 
 
 def train(how: Personal, model: nn.Module, start: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
-    return train_own(
+    own = train_own(
         model, SAMPLES, PLAN, how, loss=nn.functional.mse_loss, optimizer_factory=sgd, start=start,
         schema=split(model, Sharing()).not_frozen, device=torch.device("cpu"),
     )  # fmt: skip
+    assert own is not None
+    return own
+
+
+def test_an_own_model_that_diverges_costs_the_round_nothing() -> None:
+    model = nn.Linear(1, 1)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    own = train_own(
+        model, SAMPLES, replace(PLAN, lr=1e30), how(epochs=20), loss=nn.functional.mse_loss, optimizer_factory=sgd,
+        start=None, schema=split(model, Sharing()).not_frozen, device=torch.device("cpu"),
+    )  # fmt: skip
+    assert own is None
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_the_figures_of_an_own_model_take_the_place_of_others() -> None:
+    counts = Counts(1, 2, 3.0, metrics={f"m{index}": 1.0 for index in range(MAX_METRICS)})
+    told = with_own(counts, Counts(1, 2, 3.0)).metrics
+    assert len(told) == MAX_METRICS
+    assert (told["accuracy_personal"], told["loss_personal"]) == (0.5, 1.5)
 
 
 def weight(value: float) -> nn.Module:

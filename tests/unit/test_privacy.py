@@ -16,12 +16,14 @@ from pydantic import ValidationError
 from scipy.stats import kstest
 
 from fedring.client.privacy import Ledger, SitePolicy, refusal
+from fedring.control.failure import Failure
 from fedring.daemon.config import ConfigError
 from fedring.privacy.account import epsilon
 from fedring.privacy.noise import Noise
 from fedring.server.model.private_mean import private_round
 from fedring.server.state.noise_secret import erase_noise_secrets, noise_secret
 from fedring.server.state.rows import UpdateRow
+from fedring.simulation import simulate
 from fedring.train.job import Job
 from fedring.train.privacy_table import ClientPrivacy
 from fedring.v1 import federation_pb2 as pb
@@ -254,9 +256,10 @@ def test_the_ledger_charges_each_round_once_and_survives_a_restart(tmp_path: Pat
     again.charge(command(3))
     assert refusal(policy, again, command(3)) == ""  # it is asked for again
     assert "above its privacy.max_epsilon" in refusal(policy, again, command(4))
-    restored = command(2)
-    restored.epoch = 1
-    assert "above its privacy.max_epsilon" in refusal(policy, again, restored)  # the noise is another one
+    restored, other = command(3), command(3)
+    restored.epoch, other.model_digest = 1, "another model"
+    for asked in (restored, other):  # the noise is another one, or what is trained
+        assert "above its privacy.max_epsilon" in refusal(policy, again, asked)
 
 
 @pytest.mark.parametrize(
@@ -279,5 +282,15 @@ def test_a_damaged_ledger_is_not_taken_for_an_empty_one(text: str, tmp_path: Pat
 
 def test_the_ledger_is_written_whole(tmp_path: Path) -> None:
     Ledger(tmp_path).charge(command(7))
-    assert json.loads((tmp_path / "privacy.json").read_text()) == {"last": "run 0 7", "rounds": {"1.0": 1}}
+    assert json.loads((tmp_path / "privacy.json").read_text()) == {"last": "run 0 7 ", "rounds": {"1.0": 1}}
     assert [path.name for path in tmp_path.iterdir()] == ["privacy.json"]
+
+
+def test_a_simulation_ends_where_the_job_would(tmp_path: Path) -> None:
+    table = {"noise_multiplier": 5.0, "adaptive": False, "max_epsilon": 1.3}
+    job: dict[str, Any] = {"min_clients": 4, "rounds": 5, "dp": table, **PRIVATE}
+    report = simulate(job, clients=4, workers=1, out=tmp_path)
+    assert len(report["rounds"]) == 2
+    job["dp"]["max_epsilon"] = 0.1
+    with pytest.raises(Failure, match=r"dp\.max_epsilon = 0\.1 is less than 0\.795, the epsilon of one round"):
+        simulate(job, clients=4, workers=1)

@@ -90,7 +90,8 @@ def test_the_newest_versions_the_newest_and_the_best_of_each_late_job_and_what_i
         best = best_of(mine, rules.get(job, "")) or mine[-1]
         assert {max(row.version for row in mine), best.version} <= kept & complete
     assert len(kept) <= max(newest, 1) + 2 * len(late) + len(bases)
-    assert len(complete) <= 1 + 2 * len(late)
+    assert bases & present <= complete
+    assert len(complete) <= 1 + 2 * len(late) + len(bases)
     assert complete <= kept
 
 

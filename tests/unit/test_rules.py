@@ -166,6 +166,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"aggregation": {"rule": "trimmed_mean", "beta": 0.5}}, "less than 0.5"),
     ({"aggregation": {"bucketing": 2}}, "bucketing is for other rules than mean"),
     ({"aggregation": {"rule": "median", "args": {"a": 1}}}, "a rule of your own and for the data of fltrust: median"),
+    (
+        {"aggregation": {"rule": "fltrust", "data": "a:b"}, "private": ["head.*"]},
+        "fltrust trains the whole model on the server: leave out shared and private",
+    ),
     ({"aggregation": {"rule": "fltrust"}}, "fltrust needs data, the function that returns the server's own samples"),
     ({"aggregation": {"rule": "fltrust", "data": "mnist"}}, "data = 'mnist' is not of the form module:attribute"),
     ({"aggregation": {"rule": "median", "data": "a:b"}}, "data = 'a:b' is for the rule fltrust: median needs no"),

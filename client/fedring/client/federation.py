@@ -155,13 +155,15 @@ class Federation:
                 work = self._link.call(lambda: self._link.session.inbox.take())
                 if isinstance(work, EvaluationOrder):
                     self._evaluate(work)
-                elif not self._delivery.settle(work):
+                    continue
+                why = refusal(self.config.privacy, self._spool.ledger, work.command)
+                if not self._delivery.settle(work, send=not why):
                     self._task = Task(work, self._link, self._models, self._spool, self.config.client_id, private)
                     mode = self._task.job.mode
                     if private and mode != "federated":
                         text = f"this client keeps private = {list(private)} to itself, which the mode {mode} cannot do"
                         self._task.fail("private_tensors", text)
-                    elif why := refusal(self.config.privacy, self._spool.ledger, work.command):
+                    elif why:
                         self._task.fail("privacy_policy", why)
                     elif mode in self._modes:
                         self._link.session.set_reporting(False)  # the caller's code may never call progress()

@@ -4,8 +4,10 @@ Ditto (Li et al. 2021, algorithm 1): with the round's model w, the client's own 
 (mu / 2) |v - w|^2, and continues from round to round. Fine-tuning begins with w in each round.
 """
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from itertools import islice
 from math import isfinite
 from typing import Any
 
@@ -15,13 +17,16 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from fedring.codec.schema import Schema
-from fedring.train.errors import SeamError
+from fedring.train.errors import SeamError, TrainError
 from fedring.train.evaluation import Counts
 from fedring.train.loop import Loss, OptimizerFactory, train
+from fedring.train.metrics import MAX_METRICS
 from fedring.train.personal_table import Personal
 from fedring.train.plan import Plan
 from fedring.train.state import read_tensors, write_tensors
 from fedring.v1 import federation_pb2 as pb
+
+log = logging.getLogger(__name__)
 
 
 def train_own(
@@ -37,8 +42,10 @@ def train_own(
     device: torch.device,
     progress: Callable[[float], None] = lambda share: None,
     stopped: Callable[[], bool] = lambda: False,
-) -> dict[str, Tensor]:
-    """Train a client's own model, and return its tensors by name, on the CPU.
+) -> dict[str, Tensor] | None:
+    """Train a client's own model, and return its tensors by name, on the CPU; None if the training diverged.
+
+    The round goes on without it then, and the client keeps the own model that it had.
 
     Args:
         model: Holds the values that the round starts from, and holds them again afterwards.
@@ -55,25 +62,34 @@ def train_own(
 
     Raises:
         TrainingStopped: If `stopped` returned True.
-        TrainError: If there are no samples, or the training diverged.
+        TrainError: If there are no samples.
     """
     rounds_model = read_tensors(model, schema.names)
     if start is not None and how.method == "ditto":
         write_tensors(model, start)
-    train(
-        model,
-        samples,
-        replace(plan, epochs=how.epochs, mu=how.mu),
-        loss=loss,
-        optimizer_factory=optimizer_factory,
-        device=device,
-        progress=progress,
-        stopped=stopped,
-        towards=rounds_model,
-    )
-    own = read_tensors(model, schema.names)
-    write_tensors(model, rounds_model)
-    return own
+    try:
+        train(
+            model,
+            samples,
+            replace(plan, epochs=how.epochs, mu=how.mu),
+            loss=loss,
+            optimizer_factory=optimizer_factory,
+            device=device,
+            progress=progress,
+            stopped=stopped,
+            towards=rounds_model,
+        )
+        own = read_tensors(model, schema.names)
+    except TrainError as error:
+        if error.reason != "diverged":
+            raise
+        own = {}
+    finally:
+        write_tensors(model, rounds_model)
+    if own and all(torch.isfinite(tensor).all() for tensor in own.values()):
+        return own
+    log.warning("the training of this client's own model diverged: it keeps the one that it had")
+    return None
 
 
 def personal_of(job: pb.JobSpec) -> Personal:
@@ -88,6 +104,13 @@ def personal_of(job: pb.JobSpec) -> Personal:
         raise SeamError(
             "bad_job", f"This client does not understand the job's [personal]: update it. {error}"
         ) from error
+
+
+def with_own(counts: Counts, own: Counts) -> Counts:
+    """Return the counts of the round's model, with the figures of a client's own model among their metrics."""
+    figures = figures_of(own)
+    others = {name: value for name, value in counts.metrics.items() if name not in figures}
+    return replace(counts, metrics=figures | dict(islice(others.items(), MAX_METRICS - len(figures))))
 
 
 def figures_of(own: Counts) -> dict[str, float]:

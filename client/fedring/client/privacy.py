@@ -177,7 +177,7 @@ def check_policy(policy: SitePolicy) -> None:
 
 
 def _name_of(command: pb.TrainCmd) -> str:
-    return f"{command.run_id} {command.epoch} {command.round}"
+    return f"{command.run_id} {command.epoch} {command.round} {command.model_digest}"
 
 
 def _overspent(policy: SitePolicy, ledger: Ledger, command: pb.TrainCmd) -> str:

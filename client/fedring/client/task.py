@@ -18,7 +18,7 @@ from fedring.client.transfer.correction import Correction
 from fedring.client.transfer.delivery import Delivery
 from fedring.client.transfer.fetch import ModelFetcher
 from fedring.client.transfer.partial import Sink
-from fedring.client.transfer.private import PrivateValues, check_finite, line_of
+from fedring.client.transfer.private import PrivateValues, check_finite, check_own, line_of
 from fedring.client.transfer.spool import Spool
 from fedring.client.transfer.update import TrainingReport, make_update, offer_of
 from fedring.codec import CodecError
@@ -337,6 +337,7 @@ class Task:
                 check_finite(private.tensors)
             personal = None
             if own is not None:
+                check_own(own, loaded.parts.not_frozen)
                 personal = PrivateValues(line, loaded.parts.not_frozen, own)
                 check_finite(own)
             trained = read_vectors(model, loaded.parts.shared.names)

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 from fedring.client.config import ClientConfig
 from fedring.client.errors import Refused, RoundOver, WrongModel
 from fedring.client.evaluation import Evaluation
-from fedring.client.personal import figures_of, personal_of, train_own
+from fedring.client.personal import personal_of, train_own, with_own
 from fedring.client.task import Task
 from fedring.daemon.tracing import span
 from fedring.data import DataError, Split, load_part, load_split
@@ -125,7 +125,7 @@ class DeclaredTrainer:
                 evaluation.check_frozen(loaded.model)
             if evaluation.job.personal and evaluation.load_own(loaded.model):
                 own = run_evaluator(loaded.evaluator, loaded.model, test, loss=loaded.loss, device=self._device)
-                counts = replace(counts, metrics={**counts.metrics, **figures_of(own)})
+                counts = with_own(counts, own)
             return counts
         except (SeamError, TrainError, DataError, WrongModel) as error:
             log.error("model %d was not evaluated: %s", evaluation.command.model_version, error)
@@ -176,7 +176,7 @@ class DeclaredTrainer:
         finally:
             self.in_users_code = False
 
-    def _train_own(self, loaded: LoadedJob, task: Task) -> dict[str, Tensor]:
+    def _train_own(self, loaded: LoadedJob, task: Task) -> dict[str, Tensor] | None:
         """Train the client's own model before the round's, whose values the loaded model has again afterwards."""
         if loaded.trainer is not None:
             raise SeamError(

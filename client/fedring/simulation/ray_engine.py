@@ -41,7 +41,7 @@ class Actors:
             why = str(error).partition("\n")[0].rstrip(".")
             raise Failure(f"engine=ray finds no cluster: {why}: set RAY_ADDRESS, or `ray start --head` here") from error
         try:
-            self._check_cpus(workers * setup.threads)
+            self._check_room(workers, setup.threads)
             actor = self._ray.remote(num_cpus=setup.threads)(_Actor)
             self._actors += [actor.remote() for _ in range(workers)]
             setups = [replace(setup, number=number, workers=workers) for number in range(workers)]
@@ -91,16 +91,23 @@ class Actors:
         if self._connected:
             self._ray.shutdown()
 
-    def _check_cpus(self, needed: int) -> None:
-        there = int(self._ray.cluster_resources().get("CPU", 0))
-        if needed > there:
-            raise Failure(f"the workers need {needed} CPUs, and the Ray cluster has {there}: set workers", Exit.CONFIG)
+    def _check_room(self, workers: int, threads: int) -> None:
+        """Check that the machines of the cluster have room for the workers; Ray would wait for room without end."""
+        machines = [machine for machine in self._ray.nodes() if machine["Alive"]]
+        room = sum(int(machine["Resources"].get("CPU", 0)) // threads for machine in machines)
+        if workers > room:
+            raise Failure(
+                f"workers = {workers} with threads = {threads} need more CPUs than the Ray cluster has, which has room "
+                f"for {room}",
+                Exit.CONFIG,
+            )
 
     def _result(self, reference: Any) -> Any:
         try:
             return succeeded(self._ray.get(reference))
         except self._ray.exceptions.RayError as error:
-            why = str(error).partition("\n")[0].rstrip(".")
+            lines = str(error).strip().splitlines()  # of a worker's own error, the last line says what it was
+            why = (lines[-1] if isinstance(error, self._ray.exceptions.RayTaskError) else lines[0]).rstrip(".")
             raise Failure(f"a worker of the simulation ended on the Ray cluster: {why}") from error
 
 

@@ -22,6 +22,8 @@ from safetensors import SafetensorError
 from fedring.client.transfer.control import OwnControl
 from fedring.codec import CodecError
 from fedring.control.failure import Failure
+from fedring.daemon.exits import Exit
+from fedring.privacy.account import epsilon
 from fedring.server.model.optimizer import OptimizerError
 from fedring.server.model.rule import RuleError
 from fedring.server.model.strategy import HISTORY, PastRound, StrategyError, with_settings
@@ -188,6 +190,8 @@ class _Run:
     def _run_rounds(self) -> None:
         abandoned, models = 0, list[ModelRow]()
         for number in range(1, self._job.rounds + 1):
+            if self._overspent(len(models) + 1):
+                return
             work = self._work(number)
             row = work.row()
             copies = 2 if work.command.control.digest else 1  # of the parameters: c is as large as they are
@@ -204,6 +208,21 @@ class _Run:
                 raise Failure(f"round {number} is abandoned, because {work.why}{because}".rstrip("."))
             if not work.reason and self._server.no_better(models):
                 return
+
+    def _overspent(self, rounds: int) -> bool:
+        """Return whether so many published rounds would cost more than dp.max_epsilon, so that the job ends before.
+
+        Raises:
+            Failure: It would end before its first round.
+        """
+        privacy = self._job.dp
+        if privacy is None or not privacy.max_epsilon:
+            return False
+        spent = epsilon([privacy.noise_multiplier] * rounds, privacy.delta)
+        if spent > privacy.max_epsilon and not self._rows:
+            text = f"dp.max_epsilon = {privacy.max_epsilon:g} is less than {spent:.3g}, the epsilon of one round"
+            raise Failure(text, Exit.CONFIG)
+        return spent > privacy.max_epsilon
 
     def _work(self, number: int) -> Work:
         """Run a round, and make its model, if that is possible."""

@@ -116,10 +116,11 @@ class Server:
         """
         job, updates, number, command = work.job, work.updates, work.number, work.command
         guarded, noisy = self._maker.guard(job, updates, self._last_median, job_round=number), None
+        clip = self._clip
         if job.dp is not None:
-            clip, secret = self._clip or job.dp.clip, os.urandom(SECRET_BYTES)
-            private = private_round(job.dp, updates, work.selected, clip, secret, RUN_ID)
-            guarded, noisy, self._clip = private.guarded, private.mean, private.next_clip
+            secret = os.urandom(SECRET_BYTES)
+            private = private_round(job.dp, updates, work.selected, clip or job.dp.clip, secret, RUN_ID)
+            guarded, noisy, clip = private.guarded, private.mean, private.next_clip
         model = self._maker.next(
             base,
             updates,
@@ -132,7 +133,7 @@ class Server:
             job_round=number,
             control_line=command.control.line,
         )
-        self._last_median = guarded.median_norm
+        self._last_median, self._clip = guarded.median_norm, clip
         for name in {*files_of(base)} - {*files_of(model), ""}:
             self._blobs.delete(name)
         return model

@@ -23,7 +23,6 @@ from fedring.client.trainer import load_job, train_locally
 from fedring.client.transfer.control import OwnControl
 from fedring.client.transfer.correction import Correction
 from fedring.client.transfer.download import HeldModel
-from fedring.client.transfer.private import check_finite
 from fedring.client.transfer.update import TrainingReport, Update, make_update
 from fedring.codec import CodecError
 from fedring.codec.digest import name_of
@@ -170,6 +169,7 @@ class Worker:
         loaded = self._loaded
         if self._held_out is None or not size_of(self._held_out):
             return Counts()
+        self._put_frozen_back()
         fill(loaded.model, self._schema, vectors)
         return run_evaluator(loaded.evaluator, loaded.model, self._held_out, loss=loaded.loss, device=self._device)
 
@@ -183,6 +183,7 @@ class Worker:
 
     def _evaluate_own(self, own: Own) -> tuple[Counts, dict[str, float]]:
         loaded, samples = self._loaded, subset(self._loaded.split.test, self._test_parts[own.client])
+        self._put_frozen_back()
         write_tensors(loaded.model, load_tensors(own.model))
         counts = run_evaluator(loaded.evaluator, loaded.model, samples, loss=loaded.loss, device=self._device)
         return counts, figures_of(counts)
@@ -204,9 +205,12 @@ class Worker:
         if self._base is None:
             raise ValueError("no round has begun")
         fill(self._loaded.model, self._schema, self._base.vectors)
-        if self._frozen:  # another client's trainer may have changed them
-            write_tensors(self._loaded.model, self._frozen)
+        self._put_frozen_back()
         return self._base
+
+    def _put_frozen_back(self) -> None:
+        if self._frozen:  # a client's trainer may have changed them
+            write_tensors(self._loaded.model, self._frozen)
 
     def _train_own(self, turn: Turn) -> bytes:
         loaded, how = self._loaded, self._personal
@@ -224,8 +228,7 @@ class Worker:
             start=load_tensors(turn.personal) if turn.personal else None,
             device=self._device,
         )
-        check_finite(own)
-        return save_tensors(own)
+        return save_tensors(own) if own else b""
 
     def _update(self, turn: Turn) -> tuple[Update, OwnControl | None]:
         """Do what fl-client does between the command and the upload."""

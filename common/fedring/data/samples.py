@@ -108,7 +108,7 @@ def load_split(load: Callable[[], Any]) -> Split:
         split = load()
     except DataError:
         raise
-    except Exception as error:  # the user's code may raise anything
+    except (Exception, SystemExit) as error:  # the user's code may raise anything
         raise DataError("no_data", f"The data cannot be loaded: {type(error).__name__}: {error}.") from error
     if not isinstance(split, Split):
         raise DataError("no_data", f"The data callable returned a {type(split).__name__}: let it return a Split.")

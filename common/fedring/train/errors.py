@@ -54,7 +54,7 @@ def failure_reason(error: Exception) -> str:
     return "out_of_memory" if isinstance(error, MemoryError | torch.OutOfMemoryError) else "train_error"
 
 
-def failure_detail(error: Exception) -> str:
+def failure_detail(error: BaseException) -> str:
     """Return the error's type and text, and the notes that say where it happened."""
     return "; ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
 

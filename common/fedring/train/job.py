@@ -309,6 +309,8 @@ class Job(BaseModel):
                 f"aggregation, update_clip and update_clip_factor belong to the mode federated: a {self.mode} job has "
                 "one update in each round"
             )
+        if self.aggregation.data and (self.private or self.shared != ["*"]):
+            raise ValueError("fltrust trains the whole model on the server: leave out shared and private")
         if shortage := self.aggregation.too_few(self.fewest_updates):
             raise ValueError(f"aggregation: {shortage}, in a round with the fewest clients that this job allows")
         return self

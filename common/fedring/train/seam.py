@@ -66,7 +66,7 @@ def build_model(name: str, args: dict[str, Any], seed: int, trusted: Sequence[st
         torch.default_generator.manual_seed(seed)
         try:
             model = build(**args)
-        except Exception as error:  # the user's code may raise anything
+        except (Exception, SystemExit) as error:  # the user's code may raise anything
             raise SeamError("no_model", f"The model {name} cannot be built with {args}: {_describe(error)}.") from error
     if not isinstance(model, nn.Module):
         raise SeamError("no_model", f"{name} returned a {type(model).__name__}: let it return a torch.nn.Module.")
@@ -95,7 +95,7 @@ def optimizer_factory(
     def make(parameters: Any, lr: float, momentum: float) -> torch.optim.Optimizer:
         try:
             optimizer = build(parameters, lr, momentum, **args)
-        except Exception as error:  # the user's code may raise anything
+        except (Exception, SystemExit) as error:  # the user's code may raise anything
             given = f"lr={lr:g}, momentum={momentum:g} and optimizer_args={args}"
             raise SeamError(
                 "bad_optimizer", f"The optimizer {name} cannot be made with {given}: {_describe(error)}."
@@ -126,7 +126,7 @@ def _import(module_name: str, name: str) -> ModuleType:
             "add its folder to PYTHONPATH, or correct the name."
         )
         raise SeamError("no_module", detail) from error
-    except Exception as error:  # the user's code may raise anything
+    except (Exception, SystemExit) as error:  # the user's code may raise anything
         raise SeamError("no_module", f"{module_name}, for {name}, cannot be imported: {_describe(error)}.") from error
 
 
@@ -169,5 +169,5 @@ def _missing(name: str, module_name: str, attribute: str, known: Iterable[str]) 
     return f"There is no {attribute} in {module_name}: {advice}"
 
 
-def _describe(error: Exception) -> str:
+def _describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).rstrip('.')}" if str(error) else type(error).__name__

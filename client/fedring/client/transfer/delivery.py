@@ -71,11 +71,12 @@ class Delivery:
         self._accept(spooled, assignment, residual)
         assignment.accepted_name = spooled.offer.name
 
-    def settle(self, assignment: Assignment) -> bool:
+    def settle(self, assignment: Assignment, *, send: bool = True) -> bool:
         """Deal with an update in the spool before the assignment is trained.
 
         Args:
             assignment: The round that the server wants.
+            send: Whether an update for this round may be sent; if not, it is dropped, unless it was accepted before.
 
         Returns:
             Whether there is nothing to train: the update was for this round and could be read, or the server could not
@@ -85,7 +86,7 @@ class Delivery:
         if spooled is None:
             return self._is_done(assignment)
         header, command = spooled.header, assignment.command
-        if (header.run_id, header.round, header.base_digest) == assignment.round_key:
+        if send and (header.run_id, header.round, header.base_digest) == assignment.round_key:
             log.info("sending the spooled update of round %d", header.round)
             try:
                 self.send(spooled, assignment)

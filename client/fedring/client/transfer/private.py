@@ -12,6 +12,7 @@ decides when the second file replaces the first, namely when the server has acce
 
 import hashlib
 import logging
+import os
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -70,6 +71,17 @@ def check_finite(tensors: Mapping[str, Tensor]) -> None:
             raise CodecError("non_finite", f"a value of the private tensor {name} is not finite")
 
 
+def check_own(own: Mapping[str, Tensor], schema: Schema) -> None:
+    """Check that the tensors of a client's own model are those that training may change.
+
+    Raises:
+        CodecError: With the reason wrong_schema, if they are not.
+    """
+    for entry in schema.entries:
+        if entry.name not in own or tuple(own[entry.name].shape) != entry.shape:
+            raise CodecError("wrong_schema", f"own has no tensor {entry.name} of the shape {list(entry.shape)}")
+
+
 class PrivateState:
     """The files of private values in one state folder, which the caller has locked.
 
@@ -115,7 +127,8 @@ class PrivateState:
                 if not wanted.items() <= (opened.metadata() or {}).items():
                     return None
                 tensors = {entry.name: opened.get_tensor(entry.name) for entry in schema.entries}
-                return PrivateValues(line, schema, tensors)
+            os.utime(file)  # those that are used are kept
+            return PrivateValues(line, schema, tensors)
         except FileNotFoundError:
             return None
         except SafetensorError as error:

@@ -331,7 +331,8 @@ class Spool:
         return True
 
     def _is_of_other_models(self, after: tuple[int, int]) -> bool:
-        if self._noted is None or (self._noted.epoch, self._noted.round) > after:
+        # An older server names no epoch: then the numbers of the rounds decide.
+        if self._noted is None or (self._noted.epoch if after[0] else 0, self._noted.round) > after:
             return False
         log.info("dropped the residual of round %d: this job does not continue that model", self._noted.round)
         return True

@@ -25,7 +25,7 @@ from fedring.train.job import Job
 from fedring.train.loop import seeded, train
 from fedring.train.plan import Plan
 from fedring.train.seam import optimizer_factory, resolve
-from fedring.train.state import read_vectors, write_vectors
+from fedring.train.state import read_vectors, schema_of, write_vectors
 from fedring.train.user_trainer import run_trainer
 
 
@@ -75,13 +75,15 @@ class OwnUpdates:
         write_vectors(model, schema, base, partial=True)
         try:
             _train(model, self.load(job), job, job_round=job_round, seed=seed, trusted=self._config.trusted)
+            if clause := schema.difference(schema_of(model, schema.names)):
+                raise TrainError("wrong_schema", f"its trainer has changed the model: {clause}")
+            delta = read_vectors(model, schema.names).parameters - base.parameters
         except SeamError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # the user's code may raise anything
             known = isinstance(error, TrainError | DataError)
             detail = str(error).rstrip(".") if known else failure_detail(error)
             raise RuleError("no_server_update", f"the server cannot train: {detail}") from error
-        delta = read_vectors(model, schema.names).parameters - base.parameters
         if not np.isfinite(delta).all():
             raise RuleError("no_server_update", "the server's own update has a value that is not finite")
         payload = encode(delta, Encoding("fp32"))

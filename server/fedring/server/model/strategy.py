@@ -5,7 +5,8 @@ A class that `[aggregation] rule = "module:attribute"` names may have, beside th
 model that a round has published. Each is optional, and a class without the method of a rule averages.
 
 An object is made anew for each call, and is told all that it may depend on. So a restarted server, and a simulation, do
-the same as a server that was never stopped.
+the same as a server that was never stopped, but for one thing: a server that is killed while a model is evaluated goes
+on without the figures of that evaluation.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

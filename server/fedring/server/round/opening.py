@@ -104,14 +104,16 @@ class RoundOpener:
         rules = rules_of(open_.job, grace=self._config.lost_after_seconds)
         open_.accepted = {update.client_id: update for update in updates}
         open_.started = time.monotonic() - elapsed
-        if spec.dp is not None and any(update.epoch != facts.store.epoch for update in updates):
-            open_.stop_reason = "restored"  # its model may be published already, with other noise
         selected, delivered = frozenset(row.selected), frozenset(open_.accepted)
         # An aggregation that the restart cut off is simply due again.
         # When updates came is not kept: they came no later than now.
         seconds_each = (elapsed,) * len(delivered)
         resumed = Round(row.round, rules, Phase.TRAINING, 0.0, selected, delivered, seconds_each)
         rounds.handle(Resumed(resumed, RECOVERY_SECONDS, elapsed))
+        if spec.dp is not None and any(update.epoch != facts.store.epoch for update in updates):
+            open_.failures.append("the server was restored, and may have published its model before, with other noise")
+            rounds.handle(Abandoned("restored"))
+            return
         rounds.gather(resumed=True)
         for session in self._sessions:
             if session.matched:

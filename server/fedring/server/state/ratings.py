@@ -36,7 +36,7 @@ def versions_to_keep(
         rules: The key best_by of each job, by its id.
         newest: How many of the newest models are kept, at least one.
         jobs: Of how many of the last jobs that published a model the newest and the best one are kept.
-        bases: Versions that are in use, or will be.
+        bases: Versions that are in use, or will be. They keep everything.
     """
     rows = sorted(models, key=lambda row: -row.version)
     kept = {row.version for row in rows[: max(newest, 1)]}
@@ -45,4 +45,5 @@ def versions_to_keep(
         mine = [row for row in rows if row.job_id == job_id]
         complete |= {mine[0].version, (best_of(mine, rules.get(job_id, "")) or mine[0]).version}
     present = {row.version for row in rows}
-    return (kept | complete | set(bases)) & present, complete
+    complete |= set(bases) & present
+    return kept | complete, complete

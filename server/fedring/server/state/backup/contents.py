@@ -37,9 +37,12 @@ NAMED_BLOBS = """
     UNION ALL SELECT residual_blob, 'the residual of model ' || version, NULL FROM models WHERE residual_blob != ''
     UNION ALL
     SELECT optimizer_blob, 'the optimizer state of model ' || version, NULL FROM models WHERE optimizer_blob != ''
+"""
+CONTROL_BLOBS = """
     UNION ALL
     SELECT control_blob, 'the control variate of model ' || version, NULL FROM models WHERE control_blob != ''
 """
+"""Databases of older versions have no control variates."""
 _OPEN_ROUND = """
     SELECT coalesce(max(round), 0) FROM rounds JOIN jobs USING (job_id)
     WHERE ended_at IS NULL AND jobs.state = 'running'
@@ -231,7 +234,8 @@ def digest_of(path: Path) -> str:
 
 def _named(connection: sqlite3.Connection) -> Iterator[NamedBlob]:
     seen: set[str] = set()
-    for digest, owner, size in connection.execute(NAMED_BLOBS):
+    columns = {name for _, name, *_ in connection.execute("PRAGMA table_info(models)")}
+    for digest, owner, size in connection.execute(NAMED_BLOBS + (CONTROL_BLOBS if "control_blob" in columns else "")):
         if not is_name(digest):
             raise BackupError(f"{FACTS} is damaged: it names {digest!r} as the file of {owner}")
         if digest not in seen:
