@@ -144,7 +144,7 @@ def test_actors_on_a_ray_cluster_make_the_model_of_local_workers_byte_for_byte(t
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     }
     job = tmp_path / "job.json"
-    job.write_text(json.dumps(COMMON | JOBS["error feedback, buffers, dropout"]))
+    job.write_text(json.dumps(COMMON | JOBS["control variates, own models, buffers, error feedback"]))
 
     def flctl(out: str, *options: str) -> subprocess.CompletedProcess[str]:
         given = ["--clients", str(CLIENTS), "--threads", "1", "--out", str(tmp_path / out), *options]
@@ -164,7 +164,9 @@ def test_actors_on_a_ray_cluster_make_the_model_of_local_workers_byte_for_byte(t
     models = [(tmp_path / engine / "model.safetensors").read_bytes() for engine in ("local", "ray")]
     assert models[0] == models[1]
     assert refused.returncode == Exit.CONFIG
-    assert refused.stderr == "flctl: the workers need 3 CPUs, and the Ray cluster has 2: set workers\n"
+    assert refused.stderr == (
+        "flctl: workers = 3 with threads = 1 need more CPUs than the Ray cluster has, which has room for 2\n"
+    )
 
 
 @pytest.mark.skipif(importlib.util.find_spec("ray") is not None, reason="Ray is installed")
