@@ -1,7 +1,6 @@
 """What a client demands of jobs, whatever the server says, and what it has spent of its privacy."""
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
@@ -9,7 +8,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fedring.daemon.config import ConfigError
-from fedring.daemon.durable import sync
+from fedring.daemon.durable import replace_durably
 from fedring.privacy.account import NoAccountant, check_accountant, epsilon
 from fedring.train.bounds import MAX_COUNT, Count, NonNegative
 from fedring.train.privacy_table import ClientPrivacy
@@ -107,14 +106,8 @@ class Ledger:
         self._last, self._counts = name, counts
 
     def _write(self, last: str, counts: Mapping[float, int]) -> None:
-        new = self._path.with_name(f"{LEDGER}.new")
         text = json.dumps({"last": last, "rounds": {repr(multiplier): count for multiplier, count in counts.items()}})
-        with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        new.replace(self._path)
-        sync(self._path.parent)
+        replace_durably(self._path, text.encode())
 
 
 def dp_of(job: pb.JobSpec) -> ClientPrivacy | None:

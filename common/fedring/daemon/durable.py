@@ -3,6 +3,7 @@
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 
 def sync(path: Path) -> None:
@@ -20,3 +21,29 @@ def delete(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
+
+
+def create(path: Path) -> Any:
+    """Open a file for writing that only its owner may read. A file that is there is emptied."""
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "wb")
+
+
+def write_durably(path: Path, data: bytes) -> None:
+    """Write a whole file and sync it. Its name is durable once its folder has been synced, too."""
+    with create(path) as file:
+        file.write(data)
+        make_durable(file)
+
+
+def make_durable(file: Any) -> None:
+    """Make all that was written to an open file durable."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def replace_durably(path: Path, data: bytes) -> None:
+    """Put a whole file in the place of the one that may be there, durably, or leave that one as it is."""
+    new = path.with_name(f"{path.name}.new")
+    write_durably(new, data)
+    new.replace(path)
+    sync(path.parent)

@@ -12,11 +12,12 @@ from pathlib import Path
 
 from fedring.codec.digest import is_name
 from fedring.daemon.config import ConfigError
+from fedring.daemon.durable import write_durably
 from fedring.server.state.backup.exchange import refuse_pending
 from fedring.server.state.blobs import FileBlobs
 from fedring.server.state.database import meaning_of
 from fedring.server.state.failures import StorageError
-from fedring.server.state.files import BLOBS, FACTS, STATE_ID, database_url, write_durably
+from fedring.server.state.files import BLOBS, FACTS, STATE_ID, database_url
 from fedring.server.state.rows import TokenRow
 from fedring.server.state.store import SqlStore
 

@@ -9,10 +9,9 @@ from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from fedring.daemon.durable import sync
+from fedring.daemon.durable import make_durable, replace_durably
 from fedring.privacy.noise import SECRET_BYTES
 from fedring.server.state.blobs import storage_error
-from fedring.server.state.files import write_durably
 
 _PREFIX = "noise-"
 
@@ -34,10 +33,8 @@ def noise_secret(folder: Path, name: str) -> bytes:
         except FileNotFoundError:
             secret = b""
         if len(secret) != SECRET_BYTES or not any(secret):
-            secret, new = os.urandom(SECRET_BYTES), path.with_name(f"{path.name}.new")
-            write_durably(new, secret)
-            new.replace(path)
-            sync(folder)
+            secret = os.urandom(SECRET_BYTES)
+            replace_durably(path, secret)
         return secret
 
 
@@ -52,8 +49,7 @@ def erase_noise_secrets(folder: Path, *, keep: Container[str] = ()) -> None:
             if path.name.removeprefix(_PREFIX) not in keep:
                 with path.open("r+b") as file:
                     file.write(bytes(SECRET_BYTES))
-                    file.flush()
-                    os.fsync(file.fileno())
+                    make_durable(file)
                 path.unlink()
 
 

@@ -18,9 +18,10 @@ from typing import Any
 
 from fedring.codec.digest import Digest, is_called, is_name
 from fedring.daemon.config import ConfigError
+from fedring.daemon.durable import create, make_durable
 from fedring.daemon.exits import Exit
 from fedring.server.state.database import MIGRATIONS
-from fedring.server.state.files import BLOBS, FACTS, create, make_durable
+from fedring.server.state.files import BLOBS, FACTS
 
 FORMAT = 1
 MANIFEST = "backup.json"

@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from fedring.daemon.config import ConfigError
-from fedring.daemon.durable import sync
+from fedring.daemon.durable import create, sync, write_durably
 from fedring.daemon.exits import Exit
 from fedring.server.state.backup.contents import (
     FORMAT,
@@ -31,7 +31,7 @@ from fedring.server.state.backup.contents import (
     schema_version,
 )
 from fedring.server.state.backup.exchange import refuse_pending
-from fedring.server.state.files import BLOBS, FACTS, STATE_ID, create, write_durably
+from fedring.server.state.files import BLOBS, FACTS, STATE_ID
 from fedring.version import SOFTWARE
 
 _ATTEMPTS = 10

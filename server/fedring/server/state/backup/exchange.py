@@ -17,8 +17,8 @@ from pathlib import Path
 
 from fedring.daemon.config import ConfigError
 from fedring.daemon.crash import crashpoint
-from fedring.daemon.durable import sync
-from fedring.server.state.files import BLOBS, FACTS, PARTIAL, STATE_ID, write_durably
+from fedring.daemon.durable import sync, write_durably
+from fedring.server.state.files import BLOBS, FACTS, PARTIAL, STATE_ID
 
 DRAFT = "restoring.partial"
 _STAGED, _ASIDE = "restoring", "replaced-"

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fedring.daemon.config import ConfigError
-from fedring.daemon.durable import sync
+from fedring.daemon.durable import create, make_durable, sync
 from fedring.daemon.lock import StateInUse, StateLock
 from fedring.server.state.backup import exchange
 from fedring.server.state.backup.contents import (
@@ -30,7 +30,7 @@ from fedring.server.state.backup.contents import (
     read_contents,
 )
 from fedring.server.state.database import EPOCH, StoreError, epoch_in
-from fedring.server.state.files import BLOBS, FACTS, STATE_ID, create, make_durable
+from fedring.server.state.files import BLOBS, FACTS, STATE_ID
 
 _ORIGIN = "restored_from"  # in the table `meta`: the manifest's digest of the database that was restored
 
