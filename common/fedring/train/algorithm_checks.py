@@ -24,6 +24,20 @@ SCAFFOLD: Mapping[str, object] = {
 PERSONAL: Mapping[str, object] = {"mode": "federated", "trainer": "", "shared": ["*"], "private": []}
 """What the table [personal] needs: the built-in loop trains a client's whole model."""
 
+PRIVATE: Mapping[str, tuple[object, str]] = {
+    "mode": ("federated", "the other modes do not bound what one client contributes"),
+    "weights": ("uniform", "numbers of samples are not private"),
+    "evaluate": (False, "the clients' evaluations are not private; evaluate_on_server may be true"),
+    "normalize_steps": (False, "numbers of steps are not private"),
+    "scaffold": (False, "control variates are made of updates that are not clipped"),
+    "update_clip": (0.0, "dp.clip takes its place"),
+    "update_clip_factor": (0.0, "dp.clip takes its place"),
+    "close_at_minimum": (False, "another client would take the place of one that does not deliver"),
+    "straggler_factor": (0.0, "one client's time would decide which others count"),
+    "aggregation.rule": (MEAN, "the noise is not made for other rules"),
+}
+"""What the table [dp] needs, and why."""
+
 
 def check_keys(job: object, cause: str, needs: Mapping[str, object]) -> None:
     """Check that keys of a job have the values that an algorithm needs.
@@ -39,6 +53,28 @@ def check_keys(job: object, cause: str, needs: Mapping[str, object]) -> None:
     for key, needed in needs.items():
         if (found := _value(job, key, needed)) != needed:
             raise ValueError(f"{cause} needs {key} = {json.dumps(needed)}, and it is {json.dumps(found)}")
+
+
+def check_private(job: object, best_by: str) -> None:
+    """Check that a job with differential privacy has no key that would reveal what the noise does not cover.
+
+    Args:
+        job: The job.
+        best_by: Its key best_by.
+
+    Raises:
+        ValueError: If a key has another value than it must have; the sentence says why.
+    """
+    for key, (needed, why) in PRIVATE.items():
+        if (found := _value(job, key, needed)) != needed:
+            raise ValueError(f"dp: {key} is {_written(found)}, and must be {_written(needed)}, because {why}")
+    if " train/" in best_by:
+        why = "figures of the training are not private"
+        raise ValueError(f"dp: best_by = {_written(best_by)} is never known, because {why}")
+
+
+def _written(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else json.dumps(value)
 
 
 def _value(job: object, path: str, default: object) -> object:

@@ -7,7 +7,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 
 from fedring.codec.encoding import NAMES, TILE, Encoding
 from fedring.train.aggregation_table import MEAN, Aggregation
-from fedring.train.algorithm_checks import PERSONAL, SCAFFOLD, check_keys
+from fedring.train.algorithm_checks import PERSONAL, SCAFFOLD, check_keys, check_private
 from fedring.train.bounds import (
     MAX_JOB_BYTES,
     MAX_SAMPLES,
@@ -26,7 +26,7 @@ from fedring.train.labels import WantedLabels
 from fedring.train.metrics import check_rule
 from fedring.train.personal_table import Personal
 from fedring.train.pipeline_table import Pipeline
-from fedring.train.privacy_table import ClientPrivacy, unfit
+from fedring.train.privacy_table import ClientPrivacy
 from fedring.train.round_settings import (
     SCHEDULED,
     Epochs,
@@ -317,9 +317,8 @@ class Job(BaseModel):
 
     @model_validator(mode="after")
     def _can_be_private(self) -> Self:
-        if self.dp is not None and (sentence := unfit(self.model_dump(exclude={"dp"}))):
-            raise ValueError(f"dp: {sentence}")
         if self.dp is not None:
+            check_private(self, self.best_by)
             self.dp.sum_multiplier(self.fewest_updates)
             if self.dp.delta * self.fewest_updates >= 1:
                 raise ValueError(f"dp.delta = {self.dp.delta:g} must be below 1 / {self.fewest_updates} clients")

@@ -1,9 +1,7 @@
 """The table [dp] of a job: differential privacy for whole clients, with noise that the server adds."""
 
-import json
-from collections.abc import Mapping
 from math import sqrt
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -69,34 +67,3 @@ class ClientPrivacy(BaseModel):
                 "adaptive = false and choose clip"
             )
         return 1.0 / sqrt(self.noise_multiplier**-2 - count**-2)
-
-
-def unfit(job: Mapping[str, Any]) -> str:
-    """Return why a job cannot have differential privacy, or "" if it can.
-
-    Args:
-        job: its other settings.
-    """
-    needed = {
-        "mode": ("federated", "the other modes do not bound what one client contributes"),
-        "weights": ("uniform", "numbers of samples are not private"),
-        "evaluate": (False, "the clients' evaluations are not private; evaluate_on_server may be true"),
-        "normalize_steps": (False, "numbers of steps are not private"),
-        "scaffold": (False, "control variates are made of updates that are not clipped"),
-        "update_clip": (0.0, "dp.clip takes its place"),
-        "update_clip_factor": (0.0, "dp.clip takes its place"),
-        "close_at_minimum": (False, "another client would take the place of one that does not deliver"),
-        "straggler_factor": (0.0, "one client's time would decide which others count"),
-    }
-    for key, (value, why) in needed.items():
-        if job[key] != value:
-            return f"{key} is {_written(job[key])}, and must be {_written(value)}, because {why}"
-    if (rule := job["aggregation"]["rule"]) != "mean":
-        return f'aggregation.rule is "{rule}", and must be "mean", because the noise is not made for other rules'
-    if " train/" in job["best_by"]:
-        return f"best_by = {_written(job['best_by'])} is never known, because figures of the training are not private"
-    return ""
-
-
-def _written(value: object) -> str:
-    return f"{value:g}" if isinstance(value, float) else json.dumps(value)
