@@ -38,6 +38,17 @@ PRIVATE: Mapping[str, tuple[object, str]] = {
 }
 """What the table [dp] needs, and why."""
 
+SECURE: Mapping[str, tuple[object, str]] = {
+    "mode": ("federated", "the workers of the other modes see each other's gradients"),
+    "evaluate": (False, "the clients' evaluations are not masked; evaluate_on_server may be true"),
+    "normalize_steps": (False, "numbers of steps are not masked"),
+    "scaffold": (False, "control variates are made of single updates"),
+    "update_clip_factor": (0.0, "nobody knows the norm of one update"),
+    "close_at_minimum": (False, "the server would choose whose updates count"),
+    "straggler_factor": (0.0, "the server would choose whose updates count"),
+}
+"""What the table [secure_aggregation] needs, and why."""
+
 
 def check_keys(job: object, cause: str, needs: Mapping[str, object]) -> None:
     """Check that keys of a job have the values that an algorithm needs.
@@ -65,12 +76,30 @@ def check_private(job: object, best_by: str) -> None:
     Raises:
         ValueError: If a key has another value than it must have; the sentence says why.
     """
-    for key, (needed, why) in PRIVATE.items():
+    _check_needs(job, "dp", PRIVATE, best_by, "figures of the training are not private")
+
+
+def check_secure(job: object, best_by: str) -> None:
+    """Check that a job with secure aggregation has no key that needs single updates; arguments as check_private.
+
+    Raises:
+        ValueError: If a key has another value than it must have; the sentence says why.
+    """
+    _check_needs(job, "secure_aggregation", SECURE, best_by, "figures of the training are not masked")
+    rule, group_size = _value(job, "aggregation.rule", MEAN), _value(job, "secure_aggregation.group_size", 0)
+    if rule != MEAN and not group_size:
+        why = "the server has one sum, and no updates to compare: set secure_aggregation.group_size"
+        raise ValueError(
+            f"secure_aggregation: aggregation.rule is {_written(rule)}, and must be {_written(MEAN)}, because {why}"
+        )
+
+
+def _check_needs(job: object, table: str, needs: Mapping[str, tuple[object, str]], best_by: str, figures: str) -> None:
+    for key, (needed, why) in needs.items():
         if (found := _value(job, key, needed)) != needed:
-            raise ValueError(f"dp: {key} is {_written(found)}, and must be {_written(needed)}, because {why}")
+            raise ValueError(f"{table}: {key} is {_written(found)}, and must be {_written(needed)}, because {why}")
     if " train/" in best_by:
-        why = "figures of the training are not private"
-        raise ValueError(f"dp: best_by = {_written(best_by)} is never known, because {why}")
+        raise ValueError(f"{table}: best_by = {_written(best_by)} is never known, because {figures}")
 
 
 def _written(value: object) -> str:

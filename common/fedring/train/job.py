@@ -7,7 +7,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 
 from fedring.codec.encoding import NAMES, TILE, Encoding
 from fedring.train.aggregation_table import MEAN, Aggregation
-from fedring.train.algorithm_checks import PERSONAL, SCAFFOLD, check_keys, check_private
+from fedring.train.algorithm_checks import PERSONAL, SCAFFOLD, check_keys, check_private, check_secure
 from fedring.train.bounds import (
     MAX_JOB_BYTES,
     MAX_SAMPLES,
@@ -37,6 +37,7 @@ from fedring.train.round_settings import (
     check_schedules,
     settings_of,
 )
+from fedring.train.secure_table import SecureAggregation
 from fedring.train.sharing import Sharing
 from fedring.train.start import NEWEST, Start
 
@@ -194,6 +195,9 @@ class Job(BaseModel):
     dp: ClientPrivacy | None = Field(
         None, description="differential privacy for whole clients; none = the models are not private (federated)"
     )
+    secure_aggregation: SecureAggregation | None = Field(
+        None, description="the server learns sums of updates only; none = it sees each update (federated)"
+    )
 
     data_parallel: DataParallel = Field(
         default_factory=lambda: DataParallel.model_validate({}),
@@ -322,6 +326,16 @@ class Job(BaseModel):
             self.dp.sum_multiplier(self.fewest_updates)
             if self.dp.delta * self.fewest_updates >= 1:
                 raise ValueError(f"dp.delta = {self.dp.delta:g} must be below 1 / {self.fewest_updates} clients")
+        return self
+
+    @model_validator(mode="after")
+    def _can_be_aggregated_securely(self) -> Self:
+        if self.secure_aggregation is not None:
+            check_secure(self, self.best_by)
+            weighted = self.weights == "samples"
+            self.secure_aggregation.check(
+                fewest=self.fewest_updates, needed=self.min_clients_to_aggregate, weighted=weighted
+            )
         return self
 
     @model_validator(mode="after")

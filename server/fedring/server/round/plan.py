@@ -74,6 +74,7 @@ def job_spec(job: Job, job_id: int) -> pb.JobSpec:
         shared=job.shared,
         private=job.private,
         dp=job.dp.model_dump_json() if job.dp else "",
+        secure_aggregation=job.secure_aggregation.model_dump_json() if job.secure_aggregation else "",
         min_results=job.min_clients_to_aggregate,
         personal=job.personal.model_dump_json() if job.personal else "",
     )
@@ -103,6 +104,8 @@ def train_cmd(job: Job, spec: pb.JobSpec, *, number: int, job_round: int) -> pb.
     # A group sends its result only once, so it need not be made smaller.
     encoding = Encoding("fp32") if job.grouped else job.upload_encoding
     settings = job.settings_of(job_round)
+    # A client that does not know of secure aggregation does not know this name either, and sends nothing.
+    name = "masked" if job.secure_aggregation else encoding.name
     return pb.TrainCmd(
         round=number,
         job_round=job_round,
@@ -115,7 +118,5 @@ def train_cmd(job: Job, spec: pb.JobSpec, *, number: int, job_round: int) -> pb.
         mu=job.mu,
         seed=job.seed * 1_000_003 + job_round,
         without_evaluation=not job.evaluate,
-        encoding=pb.Encoding(
-            name=encoding.name, chunk=encoding.chunk, keep_ratio=encoding.keep_ratio, step=encoding.step
-        ),
+        encoding=pb.Encoding(name=name, chunk=encoding.chunk, keep_ratio=encoding.keep_ratio, step=encoding.step),
     )

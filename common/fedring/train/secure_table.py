@@ -1,0 +1,81 @@
+"""The table [secure_aggregation] of a job: the server learns sums of updates only."""
+
+from typing import Annotated, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from fedring.secure.limits import MAX_GROUP, MIN_GROUP, threshold
+from fedring.secure.masks import MAX_BITS
+from fedring.train.bounds import Positive, Seconds
+
+MAX_BLOCK = 8192
+
+
+class SecureAggregation(BaseModel):
+    """All settings of secure aggregation. Unknown keys are errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    levels: int = Field(
+        7, ge=1, le=32767, description="levels on each side of zero to which the values of an update are rounded"
+    )
+    step: Positive = Field(
+        0.5, le=1000, description="distance between two levels, in units of the root mean square of the last aggregate"
+    )
+    first_norm: Positive = Field(
+        1.0, le=1e12, description="about how long the mean update of the first round is, which sets the first levels"
+    )
+    block: int = Field(
+        256, ge=16, le=MAX_BLOCK, description="number of neighbouring values that share one step, a power of two"
+    )
+    keep_ratio: Annotated[float, Field(gt=0, le=1)] = Field(
+        1.0,
+        description="share of the blocks that is sent in each round: half of them those that changed most in the last "
+        "aggregate, the others drawn; what is not sent waits in each client",
+    )
+    max_weight: int = Field(
+        1000, ge=1, le=1 << 20, description='largest weight of one client\'s update, with weights = "samples"'
+    )
+    group_size: int = Field(
+        0,
+        ge=0,
+        le=MAX_GROUP,
+        description=f"clients in a group, drawn anew for each round: the server learns the sum of each group; 0 = as "
+        f"few groups as possible, of at most {MAX_GROUP}",
+    )
+    step_seconds: Seconds = Field(
+        30.0, description="longest time of each step in which clients exchange keys and shares, or remove masks"
+    )
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        if self.block & (self.block - 1):
+            raise ValueError(f"block must be a power of two, and is {self.block}")
+        if 0 < self.group_size < MIN_GROUP:
+            raise ValueError(f"group_size must be 0 or at least {MIN_GROUP}, and is {self.group_size}")
+        return self
+
+    def check(self, *, fewest: int, needed: int, weighted: bool) -> None:
+        """Check that rounds of a job can be aggregated securely.
+
+        Args:
+            fewest: the fewest clients of a round, if none of them fails.
+            needed: the job's min_clients_to_aggregate.
+            weighted: whether updates count by their numbers of samples.
+
+        Raises:
+            ValueError: the sentence says which key must change.
+        """
+        smallest = self.group_size or MIN_GROUP
+        if fewest < smallest:
+            raise ValueError(
+                f"secure_aggregation needs rounds of at least {smallest} clients, and this job's may have {fewest}"
+            )
+        if not self.group_size and needed < threshold(min(fewest, MAX_GROUP)):
+            raise ValueError(
+                f"secure_aggregation: min_clients_to_aggregate is {needed}, and must be at least "
+                f"{threshold(min(fewest, MAX_GROUP))}: more than two thirds of the {fewest} clients of a round"
+            )
+        most = 2 * MAX_GROUP * self.levels * (self.max_weight if weighted else 1)
+        if most.bit_length() > MAX_BITS:
+            raise ValueError(f"secure_aggregation: levels times max_weight is too large for sums of {MAX_BITS} bits")
