@@ -59,3 +59,12 @@ def test_a_model_without_evaluation_has_no_accuracy() -> None:
     assert unclassified.loss == 0.5
     assert (message.digest, message.schema_hash) == ("blake3-" + "ab" * 32, b"\xef" * 32)
     assert isinstance(message, pb.Model)
+
+
+def test_a_round_with_secure_aggregation_says_what_was_lost_in_which_step() -> None:
+    stats = {"secure": {"groups": 2, "lost": {"keys": 1, "unmask": 2}, "seconds": {"keys": 0.5}}}
+    message = round_message(RoundRow(4, 2, 1, "published", 1.5, stats=stats))
+    assert (message.secure.step, message.secure.groups) == ("done", 2)
+    assert dict(message.secure.lost) == {"keys": 1, "unmask": 2}
+    assert dict(message.secure.seconds) == {"keys": 0.5}
+    assert not round_message(RoundRow(4, 2, 1, "published", 1.5)).HasField("secure")

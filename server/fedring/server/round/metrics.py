@@ -20,6 +20,7 @@ from fedring.server.round import machine as rd
 from fedring.server.round.events import Phase, Presence, Round, State
 from fedring.server.round.guard_metrics import GuardMetrics
 from fedring.server.round.named_metrics import NamedMetrics
+from fedring.server.round.secure_metrics import SecureMetrics
 from fedring.server.state.facts import Facts
 from fedring.server.state.rows import UpdateRow
 from fedring.v1 import control_pb2, federation_pb2, rendezvous_pb2
@@ -69,6 +70,7 @@ class Metrics:
         registry.register(self.guard)
         self.named = NamedMetrics()
         registry.register(self.named)
+        self.secure = SecureMetrics(registry)
         self._began = 0.0  # the training of the round in progress, monotonic
         self._declare_rounds()
         self._declare_updates()
@@ -121,6 +123,12 @@ class Metrics:
         self._accuracy = new.gauge("fl_server_model_accuracy_ratio", text)
         for gauge in (self._loss, self._accuracy):
             gauge.set(nan)
+
+        text = (
+            "Epsilon of all published rounds with [dp] together, for the delta of the newest such job; NaN = not known."
+        )
+        self.epsilon = new.gauge("fl_server_privacy_epsilon", text)
+        self.epsilon.set(nan)
 
     def _declare_process(self) -> None:
         new = self.registry

@@ -48,8 +48,19 @@ def round_message(row: RoundRow, *, delivered: int | None = None) -> pb.Round:
         metrics=stats.get("metrics"),
         settings=stats.get("settings"),
         warnings=stats.get("warnings"),
+        secure=_secure_message(stats["secure"]) if "secure" in stats else None,
         missing=[name for name in row.selected if name not in delivered_ids] if row.ended_at else [],
         clients=clients,
+    )
+
+
+def _secure_message(stats: dict[str, Any]) -> pb.SecureProgress:
+    """Return what came of a round's secure aggregation, as the round's row keeps it."""
+    return pb.SecureProgress(
+        step="done",
+        groups=stats.get("groups", 0),
+        lost=stats.get("lost"),
+        seconds=stats.get("seconds"),
     )
 
 
