@@ -133,7 +133,7 @@ FEDERATION = Dashboard(
             Panel("Privacy spent (ε)", "short", {"{{instance}}": "fl_server_privacy_epsilon"},
                   text="Of all published rounds with [dp] together, for the delta of the newest such job."),
             Panel("Clients lost in secure aggregation, per hour", "short",
-                  {"{{step}}": f"3600 * {rate('fl_server_secure_lost_total', 'step')}"}),
+                  {"{{step}}": f"3600 * {rate('fl_server_secure_lost_clients_total', 'step')}"}),
             Panel("Time of each step of secure aggregation", "s",
                   {"{{step}}": mean("fl_server_secure_step_seconds", "step")}),
         ),

@@ -35,7 +35,6 @@ from fedring.server.round.events import (
     State,
 )
 from fedring.server.round.metrics import REJECTIONS, Metrics
-from fedring.server.round.secure_metrics import STEPS
 from fedring.server.state.rows import UpdateRow
 
 OTHERS = {
@@ -235,12 +234,5 @@ def test_refusals_handshakes_and_connections_are_exported_as_the_guard_counted_t
     assert value(metrics, "fl_server_connections_total") == 3
 
 
-def test_what_secure_aggregation_has_lost_and_how_long_it_took_are_counted_by_step(metrics: Metrics) -> None:
-    for step in STEPS:
-        assert value(metrics, "fl_server_secure_lost_total", step=step) == 0
-    metrics.secure.ended({"groups": 1, "lost": {"keys": 2, "unmask": 1}, "seconds": {"unmask": 0.25}})
-    metrics.secure.ended(None)
-    assert value(metrics, "fl_server_secure_lost_total", step="keys") == 2
-    assert value(metrics, "fl_server_secure_lost_total", step="unmask") == 1
-    assert value(metrics, "fl_server_secure_step_seconds_sum", step="unmask") == 0.25
+def test_epsilon_is_not_known_at_first(metrics: Metrics) -> None:
     assert isnan(value(metrics, "fl_server_privacy_epsilon"))

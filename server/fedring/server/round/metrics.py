@@ -20,7 +20,6 @@ from fedring.server.round import machine as rd
 from fedring.server.round.events import Phase, Presence, Round, State
 from fedring.server.round.guard_metrics import GuardMetrics
 from fedring.server.round.named_metrics import NamedMetrics
-from fedring.server.round.secure_metrics import SecureMetrics
 from fedring.server.state.facts import Facts
 from fedring.server.state.rows import UpdateRow
 from fedring.v1 import control_pb2, federation_pb2, rendezvous_pb2
@@ -70,7 +69,6 @@ class Metrics:
         registry.register(self.guard)
         self.named = NamedMetrics()
         registry.register(self.named)
-        self.secure = SecureMetrics(registry)
         self._began = 0.0  # the training of the round in progress, monotonic
         self._declare_rounds()
         self._declare_updates()

@@ -10,7 +10,6 @@ from fedring.server.state.journal import rfc3339
 from fedring.server.state.rows import EvaluationRow, EventRow, JobRow, ModelRow, RoundRow
 from fedring.train.start import NEWEST, spelled
 from fedring.v1 import control_pb2 as pb
-from fedring.v1.privacy_pb2 import SecureProgress
 
 
 def round_message(row: RoundRow, *, delivered: int | None = None) -> pb.Round:
@@ -49,21 +48,8 @@ def round_message(row: RoundRow, *, delivered: int | None = None) -> pb.Round:
         metrics=stats.get("metrics"),
         settings=stats.get("settings"),
         warnings=stats.get("warnings"),
-        secure=_secure_message(stats["secure"]) if "secure" in stats else None,
         missing=[name for name in row.selected if name not in delivered_ids] if row.ended_at else [],
         clients=clients,
-    )
-
-
-def _secure_message(stats: dict[str, Any]) -> SecureProgress:
-    """Return how far a round's secure aggregation is, or what came of it, as the round's row keeps it."""
-    return SecureProgress(
-        step=stats.get("step", ""),
-        groups=stats.get("groups", 0),
-        answered=stats.get("answered", 0),
-        asked=stats.get("asked", 0),
-        lost={step: count for step, count in stats.get("lost", {}).items() if count},
-        seconds=stats.get("seconds"),
     )
 
 

@@ -110,7 +110,6 @@ class Rounds:
     def end(self, row: RoundRow) -> None:
         """Let go of the round in progress, which is over."""
         self.open, self.last = None, row
-        self._metrics.secure.ended(row.stats.get("secure"))
 
     def matched(self, client: str) -> None:
         """Note that the client watches both ways. It counts from now on, and is sent what it is waited for with."""
