@@ -35,7 +35,9 @@ async def publish(facts: Facts, models: Models, privacy: RoundPrivacy, open_: Op
         StorageError, CodecError, OptimizerError, RuleError, SeamError, RuntimeError: if it cannot be made; the last is
             torch's.
     """
-    updates = [open_.accepted[client] for client in sorted(open_.accepted)]
+    masks = open_.secure.good_masks if open_.secure else None
+    counts = open_.accepted if masks is None else {client for group in masks for client in group.clients}
+    updates = [open_.accepted[client] for client in sorted(counts)]
     version = await facts.db(facts.store.next_version)
     open_.private = private = await privacy.prepare(open_, updates)
     if private is not None:
@@ -54,6 +56,7 @@ async def publish(facts: Facts, models: Models, privacy: RoundPrivacy, open_: Op
         noisy=noisy,
         job_round=command.job_round,
         control_line=command.control.line,
+        masks=masks,
     )
     made = await facts.heavy(make, open_.base, updates, open_.job, open_.row.round, version)
     ended = open_.ended(Phase.PUBLISHED, model_version=version)

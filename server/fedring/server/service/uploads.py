@@ -202,8 +202,10 @@ class ClientUpdateService:
                     schema = self._models.versions.schema_of(open_.base)
                     most = open_.command.max_update_bytes
                     job, line = open_.job, open_.command.control.line
-                    bare = job.dp is not None
-                    return Terms(open_.base.digest, most, schema, job.clips, bare, line)
+                    bits = open_.secure.check_update(client) if open_.secure else 0
+                    bare = job.dp is not None or open_.secure is not None
+                    terms = Terms(open_.base.digest, most, schema, job.clips, bare, masked_bits=bits)
+                    return replace(terms, control_line=line)
                 case Open():
                     return Opened(await self._open(call, effect))
                 case Read():

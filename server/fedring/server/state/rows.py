@@ -155,6 +155,25 @@ class ChargeRow:
 
 
 @dataclass(frozen=True, slots=True)
+class SecureMessageRow:
+    """What a client has sent for the secure aggregation of a round. There is one of each kind."""
+
+    round: int
+    client_id: str
+    kind: str  # "keys", "shares", "signature" or "unmask"
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class SecureRoundRow:
+    """What was decided in the secure aggregation of a round."""
+
+    round: int
+    epoch: int  # in which the round has begun
+    groups: list[dict[str, Any]]  # empty until the keys have come
+
+
+@dataclass(frozen=True, slots=True)
 class EventRow:
     """Something that an operator may want to read."""
 

@@ -206,3 +206,20 @@ tokens = Table(
     _column("revoked_at", _FLOAT, null=True),
     sqlite_strict=True,
 )
+secure_messages = Table(
+    "secure_messages",
+    METADATA,
+    _column("round", _INT, ForeignKey("rounds.round"), key=True),
+    _column("client_id", Text, key=True),
+    _column("kind", Text, key=True),
+    _column("body", LargeBinary),
+    sqlite_strict=True,
+)
+secure_rounds = Table(
+    "secure_rounds",
+    METADATA,
+    Column("round", _INT, ForeignKey("rounds.round"), primary_key=True, autoincrement=False),
+    _column("epoch", _INT),
+    _column("groups", _Json),
+    sqlite_strict=True,
+)
