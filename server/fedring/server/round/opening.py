@@ -157,6 +157,9 @@ class RoundOpener:
         if job is not None:
             command.residual_after_epoch, command.residual_after = job.residual_epoch, job.residual_after
         command.job.frozen_digest = self._frozen_digest
+        if configured.secure_aggregation is not None:
+            maker = self._models.maker
+            command.secure.CopyFrom(await self._facts.heavy(maker.secure_round, base, configured, command.seed))
         open_ = OpenRound(row, configured, command, base, small)
         self._rounds.begin(open_)
         return open_

@@ -137,6 +137,11 @@ def _add_controls(connection: Connection) -> None:
         _add_column(connection, column, "NOT NULL DEFAULT ''")
 
 
+def _add_spreads(connection: Connection) -> None:
+    """Give models the spread of their blocks, for secure aggregation."""
+    _add_column(connection, models.c.spread_blob, "NOT NULL DEFAULT ''")
+
+
 def _add_column(connection: Connection, column: Column[Any], constraint: str = "") -> None:
     """Add the column to its table, unless the table was created with it."""
     if column.name not in {found["name"] for found in inspect(connection).get_columns(column.table.name)}:
@@ -156,6 +161,7 @@ MIGRATIONS: tuple[Migration, ...] = (
     _add_charges,
     _add_settings,
     _add_controls,
+    _add_spreads,
 )
 """Number i migrates a database from schema version i + 1 to i + 2."""
 
