@@ -8,7 +8,6 @@ from dataclasses import replace
 from fedring.secure.errors import SecureError
 from fedring.server.config import ServerConfig
 from fedring.server.model.models import Models
-from fedring.server.model.secure_scales import secure_round
 from fedring.server.model.strategy import HISTORY, StrategyError, past_round, with_settings
 from fedring.server.model.testset import TestSet
 from fedring.server.round import machine as rd
@@ -193,7 +192,8 @@ class RoundOpener:
             command.residual_after_epoch, command.residual_after = job.residual_epoch, job.residual_after
         command.job.frozen_digest = self._frozen_digest
         if configured.secure_aggregation is not None:
-            command.secure.CopyFrom(secure_round(configured, base))
+            maker = self._models.maker
+            command.secure.CopyFrom(await self._facts.heavy(maker.secure_round, base, configured, command.seed))
         open_ = OpenRound(row, configured, command, base, small)
         self._rounds.begin(open_)
         return open_

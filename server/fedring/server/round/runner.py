@@ -14,6 +14,7 @@ from math import inf
 from fedring.codec import CodecError
 from fedring.server.config import ServerConfig
 from fedring.server.group import machine as gr
+from fedring.server.model.masked_sum import BadSum
 from fedring.server.model.models import Models
 from fedring.server.model.optimizer import OptimizerError
 from fedring.server.model.rule import RuleError
@@ -190,14 +191,17 @@ class RoundRunner:
                 await self._secure.unmask(open_)
                 if self._phase is not Phase.AGGREGATING:
                     return None
+                masks = open_.secure.good_masks if open_.secure else None
                 with self._metrics.aggregate_seconds.time():
-                    model, ended = await publish(self._facts, self._models, self.privacy, open_)
+                    model, ended = await publish(self._facts, self._models, self.privacy, open_, masks)
             except StorageFailed as error:
                 log.warning("the model of round %d waits for the disk: %s", open_.row.round, error)
                 if not open_.stop_reason:
                     await self._wait_for_disk(open_, phase=Phase.AGGREGATING)
             except DamagedUpdates as error:
                 await self._facts.keep(self._go_on_without, open_, error)
+            except BadSum as error:
+                await self._facts.keep(self._go_on_without_group, open_, error)
             except (RuleError, SeamError) as error:
                 log.error("round %d makes no model: %s", open_.row.round, error, exc_info=error.__cause__)
                 open_.failures.insert(0, str(error))
@@ -238,7 +242,7 @@ class RoundRunner:
     async def _go_on_without(self, open_: OpenRound, error: DamagedUpdates) -> None:
         """Forget accepted updates that are damaged. The round ends without them, or is abandoned for want of them."""
         rounds = self._rounds
-        can_publish = await self._secure.damaged(open_, frozenset(error.clients), error.reason)
+        can_publish = await self._secure.failed(open_, frozenset(error.clients), error.reason)
         await self._facts.db(self._facts.drop_updates, open_.row.round, sorted(error.clients))
         for client, text in error.clients.items():
             del open_.accepted[client]
@@ -251,6 +255,13 @@ class RoundRunner:
         few = round_ is not None and len(round_.delivered) < round_.rules.min_to_aggregate
         if few or not can_publish:
             rounds.handle(Abandoned(error.reason))
+
+    async def _go_on_without_group(self, open_: OpenRound, error: BadSum) -> None:
+        """Forget a group of secure aggregation whose sum is impossible. The round may have others."""
+        log.error("round %d: %s", open_.row.round, error)
+        open_.failures.insert(0, str(error))
+        if not await self._secure.failed(open_, frozenset({error.group}), error.reason):
+            self._rounds.handle(Abandoned(error.reason))
 
     def _note_damage(self, open_: OpenRound, error: DamagedModel) -> None:
         open_.failures.insert(0, error.detail)

@@ -167,8 +167,8 @@ class SecureRounds:
         finally:
             open_.waits_for_shares = False
 
-    async def damaged(self, open_: OpenRound, clients: frozenset[str], reason: str) -> bool:
-        """Let groups fail in which an accepted update is damaged. Returns whether the round can still publish."""
+    async def failed(self, open_: OpenRound, clients: frozenset[str], reason: str) -> bool:
+        """Let the groups fail whose sums these clients' updates have spoilt. Returns whether the round can publish."""
         secure = open_.secure
         if secure is None:
             return True

@@ -147,6 +147,7 @@ models = Table(
     _column("control_blob", Text),
     _column("control_digest", Text),
     _column("control_line", Text),
+    _column("spread_blob", Text),
     sqlite_strict=True,
 )
 evaluations = Table(
