@@ -51,6 +51,8 @@ class Task:
         spool: Spool,
         client_id: str,
         private: Collection[str] = (),
+        *,
+        secure: SecureDesk,
     ) -> None:
         self.command = assignment.command
         self.link = link
@@ -62,6 +64,7 @@ class Task:
         self._spool = spool
         self._delivery = Delivery(link, spool)
         self._client_id = client_id
+        self._secure = secure
         self._loader = ModelLoader(link, models, spool.private, private)
         self._loaded: Loaded | None = None
         self._loaded_at = 0.0
@@ -295,6 +298,12 @@ class Task:
         self.link.session.begin(pb.ACTIVITY_UNSPECIFIED)
         self._delivery.fail(self._assignment, reason, detail)
 
+    def fail_secure(self, error: SecureError) -> None:
+        """Report that this client does not go on with the secure aggregation of this round."""
+        self.done, self.result = True, "failed"
+        self.link.session.begin(pb.ACTIVITY_UNSPECIFIED)
+        self._secure.fail(self.command, error)
+
     def leave(self) -> None:
         """End the work on the round. If the server asks for the round again after this, it is trained anew."""
         mine = self._assignment
@@ -341,10 +350,10 @@ class Task:
                 personal = PrivateValues(line, loaded.parts.not_frozen, own)
                 check_finite(own)
             trained = read_vectors(model, loaded.parts.shared.names)
-            correction = self._correction
-            used = correction.used if correction else None
-            update = make_update(command, self._client_id, loaded.base, trained, training, residual, control=used)
-            control = correction.after(update, command, training.samples) if correction else None
+            update, control = self._make_update(loaded.base, trained, training, residual)
+        except SecureError as error:
+            self.fail_secure(error)
+            raise UpdateRefused(error.reason, str(error)) from error
         except CodecError as error:
             self.fail(error.reason, f"the trained model cannot be sent: {error}")
             raise UpdateRefused(error.reason, "the trained model cannot be sent") from error
@@ -352,7 +361,21 @@ class Task:
         spooled = self._spool.write(
             update.offer, update.parts, update.residual, private=private, control=control, personal=personal
         )
+        if command.HasField("secure"):
+            self._secure.bind(command, update.offer.payload_digest)
         self._delivery.send(spooled, self._assignment, update.residual)
+
+    def _make_update(
+        self, base: HeldModel, trained: Vectors, training: TrainingReport, residual: NDArray[np.float32] | None
+    ) -> tuple[Update, OwnControl | None]:
+        """Return the update, and the control variate that it leaves."""
+        if self.command.HasField("secure"):
+            party, samples = self._secure.party(self._assignment), training.samples
+            return masked_update(party, base, trained, samples, residual, client_id=self._client_id), None
+        correction = self._correction
+        used = correction.used if correction else None
+        update = make_update(self.command, self._client_id, base, trained, training, residual, control=used)
+        return update, correction.after(update, self.command, training.samples) if correction else None
 
     def _check_size(self, size: int) -> None:
         """Refuse an update of `size` bytes that the server would refuse, before it is sent."""

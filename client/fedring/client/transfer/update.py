@@ -16,6 +16,10 @@ from fedring.train.metrics import check_metrics, sendable_metrics
 from fedring.v1 import federation_pb2 as pb
 
 
+MASKED = "masked"
+"""The encoding of updates in jobs with secure aggregation."""
+
+
 @dataclass(frozen=True, slots=True)
 class TrainingReport:
     """What the training reports along with the model; ValueError if a figure is out of range."""
@@ -99,6 +103,19 @@ def offer_of(
         for role, encoding, size in vectors
     ]
     return _offer(command, client_id, packets, payload_digest, training)
+
+
+def masked_offer(command: pb.TrainCmd, client_id: str, size: int, payload_digest: str) -> pb.UpdateOffer:
+    """Return the offer of a masked update, which says nothing of the training.
+
+    Args:
+        command: The command that is answered.
+        client_id: The client that sends the update.
+        size: The bytes of the payload.
+        payload_digest: The name of the payload.
+    """
+    packet = pb.Packet(vector=pb.VECTOR_PARAMETERS, kind=pb.KIND_DELTA, encoding=MASKED, bytes=size)
+    return _offer(command, client_id, [packet], payload_digest, TrainingReport(samples=1))
 
 
 def _offer(
