@@ -21,6 +21,7 @@ from fedring.server.model.contributions import Contribution
 from fedring.server.model.control_round import control_plan, open_control
 from fedring.server.model.guards import Guard, guard
 from fedring.server.model.initial import find_file, load_initial
+from fedring.server.model.masked_sum import GroupMasks, open_groups
 from fedring.server.model.modelfile import ModelReader
 from fedring.server.model.optimizer import ServerOptimizer
 from fedring.server.model.own_update import OwnUpdates
@@ -38,6 +39,7 @@ from fedring.train.seam import build_model
 from fedring.train.sharing import Sharing
 from fedring.train.skeleton import build_skeleton, check_can_initialize, initialize
 from fedring.train.state import Parts, check_sharing, frozen_digest, read_vectors, split, write_vectors
+from fedring.v1.secure_pb2 import SecureRound
 
 
 class ModelMaker:
@@ -157,6 +159,8 @@ class ModelMaker:
         noisy: NoisyMean | None = None,
         job_round: int = 1,
         control_line: str = "",
+        masks: Sequence[GroupMasks] | None = None,
+        secure: SecureRound | None = None,
     ) -> ModelRow:
         """Make the model that a round publishes.
 
@@ -172,6 +176,8 @@ class ModelMaker:
             noisy: what differential privacy makes of their mean; needed if the job has `dp`.
             job_round: the number of the round within the job.
             control_line: of the round's control variate; empty = it has none.
+            masks: the groups of secure aggregation, all of whose clients have an update here; None = the job has none.
+            secure: what the command of such a round said of its values.
 
         Returns:
             The row of the model, of which all blobs are sealed.
@@ -179,13 +185,15 @@ class ModelMaker:
         Raises:
             DamagedModel: if a file of the base is damaged.
             DamagedUpdates: if updates are damaged; without them it may succeed.
-            CodecError: if the model does not fit its format.
+            CodecError: if the model does not fit its format; BadSum, if the sum of a group cannot be right.
             RuleError: if the rule cannot combine these updates, or the memory does not suffice.
             SeamError, DataError: if the server's own samples or training, which a rule needs, cannot be loaded.
             OptimizerError: if the optimizer cannot be used.
             StorageError: if something cannot be read or kept.
         """
-        if shortage := job.aggregation.too_few(len(updates)):
+        if (job.secure_aggregation is None) != (masks is None) or (masks is None) != (secure is None):
+            raise ValueError("masks belong to jobs with secure aggregation, and to all of their rounds")
+        if shortage := job.aggregation.too_few(len(updates if masks is None else masks)):
             raise RuleError("too_few_clients", shortage)
         if job.dp is not None and noisy is None:
             raise ValueError("a job with dp makes no model without noise")
@@ -219,18 +227,13 @@ class ModelMaker:
                 if lost := [(row, damage.what) for row, payload in pairs for damage in find_damage([payload])]:
                     raise DamagedUpdates(lost)
 
-            contributions = [
-                Contribution(
-                    row.client_id,
-                    guarded.weights[row.client_id],
-                    row.packets,
-                    payload.read,
-                    guarded.factors.get(row.client_id, 1.0),
-                )
-                for row, payload in zip(updates, payloads, strict=True)
-            ]
             reader = ModelReader(checked)
             try:
+                if masks is not None and secure is not None:
+                    given = {row.client_id: payload for row, payload in zip(updates, payloads, strict=True)}
+                    contributions = open_groups(masks, secure, given, reader.schema.num_parameters)
+                else:
+                    contributions = [_contribution(*pair, guarded) for pair in zip(updates, payloads, strict=True)]
                 new = aggregate(reader, contributions, self._blobs, self._executor, plan, check=check)
             except DamagedBlob as error:  # the residual or the optimizer's state
                 raise self._versions.damage_of(base, error) from error
@@ -344,6 +347,11 @@ class ModelMaker:
         if row.blob:
             return self._blobs.range_reader(row.blob)
         return lambda offset, size: row.payload[offset : offset + size]
+
+
+def _contribution(row: UpdateRow, payload: CheckedReader, guarded: Guard) -> Contribution:
+    factor = guarded.factors.get(row.client_id, 1.0)
+    return Contribution(row.client_id, guarded.weights[row.client_id], row.packets, payload.read, factor)
 
 
 def is_out_of_memory(error: Exception) -> bool:

@@ -278,9 +278,9 @@ class ClientUpdateService:
         try:
             # How long the check takes depends on the model: a few bytes can stand for many values.
             if small and len(packets) * (schema.num_parameters + schema.num_buffers) <= _AT_ONCE:
-                norm = check_payload(partial.read, packets, schema, effect.exact)
+                norm = check_payload(partial.read, packets, schema, effect.exact, effect.width)
             else:
-                norm = await self._facts.work(check_payload, partial.read, packets, schema, effect.exact)
+                norm = await self._facts.work(check_payload, partial.read, packets, schema, effect.exact, effect.width)
         except CodecError as error:
             text = f"an update of {call.client} was refused: {error}"
             self._journal.write("update_refused", text, client_id=call.client)
