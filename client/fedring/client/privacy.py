@@ -47,7 +47,7 @@ class SitePolicy(BaseModel):
     )
     peers: dict[ClientName, Fingerprint] = Field(
         default_factory=dict,
-        description='the only clients with which this one adds up updates, with the fingerprints of their keys, such as '
+        description="the only clients with which this one adds up updates, and the fingerprints of their keys, such as "
         '{ berlin = "64 hexadecimal digits" }; jobs need secure_aggregation then',
     )
 

@@ -6,23 +6,25 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
 from torch import Tensor, nn
 
 from fedring.client.errors import BadModel, RoundOver, UpdateRefused, WrongModel
 from fedring.client.loading import Loaded, ModelLoader, check_frozen
 from fedring.client.metrics import ClientMetrics
+from fedring.client.secure.desk import SecureDesk
+from fedring.client.secure.masked import masked_update
 from fedring.client.session.inbox import Assignment
 from fedring.client.session.link import ServerLink
-from fedring.client.transfer.correction import Correction
+from fedring.client.transfer.correction import Correction, corrected_update, load_correction
 from fedring.client.transfer.delivery import Delivery
 from fedring.client.transfer.fetch import ModelFetcher
 from fedring.client.transfer.partial import Sink
 from fedring.client.transfer.private import PrivateValues, check_finite, check_own, line_of
 from fedring.client.transfer.spool import Spool
-from fedring.client.transfer.update import TrainingReport, make_update, offer_of
+from fedring.client.transfer.update import TrainingReport, offer_of
 from fedring.codec import CodecError
 from fedring.codec.schema import Schema
+from fedring.secure.errors import SecureError
 from fedring.train.arrays import Arrays, as_module
 from fedring.train.plan import Plan
 from fedring.train.state import read_tensors, read_vectors, schema_of
@@ -311,17 +313,12 @@ class Task:
             mine.end_reason = mine.stop_reason
 
     def _load_correction(self, schema: Schema) -> Correction:
-        wanted, assignment = self.command.control, self._assignment
-        if wanted.digest:
-            models, parameters = self._models, schema.without_buffers
-            fetched = self.link.call(
-                lambda: models.fetch_control(wanted.digest, parameters, lambda: assignment.stop_reason)
-            )
-            control = fetched.vectors.parameters
-        else:
-            control = np.zeros(schema.num_parameters, np.float32)
+        wanted, models, assignment = self.command.control, self._models, self._assignment
         own = self._spool.control.load(self.command.run_id, wanted.line, schema.num_parameters)
-        return Correction(schema, wanted.line, control, own)
+        link, ended = self.link, lambda: assignment.stop_reason
+        return load_correction(
+            wanted, schema, own, lambda digest, part: link.call(lambda: models.fetch_control(digest, part, ended))
+        )
 
     def _deliver(
         self, model: nn.Module, loaded: Loaded, training: TrainingReport, own: Mapping[str, Tensor] | None
@@ -350,7 +347,14 @@ class Task:
                 personal = PrivateValues(line, loaded.parts.not_frozen, own)
                 check_finite(own)
             trained = read_vectors(model, loaded.parts.shared.names)
-            update, control = self._make_update(loaded.base, trained, training, residual)
+            if command.HasField("secure"):
+                party = self._secure.party(self._assignment)
+                update = masked_update(party, loaded.base, trained, training.samples, residual)
+                control = None
+            else:
+                update, control = corrected_update(
+                    self._correction, command, self._client_id, loaded.base, trained, training, residual
+                )
         except SecureError as error:
             self.fail_secure(error)
             raise UpdateRefused(error.reason, str(error)) from error
@@ -362,20 +366,8 @@ class Task:
             update.offer, update.parts, update.residual, private=private, control=control, personal=personal
         )
         if command.HasField("secure"):
-            self._secure.bind(command, update.offer.payload_digest)
+            self._secure.bind(self._assignment, update.offer.payload_digest)
         self._delivery.send(spooled, self._assignment, update.residual)
-
-    def _make_update(
-        self, base: HeldModel, trained: Vectors, training: TrainingReport, residual: NDArray[np.float32] | None
-    ) -> tuple[Update, OwnControl | None]:
-        """Return the update, and the control variate that it leaves."""
-        if self.command.HasField("secure"):
-            party, samples = self._secure.party(self._assignment), training.samples
-            return masked_update(party, base, trained, samples, residual, client_id=self._client_id), None
-        correction = self._correction
-        used = correction.used if correction else None
-        update = make_update(self.command, self._client_id, base, trained, training, residual, control=used)
-        return update, correction.after(update, self.command, training.samples) if correction else None
 
     def _check_size(self, size: int) -> None:
         """Refuse an update of `size` bytes that the server would refuse, before it is sent."""

@@ -15,7 +15,7 @@ from google.protobuf.message import DecodeError, Message
 from grpc import StatusCode, aio
 
 from fedring.client.config import ClientConfig
-from fedring.client.errors import FederationClosed, RoundOver
+from fedring.client.errors import FederationClosed, RoundOver, UpdateRefused
 from fedring.client.privacy import Ledger, refusal
 from fedring.client.secure.identity import PeerCheck, load_signer
 from fedring.client.secure.party import Party, Site
@@ -94,6 +94,24 @@ class SecureDesk:
         """
         return self._link.call(lambda: self._wait(assignment))
 
+    def bind(self, assignment: Assignment, payload: str) -> None:
+        """Bind the masks of a round to one payload, which may be sent then. It belongs to the user's thread.
+
+        Args:
+            assignment: the round.
+            payload: the name of the payload.
+
+        Raises:
+            UpdateRefused: if the masks are bound to another one, or that cannot be noted.
+            RoundOver: if the round ended before.
+        """
+        try:
+            self.party(assignment).bind(payload)
+        except (SecureError, OSError) as error:
+            why = error if isinstance(error, SecureError) else SecureError("secure_state", str(error))
+            self.fail(assignment.command, why)
+            raise UpdateRefused(why.reason, str(why)) from error
+
     def fail(self, command: pb.TrainCmd, error: SecureError) -> None:
         """End a round for this client, and tell the server why. It belongs to the user's thread."""
         with suppress(FederationClosed):
@@ -134,7 +152,7 @@ class SecureDesk:
 
     async def _begin(self, command: pb.TrainCmd) -> None:
         name = name_of(command)
-        if not command.HasField("secure") or await asyncio.to_thread(lambda: self._refusal(command)):
+        if not command.HasField("secure") or await asyncio.to_thread(lambda: self._refuses(command)):
             if self._party and self._party.name != name:
                 await self._finish(self._party.name, "")
             return
@@ -146,8 +164,8 @@ class SecureDesk:
             self._party = party
         self._answer("SendKeys", party.keys())
 
-    def _refusal(self, command: pb.TrainCmd) -> str:
-        return refusal(self._config.privacy, self._ledger, command)
+    def _refuses(self, command: pb.TrainCmd) -> bool:
+        return bool(refusal(self._config.privacy, self._ledger, command))
 
     async def _step(self, step: wire.SecureStep) -> None:
         name = name_of(step)

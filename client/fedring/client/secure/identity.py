@@ -74,9 +74,7 @@ class PeerCheck:
         ConfigError: if tls.ca cannot be read.
     """
 
-    def __init__(
-        self, client_id: str, own: Proof, *, peers: Mapping[str, str], tls: Tls, revoked: Revocations
-    ) -> None:
+    def __init__(self, client_id: str, own: Proof, *, peers: Mapping[str, str], tls: Tls, revoked: Revocations) -> None:
         self._client_id, self._own = client_id, own
         self._peers, self._tls, self._revoked = peers, tls, revoked
         self._authorities = load_authorities(tls.ca) if tls.ca else []

@@ -8,10 +8,9 @@ from fedring.client.transfer.download import HeldModel
 from fedring.client.transfer.update import Update, masked_offer
 from fedring.codec import TILE, CodecError, Vectors
 from fedring.codec.digest import name_of
-from fedring.codec.masked import masked_payload
+from fedring.codec.masked import masked_packet
 from fedring.secure.errors import SecureError
 from fedring.secure.levels import integers_of, open_blocks, to_levels
-from fedring.v1 import federation_pb2 as pb
 
 
 def masked_update(
@@ -20,8 +19,6 @@ def masked_update(
     trained: Vectors,
     samples: int,
     residual: NDArray[np.float32] | None,
-    *,
-    client_id: str,
 ) -> Update:
     """Make the masked update that leads from `base` to `trained`, plus the residual.
 
@@ -31,7 +28,6 @@ def masked_update(
         trained: the values that it ended with, which are overwritten.
         samples: how many samples it was trained on.
         residual: what past updates left out, [num_parameters]; None = nothing.
-        client_id: of this client.
 
     Raises:
         CodecError: "non_finite", if a value is not finite.
@@ -50,8 +46,9 @@ def masked_update(
     weight = min(samples, secure.max_weight) if secure.max_weight else 1
     levels = to_levels(delta, blocks, secure.levels)  # what is left out stays in `delta`
     words = party.mask(integers_of(levels, weight, bool(secure.max_weight)))
-    parts = masked_payload(words, party.bits)
-    return Update(masked_offer(command, client_id, sum(map(len, parts)), name_of(*parts)), parts, delta)
+    parts = masked_packet(words, party.bits)
+    offer = masked_offer(command, party.client_id, sum(map(len, parts)), name_of(*parts))
+    return Update(offer, parts, delta)
 
 
 def shorten(delta: NDArray[np.float32], clip: float) -> None:

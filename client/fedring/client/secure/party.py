@@ -18,10 +18,11 @@ from numpy.typing import NDArray
 
 from fedring.client.secure.identity import Signer
 from fedring.client.secure.state import RoundRecord, SecureState, name_of
+from fedring.codec.masked import MAX_BITS, Words, word_type
 from fedring.secure.errors import SecureError
 from fedring.secure.keys import RoundSecrets, draw_secrets, own_seed, pair_seed, share_key
 from fedring.secure.limits import bits_of_sum
-from fedring.secure.masks import MAX_BITS, Words, mask, word_type, wrap
+from fedring.secure.masks import mask, wrap
 from fedring.secure.roster import CheckIdentity, Roster, check_roster, signed_keys
 from fedring.secure.sealing import SEALED_BYTES, seal, unseal
 from fedring.secure.shamir import SHARE_BYTES, split
@@ -70,9 +71,7 @@ class Party:
         record = state.load(self.name)
         if record is None:
             secrets = draw_secrets()
-            record = RoundRecord(
-                self.command.SerializeToString(), secrets.sealing, secrets.masking, secrets.own_mask
-            )
+            record = RoundRecord(self.command.SerializeToString(), secrets.sealing, secrets.masking, secrets.own_mask)
             keys = signed_keys(self.command, site.client_id, secrets, site.signer.key, site.signer.proof)
             record.keys = keys.SerializeToString()
             state.save(self.name, record)
@@ -125,11 +124,18 @@ class Party:
             if not roster.ordered(names) or self._site.client_id in names:
                 raise SecureError("bad_peers", "the peers are not other clients of the group, in order")
             if len(names) + 1 < roster.threshold:
-                text = f"{len(names) + 1} of {len(roster.members)} clients have sent shares: {roster.threshold} are needed"
+                text = (
+                    f"{len(names) + 1} of {len(roster.members)} clients have sent shares: {roster.threshold} are needed"
+                )
                 raise SecureError("too_few_peers", text)
             self._check_enough(len(names) + 1, "peers")
             self._open(message)
             self._keep(peers=data)
+
+    @property
+    def client_id(self) -> str:
+        """The client."""
+        return self._site.client_id
 
     @property
     def may_mask(self) -> bool:
@@ -287,7 +293,9 @@ class Party:
         opened = {}
         for each in message.shares:
             if len(each.sealed) != SEALED_BYTES:
-                raise SecureError("bad_share", f"the sealed shares of {each.client_id} are {len(each.sealed)} bytes long")
+                raise SecureError(
+                    "bad_share", f"the sealed shares of {each.client_id} are {len(each.sealed)} bytes long"
+                )
             sealing = roster.member(each.client_id).sealing
             key = share_key(self._record.sealing, sealing, roster.digest, each.client_id, me)
             opened[each.client_id] = unseal(key, each.sealed)

@@ -13,6 +13,7 @@ import contextlib
 import hashlib
 import json
 import re
+import threading
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -90,6 +91,7 @@ class SecureState:
         self._folder = state_dir / FOLDER
         self._file = self._folder / _FINISHED
         self._finished: dict[str, Finished] = {}
+        self._lock = threading.Lock()  # a round that is over must not be written again
         try:
             for run, (epoch, round_, reason) in json.loads(self._file.read_text()).items():
                 self._finished[str(run)] = Finished(int(epoch), int(round_), str(reason))
@@ -132,18 +134,25 @@ class SecureState:
     def find(self, run_id: str, round_: int) -> RoundName | None:
         """Return the round of this number that has begun, and is not over, in whatever epoch; None without one."""
         run = RoundName(run_id, 0, 0).run
-        found = (RoundName(run_id, at.epoch, at.round) for _, of, at in self._rounds() if (of, at.round) == (run, round_))
+        found = (
+            RoundName(run_id, at.epoch, at.round) for _, of, at in self._rounds() if (of, at.round) == (run, round_)
+        )
         return next(filter(self.begun, found), None)
 
     def save(self, name: RoundName, record: RoundRecord) -> None:
         """Write durably what is known of a round.
 
         Raises:
+            SecureError: "replayed_round", if it is over.
             OSError: if that is impossible.
         """
-        text = json.dumps({key: base64.b64encode(value).decode() for key, value in asdict(record).items()}).encode()
-        self._folder.mkdir(mode=0o700, exist_ok=True)
-        replace_durably(self._path(name), hashlib.sha256(text).hexdigest().encode() + b"\n" + text)
+        values = asdict(record).items()
+        text = json.dumps({key: base64.b64encode(value).decode() for key, value in values}).encode()
+        with self._lock:
+            if self.finished(name):
+                raise SecureError("replayed_round", f"round {name.round} is over for this client")
+            self._folder.mkdir(mode=0o700, exist_ok=True)
+            replace_durably(self._path(name), hashlib.sha256(text).hexdigest().encode() + b"\n" + text)
 
     def finish(self, name: RoundName, reason: str = "") -> None:
         """Note durably that a round is over, and remove its secrets.
@@ -155,15 +164,17 @@ class SecureState:
         Raises:
             OSError: if that is impossible.
         """
-        self._note(name.run, Finished(name.epoch, name.round, reason))
-        self._remove(self._path(name))
+        with self._lock:
+            self._note(name.run, Finished(name.epoch, name.round, reason))
+            self._remove(self._path(name))
 
     def finish_others(self, name: RoundName) -> None:
         """Finish all rounds that have a file, but this one."""
-        for path, run, last in list(self._rounds()):
-            if path != self._path(name):
-                self._note(run, last)
-                self._remove(path)
+        with self._lock:
+            for path, run, last in list(self._rounds()):
+                if path != self._path(name):
+                    self._note(run, last)
+                    self._remove(path)
 
     def _note(self, run: str, last: Finished) -> None:
         known = self._finished.get(run)

@@ -10,14 +10,11 @@ from fedring.client.transfer.download import HeldModel
 from fedring.codec import BUFFERS, CodecError, Encoding, Vectors, encode_buffers
 from fedring.codec.dense import dense_header
 from fedring.codec.digest import name_of, update_name
+from fedring.codec.masked import MASKED
 from fedring.compress.feedback import compress
 from fedring.train.bounds import MAX_SECONDS
 from fedring.train.metrics import check_metrics, sendable_metrics
 from fedring.v1 import federation_pb2 as pb
-
-
-MASKED = "masked"
-"""The encoding of updates in jobs with secure aggregation."""
 
 
 @dataclass(frozen=True, slots=True)
