@@ -225,6 +225,17 @@ class Party:
                 self._keep(released=self._release(message).SerializeToString())
             return _parse(wire.UnmaskShares, self._record.released)
 
+    def shares_of(self, client: str) -> tuple[bytes, bytes]:
+        """Return what this client holds of the secrets of a peer or of itself; never say both to the server.
+
+        Returns:
+            The shares of its masking key, and of the seed of its own mask.
+        """
+        if client == self._site.client_id:
+            own = self._record.own_shares
+            return own[:SHARE_BYTES], own[SHARE_BYTES:]
+        return self._open(_parse(wire.SecurePeers, self._record.peers))[client]
+
     @cached_property
     def _roster(self) -> Roster:
         if not self._record.roster:
@@ -342,8 +353,7 @@ class Party:
             text = f"{len(signers)} survivors have signed: {self._roster.threshold} are needed"
             raise SecureError("too_few_signatures", text)
         shares = self._open(_parse(wire.SecurePeers, self._record.peers))
-        own = self._record.own_shares
-        shares[self._site.client_id] = own[:SHARE_BYTES], own[SHARE_BYTES:]
+        shares[self._site.client_id] = self.shares_of(self._site.client_id)
         answer = wire.UnmaskShares(round=self.name.round)
         for name in self._peers:
             masking, own_mask = shares[name]
