@@ -67,6 +67,6 @@ def test_a_round_with_secure_aggregation_says_what_was_lost_in_which_step() -> N
     message = round_message(RoundRow(4, 2, 1, "published", 1.5, stats=stats))
     assert (message.secure.step, message.secure.groups) == ("done", 2)
     assert (message.secure.answered, message.secure.asked) == (4, 5)
-    assert dict(message.secure.lost) == {"keys": 1, "unmask": 2}
+    assert dict(message.secure.lost) == {"keys": 1, "shares": 0, "unmask": 2}
     assert dict(message.secure.seconds) == {"keys": 0.5}
     assert not round_message(RoundRow(4, 2, 1, "published", 1.5)).HasField("secure")

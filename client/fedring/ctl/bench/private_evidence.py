@@ -1,0 +1,111 @@
+"""What the state folder of an fl-server says of single updates: searched for, and compared with the true ones."""
+
+import sqlite3
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from math import log2, sqrt
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedring.codec.masked import unpack
+from fedring.codec.source import HEADER
+from fedring.secure.masks import unwrap
+
+Updates = Mapping[tuple[int, str], NDArray[np.float32]]
+"""What clients have learned, [n], by the number of the round and the client's id."""
+
+_PASSAGES = 64
+_PASSAGE_VALUES = 4
+_CHANCE = 6.0
+"""A correlation of unrelated values is this many times its standard deviation 1 / sqrt(n) once in 500 million."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """What was found in a state folder."""
+
+    files: int
+    bytes: int
+    model_passages: int  # of a published model that are there: this shows that the search works
+    update_passages: int  # of true updates and trained parameters that are there
+    searched: int  # passages of true updates and trained parameters in all
+    stored: int  # updates that the folder holds and whose true values are known
+    correlation: float  # the largest of a stored update with the true one, in magnitude
+    chance: float  # what unrelated values may have
+    entropy: float  # the least of a stored update's bytes, bits per byte
+
+    @property
+    def readable(self) -> bool:
+        """Whether anything says that an update can be read."""
+        return bool(self.update_passages) or self.correlation > self.chance
+
+
+def gather(folder: Path, updates: Updates, trained: Updates, model: NDArray[np.float32]) -> Evidence:
+    """Search a state folder whose server has ended.
+
+    Args:
+        folder: The state folder.
+        updates: What clients have learned, as differences.
+        trained: The parameters that their training ended with.
+        model: Parameters of a model that the server has published, [n].
+    """
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    held = [path.read_bytes() for path in files]
+    wanted = [passage for known in (updates, trained) for values in known.values() for passage in passages(values)]
+    correlations, entropies = [0.0], [8.0]
+    stored = [(key, payload) for key, payload in stored_payloads(folder) if key in updates]
+    for key, payload in stored:
+        correlations.append(abs(correlation(decoded(payload), updates[key])))
+        entropies.append(entropy(payload[HEADER.size :]))
+    return Evidence(
+        files=len(files),
+        bytes=sum(map(len, held)),
+        model_passages=sum(any(passage in data for data in held) for passage in passages(model)),
+        update_passages=sum(any(passage in data for data in held) for passage in wanted),
+        searched=len(wanted),
+        stored=len(stored),
+        correlation=max(correlations),
+        chance=_CHANCE / sqrt(len(model)),
+        entropy=min(entropies),
+    )
+
+
+def passages(values: NDArray[np.float32]) -> list[bytes]:
+    """Return the bytes of some neighbouring values of a vector, 16 bytes each, from all over it; none that is zero."""
+    starts = np.linspace(0, max(len(values) - _PASSAGE_VALUES, 0), _PASSAGES, dtype=int)
+    pieces = (values[start : start + _PASSAGE_VALUES] for start in sorted(set(starts.tolist())))
+    return [piece.astype("<f4").tobytes() for piece in pieces if np.all(piece)]
+
+
+def stored_payloads(folder: Path) -> Iterator[tuple[tuple[int, str], bytes]]:
+    """Yield the payloads of the masked updates that a state folder holds, by round and client."""
+    from fedring.server.state.files import BLOBS, FACTS
+
+    query = "SELECT round, client_id, blob, payload FROM updates WHERE packets LIKE '%\"masked\"%'"
+    with closing(sqlite3.connect(f"file:{folder / FACTS}?mode=ro", uri=True)) as database:
+        rows: list[Any] = database.execute(query).fetchall()
+    for round_, client, blob, payload in rows:
+        yield (round_, client), (folder / BLOBS / blob).read_bytes() if blob else payload
+
+
+def decoded(payload: bytes) -> NDArray[np.int64]:
+    """Return the integers of a masked packet as if no masks were on them, [n]."""
+    *_, bits, count = HEADER.unpack_from(payload)
+    return unwrap(unpack(payload[HEADER.size :], count, bits), bits)
+
+
+def correlation(one: NDArray[Any], other: NDArray[Any]) -> float:
+    """Return Pearson's correlation of two vectors [n], -1 to 1; 0 if one of them is constant."""
+    one, other = one - one.mean(), other - other.mean()
+    norms = float(np.linalg.norm(one) * np.linalg.norm(other))
+    return float(one @ other) / norms if norms else 0.0
+
+
+def entropy(data: bytes) -> float:
+    """Return the entropy of the bytes, 0 to 8 bits per byte."""
+    return -sum(count / len(data) * log2(count / len(data)) for count in Counter(data).values())
