@@ -20,7 +20,7 @@ from fedring.server.round import machine as rd
 from fedring.server.round.events import Phase, Presence, Round, State
 from fedring.server.round.guard_metrics import GuardMetrics
 from fedring.server.round.named_metrics import NamedMetrics
-from fedring.server.secure.machine import Step
+from fedring.server.secure.events import Step
 from fedring.server.state.facts import Facts
 from fedring.server.state.rows import UpdateRow
 from fedring.v1 import control_pb2, federation_pb2, rendezvous_pb2, secure_pb2

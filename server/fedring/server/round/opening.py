@@ -15,7 +15,7 @@ from fedring.server.round.events import Abandoned, Closed, Failed, Opened, Phase
 from fedring.server.round.open_round import OpenRound
 from fedring.server.round.plan import round_command, rules_of
 from fedring.server.round.rounds import Rounds
-from fedring.server.round.secure_state import restored, rules_of
+from fedring.server.round.secure_state import restored, secure_rules
 from fedring.server.round.sessions import Sessions
 from fedring.server.round.starting import base_of, begin
 from fedring.server.secure import machine as sm
@@ -130,14 +130,13 @@ class RoundOpener:
         self, open_: OpenRound, decided: SecureRoundRow | None, messages: Sequence[SecureMessageRow]
     ) -> bool:
         """Go on with the round's secure aggregation, if it has one. Returns False if the round must end."""
-        job, rounds = open_.job, self._rounds
-        if job.secure_aggregation is None:
+        rules, rounds = secure_rules(open_.job), self._rounds
+        if rules is None:
             return True
         if decided is None or decided.epoch != self._facts.store.epoch:
             open_.failures.append("the server was restored, and clients must not mask two updates in the same way")
             rounds.handle(Abandoned("restored"))
             return False
-        rules = rules_of(job.secure_aggregation, job.min_clients_to_aggregate)
         since = time.monotonic() + RECOVERY_SECONDS
         clients, accepted = open_.row.selected, open_.accepted.keys()
         try:

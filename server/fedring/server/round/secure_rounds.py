@@ -23,12 +23,13 @@ from fedring.server.round.events import OPEN, Abandoned, Failed, Phase
 from fedring.server.round.metrics import Metrics
 from fedring.server.round.open_round import OpenRound
 from fedring.server.round.rounds import Rounds
-from fedring.server.round.secure_state import KINDS, Message, SecureState, rules_of
+from fedring.server.round.secure_state import KINDS, Message, SecureState, secure_rules
 from fedring.server.round.sessions import Sessions
+from fedring.server.secure import events as ev
 from fedring.server.secure import machine as sm
 from fedring.server.secure.combining import masks_of
+from fedring.server.secure.events import Step
 from fedring.server.secure.groups import form_groups
-from fedring.server.secure.machine import Step
 from fedring.server.state.facts import Facts
 from fedring.server.state.interfaces import Acceptance
 from fedring.server.state.rows import SecureMessageRow, SecureRoundRow
@@ -45,12 +46,12 @@ _STEPS: dict[type[Message], Step] = {
 _MOST_BYTES = 1 << 16
 """The longest message of a client: the shares of a group of 100, whose ids may have 128 letters, have 28 KB."""
 
-_COMMITS: dict[type[sm.Event], str] = {
-    sm.Grouped: "roster",
-    sm.PeersChosen: "peers",
-    sm.SurvivorsChosen: "survivors",
-    sm.SignersChosen: "signers",
-    sm.GroupFailed: "failure",
+_COMMITS: dict[type[ev.Event], str] = {
+    ev.Grouped: "roster",
+    ev.PeersChosen: "peers",
+    ev.SurvivorsChosen: "survivors",
+    ev.SignersChosen: "signers",
+    ev.GroupFailed: "failure",
 }
 """What fault tests call the commits of decisions."""
 
@@ -80,10 +81,9 @@ class SecureRounds:
 
     def started(self, open_: OpenRound, clients: frozenset[str]) -> None:
         """Wait for the keys of the clients, which have been sent the command."""
-        job = open_.job
-        if job.secure_aggregation is not None:
-            rules = rules_of(job.secure_aggregation, job.min_clients_to_aggregate)
-            open_.secure = SecureState(open_.command, sm.State(rules, clients, time.monotonic()))
+        rules = secure_rules(open_.job)
+        if rules is not None:
+            open_.secure = SecureState(open_.command, ev.State(rules, clients, time.monotonic()))
 
     async def take(self, client: str, message: Message) -> None:
         """Take a client's message into the round; it is durable when this returns. It may be repeated.
@@ -113,7 +113,7 @@ class SecureRounds:
                 taken[client] = body
                 if member is not None:
                     secure.members[client] = member
-                self._handle(secure, sm.Answered(step, client))
+                self._handle(secure, ev.Answered(step, client))
         if taken[client] != body:
             raise _other(client, step)
 
@@ -131,12 +131,12 @@ class SecureRounds:
         """
         while open_.secure is not None and (effect := self._due(open_, open_.secure)) is not None:
             match effect:
-                case sm.FormGroups(clients):
+                case ev.FormGroups(clients):
                     groups = form_groups(clients, open_.secure.state.rules.group_size, self._random)
-                    await self._decide(open_, open_.secure, sm.Grouped(groups))
-                case sm.Combine(place):
+                    await self._decide(open_, open_.secure, ev.Grouped(groups))
+                case ev.Combine(place):
                     await self._combine(open_, open_.secure, place)
-                case sm.GiveUp(reason):
+                case ev.GiveUp(reason):
                     await self._give_up(open_, reason)
                 case _:
                     await self._decide(open_, open_.secure, effect)
@@ -151,7 +151,7 @@ class SecureRounds:
         if secure is None:
             return
         if secure.state.accepted is None:
-            self._handle(secure, sm.Closed(frozenset(open_.accepted)))
+            self._handle(secure, ev.Closed(frozenset(open_.accepted)))
         open_.waits_for_shares = True
         try:
             while self._runs(open_):
@@ -174,8 +174,8 @@ class SecureRounds:
             return True
         for place, group in enumerate(secure.state.groups):
             if not group.reason and clients & set(group.survivors):
-                await self._decide(open_, secure, sm.GroupFailed(place, reason))
-        return not isinstance(sm.due(secure.state, frozenset(), time.monotonic()), sm.GiveUp)
+                await self._decide(open_, secure, ev.GroupFailed(place, reason))
+        return not isinstance(sm.due(secure.state, frozenset(), time.monotonic()), ev.GiveUp)
 
     def _open(self, number: int, client: str) -> tuple[OpenRound, SecureState]:
         rounds = self._rounds
@@ -192,22 +192,22 @@ class SecureRounds:
         round_ = self._rounds.state.round
         return self._rounds.open is open_ and round_ is not None and round_.phase in OPEN
 
-    def _due(self, open_: OpenRound, secure: SecureState) -> sm.Effect | None:
+    def _due(self, open_: OpenRound, secure: SecureState) -> ev.Effect | None:
         now = time.monotonic()
         return sm.due(secure.state, rd.reachable(self._rounds.state, now), now) if self._runs(open_) else None
 
-    def _handle(self, secure: SecureState, event: sm.Event) -> None:
+    def _handle(self, secure: SecureState, event: ev.Event) -> None:
         now, before = time.monotonic(), secure.state
         secure.handle(event, now)
         for step, seconds in sm.took(before, secure.state, now):
             secure.seconds[step] = max(secure.seconds.get(step, 0.0), seconds)
             self._metrics.secure_seconds.labels(step).observe(seconds)
         lost = sm.lost(before)
-        for step, count in sm.lost(secure.state).items():
-            self._metrics.secure_lost.labels(step).inc(max(0, count - lost.get(step, 0)))
+        for name, count in sm.lost(secure.state).items():
+            self._metrics.secure_lost.labels(name).inc(max(0, count - lost.get(name, 0)))
         self._rounds.changed.set()
 
-    async def _decide(self, open_: OpenRound, secure: SecureState, event: sm.Grouped | sm.Decision) -> None:
+    async def _decide(self, open_: OpenRound, secure: SecureState, event: ev.Grouped | ev.Decision) -> None:
         """Make a decision durable, then tell the clients."""
         store = self._facts.store
         row = secure.row(open_.row.round, store.epoch, event)
@@ -218,7 +218,7 @@ class SecureRounds:
         self._handle(secure, event)
         self._tell(open_, secure, before)
 
-    def _tell(self, open_: OpenRound, secure: SecureState, before: sm.State) -> None:
+    def _tell(self, open_: OpenRound, secure: SecureState, before: ev.State) -> None:
         """Tell clients what they are asked for now, and those that are out that the round goes on without them."""
         after, round_ = secure.state, self._rounds.state.round
         for place, group in enumerate(after.groups):
@@ -244,9 +244,9 @@ class SecureRounds:
             masks = await self._facts.heavy(masks_of, roster, group.peers, group.survivors, shares, bits)
         except SecureError as error:
             log.error("round %d: %s", open_.row.round, error)
-            return await self._decide(open_, secure, sm.GroupFailed(place, error.reason))
+            return await self._decide(open_, secure, ev.GroupFailed(place, error.reason))
         secure.masks[place] = masks
-        self._handle(secure, sm.Combined(place))
+        self._handle(secure, ev.Combined(place))
 
     async def _give_up(self, open_: OpenRound, reason: str) -> None:
         secure, rounds = open_.secure, self._rounds
@@ -273,7 +273,7 @@ def _other(client: str, step: Step) -> OtherMessage:
     return OtherMessage(f"other {KINDS[step]} of {client} were taken for this round")
 
 
-def _too_few(state: sm.State) -> str:
+def _too_few(state: ev.State) -> str:
     if not state.groups:
         answered, asked = len(state.keys), len(state.clients)
         return f"{answered} of {asked} clients have sent their keys in time, and {state.rules.fewest} are needed"

@@ -14,9 +14,11 @@ from fedring.secure.shamir import SHARE_BYTES
 from fedring.secure.signing import BadProof, verify
 from fedring.secure.statements import survivors_statement
 from fedring.server.model.masked_sum import GroupMasks
+from fedring.server.secure import events as ev
 from fedring.server.secure import machine as sm
-from fedring.server.secure.machine import Step
+from fedring.server.secure.events import Step
 from fedring.server.state.rows import SecureMessageRow, SecureRoundRow
+from fedring.train.job import Job
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1 import secure_pb2 as wire
 
@@ -30,14 +32,12 @@ TOO_LATE = "too_late"
 _DURABLE = ("step", "members", "peers", "survivors", "signers", "reason")
 
 
-def rules_of(settings: Any, needed: int) -> sm.Rules:
-    """Return what the machine obeys.
-
-    Args:
-        settings: the job's table [secure_aggregation].
-        needed: the job's min_clients_to_aggregate.
-    """
-    return sm.Rules(settings.step_seconds, needed, settings.group_size)
+def secure_rules(job: Job) -> ev.Rules | None:
+    """Return what the secure aggregation of the job's rounds obeys; None if it has none."""
+    settings = job.secure_aggregation
+    if settings is None:
+        return None
+    return ev.Rules(settings.step_seconds, job.min_clients_to_aggregate, settings.group_size)
 
 
 @dataclass
@@ -54,7 +54,7 @@ class SecureState:
     """
 
     command: pb.TrainCmd
-    state: sm.State
+    state: ev.State
     members: dict[str, Member] = field(default_factory=dict)
     messages: dict[Step, dict[str, bytes]] = field(default_factory=lambda: {step: {} for step in KINDS})
     masks: dict[int, GroupMasks] = field(default_factory=dict)
@@ -72,15 +72,15 @@ class SecureState:
         """The masks of the groups whose sums count."""
         return [self.masks[place] for place, group in enumerate(self.state.groups) if not group.reason]
 
-    def handle(self, event: sm.Event, now: float) -> None:
+    def handle(self, event: ev.Event, now: float) -> None:
         """Take an event into the machine's state."""
         self.state = sm.apply(self.state, event, now)
 
     def delay(self, seconds: float) -> None:
         """Do not count time in which nothing could be kept."""
-        self.handle(sm.Delayed(seconds), 0.0)
+        self.handle(ev.Delayed(seconds), 0.0)
 
-    def row(self, number: int, epoch: int, event: sm.Event) -> SecureRoundRow:
+    def row(self, number: int, epoch: int, event: ev.Event) -> SecureRoundRow:
         """Return what must be durable before `event` is taken into the state."""
         after = sm.apply(self.state, event, 0.0)
         groups = [{name: getattr(group, name) for name in _DURABLE} for group in after.groups]
@@ -203,7 +203,7 @@ class SecureState:
             told = self._told[place, group.step] = self._common_step(group)
         return told
 
-    def _common_step(self, group: sm.Group) -> bytes:
+    def _common_step(self, group: ev.Group) -> bytes:
         if group.step is Step.SHARES:
             sent = self.messages[Step.KEYS]
             keys = [wire.SecureKeys.FromString(sent[name]).keys for name in group.members]
@@ -235,7 +235,7 @@ class SecureState:
 
 def restored(
     command: pb.TrainCmd,
-    rules: sm.Rules,
+    rules: ev.Rules,
     clients: Collection[str],
     rows: tuple[SecureRoundRow, Sequence[SecureMessageRow]],
     accepted: Collection[str],
@@ -255,7 +255,7 @@ def restored(
         SecureError: if what is durable does not fit the round's command any more.
     """
     decided, messages = rows
-    secure = SecureState(command, sm.State(rules, frozenset(clients), since))
+    secure = SecureState(command, ev.State(rules, frozenset(clients), since))
     steps = {kind: step for step, kind in KINDS.items()}
     for message in messages:
         secure.messages[steps[message.kind]][message.client_id] = message.body
@@ -270,9 +270,9 @@ def restored(
 
 def _group(
     entry: Mapping[str, Any], messages: Mapping[Step, Mapping[str, bytes]], accepted: Collection[str], since: float
-) -> sm.Group:
-    names = {key: tuple(entry[key]) for key in ("members", "peers", "survivors", "signers")}
-    group = sm.Group(step=Step(entry["step"]), since=since, reason=entry["reason"], **names)
+) -> ev.Group:
+    members, peers, survivors, signers = (tuple(entry[key]) for key in ("members", "peers", "survivors", "signers"))
+    group = ev.Group(members, Step(entry["step"]), since, peers, survivors, signers, reason=entry["reason"])
     if group.survivors and not set(group.survivors) <= set(accepted):
         group = replace(group, reason=group.reason or "damaged_blob")  # the server has stopped while it noted this
     sent = messages.get(group.step, {})
