@@ -7,6 +7,7 @@ import json
 import threading
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -120,9 +121,7 @@ def _run(clients: int, rounds: int, out: Path, say: Callable[[str], None]) -> Ou
     fleet = Fleet(out, {"lost_after_seconds": 2.0, "keep_update_rounds": rounds}, [{}] * clients)
     for process in fleet.clients:
         process.env[RECORDS] = str(_records(out, process.name))
-    say(
-        f"A server and {clients} clients run. Each sum needs {fewest} of them to the end, so {clients - fewest} may be lost."
-    )
+    say(f"A server and {clients} clients run. A sum needs {fewest} of them to the end: {clients - fewest} may be lost.")
     with ended_by_signals(), fleet, Control(fleet.control) as control:
         job_id = control.start_job(job).job_id
         killed = _follow(fleet, control, job_id, say)
@@ -200,7 +199,7 @@ def _recorded(
 def _sums(rounds: list[pb.Round], before: dict[int, Any], updates: dict[tuple[int, str], Any]) -> dict[int, float]:
     """Return how well the change of the model fits the mean of the true updates, for each round but the last."""
     sums = {}
-    for this, following in zip(rounds, rounds[1:], strict=False):
+    for this, following in pairwise(rounds):
         delivered = [client.client_id for client in this.clients if client.num_samples]
         true = [updates[this.round, client] for client in delivered if (this.round, client) in updates]
         if this.phase == "published" and true and {this.round, following.round} <= before.keys():
@@ -216,26 +215,24 @@ def _tell(outcome: Outcome, say: Callable[[str], None]) -> None:
     print_table("private demo", ("round>", "phase", "updates>", "accuracy>", "clients lost"), rows)
     for job_round, fit in outcome.sums.items():
         say(f"In round {job_round}, the sum changed the model as the true updates would have: correlation {fit:.3f}.")
-    if outcome.privacy is None:
+    spent, found = outcome.privacy, outcome.evidence
+    if spent is None:
         say("The server cannot compute epsilon: pip install 'fedring[privacy]'.")
-    elif outcome.privacy.rounds:
-        say(
-            f"Privacy spent for whole clients: epsilon = {outcome.privacy.epsilon:.3g}, delta = {outcome.privacy.delta:g}."
-        )
+    elif spent.rounds:
+        say(f"Privacy spent for whole clients: epsilon = {spent.epsilon:.3g}, for delta = {spent.delta:g}.")
     else:
         say("The job has no [dp], so nothing bounds what the models say.")
-    found = outcome.evidence
-    say(
-        f"The server's state folder holds {found.files} files, {found.bytes:,} bytes, and {found.stored} masked updates."
-    )
+    say(f"The server's state folder holds {found.bytes:,} bytes, and in them {found.stored} masked updates.")
     say(f"Of {found.searched:,} passages of what the clients have learned, it holds {found.update_passages}.")
     say(f"(Of a published model, it holds {found.model_passages}: the search finds what is there.)")
     say(
-        f"Read without their masks, the stored updates have correlations of at most {found.correlation:.4f} with the true "
-        f"ones; unrelated values stay below {found.chance:.4f}. Their bytes have {found.entropy:.3f} of 8 bits of entropy."
+        f"The bytes of the masked updates have {found.entropy:.3f} of 8 bits of entropy. Read without their masks, their"
+    )
+    say(
+        f"correlation with the true updates is at most {found.correlation:.4f}; unrelated values reach {found.chance:.4f}."
     )
     if not found.readable:
-        say("Nobody can read a client's update from it.")
+        say("So nobody can read a client's update from it.")
 
 
 def _lost(lost: dict[str, int]) -> str:

@@ -51,35 +51,37 @@ def gather(folder: Path, updates: Updates, trained: Updates, model: NDArray[np.f
     Args:
         folder: The state folder.
         updates: What clients have learned, as differences.
-        trained: The parameters that their training ended with.
+        trained: The parameters that their training ended with, for the same rounds and clients.
         model: Parameters of a model that the server has published, [n].
     """
-    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
-    held = [path.read_bytes() for path in files]
-    wanted = [passage for known in (updates, trained) for values in known.values() for passage in passages(values)]
-    correlations, entropies = [0.0], [8.0]
-    stored = [(key, payload) for key, payload in stored_payloads(folder) if key in updates]
-    for key, payload in stored:
-        correlations.append(abs(correlation(decoded(payload), updates[key])))
-        entropies.append(entropy(payload[HEADER.size :]))
+    held = [path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()]
+    wanted = [
+        passage for known in (updates, trained) for key in known for passage in passages(known[key], updates[key])
+    ]
+    stored = [(payload, updates[key]) for key, payload in stored_payloads(folder) if key in updates]
     return Evidence(
-        files=len(files),
+        files=len(held),
         bytes=sum(map(len, held)),
-        model_passages=sum(any(passage in data for data in held) for passage in passages(model)),
-        update_passages=sum(any(passage in data for data in held) for passage in wanted),
+        model_passages=_found(passages(model, model), held),
+        update_passages=_found(wanted, held),
         searched=len(wanted),
         stored=len(stored),
-        correlation=max(correlations),
+        correlation=max((abs(correlation(decoded(payload), update)) for payload, update in stored), default=0.0),
         chance=_CHANCE / sqrt(len(model)),
-        entropy=min(entropies),
+        entropy=min((entropy(payload[HEADER.size :]) for payload, _ in stored), default=8.0),
     )
 
 
-def passages(values: NDArray[np.float32]) -> list[bytes]:
-    """Return the bytes of some neighbouring values of a vector, 16 bytes each, from all over it; none that is zero."""
-    starts = np.linspace(0, max(len(values) - _PASSAGE_VALUES, 0), _PASSAGES, dtype=int)
-    pieces = (values[start : start + _PASSAGE_VALUES] for start in sorted(set(starts.tolist())))
-    return [piece.astype("<f4").tobytes() for piece in pieces if np.all(piece)]
+def passages(values: NDArray[np.float32], changed: NDArray[np.float32]) -> list[bytes]:
+    """Return the bytes of some neighbouring values of a vector, 16 bytes each, from all over it.
+
+    Args:
+        values: The vector, [n].
+        changed: Passages in which a value of this vector is 0 are left out, [n].
+    """
+    starts = np.linspace(0, max(len(values) - _PASSAGE_VALUES, 0), _PASSAGES, dtype=int).tolist()
+    places = [slice(start, start + _PASSAGE_VALUES) for start in sorted(set(starts))]
+    return [values[place].astype("<f4").tobytes() for place in places if np.all(changed[place])]
 
 
 def stored_payloads(folder: Path) -> Iterator[tuple[tuple[int, str], bytes]]:
@@ -109,3 +111,7 @@ def correlation(one: NDArray[Any], other: NDArray[Any]) -> float:
 def entropy(data: bytes) -> float:
     """Return the entropy of the bytes, 0 to 8 bits per byte."""
     return -sum(count / len(data) * log2(count / len(data)) for count in Counter(data).values())
+
+
+def _found(wanted: list[bytes], held: list[bytes]) -> int:
+    return sum(any(passage in data for data in held) for passage in wanted)

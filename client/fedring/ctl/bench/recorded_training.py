@@ -1,4 +1,4 @@
-"""A trainer for `flctl demo --private`: it keeps what a client really learns, to be compared with what the server has."""
+"""A trainer for `flctl demo --private`, which keeps what a client learns, to be compared with what the server has."""
 
 import os
 from pathlib import Path
