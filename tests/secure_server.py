@@ -8,17 +8,13 @@ import asyncio
 import threading
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
-from pathlib import Path
-from types import TracebackType
+from functools import partial
 from typing import Any, Self
 
 import numpy as np
-import torch
 from google.protobuf.message import Message
 from numpy.typing import NDArray
-from torch import nn
 
-from fedring.client import RoundOver, connect
 from fedring.codec import Encoding, Vectors, encode
 from fedring.codec.digest import name_of
 from fedring.codec.masked import MaskedPacket, Width, Words
@@ -26,13 +22,13 @@ from fedring.rpc.boundary import Boundary
 from fedring.rpc.channel import make_server
 from fedring.rpc.errors import NoSession, Unavailable, UnknownRound
 from fedring.rpc.tls import PLAINTEXT, Tls, server_credentials
-from fedring.secure.levels import open_blocks, to_levels
 from fedring.secure.limits import bits_of_sum
 from fedring.train.state import read_vectors, schema_of
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1 import federation_pb2_grpc as rpc
 from fedring.v1 import secure_pb2 as wire
 from fedring.v1 import secure_pb2_grpc as secure_rpc
+from tests.secure_clients import BLOCK, LEVELS, SECONDS, STEP, learned, new_model
 from tests.secure_sums import (
     masks_of,
     peers_of,
@@ -43,73 +39,7 @@ from tests.secure_sums import (
     unmask_of,
 )
 
-SECONDS = 60.0  # a timeout that is long enough even if the machine does nothing for a while
 RUN = "run-1"
-BLOCK, LEVELS, STEP = 16, 7, 0.25
-
-
-def new_model() -> nn.Module:
-    """Return the model that all rounds begin with."""
-    model = nn.Linear(5, 7)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-    return model
-
-
-def learned(client: str, round_: int) -> NDArray[np.float32]:
-    """Return what a client adds to the parameters in a round, [42]: whole levels, so that it leaves nothing out."""
-    drawn = np.random.default_rng([round_, *client.encode()])
-    return (STEP * drawn.integers(-LEVELS, LEVELS, 42, endpoint=True)).astype(np.float32)
-
-
-def levels_of(secure: wire.SecureRound, client: str, round_: int) -> NDArray[np.int32]:
-    """Return the integers that a client sends in a round, without masks, [42]."""
-    values = learned(client, round_)
-    return to_levels(values, open_blocks(secure, values.size), secure.levels)
-
-
-class HonestClient:
-    """A client in a thread, which trains whatever it is asked to until the `with` block ends.
-
-    Args:
-        server: its server.
-        name: its id.
-        folder: where its state folder is.
-        settings: further keys of its configuration.
-    """
-
-    def __init__(self, server: "SecureServer", name: str, folder: Path, **settings: Any) -> None:
-        self.name, self.state_dir = name, folder / name
-        self.may_submit = threading.Event()
-        self.may_submit.set()
-        self.over: dict[int, str] = {}  # the reason for which a round took no update, by its number
-        self._settings = {"server": server.address, "client_id": name, "state_dir": self.state_dir} | settings
-
-    def __enter__(self) -> Self:
-        self._federation = connect(**self._settings)
-        self._thread = threading.Thread(target=self._work, name=self.name)
-        self._thread.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.may_submit.set()
-        self._federation.close()
-        self._thread.join()
-
-    def _work(self) -> None:
-        with self._federation as federation:
-            for task in federation:
-                model = new_model()
-                try:
-                    task.load_into(model)
-                    torch.nn.utils.vector_to_parameters(
-                        torch.from_numpy(learned(self.name, task.round)), model.parameters()
-                    )
-                    self.may_submit.wait(SECONDS)
-                    task.submit(model, samples=10)
-                except RoundOver as over:
-                    self.over[task.round] = over.reason
 
 
 class SecureServer(
@@ -318,6 +248,11 @@ class SecureServer(
             if self._newest[client] == session:
                 self._note(lambda: self.matched.discard(client))
 
+    async def FetchModel(self, request: pb.FetchModelRequest, context: Any) -> AsyncIterator[pb.ModelBlob]:
+        model = next(each.model for each in self.commands.values() if each.model_digest == request.digest)
+        yield pb.ModelBlob(header=model.header)
+        yield pb.ModelBlob(chunk=pb.Chunk(data=model.payload))
+
     async def ReportEvaluation(self, request: pb.EvaluationReport, context: Any) -> pb.EvaluationAck:
         return pb.EvaluationAck()
 
@@ -405,8 +340,7 @@ class SecureServer(
             if request.matched:
                 self._note(lambda: self.matched.add(client))
             if request.HasField("failure"):
-                failure = request.failure
-                self._note(lambda: self.failures.update({(failure.round, client): failure.reason}))
+                self._note(partial(self.failures.update, {(request.failure.round, client): request.failure.reason}))
 
     def _client(self, context: Any) -> str:
         """Return the client that calls; a call of any but its newest session is refused."""

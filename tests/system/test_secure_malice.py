@@ -1,4 +1,4 @@
-"""Clients of secure aggregation before a malicious server: each lie is refused, and clients go on with the next round."""
+"""Clients of secure aggregation before a malicious server: they refuse each lie, and go on with the next round."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -8,16 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fedring.client.secure.identity import load_signer
 from fedring.rpc.identity import Role
+from fedring.rpc.tls import PLAINTEXT
 from fedring.secure.keys import own_seed
-from fedring.secure.shamir import BadShares
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1 import secure_pb2 as wire
 from tests.pki import Pki
-from tests.secure_server import LEVELS, HonestClient, SecureServer, learned, levels_of
+from tests.secure_clients import LEVELS, HonestClient, levels_of
+from tests.secure_server import SecureServer
 from tests.secure_sums import (
     Client,
-    command_of,
     names_of,
     peers_of,
     read_roster,
@@ -46,7 +47,7 @@ def server() -> Iterator[SecureServer]:
 def start(server: SecureServer, tmp_path: Path) -> Iterator[Start]:
     """Yield a function that starts a client, which is stopped in the end."""
     with ExitStack() as stack:
-        yield lambda name, **settings: stack.enter_context(HonestClient(server, name, tmp_path, **settings))
+        yield lambda name, **settings: stack.enter_context(HonestClient(server.address, name, tmp_path, **settings))
 
 
 @pytest.fixture
@@ -96,7 +97,7 @@ def test_clients_that_are_lost_on_the_way_do_not_change_the_sum(server: SecureSe
 def test_a_client_that_is_started_again_says_the_same_bytes(
     server: SecureServer, clients: dict[str, HonestClient], tmp_path: Path, step: str
 ) -> None:
-    steps = [
+    steps: list[tuple[str, Callable[[], object]]] = [
         ("keys", lambda: server.begin(1, NAMES)),
         ("shares", lambda: server.share(1)),
         ("payloads", lambda: server.pair(1)),
@@ -119,8 +120,8 @@ def test_a_client_that_is_started_again_says_the_same_bytes(
             server.step(VICTIM, 1, survivors=survivors_of(NAMES))
         if name == "answers":
             server.step(VICTIM, 1, unmask=unmask_of(server.of(server.signatures, 1)))
-        called = {"signatures": "SignSurvivors", "answers": "SendUnmaskShares", "keys": "SendKeys"}
-        server.until(lambda: server.said_twice[called.get(name, "SendShares")])
+    called = {"signatures": "SignSurvivors", "answers": "SendUnmaskShares", "keys": "SendKeys"}
+    server.until(lambda: server.said_twice[called.get(step, "SendShares")])
     assert np.array_equal(server.total(1), plain(server, 1, NAMES))
     assert server.failures == {}
 
@@ -171,7 +172,8 @@ def test_different_survivors_for_different_clients_unmask_nobody(
 
 def stranger(tmp_path: Path, command: pb.TrainCmd, name: str = "c9") -> wire.SecureKeys:
     """Return the keys of a client that the server has made up."""
-    return Client(name, tmp_path).party(command).keys()
+    (tmp_path / "minted").mkdir(exist_ok=True)
+    return Client(name, tmp_path / "minted").party(command).keys()
 
 
 def swapped(server: SecureServer) -> wire.SecureRoster:
@@ -305,9 +307,6 @@ def test_survivors_and_signatures_that_are_too_few_unmask_nobody(
 def test_a_client_of_the_servers_making_is_refused_where_peers_are_pinned(
     server: SecureServer, start: Start, tmp_path: Path
 ) -> None:
-    from fedring.client.secure.identity import load_signer
-    from fedring.rpc.tls import PLAINTEXT
-
     pins = {}
     for name in NAMES:
         (tmp_path / name).mkdir()
@@ -325,10 +324,18 @@ def test_a_client_of_the_servers_making_is_refused_where_peers_are_pinned(
 
 
 def test_a_client_of_another_authority_is_refused(tmp_path: Path) -> None:
-    pki, minted = Pki(tmp_path / "pki"), Pki(tmp_path / "other")
+    pki, other = Pki(tmp_path / "pki"), Pki(tmp_path / "other")
     pki.issue(*NAMES)
-    with SecureServer(Tls_of(pki)) as server, ExitStack() as stack:
+    pki.issue("c9", role=Role.OPERATOR)
+    other.issue("c9")
+    with SecureServer(pki.tls("server")) as server, ExitStack() as stack:
         for name in NAMES:
-            stack.enter_context(HonestClient(server, name, tmp_path, tls=pki.table(name)))
-        server.begin(1, NAMES)
-        assert minted.folder != pki.folder
+            stack.enter_context(HonestClient(server.address, name, tmp_path, tls=pki.table(name)))
+        for round_, liar in enumerate((other.tls("c9"), pki.tls("c9"), PLAINTEXT), 1):
+            server.begin(round_, NAMES)
+            minted = Client("c9", tmp_path, load_signer(liar, tmp_path)).party(server.commands[round_]).keys()
+            for name in NAMES:
+                server.step(name, round_, roster=roster_of(server.of(server.keys, round_) | {"c9": minted}))
+                assert server.failure(round_, name) == "unknown_peer"
+        assert server.shares == {}
+        check_next_round(server, 4)
