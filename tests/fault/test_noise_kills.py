@@ -1,4 +1,4 @@
-"""A server with differential privacy that is killed again and again draws one noise for each set of accepted updates."""
+"""A server with differential privacy that is killed again and again draws one noise for each set of updates."""
 
 import json
 import random
@@ -16,7 +16,6 @@ from tests.fault.update_log import UpdateLog
 from tests.fleets import Control
 from tests.system.wire import outcome, vector_job
 
-kills = 10 * int(os.environ.get("FEDRING_REPEATS", "1"))  # 200 in `make soak`
 NAMES = ("a", "b", "c")
 PLACE = "before_publish_commit"  # here a model is sealed that no row names yet
 
