@@ -1,6 +1,7 @@
 """The interface of an open payload: its values, range by range."""
 
 from abc import ABC, abstractmethod
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -8,6 +9,9 @@ from numpy.typing import NDArray
 
 class Decoder(ABC):
     """An open payload. It holds no values: each range is read, checked and decoded when it is asked for."""
+
+    seeks: ClassVar[bool] = False
+    """Whether a range costs as much as its own values only, wherever it lies."""
 
     @abstractmethod
     def decode(self, start: int, stop: int) -> NDArray[np.floating]:

@@ -6,6 +6,8 @@ fp16 and bf16 round to nearest, ties to even. Finite values stay finite: those b
 largest.
 """
 
+from typing import ClassVar
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -51,6 +53,8 @@ class DenseDecoder(Decoder):
         name: The name of the format.
         length: The number of entries that the receiver expects.
     """
+
+    seeks: ClassVar[bool] = True
 
     def __init__(self, source: Source, name: str, length: int) -> None:
         magic, dtype = FORMATS[name]

@@ -3,6 +3,8 @@
 HEADER   scales[ceil(dim / chunk)] f32   levels[dim] i8
 """
 
+from typing import ClassVar
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -28,6 +30,8 @@ class Int8Decoder(Decoder):
         source: The bytes.
         length: The number of entries that the receiver expects.
     """
+
+    seeks: ClassVar[bool] = True
 
     def __init__(self, source: Source, length: int) -> None:
         chunk, dim = source.header(HEADER, _MAGIC)

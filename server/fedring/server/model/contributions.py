@@ -10,8 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedring.codec import TILE, Decoder, Reader, open_payload
-from fedring.codec.dense import DenseDecoder
-from fedring.codec.int8 import Int8Decoder
 from fedring.server.state.rows import Kind, PacketSpec, Vector
 
 _BLOCK = 1 << 17
@@ -29,6 +27,7 @@ class Contribution:
     packets: tuple[PacketSpec, ...]
     reader: Reader  # of the payload; called from several threads
     factor: float = 1.0  # by which the parameters' delta is multiplied; below 1 if it is too long
+    values: Decoder | None = None  # the parameters' delta, if it is the sum of masked updates and no packet has it
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +75,10 @@ def open_vectors(contributions: Sequence[Contribution], vector: Vector, length: 
     vectors = []
     for contribution in sorted(contributions, key=lambda each: each.client_id):
         packets = [packet for packet in contribution.packets if packet.vector == vector]
-        if packets:
+        if vector == "parameters" and contribution.values is not None:
+            only = (contribution.values,)
+            vectors.append(ClientVector(contribution.client_id, contribution.weight, "delta", only))
+        elif packets:
             decoders = tuple(open_packet(contribution.reader, packet, length) for packet in packets)
             factor = contribution.factor if vector == "parameters" else 1.0
             kind, client = packets[0].kind, contribution.client_id
@@ -105,5 +107,4 @@ def values_at_a_time(decoders: Iterable[Decoder]) -> int:
     Encodings that can be read at any place are read in blocks that stay in the processor's cache. The others decode a
     whole segment, however little of it is wanted.
     """
-    plain = all(isinstance(decoder, DenseDecoder | Int8Decoder) for decoder in decoders)
-    return _BLOCK if plain else TILE
+    return _BLOCK if all(decoder.seeks for decoder in decoders) else TILE

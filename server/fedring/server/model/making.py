@@ -1,7 +1,6 @@
 """Making models: the first one of a job, and the next one from the updates of a round."""
 
 import json
-import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
 from contextlib import ExitStack
@@ -10,22 +9,26 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from fedring.codec.errors import CodecError
 from fedring.codec.schema import Schema
+from fedring.secure.levels import open_blocks
 from fedring.server.config import ServerConfig
-from fedring.server.model.aggregate import AggregationPlan, NewModel, aggregate, store_model, store_parts
+from fedring.server.model.aggregate import AggregationPlan, aggregate, store_model, store_parts
 from fedring.server.model.combining import Combination
 from fedring.server.model.contributions import Contribution
 from fedring.server.model.control_round import control_plan, open_control
 from fedring.server.model.guards import Guard, guard
 from fedring.server.model.initial import find_file, load_initial
+from fedring.server.model.masked_sum import GroupMasks, open_groups
 from fedring.server.model.modelfile import ModelReader
 from fedring.server.model.optimizer import ServerOptimizer
 from fedring.server.model.own_update import OwnUpdates
 from fedring.server.model.private_mean import NoisyMean
 from fedring.server.model.rule import RuleError
+from fedring.server.model.secure_scales import Spread, read_spread, secure_round
 from fedring.server.model.strategy import PastRound, Strategy, ask_metrics, ask_settings, make_strategy
 from fedring.server.model.versions import ModelVersions
 from fedring.server.state.blob_interfaces import Blobs
@@ -38,6 +41,7 @@ from fedring.train.seam import build_model
 from fedring.train.sharing import Sharing
 from fedring.train.skeleton import build_skeleton, check_can_initialize, initialize
 from fedring.train.state import Parts, check_sharing, frozen_digest, read_vectors, split, write_vectors
+from fedring.v1.secure_pb2 import SecureRound
 
 
 class ModelMaker:
@@ -129,7 +133,7 @@ class ModelMaker:
             load_initial(file, model, parts)
         values = read_vectors(model, parts.shared.names)
         new = store_model(parts.shared, values, self._blobs, {"run_id": self._run_id})
-        row = _row(new, parts.shared, version=version, number=0)
+        row = new.row(parts.shared, version=version, number=0)
         return replace(row, frozen_digest=frozen_digest(model, parts.frozen))
 
     def _first_by_module(self, job: Job, version: int) -> ModelRow:
@@ -141,7 +145,7 @@ class ModelMaker:
         named = initialize(skeleton, job.seed, "parameter")
         parts = (tensor.detach().float().reshape(-1).numpy() for _, tensor in named)
         new = store_parts(schema, whole, parts, self._blobs, {"run_id": self._run_id})
-        return _row(new, schema, version=version, number=0)
+        return new.row(schema, version=version, number=0)
 
     def next(
         self,
@@ -157,6 +161,8 @@ class ModelMaker:
         noisy: NoisyMean | None = None,
         job_round: int = 1,
         control_line: str = "",
+        masks: Sequence[GroupMasks] | None = None,
+        secure: SecureRound | None = None,
     ) -> ModelRow:
         """Make the model that a round publishes.
 
@@ -172,6 +178,8 @@ class ModelMaker:
             noisy: what differential privacy makes of their mean; needed if the job has `dp`.
             job_round: the number of the round within the job.
             control_line: of the round's control variate; empty = it has none.
+            masks: the groups of secure aggregation, all of whose clients have an update here; None = the job has none.
+            secure: what the command of such a round said of its values.
 
         Returns:
             The row of the model, of which all blobs are sealed.
@@ -179,13 +187,15 @@ class ModelMaker:
         Raises:
             DamagedModel: if a file of the base is damaged.
             DamagedUpdates: if updates are damaged; without them it may succeed.
-            CodecError: if the model does not fit its format.
+            CodecError: if the model does not fit its format; BadSum, if the sum of a group cannot be right.
             RuleError: if the rule cannot combine these updates, or the memory does not suffice.
             SeamError, DataError: if the server's own samples or training, which a rule needs, cannot be loaded.
             OptimizerError: if the optimizer cannot be used.
             StorageError: if something cannot be read or kept.
         """
-        if shortage := job.aggregation.too_few(len(updates)):
+        if (job.secure_aggregation is None) != (masks is None) or (masks is None) != (secure is None):
+            raise ValueError("masks belong to jobs with secure aggregation, and to all of their rounds")
+        if shortage := job.aggregation.too_few(len(updates if masks is None else masks)):
             raise RuleError("too_few_clients", shortage)
         if job.dp is not None and noisy is None:
             raise ValueError("a job with dp makes no model without noise")
@@ -203,6 +213,7 @@ class ModelMaker:
                 encoding=job.delta_encoding,
                 residual_blob=base.residual_blob,
                 control=control_plan(self._versions, base, updates, job, job_round, control) if control_line else None,
+                spread=None if secure is None else self._spread(base, job, secure),
                 metadata={"run_id": self._run_id, "round": str(number)},
             )
             try:
@@ -219,18 +230,13 @@ class ModelMaker:
                 if lost := [(row, damage.what) for row, payload in pairs for damage in find_damage([payload])]:
                     raise DamagedUpdates(lost)
 
-            contributions = [
-                Contribution(
-                    row.client_id,
-                    guarded.weights[row.client_id],
-                    row.packets,
-                    payload.read,
-                    guarded.factors.get(row.client_id, 1.0),
-                )
-                for row, payload in zip(updates, payloads, strict=True)
-            ]
             reader = ModelReader(checked)
             try:
+                if masks is not None and secure is not None:
+                    given = {row.client_id: payload for row, payload in zip(updates, payloads, strict=True)}
+                    contributions = open_groups(masks, secure, given, reader.schema.num_parameters)
+                else:
+                    contributions = [_contribution(*pair, guarded) for pair in zip(updates, payloads, strict=True)]
                 new = aggregate(reader, contributions, self._blobs, self._executor, plan, check=check)
             except DamagedBlob as error:  # the residual or the optimizer's state
                 raise self._versions.damage_of(base, error) from error
@@ -246,8 +252,26 @@ class ModelMaker:
                 size = f"{len(updates)} updates of {reader.schema.num_parameters:,} parameters"
                 text = f"the server has too little memory to combine {size} with the rule {job.aggregation.rule}"
                 raise RuleError("out_of_memory", text) from error
-            row = _row(new, reader.schema, version=version, number=number, base=base)
+            row = new.row(reader.schema, version=version, number=number, base=base)
             return replace(row, control_line=control_line if new.control_blob else "")
+
+    def secure_round(self, base: ModelRow, job: Job, seed: int) -> SecureRound:
+        """Return what the command of a round says of its values: see `fedring.server.model.secure_scales`.
+
+        Raises:
+            DamagedModel: if the spread of the base is damaged.
+            StorageFailed: if it cannot be read now.
+        """
+        return secure_round(job, base, self._read_spread(base, job), seed)
+
+    def _spread(self, base: ModelRow, job: Job, secure: SecureRound) -> Spread:
+        return Spread(job, open_blocks(secure, base.parameters), self._read_spread(base, job))
+
+    def _read_spread(self, base: ModelRow, job: Job) -> NDArray[np.float32] | None:
+        try:
+            return read_spread(self._blobs, base, job.secure_aggregation.block if job.secure_aggregation else 0)
+        except StorageError as error:
+            raise self._versions.damage_of(base, error) from error
 
     def strategy(self, job: Job) -> Strategy:
         """Make the job's strategy.
@@ -346,6 +370,11 @@ class ModelMaker:
         return lambda offset, size: row.payload[offset : offset + size]
 
 
+def _contribution(row: UpdateRow, payload: CheckedReader, guarded: Guard) -> Contribution:
+    factor = guarded.factors.get(row.client_id, 1.0)
+    return Contribution(row.client_id, guarded.weights[row.client_id], row.packets, payload.read, factor)
+
+
 def is_out_of_memory(error: Exception) -> bool:
     """Return whether an error says that there is no memory. On the CPU, torch says so with a RuntimeError."""
     return isinstance(error, MemoryError) or "can't allocate memory" in str(error)
@@ -358,25 +387,4 @@ def _kind(job: Job) -> str:
             *(job.model, job.model_args, job.mode == "pipeline" and job.pipeline.first_model),
             *(sharing.shared, sharing.private, sharing.frozen_stay),
         ]
-    )
-
-
-def _row(new: NewModel, schema: Schema, *, version: int, number: int, base: ModelRow | None = None) -> ModelRow:
-    return ModelRow(
-        version=version,
-        round=number,
-        digest=new.digest,
-        blob=new.blob,
-        schema_hash=schema.hash.hex(),
-        parameters=schema.num_parameters,
-        bytes=new.bytes,
-        created_at=time.time(),
-        base_version=base.version if base else 0,
-        base_digest=base.digest if base else "",
-        delta_blob=new.delta_blob,
-        delta_packets=new.delta_packets,
-        residual_blob=new.residual_blob,
-        optimizer_blob=new.optimizer_blob,
-        control_blob=new.control_blob,
-        control_digest=new.control_digest,
     )

@@ -2,12 +2,14 @@
 
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from fedring.codec import CodecError
 from fedring.server.config import ServerConfig
+from fedring.server.model.masked_sum import GroupMasks
 from fedring.server.model.models import Models
 from fedring.server.model.strategy import StrategyError
 from fedring.server.model.testset import TestSet
@@ -26,8 +28,21 @@ log = logging.getLogger(__name__)
 _ALL = 1_000_000_000
 
 
-async def publish(facts: Facts, models: Models, privacy: RoundPrivacy, open_: OpenRound) -> tuple[ModelRow, RoundRow]:
+async def publish(
+    facts: Facts,
+    models: Models,
+    privacy: RoundPrivacy,
+    open_: OpenRound,
+    masks: Sequence[GroupMasks] | None = None,
+) -> tuple[ModelRow, RoundRow]:
     """Make the next model of the accepted updates, and make it durable together with the end of its round.
+
+    Args:
+        facts: keeps the model.
+        models: makes it.
+        privacy: what differential privacy does to the round.
+        open_: the round.
+        masks: the groups of secure aggregation whose sums count, and no others; None = the job has none.
 
     Raises:
         DamagedModel, DamagedUpdates: if what it is made of is damaged.
@@ -35,7 +50,8 @@ async def publish(facts: Facts, models: Models, privacy: RoundPrivacy, open_: Op
         StorageError, CodecError, OptimizerError, RuleError, SeamError, RuntimeError: if it cannot be made; the last is
             torch's.
     """
-    updates = [open_.accepted[client] for client in sorted(open_.accepted)]
+    chosen = open_.accepted if masks is None else [client for group in masks for client in group.clients]
+    updates = [open_.accepted[client] for client in sorted(chosen)]
     version = await facts.db(facts.store.next_version)
     open_.private = private = await privacy.prepare(open_, updates)
     if private is not None:
@@ -54,6 +70,8 @@ async def publish(facts: Facts, models: Models, privacy: RoundPrivacy, open_: Op
         noisy=noisy,
         job_round=command.job_round,
         control_line=command.control.line,
+        masks=masks,
+        secure=None if masks is None else command.secure,
     )
     made = await facts.heavy(make, open_.base, updates, open_.job, open_.row.round, version)
     ended = open_.ended(Phase.PUBLISHED, model_version=version)

@@ -15,6 +15,7 @@ from fedring.rpc.chunks import ReceivedChunk, part_parser, serialize
 from fedring.rpc.errors import BadRequest, FedringError, Gone, Overloaded, UnknownRound
 from fedring.rpc.streams import METER, TimedStream, write
 from fedring.server.config import ServerConfig
+from fedring.server.model.masked_sum import width_of
 from fedring.server.parts import Parts
 from fedring.server.round.sessions import Session
 from fedring.server.state.blob_interfaces import Partial
@@ -202,8 +203,10 @@ class ClientUpdateService:
                     schema = self._models.versions.schema_of(open_.base)
                     most = open_.command.max_update_bytes
                     job, line = open_.job, open_.command.control.line
-                    bare = job.dp is not None
-                    return Terms(open_.base.digest, most, schema, job.clips, bare, line)
+                    bits = open_.secure.check_update(client) if open_.secure else 0
+                    bare = job.dp is not None or open_.secure is not None
+                    count = width_of(open_.command.secure, schema.num_parameters, bits).count if bits else 0
+                    return Terms(open_.base.digest, most, schema, job.clips, bare, line, bits, count)
                 case Open():
                     return Opened(await self._open(call, effect))
                 case Read():
@@ -278,9 +281,9 @@ class ClientUpdateService:
         try:
             # How long the check takes depends on the model: a few bytes can stand for many values.
             if small and len(packets) * (schema.num_parameters + schema.num_buffers) <= _AT_ONCE:
-                norm = check_payload(partial.read, packets, schema, effect.exact)
+                norm = check_payload(partial.read, packets, schema, effect.exact, effect.width)
             else:
-                norm = await self._facts.work(check_payload, partial.read, packets, schema, effect.exact)
+                norm = await self._facts.work(check_payload, partial.read, packets, schema, effect.exact, effect.width)
         except CodecError as error:
             text = f"an update of {call.client} was refused: {error}"
             self._journal.write("update_refused", text, client_id=call.client)

@@ -16,6 +16,7 @@ before this one may have ended its round.
 from dataclasses import dataclass
 
 from fedring.codec.digest import is_blake3, name_of
+from fedring.codec.masked import Width
 from fedring.codec.schema import Schema
 from fedring.rpc.chunks import CHUNK_BYTES
 from fedring.rpc.contract import SMALL_BYTES
@@ -59,6 +60,13 @@ class Terms:
     deltas_only: bool = False  # whether parameters must come as the difference to that model
     bare: bool = False  # whether nothing is kept of what the client says of its data
     control_line: str = ""  # the line of the control variate that must have corrected the gradients; empty = none
+    masked_bits: int = 0  # of a value, in the client's group; 0 = the round has no secure aggregation
+    masked_values: int = 0  # how many of them there are: see fedring.server.model.masked_sum.width_of
+
+    @property
+    def width(self) -> Width | None:
+        """What the packet of a masked update must be; None if updates are not masked."""
+        return Width(self.masked_values, self.masked_bits) if self.masked_bits else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +110,7 @@ class Digested:
 class Admitted:
     """Every byte of the payload was found good."""
 
-    norm: float  # L2, of the parameters' delta, or of the weights if these were sent
+    norm: float  # L2, of the parameters' delta, or of the weights if these were sent; 0 if it is masked
     at: float  # wall clock, seconds
     payload: bytes = b""  # what the row keeps; empty if a blob does
 
@@ -183,6 +191,7 @@ class Admit:
     packets: tuple[PacketSpec, ...]
     schema: Schema
     exact: bool = False  # whether the norm must be added up in float64
+    width: Width | None = None  # of a masked update
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +228,7 @@ class Upload:
         self._size = self._resumed = 0
         self._schema: Schema | None = None  # known as soon as the header was found good
         self._bare = False  # as in the terms
+        self._width: Width | None = None  # as in the terms
         self._late: UnknownRound | None = None
 
     def handle(self, event: Event) -> Effect:
@@ -286,7 +296,7 @@ class Upload:
             raise BadUpdate(text, reason="wrong_model")
         if header.total_bytes > terms.most_bytes:
             raise TooLarge(f"{header.total_bytes} bytes; the limit is {terms.most_bytes}")
-        self._packets = check_header(header, terms.schema)
+        self._packets = check_header(header, terms.schema, terms.width)
         if terms.deltas_only and any(each.kind == "weights" for each in self._packets if each.vector == "parameters"):
             text = "parameters as weights: a job with update_clip, update_clip_factor or dp takes differences only"
             raise BadUpdate(text, reason="bad_packets")
@@ -294,7 +304,7 @@ class Upload:
             raise BadUpdate(_wrong_control(header.control.line, terms.control_line), reason="wrong_control")
         if (previous := header.control.previous) and not is_blake3(previous):
             raise BadUpdate(f"control.previous is {previous[:100]!r}, which names no update", reason="wrong_control")
-        self._schema, self._bare = terms.schema, terms.bare
+        self._schema, self._bare, self._width = terms.schema, terms.bare, terms.width
         if self._payload is not None and not len(self._payload) == header.total_bytes <= SMALL_BYTES:
             text = f"{len(self._payload)} bytes, not the declared {header.total_bytes}, or more than {SMALL_BYTES}"
             raise BadRequest(text, reason="bad_chunk")
@@ -324,7 +334,7 @@ class Upload:
 
     def _digested(self, digest: str) -> Admit:
         if digest == self._offer.digest and self._schema is not None:
-            return Admit(self._packets, self._schema, exact=self._bare)
+            return Admit(self._packets, self._schema, exact=self._bare, width=self._width)
         self.spoilt = True
         if self._resumed:  # what lay here before may have been damaged by a power loss, or have been of another payload
             raise Damaged("the part that was here is not of this payload: send it from the start")

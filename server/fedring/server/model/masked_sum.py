@@ -1,0 +1,173 @@
+"""Masked updates: the updates of a group are one contribution, whose values are their sum without its masks.
+
+The walk asks for a range of the parameters. The words of this range are added up modulo 2^bits, over all updates of the
+group, the same range of each mask is removed, and what is left is the sum of the clients' integers. So no update is
+ever seen without its masks, and the memory is that of a few tiles, whatever the number of clients.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedring.codec import CodecError, Decoder
+from fedring.codec.chunks import spread
+from fedring.codec.masked import MaskedPacket, Width, word_type
+from fedring.secure.levels import Blocks, open_blocks
+from fedring.secure.masks import GROUP, mask, unwrap
+from fedring.server.model.contributions import Contribution
+from fedring.v1 import secure_pb2 as wire
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class GroupMasks:
+    """A group whose masks can be removed."""
+
+    name: str  # of the group, for the rule: the lowest client id
+    clients: tuple[str, ...]  # survivors; their updates add up
+    bits: int
+    masks: tuple[tuple[bytes, int], ...]  # seeds of the masks that the sum of the updates still holds, with +1 or -1
+
+
+class Payload(Protocol):
+    """The bytes of an update."""
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+        ...
+
+    def read(self, offset: int, size: int) -> bytes:
+        """Return so many bytes at an offset; called from several threads."""
+        ...
+
+
+class BadSum(CodecError):
+    """The sum of a group is not one of the integers that its clients may send, so no model can be made with it.
+
+    Attributes:
+        group: the group's name.
+    """
+
+    def __init__(self, group: str, what: str) -> None:
+        super().__init__("bad_sum", f"the sum of the group of {group} {what}: a client of it has sent other values")
+        self.group = group
+
+
+def width_of(secure: wire.SecureRound, length: int, bits: int) -> Width:
+    """Return of how many values, and how wide ones, the updates of a round consist.
+
+    Args:
+        secure: what the command says of the round.
+        length: the number of parameters of the model.
+        bits: of a value, in the client's group.
+
+    Raises:
+        SecureError: "bad_blocks", if the round does not fit the model.
+    """
+    return Width(open_blocks(secure, length).count + (secure.max_weight > 0), bits)
+
+
+def open_groups(
+    groups: Sequence[GroupMasks],
+    secure: wire.SecureRound,
+    payloads: Mapping[str, Payload],
+    length: int,
+) -> list[Contribution]:
+    """Return each group as one contribution, which counts as much as its clients together.
+
+    Args:
+        groups: the groups of a round; no client is in two.
+        secure: what the command said of the round.
+        payloads: of each client.
+        length: the number of parameters of the model.
+
+    Raises:
+        BadSum: if the sum of a group's weights is impossible.
+        CodecError: if a payload is damaged.
+        SecureError: "bad_blocks", if the round does not fit the model.
+    """
+    blocks = open_blocks(secure, length)
+    contributions = []
+    for group in groups:
+        width = Width(blocks.count + (secure.max_weight > 0), group.bits)
+        opened = [payloads[client] for client in group.clients]
+        packets = [MaskedPacket(payload.read, payload.size, width) for payload in opened]
+        values = MaskedSum(group, secure, blocks, packets)
+        contributions.append(Contribution(group.name, values.weight, (), opened[0].read, values=values))
+    return contributions
+
+
+class MaskedSum(Decoder):
+    """The mean of a group's updates: the sum of their values divided by the sum of their weights.
+
+    Args:
+        group: whose updates they are, and which masks their sum still holds.
+        secure: what the command said of the round.
+        blocks: what of the parameters is sent.
+        packets: the updates of the group.
+
+    Attributes:
+        weight: the sum of the clients' weights; their number if all weights are 1.
+
+    Raises:
+        BadSum: if the sum of the weights is impossible.
+        CodecError: if a packet is damaged.
+    """
+
+    seeks: ClassVar[bool] = True
+
+    def __init__(
+        self, group: GroupMasks, secure: wire.SecureRound, blocks: Blocks, packets: Sequence[MaskedPacket]
+    ) -> None:
+        self._group, self._blocks, self._packets = group, blocks, packets
+        self._count = blocks.count + (secure.max_weight > 0)
+        clients = len(group.clients)
+        self.weight = float(clients)
+        if secure.max_weight:
+            found = int(self._sums(blocks.count, self._count)[0])
+            if not 1 <= found <= clients * secure.max_weight:
+                raise BadSum(group.name, f"has the weight {found}, which {clients} clients cannot have")
+            self.weight = float(found)
+        self._most = int(self.weight) * secure.levels
+
+    def add(self, start: int, stop: int, out: NDArray[np.float64], weight: float) -> None:
+        """See Decoder.add; BadSum if a value of the sum is impossible."""
+        blocks = self._blocks
+        low, high = blocks.place(start), blocks.place(stop)
+        if low == high:
+            return
+        sums = self._sums(low, high)
+        if max(int(sums.max()), -int(sums.min())) > self._most:
+            raise BadSum(self._group.name, f"has a value beyond {self._most}")
+        first, last = low // blocks.block, -(-high // blocks.block)
+        values = sums.astype(np.float64)
+        values *= spread(blocks.scales[first:last], blocks.block, low - first * blocks.block, high - low)
+        if (share := weight / self.weight) != 1.0:
+            values *= share
+        if high - low == stop - start:
+            out += values
+        else:
+            places = blocks.indices[first:last, None] * blocks.block + np.arange(blocks.block)
+            begin = low - first * blocks.block
+            out[places.reshape(-1)[begin : begin + high - low] - start] += values
+
+    def decode(self, start: int, stop: int) -> NDArray[np.floating]:
+        """See Decoder.decode; the values are float64."""
+        values = np.zeros(stop - start, np.float64)
+        self.add(start, stop, values, 1.0)
+        return values
+
+    def _sums(self, start: int, stop: int) -> NDArray[np.int64]:
+        """Return the sums of the clients' integers from `start` to `stop`, places among the values that are sent."""
+        bits = self._group.bits
+        low, high = start // GROUP * GROUP, min(-(-stop // GROUP) * GROUP, self._count)
+        total = np.zeros(high - low, word_type(bits))
+        for packet in self._packets:
+            total += packet.words(low, high)
+        for seed, sign in self._group.masks:
+            piece = mask(seed, bits, low, high)
+            np.subtract(total, piece, out=total) if sign > 0 else np.add(total, piece, out=total)
+        return unwrap(total[start - low : stop - low], bits)

@@ -1,0 +1,143 @@
+"""Sums of masked updates: exact for every number of clients, whoever is lost, and however the walk is cut."""
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from fedring.codec.masked import masked_packet
+from fedring.secure.levels import integers_of, open_blocks, to_levels
+from fedring.secure.limits import bits_of_sum
+from fedring.secure.masks import mask, wrap
+from fedring.server.model.contributions import Contribution
+from fedring.server.model.masked_sum import GroupMasks, open_groups, width_of
+from fedring.v1 import secure_pb2 as wire
+
+
+@dataclass(frozen=True)
+class Bytes:
+    data: bytes
+
+    @property
+    def size(self) -> int:
+        return len(self.data)
+
+    def read(self, offset: int, size: int) -> bytes:
+        return self.data[offset : offset + size]
+
+
+def a_round(
+    length: int, *, levels: int = 7, block: int = 16, sent: Sequence[int] = (), most: int = 0
+) -> wire.SecureRound:
+    total = -(-length // block)
+    flags = np.zeros(total, np.bool_)
+    flags[list(sent)] = True
+    scales = np.random.default_rng(length).uniform(0.01, 2, len(sent) or total).astype("<f4")
+    bitmap = np.packbits(flags, bitorder="little").tobytes() if sent else b""
+    return wire.SecureRound(scales=scales.tobytes(), blocks=bitmap, block=block, levels=levels, max_weight=most)
+
+
+def masked(
+    integers: Mapping[str, NDArray[np.int32]], bits: int, lost: Sequence[str] = ()
+) -> tuple[GroupMasks, dict[str, Bytes]]:
+    """Mask the integers of the clients of one group as clients do; return what the server knows when it has the shares.
+
+    Args:
+        integers: of each client.
+        bits: of a value.
+        lost: clients whose updates do not come.
+    """
+    clients = sorted(integers)
+    own = {client: secrets.token_bytes(32) for client in clients}
+    pairs = {pair: secrets.token_bytes(32) for pair in combinations(clients, 2)}
+    payloads, left = {}, []
+    for client in clients:
+        words = wrap(integers[client], bits)
+        words += mask(own[client], bits, 0, len(words))
+        for (first, second), seed in pairs.items():
+            piece = mask(seed, bits, 0, len(words))
+            words += piece if client == first else -piece if client == second else np.zeros_like(words)
+        payloads[client] = Bytes(b"".join(masked_packet(words, bits)))
+    survivors = [client for client in clients if client not in lost]
+    for client in survivors:
+        left.append((own[client], 1))
+        for other in lost:
+            left.append((pairs[min(client, other), max(client, other)], 1 if client < other else -1))
+    return GroupMasks(survivors[0], tuple(survivors), bits, tuple(left)), payloads
+
+
+def read_in_pieces(contribution: Contribution, length: int, cuts: Sequence[int]) -> NDArray[np.float64]:
+    """Return the sum of the group, [length]."""
+    assert contribution.values is not None
+    total = np.zeros(length)
+    for start, stop in zip([0, *cuts], [*cuts, length], strict=True):
+        contribution.values.add(start, stop, total[start:stop], contribution.weight)
+    return total
+
+
+def expected(
+    levels: Mapping[str, NDArray[np.int32]],
+    weights: Mapping[str, int],
+    who: Sequence[str],
+    secure: wire.SecureRound,
+    length: int,
+) -> NDArray[np.float64]:
+    """Return the sum of the plain levels, [length]."""
+    blocks = open_blocks(secure, length)
+    total = np.zeros(blocks.count, np.int64)
+    for client in who:
+        total += levels[client].astype(np.int64) * weights[client]
+    places = (blocks.indices[:, None] * blocks.block + np.arange(blocks.block)).reshape(-1)
+    places = places[places < length]
+    values = np.zeros(length)
+    values[places] = total * np.repeat(blocks.scales.astype(np.float64), blocks.block)[: len(total)]
+    return values
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_the_sum_is_exact_for_any_clients_blocks_weights_losses_and_cuts(data: st.DataObject) -> None:
+    count = data.draw(st.integers(3, 33))
+    length = data.draw(st.integers(1, 700))
+    block = data.draw(st.sampled_from([16, 32, 64]))
+    sent = sorted(data.draw(st.sets(st.integers(0, -(-length // block) - 1))))
+    most = data.draw(st.sampled_from([0, 1, 1000]))
+    levels = data.draw(st.sampled_from([1, 7, 300]))
+    check_sum(
+        count,
+        data.draw(st.integers(0, count // 3)),
+        a_round(length, levels=levels, block=block, sent=sent, most=most),
+        length,
+        sorted(data.draw(st.sets(st.integers(0, length), max_size=6))),
+        data.draw(st.integers(0, 2**32)),
+    )
+
+
+@pytest.mark.parametrize("sent", [(), (0, 3, 7)], ids=["dense", "blocks"])
+def test_the_sum_of_a_hundred_clients_is_exact(sent: Sequence[int]) -> None:
+    check_sum(100, 33, a_round(120, sent=sent, most=1000), 120, [17, 64], 0)
+
+
+def check_sum(count: int, losses: int, secure: wire.SecureRound, length: int, cuts: Sequence[int], seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    clients = [f"client-{number}" for number in rng.permutation(count)]
+    blocks, weighted = open_blocks(secure, length), secure.max_weight > 0
+    weights = {client: int(rng.integers(1, secure.max_weight + 1)) if weighted else 1 for client in clients}
+    levels = {
+        client: to_levels(rng.standard_normal(length).astype(np.float32) * 5, blocks, secure.levels)
+        for client in clients
+    }
+    integers = {client: integers_of(levels[client], weights[client], weighted) for client in clients}
+    bits = bits_of_sum(count, secure.levels, max(1, secure.max_weight))
+    group, payloads = masked(integers, bits, lost=clients[:losses])
+    assert all(payload.size == width_of(secure, length, bits).bytes for payload in payloads.values())
+    (contribution,) = open_groups([group], secure, payloads, length)
+    assert contribution.weight == sum(weights[client] for client in group.clients)
+    wanted = expected(levels, weights, group.clients, secure, length)
+    np.testing.assert_array_equal(read_in_pieces(contribution, length, cuts), wanted)
