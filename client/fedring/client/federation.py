@@ -16,6 +16,8 @@ from fedring.client.errors import FederationClosed, Refused, RoundOver
 from fedring.client.evaluation import Evaluation
 from fedring.client.metrics import ClientMetrics
 from fedring.client.privacy import check_policy, refusal
+from fedring.client.secure.desk import SecureDesk
+from fedring.client.secure.party import lost_update
 from fedring.client.session.inbox import EvaluationOrder
 from fedring.client.session.link import ServerLink
 from fedring.client.task import Task
@@ -117,6 +119,8 @@ class Federation:
             self._resources = stack.pop_all()
         self._models = ModelFetcher(self._link.connection, self._link.session.advance)
         self._delivery = Delivery(self._link, self._spool)
+        self._secure = SecureDesk(self._link, config, self._spool.ledger)
+        self._link.start(self._secure.run)
         self._task: Task | None = None
         self._signal_taken = False
 
@@ -157,14 +161,17 @@ class Federation:
                     self._evaluate(work)
                     continue
                 why = refusal(self.config.privacy, self._spool.ledger, work.command)
-                if not self._delivery.settle(work, send=not why):
-                    self._task = Task(work, self._link, self._models, self._spool, self.config.client_id, private)
+                if not self._delivery.settle(work, send=not why and self._may_send(work.command)):
+                    client_id, secure = self.config.client_id, self._secure
+                    self._task = Task(work, self._link, self._models, self._spool, client_id, private, secure=secure)
                     mode = self._task.job.mode
                     if private and mode != "federated":
                         text = f"this client keeps private = {list(private)} to itself, which the mode {mode} cannot do"
                         self._task.fail("private_tensors", text)
                     elif why:
                         self._task.fail("privacy_policy", why)
+                    elif work.command.HasField("secure") and secure.bound(work.command):
+                        self._task.fail_secure(lost_update(work.command.round))
                     elif mode in self._modes:
                         self._link.session.set_reporting(False)  # the caller's code may never call progress()
                         return self._task
@@ -185,13 +192,21 @@ class Federation:
         """End the iteration and the current task. Any thread and any signal handler may call this."""
         self._link.close()
 
+    def _may_send(self, command: pb.TrainCmd) -> bool:
+        """Return whether an update in the spool may answer a command: masks cover one payload only."""
+        if not command.HasField("secure"):
+            return True
+        spooled = self._spool.pending()
+        return spooled is not None and spooled.offer.payload_digest == self._secure.bound(command)
+
     def _evaluate(self, order: EvaluationOrder) -> None:
         if self._on_evaluate is None:
             return
         counts = Counts()
         try:
-            if order.command.job.dp or self.config.privacy.needs_noise:
-                raise RoundOver("privacy_policy", "no noise covers what this client would count")
+            policy, job = self.config.privacy, order.command.job
+            if job.dp or job.secure_aggregation or policy.needs_noise or policy.needs_secure:
+                raise RoundOver("privacy_policy", "neither noise nor masks cover what this client would count")
             counts = self._on_evaluate(Evaluation(order, self._link, self._models, self._spool, self.config.private))
             if not abs(counts.loss_sum) <= MAX_FIGURE:
                 log.warning(

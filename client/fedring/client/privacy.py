@@ -20,6 +20,10 @@ _NOISE = ("min_noise_multiplier", "max_clip", "max_epsilon")
 """The keys that demand noise."""
 
 
+ClientName = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,128}$")]
+Fingerprint = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
 class SitePolicy(BaseModel):
     """The table [privacy] of a client. A job that is weaker is refused by the client. Unknown keys are errors."""
 
@@ -38,11 +42,24 @@ class SitePolicy(BaseModel):
         "0 = no limit, and jobs need no [dp]",
     )
     delta: Annotated[float, Field(gt=0, lt=1)] = Field(1e-5, description="the delta that max_epsilon belongs to")
+    require_secure_aggregation: bool = Field(
+        False, description="only jobs with secure_aggregation, in which the server learns nothing but sums"
+    )
+    peers: dict[ClientName, Fingerprint] = Field(
+        default_factory=dict,
+        description="the only clients with which this one adds up updates, and the fingerprints of their keys, such as "
+        '{ berlin = "64 hexadecimal digits" }; jobs need secure_aggregation then',
+    )
 
     @property
     def demands(self) -> bool:
         """Whether there is any job that it refuses."""
-        return bool(self.min_clients or self.needs_noise)
+        return bool(self.min_clients or self.needs_noise or self.needs_secure)
+
+    @property
+    def needs_secure(self) -> bool:
+        """Whether it refuses jobs without secure aggregation."""
+        return self.require_secure_aggregation or bool(self.peers)
 
     @property
     def needs_noise(self) -> bool:
@@ -126,6 +143,9 @@ def refusal(policy: SitePolicy, ledger: Ledger, command: pb.TrainCmd) -> str:
         return f"this client does not understand the job's dp = {job.dp[:200]}: it may be too old for it"
     if not policy.demands:
         return ""
+    if policy.needs_secure and not (command.HasField("secure") and job.mode == "federated"):
+        key = "require_secure_aggregation = true" if policy.require_secure_aggregation else "peers"
+        return f"this site's privacy.{key} demands a federated job with [secure_aggregation], which this job is not"
     if job.mode != "federated":
         key = next(key for key in ("min_clients", *_NOISE) if getattr(policy, key))
         return (

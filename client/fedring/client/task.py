@@ -6,23 +6,25 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
 from torch import Tensor, nn
 
 from fedring.client.errors import BadModel, RoundOver, UpdateRefused, WrongModel
 from fedring.client.loading import Loaded, ModelLoader, check_frozen
 from fedring.client.metrics import ClientMetrics
+from fedring.client.secure.desk import SecureDesk
+from fedring.client.secure.masked import masked_update
 from fedring.client.session.inbox import Assignment
 from fedring.client.session.link import ServerLink
-from fedring.client.transfer.correction import Correction
+from fedring.client.transfer.correction import Correction, corrected_update, load_correction
 from fedring.client.transfer.delivery import Delivery
 from fedring.client.transfer.fetch import ModelFetcher
 from fedring.client.transfer.partial import Sink
 from fedring.client.transfer.private import PrivateValues, check_finite, check_own, line_of
 from fedring.client.transfer.spool import Spool
-from fedring.client.transfer.update import TrainingReport, make_update, offer_of
+from fedring.client.transfer.update import TrainingReport, offer_of
 from fedring.codec import CodecError
 from fedring.codec.schema import Schema
+from fedring.secure.errors import SecureError
 from fedring.train.arrays import Arrays, as_module
 from fedring.train.plan import Plan
 from fedring.train.state import read_tensors, read_vectors, schema_of
@@ -51,6 +53,8 @@ class Task:
         spool: Spool,
         client_id: str,
         private: Collection[str] = (),
+        *,
+        secure: SecureDesk,
     ) -> None:
         self.command = assignment.command
         self.link = link
@@ -62,6 +66,7 @@ class Task:
         self._spool = spool
         self._delivery = Delivery(link, spool)
         self._client_id = client_id
+        self._secure = secure
         self._loader = ModelLoader(link, models, spool.private, private)
         self._loaded: Loaded | None = None
         self._loaded_at = 0.0
@@ -295,6 +300,12 @@ class Task:
         self.link.session.begin(pb.ACTIVITY_UNSPECIFIED)
         self._delivery.fail(self._assignment, reason, detail)
 
+    def fail_secure(self, error: SecureError) -> None:
+        """Report that this client does not go on with the secure aggregation of this round."""
+        self.done, self.result = True, "failed"
+        self.link.session.begin(pb.ACTIVITY_UNSPECIFIED)
+        self._secure.fail(self.command, error)
+
     def leave(self) -> None:
         """End the work on the round. If the server asks for the round again after this, it is trained anew."""
         mine = self._assignment
@@ -302,17 +313,12 @@ class Task:
             mine.end_reason = mine.stop_reason
 
     def _load_correction(self, schema: Schema) -> Correction:
-        wanted, assignment = self.command.control, self._assignment
-        if wanted.digest:
-            models, parameters = self._models, schema.without_buffers
-            fetched = self.link.call(
-                lambda: models.fetch_control(wanted.digest, parameters, lambda: assignment.stop_reason)
-            )
-            control = fetched.vectors.parameters
-        else:
-            control = np.zeros(schema.num_parameters, np.float32)
+        wanted, models, assignment = self.command.control, self._models, self._assignment
         own = self._spool.control.load(self.command.run_id, wanted.line, schema.num_parameters)
-        return Correction(schema, wanted.line, control, own)
+        link, ended = self.link, lambda: assignment.stop_reason
+        return load_correction(
+            wanted, schema, own, lambda digest, part: link.call(lambda: models.fetch_control(digest, part, ended))
+        )
 
     def _deliver(
         self, model: nn.Module, loaded: Loaded, training: TrainingReport, own: Mapping[str, Tensor] | None
@@ -341,10 +347,17 @@ class Task:
                 personal = PrivateValues(line, loaded.parts.not_frozen, own)
                 check_finite(own)
             trained = read_vectors(model, loaded.parts.shared.names)
-            correction = self._correction
-            used = correction.used if correction else None
-            update = make_update(command, self._client_id, loaded.base, trained, training, residual, control=used)
-            control = correction.after(update, command, training.samples) if correction else None
+            if command.HasField("secure"):
+                party = self._secure.party(self._assignment)
+                update = masked_update(party, loaded.base, trained, training.samples, residual)
+                control = None
+            else:
+                update, control = corrected_update(
+                    self._correction, command, self._client_id, loaded.base, trained, training, residual
+                )
+        except SecureError as error:
+            self.fail_secure(error)
+            raise UpdateRefused(error.reason, str(error)) from error
         except CodecError as error:
             self.fail(error.reason, f"the trained model cannot be sent: {error}")
             raise UpdateRefused(error.reason, "the trained model cannot be sent") from error
@@ -352,6 +365,8 @@ class Task:
         spooled = self._spool.write(
             update.offer, update.parts, update.residual, private=private, control=control, personal=personal
         )
+        if command.HasField("secure"):
+            self._secure.bind(self._assignment, update.offer.payload_digest)
         self._delivery.send(spooled, self._assignment, update.residual)
 
     def _check_size(self, size: int) -> None:

@@ -27,6 +27,7 @@ from fedring.rpc.tls import read_token
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1.federation_pb2_grpc import ClientUpdateServiceStub, TrainCmdServiceStub
 from fedring.v1.rendezvous_pb2_grpc import RendezvousServiceStub
+from fedring.v1.secure_pb2_grpc import SecureAggregationServiceStub
 from fedring.version import SOFTWARE
 
 log = logging.getLogger(__name__)
@@ -130,6 +131,7 @@ class Connection:
             request_serializer=serialize,
             response_deserializer=pb.UpdateReply.FromString,
         )
+        self.secure = SecureAggregationServiceStub(channel)
         self.rendezvous = RendezvousServiceStub(channel)
         self._push_small = ClientUpdateServiceStub(channel).PushSmallUpdates
 

@@ -97,6 +97,12 @@ class ServerLink:
             error = None
         raise error or FederationClosed
 
+    def start(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Run a coroutine on the session's thread, without waiting, until it ends or the session does."""
+        with self._lock:
+            if self._open:
+                self._calls.add(asyncio.run_coroutine_threadsafe(work(), self._loop))
+
     def close(self) -> None:
         """Begin to end the session, without waiting. A signal handler may call this."""
         self._loop.call_soon_threadsafe(self._cancel)

@@ -35,6 +35,10 @@ log = logging.getLogger(__name__)
 
 Lost = aio.AioRpcError | FedringError
 
+_OF_ROUNDS = ("train", "secure", "round_ended")
+_MOST_EVENTS = 64
+"""How many events wait for the client's part in secure aggregation. A round has seven."""
+
 
 class ClientSession:
     """Keeps the client in touch with its server and fills its inbox; owned by ServerLink, runs on its event loop.
@@ -48,6 +52,7 @@ class ClientSession:
 
     def __init__(self, connection: Connection, health: Health, *, evaluates: bool, tell: Callable[[str], None]) -> None:
         self.inbox = WorkInbox()
+        self.secure_events: asyncio.Queue[pb.ServerEvent] = asyncio.Queue(_MOST_EVENTS)  # what concerns such rounds
         self._connection = connection
         self._health = health
         self._evaluates = evaluates
@@ -226,6 +231,11 @@ class ClientSession:
 
     def _handle(self, event: pb.ServerEvent) -> pb.EvaluationReport | None:
         """Act on an event, and return a report if it must be answered at once."""
+        if event.WhichOneof("event") in _OF_ROUNDS:
+            try:
+                self.secure_events.put_nowait(event)
+            except asyncio.QueueFull:
+                log.warning("dropped an event of a round: the server sends more of them than this client can answer")
         match event.WhichOneof("event"):
             case "heartbeat" if not self._matched:
                 self._matched = True

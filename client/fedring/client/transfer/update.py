@@ -10,6 +10,7 @@ from fedring.client.transfer.download import HeldModel
 from fedring.codec import BUFFERS, CodecError, Encoding, Vectors, encode_buffers
 from fedring.codec.dense import dense_header
 from fedring.codec.digest import name_of, update_name
+from fedring.codec.masked import MASKED
 from fedring.compress.feedback import compress
 from fedring.train.bounds import MAX_SECONDS
 from fedring.train.metrics import check_metrics, sendable_metrics
@@ -99,6 +100,19 @@ def offer_of(
         for role, encoding, size in vectors
     ]
     return _offer(command, client_id, packets, payload_digest, training)
+
+
+def masked_offer(command: pb.TrainCmd, client_id: str, size: int, payload_digest: str) -> pb.UpdateOffer:
+    """Return the offer of a masked update, which says nothing of the training.
+
+    Args:
+        command: The command that is answered.
+        client_id: The client that sends the update.
+        size: The bytes of the payload.
+        payload_digest: The name of the payload.
+    """
+    packet = pb.Packet(vector=pb.VECTOR_PARAMETERS, kind=pb.KIND_DELTA, encoding=MASKED, bytes=size)
+    return _offer(command, client_id, [packet], payload_digest, TrainingReport(samples=1))
 
 
 def _offer(

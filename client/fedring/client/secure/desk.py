@@ -1,0 +1,286 @@
+"""Takes the events of secure aggregation from the session, answers them, and gives the user's thread what it needs.
+
+It runs on the session's event loop, whatever the user's thread does: keys go out while that trains, and masks are
+removed when it is idle, or has begun anew after a restart. What computes or waits for the disk runs in other threads.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Any
+
+from google.protobuf.message import DecodeError, Message
+from grpc import StatusCode, aio
+
+from fedring.client.config import ClientConfig
+from fedring.client.errors import FederationClosed, RoundOver, UpdateRefused
+from fedring.client.privacy import Ledger, refusal
+from fedring.client.secure.identity import PeerCheck, load_signer
+from fedring.client.secure.party import Party, Site
+from fedring.client.secure.state import RoundName, SecureState, name_of
+from fedring.client.session.backoff import Backoff
+from fedring.client.session.connection import CALL_SECONDS, is_doubtful, stray_cancellation
+from fedring.client.session.inbox import Assignment
+from fedring.client.session.link import ServerLink
+from fedring.daemon.config import ConfigError
+from fedring.rpc.errors import FedringError, Unavailable, UnknownRound, reason_of, status_of
+from fedring.rpc.revocation import Revocations
+from fedring.secure.errors import SecureError
+from fedring.secure.statements import task_digest
+from fedring.v1 import federation_pb2 as pb
+from fedring.v1 import secure_pb2 as wire
+
+log = logging.getLogger(__name__)
+
+MAX_STEP_BYTES = 2 << 20
+"""The largest message of a step: a group of 100 clients, each with certificates of 8 KiB, is smaller."""
+
+_MOST_TRIES = 3  # of a message that the server cannot read: its bytes may be damaged on the way
+_TRANSIENT = {
+    StatusCode.UNAVAILABLE,
+    StatusCode.DEADLINE_EXCEEDED,
+    StatusCode.INTERNAL,
+    StatusCode.UNKNOWN,
+    StatusCode.RESOURCE_EXHAUSTED,
+    StatusCode.CANCELLED,
+}
+
+
+class SecureDesk:
+    """The client's part in rounds with secure aggregation; owned by Federation.
+
+    Args:
+        link: the session to the server.
+        config: the configuration.
+        ledger: what this client has spent of its privacy.
+
+    Raises:
+        ConfigError: if the files of finished rounds, or the list of revoked certificates, cannot be read.
+    """
+
+    def __init__(self, link: ServerLink, config: ClientConfig, ledger: Ledger) -> None:
+        self._link, self._config, self._ledger = link, config, ledger
+        self._state = SecureState(config.state_dir)
+        self._revoked = Revocations(config.tls.crl, config.tls.ca)
+        self._party: Party | None = None
+        self._changed = asyncio.Condition()
+        self._sending: dict[str, asyncio.Task[None]] = {}
+        self._sends: asyncio.TaskGroup
+
+    async def run(self) -> None:
+        """Answer events until the session ends. It runs on the session's event loop."""
+        events = self._link.session.secure_events
+        async with asyncio.TaskGroup() as self._sends:
+            while True:
+                await self._take(await events.get())
+                async with self._changed:
+                    self._changed.notify_all()
+
+    def bound(self, command: pb.TrainCmd) -> str:
+        """Return the name of the payload that the masks of a round are bound to; empty = none. Any thread may ask."""
+        try:
+            record = self._state.load(name_of(command))
+        except SecureError:  # this ends the round where the command is answered
+            return ""
+        return record.payload.decode() if record else ""
+
+    def party(self, assignment: Assignment) -> Party:
+        """Wait until the peers of a round are known, and return this client in it. It belongs to the user's thread.
+
+        Raises:
+            RoundOver: if the round ended before.
+        """
+        return self._link.call(lambda: self._wait(assignment))
+
+    def bind(self, assignment: Assignment, payload: str) -> None:
+        """Bind the masks of a round to one payload, which may be sent then. It belongs to the user's thread.
+
+        Args:
+            assignment: the round.
+            payload: the name of the payload.
+
+        Raises:
+            UpdateRefused: if the masks are bound to another one, or that cannot be noted.
+            RoundOver: if the round ended before.
+        """
+        try:
+            self.party(assignment).bind(payload)
+        except (SecureError, OSError) as error:
+            why = error if isinstance(error, SecureError) else SecureError("secure_state", str(error))
+            self.fail(assignment.command, why)
+            raise UpdateRefused(why.reason, str(why)) from error
+
+    def fail(self, command: pb.TrainCmd, error: SecureError) -> None:
+        """End a round for this client, and tell the server why. It belongs to the user's thread."""
+        with suppress(FederationClosed):
+            self._link.call(lambda: self._fail(name_of(command), error))
+
+    async def _wait(self, assignment: Assignment) -> Party:
+        name, task = name_of(assignment.command), task_digest(assignment.command)
+        while True:
+            if reason := assignment.stop_reason:
+                raise RoundOver(reason)
+            party = self._party
+            if party and (party.name, party.task) == (name, task) and party.may_mask:
+                return party
+            with suppress(TimeoutError, Unavailable), stray_cancellation():
+                async with asyncio.timeout(max(0.0, assignment.deadline - time.monotonic())), self._changed:
+                    await self._changed.wait()
+
+    async def _take(self, event: pb.ServerEvent) -> None:
+        """Act on one event. Whatever goes wrong ends the round, not the client."""
+        message = event.secure if event.HasField("secure") else event.train
+        try:
+            match event.WhichOneof("event"):
+                case "train":
+                    await self._begin(event.train)
+                case "secure":
+                    await self._step(event.secure)
+                case "round_ended":
+                    run_id = self._link.connection.session.run_id
+                    if name := self._state.find(run_id, event.round_ended.round):
+                        await self._finish(name, "")
+        except SecureError as error:
+            await self._fail(name_of(message), error)
+        except (OSError, ConfigError) as error:
+            await self._fail(name_of(message), SecureError("secure_state", f"secure aggregation cannot go on: {error}"))
+        except Exception:  # an event of the server must not end the client
+            log.exception("an event of round %d could not be answered", message.round)
+            await self._fail(name_of(message), SecureError("internal", "the client could not answer an event"))
+
+    async def _begin(self, command: pb.TrainCmd) -> None:
+        name = name_of(command)
+        if not command.HasField("secure") or await asyncio.to_thread(lambda: self._refuses(command)):
+            if self._party and self._party.name != name:
+                await self._finish(self._party.name, "")
+            return
+        self._check_not_over(name)
+        party = self._party
+        if party is None or party.name != name or party.task != task_digest(command):
+            party = await asyncio.to_thread(lambda: self._open(command))
+            self._stop_sending()
+            self._party = party
+        self._answer("SendKeys", party.keys())
+
+    def _refuses(self, command: pb.TrainCmd) -> bool:
+        return bool(refusal(self._config.privacy, self._ledger, command))
+
+    async def _step(self, step: wire.SecureStep) -> None:
+        name = name_of(step)
+        self._check_not_over(name)
+        if step.ByteSize() > MAX_STEP_BYTES:
+            raise SecureError("too_large", f"a message of {step.ByteSize()} bytes is above {MAX_STEP_BYTES}")
+        if self._party is None or self._party.name != name:
+            self._party = await asyncio.to_thread(lambda: self._reopen(name))
+        party = self._party
+        match step.WhichOneof("step"):
+            case "roster":
+                self._answer("SendShares", await asyncio.to_thread(lambda: party.on_roster(step.roster)))
+            case "peers":
+                await asyncio.to_thread(lambda: party.on_peers(step.peers))
+            case "survivors":
+                self._answer("SignSurvivors", await asyncio.to_thread(lambda: party.on_survivors(step.survivors)))
+            case "unmask":
+                self._answer("SendUnmaskShares", await asyncio.to_thread(lambda: party.on_unmask(step.unmask)))
+
+    def _check_not_over(self, name: RoundName) -> None:
+        """Return unless the round is over for this client; the server may have forgotten what it was told."""
+        last = self._state.finished(name)
+        if last is None:
+            return
+        if last.reason and (last.epoch, last.round) == (name.epoch, name.round):
+            raise SecureError(last.reason, f"this client has ended round {name.round} before")
+        raise SecureError("replayed_round", f"round {name.round} is over for this client, and its secrets are gone")
+
+    def _open(self, command: pb.TrainCmd) -> Party:
+        """Return the party of a round that is new, or in the files; all other rounds are over then."""
+        self._state.finish_others(name_of(command))
+        return Party(command, self._site(), self._state)
+
+    def _reopen(self, name: RoundName) -> Party:
+        """Return the party of a round that is in the files already."""
+        record = self._state.load(name)
+        if record is None:
+            raise SecureError("other_round", f"this client has no keys in round {name.round} of {name.run_id[:64]}")
+        try:
+            command = pb.TrainCmd.FromString(record.command)
+        except DecodeError as error:
+            raise SecureError("damaged_state", f"the file of round {name.round} holds no command") from error
+        return Party(command, self._site(), self._state)
+
+    def _site(self) -> Site:
+        config = self._config
+        signer = load_signer(config.tls, config.state_dir)
+        check = PeerCheck(
+            config.client_id, signer.proof, peers=config.privacy.peers, tls=config.tls, revoked=self._revoked
+        )
+        log.info("this client signs with the key of the fingerprint %s", signer.fingerprint)
+        return Site(config.client_id, signer, check, config.privacy.min_clients)
+
+    def _answer(self, call: str, message: Message) -> None:
+        """Begin to send a message, in the place of the same one that may be on its way."""
+        if task := self._sending.pop(call, None):
+            task.cancel()
+        self._sending[call] = self._sends.create_task(self._send(call, message))
+
+    def _stop_sending(self) -> None:
+        sending, self._sending = self._sending, {}
+        for task in sending.values():
+            if task is not asyncio.current_task():
+                task.cancel()
+
+    async def _send(self, call: str, message: Any) -> None:
+        """Send a message until the server has taken it, or has refused it."""
+        connection, backoff, tries = self._link.connection, Backoff(), 0
+        while True:
+            session_id = connection.session.session_id
+            send: Callable[..., Awaitable[wire.SecureAck]] = getattr(connection.secure, call)
+            try:
+                with stray_cancellation():
+                    await send(message, metadata=connection.metadata, timeout=CALL_SECONDS)
+                    connection.last_success = time.monotonic()
+                    return
+            except (aio.AioRpcError, FedringError) as error:
+                status, reason = status_of(error), reason_of(error)
+                log.log(
+                    logging.INFO if status is UnknownRound.status else logging.WARNING,
+                    "the server did not take %s of round %d: %s",
+                    *(call, message.round, reason),
+                )
+                tries += status is StatusCode.INVALID_ARGUMENT
+                if is_doubtful(error):
+                    await connection.reconnect()
+                if status is StatusCode.UNAUTHENTICATED or status is StatusCode.ABORTED:
+                    await connection.wait_for_new_session(session_id)
+                elif status not in _TRANSIENT and not 0 < tries < _MOST_TRIES:
+                    await self._refused(message.round, reason)
+                    return
+            await asyncio.sleep(backoff.next())
+
+    async def _refused(self, round_: int, reason: str) -> None:
+        """End the round, unless the server has only said that it was late."""
+        party = self._party
+        if reason not in ("round_closed", "unknown_round", "not_selected") and party and party.name.round == round_:
+            await self._fail(party.name, SecureError(reason, f"the server has refused a message of round {round_}"))
+
+    async def _finish(self, name: RoundName, reason: str) -> None:
+        """End a round: nothing more of it is sent, and its secrets are gone."""
+        if self._party and self._party.name == name:
+            self._stop_sending()
+            self._party = None
+        await asyncio.to_thread(lambda: self._state.finish(name, reason))
+
+    async def _fail(self, name: RoundName, error: SecureError) -> None:
+        session = self._link.session
+        log.error("round %d failed (%s): %s", name.round, error.reason, error)
+        try:
+            if self._state.begun(name):
+                await self._finish(name, error.reason)
+        except OSError as failed:  # the round is over in this process at least
+            log.error("the end of round %d cannot be written: %s", name.round, failed)
+        session.inbox.end(name.round, error.reason)
+        await session.report_failure(pb.Failure(round=name.round, reason=error.reason, detail=str(error)[:1000]))
+        async with self._changed:
+            self._changed.notify_all()

@@ -1,0 +1,135 @@
+"""Who this client is to its peers, and who may be one: certificates, keys without one, and pinned fingerprints."""
+
+import contextlib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    load_pem_private_key,
+)
+
+from fedring.daemon.config import ConfigError
+from fedring.daemon.durable import sync, write_durably
+from fedring.rpc.certificates import identity_of, load_authorities, load_pair, read_secretly
+from fedring.rpc.identity import Role
+from fedring.rpc.revocation import Revocations, serial_of
+from fedring.rpc.tls import Tls
+from fedring.secure.signing import BadProof, PrivateKey, Proof, check_chain, fingerprint, public_bytes
+
+KEY_FILE = "signing.key"
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Signer:
+    """The key that proves who a client is, and what the client shows for it."""
+
+    key: PrivateKey
+    proof: Proof
+
+    @property
+    def fingerprint(self) -> str:
+        """What other sites pin this client by, 64 hexadecimal digits."""
+        return fingerprint(self.key)
+
+
+def load_signer(tls: Tls, state_dir: Path) -> Signer:
+    """Return the key of tls.cert with its chain, or else the key in the state folder, which is made if there is none.
+
+    Raises:
+        ConfigError: if a file cannot be used.
+    """
+    if tls.cert and tls.key:
+        pair = load_pair(tls.cert, tls.key)
+        key = _private_key(pair.key, tls.key)
+        chain = [each.public_bytes(Encoding.DER) for each in x509.load_pem_x509_certificates(pair.chain)]
+        proof = Proof(certificates=tuple(chain))
+    else:
+        key = _own_key(state_dir / KEY_FILE)
+        proof = Proof(public_key=public_bytes(key.public_key()))
+    try:
+        proof.key()
+    except BadProof as error:
+        raise ConfigError(f"{tls.cert} cannot be shown to other clients: {error}") from error
+    return Signer(key, proof)
+
+
+class PeerCheck:
+    """Checks whether a proof belongs to a client id, as far as this client can tell.
+
+    Args:
+        client_id: of this client.
+        own: what it shows itself.
+        peers: the fingerprints of the only clients that may be peers; empty = any that the authority has certified.
+        tls: of this client.
+        revoked: the certificates that its authority has revoked.
+
+    Raises:
+        ConfigError: if tls.ca cannot be read.
+    """
+
+    def __init__(self, client_id: str, own: Proof, *, peers: Mapping[str, str], tls: Tls, revoked: Revocations) -> None:
+        self._client_id, self._own = client_id, own
+        self._peers, self._tls, self._revoked = peers, tls, revoked
+        self._authorities = load_authorities(tls.ca) if tls.ca else []
+
+    def __call__(self, name: str, proof: Proof) -> None:
+        """Return if the proof belongs to the client of this name; BadProof if not."""
+        if name == self._client_id and proof == self._own:
+            return
+        if self._peers:
+            self._check_pinned(name, proof)
+        elif proof.certificates and self._tls.on:
+            self._check_certified(name, proof)
+        elif self._tls.on:
+            raise BadProof("it shows a key without a certificate, and is not among privacy.peers")
+
+    def _check_pinned(self, name: str, proof: Proof) -> None:
+        pinned = self._peers.get(name)
+        if pinned is None:
+            raise BadProof("it is not among privacy.peers")
+        if (found := fingerprint(proof.key())) != pinned:
+            raise BadProof(f"privacy.peers names another fingerprint for it than {found}")
+
+    def _check_certified(self, name: str, proof: Proof) -> None:
+        chain = proof.chain()
+        check_chain(chain, self._authorities)
+        identity = identity_of(chain[0])
+        if identity is None or (identity.role, identity.name) != (Role.CLIENT, name):
+            raise BadProof("its certificate names another identity")
+        if any(self._revoked.holds(serial_of(each)) for each in chain):
+            raise BadProof("its certificate is revoked")
+
+
+def _own_key(path: Path) -> PrivateKey:
+    if not path.exists():
+        pem = Ed25519PrivateKey.generate().private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+        new = path.with_name(f"{path.name}.{os.getpid()}.new")
+        try:
+            write_durably(new, pem)
+            with contextlib.suppress(FileExistsError):  # another process was faster: its key counts
+                os.link(new, path)
+            sync(path.parent)
+        except OSError as error:
+            raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+        finally:
+            new.unlink(missing_ok=True)
+    return _private_key(read_secretly(path), path)
+
+
+def _private_key(pem: bytes, path: Path) -> PrivateKey:
+    try:
+        key = load_pem_private_key(pem, None)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(
+            f"{path} holds no private key in PEM without a password: restore it; other sites may have pinned it"
+        ) from error
+    if not isinstance(key, PrivateKey):
+        raise ConfigError(f"{path} holds a key that cannot sign for secure aggregation: use ECDSA, RSA or Ed25519")
+    return key

@@ -1,0 +1,61 @@
+"""Makes the masked update of a trained model: the integers that the server adds up, under this client's masks."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedring.client.secure.party import Party
+from fedring.client.transfer.download import HeldModel
+from fedring.client.transfer.update import Update, masked_offer
+from fedring.codec import TILE, CodecError, Vectors
+from fedring.codec.digest import name_of
+from fedring.codec.masked import masked_packet
+from fedring.secure.errors import SecureError
+from fedring.secure.levels import integers_of, open_blocks, to_levels
+
+
+def masked_update(
+    party: Party,
+    base: HeldModel,
+    trained: Vectors,
+    samples: int,
+    residual: NDArray[np.float32] | None,
+) -> Update:
+    """Make the masked update that leads from `base` to `trained`, plus the residual.
+
+    Args:
+        party: this client in the round; its peers are known.
+        base: the model that the training began with.
+        trained: the values that it ended with, which are overwritten.
+        samples: how many samples it was trained on.
+        residual: what past updates left out, [num_parameters]; None = nothing.
+
+    Raises:
+        CodecError: "non_finite", if a value is not finite.
+        SecureError: if the round's levels or its masks cannot be used.
+    """
+    command, secure = party.command, party.command.secure
+    if trained.buffers.size:
+        raise SecureError("has_buffers", "the buffers of a model are not masked: keep them private")
+    delta = np.subtract(trained.parameters, base.vectors.parameters, out=trained.parameters)
+    shorten(delta, secure.clip)
+    if residual is not None:
+        delta += residual
+    if not np.isfinite(delta).all():
+        raise CodecError("non_finite")
+    blocks = open_blocks(secure, delta.size)
+    weight = min(samples, secure.max_weight) if secure.max_weight else 1
+    levels = to_levels(delta, blocks, secure.levels)  # what is left out stays in `delta`
+    words = party.mask(integers_of(levels, weight, bool(secure.max_weight)))
+    parts = masked_packet(words, party.bits)
+    offer = masked_offer(command, party.client_id, sum(map(len, parts)), name_of(*parts))
+    return Update(offer, parts, delta)
+
+
+def shorten(delta: NDArray[np.float32], clip: float) -> None:
+    """Shorten a vector [D] in place to the norm `clip`, if it is longer; 0 = leave it."""
+    if clip <= 0:
+        return
+    pieces = (delta[start : start + TILE].astype(np.float64) for start in range(0, delta.size, TILE))
+    norm = float(np.sqrt(sum(float(np.dot(piece, piece)) for piece in pieces)))
+    if norm > clip:
+        delta *= np.float32(clip / norm)

@@ -1,0 +1,380 @@
+"""One client in one round of secure aggregation: it takes the server's messages, and returns what to answer.
+
+Everything that must not differ when it is said again is written durably before it is returned: secrets before keys,
+sealed shares before they are sent, the peers before anything is masked, the name of the payload before its first byte
+is sent, the survivors before they are signed, and the answer that removes masks before it is given. So a process that
+was killed answers with the same bytes. A second message of a kind, with another content, is refused.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TypeVar
+
+import numpy as np
+from google.protobuf.message import DecodeError, Message
+from numpy.typing import NDArray
+
+from fedring.client.secure.identity import Signer
+from fedring.client.secure.state import RoundRecord, SecureState, name_of
+from fedring.codec.masked import MAX_BITS, Words, word_type
+from fedring.secure.errors import SecureError
+from fedring.secure.keys import RoundSecrets, draw_secrets, own_seed, pair_seed, share_key
+from fedring.secure.limits import bits_of_sum
+from fedring.secure.masks import mask, wrap
+from fedring.secure.roster import CheckIdentity, Roster, check_roster, signed_keys
+from fedring.secure.sealing import SEALED_BYTES, seal, unseal
+from fedring.secure.shamir import SHARE_BYTES, split
+from fedring.secure.signing import BadProof, Proof, sign, verify
+from fedring.secure.statements import survivors_statement, task_digest
+from fedring.v1 import federation_pb2 as pb
+from fedring.v1 import secure_pb2 as wire
+
+PIECE = 1 << 20
+"""Values that are masked at a time."""
+
+M = TypeVar("M", bound=Message)
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """What a client brings along into a round."""
+
+    client_id: str
+    signer: Signer
+    check_identity: CheckIdentity  # says who may be a peer
+    min_clients: int = 0  # fewest clients of a group, and fewest survivors, that this site helps to add up
+
+
+class Party:
+    """One client in one round. Any thread may use it.
+
+    Args:
+        command: what the server has asked for.
+        site: the client.
+        state: its files.
+
+    Raises:
+        SecureError: "other_task" if the round began with another task, "damaged_state" if its file is damaged.
+        OSError: if its file cannot be written.
+    """
+
+    def __init__(self, command: pb.TrainCmd, site: Site, state: SecureState) -> None:
+        self.command = pb.TrainCmd()
+        self.command.CopyFrom(command)
+        self.command.ClearField("model")
+        self.name = name_of(command)
+        self.task = task_digest(command)
+        self._site, self._state = site, state
+        self._lock = threading.Lock()
+        record = state.load(self.name)
+        if record is None:
+            secrets = draw_secrets()
+            record = RoundRecord(self.command.SerializeToString(), secrets.sealing, secrets.masking, secrets.own_mask)
+            keys = signed_keys(self.command, site.client_id, secrets, site.signer.key, site.signer.proof)
+            record.keys = keys.SerializeToString()
+            state.save(self.name, record)
+        elif task_digest(pb.TrainCmd.FromString(record.command)) != self.task:
+            raise SecureError("other_task", f"the server has shown two models or two tasks in round {self.name.round}")
+        self._record = record
+
+    def keys(self) -> wire.SecureKeys:
+        """Return this client's keys, which are always the same."""
+        return wire.SecureKeys(round=self.name.round, keys=_parse(wire.SignedKeys, self._record.keys))
+
+    def on_roster(self, message: wire.SecureRoster) -> wire.SecureShares:
+        """Take the group, and return the shares of this client's secrets, sealed for its members.
+
+        Raises:
+            SecureError: "other_roster" if another group was taken before, "bad_roster" if this client's own keys are
+                not in it as they were sent, "privacy_policy" if it is too small for this site, or as check_roster.
+            OSError: if the file cannot be written.
+        """
+        data = message.SerializeToString(deterministic=True)
+        with self._lock:
+            if not self._is_new("roster", data):
+                return _parse(wire.SecureShares, self._record.shares)
+            roster = check_roster(message, self.command, self._site.check_identity)
+            own = next((each for each in message.members if self._is_own(each)), None)
+            if own is None:
+                raise SecureError("bad_roster", "this client's own keys are not in its group as it has sent them")
+            self._check_enough(len(roster.members), "a group")
+            if self._bits(len(roster.members)) > MAX_BITS:
+                raise SecureError("bad_roster", f"sums of {len(roster.members)} clients need more than {MAX_BITS} bits")
+            shares, own_shares = self._share(roster)
+            self._keep(roster=data, shares=shares.SerializeToString(), own_shares=own_shares)
+            return shares
+
+    def on_peers(self, message: wire.SecurePeers) -> None:
+        """Take the shares that others have sealed for this client; it may mask its update now.
+
+        Raises:
+            SecureError: "other_peers" if others were taken before, "too_few_peers" if they are fewer than the
+                threshold, "bad_peers" if they are not members of the group, "bad_share" if one does not open,
+                "privacy_policy" if they are too few for this site.
+            OSError: if the file cannot be written.
+        """
+        data = message.SerializeToString(deterministic=True)
+        with self._lock:
+            if not self._is_new("peers", data):
+                return
+            roster = self._roster
+            names = [each.client_id for each in message.shares]
+            if not roster.ordered(names) or self._site.client_id in names:
+                raise SecureError("bad_peers", "the peers are not other clients of the group, in order")
+            if len(names) + 1 < roster.threshold:
+                text = (
+                    f"{len(names) + 1} of {len(roster.members)} clients have sent shares: {roster.threshold} are needed"
+                )
+                raise SecureError("too_few_peers", text)
+            self._check_enough(len(names) + 1, "peers")
+            self._open(message)
+            self._keep(peers=data)
+
+    @property
+    def client_id(self) -> str:
+        """The client."""
+        return self._site.client_id
+
+    @property
+    def may_mask(self) -> bool:
+        """Whether the peers are known."""
+        return bool(self._record.peers)
+
+    @property
+    def bits(self) -> int:
+        """The bits of a masked value. The group must be known."""
+        return self._bits(len(self._roster.members))
+
+    @property
+    def payload(self) -> str:
+        """The name of the payload that the masks are bound to; empty = none yet."""
+        return self._record.payload.decode()
+
+    def mask(self, integers: NDArray[np.signedinteger]) -> Words:
+        """Return an update's integers with all masks of this client on them, [n] modulo 2^bits.
+
+        Args:
+            integers: the levels, times the weight [n].
+
+        Raises:
+            SecureError: "bad_peers" if the peers are not known yet, "lost_masked_update" if the masks were used.
+        """
+        with self._lock:
+            self._check_unused()
+            seeds, bits = self._seeds(), self.bits
+        words: Words = np.empty(len(integers), word_type(bits))
+        for start in range(0, len(integers), PIECE):
+            stop = min(start + PIECE, len(integers))
+            piece = wrap(integers[start:stop], bits)
+            for seed, sign_ in seeds:
+                (np.add if sign_ > 0 else np.subtract)(piece, mask(seed, bits, start, stop), out=piece)
+            words[start:stop] = piece
+        return words
+
+    def bind(self, payload: str) -> None:
+        """Bind the masks to one payload, which may be sent then.
+
+        Args:
+            payload: its name.
+
+        Raises:
+            SecureError: "lost_masked_update" if they are bound to another one.
+            OSError: if the file cannot be written.
+        """
+        with self._lock:
+            if self._record.payload != payload.encode():
+                self._check_unused()
+                self._keep(payload=payload.encode())
+
+    def on_survivors(self, message: wire.SecureSurvivors) -> wire.SurvivorsSignature:
+        """Take the clients whose updates count, and return this client's signature of that.
+
+        Raises:
+            SecureError: "other_survivors" if others were taken before, "bad_survivors" if they are not peers, too few,
+                or without this client or its update, "privacy_policy" if they are too few for this site,
+                "other_identity" if this client's key was replaced since it has sent its keys.
+            OSError: if the file cannot be written.
+        """
+        data = message.SerializeToString(deterministic=True)
+        with self._lock:
+            if self._is_new("survivors", data):
+                names = list(message.client_ids)
+                self._check_survivors(names)
+                key = self._site.signer
+                if key.proof.key() != self._roster.member(self._site.client_id).key:
+                    raise SecureError("other_identity", "the key of this client was replaced while the round went on")
+                self._keep(survivors=data, signature=sign(key.key, self._statement(names)))
+            return wire.SurvivorsSignature(round=self.name.round, signature=self._record.signature)
+
+    def on_unmask(self, message: wire.SecureUnmask) -> wire.UnmaskShares:
+        """Check that enough survivors have signed the same survivors, and return the shares that remove the masks.
+
+        They are of each survivor the share of the seed of its own mask, and of each lost peer that of its masking key:
+        never both of one client.
+
+        Raises:
+            SecureError: "bad_survivors" if survivors were not taken before, or others have signed,
+                "bad_peer_signature" if one of the signatures is not of these survivors, "too_few_signatures" if they
+                are fewer than the threshold.
+            OSError: if the file cannot be written.
+        """
+        with self._lock:
+            if not self._record.released:
+                self._keep(released=self._release(message).SerializeToString())
+            return _parse(wire.UnmaskShares, self._record.released)
+
+    def shares_of(self, client: str) -> tuple[bytes, bytes]:
+        """Return what this client holds of the secrets of a peer or of itself; never say both to the server.
+
+        Returns:
+            The shares of its masking key, and of the seed of its own mask.
+        """
+        if client == self._site.client_id:
+            own = self._record.own_shares
+            return own[:SHARE_BYTES], own[SHARE_BYTES:]
+        return self._open(_parse(wire.SecurePeers, self._record.peers))[client]
+
+    @cached_property
+    def _roster(self) -> Roster:
+        if not self._record.roster:
+            raise SecureError("bad_roster", "the server has sent a later step before the group")
+        # Who the members are was checked before the group was written; a certificate may have expired since.
+        return check_roster(_parse(wire.SecureRoster, self._record.roster), self.command, _checked_before)
+
+    @property
+    def _secrets(self) -> RoundSecrets:
+        return RoundSecrets(self._record.sealing, self._record.masking, self._record.own_mask)
+
+    @property
+    def _peers(self) -> list[str]:
+        """This client and its peers, in the roster's order."""
+        if not self._record.peers:
+            raise SecureError("bad_peers", "the server has sent a later step before the peers")
+        others = {each.client_id for each in _parse(wire.SecurePeers, self._record.peers).shares}
+        return [name for name in self._roster.places if name in others or name == self._site.client_id]
+
+    def _bits(self, clients: int) -> int:
+        secure = self.command.secure
+        return bits_of_sum(clients, secure.levels, secure.max_weight or 1)
+
+    def _is_own(self, keys: wire.SignedKeys) -> bool:
+        return keys == _parse(wire.SignedKeys, self._record.keys)
+
+    def _is_new(self, kind: str, data: bytes) -> bool:
+        known = getattr(self._record, kind)
+        if known and known != data:
+            raise SecureError(f"other_{kind}", f"the server has sent another {kind} for round {self.name.round} before")
+        return not known
+
+    def _keep(self, **values: bytes) -> None:
+        """Write values durably, and use them from then on only."""
+        known = {name: getattr(self._record, name) for name in RoundRecord.__slots__}
+        record = RoundRecord(**known | values)
+        self._state.save(self.name, record)
+        self._record = record
+
+    def _check_enough(self, count: int, what: str) -> None:
+        if count < self._site.min_clients:
+            text = f"this site's privacy.min_clients = {self._site.min_clients} is above {what} of {count} clients"
+            raise SecureError("privacy_policy", text)
+
+    def _check_unused(self) -> None:
+        if self._record.payload:
+            raise lost_update(self.name.round)
+
+    def _share(self, roster: Roster) -> tuple[wire.SecureShares, bytes]:
+        me, secrets, count = self._site.client_id, self._secrets, len(roster.members)
+        masking = split(secrets.masking, roster.threshold, count)
+        own_mask = split(secrets.own_mask, roster.threshold, count)
+        shares, own = wire.SecureShares(round=self.name.round), b""
+        for place, member in enumerate(roster.members):
+            if member.client_id == me:
+                own = masking[place] + own_mask[place]
+                continue
+            self._pair_seed(roster, member.client_id)  # refuses a key that cannot be used, while there is time
+            key = share_key(secrets.sealing, member.sealing, roster.digest, me, member.client_id)
+            shares.shares.add(client_id=member.client_id, sealed=seal(key, masking[place], own_mask[place]))
+        return shares, own
+
+    def _open(self, message: wire.SecurePeers) -> dict[str, tuple[bytes, bytes]]:
+        """Return the shares of each peer's masking key and of the seed of its own mask."""
+        me, roster = self._site.client_id, self._roster
+        opened = {}
+        for each in message.shares:
+            if len(each.sealed) != SEALED_BYTES:
+                raise SecureError(
+                    "bad_share", f"the sealed shares of {each.client_id} are {len(each.sealed)} bytes long"
+                )
+            sealing = roster.member(each.client_id).sealing
+            key = share_key(self._record.sealing, sealing, roster.digest, each.client_id, me)
+            opened[each.client_id] = unseal(key, each.sealed)
+        return opened
+
+    def _pair_seed(self, roster: Roster, peer: str) -> bytes:
+        first, second = sorted((self._site.client_id, peer))
+        return pair_seed(self._record.masking, roster.member(peer).masking, roster.digest, first, second)
+
+    def _seeds(self) -> list[tuple[bytes, int]]:
+        """Return the seeds of all masks on this client's update, with +1 for those that are added and -1 for others."""
+        me, roster = self._site.client_id, self._roster
+        pairs = [(self._pair_seed(roster, peer), 1 if me < peer else -1) for peer in self._peers if peer != me]
+        return [(own_seed(self._record.own_mask, roster.digest, me), 1), *pairs]
+
+    def _statement(self, survivors: Sequence[str]) -> bytes:
+        return survivors_statement(self._roster.digest, self._peers, survivors)
+
+    def _check_survivors(self, names: Sequence[str]) -> None:
+        peers, needed = self._peers, self._roster.threshold
+        if not self._roster.ordered(names) or not set(names) <= set(peers):
+            raise SecureError("bad_survivors", "the survivors are not peers of this client, in order")
+        if self._site.client_id not in names or not self._record.payload:
+            raise SecureError("bad_survivors", "this client is not among the survivors, or has sent no update")
+        if len(names) < needed:
+            raise SecureError("bad_survivors", f"{len(names)} clients have survived: {needed} are needed")
+        self._check_enough(len(names), "a sum")
+
+    def _release(self, message: wire.SecureUnmask) -> wire.UnmaskShares:
+        if not self._record.survivors:
+            raise SecureError("bad_survivors", "the server wants masks removed before it has said who survived")
+        survivors = list(_parse(wire.SecureSurvivors, self._record.survivors).client_ids)
+        signers = [each.client_id for each in message.signatures]
+        if not self._roster.ordered(signers) or not set(signers) <= set(survivors):
+            raise SecureError("bad_survivors", "those who have signed are not survivors, each once and in order")
+        statement = self._statement(survivors)
+        for each in message.signatures:
+            try:
+                verify(self._roster.member(each.client_id).key, each.signature, statement)
+            except BadProof as error:
+                text = f"{each.client_id} has not signed these survivors: {error}"
+                raise SecureError("bad_peer_signature", text) from error
+        if len(signers) < self._roster.threshold:
+            text = f"{len(signers)} survivors have signed: {self._roster.threshold} are needed"
+            raise SecureError("too_few_signatures", text)
+        shares = self._open(_parse(wire.SecurePeers, self._record.peers))
+        shares[self._site.client_id] = self.shares_of(self._site.client_id)
+        answer = wire.UnmaskShares(round=self.name.round)
+        for name in self._peers:
+            masking, own_mask = shares[name]
+            answer.shares.append(own_mask if name in survivors else masking)
+        return answer
+
+
+def lost_update(round_: int) -> SecureError:
+    """Return the error of a client that no longer has the update that its masks are bound to."""
+    text = f"the update of round {round_} is lost, and its masks may not cover another one"
+    return SecureError("lost_masked_update", text)
+
+
+def _checked_before(name: str, proof: Proof) -> None:
+    """Accept every identity."""
+
+
+def _parse(kind: Callable[[], M], data: bytes) -> M:
+    message = kind()
+    try:
+        message.ParseFromString(data)
+    except DecodeError as error:
+        raise SecureError("damaged_state", "the file of the round holds a message that cannot be read") from error
+    return message

@@ -1,0 +1,203 @@
+"""What an honest server does in one group of secure aggregation, as functions of its messages, for tests of clients."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, generate_private_key
+from numpy.typing import NDArray
+
+from fedring.client.secure.identity import Signer
+from fedring.client.secure.party import Party, Site
+from fedring.client.secure.state import SecureState
+from fedring.codec.masked import Words
+from fedring.secure.keys import own_seed, pair_seed
+from fedring.secure.masks import mask, unwrap
+from fedring.secure.roster import Roster, check_roster
+from fedring.secure.shamir import combine
+from fedring.secure.signing import Proof, public_bytes
+from fedring.v1 import federation_pb2 as pb
+from fedring.v1 import secure_pb2 as wire
+
+LEVELS = 7
+
+Masks = list[tuple[bytes, int]]
+"""Seeds of the masks that a sum still holds, with +1 or -1."""
+
+
+def command_of(*, round_: int = 1, epoch: int = 0, run: str = "run", **secure: object) -> pb.TrainCmd:
+    """Return a command with secure aggregation, whose values the tests choose."""
+    given: dict[str, object] = {"levels": LEVELS, "block": 16} | secure
+    return pb.TrainCmd(
+        run_id=run,
+        epoch=epoch,
+        round=round_,
+        model_digest="digest",
+        deadline_seconds=600.0,
+        job=pb.JobSpec(mode="federated", min_results=3, secure_aggregation="{}"),
+        secure=wire.SecureRound(**given),  # type: ignore[arg-type]  # the test knows the fields
+    )
+
+
+def new_signer() -> Signer:
+    """Return a new key. Its signatures are random, so that two of the same text differ."""
+    key = generate_private_key(SECP256R1())
+    return Signer(key, Proof(public_key=public_bytes(key.public_key())))
+
+
+def anybody(name: str, proof: Proof) -> None:
+    """Accept every identity."""
+
+
+def names_of(count: int) -> list[str]:
+    """Return the ids of so many clients, in order."""
+    return [f"c{index:03}" for index in range(count)]
+
+
+class Client:
+    """A client whose process can be restarted: what it knows is in its folder."""
+
+    def __init__(self, name: str, folder: Path, *, min_clients: int = 0) -> None:
+        self.name, self.folder = name, folder / name
+        self.folder.mkdir(exist_ok=True)
+        self.site = Site(name, new_signer(), anybody, min_clients)
+
+    def party(self, command: pb.TrainCmd) -> Party:
+        """Return its party of a round, as a process has it that was started anew."""
+        return Party(command, self.site, self.state)
+
+    @property
+    def state(self) -> SecureState:
+        """Its files, as a process has them that was started anew."""
+        return SecureState(self.folder)
+
+
+def roster_of(keys: Mapping[str, wire.SecureKeys]) -> wire.SecureRoster:
+    """Return the group of all clients that have sent keys."""
+    return wire.SecureRoster(members=[keys[name].keys for name in sorted(keys)])
+
+
+def peers_of(shares: Mapping[str, wire.SecureShares], receiver: str) -> wire.SecurePeers:
+    """Return what all others that have sent shares have sealed for one client."""
+    peers = wire.SecurePeers()
+    for sender in sorted(set(shares) - {receiver}):
+        sealed = next(each.sealed for each in shares[sender].shares if each.client_id == receiver)
+        peers.shares.add(client_id=sender, sealed=sealed)
+    return peers
+
+
+def survivors_of(names: Iterable[str]) -> wire.SecureSurvivors:
+    """Return the message that names whose updates count."""
+    return wire.SecureSurvivors(client_ids=sorted(names))
+
+
+def unmask_of(signatures: Mapping[str, wire.SurvivorsSignature]) -> wire.SecureUnmask:
+    """Return the message that shows who has signed."""
+    return wire.SecureUnmask(
+        signatures=[wire.SignedBy(client_id=name, signature=signatures[name].signature) for name in sorted(signatures)]
+    )
+
+
+def read_roster(message: wire.SecureRoster, command: pb.TrainCmd) -> Roster:
+    """Return the group that a message names."""
+    return check_roster(message, command, anybody)
+
+
+def secret_of(roster: Roster, who: int, answers: Mapping[str, wire.UnmaskShares]) -> bytes:
+    """Return the secret that the shares at one place of all answers give; BadShares if they give none."""
+    return combine({roster.places[name]: answer.shares[who] for name, answer in answers.items()})
+
+
+def masks_of(
+    roster: Roster, peers: Sequence[str], survivors: Sequence[str], answers: Mapping[str, wire.UnmaskShares]
+) -> Masks:
+    """Return the masks that the sum of the survivors' updates still holds, from the shares that clients answered."""
+    found: Masks = []
+    for who, name in enumerate(peers):
+        secret = secret_of(roster, who, answers)
+        if name in survivors:
+            found.append((own_seed(secret, roster.digest, name), 1))
+            continue
+        for other in survivors:
+            first, second = sorted((name, other))
+            seed = pair_seed(secret, roster.member(other).masking, roster.digest, first, second)
+            found.append((seed, 1 if other < name else -1))
+    return found
+
+
+def total_of(words: Iterable[Words], masks: Masks, bits: int) -> NDArray[np.int64]:
+    """Return the sum of the integers under masked words [n], without their masks."""
+    total = sum(each.astype(np.uint64) for each in words)
+    assert isinstance(total, np.ndarray)
+    for seed, sign in masks:
+        (np.subtract if sign > 0 else np.add)(total, mask(seed, bits, 0, len(total)), out=total)
+    return unwrap(total.astype(np.uint32), bits)
+
+
+class Group:
+    """A group of clients in one round, which goes from step to step. `party` says which object answers for a client."""
+
+    def __init__(self, clients: Mapping[str, Client], command: pb.TrainCmd) -> None:
+        self.clients, self.command = clients, command
+        self._parties: dict[str, Party] = {}
+        self.party: Callable[[str], Party] = self._kept
+        self.keys: dict[str, wire.SecureKeys] = {}
+        self.shares: dict[str, wire.SecureShares] = {}
+        self.words: dict[str, Words] = {}
+        self.signatures: dict[str, wire.SurvivorsSignature] = {}
+        self.answers: dict[str, wire.UnmaskShares] = {}
+
+    def _kept(self, name: str) -> Party:
+        if name not in self._parties:
+            self._parties[name] = self.clients[name].party(self.command)
+        return self._parties[name]
+
+    def again(self, name: str) -> Party:
+        """Return a client's party as a process has it that was started anew."""
+        return self.clients[name].party(self.command)
+
+    @property
+    def roster(self) -> wire.SecureRoster:
+        """The message that names the group."""
+        return roster_of(self.keys)
+
+    @property
+    def group(self) -> Roster:
+        """The group."""
+        return read_roster(self.roster, self.command)
+
+    def exchange(self, names: Iterable[str], *, lost: int = 0) -> "Group":
+        """Exchange keys and shares; the last `lost` clients send no shares."""
+        present = sorted(names)
+        self.keys = {name: self.party(name).keys() for name in present}
+        self.shares = {name: self.party(name).on_roster(self.roster) for name in present[: len(present) - lost]}
+        for name in self.shares:
+            self.party(name).on_peers(peers_of(self.shares, name))
+        return self
+
+    def send(self, integers: Mapping[str, NDArray[np.int32]]) -> "Group":
+        """Let clients send masked integers."""
+        for name, values in integers.items():
+            self.words[name] = self.party(name).mask(values)
+            self.party(name).bind(f"payload of {name}")
+        return self
+
+    def sign(self, *, lost: int = 0) -> "Group":
+        """Let those who have sent sign that these survive; the last `lost` of them do not."""
+        names = sorted(self.words)
+        for name in names[: len(names) - lost]:
+            self.signatures[name] = self.party(name).on_survivors(survivors_of(names))
+        return self
+
+    def unmask(self, *, lost: int = 0) -> "Group":
+        """Let those who have signed answer; the last `lost` of them do not."""
+        names = sorted(self.signatures)
+        for name in names[: len(names) - lost]:
+            self.answers[name] = self.party(name).on_unmask(unmask_of(self.signatures))
+        return self
+
+    @property
+    def total(self) -> NDArray[np.int64]:
+        """The sum of the integers that were sent."""
+        masks = masks_of(self.group, sorted(self.shares), sorted(self.words), self.answers)
+        return total_of(self.words.values(), masks, self.party(min(self.words)).bits)
