@@ -68,7 +68,7 @@ class SkellamCharge:
         """
         square, variance = self.norm * self.norm, self.variance
         norm1 = min(square, sqrt(self.dimension) * self.norm)
-        for_large = ((2 * order - 1) * square + 6.0 * norm1) / (4.0 * variance * variance)
+        for_large = ((2 * order - 1) * square + 6.0 * norm1) / variance / (4.0 * variance)
         return order * square / (2.0 * variance) + min(for_large, 1.5 * norm1 / variance)
 
     def _by_curvature(self, order: float) -> float:

@@ -16,8 +16,8 @@ BLOCK, MIN_BLOCK = 4096, 8
 WRAP_PROBABILITY = 1e-6
 """The most probable that any value of a sum leaves the range of the modulus, in one round."""
 
-MIN_BITS, MAX_BITS = 8, 48
-"""The bounds of the bits of the modulus."""
+MIN_BITS, BITS, MAX_BITS = 8, 20, 48
+"""The bits of the modulus: the fewest, as many as are enough for most groups, and the most."""
 
 FEW_ROUNDING, _MAX_ROUNDING = 1.01, 1.1
 """How much larger than the clip the norm may be after rounding: as it should be, and what is refused above."""
@@ -66,13 +66,17 @@ def integer_plan(
     clients: int,
     survivors: int,
     dimension: int,
-    bits: int,
+    bits: int = BITS,
     block: int = BLOCK,
 ) -> IntegerPlan:
     """Return the plan of a group of clients.
 
     The scale is the largest with which no value of the sum leaves the range of the modulus, but with the probability
-    `WRAP_PROBABILITY` in a round, whatever the clients' vectors are; and no larger than is useful.
+    `WRAP_PROBABILITY` in a round, whatever the clients' vectors are, if they do not depend on the round's seed; and no
+    larger than is useful. A value that leaves the range costs accuracy, and no privacy.
+
+    Rounding makes a vector longer. So the sum is a little less private than with Gaussian noise of the same multiplier:
+    `IntegerPlan.multiplier` is what a site's demands are to be compared with, and `IntegerPlan.charge` is what counts.
 
     Args:
         clip: the L2 norm to which each client's vector is shortened, above 0.

@@ -50,11 +50,12 @@ def encode_private(delta: NDArray[np.float32], plan: IntegerPlan, seed: bytes, s
     check_secret(secret)
     if delta.shape != (plan.dimension,):
         raise ValueError(f"a vector of the shape {delta.shape} is not one of {plan.dimension} values")
+    delta = np.ascontiguousarray(delta, "<f4")
     factor = _factor(delta, plan)
-    context = [hashlib.sha256(np.ascontiguousarray(delta, "<f4")).hexdigest(), repr(plan), seed.hex()]
+    context = [hashlib.sha256(delta.data).hexdigest(), repr(plan), seed.hex()]
     rotation = Rotation(seed, plan.block)
+    whole = np.empty(plan.padded, np.int64)
     for attempt in range(_ATTEMPTS):
-        whole = np.empty(plan.padded, np.int64)
         random = KeyStream(secret, ["rounding", str(attempt), *context])
         square = sum(_round(delta, piece, start, factor, rotation, random) for piece, start in _pieces(whole, plan))
         if square <= plan.rounded_norm**2:

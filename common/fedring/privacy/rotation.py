@@ -54,7 +54,7 @@ class Rotation:
 
     def _sign(self, start: int, count: int) -> NDArray[np.float64]:
         drawn = self._signs.read(start // _BITS, (start + count) // _BITS)
-        return 1.0 - 2.0 * np.unpackbits(np.frombuffer(drawn, np.uint8))
+        return 1.0 - 2.0 * np.unpackbits(np.frombuffer(drawn, np.uint8)).astype(np.float64)
 
     def _hadamard(self, values: NDArray[np.float64]) -> None:
         """Apply the fast Walsh-Hadamard transform to each block."""
