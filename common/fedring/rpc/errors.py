@@ -109,6 +109,12 @@ class OtherUpdate(FedringError):
     status, reason = StatusCode.ALREADY_EXISTS, "already_accepted_other"
 
 
+class OtherMessage(FedringError):
+    """Another message of this kind was taken from this client for the secure aggregation of the round."""
+
+    status, reason = StatusCode.FAILED_PRECONDITION, "other_message"
+
+
 class OtherJob(FedringError):
     """The idempotency key belongs to another job."""
 

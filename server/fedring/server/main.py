@@ -44,6 +44,7 @@ from fedring.server.round.replacements import look_after_groups
 from fedring.server.round.runner import keep_time
 from fedring.server.service.commands import TrainCmdService
 from fedring.server.service.downloads import ModelBlobService
+from fedring.server.service.secure import SecureAggregationService
 from fedring.server.service.spans import TraceCalls
 from fedring.server.service.uploads import ClientUpdateService, add_update_service
 from fedring.server.service.workers import RendezvousService
@@ -57,6 +58,8 @@ from fedring.v1 import (
     federation_pb2_grpc,
     rendezvous_pb2,
     rendezvous_pb2_grpc,
+    secure_pb2,
+    secure_pb2_grpc,
 )
 from fedring.version import SOFTWARE, VERSION
 from fedring.web.serve import WebServer
@@ -65,7 +68,7 @@ log = logging.getLogger(__name__)
 
 _PUBLIC_SERVICES = tuple(
     service.full_name
-    for file in (federation_pb2, rendezvous_pb2)
+    for file in (federation_pb2, rendezvous_pb2, secure_pb2)
     for service in file.DESCRIPTOR.services_by_name.values()
 )
 _CONTROL_SERVICES = tuple(service.full_name for service in control_pb2.DESCRIPTOR.services_by_name.values())
@@ -209,6 +212,7 @@ def _servers(parts: Parts, security: Security, config: ServerConfig) -> tuple[ai
     downloads = ModelBlobService(parts, config)
     federation_pb2_grpc.add_ModelBlobServiceServicer_to_server(downloads, public)
     rendezvous_pb2_grpc.add_RendezvousServiceServicer_to_server(RendezvousService(parts, config), public)
+    secure_pb2_grpc.add_SecureAggregationServiceServicer_to_server(SecureAggregationService(parts), public)
     add_update_service(ClientUpdateService(parts, config), public)
     control = make_server([*guards, security.control, TraceCalls()], max_streams=64, tls=config.tls)
     operate = ControlService(parts, downloads, config, VERSION, refused=security.tally.counts)

@@ -10,6 +10,7 @@ from fedring.server.round.metrics import Metrics
 from fedring.server.round.opening import RoundOpener
 from fedring.server.round.rounds import Rounds
 from fedring.server.round.runner import RoundRunner
+from fedring.server.round.secure_rounds import SecureRounds
 from fedring.server.round.sessions import Sessions
 from fedring.server.state.facts import Facts
 from fedring.server.state.journal import Journal
@@ -26,6 +27,7 @@ class Parts:
     journal: Journal
     metrics: Metrics
     rounds: Rounds
+    secure: SecureRounds
     runner: RoundRunner
     jobs: Jobs
     acceptor: Acceptor
@@ -37,6 +39,7 @@ def assemble(config: ServerConfig, facts: Facts, models: Models, sessions: Sessi
     rounds = Rounds(facts, sessions, journal, metrics)
     test_set = TestSet(facts.blobs, config)
     opener = RoundOpener(rounds, facts, models, sessions, test_set, config)
-    runner = RoundRunner(rounds, facts, models, sessions, journal, metrics, test_set, config)
+    secure = SecureRounds(rounds, facts, sessions, metrics, config)
+    runner = RoundRunner(rounds, secure, facts, models, sessions, journal, metrics, test_set, config)
     jobs = Jobs(opener, runner, rounds, facts, journal, metrics)
-    return Parts(facts, models, sessions, journal, metrics, rounds, runner, jobs, Acceptor(rounds, facts))
+    return Parts(facts, models, sessions, journal, metrics, rounds, secure, runner, jobs, Acceptor(rounds, facts))

@@ -5,10 +5,11 @@ the memory of a few tiles and of the buffers, whatever the number of clients and
 ROWS_BYTES (`fedring.server.model.combining`) on top. A server optimizer or an encoded delta takes a few models.
 """
 
+import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,10 +24,11 @@ from fedring.server.model.control import ControlPlan, next_control
 from fedring.server.model.downlink import delta_step
 from fedring.server.model.modelfile import LoadedModel, ModelReader, ModelWriter
 from fedring.server.model.optimizer import ServerOptimizer
+from fedring.server.model.secure_scales import Spread
 from fedring.server.model.walk import gather, tiles
 from fedring.server.state.blob_interfaces import Blobs, Partial
 from fedring.server.state.checked import read_checked
-from fedring.server.state.rows import PacketSpec, Vector, lay_out
+from fedring.server.state.rows import ModelRow, PacketSpec, Vector, lay_out
 
 Float32 = NDArray[np.float32]
 Float64 = NDArray[np.float64]
@@ -49,6 +51,7 @@ class AggregationPlan:
     encoding: Encoding | None = None  # of the delta that clients may fetch instead of the model
     residual_blob: str = ""  # what the encoding left out in the round before
     control: ControlPlan | None = None  # how the control variate changes; None = there is none
+    spread: Spread | None = None  # is measured on the way; None = there is none
     metadata: Mapping[str, str] = field(default_factory=dict)  # of the model file, for people
 
 
@@ -65,6 +68,36 @@ class NewModel:
     optimizer_blob: str = ""
     control_blob: str = ""
     control_digest: str = ""
+    spread_blob: str = ""
+
+    def row(self, schema: Schema, *, version: int, number: int, base: ModelRow | None = None) -> ModelRow:
+        """Return the row of the model.
+
+        Args:
+            schema: what it consists of.
+            version: its number.
+            number: of the round that publishes it.
+            base: the model that the round began with; None = there is none.
+        """
+        return ModelRow(
+            version=version,
+            round=number,
+            digest=self.digest,
+            blob=self.blob,
+            schema_hash=schema.hash.hex(),
+            parameters=schema.num_parameters,
+            bytes=self.bytes,
+            created_at=time.time(),
+            base_version=base.version if base else 0,
+            base_digest=base.digest if base else "",
+            delta_blob=self.delta_blob,
+            delta_packets=self.delta_packets,
+            residual_blob=self.residual_blob,
+            optimizer_blob=self.optimizer_blob,
+            control_blob=self.control_blob,
+            control_digest=self.control_digest,
+            spread_blob=self.spread_blob,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,16 +149,17 @@ def aggregate(
     # An optimizer and an encoding take the whole vectors, so those are read at once, and once only.
     start: _Base = LoadedModel(base.schema, base.vectors()) if plan.optimizer or plan.encoding else base
     walk = Walk(start.parameters, length, clients, executor)
+    how = replace(plan.combination, watch=plan.spread.watch) if plan.spread else plan.combination
     buffers = _next_buffers(start, contributions, executor, plan.combination)
     if plan.optimizer is None:
-        draft = _Draft(buffers, combine_parameters(walk, plan.combination, next_parameters))
+        draft = _Draft(buffers, combine_parameters(walk, how, next_parameters))
     else:
-        deltas = combine_parameters(walk, plan.combination, lambda _, delta: delta.astype(np.float32))
+        deltas = combine_parameters(walk, how, lambda _, delta: delta.astype(np.float32))
         draft = _optimized(start, gather(deltas, np.empty(length, np.float32)), buffers, blobs, plan)
     if plan.encoding is not None:
         draft = _encoded(start, draft, blobs, plan)
     control = (next_control(walk, plan.control), plan.control.metadata) if plan.control else None
-    return _seal(draft, base.schema, blobs, plan.metadata, check, control=control)
+    return _seal(draft, base.schema, blobs, plan.metadata, check, control=control, spread=plan.spread)
 
 
 def store_model(schema: Schema, vectors: Vectors, blobs: Blobs, metadata: Mapping[str, str]) -> NewModel:
@@ -254,12 +288,14 @@ def _seal(
     check: Callable[[], object],
     *,
     control: tuple[Generator[Float32, None, None], Mapping[str, str]] | None = None,
+    spread: Spread | None = None,
 ) -> NewModel:
     with ExitStack() as undo:
         model = _begin(blobs, "blob", undo)
         digest, size = _write(model, schema, metadata, draft.buffers, draft.parameters), model.size
         partials, control_digest = {"blob": model}, ""
-        for name, data in draft.extras.items():
+        # The spread is known only now that all parameters have been made.
+        for name, data in (draft.extras | ({"spread_blob": spread.data()} if spread else {})).items():
             partials[name] = _begin(blobs, name, undo)
             partials[name].write(data)
         if control is not None:

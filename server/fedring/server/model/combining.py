@@ -27,6 +27,8 @@ from fedring.server.model.walk import cut, gather, in_order
 
 T = TypeVar("T")
 Float64 = NDArray[np.float64]
+_Finish = Callable[[int, Values, Float64], T]
+"""Takes where a piece begins, the base's values and the combined delta; may overwrite the delta."""
 
 ROWS_BYTES = 208 << 20
 """The most memory for the values of all updates side by side: 100 updates with half a tile of float32 each."""
@@ -50,6 +52,9 @@ class Combination:
     seed: str = ""  # draws the buckets, together with the clients' ids; not to be known to clients
     noisy: NoisyMean | None = None  # what differential privacy makes of the mean of the parameters
     own: Contribution | None = None  # the server's update, seen last by the rule, in no bucket of others
+    # Sees each piece of the combined delta of the parameters, with the place where it begins, before it is changed.
+    # Called from several threads, in any order.
+    watch: Callable[[int, Float64], None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,23 +117,29 @@ def combine_parameters(
         RuleError: "bad_rule", if the rule raises an error, or returns something else than finite values; or the error
             of a rule that finds these updates unusable.
     """
-    rule = how.rule
+    rule, watch = how.rule, how.watch
+
+    def done(start: int, base: Values, delta: Float64) -> T:
+        if watch is not None:
+            watch(start, delta)
+        return finish(base, delta)
+
     if how.noisy is not None:
-        return _weighted(walk, [1.0] * len(walk.clients), how.noisy.divisor, finish, how.noisy)
+        return _weighted(walk, [1.0] * len(walk.clients), how.noisy.divisor, done, how.noisy)
     if rule is None:
-        return _mean(walk, finish)
+        return _mean(walk, done)
     count = len(walk.clients) - (how.own is not None)
     buckets = buckets_of([client.client_id for client in walk.clients[:count]], how.bucketing, how.seed)
     buckets += [[count]] if how.own else []
     if not isinstance(rule, GramRule):
-        return _by_coordinates(walk, rule, buckets, finish)
+        return _by_coordinates(walk, rule, buckets, done)
     shares = np.zeros((len(buckets), len(walk.clients)))
     for row, bucket in zip(shares, buckets, strict=True):
         row[bucket] = 1.0 / len(bucket)
     gram = shares @ gram_of(walk) @ shares.T
     weights = _weights(walk.clients, buckets)
     coefficients = _call(lambda: rule.coefficients(gram, weights), len(buckets))
-    return _weighted(walk, (coefficients @ shares).tolist(), 1.0, finish)
+    return _weighted(walk, (coefficients @ shares).tolist(), 1.0, done)
 
 
 def combine_buffers(walk: Walk, how: Combination) -> Float64:
@@ -142,10 +153,10 @@ def combine_buffers(walk: Walk, how: Combination) -> Float64:
     """
     out = np.empty(walk.length, np.float64)
     if how.rule is None:
-        return gather(_mean(walk, lambda _, delta: delta), out)
+        return gather(_mean(walk, lambda _start, _base, delta: delta), out)
     rule = Median() if isinstance(how.rule, GramRule) else how.rule
     each = buckets_of([client.client_id for client in walk.clients], 1, "")
-    return gather(_by_coordinates(walk, rule, each, lambda _, delta: delta), out)
+    return gather(_by_coordinates(walk, rule, each, lambda _start, _base, delta: delta), out)
 
 
 def buckets_of(clients: Sequence[str], size: int, seed: str) -> list[list[int]]:
@@ -186,7 +197,7 @@ def _products(rows: NDArray[Any], low: int, high: int) -> Float64:
         return block @ block.T
 
 
-def _mean(walk: Walk, finish: Callable[[Values, Float64], T]) -> Generator[T, None, None]:
+def _mean(walk: Walk, finish: _Finish[T]) -> Generator[T, None, None]:
     weights = [client.weight for client in walk.clients]
     return _weighted(walk, weights, sum(weights), finish)
 
@@ -195,25 +206,26 @@ def _weighted(
     walk: Walk,
     weights: Sequence[float],
     divisor: float,
-    finish: Callable[[Values, Float64], T],
+    finish: _Finish[T],
     noisy: NoisyMean | None = None,
 ) -> Generator[T, None, None]:
     # Each tile is read whole before the next one begins, so that the readers see their bytes in order.
     def piece(start: int, stop: int) -> T:
         base = walk.base(start, stop)
         delta = weighted_mean(base, walk.clients, weights, divisor, start)
-        return finish(base, noisy.added(delta, start) if noisy else delta)
+        return finish(start, base, noisy.added(delta, start) if noisy else delta)
 
     return in_order(walk.executor, piece, cut(0, walk.length, walk.step))
 
 
 def _by_coordinates(
-    walk: Walk, rule: CoordinateRule, buckets: Sequence[Sequence[int]], finish: Callable[[Values, Float64], T]
+    walk: Walk, rule: CoordinateRule, buckets: Sequence[Sequence[int]], finish: _Finish[T]
 ) -> Generator[T, None, None]:
-    weights = _weights(walk.clients, buckets)
+    weights, start = _weights(walk.clients, buckets), 0
     for base, rows in walk.side_by_side():
         parts = _blocks(walk, partial(_combine, rule, buckets, weights, rows), rows)
-        yield finish(base, gather(parts, np.empty(len(base), np.float64)))
+        yield finish(start, base, gather(parts, np.empty(len(base), np.float64)))
+        start += len(base)
 
 
 def _combine(

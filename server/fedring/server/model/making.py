@@ -1,7 +1,6 @@
 """Making models: the first one of a job, and the next one from the updates of a round."""
 
 import json
-import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
 from contextlib import ExitStack
@@ -10,12 +9,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from fedring.codec.errors import CodecError
 from fedring.codec.schema import Schema
+from fedring.secure.levels import open_blocks
 from fedring.server.config import ServerConfig
-from fedring.server.model.aggregate import AggregationPlan, NewModel, aggregate, store_model, store_parts
+from fedring.server.model.aggregate import AggregationPlan, aggregate, store_model, store_parts
 from fedring.server.model.combining import Combination
 from fedring.server.model.contributions import Contribution
 from fedring.server.model.control_round import control_plan, open_control
@@ -27,6 +28,7 @@ from fedring.server.model.optimizer import ServerOptimizer
 from fedring.server.model.own_update import OwnUpdates
 from fedring.server.model.private_mean import NoisyMean
 from fedring.server.model.rule import RuleError
+from fedring.server.model.secure_scales import Spread, read_spread, secure_round
 from fedring.server.model.strategy import PastRound, Strategy, ask_metrics, ask_settings, make_strategy
 from fedring.server.model.versions import ModelVersions
 from fedring.server.state.blob_interfaces import Blobs
@@ -131,7 +133,7 @@ class ModelMaker:
             load_initial(file, model, parts)
         values = read_vectors(model, parts.shared.names)
         new = store_model(parts.shared, values, self._blobs, {"run_id": self._run_id})
-        row = _row(new, parts.shared, version=version, number=0)
+        row = new.row(parts.shared, version=version, number=0)
         return replace(row, frozen_digest=frozen_digest(model, parts.frozen))
 
     def _first_by_module(self, job: Job, version: int) -> ModelRow:
@@ -143,7 +145,7 @@ class ModelMaker:
         named = initialize(skeleton, job.seed, "parameter")
         parts = (tensor.detach().float().reshape(-1).numpy() for _, tensor in named)
         new = store_parts(schema, whole, parts, self._blobs, {"run_id": self._run_id})
-        return _row(new, schema, version=version, number=0)
+        return new.row(schema, version=version, number=0)
 
     def next(
         self,
@@ -211,6 +213,7 @@ class ModelMaker:
                 encoding=job.delta_encoding,
                 residual_blob=base.residual_blob,
                 control=control_plan(self._versions, base, updates, job, job_round, control) if control_line else None,
+                spread=None if secure is None else self._spread(base, job, secure),
                 metadata={"run_id": self._run_id, "round": str(number)},
             )
             try:
@@ -249,8 +252,26 @@ class ModelMaker:
                 size = f"{len(updates)} updates of {reader.schema.num_parameters:,} parameters"
                 text = f"the server has too little memory to combine {size} with the rule {job.aggregation.rule}"
                 raise RuleError("out_of_memory", text) from error
-            row = _row(new, reader.schema, version=version, number=number, base=base)
+            row = new.row(reader.schema, version=version, number=number, base=base)
             return replace(row, control_line=control_line if new.control_blob else "")
+
+    def secure_round(self, base: ModelRow, job: Job, seed: int) -> SecureRound:
+        """Return what the command of a round says of its values: see `fedring.server.model.secure_scales`.
+
+        Raises:
+            DamagedModel: if the spread of the base is damaged.
+            StorageFailed: if it cannot be read now.
+        """
+        return secure_round(job, base, self._read_spread(base, job), seed)
+
+    def _spread(self, base: ModelRow, job: Job, secure: SecureRound) -> Spread:
+        return Spread(job, open_blocks(secure, base.parameters), self._read_spread(base, job))
+
+    def _read_spread(self, base: ModelRow, job: Job) -> NDArray[np.float32] | None:
+        try:
+            return read_spread(self._blobs, base, job.secure_aggregation.block if job.secure_aggregation else 0)
+        except StorageError as error:
+            raise self._versions.damage_of(base, error) from error
 
     def strategy(self, job: Job) -> Strategy:
         """Make the job's strategy.
@@ -366,25 +387,4 @@ def _kind(job: Job) -> str:
             *(job.model, job.model_args, job.mode == "pipeline" and job.pipeline.first_model),
             *(sharing.shared, sharing.private, sharing.frozen_stay),
         ]
-    )
-
-
-def _row(new: NewModel, schema: Schema, *, version: int, number: int, base: ModelRow | None = None) -> ModelRow:
-    return ModelRow(
-        version=version,
-        round=number,
-        digest=new.digest,
-        blob=new.blob,
-        schema_hash=schema.hash.hex(),
-        parameters=schema.num_parameters,
-        bytes=new.bytes,
-        created_at=time.time(),
-        base_version=base.version if base else 0,
-        base_digest=base.digest if base else "",
-        delta_blob=new.delta_blob,
-        delta_packets=new.delta_packets,
-        residual_blob=new.residual_blob,
-        optimizer_blob=new.optimizer_blob,
-        control_blob=new.control_blob,
-        control_digest=new.control_digest,
     )

@@ -158,4 +158,4 @@ class ModelVersions:
 
 def files_of(row: ModelRow) -> tuple[str, ...]:
     """Return the names of a version's blobs; they are empty for blobs that it has not."""
-    return row.blob, row.delta_blob, row.residual_blob, row.optimizer_blob, row.control_blob
+    return row.blob, row.delta_blob, row.residual_blob, row.optimizer_blob, row.control_blob, row.spread_blob

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from fedring.server.round.events import Phase, Round
+from fedring.server.round.events import OPEN, Phase, Round
 from fedring.server.round.open_round import OpenRound
 from fedring.server.round.sessions import Sessions
 from fedring.server.state.rows import ModelRow
@@ -31,6 +31,14 @@ class Dispatch:
             self.train(open_, client)
         if round_.phase is Phase.PUBLISHED and latest and client in round_.evaluators - round_.evaluated:
             self.evaluate(open_, latest, client)
+        if open_.secure and round_.phase in OPEN and (event := open_.secure.waits_for(client, open_.accepted)):
+            self._send(client, event)
+
+    def secure(self, open_: OpenRound, clients: Iterable[str]) -> None:
+        """Send the clients the newest step of the round's secure aggregation."""
+        for client in clients:
+            if open_.secure and (event := open_.secure.waits_for(client, open_.accepted)):
+                self._send(client, event)
 
     def train(self, open_: OpenRound, client: str) -> None:
         """Send the command to a client that has come back, or was selected later than the others."""
@@ -52,10 +60,10 @@ class Dispatch:
         self._send(client, pb.ServerEvent(evaluate=command))
 
     def ended(self, open_: OpenRound, model: ModelRow | None) -> None:
-        """Tell the clients that still train that the round no longer waits for them."""
+        """Tell the clients that still train that the round no longer waits for them; with secure aggregation, all."""
         version = model.version if model else 0
         ended = pb.RoundEnded(round=open_.row.round, reason=open_.row.reason, model_version=version)
-        for client in set(open_.row.selected) - open_.accepted.keys():
+        for client in set(open_.row.selected) - (open_.accepted.keys() if open_.secure is None else set()):
             self._send(client, pb.ServerEvent(round_ended=ended))
 
     def _send(self, client: str, event: pb.ServerEvent | bytes) -> None:

@@ -221,6 +221,23 @@ def pending(state: State, now: float) -> frozenset[str]:
     return _outstanding(round_) - lost
 
 
+def reachable(state: State, now: float) -> frozenset[str]:
+    """Return the selected clients that have not failed, and are here or may still come back."""
+    round_ = state.round
+    return frozenset(c for c in round_.selected - round_.failed if now < _lost_at(state, c)) if round_ else frozenset()
+
+
+def next_loss(state: State, now: float) -> float:
+    """Return when `reachable` loses its next client if none comes back, in monotonic seconds; inf means never."""
+    return min((_lost_at(state, client) for client in reachable(state, now)), default=inf)
+
+
+def _lost_at(state: State, client: str) -> float:
+    member = state.members[client]
+    away = member.presence is Presence.AWAY and state.round is not None
+    return member.since + state.round.rules.grace if away and state.round else inf
+
+
 def _outstanding(round_: Round) -> frozenset[str]:
     return frozenset() if round_.phase is Phase.ABANDONED else _step(round_).asked(round_)
 

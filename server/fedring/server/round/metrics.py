@@ -20,9 +20,10 @@ from fedring.server.round import machine as rd
 from fedring.server.round.events import Phase, Presence, Round, State
 from fedring.server.round.guard_metrics import GuardMetrics
 from fedring.server.round.named_metrics import NamedMetrics
+from fedring.server.secure.events import Step
 from fedring.server.state.facts import Facts
 from fedring.server.state.rows import UpdateRow
-from fedring.v1 import control_pb2, federation_pb2, rendezvous_pb2
+from fedring.v1 import control_pb2, federation_pb2, rendezvous_pb2, secure_pb2
 
 PHASES = {
     Phase.WAITING: "waiting",
@@ -64,7 +65,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = registry = Registry()
-        files = (federation_pb2, rendezvous_pb2, control_pb2, health_pb2, reflection_pb2)
+        files = (federation_pb2, rendezvous_pb2, secure_pb2, control_pb2, health_pb2, reflection_pb2)
         self.calls = CallMetrics("server", registry, [file.DESCRIPTOR for file in files])
         self.guard = GuardMetrics()
         registry.register(self.guard)
@@ -72,6 +73,7 @@ class Metrics:
         registry.register(self.named)
         self._began = 0.0  # the training of the round in progress, monotonic
         self._declare_rounds()
+        self._declare_secure_aggregation()
         self._declare_updates()
         self._declare_process()
 
@@ -95,6 +97,13 @@ class Metrics:
         self.min_clients = new.gauge("fl_server_round_min_clients", text)
         text = "When this process took up the running job; 0 = none runs."
         self.job_started = new.gauge("fl_server_job_started_timestamp_seconds", text)
+
+    def _declare_secure_aggregation(self) -> None:
+        new, steps = self.registry, [step for step in Step if step is not Step.DONE]
+        text = "What each step of secure aggregation took, group by group."
+        self.secure_seconds = new.histogram("fl_server_secure_step_seconds", text, _SECONDS, step=steps)
+        text = "Clients that secure aggregation went on without from each of its steps on."
+        self.secure_lost = new.counter("fl_server_secure_lost_clients_total", text, step=steps)
 
     def _declare_updates(self) -> None:
         new = self.registry

@@ -7,6 +7,7 @@ from typing import Any
 from fedring.server.model.guards import Guard, weight_of
 from fedring.server.model.private_mean import PrivateRound
 from fedring.server.round.events import Phase
+from fedring.server.round.secure_state import SecureState
 from fedring.server.round.sessions import ClientTraffic
 from fedring.server.state.rows import ModelRow, RoundRow, UpdateRow
 from fedring.train.job import Job
@@ -32,9 +33,11 @@ class OpenRound:
     stragglers: frozenset[str] = frozenset()  # clients that straggler_factor has left out
     guarded: Guard = field(default_factory=Guard)  # what the job's guards did to the accepted updates
     private: PrivateRound | None = None  # what differential privacy does to it; None = nothing, or not known yet
+    secure: SecureState | None = None  # its secure aggregation; None = its job has none, or it has not started
     failures: list[str] = field(default_factory=list)  # sentences: who could not train, what was damaged
     stop_reason: str = ""  # why the round ends without a model if the disk refuses that model; "" = nobody asked
     waits_for_disk: bool = False  # whether its aggregation waits until the disk takes the model
+    waits_for_shares: bool = False  # whether its aggregation waits for what clients say to remove masks
     retryable: bool = True  # False if the job's next rounds would end as this one does
 
     def event(self, seconds: float, model: pb.SmallModel | None = None) -> bytes:
@@ -94,4 +97,5 @@ class OpenRound:
             "settings": {key: getattr(self.command, key) for key in self.job.scheduled} | (self.row.settings or {}),
             **(self.private.stats() if self.private else self.guarded.stats()),
             **{key: names for key, names in waits_no_more.items() if names},
+            **({"secure": self.secure.figures(self.accepted)} if self.secure else {}),
         }

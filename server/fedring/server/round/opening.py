@@ -2,22 +2,26 @@
 
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 
+from fedring.secure.errors import SecureError
 from fedring.server.config import ServerConfig
 from fedring.server.model.models import Models
 from fedring.server.model.strategy import HISTORY, StrategyError, past_round, with_settings
 from fedring.server.model.testset import TestSet
 from fedring.server.round import machine as rd
-from fedring.server.round.events import Abandoned, Opened, Phase, Resumed, Round
+from fedring.server.round.events import Abandoned, Closed, Failed, Opened, Phase, Resumed, Round
 from fedring.server.round.open_round import OpenRound
 from fedring.server.round.plan import round_command, rules_of
 from fedring.server.round.rounds import Rounds
+from fedring.server.round.secure_state import restored, secure_rules
 from fedring.server.round.sessions import Sessions
 from fedring.server.round.starting import base_of, begin
+from fedring.server.secure import machine as sm
 from fedring.server.state.facts import Facts
 from fedring.server.state.failures import StorageError
-from fedring.server.state.rows import JobRow, ModelRow, RoundRow
+from fedring.server.state.rows import JobRow, ModelRow, RoundRow, SecureMessageRow, SecureRoundRow
 from fedring.train.errors import SeamError
 from fedring.train.job import Job
 from fedring.v1 import federation_pb2 as pb
@@ -100,6 +104,7 @@ class RoundOpener:
             await self._wait_for_clients(row, spec, base, small, failure=failure, elapsed=elapsed)
             return
         updates = await facts.db(facts.store.updates_of, row.round)
+        secure = await facts.db(facts.store.secure_round, row.round)
         open_ = await self._begin(replace(row, phase=Phase.TRAINING), spec, base, small)
         rules = rules_of(open_.job, grace=self._config.lost_after_seconds)
         open_.accepted = {update.client_id: update for update in updates}
@@ -114,10 +119,38 @@ class RoundOpener:
             open_.failures.append("the server was restored, and may have published its model before, with other noise")
             rounds.handle(Abandoned("restored"))
             return
+        if not self._resume_secure(open_, *secure):
+            return
         rounds.gather(resumed=True)
         for session in self._sessions:
             if session.matched:
                 rounds.matched(session.client_id)
+
+    def _resume_secure(
+        self, open_: OpenRound, decided: SecureRoundRow | None, messages: Sequence[SecureMessageRow]
+    ) -> bool:
+        """Go on with the round's secure aggregation, if it has one. Returns False if the round must end."""
+        rules, rounds = secure_rules(open_.job), self._rounds
+        if rules is None:
+            return True
+        if decided is None or decided.epoch != self._facts.store.epoch:
+            open_.failures.append("the server was restored, and clients must not mask two updates in the same way")
+            rounds.handle(Abandoned("restored"))
+            return False
+        since = time.monotonic() + RECOVERY_SECONDS
+        clients, accepted = open_.row.selected, open_.accepted.keys()
+        try:
+            secure = restored(open_.command, rules, clients, (decided, messages), accepted, since)
+        except SecureError as error:
+            open_.failures.append(str(error))
+            rounds.handle(Abandoned(error.reason))
+            return False
+        open_.secure = secure
+        for client in sm.out(secure.state):
+            rounds.handle(Failed(client, open_.row.round))
+        if secure.state.accepted is not None:  # clients may have helped to remove masks: no update is added any more
+            rounds.handle(Closed())
+        return True
 
     async def _settings(self, job_id: int, spec: Job) -> tuple[dict[str, float] | None, _Failure | None]:
         """Ask the job's own strategy for the settings of the next round; None, and why, if it has none."""
@@ -157,6 +190,9 @@ class RoundOpener:
         if job is not None:
             command.residual_after_epoch, command.residual_after = job.residual_epoch, job.residual_after
         command.job.frozen_digest = self._frozen_digest
+        if configured.secure_aggregation is not None:
+            maker = self._models.maker
+            command.secure.CopyFrom(await self._facts.heavy(maker.secure_round, base, configured, command.seed))
         open_ = OpenRound(row, configured, command, base, small)
         self._rounds.begin(open_)
         return open_

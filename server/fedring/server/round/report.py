@@ -1,6 +1,7 @@
 """Rows and the round in progress as messages for operators."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -50,6 +51,7 @@ def round_message(row: RoundRow, *, delivered: int | None = None) -> pb.Round:
         warnings=stats.get("warnings"),
         missing=[name for name in row.selected if name not in delivered_ids] if row.ended_at else [],
         clients=clients,
+        secure=_progress(stats["secure"]) if "secure" in stats else None,
     )
 
 
@@ -57,10 +59,15 @@ def open_message(open_: OpenRound, state: Round, *, clients: bool) -> pb.Round:
     """Return the round in progress as a message; `clients` says whether it lists what each client did."""
     row = replace(open_.row, phase=state.phase)
     if not clients:
-        row = replace(row, stats={})
+        row = replace(row, stats={"secure": open_.secure.figures(open_.accepted)} if open_.secure else {})
     elif not row.stats:
         row = replace(row, stats=open_.stats(0.0))
     return round_message(row, delivered=len(state.delivered | open_.done.keys()))
+
+
+def _progress(figures: Mapping[str, Any]) -> pb.SecureProgress:
+    known = {name: figures[name] for name in ("step", "groups", "answered", "asked", "lost")}
+    return pb.SecureProgress(**known)
 
 
 def job_message(row: JobRow) -> pb.Job:

@@ -221,6 +221,8 @@ class Rounds:
             raise UnknownRound(f"round {number} is not open")
         workers = self.rendezvous.workers if open_.job.grouped else None
         check_eligible(self.state.round, number, client, workers=workers)
+        if open_.secure is not None:
+            open_.secure.check_update(client)
         return open_
 
     def accepted(self, rows: Sequence[UpdateRow]) -> None:
@@ -232,7 +234,7 @@ class Rounds:
             open_.accepted[row.client_id] = row
             self.handle(Delivered(row.client_id))
             open_.stalled -= {row.client_id}
-            self._metrics.accepted(row, norm=open_.job.dp is None)
+            self._metrics.accepted(row, norm=open_.job.dp is None and open_.secure is None)
         state = self.message(clients=False)  # the same for all of them, since they became durable at once
         for row in rows:
             text = f"{row.client_id} delivered {row.num_samples} samples, {row.total_bytes} bytes"
@@ -246,7 +248,7 @@ class Rounds:
                 return 0
             if round_.phase is Phase.AGGREGATING:
                 open_.stop_reason = reason  # holds if the disk refuses the model; else it is published in a moment
-                if not open_.waits_for_disk:
+                if not open_.waits_for_disk and not open_.waits_for_shares:
                     return 0
             self.handle(Abandoned(reason))
             return round_.number
@@ -271,6 +273,8 @@ class Rounds:
             if open_.started:
                 open_.started += seconds
             self.handle(Delayed(seconds))
+            if open_.secure is not None:
+                open_.secure.delay(seconds)
 
     def traffic(self, client: str) -> ClientTraffic:
         """Return the counters of what the client moves now."""

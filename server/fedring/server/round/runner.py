@@ -14,6 +14,7 @@ from math import inf
 from fedring.codec import CodecError
 from fedring.server.config import ServerConfig
 from fedring.server.group import machine as gr
+from fedring.server.model.masked_sum import BadSum
 from fedring.server.model.models import Models
 from fedring.server.model.optimizer import OptimizerError
 from fedring.server.model.rule import RuleError
@@ -42,6 +43,7 @@ from fedring.server.round.open_round import OpenRound
 from fedring.server.round.private_rounds import RoundPrivacy
 from fedring.server.round.progress import RoundProgress, why_abandoned
 from fedring.server.round.rounds import Rounds
+from fedring.server.round.secure_rounds import SecureRounds
 from fedring.server.round.sessions import Sessions
 from fedring.server.state.facts import Facts
 from fedring.server.state.failures import DamagedModel, DamagedUpdates, StorageError, StorageFailed
@@ -72,6 +74,7 @@ class RoundRunner:
     def __init__(
         self,
         rounds: Rounds,
+        secure: SecureRounds,
         facts: Facts,
         models: Models,
         sessions: Sessions,
@@ -80,7 +83,7 @@ class RoundRunner:
         test_set: TestSet,
         config: ServerConfig,
     ) -> None:
-        self._rounds, self._facts, self._models = rounds, facts, models
+        self._rounds, self._secure, self._facts, self._models = rounds, secure, facts, models
         self._sessions, self._journal, self._metrics, self._config = sessions, journal, metrics, config
         self._test_set = test_set
         self._dispatch = Dispatch(sessions)
@@ -91,8 +94,15 @@ class RoundRunner:
         """Do what is due until the round that was opened or resumed has ended."""
         rounds = self._rounds
         while (open_ := rounds.open) is not None:
-            now = time.monotonic()
+            if self._phase is Phase.AGGREGATING:  # a restart has interrupted it after it was decided what counts
+                await self._aggregate(open_)
             rounds.changed.clear()
+            try:
+                await self._secure.advance(open_)
+            except StorageFailed:
+                await self._wait_for_disk(open_, phase=Phase.TRAINING)
+                continue
+            now = time.monotonic()
             effect = rd.due(rounds.state, now)
             if self._facts.storage.fault and isinstance(effect, Start | Aggregate | Abandon):
                 # What clients offer is refused meanwhile.
@@ -103,7 +113,8 @@ class RoundRunner:
                 await self._perform(open_, effect)
             else:
                 rounds.expect_workers()
-                wait = min(rd.wake_at(rounds.state, now) - now, self._tell_progress(now))
+                at = min(rd.wake_at(rounds.state, now), self._secure.wake_at(open_, now))
+                wait = min(at - now, self._tell_progress(now))
                 with suppress(TimeoutError):  # a deadline is due
                     async with asyncio.timeout(None if wait == inf else max(wait, 0.001)):
                         await rounds.changed.wait()
@@ -152,11 +163,13 @@ class RoundRunner:
     async def _start(self, open_: OpenRound, clients: frozenset[str]) -> None:
         row = replace(open_.row, phase=Phase.TRAINING, selected=tuple(sorted(clients)), seconds_left=None)
         try:
+            await self._secure.start(open_)
             await self._facts.db(self._facts.store.update_round, row)
         except StorageFailed:
             return  # it is due again, and waits for the disk where a stop need not wait
         open_.row, open_.started = row, time.monotonic()
         self._rounds.handle(Started(clients))
+        self._secure.started(open_, clients)
         self._rounds.gather()
         self._dispatch.train_all(open_, clients)
         text = f"{open_.title} trains on {len(clients)} clients"
@@ -175,14 +188,20 @@ class RoundRunner:
             if open_.stop_reason:
                 return self._rounds.handle(Abandoned(open_.stop_reason))
             try:
+                await self._secure.unmask(open_)
+                if self._phase is not Phase.AGGREGATING:
+                    return None
+                masks = open_.secure.good_masks if open_.secure else None
                 with self._metrics.aggregate_seconds.time():
-                    model, ended = await publish(self._facts, self._models, self.privacy, open_)
+                    model, ended = await publish(self._facts, self._models, self.privacy, open_, masks)
             except StorageFailed as error:
                 log.warning("the model of round %d waits for the disk: %s", open_.row.round, error)
                 if not open_.stop_reason:
                     await self._wait_for_disk(open_, phase=Phase.AGGREGATING)
             except DamagedUpdates as error:
                 await self._facts.keep(self._go_on_without, open_, error)
+            except BadSum as error:
+                await self._facts.keep(self._go_on_without_group, open_, error)
             except (RuleError, SeamError) as error:
                 log.error("round %d makes no model: %s", open_.row.round, error, exc_info=error.__cause__)
                 open_.failures.insert(0, str(error))
@@ -223,6 +242,7 @@ class RoundRunner:
     async def _go_on_without(self, open_: OpenRound, error: DamagedUpdates) -> None:
         """Forget accepted updates that are damaged. The round ends without them, or is abandoned for want of them."""
         rounds = self._rounds
+        can_publish = await self._secure.failed(open_, frozenset(error.clients), error.reason)
         await self._facts.db(self._facts.drop_updates, open_.row.round, sorted(error.clients))
         for client, text in error.clients.items():
             del open_.accepted[client]
@@ -232,8 +252,16 @@ class RoundRunner:
             job_id = open_.row.job_id
             self._journal.write("blob_damaged", text, job_id=job_id, client_id=client, state=rounds.message())
         round_ = rounds.state.round
-        if round_ is not None and len(round_.delivered) < round_.rules.min_to_aggregate:
+        few = round_ is not None and len(round_.delivered) < round_.rules.min_to_aggregate
+        if few or not can_publish:
             rounds.handle(Abandoned(error.reason))
+
+    async def _go_on_without_group(self, open_: OpenRound, error: BadSum) -> None:
+        """Forget a group of secure aggregation whose sum is impossible. The round may have others."""
+        log.error("round %d: %s", open_.row.round, error)
+        open_.failures.insert(0, str(error))
+        if not await self._secure.failed(open_, frozenset({error.group}), error.reason):
+            self._rounds.handle(Abandoned(error.reason))
 
     def _note_damage(self, open_: OpenRound, error: DamagedModel) -> None:
         open_.failures.insert(0, error.detail)

@@ -38,6 +38,8 @@ from fedring.server.state.tables import (
     meta,
     models,
     rounds,
+    secure_messages,
+    secure_rounds,
     tokens,
     updates,
 )
@@ -137,6 +139,13 @@ def _add_controls(connection: Connection) -> None:
         _add_column(connection, column, "NOT NULL DEFAULT ''")
 
 
+def _add_secure_aggregation(connection: Connection) -> None:
+    """Give models the spread of their blocks, and rounds the messages of secure aggregation."""
+    _add_column(connection, models.c.spread_blob, "NOT NULL DEFAULT ''")
+    for table in (secure_messages, secure_rounds):
+        table.create(connection, checkfirst=True)
+
+
 def _add_column(connection: Connection, column: Column[Any], constraint: str = "") -> None:
     """Add the column to its table, unless the table was created with it."""
     if column.name not in {found["name"] for found in inspect(connection).get_columns(column.table.name)}:
@@ -156,6 +165,7 @@ MIGRATIONS: tuple[Migration, ...] = (
     _add_charges,
     _add_settings,
     _add_controls,
+    _add_secure_aggregation,
 )
 """Number i migrates a database from schema version i + 1 to i + 2."""
 

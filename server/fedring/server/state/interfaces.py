@@ -17,6 +17,8 @@ from fedring.server.state.rows import (
     LastAccepted,
     ModelRow,
     RoundRow,
+    SecureMessageRow,
+    SecureRoundRow,
     TokenRow,
     UpdateRow,
 )
@@ -98,7 +100,7 @@ class Store(Protocol):
         ...
 
     def update_round(self, row: RoundRow) -> None:
-        """Replace the row of a round."""
+        """Replace the row of a round. What is kept of the secure aggregation of a round goes with its end."""
         ...
 
     def save_seconds_left(self, number: int, phase: str, seconds: float) -> None:
@@ -166,6 +168,22 @@ class Store(Protocol):
         Raises:
             StorageError: "database", if there is a model of that version.
         """
+        ...
+
+    def add_secure_message(self, row: SecureMessageRow) -> Acceptance:
+        """Keep a client's message for the secure aggregation of a round, of each kind only the first.
+
+        Raises:
+            StorageError: "database", if there is no such round.
+        """
+        ...
+
+    def save_secure_round(self, row: SecureRoundRow, step: str) -> None:
+        """Keep what was decided in the secure aggregation of a round; `step` names the commit for fault tests."""
+        ...
+
+    def secure_round(self, number: int) -> tuple[SecureRoundRow | None, list[SecureMessageRow]]:
+        """Return what was decided in the secure aggregation of an open round, if it is kept, and all its messages."""
         ...
 
     def charges(self) -> list[ChargeRow]:

@@ -117,6 +117,7 @@ class ModelRow:
     control_blob: str = ""  # the server's control variate (SCAFFOLD), a model file without buffers; empty = all zero
     control_digest: str = ""  # of its values, as of a model
     control_line: str = ""  # names the rounds that it was built up in
+    spread_blob: str = ""  # how much each block of the parameters changed last (secure aggregation)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +153,25 @@ class ChargeRow:
     noise_multiplier: float
     next_clip: float  # of the job's next round
     charged_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class SecureMessageRow:
+    """What a client has sent for the secure aggregation of a round. There is one of each kind."""
+
+    round: int
+    client_id: str
+    kind: str  # "keys", "shares", "signature" or "unmask"
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class SecureRoundRow:
+    """What was decided in the secure aggregation of a round."""
+
+    round: int
+    epoch: int  # in which the round has begun
+    groups: list[dict[str, Any]]  # empty until the keys have come
 
 
 @dataclass(frozen=True, slots=True)

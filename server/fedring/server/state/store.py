@@ -23,7 +23,7 @@ from sqlalchemy import (
 )
 
 from fedring.daemon.crash import crashpoint
-from fedring.server.state import known
+from fedring.server.state import known, secure_rows
 from fedring.server.state.database import SECRET, UNREADABLE, backup, epoch_in, open_database, translate
 from fedring.server.state.interfaces import Acceptance, Pruned
 from fedring.server.state.pruning import STATES, remove_models, remove_updates_and_rounds
@@ -37,6 +37,8 @@ from fedring.server.state.rows import (
     LastAccepted,
     ModelRow,
     RoundRow,
+    SecureMessageRow,
+    SecureRoundRow,
     TokenRow,
     UpdateRow,
 )
@@ -162,6 +164,7 @@ class SqlStore:
         ended = {"phase": "abandoned", "reason": "job_ended", "ended_at": time.time()}
         with self._transaction() as connection:
             connection.execute(update(rounds).where(orphans).values(ended))
+            secure_rows.forget_ended(connection)
 
     def accept_updates(self, rows: Sequence[UpdateRow]) -> list[Acceptance]:
         if not rows:
@@ -217,6 +220,23 @@ class SqlStore:
                 connection.execute(update(jobs).where(jobs.c.job_id == ended.job_id).values(count))
             crashpoint("before_publish_commit")
         crashpoint("after_publish_commit")
+
+    def add_secure_message(self, row: SecureMessageRow) -> Acceptance:
+        with self._transaction() as connection:
+            outcome = secure_rows.add_message(connection, row)
+            crashpoint(f"before_secure_{row.kind}_commit")
+        crashpoint(f"after_secure_{row.kind}_commit")
+        return outcome
+
+    def save_secure_round(self, row: SecureRoundRow, step: str) -> None:
+        with self._transaction() as connection:
+            secure_rows.save_decisions(connection, row)
+            crashpoint(f"before_secure_{step}_commit")
+        crashpoint(f"after_secure_{step}_commit")
+
+    def secure_round(self, number: int) -> tuple[SecureRoundRow | None, list[SecureMessageRow]]:
+        with self._transaction() as connection:
+            return secure_rows.decisions_of(connection, number), secure_rows.messages_of(connection, number)
 
     def charges(self) -> list[ChargeRow]:
         return self._list(select(charges).order_by(charges.c.round), ChargeRow)
@@ -363,6 +383,8 @@ def _insert(connection: Connection, table: Table, row: Numbered, key: str) -> Nu
 def _replace_round(connection: Connection, row: RoundRow) -> None:
     values = _values(row)
     connection.execute(update(rounds).where(rounds.c.round == values.pop("round")).values(values))
+    if row.ended_at is not None:
+        secure_rows.forget_ended(connection)
 
 
 def _rules(connection: Connection) -> dict[int, str]:

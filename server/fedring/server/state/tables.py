@@ -147,6 +147,7 @@ models = Table(
     _column("control_blob", Text),
     _column("control_digest", Text),
     _column("control_line", Text),
+    _column("spread_blob", Text),
     sqlite_strict=True,
 )
 evaluations = Table(
@@ -204,5 +205,22 @@ tokens = Table(
     _column("created_at", _FLOAT),
     _column("expires_at", _FLOAT, null=True),
     _column("revoked_at", _FLOAT, null=True),
+    sqlite_strict=True,
+)
+secure_messages = Table(
+    "secure_messages",
+    METADATA,
+    _column("round", _INT, ForeignKey("rounds.round"), key=True),
+    _column("client_id", Text, key=True),
+    _column("kind", Text, key=True),
+    _column("body", LargeBinary),
+    sqlite_strict=True,
+)
+secure_rounds = Table(
+    "secure_rounds",
+    METADATA,
+    Column("round", _INT, ForeignKey("rounds.round"), primary_key=True, autoincrement=False),
+    _column("epoch", _INT),
+    _column("groups", _Json),
     sqlite_strict=True,
 )

@@ -43,7 +43,11 @@ CONTROL_BLOBS = """
     UNION ALL
     SELECT control_blob, 'the control variate of model ' || version, NULL FROM models WHERE control_blob != ''
 """
-"""Databases of older versions have no control variates."""
+SPREAD_BLOBS = """
+    UNION ALL SELECT spread_blob, 'the spread of model ' || version, NULL FROM models WHERE spread_blob != ''
+"""
+_LATER_BLOBS = {"control_blob": CONTROL_BLOBS, "spread_blob": SPREAD_BLOBS}
+"""Blobs of columns that databases of older versions do not have."""
 _OPEN_ROUND = """
     SELECT coalesce(max(round), 0) FROM rounds JOIN jobs USING (job_id)
     WHERE ended_at IS NULL AND jobs.state = 'running'
@@ -236,7 +240,8 @@ def digest_of(path: Path) -> str:
 def _named(connection: sqlite3.Connection) -> Iterator[NamedBlob]:
     seen: set[str] = set()
     columns = {name for _, name, *_ in connection.execute("PRAGMA table_info(models)")}
-    for digest, owner, size in connection.execute(NAMED_BLOBS + (CONTROL_BLOBS if "control_blob" in columns else "")):
+    later = (query for column, query in _LATER_BLOBS.items() if column in columns)
+    for digest, owner, size in connection.execute("".join([NAMED_BLOBS, *later])):
         if not is_name(digest):
             raise BackupError(f"{FACTS} is damaged: it names {digest!r} as the file of {owner}")
         if digest not in seen:

@@ -1,0 +1,288 @@
+"""The secure aggregation of the round in progress: what clients have sent, and what each of them is told."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from fedring.rpc.errors import BadRequest, UnknownRound
+from fedring.secure.errors import SecureError
+from fedring.secure.limits import bits_of_sum
+from fedring.secure.roster import CheckIdentity, Member, Roster, check_member
+from fedring.secure.sealing import SEALED_BYTES
+from fedring.secure.shamir import SHARE_BYTES
+from fedring.secure.signing import BadProof, verify
+from fedring.secure.statements import survivors_statement
+from fedring.server.model.masked_sum import GroupMasks
+from fedring.server.secure import events as ev
+from fedring.server.secure import machine as sm
+from fedring.server.secure.events import Step
+from fedring.server.state.rows import SecureMessageRow, SecureRoundRow
+from fedring.train.job import Job
+from fedring.v1 import federation_pb2 as pb
+from fedring.v1 import secure_pb2 as wire
+
+Message = wire.SecureKeys | wire.SecureShares | wire.SurvivorsSignature | wire.UnmaskShares
+
+KINDS = {Step.KEYS: "keys", Step.SHARES: "shares", Step.SURVIVORS: "signature", Step.UNMASK: "unmask"}
+"""What the rows of clients' messages are called, by the step that asks for them."""
+
+TOO_LATE = "too_late"
+
+_DURABLE = ("step", "members", "peers", "survivors", "signers", "reason")
+
+
+def secure_rules(job: Job) -> ev.Rules | None:
+    """Return what the secure aggregation of the job's rounds obeys; None if it has none."""
+    settings = job.secure_aggregation
+    if settings is None:
+        return None
+    return ev.Rules(settings.step_seconds, job.min_clients_to_aggregate, settings.group_size)
+
+
+@dataclass
+class SecureState:
+    """The machine's state, and what clients have sent; owned by `OpenRound`.
+
+    Attributes:
+        command: of the round.
+        state: the machine's.
+        members: the clients whose keys were checked.
+        messages: what is durable of the clients' messages, serialized, by step and client.
+        masks: what the unmasking has given, by the number of the group.
+        seconds: what each step has taken, in the group in which it took longest.
+    """
+
+    command: pb.TrainCmd
+    state: ev.State
+    members: dict[str, Member] = field(default_factory=dict)
+    messages: dict[Step, dict[str, bytes]] = field(default_factory=lambda: {step: {} for step in KINDS})
+    masks: dict[int, GroupMasks] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+    _told: dict[tuple[int, Step], bytes] = field(default_factory=dict)
+    _sealed: dict[str, dict[str, bytes]] = field(default_factory=dict)
+
+    @cached_property
+    def rosters(self) -> list[Roster]:
+        """The groups with their members' keys; known as soon as there are groups."""
+        return [Roster(tuple(self.members[name] for name in group.members)) for group in self.state.groups]
+
+    @property
+    def good_masks(self) -> list[GroupMasks]:
+        """The masks of the groups whose sums count."""
+        return [self.masks[place] for place, group in enumerate(self.state.groups) if not group.reason]
+
+    def handle(self, event: ev.Event, now: float) -> None:
+        """Take an event into the machine's state."""
+        self.state = sm.apply(self.state, event, now)
+
+    def delay(self, seconds: float) -> None:
+        """Do not count time in which nothing could be kept."""
+        self.handle(ev.Delayed(seconds), 0.0)
+
+    def row(self, number: int, epoch: int, event: ev.Event) -> SecureRoundRow:
+        """Return what must be durable before `event` is taken into the state."""
+        after = sm.apply(self.state, event, 0.0)
+        groups = [{name: getattr(group, name) for name in _DURABLE} for group in after.groups]
+        return SecureRoundRow(number, epoch, groups)
+
+    def bits(self, place: int) -> int:
+        """Return the bits of a masked value in a group."""
+        secure = self.command.secure
+        return bits_of_sum(len(self.state.groups[place].members), secure.levels, secure.max_weight or 1)
+
+    def check_update(self, client: str) -> int:
+        """Check that the client may deliver a masked update. Returns the bits of its values.
+
+        Raises:
+            UnknownRound: "not_selected" if it is not, or no longer, part of the secure aggregation.
+        """
+        place = self.state.place(client)
+        group = self.state.groups[place] if place is not None else None
+        if place is None or group is None or group.reason or client not in group.peers:
+            text = f"{client} is not part of the secure aggregation of round {self.command.round}"
+            raise UnknownRound(text, reason="not_selected")
+        return self.bits(place)
+
+    def check_step(self, step: Step, client: str) -> None:
+        """Check that the client is asked for what belongs to a step.
+
+        Raises:
+            UnknownRound: "round_closed" if the step is over, or has not begun, for this client.
+        """
+        place = self.state.place(client)
+        if place is None:
+            asked = step is Step.KEYS and not self.state.groups
+        else:
+            group = self.state.groups[place]
+            asked = group.step is step and not group.reason and client in group.asked
+        if not asked:
+            text = f"round {self.command.round} does not take the {KINDS[step]} of {client} now"
+            raise UnknownRound(text, reason="round_closed")
+
+    def check_message(self, client: str, message: Message, check_identity: CheckIdentity) -> Member | None:
+        """Check a message of a client that is asked for it. Returns the client's keys if it holds them.
+
+        Raises:
+            BadRequest: "bad_secure_message", if it does not fit the round.
+        """
+        try:
+            if isinstance(message, wire.SecureKeys):
+                member = check_member(message.keys, self.command, check_identity)
+                _require(member.client_id == client, "the keys are those of another client")
+                return member
+            place = self.state.place(client) or 0
+            group, roster = self.state.groups[place], self.rosters[place]
+            if isinstance(message, wire.SecureShares):
+                others = [name for name in group.members if name != client]
+                _require([share.client_id for share in message.shares] == others, "the shares are for other clients")
+                _require_lengths([share.sealed for share in message.shares], SEALED_BYTES)
+            elif isinstance(message, wire.SurvivorsSignature):
+                text = survivors_statement(roster.digest, group.peers, group.survivors)
+                verify(roster.member(client).key, message.signature, text)
+            else:
+                _require(len(message.shares) == len(group.peers), f"{len(message.shares)} shares are not one a peer")
+                _require_lengths(message.shares, SHARE_BYTES)
+        except (SecureError, BadProof) as error:
+            raise BadRequest(f"a message of {client} does not fit: {error}", reason="bad_secure_message") from error
+        return None
+
+    def waits_for(self, client: str, accepted: Collection[str]) -> bytes:
+        """Return the event for a client now: what it is asked for, or that it is out; b"" if there is nothing."""
+        state, place = self.state, self.state.place(client)
+        if not state.groups:
+            return b""
+        if place is None:
+            return self.ended(TOO_LATE) if client in state.clients else b""
+        group = state.groups[place]
+        if group.reason:
+            return self.ended(group.reason)
+        if client in group.answered or (group.step is Step.UPDATES and client in accepted):
+            return b""
+        if client in group.asked:
+            return self._step(place, client)
+        # Whoever has delivered is waited for no more, but its update counts.
+        return self.ended(TOO_LATE) if client not in (group.survivors or group.peers) else b""
+
+    def ended(self, reason: str) -> bytes:
+        """Return the news that the round goes on without the client that is told."""
+        version = self.command.model_version
+        ended = pb.RoundEnded(round=self.command.round, reason=reason, model_version=version)
+        return pb.ServerEvent(round_ended=ended).SerializeToString()
+
+    def shares_of(self, place: int) -> dict[str, list[bytes]]:
+        """Return what the signers of a group have sent to remove masks, by client."""
+        sent, answered = self.messages[Step.UNMASK], self.state.groups[place].answered
+        return {name: list(wire.UnmaskShares.FromString(sent[name]).shares) for name in sorted(answered)}
+
+    def figures(self, accepted: Collection[str]) -> dict[str, Any]:
+        """Return how far the secure aggregation is, as JSON; `accepted` names the clients whose updates are."""
+        state = self.state
+        step = state.step
+        groups = [group for group in state.groups if group.step is step and not group.reason]
+        asked = {name for group in groups for name in group.asked} if state.groups else state.clients
+        answered = {name for group in groups for name in group.answered} if state.groups else state.keys
+        if step is Step.UPDATES:
+            answered = asked & set(accepted)
+        return {
+            "step": str(step),
+            "groups": len(state.groups),
+            "answered": len(answered & asked),
+            "asked": len(asked),
+            "lost": sm.lost(state),
+            "seconds": dict(self.seconds),
+        }
+
+    def _step(self, place: int, client: str) -> bytes:
+        """Return the event that asks a client for what belongs to its group's step."""
+        group = self.state.groups[place]
+        if group.step is Step.UPDATES:
+            return self._event(peers=wire.SecurePeers(shares=self._sealed_for(client, group.peers)))
+        told = self._told.get((place, group.step))  # it is the same for all clients of a group
+        if told is None:
+            told = self._told[place, group.step] = self._common_step(group)
+        return told
+
+    def _common_step(self, group: ev.Group) -> bytes:
+        if group.step is Step.SHARES:
+            sent = self.messages[Step.KEYS]
+            keys = [wire.SecureKeys.FromString(sent[name]).keys for name in group.members]
+            return self._event(roster=wire.SecureRoster(members=keys))
+        if group.step is Step.SURVIVORS:
+            return self._event(survivors=wire.SecureSurvivors(client_ids=group.survivors))
+        sent = self.messages[Step.SURVIVORS]
+        signatures = {name: wire.SurvivorsSignature.FromString(sent[name]).signature for name in group.signers}
+        signed = [wire.SignedBy(client_id=name, signature=signature) for name, signature in signatures.items()]
+        return self._event(unmask=wire.SecureUnmask(signatures=signed))
+
+    def _event(self, **step: Any) -> bytes:
+        command = self.command
+        message = wire.SecureStep(run_id=command.run_id, epoch=command.epoch, round=command.round, **step)
+        return pb.ServerEvent(secure=message).SerializeToString()
+
+    def _sealed_for(self, client: str, peers: Sequence[str]) -> list[wire.SealedShares]:
+        """Return what the other peers have sealed for a client, in the roster's order."""
+        others = [peer for peer in peers if peer != client]
+        return [wire.SealedShares(client_id=peer, sealed=self._sealed_by(peer)[client]) for peer in others]
+
+    def _sealed_by(self, peer: str) -> dict[str, bytes]:
+        found = self._sealed.get(peer)
+        if found is None:
+            sent = wire.SecureShares.FromString(self.messages[Step.SHARES][peer]).shares
+            found = self._sealed[peer] = {share.client_id: share.sealed for share in sent}
+        return found
+
+
+def restored(
+    command: pb.TrainCmd,
+    rules: ev.Rules,
+    clients: Collection[str],
+    rows: tuple[SecureRoundRow, Sequence[SecureMessageRow]],
+    accepted: Collection[str],
+    since: float,
+) -> SecureState:
+    """Return the secure aggregation of a round that a restart has interrupted.
+
+    Args:
+        command: of the round.
+        rules: what the machine obeys.
+        clients: that were selected.
+        rows: what is durable of it.
+        accepted: the clients whose updates are accepted.
+        since: when the steps that were interrupted begin anew, monotonic seconds.
+
+    Raises:
+        SecureError: if what is durable does not fit the round's command any more.
+    """
+    decided, messages = rows
+    secure = SecureState(command, ev.State(rules, frozenset(clients), since))
+    steps = {kind: step for step, kind in KINDS.items()}
+    for message in messages:
+        secure.messages[steps[message.kind]][message.client_id] = message.body
+    for client, body in secure.messages[Step.KEYS].items():
+        keys = wire.SecureKeys.FromString(body).keys
+        secure.members[client] = check_member(keys, command, lambda _name, _proof: None)  # it was checked when it came
+    groups = tuple(_group(entry, secure.messages, accepted, since) for entry in decided.groups)
+    state = replace(secure.state, keys=frozenset(secure.members), groups=groups)
+    secure.state = replace(state, accepted=frozenset(accepted)) if state.chosen else state
+    return secure
+
+
+def _group(
+    entry: Mapping[str, Any], messages: Mapping[Step, Mapping[str, bytes]], accepted: Collection[str], since: float
+) -> ev.Group:
+    members, peers, survivors, signers = (tuple(entry[key]) for key in ("members", "peers", "survivors", "signers"))
+    group = ev.Group(members, Step(entry["step"]), since, peers, survivors, signers, reason=entry["reason"])
+    if group.survivors and not set(group.survivors) <= set(accepted):
+        group = replace(group, reason=group.reason or "damaged_blob")  # the server has stopped while it noted this
+    sent = messages.get(group.step, {})
+    return replace(group, answered=frozenset(name for name in group.asked if name in sent))
+
+
+def _require(fits: bool, text: str) -> None:
+    if not fits:
+        raise SecureError("bad_secure_message", text)
+
+
+def _require_lengths(parts: Sequence[bytes], length: int) -> None:
+    _require(all(len(part) == length for part in parts), f"a share must have {length} bytes")

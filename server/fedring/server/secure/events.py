@@ -1,0 +1,207 @@
+"""What the secure aggregation of a round is made of: its steps, its state as values, its events and its effects.
+
+Nothing here computes. `fedring.server.secure.machine` says what follows from an event, and when.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from fedring.secure.limits import MIN_GROUP, threshold
+
+
+class Step(StrEnum):
+    """The step that a group is in, and what its clients are asked for."""
+
+    KEYS = "keys"
+    SHARES = "shares"
+    UPDATES = "updates"
+    SURVIVORS = "survivors"  # the signature of whose updates count
+    UNMASK = "unmask"
+    DONE = "done"  # the masks of the sum are known
+
+
+ORDER = tuple(Step)
+"""The steps, one after the other."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What the secure aggregation of a round obeys."""
+
+    step_seconds: float  # the longest time of a step
+    needed: int = 1  # updates that a model must be made of
+    group_size: int = 0  # clients that a group should have; 0 = as many as possible
+
+    @property
+    def fewest(self) -> int:
+        """With how many clients the round can go on after their keys have come."""
+        return max(MIN_GROUP, self.needed, threshold(self.group_size) if self.group_size else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Clients whose updates add up under masks. All tuples are in rising order of client id."""
+
+    members: tuple[str, ...]
+    step: Step = Step.SHARES
+    since: float = 0.0  # when the step began, monotonic seconds
+    peers: tuple[str, ...] = ()  # members whose shares have come in time
+    survivors: tuple[str, ...] = ()  # peers whose updates count; never changes
+    signers: tuple[str, ...] = ()  # survivors whose signatures have come in time
+    answered: frozenset[str] = frozenset()  # clients that have answered in this step
+    reason: str = ""  # why the group has failed; empty = it has not
+
+    @property
+    def threshold(self) -> int:
+        """How many members must answer to the end."""
+        return threshold(len(self.members))
+
+    @property
+    def asked(self) -> tuple[str, ...]:
+        """The clients that are asked for something in this step."""
+        match self.step:
+            case Step.SHARES:
+                return self.members
+            case Step.UPDATES:
+                return self.peers
+            case Step.SURVIVORS:
+                return self.survivors
+            case Step.UNMASK:
+                return self.signers
+        return ()
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing more comes of the group: it has failed, or its masks are known."""
+        return bool(self.reason) or self.step is Step.DONE
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """The secure aggregation of one round."""
+
+    rules: Rules
+    clients: frozenset[str]  # that were selected
+    since: float  # when the clients were asked for their keys, monotonic seconds
+    keys: frozenset[str] = frozenset()  # clients whose keys have come
+    groups: tuple[Group, ...] = ()  # empty until all keys have come that are waited for
+    accepted: frozenset[str] | None = None  # clients whose updates are accepted; None = the round still takes updates
+
+    @property
+    def step(self) -> Step:
+        """The step of the group that is behind all others; failed groups do not count."""
+        if not self.groups:
+            return Step.KEYS
+        steps = [group.step for group in self.groups if not group.reason]
+        return min(steps, key=ORDER.index) if steps else max((g.step for g in self.groups), key=ORDER.index)
+
+    @property
+    def chosen(self) -> bool:
+        """Whether it was decided whose updates count."""
+        return any(group.survivors for group in self.groups)
+
+    @property
+    def ended(self) -> bool:
+        """Whether all groups have failed, or their masks are known."""
+        return bool(self.groups) and all(group.ended for group in self.groups)
+
+    def place(self, client: str) -> int | None:
+        """Return the number of the client's group; None if it has none."""
+        return next((place for place, group in enumerate(self.groups) if client in group.members), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """What the client was asked for in a step has come, and is durable."""
+
+    step: Step
+    client: str
+
+
+@dataclass(frozen=True, slots=True)
+class Grouped:
+    """The clients with keys form these groups, each in rising order of client id."""
+
+    groups: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PeersChosen:
+    """These members of a group mask their updates for each other."""
+
+    group: int
+    peers: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """The round takes no more updates; those of these clients are accepted."""
+
+    accepted: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class SurvivorsChosen:
+    """These members' updates count, group by group. A group of which too few are left fails."""
+
+    survivors: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SignersChosen:
+    """These survivors of a group, which have signed, are asked for their shares."""
+
+    group: int
+    signers: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Combined:
+    """The masks of a group are known."""
+
+    group: int
+
+
+@dataclass(frozen=True, slots=True)
+class GroupFailed:
+    """The sum of a group will never be known."""
+
+    group: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Delayed:
+    """For so many seconds nobody could go on, so they do not count."""
+
+    seconds: float
+
+
+Event = Answered | Grouped | PeersChosen | Closed | SurvivorsChosen | SignersChosen | Combined | GroupFailed | Delayed
+
+
+@dataclass(frozen=True, slots=True)
+class FormGroups:
+    """An effect, answered with the event in brackets: draw the groups of these clients (Grouped)."""
+
+    clients: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Combine:
+    """Make the masks of a group's shares (Combined or GroupFailed)."""
+
+    group: int
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """End the round without a model."""
+
+    reason: str
+
+
+Decision = PeersChosen | SurvivorsChosen | SignersChosen | GroupFailed
+"""Effects that are events, too: what is decided must be durable before it is applied."""
+
+Effect = FormGroups | Decision | Combine | GiveUp

@@ -1,0 +1,234 @@
+"""The secure aggregation of one round, as a pure state machine.
+
+`apply(state, event, now)` is the only way in which a state changes. `due(state, reachable, now)` says what has become
+necessary, and `wake_at(state)` when to ask again if no event comes. Nothing here reads a clock, sends, or stores.
+
+    keys ──Grouped──► shares ──PeersChosen──► updates ──SurvivorsChosen──► survivors ──SignersChosen──► unmask ──► done
+    (all clients)        └──── each group for itself; GroupFailed ends the way of one group at any step ────┘
+
+A client that does not answer in its step is out of the round. Each step ends when all clients have answered that can
+still come, and after `step_seconds` at the latest, except for the updates: these end with the round's training.
+"""
+
+from dataclasses import replace
+from math import inf
+
+from fedring.server.secure.events import (
+    ORDER,
+    Answered,
+    Closed,
+    Combine,
+    Combined,
+    Delayed,
+    Effect,
+    Event,
+    FormGroups,
+    GiveUp,
+    Group,
+    Grouped,
+    GroupFailed,
+    PeersChosen,
+    SignersChosen,
+    State,
+    Step,
+    SurvivorsChosen,
+)
+
+TOO_FEW_FOR_THRESHOLD = "too_few_for_threshold"
+TOO_FEW_TO_UNMASK = "too_few_to_unmask"
+
+
+class IllegalEvent(Exception):
+    """An event cannot happen in this state: this is a fault of the server's own."""
+
+
+def apply(state: State, event: Event, now: float) -> State:
+    """Return the state after `event`, which happened at `now` (monotonic seconds)."""
+    match event:
+        case Answered(Step.KEYS, client):
+            return replace(state, keys=state.keys | {client} & state.clients) if not state.groups else state
+        case Answered(step, client):
+            return _answered(state, step, client)
+        case Grouped(drawn):
+            _require(not state.groups, event)
+            return replace(state, groups=tuple(Group(members, since=now) for members in drawn))
+        case PeersChosen(place, peers):
+            return _next(state, place, Step.SHARES, event, now, peers=peers)
+        case Closed(accepted):
+            _require(state.accepted is None, event)
+            return replace(state, accepted=accepted)
+        case SurvivorsChosen(survivors):
+            _require(state.accepted is not None and not state.chosen, event)
+            pairs = zip(state.groups, survivors, strict=True)
+            return replace(state, groups=tuple(_with_survivors(group, names, now) for group, names in pairs))
+        case SignersChosen(place, signers):
+            return _next(state, place, Step.SURVIVORS, event, now, signers=signers)
+        case Combined(place):
+            return _next(state, place, Step.UNMASK, event, now)
+        case GroupFailed(place, reason):
+            return _replace(state, place, replace(state.groups[place], reason=reason))
+        case Delayed(seconds):
+            groups = tuple(replace(group, since=group.since + seconds) for group in state.groups)
+            return replace(state, since=state.since + seconds, groups=groups)
+
+
+def due(state: State, reachable: frozenset[str], now: float) -> Effect | None:
+    """Return what is to be done now; None means nothing until the next event or `wake_at`.
+
+    Args:
+        state: the state.
+        reachable: the clients that can still answer: they have not failed, and are here or may come back in time.
+        now: monotonic seconds.
+    """
+    rules = state.rules
+    if not state.groups:
+        waiting = (state.clients - state.keys) & reachable
+        if waiting and state.accepted is None and now < state.since + rules.step_seconds:
+            return None
+        clients = state.keys & reachable
+        return FormGroups(clients) if len(clients) >= rules.fewest else GiveUp(TOO_FEW_FOR_THRESHOLD)
+    for place, group in enumerate(state.groups):
+        if (decision := _decision(state, place, group, reachable, now)) is not None:
+            return decision
+    if state.accepted is not None and not state.chosen and any(not group.reason for group in state.groups):
+        kept = (group.peers if not group.reason else () for group in state.groups)
+        return SurvivorsChosen(tuple(tuple(name for name in peers if name in state.accepted) for peers in kept))
+    return _give_up(state)
+
+
+def wake_at(state: State) -> float:
+    """Return when `due` may change without an event, in monotonic seconds; inf means never.
+
+    The clients that can still answer may become fewer before; whoever knows them must ask again then.
+    """
+    if not state.groups:
+        return state.since + state.rules.step_seconds
+    waiting = (group for group in state.groups if not group.ended and group.step is not Step.UPDATES)
+    return min((group.since + state.rules.step_seconds for group in waiting), default=inf)
+
+
+def out(state: State) -> frozenset[str]:
+    """Return the clients that a round goes on without: without a group, of one that failed, or without shares."""
+    if not state.groups:
+        return frozenset()
+    inside: set[str] = set()
+    for group in state.groups:
+        if not group.reason:
+            inside.update(group.members if group.step is Step.SHARES else group.peers)
+    return state.clients - inside
+
+
+def took(before: State, after: State, now: float) -> list[tuple[Step, float]]:
+    """Return the steps that have ended between two states, and the seconds that each took."""
+    ended = []
+    if after.groups and not before.groups:
+        ended.append((Step.KEYS, now - before.since))
+    for old, new in zip(before.groups, after.groups, strict=False):
+        if not old.ended and (old.step is not new.step or new.reason):
+            ended.append((old.step, now - old.since))
+    return ended
+
+
+def lost(state: State) -> dict[str, int]:
+    """Return how many clients were lost in each step that has ended, by the step's name; steps without losses, too."""
+    counts: dict[str, int] = {}
+    if state.groups:
+        counts[Step.KEYS] = len(state.clients) - sum(len(group.members) for group in state.groups)
+    for group in state.groups:
+        rows = (group.members, group.peers, group.survivors, group.signers)
+        for step, before, after in zip(ORDER[1:], rows, rows[1:], strict=False):
+            if ORDER.index(group.step) > ORDER.index(step):
+                counts[step] = counts.get(step, 0) + len(before) - len(after)
+        if group.step is Step.DONE:
+            missing, step = len(group.signers) - len(group.answered), Step.UNMASK
+        elif group.reason and group.step is Step.UPDATES:
+            missing, step = len(group.peers) - len(group.survivors), group.step
+        else:
+            missing, step = len(group.asked) - len(group.answered) if group.reason else 0, group.step
+        counts[step] = counts.get(step, 0) + missing
+    return counts
+
+
+def _answered(state: State, step: Step, client: str) -> State:
+    place = state.place(client)
+    if place is None:
+        return state
+    group = state.groups[place]
+    if group.step is not step or group.reason or client not in group.asked:
+        return state  # it is too late
+    return _replace(state, place, replace(group, answered=group.answered | {client}))
+
+
+def _next(
+    state: State,
+    place: int,
+    step: Step,
+    event: Event,
+    now: float,
+    *,
+    peers: tuple[str, ...] | None = None,
+    signers: tuple[str, ...] | None = None,
+) -> State:
+    """Return the state in which a group that is in `step` goes on to the next one."""
+    group = state.groups[place]
+    _require(group.step is step and not group.reason, event)
+    after = ORDER[ORDER.index(step) + 1]
+    # What came for the unmasking still counts when the group is done: it says who was lost.
+    answered = group.answered if after is Step.DONE else frozenset[str]()
+    moved = replace(group, step=after, since=now, answered=answered)
+    return _replace(
+        state,
+        place,
+        replace(
+            moved,
+            peers=group.peers if peers is None else peers,
+            signers=group.signers if signers is None else signers,
+        ),
+    )
+
+
+def _with_survivors(group: Group, survivors: tuple[str, ...], now: float) -> Group:
+    if group.reason:
+        return group
+    if group.step is not Step.UPDATES:  # its clients could not send updates yet
+        return replace(group, reason=TOO_FEW_FOR_THRESHOLD)
+    if len(survivors) < group.threshold:
+        return replace(group, survivors=survivors, reason=TOO_FEW_TO_UNMASK)
+    return replace(group, survivors=survivors, step=Step.SURVIVORS, since=now, answered=frozenset())
+
+
+def _decision(state: State, place: int, group: Group, reachable: frozenset[str], now: float) -> Effect | None:
+    """Return what the group's step comes to; None if the group has ended, or waits for its clients or the round."""
+    if group.ended or group.step is Step.UPDATES:
+        return None
+    waiting = (set(group.asked) - group.answered) & reachable
+    if waiting and now < group.since + state.rules.step_seconds:
+        return None
+    enough = len(group.answered) >= group.threshold
+    answered = tuple(name for name in group.asked if name in group.answered)
+    if group.step is Step.SHARES:
+        return PeersChosen(place, answered) if enough else GroupFailed(place, TOO_FEW_FOR_THRESHOLD)
+    if not enough:
+        return GroupFailed(place, TOO_FEW_TO_UNMASK)
+    return SignersChosen(place, answered) if group.step is Step.SURVIVORS else Combine(place)
+
+
+def _give_up(state: State) -> GiveUp | None:
+    """Return that the round cannot publish any more, if that is so."""
+    if any(group.step is Step.SHARES and not group.reason for group in state.groups):
+        return None
+    alive = [group for group in state.groups if not group.reason]
+    left = sum(len(group.survivors if state.chosen else group.peers) for group in alive)
+    if alive and left >= state.rules.needed:
+        return None
+    asked_for_updates = any(group.peers for group in state.groups)
+    return GiveUp(TOO_FEW_TO_UNMASK if state.accepted is not None and asked_for_updates else TOO_FEW_FOR_THRESHOLD)
+
+
+def _replace(state: State, place: int, group: Group) -> State:
+    return replace(state, groups=tuple(group if at == place else other for at, other in enumerate(state.groups)))
+
+
+def _require(legal: bool, event: object) -> None:
+    if not legal:
+        raise IllegalEvent(f"{event} cannot happen now")

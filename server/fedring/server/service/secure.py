@@ -1,0 +1,32 @@
+"""SecureAggregationService: clients send their keys, their shares, and what removes masks again."""
+
+from typing import Any
+
+from fedring.server.parts import Parts
+from fedring.server.round.secure_state import Message
+from fedring.v1 import secure_pb2 as pb
+from fedring.v1 import secure_pb2_grpc as rpc
+
+
+class SecureAggregationService(rpc.SecureAggregationServiceServicer):
+    """Takes the messages of clients in session; each is durable before it is answered, and may be repeated."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._sessions, self._secure = parts.sessions, parts.secure
+
+    async def SendKeys(self, request: pb.SecureKeys, context: Any) -> pb.SecureAck:
+        return await self._take(request, context)
+
+    async def SendShares(self, request: pb.SecureShares, context: Any) -> pb.SecureAck:
+        return await self._take(request, context)
+
+    async def SignSurvivors(self, request: pb.SurvivorsSignature, context: Any) -> pb.SecureAck:
+        return await self._take(request, context)
+
+    async def SendUnmaskShares(self, request: pb.UnmaskShares, context: Any) -> pb.SecureAck:
+        return await self._take(request, context)
+
+    async def _take(self, message: Message, context: Any) -> pb.SecureAck:
+        session = self._sessions.of(context)
+        await self._secure.take(session.client_id, message)
+        return pb.SecureAck()

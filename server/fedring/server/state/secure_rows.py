@@ -1,0 +1,53 @@
+"""What the database knows of rounds with secure aggregation: the clients' messages, and what was decided of them.
+
+Nothing of it is secret from the server, and all of it goes with the end of its round.
+"""
+
+from sqlalchemy import Connection, delete, insert, select
+
+from fedring.server.state.interfaces import Acceptance
+from fedring.server.state.rows import SecureMessageRow, SecureRoundRow
+from fedring.server.state.tables import rounds, secure_messages, secure_rounds
+
+_MESSAGE = ("round", "client_id", "kind", "body")
+_DECISIONS = ("round", "epoch", "groups")
+
+
+def add_message(connection: Connection, row: SecureMessageRow) -> Acceptance:
+    """Keep a message, unless one of its kind is known of the client in the round."""
+    same = (
+        (secure_messages.c.round == row.round)
+        & (secure_messages.c.client_id == row.client_id)
+        & (secure_messages.c.kind == row.kind)
+    )
+    known = connection.execute(select(secure_messages.c.body).where(same)).scalar()
+    if known is not None:
+        return Acceptance.ALREADY if known == row.body else Acceptance.OTHER
+    connection.execute(insert(secure_messages), {name: getattr(row, name) for name in _MESSAGE})
+    return Acceptance.NEW
+
+
+def messages_of(connection: Connection, number: int) -> list[SecureMessageRow]:
+    """Return the messages of a round, sorted by client and kind."""
+    query = select(secure_messages).where(secure_messages.c.round == number)
+    found = connection.execute(query.order_by(secure_messages.c.client_id, secure_messages.c.kind)).mappings()
+    return [SecureMessageRow(**row) for row in found]
+
+
+def save_decisions(connection: Connection, row: SecureRoundRow) -> None:
+    """Keep what was decided in a round, in place of what was kept of it before."""
+    connection.execute(delete(secure_rounds).where(secure_rounds.c.round == row.round))
+    connection.execute(insert(secure_rounds), {name: getattr(row, name) for name in _DECISIONS})
+
+
+def decisions_of(connection: Connection, number: int) -> SecureRoundRow | None:
+    """Return what was decided in a round; None if nothing is kept of it."""
+    found = connection.execute(select(secure_rounds).where(secure_rounds.c.round == number)).mappings().first()
+    return SecureRoundRow(**found) if found is not None else None
+
+
+def forget_ended(connection: Connection) -> None:
+    """Remove what belongs to rounds that have ended."""
+    opened = select(rounds.c.round).where(rounds.c.ended_at.is_(None))
+    for table in (secure_messages, secure_rounds):
+        connection.execute(delete(table).where(table.c.round.not_in(opened)))
