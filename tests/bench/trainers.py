@@ -30,6 +30,14 @@ def barely_changed(model: nn.Module, samples: Any, plan: Any) -> int:
     return 1
 
 
+def noisy(model: nn.Module, samples: Any, plan: Any) -> int:
+    """Change all values of the model at random."""
+    with torch.no_grad():
+        values = next(model.parameters()).view(-1)
+        values += 1e-3 * torch.randn(len(values), generator=torch.Generator().manual_seed(plan.seed))
+    return 1
+
+
 def data(root: Any = None, download: bool = False) -> Split:
     """Return some samples, since every client needs some."""
     return digits(root, download)

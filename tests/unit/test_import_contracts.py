@@ -40,6 +40,7 @@ BREACHES = {
     ),
     "fedring.train imports downwards only": ("common/fedring/train/plan.py", "fedring.train.batches"),
     "fedring.data imports downwards only": ("common/fedring/data/samples.py", "fedring.data.images"),
+    "fedring.privacy imports downwards only": ("common/fedring/privacy/skellam.py", "fedring.privacy.integer_plan"),
     "fedring.schedules imports downwards only": (
         "common/fedring/schedules/schedule.py",
         "fedring.schedules.simulation",

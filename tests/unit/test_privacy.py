@@ -19,6 +19,7 @@ from fedring.client.privacy import Ledger, SitePolicy, refusal
 from fedring.control.failure import Failure
 from fedring.daemon.config import ConfigError
 from fedring.privacy.account import epsilon
+from fedring.privacy.charges import SkellamCharge
 from fedring.privacy.noise import Noise
 from fedring.server.model.private_mean import private_round
 from fedring.server.state.noise_secret import erase_noise_secrets, noise_secret
@@ -262,6 +263,15 @@ def test_the_ledger_charges_each_round_once_and_survives_a_restart(tmp_path: Pat
         assert "above its privacy.max_epsilon" in refusal(policy, again, asked)
 
 
+def test_the_ledger_counts_integers_with_skellam_noise_too(tmp_path: Path) -> None:
+    charge = SkellamCharge(50.0, 100, 2500.0)
+    (tmp_path / "privacy.json").write_text(json.dumps({"last": "", "rounds": {str(charge): 2, "1.0": 1}}))
+    Ledger(tmp_path).charge(command(7))
+    rounds = json.loads((tmp_path / "privacy.json").read_text())["rounds"]
+    assert rounds == {str(charge): 2, "1.0": 2}
+    assert Ledger(tmp_path).epsilon_with(command(8), 1e-5) == epsilon([charge, charge, 1.0, 1.0, 1.0], 1e-5)
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -271,6 +281,7 @@ def test_the_ledger_charges_each_round_once_and_survives_a_restart(tmp_path: Pat
         '{"last": "", "rounds": {"1e200": 1}}',
         '{"last": "", "rounds": {"1": 1e400}}',
         '{"last": "", "rounds": {"1": -1}}',
+        '{"last": "", "rounds": {"skellam 1 1 0": 1}}',
         '{"last": "", "rounds": 3}',
     ],
 )

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from fedring.daemon.config import ConfigError
 from fedring.daemon.durable import replace_durably
 from fedring.privacy.account import NoAccountant, check_accountant, epsilon
+from fedring.privacy.charges import Charge, charge_of
 from fedring.train.bounds import MAX_COUNT, Count, NonNegative
 from fedring.train.privacy_table import ClientPrivacy
 from fedring.v1 import federation_pb2 as pb
@@ -68,7 +69,7 @@ class SitePolicy(BaseModel):
 
 
 class Ledger:
-    """The noise multipliers of the rounds that a client has delivered for, in a file that no server can change.
+    """What the rounds cost that a client has delivered for, in a file that no server can change.
 
     A round is charged before the update leaves the client for the first time, and once only.
 
@@ -82,13 +83,14 @@ class Ledger:
     def __init__(self, folder: Path) -> None:
         self._path = folder / LEDGER
         self._last = ""
-        self._counts: dict[float, int] = {}
+        self._counts: dict[Charge, int] = {}
         try:
             known = json.loads(self._path.read_text())
             self._last, counts = str(known["last"]), known["rounds"]
-            self._counts = {float(multiplier): int(count) for multiplier, count in counts.items()}
-            for multiplier, count in self._counts.items():
-                ClientPrivacy.model_validate({"noise_multiplier": multiplier})
+            self._counts = {charge_of(text): int(count) for text, count in counts.items()}
+            for charge, count in self._counts.items():
+                if isinstance(charge, float):
+                    ClientPrivacy.model_validate({"noise_multiplier": charge})
                 if not 0 < count <= MAX_COUNT:
                     raise ValueError(f"{count} rounds")
         except FileNotFoundError:
@@ -122,8 +124,8 @@ class Ledger:
         self._write(name, counts)
         self._last, self._counts = name, counts
 
-    def _write(self, last: str, counts: Mapping[float, int]) -> None:
-        text = json.dumps({"last": last, "rounds": {repr(multiplier): count for multiplier, count in counts.items()}})
+    def _write(self, last: str, counts: Mapping[Charge, int]) -> None:
+        text = json.dumps({"last": last, "rounds": {str(charge): count for charge, count in counts.items()}})
         replace_durably(self._path, text.encode())
 
 

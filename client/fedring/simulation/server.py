@@ -17,7 +17,7 @@ from fedring.codec.schema import Schema, Vectors
 from fedring.control.failure import Failure
 from fedring.daemon.config import ConfigError
 from fedring.daemon.exits import Exit
-from fedring.privacy.noise import SECRET_BYTES
+from fedring.privacy.keystream import SECRET_BYTES
 from fedring.server.config import ServerConfig
 from fedring.server.model.guards import weight_of
 from fedring.server.model.making import ModelMaker

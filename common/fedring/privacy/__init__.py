@@ -1,7 +1,10 @@
 """Differential privacy: the noise that is added, and how much privacy it costs.
 
-`noise` draws Gaussian noise from a secret key, and `account` computes epsilon with dp-accounting, which it imports when
-it is first needed. The package is pure: it reads no file and no clock, and imports no other package of fedring. Which
-updates are clipped, and where secrets and charges are kept, is in `fedring.server`; what a site demands is in
-`fedring.client.privacy`.
+Central: `noise` draws Gaussian noise from a secret key, for a server to add. Distributed: `integer_plan` says how the
+clients of a group turn vectors into integers, `integers` does it, with a share of `skellam` noise from each client, and
+undoes it for their sum. `charges` says what one release costs, and `account` computes epsilon of all of them with
+dp-accounting, which it imports when it is first needed.
+
+The package is pure: it reads no file and no clock, and imports no other package of fedring. Which updates are clipped,
+and where secrets and charges are kept, is in `fedring.server`; what a site demands is in `fedring.client.privacy`.
 """

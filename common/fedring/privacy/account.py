@@ -6,8 +6,9 @@ Two data sets are neighbours if one has all the data of one client more ("add or
 from collections import Counter
 from collections.abc import Iterable
 from functools import lru_cache
-from math import inf
 from typing import Any
+
+from fedring.privacy.charges import Charge, renyi
 
 
 class NoAccountant(Exception):
@@ -23,31 +24,27 @@ def check_accountant() -> None:
     _accounting()
 
 
-def epsilon(noise_multipliers: Iterable[float], delta: float) -> float:
+def epsilon(charges: Iterable[Charge], delta: float) -> float:
     """Return the epsilon of all of these releases together, without amplification by sampling.
 
     Args:
-        noise_multipliers: of each release, the standard deviation of its Gaussian noise in units of the most that one
-            client can change it (in L2 norm), above 0.
+        charges: of each release, the standard deviation of its Gaussian noise in units of the most that one client can
+            change it (in L2 norm), above 0; or what its Skellam noise costs.
         delta: the probability that epsilon may fail, above 0 and below 1.
 
     Raises:
         NoAccountant: if dp-accounting is not installed.
     """
-    counts = Counter(noise_multipliers)
-    return _epsilon(tuple(sorted(counts.items())), delta) if counts else 0.0
+    counts = Counter(charges)
+    return _epsilon(tuple(sorted(counts.items(), key=str)), delta) if counts else 0.0
 
 
 @lru_cache(maxsize=256)
-def _epsilon(counts: tuple[tuple[float, int], ...], delta: float) -> float:
-    accounting = _accounting()
-    accountant = accounting.rdp.RdpAccountant(neighboring_relation=accounting.NeighboringRelation.ADD_OR_REMOVE_ONE)
-    for multiplier, count in counts:
-        accountant.compose(accounting.GaussianDpEvent(multiplier), count)
-    try:
-        return float(accountant.get_epsilon(delta))
-    except OverflowError:  # there is hardly any noise
-        return inf
+def _epsilon(counts: tuple[tuple[Charge, int], ...], delta: float) -> float:
+    accountant = _accounting().rdp.rdp_privacy_accountant
+    orders = accountant.DEFAULT_RDP_ORDERS
+    spent = [sum(count * renyi(charge, order) for charge, count in counts) for order in orders]
+    return float(accountant.compute_epsilon(orders, spent, delta)[0])
 
 
 def _accounting() -> Any:

@@ -9,18 +9,12 @@ noise is not ideal: Mironov (2012) shows what the lowest bits of a published val
 float32 after the noise was added, which hides most, but not all, of that.
 """
 
-import hashlib
-import hmac
 from collections.abc import Iterable
 
 import numpy as np
-from cryptography.hazmat.primitives.ciphers import Cipher
-from cryptography.hazmat.primitives.ciphers.algorithms import AES
-from cryptography.hazmat.primitives.ciphers.modes import CTR
 from numpy.typing import NDArray
 
-SECRET_BYTES = 32
-_PAIR_BYTES = 16  # two values are made of two 64-bit words, one block of AES
+from fedring.privacy.keystream import KeyStream, check_secret
 
 
 class Noise:
@@ -32,16 +26,13 @@ class Noise:
     """
 
     def __init__(self, secret: bytes, context: Iterable[str]) -> None:
-        if len(secret) < SECRET_BYTES:
-            raise ValueError(f"a secret of {len(secret)} bytes is shorter than {SECRET_BYTES}")
-        parts = b"".join(len(part).to_bytes(4, "big") + part for part in (text.encode() for text in context))
-        self._key = hmac.digest(secret, parts, hashlib.sha256)
+        check_secret(secret)
+        self._stream = KeyStream(secret, context)
 
     def normal(self, start: int, stop: int) -> NDArray[np.float64]:
         """Return the values from `start` to `stop` of the sequence, [stop - start]."""
         first, last = start // 2, (stop + 1) // 2
-        cipher = Cipher(AES(self._key), CTR(first.to_bytes(16, "big"))).encryptor()
-        words = np.frombuffer(cipher.update(bytes((last - first) * _PAIR_BYTES)), "<u8").reshape(-1, 2)
+        words = self._stream.words(2 * first, 2 * last).reshape(-1, 2)
         uniform = ((words >> np.uint64(11)) + 0.5) * 2.0**-53  # above 0 and at most 1
         radius, angle = np.sqrt(-2.0 * np.log(uniform[:, 0])), 2.0 * np.pi * uniform[:, 1]
         pairs = np.stack((radius * np.cos(angle), radius * np.sin(angle)), axis=1)

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping
 
+from fedring.codec.encoding import DELTA_ONLY
 from fedring.train.aggregation_table import MEAN
 
 SCAFFOLD: Mapping[str, object] = {
@@ -86,6 +87,9 @@ def check_secure(job: object, best_by: str) -> None:
         ValueError: If a key has another value than it must have; the sentence says why.
     """
     _check_needs(job, "secure_aggregation", SECURE, best_by, "figures of the training are not masked")
+    if (encoding := _value(job, "encoding", "")) in DELTA_ONLY:
+        why = "which values a client sends would reveal what it learned from: set secure_aggregation.keep_ratio"
+        raise ValueError(f"secure_aggregation: encoding is {_written(encoding)}, and must not be sparse, because {why}")
     rule, group_size = _value(job, "aggregation.rule", MEAN), _value(job, "secure_aggregation.group_size", 0)
     if rule != MEAN and not group_size:
         why = "the server has one sum, and no updates to compare: set secure_aggregation.group_size"

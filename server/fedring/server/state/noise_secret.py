@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from fedring.daemon.durable import make_durable, replace_durably
-from fedring.privacy.noise import SECRET_BYTES
+from fedring.privacy.keystream import SECRET_BYTES
 from fedring.server.state.blobs import storage_error
 
 _PREFIX = "noise-"
