@@ -75,24 +75,27 @@ def test_updates_are_clipped_and_added_over_a_fixed_number_with_noise(fleet: Fle
     assert not list(Path(fleet.server.settings["state_dir"]).rglob(SECRETS))
 
 
-def test_what_is_spent_is_on_the_page_and_in_the_metrics(tmp_path: Path) -> None:
-    def spent() -> Any:
-        with urlopen(f"{fleet.web}api/state", timeout=SECONDS) as answer:
-            return json.loads(answer.read())["privacy"]
+def spent_on_page(fleet: Fleet) -> Any:
+    """Return what the page says of the privacy that is spent."""
+    with urlopen(f"{fleet.web}api/state", timeout=SECONDS) as answer:
+        return json.loads(answer.read())["privacy"]
 
+
+def test_what_is_spent_is_on_the_page_and_in_the_metrics(tmp_path: Path) -> None:
     with (
         Fleet(tmp_path, {"web_port": 0, "metrics_listen": "127.0.0.1:0"}) as fleet,
         Control(fleet.control) as control,
         WireClient(fleet.listen, "a") as a,
         WireClient(fleet.listen, "b") as b,
     ):
-        assert spent() is None
+        assert spent_on_page(fleet) is None
         events = control.events()
         job_id = control.start_job(private_job(1.0)).job_id
         run_round(a, b, (np.zeros(SIZE), np.zeros(SIZE)))
         list(control.follow_job(job_id, events))
-        until(spent)
-        assert spent()["jobs"][str(job_id)]["epsilon"] == spent()["epsilon"] == pytest.approx(4.73, rel=0.01)
+        until(lambda: spent_on_page(fleet))
+        spent = spent_on_page(fleet)
+        assert spent["jobs"][str(job_id)]["epsilon"] == spent["epsilon"] == pytest.approx(4.73, rel=0.01)
         assert Page(fleet.ready["metrics"])("fl_server_privacy_epsilon") == pytest.approx(4.73, rel=0.01)
 
 

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 from fedring.control.calls import ENDED, Control
 from fedring.control.failure import Failure
-from fedring.ctl.bench.private_evidence import Evidence, correlation, gather
+from fedring.ctl.bench.experiment import remove_earlier
+from fedring.ctl.bench.private_evidence import Evidence, correlation, gather, stored_payloads
 from fedring.ctl.bench.recorded_training import RECORDS
 from fedring.ctl.bench.runner import ended_by_signals
 from fedring.ctl.fleet import Fleet
@@ -116,6 +117,7 @@ def check_size(clients: int, rounds: int) -> str:
 
 
 def _run(clients: int, rounds: int, out: Path, say: Callable[[str], None]) -> Outcome:
+    remove_earlier(out)
     fewest = threshold(clients)
     job = JOB | {"rounds": rounds, "min_clients": clients, "min_clients_to_aggregate": fewest}
     fleet = Fleet(out, {"lost_after_seconds": 2.0, "keep_update_rounds": rounds}, [{}] * clients)
@@ -133,7 +135,8 @@ def _run(clients: int, rounds: int, out: Path, say: Callable[[str], None]) -> Ou
     before, updates, trained = _recorded(out, clients)
     sums = _sums(known, before, updates)
     model = before[max(before)]
-    evidence = gather(out / "state" / "server", updates, trained, model)
+    state = out / "state" / "server"
+    evidence = gather(state, stored_payloads(state), updates, trained, model)
     return Outcome(known, killed, privacy, sums, evidence)
 
 
@@ -225,12 +228,8 @@ def _tell(outcome: Outcome, say: Callable[[str], None]) -> None:
     say(f"The server's state folder holds {found.bytes:,} bytes, and in them {found.stored} masked updates.")
     say(f"Of {found.searched:,} passages of what the clients have learned, it holds {found.update_passages}.")
     say(f"(Of a published model, it holds {found.model_passages}: the search finds what is there.)")
-    say(
-        f"The bytes of the masked updates have {found.entropy:.3f} of 8 bits of entropy. Read without their masks, their"
-    )
-    say(
-        f"correlation with the true updates is at most {found.correlation:.4f}; unrelated values reach {found.chance:.4f}."
-    )
+    say(f"The bytes of the masked updates have {found.entropy:.3f} of 8 bits of entropy. If they are read as if they")
+    say(f"had no masks, they correlate with the true ones by {found.correlation:.4f} (chance: {found.chance:.4f}).")
     if not found.readable:
         say("So nobody can read a client's update from it.")
 

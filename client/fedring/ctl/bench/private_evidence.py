@@ -1,13 +1,11 @@
 """What the state folder of an fl-server says of single updates: searched for, and compared with the true ones."""
 
-import sqlite3
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import closing
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import log2, sqrt
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,11 +14,18 @@ from fedring.codec.masked import unpack
 from fedring.codec.source import HEADER
 from fedring.secure.masks import unwrap
 
-Updates = Mapping[tuple[int, str], NDArray[np.float32]]
-"""What clients have learned, [n], by the number of the round and the client's id."""
+if TYPE_CHECKING:
+    from fedring.server.state.blob_interfaces import BlobReader
+
+Key = tuple[int, str]
+"""The number of a round, and a client's id."""
+
+Updates = Mapping[Key, NDArray[np.float32]]
+"""What clients have learned, [n]."""
 
 _PASSAGES = 64
 _PASSAGE_VALUES = 4
+_ALL = 1_000_000
 _CHANCE = 6.0
 """A correlation of unrelated values is this many times its standard deviation 1 / sqrt(n) once in 500 million."""
 
@@ -45,11 +50,14 @@ class Evidence:
         return bool(self.update_passages) or self.correlation > self.chance
 
 
-def gather(folder: Path, updates: Updates, trained: Updates, model: NDArray[np.float32]) -> Evidence:
+def gather(
+    folder: Path, payloads: Mapping[Key, bytes], updates: Updates, trained: Updates, model: NDArray[np.float32]
+) -> Evidence:
     """Search a state folder whose server has ended.
 
     Args:
         folder: The state folder.
+        payloads: The masked updates that it holds, as stored_payloads returns them.
         updates: What clients have learned, as differences.
         trained: The parameters that their training ended with, for the same rounds and clients.
         model: Parameters of a model that the server has published, [n].
@@ -58,7 +66,7 @@ def gather(folder: Path, updates: Updates, trained: Updates, model: NDArray[np.f
     wanted = [
         passage for known in (updates, trained) for key in known for passage in passages(known[key], updates[key])
     ]
-    stored = [(payload, updates[key]) for key, payload in stored_payloads(folder) if key in updates]
+    stored = [(payload, updates[key]) for key, payload in payloads.items() if key in updates]
     return Evidence(
         files=len(held),
         bytes=sum(map(len, held)),
@@ -84,15 +92,17 @@ def passages(values: NDArray[np.float32], changed: NDArray[np.float32]) -> list[
     return [values[place].astype("<f4").tobytes() for place in places if np.all(changed[place])]
 
 
-def stored_payloads(folder: Path) -> Iterator[tuple[tuple[int, str], bytes]]:
-    """Yield the payloads of the masked updates that a state folder holds, by round and client."""
-    from fedring.server.state.files import BLOBS, FACTS
+def stored_payloads(folder: Path) -> dict[Key, bytes]:
+    """Return the payloads of the updates that a state folder holds, by the number of the round and the client's id."""
+    from fedring.server.state.identity import open_state  # imports the database, which other demos do not need
 
-    query = "SELECT round, client_id, blob, payload FROM updates WHERE packets LIKE '%\"masked\"%'"
-    with closing(sqlite3.connect(f"file:{folder / FACTS}?mode=ro", uri=True)) as database:
-        rows: list[Any] = database.execute(query).fetchall()
-    for round_, client, blob, payload in rows:
-        yield (round_, client), (folder / BLOBS / blob).read_bytes() if blob else payload
+    store, blobs = open_state(folder, adopt=False)
+    try:
+        updates = [(round_.round, row) for round_ in store.rounds(_ALL) for row in store.updates_of(round_.round)]
+        return {(at, row.client_id): row.payload or _content(blobs.reader(row.blob)) for at, row in updates}
+    finally:
+        store.close()
+        blobs.close()
 
 
 def decoded(payload: bytes) -> NDArray[np.int64]:
@@ -111,6 +121,13 @@ def correlation(one: NDArray[Any], other: NDArray[Any]) -> float:
 def entropy(data: bytes) -> float:
     """Return the entropy of the bytes, 0 to 8 bits per byte."""
     return -sum(count / len(data) * log2(count / len(data)) for count in Counter(data).values())
+
+
+def _content(reader: "BlobReader") -> bytes:
+    try:
+        return reader.read(0, reader.size)
+    finally:
+        reader.close()
 
 
 def _found(wanted: list[bytes], held: list[bytes]) -> int:

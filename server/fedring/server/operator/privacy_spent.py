@@ -53,13 +53,13 @@ class PrivacySpent:
         if len(charges) == self._charges:
             return
         jobs = await facts.db(facts.store.jobs, _ALL)
-        try:
-            self.now = await facts.work(privacy_message, charges, jobs, 0.0)
-        except NoAccountant:  # another look does not find it either, until the next round is charged
-            self.now = None
-        else:
-            self._gauge.set(self.now.epsilon)
         self._charges = len(charges)
+        try:
+            now = await facts.work(privacy_message, charges, jobs, 0.0)
+        except NoAccountant:
+            return  # another look would not find it, either
+        self._gauge.set(now.epsilon)
+        self.now = now
 
     async def _try(self) -> None:
         try:
