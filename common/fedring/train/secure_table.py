@@ -20,10 +20,10 @@ class SecureAggregation(BaseModel):
         7, ge=1, le=32767, description="levels on each side of zero to which the values of an update are rounded"
     )
     step: Positive = Field(
-        0.5, le=1000, description="distance between two levels, in units of the root mean square of the last aggregate"
+        1.0, le=1000, description="distance between two levels, in units of the root mean square of the last aggregate"
     )
     first_norm: Positive = Field(
-        1.0, le=1e12, description="about how long the mean update of the first round is, which sets the first levels"
+        4.0, le=1e12, description="about how long the mean update of the first round is, which sets the first levels"
     )
     block: int = Field(
         256, ge=16, le=MAX_BLOCK, description="number of neighbouring values that share one step, a power of two"
