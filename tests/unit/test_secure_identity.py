@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from tests.pki import Pki
 from tests.secure_sums import command_of, new_signer
 
-from fedring.client.main import main
+from fedring.client.main import app
 from fedring.client.privacy import Ledger, SitePolicy, refusal
 from fedring.client.secure.identity import KEY_FILE, PeerCheck, Signer, load_signer
 from fedring.daemon.config import ConfigError
@@ -181,9 +181,8 @@ def test_a_client_tells_its_fingerprint(
         (["state_dir=state"], None),
     ):
         monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr("sys.argv", ["fl-client", "--fingerprint", *settings])
         with pytest.raises(SystemExit) as ended:
-            main()
+            app(["--fingerprint", *settings])
         assert ended.value.code == 0
         told = capsys.readouterr().out.strip()
         assert told == fingerprint(key or load_signer(PLAINTEXT, tmp_path / "state").key)
