@@ -28,7 +28,7 @@ from fedring.v1 import federation_pb2 as pb
 from fedring.v1 import federation_pb2_grpc as rpc
 from fedring.v1 import secure_pb2 as wire
 from fedring.v1 import secure_pb2_grpc as secure_rpc
-from tests.secure_clients import BLOCK, LEVELS, SECONDS, STEP, learned, new_model
+from tests.honest_clients import BLOCK, LEVELS, SECONDS, STEP, learned, new_model
 from tests.secure_sums import (
     masks_of,
     peers_of,

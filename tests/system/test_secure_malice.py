@@ -14,8 +14,8 @@ from fedring.rpc.tls import PLAINTEXT
 from fedring.secure.keys import own_seed
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1 import secure_pb2 as wire
+from tests.honest_clients import LEVELS, HonestClient, levels_of
 from tests.pki import Pki
-from tests.secure_clients import LEVELS, HonestClient, levels_of
 from tests.secure_server import SecureServer
 from tests.secure_sums import (
     Client,
