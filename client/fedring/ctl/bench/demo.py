@@ -19,7 +19,6 @@ from fedring.ctl.bench.presets import (
     check_data_root,
     preset_job,
 )
-from fedring.ctl.bench.private_demo import CLIENTS, ROUNDS, check_size, private_demo
 from fedring.ctl.fleet import Fleet
 from fedring.ctl.options import OutputOption, make_out_folder
 from fedring.ctl.output import Output, duration, number, percent, print_json, print_table, quality, size, stderr_console
@@ -154,7 +153,7 @@ def demo(
     if private:
         others = {**given, "mode": mode if mode is not Mode.FEDERATED else None, "data_root": data_root, "hook": hook}
         others |= {"ratio": ratio, "schedule": schedule, "micro_batches": micro_batches, "keep": keep or None}
-        return _private(clients or CLIENTS, rounds or ROUNDS, out, output, others)
+        return _private(clients, rounds, out, output, others)
     count = clients or (2 if mode is Mode.PIPELINE else PRESETS[dataset].clients)
     tables: dict[str, dict[str, Any]] = {
         "data_parallel": {"hook": hook, "ratio": ratio},
@@ -170,7 +169,10 @@ def demo(
     run_demo(experiment, out, label=str(dataset), keep=keep, output=output)
 
 
-def _private(clients: int, rounds: int, out: Path, output: Output, others: Mapping[str, Any]) -> None:
+def _private(clients: int | None, rounds: int | None, out: Path, output: Output, others: Mapping[str, Any]) -> None:
+    from fedring.ctl.bench.private_demo import CLIENTS, ROUNDS, check_size, private_demo  # imports torch
+
+    clients, rounds = clients or CLIENTS, rounds or ROUNDS
     for name, value in others.items():
         if value is not None and name != "rounds":
             raise Failure(f"--{name.replace('_', '-')} does not belong to --private: leave it out", Exit.USAGE)
