@@ -49,10 +49,7 @@ def test_what_is_left_out_of_one_round_is_sent_in_the_next(
     one, two = (np.sum([learned(name, round_) for name in NAMES], axis=0) / STEP for round_ in (1, 2))
     assert np.array_equal(first, one[:BLOCK])
     second = server.run_round(2, NAMES, secure=round_of([1, 2]))
-    left = [learned(name, 1) / STEP for name in NAMES]
-    sent = [
-        np.clip(before + learned(name, 2) / STEP, -LEVELS, LEVELS) for name, before in zip(NAMES, left, strict=True)
-    ]
+    sent = [np.clip((learned(name, 1) + learned(name, 2)) / STEP, -LEVELS, LEVELS) for name in NAMES]
     assert np.array_equal(second, np.sum(sent, axis=0)[BLOCK:])
     assert not np.array_equal(second, two[BLOCK:])
 
