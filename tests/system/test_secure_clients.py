@@ -85,8 +85,8 @@ def test_an_update_that_is_lost_after_its_masks_were_bound_ends_the_round(
     server.until(lambda: lost.name in server.matched)
     server.train(lost.name, server.commands[1])
     assert server.failure(1, lost.name) == "lost_masked_update"
-    server.train(lost.name, server.commands[1])  # a server that was restarted has forgotten the failure
-    server.failures.clear()
+    server.failures.clear()  # as a server that was restarted
+    server.train(lost.name, server.commands[1])
     assert server.failure(1, lost.name) == "lost_masked_update"
     assert (1, lost.name) not in server.payloads
     check_secrets_are_gone(lost, 1)
