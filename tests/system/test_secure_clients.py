@@ -10,10 +10,12 @@ import pytest
 
 from fedring.client.secure.state import FOLDER
 from fedring.secure.levels import blocks_of
+from fedring.v1 import federation_pb2 as pb
 from fedring.v1 import secure_pb2 as wire
 from tests.honest_clients import BLOCK, LEVELS, STEP, HonestClient, learned
 from tests.secure_server import SecureServer
 from tests.secure_sums import names_of, peers_of
+from tests.waiting import until
 
 NAMES = names_of(3)
 SIZE = 42
@@ -122,6 +124,23 @@ def test_secrets_are_gone_when_the_next_round_begins(server: SecureServer, clien
     for client in clients.values():
         check_secrets_are_gone(client, 1)
         assert len(list((client.state_dir / FOLDER).glob("*-0-2.json"))) == 1
+
+
+@pytest.mark.parametrize("end", ["the end of the round", "another round"])
+def test_secrets_of_a_client_that_was_started_again_are_gone_with_the_round(
+    server: SecureServer, clients: dict[str, HonestClient], end: str
+) -> None:
+    server.run_round(1, NAMES)
+    again = clients[NAMES[0]]
+    again.__exit__(None, None, None)
+    server.gone(again.name)
+    again.__enter__()
+    server.until(lambda: again.name in server.matched)
+    if end == "another round":
+        server.train(again.name, server.command(2, secure=None, job=pb.JobSpec(mode="unknown")))
+    else:
+        server.end(again.name, 1)
+    until(lambda: not list((again.state_dir / FOLDER).glob("*-0-1.json*")))
 
 
 def check_secrets_are_gone(client: HonestClient, round_: int) -> None:
