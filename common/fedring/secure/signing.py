@@ -44,6 +44,7 @@ class Proof:
             raise BadProof("its certificates are too long")
         if bool(self.certificates) == bool(self.public_key) or len(self.public_key) > MAX_KEY_BYTES:
             raise BadProof("it must show either certificates or a public key")
+        key: object
         try:
             if self.certificates:
                 key = x509.load_der_x509_certificate(self.certificates[0]).public_key()
