@@ -15,7 +15,7 @@ from fedring.client.config import ClientConfig
 from fedring.client.errors import FederationClosed, Refused, RoundOver
 from fedring.client.evaluation import Evaluation
 from fedring.client.metrics import ClientMetrics
-from fedring.client.privacy import check_policy, refusal
+from fedring.client.privacy import check_policy, may_count, refusal
 from fedring.client.session.inbox import EvaluationOrder
 from fedring.client.session.link import ServerLink
 from fedring.client.task import Task
@@ -25,6 +25,7 @@ from fedring.client.transfer.spool import Spool
 from fedring.daemon.config import load_config
 from fedring.daemon.lock import StateLock
 from fedring.daemon.metrics import serving
+from fedring.privacy.account import NoAccountant
 from fedring.rpc.contract import MAX_FIGURE
 from fedring.rpc.tls import ends_at
 from fedring.train.arrays import Arrays
@@ -107,6 +108,7 @@ class Federation:
         metrics = ClientMetrics()
         metrics.spool_bytes.set_function(lambda: self._spool.size)
         metrics.certificate_expiry.set_function(lambda: ends_at(config.tls) or nan)
+        metrics.sample_epsilon.set_function(self._sample_epsilon)
         with ExitStack() as stack:
             stack.enter_context(StateLock(config.state_dir))
             check_policy(config.privacy)
@@ -185,12 +187,18 @@ class Federation:
         """End the iteration and the current task. Any thread and any signal handler may call this."""
         self._link.close()
 
+    def _sample_epsilon(self) -> float:
+        try:
+            return self._spool.ledger.sample_epsilon(self.config.privacy.delta)
+        except NoAccountant:
+            return nan
+
     def _evaluate(self, order: EvaluationOrder) -> None:
         if self._on_evaluate is None:
             return
         counts = Counts()
         try:
-            if order.command.job.dp or self.config.privacy.needs_noise:
+            if not may_count(self.config.privacy, order.command.job):
                 raise RoundOver("privacy_policy", "no noise covers what this client would count")
             counts = self._on_evaluate(Evaluation(order, self._link, self._models, self._spool, self.config.private))
             if not abs(counts.loss_sum) <= MAX_FIGURE:

@@ -23,6 +23,7 @@ from fedring.client.transfer.spool import Spool
 from fedring.client.transfer.update import TrainingReport, make_update, offer_of
 from fedring.codec import CodecError
 from fedring.codec.schema import Schema
+from fedring.privacy.account import SampledSteps
 from fedring.train.arrays import Arrays, as_module
 from fedring.train.plan import Plan
 from fedring.train.state import read_tensors, read_vectors, schema_of
@@ -41,6 +42,8 @@ class Task:
         done: Whether the task was submitted, has failed, or was refused.
         result: What became of it, one of `fedring.client.metrics.RESULTS`.
         train_seconds: How long the training took; None = it was not trained to its end.
+        ledger: The account of what this client has spent of its privacy.
+        spent: The steps of the training with DP-SGD, which a job with [sample_dp] demands of what is submitted.
     """
 
     def __init__(
@@ -57,6 +60,8 @@ class Task:
         self.done = False
         self.result = "over"
         self.train_seconds: float | None = None
+        self.ledger = spool.ledger
+        self.spent: SampledSteps | None = None
         self._assignment = assignment
         self._models = models
         self._spool = spool
@@ -224,6 +229,10 @@ class Task:
             detail = "the job has scaffold = true, and this training has not used the task's corrections"
             self.fail("no_correction", detail)
             raise UpdateRefused("no_correction", detail)
+        if self.job.sample_dp and self.spent is None:
+            detail = "the job has [sample_dp], and only the training of fl-client adds its noise"
+            self.fail("no_sample_dp", detail)
+            raise UpdateRefused("no_sample_dp", detail)
         self.train_seconds = seconds
         if reason := self._assignment.stop_reason:
             self.done = True
@@ -329,7 +338,10 @@ class Task:
             raise
         last = self.link.connection.last_accepted
         line = line_of(command)
-        residual = self._spool.residual(line.run_id, line.model, last, after=line.after)
+        residual = self._spool.residual(line.run_id, command.schema_hash, last, after=line.after)
+        if self.spent is not None and not self.ledger.has_charged(command):
+            self._spool.forget_residual()  # Rounds without the noise may have left it.
+            residual = None
         try:
             private = None
             if private_schema.entries:
@@ -349,6 +361,8 @@ class Task:
             self.fail(error.reason, f"the trained model cannot be sent: {error}")
             raise UpdateRefused(error.reason, "the trained model cannot be sent") from error
         self._check_size(sum(map(len, update.parts)))
+        if self.spent is not None:
+            self.ledger.charge_samples(command, self.spent)
         spooled = self._spool.write(
             update.offer, update.parts, update.residual, private=private, control=control, personal=personal
         )

@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives.ciphers.modes import CTR
 from numpy.typing import NDArray
 
 SECRET_BYTES = 32
-_PAIR_BYTES = 16  # two values are made of two 64-bit words, one block of AES
+_BLOCK_BYTES = 16  # of AES: two 64-bit words, of which two values are made
 
 
 class Noise:
@@ -40,9 +40,18 @@ class Noise:
     def normal(self, start: int, stop: int) -> NDArray[np.float64]:
         """Return the values from `start` to `stop` of the sequence, [stop - start]."""
         first, last = start // 2, (stop + 1) // 2
-        cipher = Cipher(AES(self._key), CTR(first.to_bytes(16, "big"))).encryptor()
-        words = np.frombuffer(cipher.update(bytes((last - first) * _PAIR_BYTES)), "<u8").reshape(-1, 2)
-        uniform = ((words >> np.uint64(11)) + 0.5) * 2.0**-53  # above 0 and at most 1
+        uniform = self.uniform(2 * first, 2 * last).reshape(-1, 2)
         radius, angle = np.sqrt(-2.0 * np.log(uniform[:, 0])), 2.0 * np.pi * uniform[:, 1]
         pairs = np.stack((radius * np.cos(angle), radius * np.sin(angle)), axis=1)
         return pairs.reshape(-1)[start - 2 * first : stop - 2 * first]
+
+    def uniform(self, start: int, stop: int) -> NDArray[np.float64]:
+        """Return the values from `start` to `stop` that the normal ones are made of, [stop - start].
+
+        They are independent, above 0 and at most 1. Use them, or the normal ones, of one context, but not both.
+        """
+        first, last = start // 2, (stop + 1) // 2
+        cipher = Cipher(AES(self._key), CTR(first.to_bytes(_BLOCK_BYTES, "big"))).encryptor()
+        words = np.frombuffer(cipher.update(bytes((last - first) * _BLOCK_BYTES)), "<u8")
+        uniform = ((words >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
+        return uniform[start - 2 * first : stop - 2 * first]

@@ -38,6 +38,16 @@ PRIVATE: Mapping[str, tuple[object, str]] = {
 }
 """What the table [dp] needs, and why."""
 
+SAMPLE_PRIVATE: Mapping[str, tuple[object, str]] = {
+    "mode": ("federated", "the workers of the other modes see each other's gradients"),
+    "trainer": ("", "only the built-in loop adds the noise"),
+    "weights": ("uniform", "numbers of samples are not private"),
+    "evaluate": (False, "the clients' evaluations are not private; evaluate_on_server may be true"),
+    "normalize_steps": (False, "numbers of steps are not private"),
+    "scaffold": (False, "its control variates would count in gradients that are shortened"),
+}
+"""What the table [sample_dp] needs, and why. What is made of the updates afterwards costs no privacy."""
+
 
 def check_keys(job: object, cause: str, needs: Mapping[str, object]) -> None:
     """Check that keys of a job have the values that an algorithm needs.
@@ -55,22 +65,24 @@ def check_keys(job: object, cause: str, needs: Mapping[str, object]) -> None:
             raise ValueError(f"{cause} needs {key} = {json.dumps(needed)}, and it is {json.dumps(found)}")
 
 
-def check_private(job: object, best_by: str) -> None:
+def check_private(job: object, table: str, needs: Mapping[str, tuple[object, str]], best_by: str) -> None:
     """Check that a job with differential privacy has no key that would reveal what the noise does not cover.
 
     Args:
         job: The job.
-        best_by: Its key best_by.
+        table: The name of the table that makes it private.
+        needs: What the table needs, and why: PRIVATE or SAMPLE_PRIVATE.
+        best_by: The job's key best_by.
 
     Raises:
         ValueError: If a key has another value than it must have; the sentence says why.
     """
-    for key, (needed, why) in PRIVATE.items():
+    for key, (needed, why) in needs.items():
         if (found := _value(job, key, needed)) != needed:
-            raise ValueError(f"dp: {key} is {_written(found)}, and must be {_written(needed)}, because {why}")
+            raise ValueError(f"{table}: {key} is {_written(found)}, and must be {_written(needed)}, because {why}")
     if " train/" in best_by:
         why = "figures of the training are not private"
-        raise ValueError(f"dp: best_by = {_written(best_by)} is never known, because {why}")
+        raise ValueError(f"{table}: best_by = {_written(best_by)} is never known, because {why}")
 
 
 def _written(value: object) -> str:

@@ -161,6 +161,13 @@ class Spool:
             self._cached = (run_id, schema_hash, None)
         return self._cached[2]
 
+    def forget_residual(self) -> None:
+        """Drop what past updates left out, durably."""
+        if self._residual_file.exists():
+            self._residual_file.unlink()
+            sync(self.folder)
+        self._cached = None
+
     def pending(self) -> Spooled | None:
         """Return the update that is not accepted yet, if there is one; a damaged one is dropped."""
         if self._empty:
