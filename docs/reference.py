@@ -21,6 +21,7 @@ from fedring.train.job import Job, ServerOptimizer
 from fedring.train.personal_table import Personal
 from fedring.train.pipeline_table import Pipeline
 from fedring.train.privacy_table import ClientPrivacy
+from fedring.train.sample_privacy_table import SamplePrivacy
 from fedring.train.round_settings import Schedule
 
 TARGET = Path(__file__).with_name("configuration.md")
@@ -96,6 +97,11 @@ SECTIONS = (
         "Differential privacy",
         ClientPrivacy,
         "The table `[dp]` of a federated job. See [privacy.md](privacy.md).",
+    ),
+    (
+        "Differential privacy for single samples",
+        SamplePrivacy,
+        "The table `[sample_dp]` of a federated job. See [privacy.md](privacy.md#differential-privacy-for-single-samples).",
     ),
     (
         "Data-parallel training",
