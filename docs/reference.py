@@ -21,8 +21,8 @@ from fedring.train.job import Job, ServerOptimizer
 from fedring.train.personal_table import Personal
 from fedring.train.pipeline_table import Pipeline
 from fedring.train.privacy_table import ClientPrivacy
-from fedring.train.sample_privacy_table import SamplePrivacy
 from fedring.train.round_settings import Schedule
+from fedring.train.sample_privacy_table import SamplePrivacy
 
 TARGET = Path(__file__).with_name("configuration.md")
 
@@ -101,7 +101,8 @@ SECTIONS = (
     (
         "Differential privacy for single samples",
         SamplePrivacy,
-        "The table `[sample_dp]` of a federated job. See [privacy.md](privacy.md#differential-privacy-for-single-samples).",
+        "The table `[sample_dp]` of a federated job. See "
+        "[privacy.md](privacy.md#differential-privacy-for-single-samples).",
     ),
     (
         "Data-parallel training",

@@ -54,6 +54,7 @@ def test_clients_train_privately_and_keep_an_account_that_the_server_does_not_se
             assert not [name for name in round_.metrics if not name.startswith("server/")]
             for client in round_.clients:
                 assert (client.num_samples, client.train_seconds, dict(client.metrics)) == (1, 0.0, {})
+        assert control.privacy().rounds_without == 0  # the clients bound them
         shown = Page(address_of(fleet.clients[1]))("fl_client_sample_epsilon")
         assert shown == pytest.approx(spent(SIZES[1], 3), rel=0.02)
         for number in (0, 1):

@@ -25,7 +25,6 @@ from fedring.daemon.config import ConfigError
 from fedring.privacy.account import SampledSteps, epsilon, sampled_epsilon
 from fedring.rpc.errors import FedringError, Unavailable
 from fedring.train.models import digits_mlp
-from fedring.train.privacy_table import ClientPrivacy
 from fedring.train.sample_privacy_table import SamplePrivacy
 from fedring.v1 import federation_pb2 as pb
 
@@ -33,9 +32,15 @@ if TYPE_CHECKING:
     from tests.unit.conftest import ScriptedServer
 
 SECONDS = 60.0
-SAMPLE = SamplePrivacy(noise_multiplier=1.0)
+
+
+def noisy(multiplier: float, **keys: float) -> SamplePrivacy:
+    return SamplePrivacy.model_validate({"noise_multiplier": multiplier, **keys})
+
+
+SAMPLE = noisy(1.0)
 STEPS = SampledSteps(0.1, 1.0, 10)
-NAMES = {
+NAMES: dict[str, Any] = {
     "model": "fedring.train.models:digits_mlp",
     "model_args": "{}",
     "data": "fedring.data:digits",
@@ -208,8 +213,8 @@ def test_a_client_tells_no_text_of_errors_which_may_quote_a_sample(
 def test_what_rounds_without_noise_have_left_does_not_come_into_private_ones(
     server: "ScriptedServer", settings: dict[str, Any], model: nn.Module
 ) -> None:
-    still = {"lr": 1e-12, "momentum": 0.0, "batch_size": 36}
-    quiet = SamplePrivacy(noise_multiplier=1e-9)
+    still: dict[str, Any] = {"lr": 1e-12, "momentum": 0.0, "batch_size": 36}
+    quiet = noisy(1e-9)
     with client(settings):
         server.joins.get(timeout=SECONDS)
         server.train(server.command(model, encoding="fp32_sparse", job=job(1, None)))
@@ -284,7 +289,7 @@ def test_the_account_is_kept_beside_that_of_whole_clients(tmp_path: Path) -> Non
     ledger = Ledger(tmp_path)
     assert ledger.sample_epsilon(1e-5) == 0.0
     ledger.charge_samples(command(1), STEPS)
-    ledger.charge(command(8, dp=ClientPrivacy(noise_multiplier=2.0).model_dump_json()))
+    ledger.charge(command(8, dp='{"noise_multiplier": 2.0}'))
     ledger.charge_samples(command(1), STEPS)
     ledger.charge_samples(command(2), SampledSteps(0.2, 1.0, 5))
     for known in (ledger, Ledger(tmp_path)):
@@ -302,7 +307,7 @@ def test_the_limit_of_a_job_is_its_own(tmp_path: Path) -> None:
     ledger, any_policy = Ledger(tmp_path), SitePolicy.model_validate({})
     ledger.charge_samples(command(1), STEPS)
     limit = sampled_epsilon([STEPS], 1e-5)
-    limited = SamplePrivacy(noise_multiplier=1.0, max_epsilon=limit).model_dump_json()
+    limited = noisy(1.0, max_epsilon=limit).model_dump_json()
     assert "above sample_dp.max_epsilon" in overspent(any_policy, ledger, command(1, sample=limited), STEPS)
     assert overspent(any_policy, ledger, command(2, sample=limited), STEPS) == ""
     strict = SitePolicy.model_validate({"max_sample_epsilon": limit})

@@ -32,7 +32,7 @@ from fedring.train.tally import Tally
 UNFIT = "no_sample_dp"
 """The reason for which a job with [sample_dp] is not trained: something does not fit DP-SGD."""
 
-_GRADIENT_BYTES = 128 << 20  # of the gradients of single samples that are in memory at once
+_GRADIENT_BYTES = 32 << 20  # of the gradients of single samples that are in memory at once
 _CHECKS_PER_EPOCH = 100  # how often an epoch reports its progress
 _SAMPLES = "grad_sample"  # the attribute of a parameter in which Opacus leaves the gradients of single samples
 _ADVICE = (
@@ -300,10 +300,10 @@ def _sample_gradients(model: nn.Module) -> Iterator[None]:
             attributes["inplace"] = True
         for module in model.modules():
             for name in ("activations", "max_batch_len"):
-                module.__dict__.pop(name, None)
+                vars(module).pop(name, None)
         for parameter in model.parameters():
             parameter.grad = None
-            parameter.__dict__.pop("summed_grad", None)
+            vars(parameter).pop("summed_grad", None)
 
 
 def _check_trained(model: nn.Module, kept: dict[str, Tensor], plan: Plan) -> None:
