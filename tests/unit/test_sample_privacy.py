@@ -6,17 +6,25 @@ import sys
 from math import inf
 from typing import Any
 
+import numpy as np
 import pytest
 from pydantic import ValidationError
 
+from fedring.client.transfer.download import HeldModel
+from fedring.client.transfer.update import TrainingReport, make_update
+from fedring.codec import Entry, Schema, Vectors
 from fedring.control.failure import Failure
 from fedring.privacy.account import SampledSteps, sampled_epsilon
+from fedring.rpc.errors import BadUpdate
 from fedring.server.round.plan import job_spec
+from fedring.server.update.upload import Terms
 from fedring.simulation import simulate
+from fedring.simulation.worker import admit
 from fedring.train.job import Job
 from fedring.train.plan import Plan
 from fedring.train.private_loop import sampled_steps
 from fedring.train.sample_privacy_table import SamplePrivacy
+from fedring.v1 import federation_pb2 as pb
 
 
 def noisy(multiplier: float, **keys: float) -> SamplePrivacy:
@@ -62,6 +70,30 @@ def test_the_steps_of_a_round_follow_from_the_number_of_samples() -> None:
 
 
 # The job
+
+
+@pytest.mark.parametrize("told", ["samples", "metrics", "seconds", "nothing"])
+def test_a_client_that_does_not_know_the_table_is_refused(told: str) -> None:
+    size = 4
+    schema = Schema((Entry("w", (size,), "float32", "parameter"),))
+    report = {
+        "samples": TrainingReport(2),
+        "metrics": TrainingReport(1, 0.0, {"loss": 1.0}),
+        "seconds": TrainingReport(1, 2.0),
+        "nothing": TrainingReport(1),
+    }[told]
+    zeros = Vectors(np.zeros(size, np.float32), np.zeros(0))
+    command = pb.TrainCmd(round=1, encoding=pb.Encoding(name="fp32"), schema_hash=schema.hash)
+    trained = Vectors(np.ones(size, np.float32), np.zeros(0))
+    update = make_update(command, "a", HeldModel("", schema, zeros), trained, report, None)
+    terms = Terms("", 10_000, schema, bare=True, silent=True)
+    payload = b"".join(update.parts)
+    if told == "nothing":
+        assert admit("a", update.offer, payload, terms, epoch=0).num_samples == 1
+        return
+    with pytest.raises(BadUpdate, match="update this client") as refused:
+        admit("a", update.offer, payload, terms, epoch=0)
+    assert refused.value.reason == "no_sample_dp"
 
 
 @pytest.mark.parametrize(
@@ -113,14 +145,14 @@ def test_both_kinds_of_privacy_go_together_and_reach_the_clients() -> None:
 def test_a_simulation_trains_privately_and_its_clients_stop_by_themselves() -> None:
     job: dict[str, Any] = {"min_clients": 2, "rounds": 3, "max_abandoned": 1, "batch_size": 128, "lr": 0.5, **PRIVATE}
     job["sample_dp"] = {"noise_multiplier": 1.0}
-    first, second = (simulate(job, clients=2, workers=1) for _ in range(2))
+    first, second = (simulate(job, clients=2, workers=1, threads=1) for _ in range(2))
     assert first["model_sha256"] != second["model_sha256"]
     spent = first["sample_epsilon"]
     assert spent == pytest.approx(sampled_epsilon([SampledSteps(128 / 719, 1.0, 18)], 1e-5), rel=0.01)
     assert not first["rounds"][0]["metrics"]
     job["sample_dp"]["max_epsilon"] = spent - 0.01
     with pytest.raises(Failure, match=r"round 3 is abandoned.* above sample_dp\.max_epsilon = "):
-        simulate(job, clients=2, workers=1)
+        simulate(job, clients=2, workers=1, threads=1)
     job["model"] = "torchvision:resnet18"
     with pytest.raises(Failure, match=r"sample_dp: the layer bn1 \(BatchNorm2d\) computes with several samples"):
-        simulate(job, clients=2, workers=1)
+        simulate(job, clients=2, workers=1, threads=1)

@@ -208,6 +208,7 @@ def test_a_client_tells_no_text_of_errors_which_may_quote_a_sample(
         server.train(server.command(model, job=job()))
         failure = server.failures.get(timeout=SECONDS)
         assert (failure.reason, failure.detail) == ("train_error", "KeyError; the log of this client says more")
+    assert samples_in(settings)[0]["steps"] == 45  # the reason of a failure may depend on samples, too
 
 
 def test_what_rounds_without_noise_have_left_does_not_come_into_private_ones(

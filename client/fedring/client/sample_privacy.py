@@ -1,30 +1,42 @@
-"""What a round of a job with [sample_dp] costs this client: checked before the training, and told after it."""
+"""What a round of a job with [sample_dp] costs this client: checked before the training, and charged after it."""
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch.utils.data import Dataset
 
 from fedring.client.privacy import Ledger, SitePolicy, sample_dp_of
 from fedring.client.task import Task
 from fedring.privacy.account import NoAccountant, SampledSteps
-from fedring.train.errors import TrainError
+from fedring.train.batches import size_of
+from fedring.train.errors import SeamError, TrainError, TrainingStopped
 from fedring.train.private_loop import sampled_steps
 from fedring.v1 import federation_pb2 as pb
 
 log = logging.getLogger(__name__)
 
 
-def plan_spending(task: Task, policy: SitePolicy, size: int) -> None:
-    """Note in a task what its training will spend, if its job has [sample_dp] and no limit would be passed.
+@contextmanager
+def charging(task: Task, policy: SitePolicy, samples: Dataset[Any]) -> Iterator[None]:
+    """Charge the training of a round inside the context when it ends, before anything of it may leave this client.
+
+    A training that was stopped, or whose code does not fit, costs nothing. One that fails costs as much as any other,
+    because the server gets the reason. In a job without [sample_dp], this does nothing.
 
     Args:
         task: The task.
         policy: What the site demands.
-        size: The number of samples of this client.
+        samples: The samples of this client.
 
     Raises:
         TrainError: With the reason privacy_policy, if a limit would be passed, or no_accountant, if that is not known.
+        OSError: If the account cannot be written.
     """
     private = sample_dp_of(task.job)
-    if private is None or size == 0:  # without samples, there is no training
+    if private is None or not (size := size_of(samples)):  # without samples, there is no training
+        yield
         return
     spent = sampled_steps(task.plan, private, size)
     try:
@@ -35,7 +47,15 @@ def plan_spending(task: Task, policy: SitePolicy, size: int) -> None:
         raise TrainError("privacy_policy", why)
     if private.delta * size >= 1:
         log.warning("sample_dp.delta = %g should be below 1 / the number of samples", private.delta)
-    task.spent = spent
+    try:
+        yield
+    except (SeamError, TrainingStopped):  # Whether the code fits does not depend on single samples.
+        raise
+    except BaseException:
+        task.charge(spent)
+        raise
+    task.charge(spent)
+    _tell_spent(task.ledger, policy.delta)
 
 
 def overspent(policy: SitePolicy, ledger: Ledger, command: pb.TrainCmd, more: SampledSteps) -> str:
@@ -66,19 +86,10 @@ def overspent(policy: SitePolicy, ledger: Ledger, command: pb.TrainCmd, more: Sa
     return ""
 
 
-def tell_spent(task: Task, delta: float) -> None:
-    """Log what this client's samples have spent.
-
-    The server is not told, because the number of samples follows from it.
-
-    Args:
-        task: A task that was submitted.
-        delta: The probability that epsilon may fail.
-    """
-    if task.spent is None:
-        return
+def _tell_spent(ledger: Ledger, delta: float) -> None:
+    """Log what this client's samples have spent. The server is not told: the number of samples follows from it."""
     try:
-        epsilon = task.ledger.sample_epsilon(delta)
+        epsilon = ledger.sample_epsilon(delta)
     except NoAccountant as error:
         log.warning("the epsilon of this client's samples is not known: %s", error)
         return

@@ -43,7 +43,7 @@ class Task:
         result: What became of it, one of `fedring.client.metrics.RESULTS`.
         train_seconds: How long the training took; None = it was not trained to its end.
         ledger: The account of what this client has spent of its privacy.
-        spent: The steps of the training with DP-SGD, which a job with [sample_dp] demands of what is submitted.
+        charged: Whether a training with DP-SGD was charged, which a job with [sample_dp] demands of what is submitted.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Task:
         self.result = "over"
         self.train_seconds: float | None = None
         self.ledger = spool.ledger
-        self.spent: SampledSteps | None = None
+        self.charged = False
         self._assignment = assignment
         self._models = models
         self._spool = spool
@@ -229,7 +229,7 @@ class Task:
             detail = "the job has scaffold = true, and this training has not used the task's corrections"
             self.fail("no_correction", detail)
             raise UpdateRefused("no_correction", detail)
-        if self.job.sample_dp and self.spent is None:
+        if self.job.sample_dp and not self.charged:
             detail = "the job has [sample_dp], and only the training of fl-client adds its noise"
             self.fail("no_sample_dp", detail)
             raise UpdateRefused("no_sample_dp", detail)
@@ -280,6 +280,11 @@ class Task:
     def update_file(self) -> Path:
         """Where to write the payload of an update for submit_file()."""
         return self._spool.payload_part
+
+    def charge(self, spent: SampledSteps) -> None:
+        """Charge a training with DP-SGD durably, before anything of it may leave this client."""
+        self._spool.charge_samples(self.command, spent)
+        self.charged = True
 
     def stand_aside(self, train_seconds: float) -> None:
         """Note that another worker of the group delivers what this one has trained.
@@ -339,9 +344,6 @@ class Task:
         last = self.link.connection.last_accepted
         line = line_of(command)
         residual = self._spool.residual(line.run_id, command.schema_hash, last, after=line.after)
-        if self.spent is not None and not self.ledger.has_charged(command):
-            self._spool.forget_residual()  # Rounds without the noise may have left it.
-            residual = None
         try:
             private = None
             if private_schema.entries:
@@ -361,8 +363,6 @@ class Task:
             self.fail(error.reason, f"the trained model cannot be sent: {error}")
             raise UpdateRefused(error.reason, "the trained model cannot be sent") from error
         self._check_size(sum(map(len, update.parts)))
-        if self.spent is not None:
-            self.ledger.charge_samples(command, self.spent)
         spooled = self._spool.write(
             update.offer, update.parts, update.residual, private=private, control=control, personal=personal
         )

@@ -16,11 +16,10 @@ from fedring.client.errors import Refused, RoundOver, WrongModel
 from fedring.client.evaluation import Evaluation
 from fedring.client.personal import personal_of, train_own, with_own
 from fedring.client.privacy import sample_dp_of
-from fedring.client.sample_privacy import plan_spending, tell_spent
+from fedring.client.sample_privacy import charging
 from fedring.client.task import Task
 from fedring.daemon.tracing import span
 from fedring.data import DataError, Split, load_part, load_split
-from fedring.train.batches import size_of
 from fedring.train.device import pick_device, threads_for
 from fedring.train.errors import SeamError, TrainError, TrainingStopped, failure_detail, failure_reason
 from fedring.train.evaluation import Counts, Evaluator, run_evaluator
@@ -88,11 +87,10 @@ class DeclaredTrainer:
                     self._train_in_group(loaded, task)
                     return
                 task.load_into(loaded.model)
-                plan_spending(task, self._config.privacy, size_of(loaded.split.train))
                 own = self._train_own(loaded, task) if task.job.personal else None
-                result = self._train(loaded, task)
+                with charging(task, self._config.privacy, loaded.split.train):
+                    result = self._train(loaded, task)
             task.submit(loaded.model, result.num_samples, result.metrics, result.seconds, own=own)
-            tell_spent(task, self._config.privacy.delta)
             log.info("round %d: update accepted", task.round, extra={"round": task.round, **result.metrics})
         except TrainingStopped:
             task.done = True  # The server has ended the round, and may have told the group before this client.

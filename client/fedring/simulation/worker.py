@@ -282,6 +282,7 @@ class Worker:
             self._schema,
             deltas_only=bool(command.job.dp),
             bare=self._job.bare,
+            silent=self._job.sample_dp is not None,
             control_line=line,
         )
         return admit(client_id(client), update.offer, b"".join(update.parts), terms, epoch=command.epoch)

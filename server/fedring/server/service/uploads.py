@@ -202,7 +202,7 @@ class ClientUpdateService:
                     schema = self._models.versions.schema_of(open_.base)
                     most = open_.command.max_update_bytes
                     job, line = open_.job, open_.command.control.line
-                    return Terms(open_.base.digest, most, schema, job.clips, job.bare, line)
+                    return Terms(open_.base.digest, most, schema, job.clips, job.bare, job.sample_dp is not None, line)
                 case Open():
                     return Opened(await self._open(call, effect))
                 case Read():
