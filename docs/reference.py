@@ -22,6 +22,7 @@ from fedring.train.personal_table import Personal
 from fedring.train.pipeline_table import Pipeline
 from fedring.train.privacy_table import ClientPrivacy
 from fedring.train.round_settings import Schedule
+from fedring.train.sample_privacy_table import SamplePrivacy
 from fedring.train.secure_table import SecureAggregation
 
 TARGET = Path(__file__).with_name("configuration.md")
@@ -102,6 +103,12 @@ SECTIONS = (
         "Secure aggregation",
         SecureAggregation,
         "The table `[secure_aggregation]` of a federated job. See [privacy.md](privacy.md#secure-aggregation).",
+    ),
+    (
+        "Differential privacy for single samples",
+        SamplePrivacy,
+        "The table `[sample_dp]` of a federated job. See "
+        "[privacy.md](privacy.md#differential-privacy-for-single-samples).",
     ),
     (
         "Data-parallel training",

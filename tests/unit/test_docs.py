@@ -34,6 +34,7 @@ from fedring.train.personal_table import Personal
 from fedring.train.pipeline_table import Pipeline
 from fedring.train.privacy_table import ClientPrivacy
 from fedring.train.round_settings import Schedule
+from fedring.train.sample_privacy_table import SamplePrivacy
 from fedring.train.secure_table import SecureAggregation
 from fedring.v1 import control_pb2
 from fedring.workers.pipeline_profile import PipelineProfile
@@ -48,6 +49,7 @@ TABLES: dict[type[BaseModel], str] = {
     Aggregation: "aggregation",
     ClientPrivacy: "dp",
     SecureAggregation: "secure_aggregation",
+    SamplePrivacy: "sample_dp",
     SitePolicy: "privacy",
     DataParallel: "data_parallel",
     Pipeline: "pipeline",

@@ -65,9 +65,9 @@ def test_the_rules_of_a_round_are_those_of_its_job() -> None:
 def test_clients_receive_every_key_of_a_job_that_concerns_training() -> None:
     spec = job_spec(JOB, 12)
     sent = {field.name for field, _ in spec.ListFields()}
-    # The first two are for other modes, the next two are tables that a job may do without, and the last one depends on
+    # The first two are for other modes, the next ones are tables that a job may do without, and the last one depends on
     # the model's values.
-    others = {"data_parallel", "pipeline", "personal", "dp", "frozen_digest"}
+    others = {"data_parallel", "pipeline", "personal", "dp", "sample_dp", "secure_aggregation", "frozen_digest"}
     assert sent == {field.name for field in spec.DESCRIPTOR.fields} - others
     assert (list(spec.shared), list(spec.private)) == (["*"], ["*.bn*"])
     assert json.loads(spec.model_args) == {"hidden": 3}

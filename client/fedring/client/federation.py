@@ -15,7 +15,7 @@ from fedring.client.config import ClientConfig
 from fedring.client.errors import FederationClosed, Refused, RoundOver
 from fedring.client.evaluation import Evaluation
 from fedring.client.metrics import ClientMetrics
-from fedring.client.privacy import check_policy, refusal
+from fedring.client.privacy import check_policy, may_count, refusal
 from fedring.client.secure.desk import SecureDesk
 from fedring.client.secure.party import lost_update
 from fedring.client.session.inbox import EvaluationOrder
@@ -27,6 +27,7 @@ from fedring.client.transfer.spool import Spool
 from fedring.daemon.config import load_config
 from fedring.daemon.lock import StateLock
 from fedring.daemon.metrics import serving
+from fedring.privacy.account import NoAccountant
 from fedring.rpc.contract import MAX_FIGURE
 from fedring.rpc.tls import ends_at
 from fedring.train.arrays import Arrays
@@ -109,6 +110,7 @@ class Federation:
         metrics = ClientMetrics()
         metrics.spool_bytes.set_function(lambda: self._spool.size)
         metrics.certificate_expiry.set_function(lambda: ends_at(config.tls) or nan)
+        metrics.sample_epsilon.set_function(self._sample_epsilon)
         with ExitStack() as stack:
             stack.enter_context(StateLock(config.state_dir))
             check_policy(config.privacy)
@@ -199,13 +201,18 @@ class Federation:
         spooled = self._spool.pending()
         return spooled is not None and spooled.offer.payload_digest == self._secure.bound(command)
 
+    def _sample_epsilon(self) -> float:
+        try:
+            return self._spool.ledger.sample_epsilon(self.config.privacy.delta)
+        except NoAccountant:
+            return nan
+
     def _evaluate(self, order: EvaluationOrder) -> None:
         if self._on_evaluate is None:
             return
         counts = Counts()
         try:
-            policy, job = self.config.privacy, order.command.job
-            if job.dp or job.secure_aggregation or policy.needs_noise or policy.needs_secure:
+            if not may_count(self.config.privacy, order.command.job):
                 raise RoundOver("privacy_policy", "neither noise nor masks cover what this client would count")
             counts = self._on_evaluate(Evaluation(order, self._link, self._models, self._spool, self.config.private))
             if not abs(counts.loss_sum) <= MAX_FIGURE:

@@ -35,6 +35,10 @@ class ClientMetrics:
         text = "When the certificate of this client expires; NaN = it has none."
         self.certificate_expiry = new.gauge("fl_client_certificate_expiry_timestamp_seconds", text)
         self.certificate_expiry.set(nan)
+        text = (
+            "Epsilon of this client's samples over all jobs with [sample_dp], for its privacy.delta; NaN = not known."
+        )
+        self.sample_epsilon = new.gauge("fl_client_sample_epsilon", text)
         self.ring = RingMetrics()
         self.pipe = PipelineMetrics()
         for collector in (self.ring, self.pipe):

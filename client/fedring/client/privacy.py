@@ -3,22 +3,29 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fedring.daemon.config import ConfigError
 from fedring.daemon.durable import replace_durably
-from fedring.privacy.account import NoAccountant, check_accountant, epsilon
+from fedring.privacy.account import NoAccountant, SampledSteps, check_accountant, epsilon, sampled_epsilon
 from fedring.privacy.charges import Charge, charge_of
 from fedring.train.bounds import MAX_COUNT, Count, NonNegative
 from fedring.train.privacy_table import ClientPrivacy
+from fedring.train.sample_privacy_table import SamplePrivacy
 from fedring.v1 import federation_pb2 as pb
 
 LEDGER = "privacy.json"
+_MAX_STEPS = 2**63 - 1
 
 _NOISE = ("min_noise_multiplier", "max_clip", "max_epsilon")
-"""The keys that demand noise."""
+"""The keys that demand noise of the server."""
+
+_SAMPLE_NOISE = ("min_sample_noise_multiplier", "max_sample_epsilon")
+"""The keys that demand noise of the client itself."""
+
+_JobKey = tuple[str, int]  # the run of the server, and the number of the job in it
 
 
 ClientName = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,128}$")]
@@ -42,7 +49,17 @@ class SitePolicy(BaseModel):
         description="no round is taken part in that would take the epsilon of all rounds of this client above it; "
         "0 = no limit, and jobs need no [dp]",
     )
-    delta: Annotated[float, Field(gt=0, lt=1)] = Field(1e-5, description="the delta that max_epsilon belongs to")
+    min_sample_noise_multiplier: NonNegative = Field(
+        0.0, description="least noise_multiplier of a job's [sample_dp]; 0 = jobs need no [sample_dp]"
+    )
+    max_sample_epsilon: NonNegative = Field(
+        0.0,
+        description="no round is trained that would take the epsilon of this client's samples, over all jobs, above "
+        "it; 0 = no limit, and jobs need no [sample_dp]",
+    )
+    delta: Annotated[float, Field(gt=0, lt=1)] = Field(
+        1e-5, description="the delta that max_epsilon and max_sample_epsilon belong to"
+    )
     require_secure_aggregation: bool = Field(
         False, description="only jobs with secure_aggregation, in which the server learns nothing but sums"
     )
@@ -55,7 +72,7 @@ class SitePolicy(BaseModel):
     @property
     def demands(self) -> bool:
         """Whether there is any job that it refuses."""
-        return bool(self.min_clients or self.needs_noise or self.needs_secure)
+        return bool(self.min_clients or self.needs_noise or self.needs_sample_noise or self.needs_secure)
 
     @property
     def needs_secure(self) -> bool:
@@ -67,11 +84,17 @@ class SitePolicy(BaseModel):
         """Whether it refuses jobs without differential privacy."""
         return bool(self.min_noise_multiplier or self.max_clip or self.max_epsilon)
 
+    @property
+    def needs_sample_noise(self) -> bool:
+        """Whether it refuses jobs without differential privacy for single samples."""
+        return bool(self.min_sample_noise_multiplier or self.max_sample_epsilon)
+
 
 class Ledger:
     """What the rounds cost that a client has delivered for, in a file that no server can change.
 
-    A round is charged before the update leaves the client for the first time, and once only.
+    A round of a job with [dp] is charged before the update leaves the client for the first time, and once only. A
+    training of a job with [sample_dp] is charged before its update is spooled: each has noise of its own.
 
     Args:
         folder: the state folder of the client.
@@ -84,6 +107,7 @@ class Ledger:
         self._path = folder / LEDGER
         self._last = ""
         self._counts: dict[Charge, int] = {}
+        self._samples: dict[tuple[_JobKey, float, float], int] = {}  # steps, by job, sampling rate and noise
         try:
             known = json.loads(self._path.read_text())
             self._last, counts = str(known["last"]), known["rounds"]
@@ -93,6 +117,9 @@ class Ledger:
                     ClientPrivacy.model_validate({"noise_multiplier": charge})
                 if not 0 < count <= MAX_COUNT:
                     raise ValueError(f"{count} rounds")
+            for entry in known.get("samples", []):
+                key, steps = _sample_entry(entry)
+                self._samples[key] = self._samples.get(key, 0) + steps
         except FileNotFoundError:
             pass
         except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
@@ -121,12 +148,65 @@ class Ledger:
         if privacy is None or name == self._last:
             return
         counts = self._counts | {privacy.noise_multiplier: self._counts.get(privacy.noise_multiplier, 0) + 1}
-        self._write(name, counts)
+        self._write(name, counts, self._samples)
         self._last, self._counts = name, counts
 
-    def _write(self, last: str, counts: Mapping[Charge, int]) -> None:
-        text = json.dumps({"last": last, "rounds": {str(charge): count for charge, count in counts.items()}})
-        replace_durably(self._path, text.encode())
+    def sample_epsilon(self, delta: float, *, of: pb.TrainCmd | None = None, more: SampledSteps | None = None) -> float:
+        """Return the epsilon of this client's samples.
+
+        Args:
+            delta: The probability that epsilon may fail.
+            of: A command of the only job that counts; None = all jobs count.
+            more: Steps that count as well, though they are not charged.
+
+        Raises:
+            NoAccountant: if dp-accounting is not installed.
+        """
+        known = self._samples.items()
+        spent = [SampledSteps(rate, z, steps) for (job, rate, z), steps in known if of is None or job == _job_of(of)]
+        return sampled_epsilon([*spent, *([more] if more else [])], delta)
+
+    def has_charged(self, command: pb.TrainCmd) -> bool:
+        """Return whether a training of the command's job was charged to the samples before."""
+        return any(job == _job_of(command) for job, _, _ in self._samples)
+
+    def charge_samples(self, command: pb.TrainCmd, spent: SampledSteps) -> None:
+        """Note durably that an update of such a training may go out.
+
+        Raises:
+            OSError: if that is impossible.
+        """
+        key = (_job_of(command), spent.rate, spent.noise_multiplier)
+        samples = self._samples | {key: self._samples.get(key, 0) + spent.steps}
+        self._write(self._last, self._counts, samples)
+        self._samples = samples
+
+    def _write(
+        self, last: str, counts: Mapping[Charge, int], samples: Mapping[tuple[_JobKey, float, float], int]
+    ) -> None:
+        known: dict[str, Any] = {
+            "last": last,
+            "rounds": {str(charge): count for charge, count in counts.items()},
+        }
+        if samples:
+            known["samples"] = [
+                {"run": run, "job": job, "rate": rate, "noise_multiplier": multiplier, "steps": steps}
+                for ((run, job), rate, multiplier), steps in samples.items()
+            ]
+        replace_durably(self._path, json.dumps(known).encode())
+
+
+def _sample_entry(entry: Mapping[str, Any]) -> tuple[tuple[_JobKey, float, float], int]:
+    """Return the key and the steps of an entry of the account, checked."""
+    rate, multiplier, steps = float(entry["rate"]), float(entry["noise_multiplier"]), int(entry["steps"])
+    SamplePrivacy.model_validate({"noise_multiplier": multiplier})
+    if not (0 < rate <= 1 and 0 < steps <= _MAX_STEPS):
+        raise ValueError(f"{steps} steps with the sampling rate {rate:g}")
+    return ((str(entry["run"]), int(entry["job"])), rate, multiplier), steps
+
+
+def _job_of(command: pb.TrainCmd) -> _JobKey:
+    return command.run_id, command.job.job_id
 
 
 def dp_of(job: pb.JobSpec) -> ClientPrivacy | None:
@@ -137,19 +217,38 @@ def dp_of(job: pb.JobSpec) -> ClientPrivacy | None:
         return None
 
 
+def sample_dp_of(job: pb.JobSpec) -> SamplePrivacy | None:
+    """Return the noise that a job asks of each client; None if it asks for none that this program understands."""
+    try:
+        return SamplePrivacy.model_validate_json(job.sample_dp) if job.sample_dp else None
+    except ValidationError:
+        return None
+
+
+def may_count(policy: SitePolicy, job: pb.JobSpec) -> bool:
+    """Return whether a client may tell how many of its samples a model gets right."""
+    unsaid = job.dp or job.sample_dp or job.secure_aggregation
+    return not (unsaid or policy.needs_noise or policy.needs_sample_noise or policy.needs_secure)
+
+
 def refusal(policy: SitePolicy, ledger: Ledger, command: pb.TrainCmd) -> str:
     """Return one sentence that says why a client does not take part in a round; "" if it does."""
     job = command.job
     privacy = dp_of(job)
     if job.dp and privacy is None:
         return f"this client does not understand the job's dp = {job.dp[:200]}: it may be too old for it"
+    sample = sample_dp_of(job)
+    if job.sample_dp and sample is None:
+        return f"this client does not understand the job's sample_dp = {job.sample_dp[:200]}: it may be too old for it"
+    if sample is not None and job.mode != "federated":
+        return f"the job has sample_dp, but in the mode {job.mode} other workers see this client's gradients"
     if not policy.demands:
         return ""
     if policy.needs_secure and not (command.HasField("secure") and job.mode == "federated"):
         key = "require_secure_aggregation = true" if policy.require_secure_aggregation else "peers"
         return f"this site's privacy.{key} demands a federated job with [secure_aggregation], which this job is not"
     if job.mode != "federated":
-        key = next(key for key in ("min_clients", *_NOISE) if getattr(policy, key))
+        key = next(key for key in ("min_clients", *_NOISE, *_SAMPLE_NOISE) if getattr(policy, key))
         return (
             f"this site's privacy.{key} = {getattr(policy, key):g} refuses the mode {job.mode}, in which other workers "
             "see its gradients"
@@ -159,6 +258,8 @@ def refusal(policy: SitePolicy, ledger: Ledger, command: pb.TrainCmd) -> str:
             f"this site's privacy.min_clients = {policy.min_clients} is above the job's "
             f"min_clients_to_aggregate = {job.min_results}"
         )
+    if policy.needs_sample_noise and (why := _weak_for_samples(policy, sample)):
+        return why
     if not policy.needs_noise:
         return ""
     if privacy is None:
@@ -184,11 +285,23 @@ def check_policy(policy: SitePolicy) -> None:
     Raises:
         ConfigError: if epsilon cannot be computed, which it needs.
     """
-    if policy.max_epsilon:
-        try:
-            check_accountant()
-        except NoAccountant as error:
-            raise ConfigError(f"privacy.max_epsilon: {error}") from error
+    for key in ("max_epsilon", "max_sample_epsilon"):
+        if getattr(policy, key):
+            try:
+                check_accountant()
+            except NoAccountant as error:
+                raise ConfigError(f"privacy.{key}: {error}") from error
+
+
+def _weak_for_samples(policy: SitePolicy, sample: SamplePrivacy | None) -> str:
+    if sample is None:
+        key = next(key for key in _SAMPLE_NOISE if getattr(policy, key))
+        wanted = f"this site's privacy.{key} = {getattr(policy, key):g}"
+        return f"{wanted} demands a job with [sample_dp], and this job has none"
+    if sample.noise_multiplier < policy.min_sample_noise_multiplier:
+        wanted = f"this site's privacy.min_sample_noise_multiplier = {policy.min_sample_noise_multiplier:g}"
+        return f"{wanted} is above the job's sample_dp.noise_multiplier = {sample.noise_multiplier:g}"
+    return ""
 
 
 def _name_of(command: pb.TrainCmd) -> str:

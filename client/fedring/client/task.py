@@ -24,6 +24,7 @@ from fedring.client.transfer.spool import Spool
 from fedring.client.transfer.update import TrainingReport, offer_of
 from fedring.codec import CodecError
 from fedring.codec.schema import Schema
+from fedring.privacy.account import SampledSteps
 from fedring.secure.errors import SecureError
 from fedring.train.arrays import Arrays, as_module
 from fedring.train.plan import Plan
@@ -43,6 +44,8 @@ class Task:
         done: Whether the task was submitted, has failed, or was refused.
         result: What became of it, one of `fedring.client.metrics.RESULTS`.
         train_seconds: How long the training took; None = it was not trained to its end.
+        ledger: The account of what this client has spent of its privacy.
+        charged: Whether a training with DP-SGD was charged, which a job with [sample_dp] demands of what is submitted.
     """
 
     def __init__(
@@ -61,6 +64,8 @@ class Task:
         self.done = False
         self.result = "over"
         self.train_seconds: float | None = None
+        self.ledger = spool.ledger
+        self.charged = False
         self._assignment = assignment
         self._models = models
         self._spool = spool
@@ -229,6 +234,10 @@ class Task:
             detail = "the job has scaffold = true, and this training has not used the task's corrections"
             self.fail("no_correction", detail)
             raise UpdateRefused("no_correction", detail)
+        if self.job.sample_dp and not self.charged:
+            detail = "the job has [sample_dp], and only the training of fl-client adds its noise"
+            self.fail("no_sample_dp", detail)
+            raise UpdateRefused("no_sample_dp", detail)
         self.train_seconds = seconds
         if reason := self._assignment.stop_reason:
             self.done = True
@@ -276,6 +285,11 @@ class Task:
     def update_file(self) -> Path:
         """Where to write the payload of an update for submit_file()."""
         return self._spool.payload_part
+
+    def charge(self, spent: SampledSteps) -> None:
+        """Charge a training with DP-SGD durably, before anything of it may leave this client."""
+        self._spool.charge_samples(self.command, spent)
+        self.charged = True
 
     def stand_aside(self, train_seconds: float) -> None:
         """Note that another worker of the group delivers what this one has trained.
@@ -335,7 +349,7 @@ class Task:
             raise
         last = self.link.connection.last_accepted
         line = line_of(command)
-        residual = self._spool.residual(line.run_id, line.model, last, after=line.after)
+        residual = self._spool.residual(line.run_id, command.schema_hash, last, after=line.after)
         try:
             private = None
             if private_schema.entries:

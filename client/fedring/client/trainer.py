@@ -15,6 +15,8 @@ from fedring.client.config import ClientConfig
 from fedring.client.errors import Refused, RoundOver, WrongModel
 from fedring.client.evaluation import Evaluation
 from fedring.client.personal import personal_of, train_own, with_own
+from fedring.client.privacy import sample_dp_of
+from fedring.client.sample_privacy import charging
 from fedring.client.task import Task
 from fedring.daemon.tracing import span
 from fedring.data import DataError, Split, load_part, load_split
@@ -23,6 +25,8 @@ from fedring.train.errors import SeamError, TrainError, TrainingStopped, failure
 from fedring.train.evaluation import Counts, Evaluator, run_evaluator
 from fedring.train.loop import Loss, OptimizerFactory, train, warm_up
 from fedring.train.plan import Plan, TrainResult
+from fedring.train.private_loop import UNFIT, train_privately
+from fedring.train.sample_privacy_table import SamplePrivacy
 from fedring.train.seam import build_model, optimizer_factory, resolve
 from fedring.train.skeleton import build_skeleton
 from fedring.train.user_trainer import Trainer, run_trainer
@@ -84,7 +88,8 @@ class DeclaredTrainer:
                     return
                 task.load_into(loaded.model)
                 own = self._train_own(loaded, task) if task.job.personal else None
-                result = self._train(loaded, task)
+                with charging(task, self._config.privacy, loaded.split.train):
+                    result = self._train(loaded, task)
             task.submit(loaded.model, result.num_samples, result.metrics, result.seconds, own=own)
             log.info("round %d: update accepted", task.round, extra={"round": task.round, **result.metrics})
         except TrainingStopped:
@@ -101,7 +106,8 @@ class DeclaredTrainer:
             raise
         except Exception as error:  # the user's code may raise anything
             log.exception("round %d failed", task.round)
-            self._fail(task, failure_reason(error), failure_detail(error))
+            hidden = f"{type(error).__name__}; the log of this client says more"  # the text may quote a sample
+            self._fail(task, failure_reason(error), hidden if task.job.sample_dp else failure_detail(error))
 
     def evaluate(self, evaluation: Evaluation) -> Counts:
         """Evaluate a model on this client's held-out samples. The stages of a pipeline have done so already.
@@ -172,6 +178,7 @@ class DeclaredTrainer:
                 progress=(lambda share: task.progress((1 + share) / 2)) if task.job.personal else task.progress,
                 stopped=lambda: task.cancelled,
                 corrections=task.corrections,
+                private=sample_dp_of(task.job),
             )
         finally:
             self.in_users_code = False
@@ -276,6 +283,7 @@ def train_locally(
     progress: Callable[[float], None] = lambda share: None,
     stopped: Callable[[], bool] = lambda: False,
     corrections: Mapping[str, Tensor] | None = None,
+    private: SamplePrivacy | None = None,
 ) -> TrainResult:
     """Train the loaded model in place on one client's samples, with the built-in loop or the user's trainer.
 
@@ -287,12 +295,27 @@ def train_locally(
         progress: As for `fedring.train.loop.train`; a user's trainer cannot report how far it is.
         stopped: As for `fedring.train.loop.train`; a user's trainer does not ask.
         corrections: As for `fedring.train.loop.train`; None = the gradients are not corrected.
+        private: The noise of DP-SGD; None = single samples are not protected.
 
     Raises:
         TrainingStopped: If `stopped` returned True.
         TrainError: If there are no samples, the training diverged, or the user's trainer reports nonsense.
-        SeamError: If a user's trainer would have to correct the gradients.
+        SeamError: If a user's trainer would have to correct the gradients, or something does not fit DP-SGD.
     """
+    if private is not None:
+        if loaded.trainer is not None or corrections is not None:
+            raise SeamError(UNFIT, "Neither a trainer nor scaffold = true goes with the job's [sample_dp].")
+        return train_privately(
+            loaded.model,
+            samples,
+            plan,
+            private,
+            loss=loaded.loss,
+            optimizer_factory=loaded.optimizer,
+            device=device,
+            progress=progress,
+            stopped=stopped,
+        )
     if corrections is not None and loaded.trainer is not None:
         raise SeamError("no_correction", "A trainer does not correct its gradients, as the job's scaffold = true asks.")
     if loaded.trainer is not None:

@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from fedring.client.transfer.control import OwnControl
 from fedring.codec import CodecError
 from fedring.control.failure import Failure
 from fedring.daemon.exits import Exit
-from fedring.privacy.account import epsilon
+from fedring.privacy.account import NoAccountant, SampledSteps, epsilon, sampled_epsilon
 from fedring.server.model.optimizer import OptimizerError
 from fedring.server.model.rule import RuleError
 from fedring.server.model.strategy import HISTORY, PastRound, StrategyError, with_settings
@@ -52,6 +52,7 @@ from fedring.train.evaluation import Counts
 from fedring.train.files import save_vectors
 from fedring.train.job import Job
 from fedring.train.metrics import combine, with_origin
+from fedring.train.sample_privacy_table import SamplePrivacy
 
 Show = Callable[[float, Row | None], None]
 """Takes the share of the work that is done, from 0 to 1, and the row of the last round that has ended, if any has."""
@@ -153,6 +154,7 @@ class _Run:
         self._rows: list[Row] = []
         self._history = deque[PastRound](maxlen=HISTORY)
         (folder / "personal").mkdir()
+        self._spent: dict[int, list[SampledSteps]] = {}  # what each client's samples have spent
         self._left_by: dict[int, tuple[str, str]] = {}  # the line and the update of each client's control variate
 
     def run(self, stack: ExitStack) -> None:
@@ -186,7 +188,14 @@ class _Run:
             "clients_without_samples": self._setup.clients - len(self._candidates),
             "clients_drawn": len(self._drawn),
             "updates": sum(row["clients"] for row in self._rows),
+            **({"sample_epsilon": self._sample_epsilon(private)} if (private := self._job.sample_dp) else {}),
         }
+
+    def _sample_epsilon(self, private: SamplePrivacy) -> float | None:
+        """Return the largest epsilon of a client's samples; None if dp-accounting is not installed."""
+        with suppress(NoAccountant):
+            return max((sampled_epsilon(spent, private.delta) for spent in self._spent.values()), default=0.0)
+        return None
 
     def _run_rounds(self) -> None:
         abandoned, models = 0, list[ModelRow]()
@@ -275,7 +284,8 @@ class _Run:
             own = None if values is None else OwnControl(line, left_by, values)
             personal = self._personal_file(client)
             kept = personal.read_bytes() if personal.exists() else None
-            yield Turn(client, self._residuals.get(client), own, kept, bits.get(client_id(client), 0))
+            bits_of_group = bits.get(client_id(client), 0)
+            yield Turn(client, self._residuals.get(client), own, kept, self._spent.get(client, ()), bits_of_group)
 
     def _personal_file(self, client: int) -> Path:
         return self._folder / "personal" / f"{client}.safetensors"
@@ -285,6 +295,8 @@ class _Run:
             work.failures.append(outcome.failure)
             return
         work.updates.append(outcome.update)
+        if outcome.spent is not None:
+            self._spent.setdefault(outcome.client, []).append(outcome.spent)
         self._residuals.put(outcome.client, outcome.residual)
         if outcome.personal:
             self._personal_file(outcome.client).write_bytes(outcome.personal)

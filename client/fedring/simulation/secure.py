@@ -73,6 +73,7 @@ def terms_of(command: pb.TrainCmd, base: HeldModel, bits: int) -> upload.Terms:
         base.schema,
         deltas_only=True,
         bare=True,
+        silent=bool(command.job.sample_dp),
         masked_bits=width.bits,
         masked_values=width.count,
     )

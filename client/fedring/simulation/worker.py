@@ -29,6 +29,7 @@ from fedring.codec.digest import name_of
 from fedring.codec.schema import Vectors
 from fedring.data import DataError
 from fedring.data.partition import held_out_parts, labels_of, parts, subset
+from fedring.privacy.account import SampledSteps, sampled_epsilon
 from fedring.rpc.chunks import CHUNK_BYTES
 from fedring.rpc.contract import SMALL_BYTES
 from fedring.rpc.errors import FedringError
@@ -45,6 +46,7 @@ from fedring.train.errors import SeamError, TrainError, failure_detail
 from fedring.train.evaluation import Counts, run_evaluator
 from fedring.train.job import Job
 from fedring.train.loop import seeded, warm_up
+from fedring.train.private_loop import check_private_model, sampled_steps
 from fedring.train.state import fill, frozen_digest, has_frozen, read_tensors, read_vectors, write_tensors
 from fedring.train.state import split as split_tensors
 from fedring.v1 import federation_pb2 as pb
@@ -83,6 +85,7 @@ class Turn:
     residual: Vector | None  # what its earlier updates have left out
     own: OwnControl | None = None  # its control variate
     personal: bytes | None = None  # its own model, as a safetensors file; None = there is none
+    spent: Sequence[SampledSteps] = ()  # what its samples have spent
     bits: int = 0  # of a value in its group of secure aggregation; 0 = there is none
 
 
@@ -96,6 +99,7 @@ class Outcome:
     own: OwnControl | None = None  # the control variate that the update has left
     personal: bytes = b""  # the client's own model, as a safetensors file; empty = there is none
     failure: str = ""  # why there is no update, as one sentence
+    spent: SampledSteps | None = None  # what the training has spent; None = the job has no [sample_dp]
 
 
 def client_id(client: int) -> str:
@@ -132,6 +136,8 @@ class Worker:
             job.seed, self._device
         ):  # so that a data callable that draws samples draws the same ones everywhere
             self._loaded = load_job(spec, config, self._device)
+        if job.sample_dp is not None:
+            check_private_model(self._loaded.model)
         warm_up(self._device)
         split = self._loaded.split
         labels = labels_of(split.train, job.partition)
@@ -141,7 +147,7 @@ class Worker:
         shares = 1 if job.evaluator else setup.workers
         held_out = parts("iid", labels_of(split.test, "iid"), count=shares, alpha=job.alpha, seed=job.seed)
         self._held_out = subset(split.test, held_out[setup.number]) if setup.number < shares else None
-        self._sharing, self._personal = job.sharing, job.personal
+        self._job, self._sharing, self._personal = job, job.sharing, job.personal
         self._test_parts = (
             held_out_parts(job.partition, self._parts, labels, split.test, seed=job.seed) if job.personal else []
         )
@@ -194,8 +200,10 @@ class Worker:
     def _turn(self, turn: Turn) -> Outcome:
         try:
             personal = self._train_own(turn) if self._personal else b""
+            spent = self._spending(turn)
             update, own = self._update(turn)
-            return Outcome(turn.client, self._admit(turn, update), update.residual, own, personal)
+            row = self._admit(turn, update)
+            return Outcome(turn.client, row, update.residual, own, personal, spent=spent)
         except (SeamError, TrainError, DataError, CodecError, FedringError, SecureError, UpdateRefused) as error:
             failure = str(error)
         except Exception as error:  # the user's code may raise anything
@@ -233,6 +241,17 @@ class Worker:
         )
         return save_tensors(own) if own else b""
 
+    def _spending(self, turn: Turn) -> SampledSteps | None:
+        """Return what a turn will spend; as fl-client does, do not train if that would be too much."""
+        private, size = self._job.sample_dp, self.sizes[turn.client]
+        if private is None or not size:
+            return None
+        spent = sampled_steps(plan_of(self._command, client_id(turn.client)), private, size)
+        if 0 < private.max_epsilon < sampled_epsilon([*turn.spent, spent], private.delta):
+            text = f"The epsilon of its samples would be above sample_dp.max_epsilon = {private.max_epsilon:g}."
+            raise TrainError("privacy_policy", text)
+        return spent
+
     def _update(self, turn: Turn) -> tuple[Update, OwnControl | None]:
         """Do what fl-client does between the command and the upload."""
         loaded, command, base, name = self._loaded, self._command, self._begin(), client_id(turn.client)
@@ -240,7 +259,14 @@ class Worker:
         line = command.control.line
         correction = Correction(self._schema, line, self._control, turn.own) if line else None
         corrections = correction.by_name() if correction else None
-        result = train_locally(loaded, samples, plan_of(command, name), device=self._device, corrections=corrections)
+        result = train_locally(
+            loaded,
+            samples,
+            plan_of(command, name),
+            device=self._device,
+            corrections=corrections,
+            private=self._job.sample_dp,
+        )
         if loaded.trainer and (clause := self._schema.difference(split_tensors(loaded.model, self._sharing).shared)):
             raise UpdateRefused("wrong_schema", f"this model is not the one that was loaded: {clause}")
         if loaded.trainer and not has_frozen(loaded.model, self._frozen_schema, self._frozen_digest):
@@ -256,13 +282,14 @@ class Worker:
 
     def _admit(self, turn: Turn, update: Update) -> UpdateRow:
         client, command = turn.client, self._command
-        private, line = bool(command.job.dp), command.control.line
+        line = command.control.line
         terms = upload.Terms(
             command.model_digest,
             command.max_update_bytes,
             self._schema,
-            deltas_only=private,
-            bare=private,
+            deltas_only=bool(command.job.dp),
+            bare=self._job.bare,
+            silent=self._job.sample_dp is not None,
             control_line=line,
         )
         if turn.bits and self._base is not None:

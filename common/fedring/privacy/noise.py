@@ -32,8 +32,15 @@ class Noise:
     def normal(self, start: int, stop: int) -> NDArray[np.float64]:
         """Return the values from `start` to `stop` of the sequence, [stop - start]."""
         first, last = start // 2, (stop + 1) // 2
-        words = self._stream.words(2 * first, 2 * last).reshape(-1, 2)
-        uniform = ((words >> np.uint64(11)) + 0.5) * 2.0**-53  # above 0 and at most 1
+        uniform = self.uniform(2 * first, 2 * last).reshape(-1, 2)
         radius, angle = np.sqrt(-2.0 * np.log(uniform[:, 0])), 2.0 * np.pi * uniform[:, 1]
         pairs = np.stack((radius * np.cos(angle), radius * np.sin(angle)), axis=1)
         return pairs.reshape(-1)[start - 2 * first : stop - 2 * first]
+
+    def uniform(self, start: int, stop: int) -> NDArray[np.float64]:
+        """Return the values from `start` to `stop` that the normal ones are made of, [stop - start].
+
+        They are independent, above 0 and at most 1. Use them, or the normal ones, of one context, but not both.
+        """
+        words = self._stream.words(start, stop)
+        return ((words >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53

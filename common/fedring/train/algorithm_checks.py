@@ -49,6 +49,15 @@ SECURE: Mapping[str, tuple[object, str]] = {
     "straggler_factor": (0.0, "the server would choose whose updates count"),
 }
 """What the table [secure_aggregation] needs, and why."""
+SAMPLE_PRIVATE: Mapping[str, tuple[object, str]] = {
+    "mode": ("federated", "the workers of the other modes see each other's gradients"),
+    "trainer": ("", "only the built-in loop adds the noise"),
+    "weights": ("uniform", "numbers of samples are not private"),
+    "evaluate": (False, "the clients' evaluations are not private; evaluate_on_server may be true"),
+    "normalize_steps": (False, "numbers of steps are not private"),
+    "scaffold": (False, "its control variates would count in gradients that are shortened"),
+}
+"""What the table [sample_dp] needs, and why. What is made of the updates afterwards costs no privacy."""
 
 
 def check_keys(job: object, cause: str, needs: Mapping[str, object]) -> None:
@@ -67,17 +76,19 @@ def check_keys(job: object, cause: str, needs: Mapping[str, object]) -> None:
             raise ValueError(f"{cause} needs {key} = {json.dumps(needed)}, and it is {json.dumps(found)}")
 
 
-def check_private(job: object, best_by: str) -> None:
+def check_private(job: object, table: str, needs: Mapping[str, tuple[object, str]], best_by: str) -> None:
     """Check that a job with differential privacy has no key that would reveal what the noise does not cover.
 
     Args:
         job: The job.
-        best_by: Its key best_by.
+        table: The name of the table that makes it private.
+        needs: What the table needs, and why: PRIVATE or SAMPLE_PRIVATE.
+        best_by: The job's key best_by.
 
     Raises:
         ValueError: If a key has another value than it must have; the sentence says why.
     """
-    _check_needs(job, "dp", PRIVATE, best_by, "figures of the training are not private")
+    _check_needs(job, table, needs, best_by, "figures of the training are not private")
 
 
 def check_secure(job: object, best_by: str) -> None:

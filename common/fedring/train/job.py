@@ -7,7 +7,15 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 
 from fedring.codec.encoding import NAMES, TILE, Encoding
 from fedring.train.aggregation_table import MEAN, Aggregation
-from fedring.train.algorithm_checks import PERSONAL, SCAFFOLD, check_keys, check_private, check_secure
+from fedring.train.algorithm_checks import (
+    PERSONAL,
+    PRIVATE,
+    SAMPLE_PRIVATE,
+    SCAFFOLD,
+    check_keys,
+    check_private,
+    check_secure,
+)
 from fedring.train.bounds import (
     MAX_JOB_BYTES,
     MAX_SAMPLES,
@@ -37,6 +45,7 @@ from fedring.train.round_settings import (
     check_schedules,
     settings_of,
 )
+from fedring.train.sample_privacy_table import SamplePrivacy
 from fedring.train.secure_table import SecureAggregation
 from fedring.train.sharing import Sharing
 from fedring.train.start import NEWEST, Start
@@ -195,6 +204,11 @@ class Job(BaseModel):
     dp: ClientPrivacy | None = Field(
         None, description="differential privacy for whole clients; none = the models are not private (federated)"
     )
+    sample_dp: SamplePrivacy | None = Field(
+        None,
+        description="differential privacy for single samples, by the clients; none = what they send is not private "
+        "(federated)",
+    )
     secure_aggregation: SecureAggregation | None = Field(
         None, description="the server learns sums of updates only; none = it sees each update (federated)"
     )
@@ -322,10 +336,12 @@ class Job(BaseModel):
     @model_validator(mode="after")
     def _can_be_private(self) -> Self:
         if self.dp is not None:
-            check_private(self, self.best_by)
+            check_private(self, "dp", PRIVATE, self.best_by)
             self.dp.sum_multiplier(self.fewest_updates)
             if self.dp.delta * self.fewest_updates >= 1:
                 raise ValueError(f"dp.delta = {self.dp.delta:g} must be below 1 / {self.fewest_updates} clients")
+        if self.sample_dp is not None:
+            check_private(self, "sample_dp", SAMPLE_PRIVATE, self.best_by)
         return self
 
     @model_validator(mode="after")
@@ -377,6 +393,11 @@ class Job(BaseModel):
     def clips(self) -> bool:
         """Whether updates that are too long are shortened, for which they must be deltas."""
         return bool(self.update_clip or self.update_clip_factor or self.dp)
+
+    @property
+    def bare(self) -> bool:
+        """Whether updates say nothing of a client's data: no numbers of samples, no metrics, no training times."""
+        return any(table is not None for table in (self.dp, self.sample_dp, self.secure_aggregation))
 
     @property
     def sharing(self) -> Sharing:

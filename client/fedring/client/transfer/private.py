@@ -42,7 +42,7 @@ class Line:
     """The models that jobs have made one from another, beginning with a new one. Private values belong to one line."""
 
     run_id: str
-    model: bytes  # the hash of the schema of the shared tensors
+    model: bytes  # the hash of the schema of the shared tensors; hashed again, if the job has [sample_dp]
     after: tuple[int, int]  # the epoch and the number of the last round before it: the same in all jobs of the line
 
 
@@ -56,8 +56,14 @@ class PrivateValues:
 
 
 def line_of(command: pb.TrainCmd | pb.EvaluateCmd) -> Line:
-    """Return the line of the model that a command names."""
-    return Line(command.run_id, command.schema_hash, (command.residual_after_epoch, command.residual_after))
+    """Return the line of the model that a command names.
+
+    Jobs with [sample_dp] have lines of their own: values that were trained without the noise must not come into it.
+    """
+    model = command.schema_hash
+    if command.job.sample_dp:
+        model = hashlib.sha256(b"sample_dp" + model).digest()
+    return Line(command.run_id, model, (command.residual_after_epoch, command.residual_after))
 
 
 def check_finite(tensors: Mapping[str, Tensor]) -> None:

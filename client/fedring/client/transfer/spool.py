@@ -44,6 +44,7 @@ from fedring.client.transfer.private import PrivateState, PrivateValues
 from fedring.codec.digest import Digest, update_name
 from fedring.daemon.crash import crashpoint
 from fedring.daemon.durable import sync
+from fedring.privacy.account import SampledSteps
 from fedring.rpc.chunks import CHUNK_BYTES
 from fedring.v1 import federation_pb2 as pb
 
@@ -160,6 +161,18 @@ class Spool:
             self._residual_file.unlink(missing_ok=True)
             self._cached = (run_id, schema_hash, None)
         return self._cached[2]
+
+    def charge_samples(self, command: pb.TrainCmd, spent: SampledSteps) -> None:
+        """Charge a training with DP-SGD; before a job's first one, drop the residual, which no noise may cover.
+
+        Raises:
+            OSError: If that is impossible.
+        """
+        if not self.ledger.has_charged(command):
+            self._residual_file.unlink(missing_ok=True)
+            sync(self.folder)
+            self._cached = None
+        self.ledger.charge_samples(command, spent)
 
     def pending(self) -> Spooled | None:
         """Return the update that is not accepted yet, if there is one; a damaged one is dropped."""

@@ -123,7 +123,7 @@ def _offer(
     training: TrainingReport,
     control: pb.UsedControl | None = None,
 ) -> pb.UpdateOffer:
-    if command.job.dp:  # the noise on the model does not cover what a client says of its data
+    if command.job.dp or command.job.sample_dp:  # the noise on the model does not cover what a client says of its data
         training = TrainingReport(samples=1)
     for packet in packets:
         packet.num_samples = training.samples

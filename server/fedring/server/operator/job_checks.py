@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 
 import torch
+from torch import nn
 
 from fedring.codec.schema import Schema
 from fedring.daemon.checks import Level, check_data_root
@@ -25,6 +26,7 @@ from fedring.train.dgc_optimizer import make_optimizer
 from fedring.train.errors import SeamError
 from fedring.train.job import Job
 from fedring.train.name_checks import check_data
+from fedring.train.private_layers import unfit_layer
 from fedring.train.seam import optimizer_factory, resolve
 from fedring.train.skeleton import build_skeleton
 from fedring.train.start import BEST, FRESH, NEWEST, is_path, version_of
@@ -102,6 +104,8 @@ class JobChecks:
         schema = self._check_model(job)
         self._check_sizes(job, schema)
         _check_privacy(job, schema)
+        if job.sample_dp is not None and (why := unfit_layer(self._skeleton(job))):
+            raise ConfigError(f"sample_dp: {why}")
         _check_best_by(job, strategy)
         alike = [row for row in kept if row.schema_hash == schema.hash.hex()]
         self._check_start(job, kept, alike, runs_next=runs_next)
@@ -129,13 +133,16 @@ class JobChecks:
 
     def _check_layers(self, job: Job) -> None:
         """Check that the layers that begin stages are parts of the model."""
-        model = build_skeleton(job.model, job.model_args, job.seed, self._config.trusted)
+        model = self._skeleton(job)
         known = [name for name, _ in model.named_modules() if name]
         for layer in job.pipeline.cut:
             if isinstance(layer, str) and layer not in known:
                 near = get_close_matches(layer, known, n=1)
                 hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(known[:20])}"
                 raise ConfigError(f"pipeline.cut: {job.model} has no layer {layer}: {hint}")
+
+    def _skeleton(self, job: Job) -> nn.Module:
+        return build_skeleton(job.model, job.model_args, job.seed, self._config.trusted)
 
     def _check_sizes(self, job: Job, schema: Schema) -> None:
         clients, most = job.pipeline.workers if job.mode == "pipeline" else job.min_clients, self._config.max_clients

@@ -31,7 +31,7 @@ def privacy_message(charges: Sequence[ChargeRow], jobs: Sequence[JobRow], delta:
         delta=delta,
         epsilon=epsilon([charge.noise_multiplier for charge in charges], delta),
         rounds=len(charges),
-        rounds_without=sum(job.rounds_done for job in jobs if not tables[job.job_id]),
+        rounds_without=sum(job.rounds_done for job in jobs if not (tables[job.job_id] or job.spec.get("sample_dp"))),
         jobs=[
             pb.PrivacyOfJob(
                 job_id=job_id,

@@ -75,6 +75,7 @@ def job_spec(job: Job, job_id: int) -> pb.JobSpec:
         private=job.private,
         dp=job.dp.model_dump_json() if job.dp else "",
         secure_aggregation=job.secure_aggregation.model_dump_json() if job.secure_aggregation else "",
+        sample_dp=job.sample_dp.model_dump_json() if job.sample_dp else "",
         min_results=job.min_clients_to_aggregate,
         personal=job.personal.model_dump_json() if job.personal else "",
     )

@@ -204,9 +204,9 @@ class ClientUpdateService:
                     most = open_.command.max_update_bytes
                     job, line = open_.job, open_.command.control.line
                     bits = open_.secure.check_update(client) if open_.secure else 0
-                    bare = job.dp is not None or open_.secure is not None
+                    silent = job.sample_dp is not None
                     count = width_of(open_.command.secure, schema.num_parameters, bits).count if bits else 0
-                    return Terms(open_.base.digest, most, schema, job.clips, bare, line, bits, count)
+                    return Terms(open_.base.digest, most, schema, job.clips, job.bare, silent, line, bits, count)
                 case Open():
                     return Opened(await self._open(call, effect))
                 case Read():

@@ -59,6 +59,7 @@ class Terms:
     schema: Schema  # of that model
     deltas_only: bool = False  # whether parameters must come as the difference to that model
     bare: bool = False  # whether nothing is kept of what the client says of its data
+    silent: bool = False  # whether an update that says something of a client's data is refused
     control_line: str = ""  # the line of the control variate that must have corrected the gradients; empty = none
     masked_bits: int = 0  # of a value, in the client's group; 0 = the round has no secure aggregation
     masked_values: int = 0  # how many of them there are: see fedring.server.model.masked_sum.width_of
@@ -304,6 +305,11 @@ class Upload:
             raise BadUpdate(_wrong_control(header.control.line, terms.control_line), reason="wrong_control")
         if (previous := header.control.previous) and not is_blake3(previous):
             raise BadUpdate(f"control.previous is {previous[:100]!r}, which names no update", reason="wrong_control")
+        if terms.silent and (
+            header.metrics or header.train_seconds or any(packet.num_samples != 1 for packet in header.packets)
+        ):
+            text = "the job has sample_dp, and this update tells figures of its training: update this client"
+            raise BadUpdate(text, reason="no_sample_dp")
         self._schema, self._bare, self._width = terms.schema, terms.bare, terms.width
         if self._payload is not None and not len(self._payload) == header.total_bytes <= SMALL_BYTES:
             text = f"{len(self._payload)} bytes, not the declared {header.total_bytes}, or more than {SMALL_BYTES}"

@@ -1,0 +1,97 @@
+"""What a round of a job with [sample_dp] costs this client: checked before the training, and charged after it."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch.utils.data import Dataset
+
+from fedring.client.privacy import Ledger, SitePolicy, sample_dp_of
+from fedring.client.task import Task
+from fedring.privacy.account import NoAccountant, SampledSteps
+from fedring.train.batches import size_of
+from fedring.train.errors import SeamError, TrainError, TrainingStopped
+from fedring.train.private_loop import sampled_steps
+from fedring.v1 import federation_pb2 as pb
+
+log = logging.getLogger(__name__)
+
+
+@contextmanager
+def charging(task: Task, policy: SitePolicy, samples: Dataset[Any]) -> Iterator[None]:
+    """Charge the training of a round inside the context when it ends, before anything of it may leave this client.
+
+    A training that was stopped, or whose code does not fit, costs nothing. One that fails costs as much as any other,
+    because the server gets the reason. In a job without [sample_dp], this does nothing.
+
+    Args:
+        task: The task.
+        policy: What the site demands.
+        samples: The samples of this client.
+
+    Raises:
+        TrainError: With the reason privacy_policy, if a limit would be passed, or no_accountant, if that is not known.
+        OSError: If the account cannot be written.
+    """
+    private = sample_dp_of(task.job)
+    if private is None or not (size := size_of(samples)):  # without samples, there is no training
+        yield
+        return
+    spent = sampled_steps(task.plan, private, size)
+    try:
+        why = overspent(policy, task.ledger, task.command, spent)
+    except NoAccountant as error:
+        raise TrainError("no_accountant", f"There is a limit of the epsilon of samples: {error}.") from error
+    if why:
+        raise TrainError("privacy_policy", why)
+    if private.delta * size >= 1:
+        log.warning("sample_dp.delta = %g should be below 1 / the number of samples", private.delta)
+    try:
+        yield
+    except (SeamError, TrainingStopped):  # Whether the code fits does not depend on single samples.
+        raise
+    except BaseException:
+        task.charge(spent)
+        raise
+    task.charge(spent)
+    _tell_spent(task.ledger, policy.delta)
+
+
+def overspent(policy: SitePolicy, ledger: Ledger, command: pb.TrainCmd, more: SampledSteps) -> str:
+    """Return one sentence that says which limit a training would pass; "" if none.
+
+    It has no figure of what was spent, from which the number of samples would follow.
+
+    Args:
+        policy: What the site demands.
+        ledger: What the client has spent.
+        command: The command of the round, of a job with [sample_dp].
+        more: What the training would spend.
+
+    Raises:
+        NoAccountant: If there is a limit, and dp-accounting is not installed.
+    """
+    job = sample_dp_of(command.job)
+    if job is not None and 0 < job.max_epsilon < ledger.sample_epsilon(job.delta, of=command, more=more):
+        return (
+            "One more round of this job would take the epsilon of this client's samples above sample_dp.max_epsilon = "
+            f"{job.max_epsilon:g}."
+        )
+    if 0 < policy.max_sample_epsilon < ledger.sample_epsilon(policy.delta, more=more):
+        return (
+            "One more round would take the epsilon of this client's samples above its privacy.max_sample_epsilon = "
+            f"{policy.max_sample_epsilon:g}."
+        )
+    return ""
+
+
+def _tell_spent(ledger: Ledger, delta: float) -> None:
+    """Log what this client's samples have spent. The server is not told: the number of samples follows from it."""
+    try:
+        epsilon = ledger.sample_epsilon(delta)
+    except NoAccountant as error:
+        log.warning("the epsilon of this client's samples is not known: %s", error)
+        return
+    text = "this client's samples have spent epsilon = %.3g for delta = %g"
+    log.info(text, epsilon, delta, extra={"epsilon": epsilon, "delta": delta})

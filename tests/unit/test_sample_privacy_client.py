@@ -1,0 +1,346 @@
+"""What a client does with jobs with [sample_dp]: its account, its limits, and what it never sends."""
+
+import json
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from fedring.client import ClientConfig, Federation, connect
+from fedring.client.errors import UpdateRefused
+from fedring.client.privacy import Ledger, SitePolicy, may_count, refusal
+from fedring.client.sample_privacy import overspent
+from fedring.client.trainer import DeclaredTrainer
+from fedring.client.transfer.private import line_of
+from fedring.daemon.config import ConfigError
+from fedring.privacy.account import SampledSteps, epsilon, sampled_epsilon
+from fedring.rpc.errors import FedringError, Unavailable
+from fedring.train.models import digits_mlp
+from fedring.train.sample_privacy_table import SamplePrivacy
+from fedring.v1 import federation_pb2 as pb
+
+if TYPE_CHECKING:
+    from tests.unit.conftest import ScriptedServer
+
+SECONDS = 60.0
+
+
+def noisy(multiplier: float, **keys: float) -> SamplePrivacy:
+    return SamplePrivacy.model_validate({"noise_multiplier": multiplier, **keys})
+
+
+SAMPLE = noisy(1.0)
+STEPS = SampledSteps(0.1, 1.0, 10)
+NAMES: dict[str, Any] = {
+    "model": "fedring.train.models:digits_mlp",
+    "model_args": "{}",
+    "data": "fedring.data:digits",
+    "loss": "fedring.train.losses:cross_entropy",
+    "optimizer": "fedring.train.optimizers:sgd",
+    "partition": "iid",
+    "alpha": 0.5,
+}
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return digits_mlp()
+
+
+def job(number: int = 1, private: SamplePrivacy | None = SAMPLE, **fields: Any) -> pb.JobSpec:
+    text = private.model_dump_json() if private else ""
+    return pb.JobSpec(mode="federated", rounds=9, job_id=number, sample_dp=text, **NAMES | fields)
+
+
+@contextmanager
+def client(settings: dict[str, Any], **keys: Any) -> Iterator[Federation]:
+    """Run the main loop of a daemon in a thread, with 359 or 360 samples."""
+    config = ClientConfig(**settings, partition_count=4, **keys)
+    declared = DeclaredTrainer(config)
+
+    def run() -> None:
+        for task in federation:
+            declared.train(task)
+
+    with Federation(config, on_evaluate=declared.evaluate) as federation:
+        thread = threading.Thread(target=run)
+        thread.start()
+        yield federation
+        federation.close()
+        thread.join()
+
+
+def samples_in(settings: dict[str, Any]) -> list[dict[str, Any]]:
+    entries: list[dict[str, Any]] = json.loads((settings["state_dir"] / "privacy.json").read_text())["samples"]
+    return entries
+
+
+def values_of(payload: bytes, model: nn.Module) -> NDArray[np.float32]:
+    """Return the values of an update that is encoded as fp32."""
+    count = sum(parameter.numel() for parameter in model.parameters())
+    return np.frombuffer(payload[-4 * count :], "<f4")
+
+
+# In rounds
+
+
+def test_an_update_says_nothing_of_the_data_and_is_charged_before_it_leaves(
+    server: "ScriptedServer", settings: dict[str, Any], model: nn.Module
+) -> None:
+    charged: list[list[dict[str, Any]]] = []
+
+    def see(header: pb.UpdateHeader) -> FedringError | None:
+        charged.append(samples_in(settings))
+        return None
+
+    server.on_header = see
+    with client(settings) as federation:
+        server.joins.get(timeout=SECONDS)
+        for number in (1, 2):
+            server.train(server.command(model, round_=number, batch_size=36, epochs=2, job=job()))
+            header, _ = server.accepted.get(timeout=SECONDS)
+            assert [packet.num_samples for packet in header.packets] == [1]
+            assert (header.train_seconds, dict(header.metrics)) == (0.0, {})
+        server.train(server.command(model, round_=3, batch_size=36, job=job(2)))
+        server.accepted.get(timeout=SECONDS)
+        for spec, counted in ((job(2), 0), (job(3, None), 90)):
+            server.send(pb.ServerEvent(evaluate=server.evaluation(1, job=spec, round=3)))
+            assert server.evaluations.get(timeout=SECONDS).total == counted
+        shown = federation._link.metrics.registry.get_sample_value("fl_client_sample_epsilon")
+    entry = {"run": "run-1", "job": 1, "rate": 36 / 360, "noise_multiplier": 1.0}
+    assert charged[0] == [entry | {"steps": 20}]
+    assert charged[1] == [entry | {"steps": 40}]
+    assert charged[2] == [entry | {"steps": 40}, entry | {"job": 2, "steps": 10}]
+    assert shown == pytest.approx(sampled_epsilon([SampledSteps(0.1, 1.0, 50)], 1e-5))
+
+
+def test_an_update_that_is_sent_again_after_a_restart_is_charged_once(
+    server: "ScriptedServer", settings: dict[str, Any], model: nn.Module
+) -> None:
+    server.on_header = lambda header: Unavailable("not now")
+    command = server.command(model, batch_size=36, job=job())
+    with client(settings):
+        server.joins.get(timeout=SECONDS)
+        server.train(command)
+        first = server.offers.get(timeout=SECONDS)
+    (entry,) = samples_in(settings)
+    assert entry["steps"] == 10
+    server.on_header = lambda header: None
+    with client(settings):
+        server.joins.get(timeout=SECONDS)
+        server.train(command)
+        server.accepted.get(timeout=SECONDS)
+    assert server.offers.queue[-1].name == first.name
+    assert samples_in(settings) == [entry]
+
+
+def test_a_client_does_not_train_above_its_limit_and_tells_no_figure(
+    server: "ScriptedServer", settings: dict[str, Any], model: nn.Module
+) -> None:
+    limit = sampled_epsilon([SampledSteps(0.1, 1.0, 15)], 1e-5)
+    with client(settings, privacy={"max_sample_epsilon": limit}):
+        server.joins.get(timeout=SECONDS)
+        server.train(server.command(model, batch_size=36, job=job()))
+        server.accepted.get(timeout=SECONDS)
+        for number, spec in ((2, job()), (3, job(2))):  # another job does not help
+            server.train(server.command(model, round_=number, batch_size=36, job=spec))
+            failure = server.failures.get(timeout=SECONDS)
+            assert failure.reason == "privacy_policy"
+            assert failure.detail == (
+                "One more round would take the epsilon of this client's samples above its privacy.max_sample_epsilon = "
+                f"{limit:g}."
+            )
+        server.train(server.command(model, round_=4, batch_size=36, job=job(3, None)))
+        assert "demands a job with [sample_dp]" in server.failures.get(timeout=SECONDS).detail
+    assert samples_in(settings)[0]["steps"] == 10
+
+
+def test_only_the_built_in_training_can_be_submitted(
+    server: "ScriptedServer", settings: dict[str, Any], model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = ModuleType("my_project")
+
+    def my_trainer(model: Any, samples: Any, plan: Any) -> int:
+        return 17
+
+    my_trainer.__module__ = "my_project"
+    module.my_trainer = my_trainer  # type: ignore[attr-defined]  # a module takes any attribute
+    monkeypatch.setitem(sys.modules, "my_project", module)
+    with client(settings, trainer="my_project:my_trainer"):
+        server.joins.get(timeout=SECONDS)
+        server.train(server.command(model, job=job()))
+        assert server.failures.get(timeout=SECONDS).reason == "no_sample_dp"
+    with connect(**settings) as federation:
+        server.joins.get(timeout=SECONDS)
+        server.train(server.command(model, round_=2, job=job()))
+        task = next(federation)
+        task.load_into(model)
+        with pytest.raises(UpdateRefused, match="only the training of fl-client adds its noise"):
+            task.submit(model, 5)
+        assert server.failures.get(timeout=SECONDS).reason == "no_sample_dp"
+    assert server.accepted.empty()
+    assert not (settings["state_dir"] / "privacy.json").exists()
+
+
+def test_a_client_tells_no_text_of_errors_which_may_quote_a_sample(
+    server: "ScriptedServer", settings: dict[str, Any], model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = ModuleType("my_project")
+
+    def my_loss(outputs: Tensor, labels: Tensor) -> Tensor:
+        raise KeyError("Jane Doe")
+
+    my_loss.__module__ = "my_project"
+    module.my_loss = my_loss  # type: ignore[attr-defined]  # as above
+    monkeypatch.setitem(sys.modules, "my_project", module)
+    with client(settings, loss="my_project:my_loss"):
+        server.joins.get(timeout=SECONDS)
+        server.train(server.command(model, job=job()))
+        failure = server.failures.get(timeout=SECONDS)
+        assert (failure.reason, failure.detail) == ("train_error", "KeyError; the log of this client says more")
+    assert samples_in(settings)[0]["steps"] == 45  # the reason of a failure may depend on samples, too
+
+
+def test_what_rounds_without_noise_have_left_does_not_come_into_private_ones(
+    server: "ScriptedServer", settings: dict[str, Any], model: nn.Module
+) -> None:
+    still: dict[str, Any] = {"lr": 1e-12, "momentum": 0.0, "batch_size": 36}
+    quiet = noisy(1e-9)
+    with client(settings):
+        server.joins.get(timeout=SECONDS)
+        server.train(server.command(model, encoding="fp32_sparse", job=job(1, None)))
+        server.accepted.get(timeout=SECONDS)
+        server.train(server.command(model, round_=2, job=job(2, quiet), **still))
+        _, payload = server.accepted.get(timeout=SECONDS)
+        assert np.abs(values_of(payload, model)).max() < 1e-6
+        server.train(server.command(model, round_=3, encoding="fp32_sparse", batch_size=36, job=job(2, quiet)))
+        server.accepted.get(timeout=SECONDS)
+        server.train(server.command(model, round_=4, job=job(2, quiet), **still))
+        _, payload = server.accepted.get(timeout=SECONDS)
+        assert np.abs(values_of(payload, model)).max() > 1e-6  # what the round before has left out
+    plain, private = (pb.TrainCmd(run_id="run", schema_hash=b"1" * 32, job=each) for each in (job(1, None), job()))
+    assert line_of(plain) != line_of(private)  # of private tensors, and of the client's own model
+    assert line_of(plain).model == plain.schema_hash
+
+
+# What a site demands
+
+
+def command(number: int = 1, *, mode: str = "federated", sample: str | None = None, dp: str = "") -> pb.TrainCmd:
+    text = SAMPLE.model_dump_json() if sample is None else sample
+    spec = pb.JobSpec(mode=mode, job_id=number, min_results=5, sample_dp=text, dp=dp)
+    return pb.TrainCmd(run_id="run", round=number, job=spec)
+
+
+@pytest.mark.parametrize(
+    ("policy", "asked", "sentence"),
+    [
+        ({}, command(sample='{"noise": 1}'), """does not understand the job's sample_dp = {"noise": 1}"""),
+        ({}, command(mode="data_parallel"), "in the mode data_parallel other workers see this client's gradients"),
+        (
+            {"min_sample_noise_multiplier": 1.0},
+            command(sample=""),
+            "privacy.min_sample_noise_multiplier = 1 demands a job with [sample_dp], and this job has none",
+        ),
+        (
+            {"min_sample_noise_multiplier": 1.1},
+            command(),
+            "privacy.min_sample_noise_multiplier = 1.1 is above the job's sample_dp.noise_multiplier = 1",
+        ),
+        ({"max_sample_epsilon": 1.0}, command(sample=""), "privacy.max_sample_epsilon = 1 demands a job with"),
+        (
+            {"max_sample_epsilon": 1.0},
+            command(sample="", mode="pipeline"),
+            "privacy.max_sample_epsilon = 1 refuses the mode pipeline",
+        ),
+    ],
+    ids=str,
+)
+def test_a_job_that_is_weaker_than_the_policy_is_refused(
+    policy: dict[str, Any], asked: pb.TrainCmd, sentence: str, tmp_path: Path
+) -> None:
+    assert sentence in refusal(SitePolicy.model_validate(policy), Ledger(tmp_path), asked)
+
+
+def test_a_job_that_is_strong_enough_is_taken(tmp_path: Path) -> None:
+    policy = SitePolicy.model_validate({"min_sample_noise_multiplier": 1.0, "max_sample_epsilon": 3.0})
+    assert refusal(policy, Ledger(tmp_path), command()) == ""
+    assert refusal(SitePolicy.model_validate({}), Ledger(tmp_path), command(sample="")) == ""
+    assert not may_count(policy, pb.JobSpec())
+    assert not may_count(SitePolicy.model_validate({}), command().job)
+    assert may_count(SitePolicy.model_validate({}), pb.JobSpec())
+
+
+# The account
+
+
+def test_the_account_is_kept_beside_that_of_whole_clients(tmp_path: Path) -> None:
+    path = tmp_path / "privacy.json"
+    path.write_text('{"last": "run 0 7 ", "rounds": {"2.0": 3}}')  # of a client that knew no [sample_dp]
+    ledger = Ledger(tmp_path)
+    assert ledger.sample_epsilon(1e-5) == 0.0
+    ledger.charge_samples(command(1), STEPS)
+    ledger.charge(command(8, dp='{"noise_multiplier": 2.0}'))
+    ledger.charge_samples(command(1), STEPS)
+    ledger.charge_samples(command(2), SampledSteps(0.2, 1.0, 5))
+    for known in (ledger, Ledger(tmp_path)):
+        assert known.epsilon_with(command(8), 1e-5) == epsilon([2.0] * 4, 1e-5)
+        assert known.sample_epsilon(1e-5, of=command(1)) == sampled_epsilon([STEPS, STEPS], 1e-5)
+        total = sampled_epsilon([STEPS, STEPS, SampledSteps(0.2, 1.0, 5)], 1e-5)
+        assert known.sample_epsilon(1e-5) == total
+        assert known.sample_epsilon(1e-5, more=STEPS) > total
+        assert [known.has_charged(command(number)) for number in (1, 2, 3)] == [True, True, False]
+    assert json.loads(path.read_text())["rounds"] == {"2.0": 4}
+    assert [each.name for each in tmp_path.iterdir()] == ["privacy.json"]
+
+
+def test_the_limit_of_a_job_is_its_own(tmp_path: Path) -> None:
+    ledger, any_policy = Ledger(tmp_path), SitePolicy.model_validate({})
+    ledger.charge_samples(command(1), STEPS)
+    limit = sampled_epsilon([STEPS], 1e-5)
+    limited = noisy(1.0, max_epsilon=limit).model_dump_json()
+    assert "above sample_dp.max_epsilon" in overspent(any_policy, ledger, command(1, sample=limited), STEPS)
+    assert overspent(any_policy, ledger, command(2, sample=limited), STEPS) == ""
+    strict = SitePolicy.model_validate({"max_sample_epsilon": limit})
+    assert "above its privacy.max_sample_epsilon" in overspent(strict, ledger, command(2), STEPS)
+
+
+def test_a_charge_that_cannot_be_written_is_no_charge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError("no space left")
+
+    ledger = Ledger(tmp_path)
+    monkeypatch.setattr("fedring.client.privacy.replace_durably", full)
+    with pytest.raises(OSError, match="no space left"):
+        ledger.charge_samples(command(), STEPS)
+    assert not ledger.has_charged(command())
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        '"x"',
+        "{}",
+        '{"run": "r", "job": 1, "rate": 0, "noise_multiplier": 1, "steps": 1}',
+        '{"run": "r", "job": 1, "rate": 1.5, "noise_multiplier": 1, "steps": 1}',
+        '{"run": "r", "job": 1, "rate": 1, "noise_multiplier": 1e200, "steps": 1}',
+        '{"run": "r", "job": 1, "rate": 1, "noise_multiplier": 1, "steps": -1}',
+        '{"run": "r", "job": "x", "rate": 1, "noise_multiplier": 1, "steps": 1}',
+        '{"run": "r", "job": 1, "rate": 1, "noise_multiplier": 1, "steps": 1e400}',
+        '{"run": "r", "job": 1, "rate": NaN, "noise_multiplier": 1, "steps": 1}',
+    ],
+)
+def test_a_damaged_account_is_not_taken_for_an_empty_one(entry: str, tmp_path: Path) -> None:
+    (tmp_path / "privacy.json").write_text(f'{{"last": "", "rounds": {{}}, "samples": [{entry}]}}')
+    with pytest.raises(ConfigError, match=r"privacy\.json says what privacy this client has spent"):
+        Ledger(tmp_path)
