@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from fedring.privacy.account import SampledSteps
-from fedring.privacy.noise import SECRET_BYTES, Noise
+from fedring.privacy.keystream import SECRET_BYTES
+from fedring.privacy.noise import Noise
 from fedring.train.batches import Inputs, apply, fetch, size_of
 from fedring.train.errors import SeamError, TrainError, TrainingStopped
 from fedring.train.loop import Loss, OptimizerFactory, add_proximal, seeded
