@@ -337,7 +337,7 @@ SECURE: dict[str, Any] = {
 
 
 def test_clients_with_secure_aggregation_learn_as_others_do_and_send_few_bytes() -> None:
-    keys = {"rounds": 6, "model_args": {"hidden": 64}}
+    keys: dict[str, Any] = {"rounds": 6, "model_args": {"hidden": 64}}
     plain = alone(**{**SECURE, **keys, "secure_aggregation": None, "encoding": "fp32"})
     secure = alone(**{**SECURE, **keys})
     assert abs(secure["accuracy"] - plain["accuracy"]) < 0.05
