@@ -17,7 +17,8 @@ from fedring.train.aggregation_table import Aggregation
 from fedring.train.bounds import MAX_COUNT
 from fedring.train.data_parallel_table import DataParallel
 from fedring.train.hooks import DGCParameters, Int8Parameters, PowerSGDParameters, TopKParameters
-from fedring.train.job import Job, ServerOptimizer
+from fedring.train.job import Job
+from fedring.train.job_keys import ServerOptimizer
 from fedring.train.personal_table import Personal
 from fedring.train.pipeline_table import Pipeline
 from fedring.train.privacy_table import ClientPrivacy

@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import torch
 
-from fedring.client.task import own_seed
+from fedring.client.round_plan import own_seed
 from fedring.codec import CodecError, Encoding, encode
 from fedring.codec.digest import name_of
 from fedring.codec.schema import Vectors

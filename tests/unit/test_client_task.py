@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from torch import nn
 
-from fedring.client.task import own_seed
+from fedring.client.round_plan import own_seed
 from fedring.client.transfer.download import HeldModel
 from fedring.client.transfer.update import TrainingReport, Update, make_update
 from fedring.codec import Encoding, Vectors, decode, encode

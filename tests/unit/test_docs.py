@@ -29,7 +29,8 @@ from fedring.server.round.metrics import Metrics as ServerMetrics
 from fedring.server.state.rows import JobRow
 from fedring.train.aggregation_table import RULES, Aggregation
 from fedring.train.data_parallel_table import HOOKS, DataParallel
-from fedring.train.job import Job, ServerOptimizer
+from fedring.train.job import Job
+from fedring.train.job_keys import ServerOptimizer
 from fedring.train.personal_table import Personal
 from fedring.train.pipeline_table import Pipeline
 from fedring.train.privacy_table import ClientPrivacy

@@ -1,6 +1,5 @@
 """A round to train in, as the user's code sees it."""
 
-import hashlib
 import time
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 from fedring.client.errors import BadModel, RoundOver, UpdateRefused, WrongModel
 from fedring.client.loading import Loaded, ModelLoader, check_frozen
 from fedring.client.metrics import ClientMetrics
+from fedring.client.round_plan import plan_of
 from fedring.client.secure.desk import SecureDesk
 from fedring.client.secure.masked import masked_update
 from fedring.client.session.inbox import Assignment
@@ -390,25 +390,3 @@ class Task:
             detail = f"the update has {size} bytes, more than {limit} of fl-server: raise that or use another encoding"
             self.fail("too_large", detail)
             raise UpdateRefused("too_large", detail)
-
-
-def plan_of(command: pb.TrainCmd, client_id: str) -> Plan:
-    """Return how a client trains in the round that a command asks for, with the client's own seed."""
-    c, seed = command, own_seed(command.seed, client_id)
-    return Plan(
-        c.epochs, c.batch_size, c.lr, c.momentum, c.mu, c.subset_size, seed, round=c.round, job_round=c.job_round
-    )
-
-
-def own_seed(seed: int, client_id: str) -> int:
-    """Return the seed that this client uses in a round, 0 to 2^63 - 1.
-
-    With the same seed, all clients would draw samples at the same places of their parts. Data sets are ordered (such as
-    MNIST by writer), so all clients of a round would see the same few writers.
-
-    Args:
-        seed: The round's seed, which is the same for all clients.
-        client_id: This client's id.
-    """
-    digest = hashlib.sha256(f"{seed}:{client_id}".encode()).digest()
-    return int.from_bytes(digest[:8], "little") >> 1

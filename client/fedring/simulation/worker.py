@@ -18,7 +18,7 @@ from safetensors.torch import save as save_tensors
 from fedring.client.config import ClientConfig
 from fedring.client.errors import UpdateRefused
 from fedring.client.personal import figures_of, train_own
-from fedring.client.task import plan_of
+from fedring.client.round_plan import plan_of
 from fedring.client.trainer import load_job, train_locally
 from fedring.client.transfer.control import OwnControl
 from fedring.client.transfer.correction import Correction

@@ -1,0 +1,28 @@
+"""How a client trains in a round: what the command says, with a seed of the client's own."""
+
+import hashlib
+
+from fedring.train.plan import Plan
+from fedring.v1 import federation_pb2 as pb
+
+
+def plan_of(command: pb.TrainCmd, client_id: str) -> Plan:
+    """Return how a client trains in the round that a command asks for, with the client's own seed."""
+    c, seed = command, own_seed(command.seed, client_id)
+    return Plan(
+        c.epochs, c.batch_size, c.lr, c.momentum, c.mu, c.subset_size, seed, round=c.round, job_round=c.job_round
+    )
+
+
+def own_seed(seed: int, client_id: str) -> int:
+    """Return the seed that this client uses in a round, 0 to 2^63 - 1.
+
+    With the same seed, all clients would draw samples at the same places of their parts. Data sets are ordered (such as
+    MNIST by writer), so all clients of a round would see the same few writers.
+
+    Args:
+        seed: The round's seed, which is the same for all clients.
+        client_id: This client's id.
+    """
+    digest = hashlib.sha256(f"{seed}:{client_id}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
