@@ -13,6 +13,26 @@ def threshold(clients: int) -> int:
     return 2 * clients // 3 + 1
 
 
+def honest_survivors(clients: int) -> int:
+    """Return how many honest clients are in every sum of a group that anybody sees.
+
+    A sum has the updates of at least `threshold` clients, of which fewer than a third of the group may be dishonest. One
+    counts as dishonest in the smallest groups, too: whoever knows its own part of a sum sees less of the others hidden.
+    """
+    return threshold(clients) - max(1, (clients - 1) // 3)
+
+
+def group_count(clients: int, size: int) -> int:
+    """Return into how many groups, of nearly equal size, clients are divided.
+
+    Args:
+        clients: their number.
+        size: how many clients a group should have, to which its remainder is added; 0 = as few groups as possible. A
+            group never has more than MAX_GROUP.
+    """
+    return max(clients // size if size else 1, -(-clients // MAX_GROUP), 1)
+
+
 def bits_of_sum(clients: int, levels: int, max_weight: int = 1) -> int:
     """Return the bits that hold the sum of `clients` values between -max_weight * levels and max_weight * levels."""
     return (2 * clients * max_weight * levels).bit_length()

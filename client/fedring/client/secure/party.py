@@ -100,7 +100,7 @@ class Party:
             if own is None:
                 raise SecureError("bad_roster", "this client's own keys are not in its group as it has sent them")
             self._check_enough(len(roster.members), "a group")
-            if self._bits(len(roster.members)) > MAX_BITS:
+            if not self.command.job.dp and self._bits(len(roster.members)) > MAX_BITS:
                 raise SecureError("bad_roster", f"sums of {len(roster.members)} clients need more than {MAX_BITS} bits")
             shares, own_shares = self._share(roster)
             self._keep(roster=data, shares=shares.SerializeToString(), own_shares=own_shares)
@@ -143,27 +143,33 @@ class Party:
         return bool(self._record.peers)
 
     @property
+    def clients(self) -> int:
+        """The number of clients of the group, which must be known."""
+        return len(self._roster.members)
+
+    @property
     def bits(self) -> int:
-        """The bits of a masked value. The group must be known."""
-        return self._bits(len(self._roster.members))
+        """The bits of a masked value, if values are levels. The group must be known."""
+        return self._bits(self.clients)
 
     @property
     def payload(self) -> str:
         """The name of the payload that the masks are bound to; empty = none yet."""
         return self._record.payload.decode()
 
-    def mask(self, integers: NDArray[np.signedinteger]) -> Words:
+    def mask(self, integers: NDArray[np.signedinteger], bits: int = 0) -> Words:
         """Return an update's integers with all masks of this client on them, [n] modulo 2^bits.
 
         Args:
-            integers: the levels, times the weight [n].
+            integers: the levels, times the weight, or private integers [n].
+            bits: of a masked value; 0 = as levels need.
 
         Raises:
             SecureError: "bad_peers" if the peers are not known yet, "lost_masked_update" if the masks were used.
         """
         with self._lock:
             self._check_unused()
-            seeds, bits = self._seeds(), self.bits
+            seeds, bits = self._seeds(), bits or self.bits
         words: Words = np.empty(len(integers), word_type(bits))
         for start in range(0, len(integers), PIECE):
             stop = min(start + PIECE, len(integers))

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from fedring.codec.masked import Width
 from fedring.rpc.errors import BadRequest, UnknownRound
 from fedring.secure.errors import SecureError
 from fedring.secure.limits import bits_of_sum
@@ -12,13 +13,14 @@ from fedring.secure.roster import CheckIdentity, Member, Roster, check_member
 from fedring.secure.sealing import SEALED_BYTES
 from fedring.secure.shamir import SHARE_BYTES
 from fedring.secure.signing import BadProof, verify
-from fedring.secure.statements import survivors_statement
-from fedring.server.model.masked_sum import GroupMasks
+from fedring.secure.statements import survivors_statement, task_digest
+from fedring.server.model.masked_sum import GroupMasks, PrivateIntegers, private_width, width_of
 from fedring.server.secure import events as ev
 from fedring.server.secure import machine as sm
 from fedring.server.secure.events import Step
 from fedring.server.state.rows import SecureMessageRow, SecureRoundRow
 from fedring.train.job import Job
+from fedring.train.privacy_table import ClientPrivacy
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1 import secure_pb2 as wire
 
@@ -47,6 +49,8 @@ class SecureState:
     Attributes:
         command: of the round.
         state: the machine's.
+        dp: how the clients make private integers; None = they send levels.
+        parameters: their number, in the model.
         members: the clients whose keys were checked.
         messages: what is durable of the clients' messages, serialized, by step and client.
         masks: what the unmasking has given, by the number of the group.
@@ -55,6 +59,8 @@ class SecureState:
 
     command: pb.TrainCmd
     state: ev.State
+    dp: ClientPrivacy | None = None
+    parameters: int = 0
     members: dict[str, Member] = field(default_factory=dict)
     messages: dict[Step, dict[str, bytes]] = field(default_factory=lambda: {step: {} for step in KINDS})
     masks: dict[int, GroupMasks] = field(default_factory=dict)
@@ -66,6 +72,10 @@ class SecureState:
     def rosters(self) -> list[Roster]:
         """The groups with their members' keys; known as soon as there are groups."""
         return [Roster(tuple(self.members[name] for name in group.members)) for group in self.state.groups]
+
+    @cached_property
+    def _rotation(self) -> bytes:
+        return task_digest(self.command)
 
     @property
     def good_masks(self) -> list[GroupMasks]:
@@ -88,11 +98,20 @@ class SecureState:
 
     def bits(self, place: int) -> int:
         """Return the bits of a masked value in a group."""
+        if integers := self.integers(place):
+            return integers.plan.bits
         secure = self.command.secure
         return bits_of_sum(len(self.state.groups[place].members), secure.levels, secure.max_weight or 1)
 
-    def check_update(self, client: str) -> int:
-        """Check that the client may deliver a masked update. Returns the bits of its values.
+    def integers(self, place: int) -> PrivateIntegers | None:
+        """Return how the clients of a group make private integers; None if they send levels."""
+        if self.dp is None:
+            return None
+        plan = self.dp.plan(len(self.state.groups[place].members), self.parameters)
+        return PrivateIntegers(plan, self._rotation)
+
+    def check_update(self, client: str) -> Width:
+        """Check that the client may deliver a masked update. Returns of how many values, and how wide ones.
 
         Raises:
             UnknownRound: "not_selected" if it is not, or no longer, part of the secure aggregation.
@@ -102,7 +121,9 @@ class SecureState:
         if place is None or group is None or group.reason or client not in group.peers:
             text = f"{client} is not part of the secure aggregation of round {self.command.round}"
             raise UnknownRound(text, reason="not_selected")
-        return self.bits(place)
+        if integers := self.integers(place):
+            return private_width(integers.plan)
+        return width_of(self.command.secure, self.parameters, self.bits(place))
 
     def check_step(self, step: Step, client: str) -> None:
         """Check that the client is asked for what belongs to a step.
@@ -235,6 +256,7 @@ class SecureState:
 
 def restored(
     command: pb.TrainCmd,
+    values: tuple[ClientPrivacy | None, int],
     rules: ev.Rules,
     clients: Collection[str],
     rows: tuple[SecureRoundRow, Sequence[SecureMessageRow]],
@@ -245,6 +267,7 @@ def restored(
 
     Args:
         command: of the round.
+        values: `dp` and `parameters`, as SecureState has them.
         rules: what the machine obeys.
         clients: that were selected.
         rows: what is durable of it.
@@ -255,7 +278,7 @@ def restored(
         SecureError: if what is durable does not fit the round's command any more.
     """
     decided, messages = rows
-    secure = SecureState(command, ev.State(rules, frozenset(clients), since))
+    secure = SecureState(command, ev.State(rules, frozenset(clients), since), *values)
     steps = {kind: step for step, kind in KINDS.items()}
     for message in messages:
         secure.messages[steps[message.kind]][message.client_id] = message.body
