@@ -198,7 +198,7 @@ def refusal(policy: SitePolicy, ledger: Ledger, command: pb.TrainCmd) -> str:
         )
     if policy.noise_by_clients and not privacy.by_clients:
         return (
-            "this site's privacy.noise_by_clients = true demands dp.noise_by = \"clients\": the noise is the server's"
+        return "this site's privacy.noise_by_clients = true refuses noise of the server: dp.noise_by must be clients"
         )
     if policy.max_clip and privacy.adaptive:
         return (

@@ -16,8 +16,8 @@ def threshold(clients: int) -> int:
 def honest_survivors(clients: int) -> int:
     """Return how many honest clients are in every sum of a group that anybody sees.
 
-    A sum has the updates of at least `threshold` clients, of which fewer than a third of the group may be dishonest. One
-    counts as dishonest in the smallest groups, too: whoever knows its own part of a sum sees less of the others hidden.
+    A sum has the updates of at least `threshold` clients, of which fewer than a third of the group may be dishonest. In
+    the smallest groups one of them is left out, too: each client knows its own noise, which hides nothing from it.
     """
     return threshold(clients) - max(1, (clients - 1) // 3)
 

@@ -85,8 +85,8 @@ class ClientPrivacy(BaseModel):
     def charge_of(self, groups: Collection[int], dimension: int) -> SkellamCharge:
         """Return what a round costs in which the clients add the noise: no group's sum costs more.
 
-        Each client is in one group only. At the same noise in units of what one client can change, smaller integers cost
-        more.
+        Each client is in one group only. At the same noise in units of what one client can change, smaller integers
+        cost more.
 
         Args:
             groups: the numbers of clients of its groups.
