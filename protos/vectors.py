@@ -16,6 +16,7 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
+import secure_vectors
 from fedring.codec import BUFFERS, Encoding, Schema, decode, encode, encode_buffers, parse_schema
 from fedring.codec.gradient import Part, encode_gradient
 from fedring.codec.precision import Precision, to_words
@@ -74,6 +75,7 @@ def render() -> Json:
         "downloads": [_download(shows, *example) for shows, example in DOWNLOADS.items()],
         "aggregations": [_aggregation()],
         "gradients": [_gradient("fp32"), _gradient("fp16"), _gradient("sign"), _sparse_gradient()],
+        "secure": secure_vectors.render(),
     }
 
 

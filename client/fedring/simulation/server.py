@@ -21,6 +21,7 @@ from fedring.privacy.keystream import SECRET_BYTES
 from fedring.server.config import ServerConfig
 from fedring.server.model.guards import weight_of
 from fedring.server.model.making import ModelMaker
+from fedring.server.model.masked_sum import GroupMasks
 from fedring.server.model.modelfile import ModelReader
 from fedring.server.model.private_mean import private_round
 from fedring.server.model.strategy import PastClient, PastRound
@@ -29,11 +30,13 @@ from fedring.server.operator.job_checks import JobChecks
 from fedring.server.state.blobs import FileBlobs
 from fedring.server.state.ratings import best_of
 from fedring.server.state.rows import ModelRow, UpdateRow
+from fedring.simulation.secure import Group
 from fedring.simulation.worker import Setup
 from fedring.train.job import Job
 from fedring.train.metrics import combine, with_origin
 from fedring.train.start import is_path
 from fedring.v1 import federation_pb2 as pb
+from fedring.v1.secure_pb2 import SecureRound
 
 Row = dict[str, Any]
 """The figures of a round, for reports."""
@@ -103,6 +106,10 @@ class Server:
         """
         return self._maker.ask_metrics(row, self._job) if self._job.aggregation.own else {}
 
+    def secure_round(self, base: ModelRow, seed: int) -> SecureRound:
+        """Return what the command of a round with secure aggregation says of its values."""
+        return self._maker.secure_round(base, self._job, seed)
+
     def next(self, base: ModelRow, work: "Work") -> ModelRow:
         """Make the model that a round publishes, and forget the one that it started from.
 
@@ -114,7 +121,8 @@ class Server:
             StorageError, CodecError, OptimizerError, RuleError, SeamError, RuntimeError: It cannot be made; the last is
                 torch's.
         """
-        job, updates, number, command = work.job, work.updates, work.number, work.command
+        job, number, command = work.job, work.number, work.command
+        updates = work.counted
         guarded, noisy = self._maker.guard(job, updates, self._last_median, job_round=number), None
         clip = self._clip
         if job.dp is not None:
@@ -132,6 +140,8 @@ class Server:
             noisy=noisy,
             job_round=number,
             control_line=command.control.line,
+            masks=work.masks,
+            secure=None if work.masks is None else command.secure,
         )
         self._last_median, self._clip = guarded.median_norm, clip
         for name in {*files_of(base)} - {*files_of(model), ""}:
@@ -158,6 +168,16 @@ class Work:
     began: float = field(default_factory=time.perf_counter)
     updates: list[UpdateRow] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
+    groups: list[Group] = field(default_factory=list)  # of secure aggregation
+    masks: list[GroupMasks] | None = None  # the groups that count; None = there is no secure aggregation
+
+    @property
+    def counted(self) -> list[UpdateRow]:
+        """The updates that the model is made of."""
+        if self.masks is None:
+            return self.updates
+        left = {client for group in self.masks for client in group.clients}
+        return [update for update in self.updates if update.client_id in left]
 
     def row(self) -> Row:
         """Return the figures of the round, without those of its evaluation."""

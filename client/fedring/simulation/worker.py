@@ -32,10 +32,12 @@ from fedring.data.partition import held_out_parts, labels_of, parts, subset
 from fedring.rpc.chunks import CHUNK_BYTES
 from fedring.rpc.contract import SMALL_BYTES
 from fedring.rpc.errors import FedringError
+from fedring.secure.errors import SecureError
 from fedring.server.round.plan import job_spec
 from fedring.server.state.rows import UpdateRow
 from fedring.server.update import upload
 from fedring.server.update.admission import check_payload
+from fedring.simulation.secure import make_unmasked_update, terms_of
 from fedring.simulation.vectors import Vector
 from fedring.train.batches import size_of
 from fedring.train.device import pick_device
@@ -81,6 +83,7 @@ class Turn:
     residual: Vector | None  # what its earlier updates have left out
     own: OwnControl | None = None  # its control variate
     personal: bytes | None = None  # its own model, as a safetensors file; None = there is none
+    bits: int = 0  # of a value in its group of secure aggregation; 0 = there is none
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -192,8 +195,8 @@ class Worker:
         try:
             personal = self._train_own(turn) if self._personal else b""
             update, own = self._update(turn)
-            return Outcome(turn.client, self._admit(turn.client, update), update.residual, own, personal)
-        except (SeamError, TrainError, DataError, CodecError, FedringError, UpdateRefused) as error:
+            return Outcome(turn.client, self._admit(turn, update), update.residual, own, personal)
+        except (SeamError, TrainError, DataError, CodecError, FedringError, SecureError, UpdateRefused) as error:
             failure = str(error)
         except Exception as error:  # the user's code may raise anything
             log.debug("%s failed in round %d", client_id(turn.client), self._command.round, exc_info=True)
@@ -244,11 +247,15 @@ class Worker:
             raise UpdateRefused("frozen_changed", "the trainer has changed the values of frozen tensors")
         training = TrainingReport(result.num_samples, result.seconds, result.metrics)
         trained, used = read_vectors(loaded.model, self._schema.names), correction.used if correction else None
+        if turn.bits:
+            return make_unmasked_update(
+                command, name, base, trained, result.num_samples, turn.residual, turn.bits
+            ), None
         update = make_update(command, name, base, trained, training, turn.residual, control=used)
         return update, correction.after(update, command, result.num_samples) if correction else None
 
-    def _admit(self, client: int, update: Update) -> UpdateRow:
-        command = self._command
+    def _admit(self, turn: Turn, update: Update) -> UpdateRow:
+        client, command = turn.client, self._command
         private, line = bool(command.job.dp), command.control.line
         terms = upload.Terms(
             command.model_digest,
@@ -258,6 +265,8 @@ class Worker:
             bare=private,
             control_line=line,
         )
+        if turn.bits and self._base is not None:
+            terms = terms_of(command, self._base, turn.bits)
         return admit(client_id(client), update.offer, b"".join(update.parts), terms, epoch=command.epoch)
 
 
@@ -293,8 +302,8 @@ def admit(client: str, offer: pb.UpdateOffer, payload: bytes, terms: upload.Term
                 received, event = received + len(data), upload.Written()
             case upload.TakeDigest():
                 event = upload.Digested(name_of(payload))
-            case upload.Admit(packets, schema, exact):
-                norm = check_payload(lambda at, size: payload[at : at + size], packets, schema, exact)
+            case upload.Admit(packets, schema, exact, width):
+                norm = check_payload(lambda at, size: payload[at : at + size], packets, schema, exact, width)
                 event = upload.Admitted(norm, time.time(), payload)
             case upload.Accept(row):
                 return row

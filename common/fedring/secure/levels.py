@@ -6,6 +6,7 @@ levels hold. What the levels do not say stays with the client: the residual v - 
 """
 
 from dataclasses import dataclass
+from math import sqrt
 
 import numpy as np
 from numpy.typing import NDArray
@@ -84,6 +85,22 @@ def open_blocks(secure: wire.SecureRound, length: int) -> Blocks:
     if not ((scales >= _TINY) & (scales <= _LARGEST)).all():
         raise SecureError("bad_blocks", "a step is not a number between 2^-126 and 2^112")
     return Blocks(length, block, indices.astype(np.int64), scales)
+
+
+def shorten(values: NDArray[np.float32], clip: float) -> None:
+    """Multiply the change of the parameters so that its L2 norm is at most about `clip`.
+
+    Args:
+        values: the change, [n], which is overwritten.
+        clip: the norm, above 0; 0 = it stays as it is.
+    """
+    square = 0.0
+    if clip:
+        for start in range(0, len(values), _AT_A_TIME):
+            piece = values[start : start + _AT_A_TIME].astype(np.float64)
+            square += float(np.dot(piece, piece))
+    if square > clip * clip:
+        values *= np.float32(clip / sqrt(square))
 
 
 def to_levels(values: NDArray[np.float32], blocks: Blocks, levels: int) -> NDArray[np.int32]:

@@ -27,10 +27,10 @@ class SecureAggregation(BaseModel):
         "how finely they are, and levels, step, first_norm and block are not used",
     )
     step: Positive = Field(
-        0.5, le=1000, description="distance between two levels, in units of the root mean square of the last aggregate"
+        1.0, le=1000, description="distance between two levels, in units of the root mean square of the last aggregate"
     )
     first_norm: Positive = Field(
-        1.0, le=1e12, description="about how long the mean update of the first round is, which sets the first levels"
+        4.0, le=1e12, description="about how long the mean update of the first round is, which sets the first levels"
     )
     block: int = Field(
         256, ge=16, le=MAX_BLOCK, description="number of neighbouring values that share one step, a power of two"

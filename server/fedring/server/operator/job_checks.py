@@ -14,6 +14,7 @@ from fedring.daemon.checks import Level, check_data_root
 from fedring.daemon.config import ConfigError
 from fedring.data import DataError
 from fedring.privacy.account import NoAccountant, check_accountant
+from fedring.secure.levels import blocks_of
 from fedring.server.config import ServerConfig
 from fedring.server.model.making import ModelMaker
 from fedring.server.model.optimizer import OptimizerError, ServerOptimizer
@@ -48,6 +49,10 @@ _TO_TRAIN = ("loss", "optimizer", "trainer")
 
 _VALUE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "int8": 1}
 """The least bytes of a value in an encoding; other encodings leave values out."""
+
+
+_STEPS_BYTES = 1 << 20
+"""The most bytes of the steps of secure aggregation, which are a part of each client's command."""
 
 
 class JobChecks:
@@ -141,7 +146,13 @@ class JobChecks:
         limit = self._config.max_update_bytes
         encoding = "fp32" if job.grouped else job.encoding
         size = schema.num_parameters * _VALUE_BYTES.get(encoding, 0) + 8 * schema.num_buffers
-        if 0 < limit < size:
+        secure = job.secure_aggregation
+        if secure is not None and (steps := 4 * blocks_of(schema.num_parameters, secure.block)) > _STEPS_BYTES:
+            raise ConfigError(
+                f"secure_aggregation.block: {secure.block} values share a step, and the steps of this model have "
+                f"{steps} bytes, above {_STEPS_BYTES}: raise it"
+            )
+        if 0 < limit < size and secure is None:
             raise ConfigError(
                 f"encoding: an update as {encoding} has at least {size} bytes, but this server takes "
                 f"max_update_bytes={limit}: raise that, or choose another encoding"
@@ -165,15 +176,19 @@ class JobChecks:
 
 
 def _check_privacy(job: Job, schema: Schema) -> None:
-    """Check that all that clients send is covered by the noise, and that epsilon can be computed."""
+    """Check that all that clients send is masked, and covered by the noise, and that epsilon can be computed."""
+    buffer = next((entry.name for entry in schema.entries if entry.role == "buffer"), "")
+    for key, asked, how in (
+        ("secure_aggregation", job.secure_aggregation, "masks"),
+        ("dp", job.dp, "noise"),
+    ):
+        if buffer and asked is not None:
+            raise ConfigError(
+                f"{key}: the buffer {buffer} would be averaged without {how}: use GroupNorm instead of BatchNorm, or "
+                "keep buffers private"
+            )
     if job.dp is None:
         return
-    buffer = next((entry.name for entry in schema.entries if entry.role == "buffer"), "")
-    if buffer:
-        raise ConfigError(
-            f"dp: the buffer {buffer} would be averaged without noise: use GroupNorm instead of BatchNorm, or keep "
-            "buffers private"
-        )
     try:
         check_accountant()
         most_charged(job, schema.num_parameters)

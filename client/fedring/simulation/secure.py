@@ -1,0 +1,134 @@
+"""Secure aggregation in a simulation: the same integers as with real clients, without their masks.
+
+Masks cancel in the sum, so they change neither the models nor the sizes of updates. They would only hide the updates of
+clients that all live in this process.
+"""
+
+import random
+from collections.abc import Iterable, Sequence
+from math import ceil
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedring.client.transfer.download import HeldModel
+from fedring.client.transfer.update import Update
+from fedring.codec.digest import name_of, update_name
+from fedring.codec.masked import MASKED, masked_packet
+from fedring.codec.schema import Vectors
+from fedring.secure.levels import integers_of, open_blocks, shorten, to_levels
+from fedring.secure.limits import MAX_GROUP, bits_of_sum, threshold
+from fedring.secure.masks import wrap
+from fedring.server.model.masked_sum import GroupMasks, width_of
+from fedring.server.update import upload
+from fedring.train.job import Job
+from fedring.v1 import federation_pb2 as pb
+
+Group = tuple[str, ...]
+"""The ids of the clients whose updates are added up."""
+
+
+def draw_groups(clients: Iterable[str], size: int, seed: int) -> list[Group]:
+    """Return the groups of a round, each sorted. A server draws them from the operating system instead.
+
+    Args:
+        clients: of the round.
+        size: clients in a group; 0 = as few groups as possible.
+        seed: of the round.
+    """
+    names = sorted(clients)
+    count = max(1, len(names) // size) if size else ceil(len(names) / MAX_GROUP)
+    if count > 1:
+        random.Random(seed).shuffle(names)
+    return [tuple(sorted(names[number::count])) for number in range(count)]
+
+
+def bits_in(group: Group, command: pb.TrainCmd) -> int:
+    """Return the bits of a value in a group."""
+    return bits_of_sum(len(group), command.secure.levels, max(1, command.secure.max_weight))
+
+
+def groups_that_count(groups: Iterable[Group], delivered: Iterable[str], command: pb.TrainCmd) -> list[GroupMasks]:
+    """Return the groups of which enough clients are left, with those clients.
+
+    Args:
+        groups: of the round.
+        delivered: the clients whose updates were accepted.
+        command: of the round.
+    """
+    left, found = set(delivered), []
+    for group in groups:
+        survivors = tuple(client for client in group if client in left)
+        if len(survivors) >= threshold(len(group)):
+            found.append(GroupMasks(survivors[0], survivors, bits_in(group, command), ()))
+    return found
+
+
+def terms_of(command: pb.TrainCmd, base: HeldModel, bits: int) -> upload.Terms:
+    """Return what a round with secure aggregation demands of an update."""
+    width = width_of(command.secure, base.schema.num_parameters, bits)
+    return upload.Terms(
+        command.model_digest,
+        command.max_update_bytes,
+        base.schema,
+        deltas_only=True,
+        bare=True,
+        masked_bits=width.bits,
+        masked_values=width.count,
+    )
+
+
+def make_unmasked_update(
+    command: pb.TrainCmd,
+    client: str,
+    base: HeldModel,
+    trained: Vectors,
+    samples: int,
+    residual: NDArray[np.float32] | None,
+    bits: int,
+) -> Update:
+    """Make the update that leads from `base` to `trained`, plus the residual, as a client does before it masks it.
+
+    Args:
+        command: the command that is answered.
+        client: the id of the client that sends the update.
+        base: the model that the training began with.
+        trained: the values that it ended with. Its parameters are overwritten.
+        samples: that were trained on.
+        residual: what past updates left out, [num_parameters]; None = nothing.
+        bits: of a value in the client's group.
+
+    Raises:
+        CodecError: "non_finite", if a value is not finite.
+        SecureError: "bad_blocks", if the round does not fit the model.
+    """
+    secure = command.secure
+    values = np.subtract(trained.parameters, base.vectors.parameters, out=trained.parameters)
+    shorten(values, secure.clip)
+    if residual is not None:
+        values += residual
+    levels = to_levels(values, open_blocks(secure, len(values)), secure.levels)
+    integers = integers_of(levels, min(samples, secure.max_weight), secure.max_weight > 0)
+    parts = masked_packet(wrap(integers, bits), bits)
+    size = sum(map(len, parts))
+    packet = pb.Packet(vector=pb.VECTOR_PARAMETERS, kind=pb.KIND_DELTA, encoding=MASKED, bytes=size, num_samples=1)
+    header = pb.UpdateHeader(
+        run_id=command.run_id,
+        epoch=command.epoch,
+        round=command.round,
+        client_id=client,
+        base_digest=command.model_digest,
+        schema_hash=command.schema_hash,
+        packets=[packet],
+        total_bytes=size,
+    ).SerializeToString()
+    digest = name_of(*parts)
+    return Update(pb.UpdateOffer(header=header, payload_digest=digest, name=update_name(header, digest)), parts, values)
+
+
+def short_of(job: Job, groups: Sequence[GroupMasks]) -> str:
+    """Return why a round cannot be unmasked, as a clause; empty if it can."""
+    left = sum(len(group.clients) for group in groups)
+    if left and left >= job.min_clients_to_aggregate:
+        return ""
+    return f"{left} clients are left in groups that can be unmasked, and {job.min_clients_to_aggregate} are needed"

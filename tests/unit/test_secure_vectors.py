@@ -1,0 +1,168 @@
+"""The examples of secure aggregation in protos/vectors.json, computed again from what FORMATS.md says."""
+
+import hashlib
+import hmac
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+from cryptography.hazmat.primitives.ciphers import Cipher
+from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
+from cryptography.hazmat.primitives.ciphers.algorithms import AES
+from cryptography.hazmat.primitives.ciphers.modes import CTR
+
+from fedring.secure import shamir
+from fedring.secure.levels import integers_of, open_blocks, to_levels
+from fedring.secure.masks import pack, packed_size, unpack
+from fedring.v1 import federation_pb2 as pb
+from fedring.v1 import secure_pb2 as wire
+
+EXAMPLES: dict[str, Any] = json.loads((Path(__file__).parents[2] / "protos/vectors.json").read_text("utf-8"))["secure"]
+NAME = b"fedring secure aggregation 1"
+PRIME = 2**521 - 1
+
+
+def each(key: str) -> pytest.MarkDecorator:
+    numbers = range(len(EXAMPLES[key]))
+    return pytest.mark.parametrize("example", EXAMPLES[key], ids=[f"{key}-{number}" for number in numbers])
+
+
+def digest(purpose: str, *parts: bytes) -> bytes:
+    texts = [NAME + b": " + purpose.encode(), *parts]
+    return hashlib.sha256(b"".join(struct.pack(">I", len(text)) + text for text in texts)).digest()
+
+
+def derived(secret: bytes, *names: str) -> str:
+    """Return HKDF-SHA256 of 32 bytes, which is one block."""
+    info = digest("key", bytes.fromhex(EXAMPLES["roster"]), *(name.encode() for name in names))
+    key = hmac.digest(NAME, secret, "sha256")
+    return hmac.digest(key, info + b"\1", "sha256").hex()
+
+
+def agreed(private: str, public: str) -> bytes:
+    key = X25519PublicKey.from_public_bytes(bytes.fromhex(public))
+    return X25519PrivateKey.from_private_bytes(bytes.fromhex(private)).exchange(key)
+
+
+def message(fields: list[tuple[int, str]]) -> bytes:
+    return b"".join(bytes([number << 3 | 2, len(text)]) + text.encode() for number, text in fields)
+
+
+def test_a_task_is_named_by_its_command_without_what_differs_between_clients() -> None:
+    task = EXAMPLES["task"]
+    command = bytes.fromhex(task["command"])
+    assert digest("task", command).hex() == task["digest"]
+    assert pb.TrainCmd.FromString(command).secure.block == 16
+
+
+def test_a_roster_and_survivors_are_named_by_the_statements_and_the_names() -> None:
+    statements = [bytes.fromhex(each) for each in EXAMPLES["statements"]]
+    roster = digest("roster", *statements)
+    assert roster.hex() == EXAMPLES["roster"]
+    told = EXAMPLES["survivors"]
+    lists = [message([(1, name) for name in told[key]]) for key in ("peers", "survivors")]
+    assert digest("survivors", roster, *lists).hex() == told["statement"]
+
+
+def test_a_statement_binds_the_task_and_the_public_keys() -> None:
+    keys, statement = EXAMPLES["keys"], wire.KeyStatement.FromString(bytes.fromhex(EXAMPLES["statements"][1]))
+    assert statement.context.encode() == NAME
+    assert statement.task.hex() == EXAMPLES["task"]["digest"]
+    assert statement.sealing_key.hex() == keys["other_sealing_key"]
+    assert statement.masking_key.hex() == keys["other_masking_key"]
+
+
+def test_keys_and_seeds_are_derived_as_the_document_says() -> None:
+    keys = EXAMPLES["keys"]
+    client, other = keys["client"], keys["other"]
+    assert digest("own mask", bytes.fromhex(keys["own_mask"])).hex() == keys["commitment"]
+    sealing = agreed(keys["sealing"], keys["other_sealing_key"])
+    assert derived(sealing, "share", client, other) == keys["share_key"]
+    assert derived(agreed(keys["masking"], keys["other_masking_key"]), "pair", client, other) == keys["pair_seed"]
+    assert derived(bytes.fromhex(keys["own_mask"]), "own", client) == keys["own_seed"]
+    opened = ChaCha20Poly1305(bytes.fromhex(keys["share_key"])).decrypt(bytes(12), bytes.fromhex(keys["sealed"]), None)
+    assert opened.hex() == "".join(keys["shares"])
+    assert len(bytes.fromhex(keys["sealed"])) == 148
+
+
+@each("shamir")
+def test_shares_give_the_secret_back(example: dict[str, Any]) -> None:
+    shares = {int(place): bytes.fromhex(share) for place, share in example["shares"].items()}
+    total = 0
+    for place, share in shares.items():
+        value = int.from_bytes(share, "little")
+        for other in shares:
+            if other != place:
+                value = value * other * pow(other - place, -1, PRIME) % PRIME
+        total += value
+    assert (total % PRIME).to_bytes(32, "little").hex() == example["secret"]
+    assert shamir.combine(shares).hex() == example["secret"]
+
+
+@each("masks")
+def test_a_mask_is_the_key_stream_of_aes(example: dict[str, Any]) -> None:
+    bits, start = example["bits"], example["start"]
+    size = 1 if bits <= 8 else 2 if bits <= 16 else 4
+    stream = Cipher(AES(bytes.fromhex(example["seed"])), CTR(bytes(16))).encryptor().update(bytes(size * (start + 5)))
+    words = [int.from_bytes(stream[size * i : size * (i + 1)], "little") % 2**bits for i in range(start, start + 5)]
+    assert words == example["values"]
+
+
+@each("packets")
+def test_a_packet_is_its_header_and_the_packed_values(example: dict[str, Any]) -> None:
+    bits, values, data = example["bits"], example["values"], bytes.fromhex(example["encoded"])
+    assert struct.unpack_from("<2sBBIQ", data) == (b"MK", 0, 1, bits, len(values))
+    assert data[16:] == b"".join(plain_pack(values[start : start + 8], bits) for start in range(0, len(values), 8))
+    assert unpack(data[16:], len(values), bits).astype(np.int64).tolist() == values
+
+
+def plain_pack(values: list[int], bits: int) -> bytes:
+    eight = [*values, *[0] * (8 - len(values))]
+    whole, rest = divmod(bits, 8)
+    out = b"".join(bytes(value >> 8 * plane & 255 for value in eight) for plane in range(whole))
+    top = sum((value >> 8 * whole) % 2**rest << rest * place for place, value in enumerate(eight))
+    return out + top.to_bytes(rest, "little")
+
+
+@each("levels")
+def test_an_update_becomes_the_stated_integers(example: dict[str, Any]) -> None:
+    secure = wire.SecureRound.FromString(bytes.fromhex(example["round"]))
+    scales = list(struct.unpack(f"<{len(secure.scales) // 4}f", secure.scales))
+    values, integers, left = example["values"], [], []
+    weight = min(example["samples"], secure.max_weight) if secure.max_weight else 1
+    for place, value in enumerate(values):
+        block = place // secure.block
+        if secure.blocks and not secure.blocks[block // 8] >> block % 8 & 1:
+            left.append(value)
+            continue
+        scale = scales[sum(secure.blocks[n // 8] >> n % 8 & 1 for n in range(block)) if secure.blocks else block]
+        level = int(np.rint(np.float32(value) / np.float32(scale)).clip(-secure.levels, secure.levels))
+        integers.append(weight * level)
+        left.append(float(np.float32(value - scale * level)))
+    integers += [weight] if secure.max_weight else []
+    assert integers == example["integers"]
+    assert left == example["residual"]
+    bits = (2 * example["clients"] * max(1, secure.max_weight) * secure.levels).bit_length()
+    assert bits == example["bits"]
+    packed = b"".join(
+        plain_pack([value % 2**bits for value in integers[start : start + 8]], bits)
+        for start in range(0, len(integers), 8)
+    )
+    assert example["encoded_without_masks"][32:] == packed.hex()
+    assert len(packed) == packed_size(len(integers), bits)
+
+
+@each("levels")
+def test_fedring_makes_the_stated_integers(example: dict[str, Any]) -> None:
+    secure = wire.SecureRound.FromString(bytes.fromhex(example["round"]))
+    values = np.array(example["values"], np.float32)
+    levels = to_levels(values, open_blocks(secure, len(values)), secure.levels)
+    weight = min(example["samples"], secure.max_weight)
+    assert integers_of(levels, weight, secure.max_weight > 0).tolist() == example["integers"]
+    assert values.tolist() == example["residual"]
+    data = pack(integers_of(levels, weight, secure.max_weight > 0).astype("<u4"), example["bits"])
+    assert example["encoded_without_masks"][32:] == data.tobytes().hex()
