@@ -31,6 +31,8 @@ from fedring.client.secure import party as party_module
 from fedring.client.secure.party import Party, Site
 from fedring.client.secure.state import FOLDER, SecureState, name_of
 from fedring.daemon.config import ConfigError
+from fedring.secure import masks as masks_module
+from fedring.secure import sealing as sealing_module
 from fedring.secure.errors import SecureError
 from fedring.secure.keys import commitment
 from fedring.secure.limits import threshold
@@ -128,7 +130,7 @@ def test_no_key_seals_two_texts_and_no_mask_covers_two_updates(
 ) -> None:
     texts: dict[bytes, set[bytes]] = defaultdict(set)
     covered: dict[tuple[str, bytes], set[bytes]] = defaultdict(set)
-    seal, mask = party_module.seal, party_module.mask
+    seal, mask = sealing_module.seal, masks_module.mask
     now: list[tuple[str, bytes]] = []
 
     def sealing(key: bytes, masking: bytes, own_mask: bytes) -> bytes:

@@ -60,6 +60,10 @@ def command(
     check_config: Annotated[
         bool, typer.Option("--check-config", help="check whether fl-client could start, and exit")
     ] = False,
+    fingerprint: Annotated[
+        bool,
+        typer.Option("--fingerprint", help="print the fingerprint of this client's key, and exit"),
+    ] = False,
     print_config: Annotated[bool, typer.Option("--print-config", help="print the configuration, and exit")] = False,
     version: Annotated[bool, typer.Option("--version", help="print the version, and exit")] = False,
 ) -> None:
@@ -73,6 +77,12 @@ def command(
         loaded = load_config(ClientConfig, file, overrides=overrides, flags=flags | parse_partition(partition))
         if print_config:
             print(describe(loaded))
+            raise typer.Exit
+        if fingerprint:
+            from fedring.client.secure.identity import load_signer  # imports cryptography
+
+            loaded.config.state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+            print(load_signer(loaded.config.tls, loaded.config.state_dir).fingerprint)
             raise typer.Exit
         from fedring.client.startup_checks import check  # imports torch
 

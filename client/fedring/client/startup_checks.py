@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from fedring.client.config import ClientConfig
 from fedring.client.privacy import check_policy
+from fedring.client.secure.identity import load_signer
 from fedring.client.trainer import NAMES, trusted_by
 from fedring.daemon.checks import Check, check_data_root, check_writable, refuse_failed
 from fedring.rpc.channel import encrypts, is_loopback
@@ -27,6 +28,8 @@ def check(config: ClientConfig) -> None:
         read_token(config.token_file)
     refuse_failed(check_names(config))
     check_policy(config.privacy)
+    if config.privacy.needs_secure:
+        log.info("other sites can pin this client by %s", load_signer(config.tls, config.state_dir).fingerprint)
 
 
 def check_names(config: ClientConfig, job: Job | None = None) -> Iterator[Check]:

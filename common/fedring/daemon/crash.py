@@ -52,6 +52,9 @@ CONTROL = {"client_control_spooled", "client_control_placed"}
 PERSONAL = {"client_personal_spooled", "client_personal_placed"}
 """The same, for jobs with the table [personal] and the client's own model."""
 
+SECURE = {f"client_secure_{step}" for step in ("begun", "roster", "peers", "payload", "survivors", "released")}
+"""The same, for jobs with secure aggregation: each step is on the disk, and nothing of it was said yet."""
+
 TRAINING = {"worker_checkpoint_written"}
 """Every crash point in the training of a worker: a checkpoint is on the disk, but has not got its name."""
 

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from fedring.client.secure.identity import Signer
 from fedring.client.secure.state import RoundRecord, SecureState, name_of
 from fedring.codec.masked import MAX_BITS, Words, word_type
+from fedring.daemon.crash import crashpoint
 from fedring.secure.errors import SecureError
 from fedring.secure.keys import RoundSecrets, draw_secrets, own_seed, pair_seed, share_key
 from fedring.secure.limits import bits_of_sum
@@ -75,6 +76,7 @@ class Party:
             keys = signed_keys(self.command, site.client_id, secrets, site.signer.key, site.signer.proof)
             record.keys = keys.SerializeToString()
             state.save(self.name, record)
+            crashpoint("client_secure_begun")
         elif task_digest(pb.TrainCmd.FromString(record.command)) != self.task:
             raise SecureError("other_task", f"the server has shown two models or two tasks in round {self.name.round}")
         self._record = record
@@ -280,6 +282,7 @@ class Party:
         record = RoundRecord(**known | values)
         self._state.save(self.name, record)
         self._record = record
+        crashpoint(f"client_secure_{next(iter(values))}")
 
     def _check_enough(self, count: int, what: str) -> None:
         if count < self._site.min_clients:
