@@ -76,6 +76,12 @@ def test_noise_is_all_that_is_added() -> None:
     assert more.var() == pytest.approx(5 / 4, rel=0.02)
 
 
+def test_no_noise_is_used_twice_in_a_long_vector() -> None:
+    sent = encode_private(np.zeros(2**19, np.float32), plan_of(dimension=2**19, block=4096, bits=20), SEED, secret(0))
+    for shift in (4096, 2**17, 2**18):
+        assert abs(np.corrcoef(sent[shift:], sent[:-shift])[0, 1]) < 0.02
+
+
 def test_a_sum_is_decoded_in_pieces_whatever_stands_for_a_residue() -> None:
     plan = plan_of(bits=24)
     total = encode_private(vector(plan, 0, 1.0), plan, SEED, secret(0))

@@ -23,18 +23,20 @@ def noise(variance: float, context: str = "noise") -> SkellamNoise:
 
 
 class FixedWords(KeyStream):
-    """A stream of which every word is the same.
+    """A stream of which every word is the same, but the sixth.
 
     Args:
         word: from 0 to 2^64 - 1.
+        sixth: the same, if it is another.
     """
 
-    def __init__(self, word: int) -> None:
+    def __init__(self, word: int, sixth: int | None = None) -> None:
         super().__init__(SECRET, [])
-        self._word = word
+        self._word, self._sixth = word, word if sixth is None else sixth
 
     def words(self, start: int, stop: int) -> NDArray[np.uint64]:
-        return np.full(stop - start, self._word, np.uint64)
+        drawn = [self._sixth if place == 5 else self._word for place in range(start, stop)]
+        return np.array(drawn, np.uint64)
 
 
 # The key stream
@@ -91,7 +93,7 @@ def test_a_variance_that_cannot_be_drawn_is_refused(variance: float) -> None:
 
 
 def thresholds(variance: float) -> list[int]:
-    upper, lower = module._table(variance)
+    upper, lower, _ = module._table(variance)
     return [(high << 64) + low for high, low in zip(upper.tolist(), lower.tolist(), strict=True)]
 
 
@@ -124,7 +126,7 @@ def test_the_table_agrees_with_the_bessel_functions(variance: float) -> None:
 
 
 def test_lower_bits_decide_where_the_upper_ones_are_on_an_edge() -> None:
-    upper, lower = (half.tolist() for half in module._table(3.0))
+    upper, lower, _ = (half.tolist() for half in module._table(3.0))
     middle = len(upper) // 2
     place = middle + 2
 
@@ -133,5 +135,7 @@ def test_lower_bits_decide_where_the_upper_ones_are_on_an_edge() -> None:
 
     assert drawn(lower[place] - 1) == place - middle
     assert drawn(lower[place]) == place - middle + 1
+    mixed = SkellamNoise(3.0, FixedWords(upper[place]), FixedWords(0, sixth=lower[place])).draw(3, 8)
+    assert (mixed - place + middle).tolist() == [0, 0, 1, 0, 0]
     assert SkellamNoise(3.0, FixedWords(0), FixedWords(0)).draw(0, 1).item() == -middle
     assert SkellamNoise(3.0, FixedWords(2**64 - 1), FixedWords(2**64 - 1)).draw(0, 1).item() == middle

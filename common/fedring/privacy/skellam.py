@@ -24,6 +24,7 @@ MIN_VARIANCE, MAX_VARIANCE = 2.0**-32, 2.0**32
 
 _HALF = 64
 _BITS = 2 * _HALF
+_GUIDE_BITS = 20
 _PRECISION = 160
 """The bits of the smallest number of the recurrence, so that 2^21 roundings change none by more than 2^-139 of it."""
 
@@ -46,9 +47,12 @@ class SkellamNoise:
     def draw(self, start: int, stop: int) -> NDArray[np.int64]:
         """Return the values from `start` to `stop` of the sequence, [stop - start]."""
         words = self._high.words(start, stop)
-        upper, lower = self._table
-        places = np.searchsorted(upper, words)
-        for place in np.flatnonzero(upper[np.minimum(places, len(upper) - 1)] == words).tolist():
+        upper, lower, guide = self._table
+        first = (words >> np.uint64(_HALF - _GUIDE_BITS)).astype(np.int64)
+        places = guide[first].astype(np.int64)
+        several = np.flatnonzero(places != guide[first + 1])
+        known, places[several] = words[several], np.searchsorted(upper, words[several])
+        for place in several[upper[np.minimum(places[several], len(upper) - 1)] == known].tolist():
             ends = int(np.searchsorted(upper, words[place], side="right"))
             second = self._low.words(start + place, start + place + 1)
             places[place] += np.searchsorted(lower[places[place] : ends], second, side="right").item()
@@ -56,15 +60,19 @@ class SkellamNoise:
 
 
 @lru_cache(maxsize=4)
-def _table(variance: float) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
-    """Return the upper and the lower halves of P(X <= k) 2^128 for k from -n to n - 1, each [2 n]."""
+def _table(variance: float) -> tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.int32]]:
+    """Return the upper and the lower halves of P(X <= k) 2^128 for k from -n to n - 1, each [2 n], and a guide to them.
+
+    The guide, [2^_GUIDE_BITS + 1], holds how many of the upper halves are below each number of so many bits. It spares
+    most values the search.
+    """
     tails = _tails(variance)
     rising = [*reversed(tails), *((1 << _BITS) - tail for tail in tails)]
     mask = (1 << _HALF) - 1
-    return (
-        np.array([value >> _HALF for value in rising], np.uint64),
-        np.array([value & mask for value in rising], np.uint64),
-    )
+    upper = np.array([value >> _HALF for value in rising], np.uint64)
+    firsts = np.arange(1 << _GUIDE_BITS, dtype=np.uint64) << np.uint64(_HALF - _GUIDE_BITS)
+    guide = np.append(np.searchsorted(upper, firsts), len(upper)).astype(np.int32)
+    return upper, np.array([value & mask for value in rising], np.uint64), guide
 
 
 def _tails(variance: float) -> list[int]:
