@@ -197,9 +197,7 @@ def refusal(policy: SitePolicy, ledger: Ledger, command: pb.TrainCmd) -> str:
             f"dp.noise_multiplier = {privacy.noise_multiplier:g}"
         )
     if policy.noise_by_clients and not privacy.by_clients:
-        return (
         return "this site's privacy.noise_by_clients = true refuses noise of the server: dp.noise_by must be clients"
-        )
     if policy.max_clip and privacy.adaptive:
         return (
             f"this site's privacy.max_clip = {policy.max_clip:g} demands dp.adaptive = false: an adaptive clip may grow"
