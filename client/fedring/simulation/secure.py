@@ -18,7 +18,7 @@ from fedring.codec.digest import name_of, update_name
 from fedring.codec.masked import MASKED, masked_packet
 from fedring.codec.schema import Vectors
 from fedring.secure.levels import integers_of, open_blocks, shorten, to_levels
-from fedring.secure.limits import bits_of_sum, group_count, threshold
+from fedring.secure.limits import bits_of_sum, fewest_survivors, group_count, threshold
 from fedring.secure.masks import wrap
 from fedring.secure.statements import task_digest
 from fedring.server.model.masked_sum import GroupMasks, PrivateIntegers, private_width, width_of
@@ -59,8 +59,10 @@ def groups_that_count(
     left, found = set(delivered), []
     for group in groups:
         survivors = tuple(client for client in group if client in left)
-        if len(survivors) >= threshold(len(group)):
-            integers = _integers(command, len(group), dimension)
+        integers, needed = _integers(command, len(group), dimension), threshold(len(group))
+        if integers:
+            needed = fewest_survivors(len(group), command.job.min_results)
+        if len(survivors) >= needed:
             bits = integers.plan.bits if integers else _bits(command, len(group))
             found.append(GroupMasks(survivors[0], survivors, bits, (), integers))
     return found
@@ -139,7 +141,9 @@ def _bits(command: pb.TrainCmd, clients: int) -> int:
 def _integers(command: pb.TrainCmd, clients: int, dimension: int) -> PrivateIntegers | None:
     """Return how the clients of a group make private integers; None if they send levels."""
     privacy = dp_of(command.job)
-    return PrivateIntegers(privacy.plan(clients, dimension), task_digest(command)) if privacy else None
+    if privacy is None:
+        return None
+    return PrivateIntegers(privacy.plan(clients, dimension, command.job.min_results), task_digest(command))
 
 
 def short_of(job: Job, groups: Sequence[GroupMasks]) -> str:

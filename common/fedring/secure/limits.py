@@ -13,13 +13,29 @@ def threshold(clients: int) -> int:
     return 2 * clients // 3 + 1
 
 
-def honest_survivors(clients: int) -> int:
-    """Return how many honest clients are in every sum of a group that anybody sees.
+def fewest_survivors(clients: int, needed: int) -> int:
+    """Return how many clients are in every sum of a group whose clients add noise.
 
-    A sum has the updates of at least `threshold` clients, of which fewer than a third of the group may be dishonest. In
-    the smallest groups one of them is left out, too: each client knows its own noise, which hides nothing from it.
+    Args:
+        clients: of the group.
+        needed: results that a round needs. If a group can have so many, its clients see to it that their sum has.
     """
-    return threshold(clients) - max(1, (clients - 1) // 3)
+    return max(threshold(clients), needed if needed <= clients else 0)
+
+
+def honest_survivors(clients: int, needed: int, *, trusted: bool) -> int:
+    """Return how many clients with noise of which nobody else knows are in every sum of a group.
+
+    Without trust, fewer than a third of the group may add no noise, or tell the server theirs. One client is left out
+    in any case: each knows its own noise, which hides nothing from it.
+
+    Args:
+        clients: of the group.
+        needed: results that a round needs.
+        trusted: whether all clients add their noise and keep it to themselves.
+    """
+    dishonest = 1 if trusted else max(1, (clients - 1) // 3)
+    return fewest_survivors(clients, needed) - dishonest
 
 
 def group_count(clients: int, size: int) -> int:

@@ -62,12 +62,18 @@ class ClientPrivacy(BaseModel):
         0, ge=0, le=MAX_BITS, description="bits of each masked value, if clients add the noise; 0 = as many as it needs"
     )
 
+    trust_clients: bool = Field(
+        False,
+        description="if clients add the noise: whether all of them do, and keep theirs to themselves; otherwise the "
+        "noise is enough if fewer than a third of a group do not",
+    )
+
     @property
     def by_clients(self) -> bool:
         """Whether the clients add the noise."""
         return self.noise_by == "clients"
 
-    def plan(self, clients: int, dimension: int) -> IntegerPlan:
+    def plan(self, clients: int, dimension: int, needed: int) -> IntegerPlan:
         """Return how the clients of a group make integers with noise, of which the server learns the sum.
 
         The noise of the honest ones among the fewest survivors is what noise_multiplier says, in units of the most that
@@ -76,13 +82,15 @@ class ClientPrivacy(BaseModel):
         Args:
             clients: of the group.
             dimension: number of parameters.
+            needed: results that a round of the job needs.
 
         Raises:
             ValueError: if there is no such plan.
         """
-        return _plan(self.clip, self.noise_multiplier, self.bits, clients, dimension)
+        honest = honest_survivors(clients, needed, trusted=self.trust_clients)
+        return _plan(self.clip, self.noise_multiplier, self.bits, clients, honest, dimension)
 
-    def charge_of(self, groups: Collection[int], dimension: int) -> SkellamCharge:
+    def charge_of(self, groups: Collection[int], dimension: int, needed: int) -> SkellamCharge:
         """Return what a round costs in which the clients add the noise: no group's sum costs more.
 
         Each client is in one group only. At the same noise in units of what one client can change, smaller integers
@@ -91,11 +99,12 @@ class ClientPrivacy(BaseModel):
         Args:
             groups: the numbers of clients of its groups.
             dimension: number of parameters.
+            needed: results that a round of the job needs.
 
         Raises:
             ValueError: if there is no plan for one of them.
         """
-        charges = [self.plan(clients, dimension).charge for clients in set(groups)]
+        charges = [self.plan(clients, dimension, needed).charge for clients in set(groups)]
         norm = min(charge.norm for charge in charges)
         variance = min(charge.variance * (norm / charge.norm) ** 2 for charge in charges)
         return SkellamCharge(norm, charges[0].dimension, variance)
@@ -125,8 +134,8 @@ class ClientPrivacy(BaseModel):
 
 
 @lru_cache(maxsize=512)
-def _plan(clip: float, noise_multiplier: float, bits: int, clients: int, dimension: int) -> IntegerPlan:
-    honest, aim = honest_survivors(clients), noise_multiplier
+def _plan(clip: float, noise_multiplier: float, bits: int, clients: int, honest: int, dimension: int) -> IntegerPlan:
+    aim = noise_multiplier
     if not bits:
         needed = fewest_bits(noise_multiplier=noise_multiplier, clients=clients, survivors=honest, dimension=dimension)
         bits = min(needed, MAX_BITS)

@@ -128,7 +128,7 @@ class SecureDesk:
         if privacy is None:
             return masked_update(party, base, trained, samples, residual)
         try:
-            plan = privacy.plan(party.clients, base.vectors.parameters.size)
+            plan = privacy.plan(party.clients, base.vectors.parameters.size, party.command.job.min_results)
             if why := own_noise_refusal(self._config.privacy, self._ledger, party.command, plan):
                 raise SecureError("privacy_policy", why)
             self._ledger.charge(party.command, plan.charge)

@@ -22,7 +22,7 @@ from fedring.codec.masked import MAX_BITS, Words, word_type
 from fedring.daemon.crash import crashpoint
 from fedring.secure.errors import SecureError
 from fedring.secure.keys import RoundSecrets, draw_secrets, own_seed, pair_seed, share_key
-from fedring.secure.limits import bits_of_sum
+from fedring.secure.limits import bits_of_sum, fewest_survivors
 from fedring.secure.masks import mask, wrap
 from fedring.secure.roster import CheckIdentity, Roster, check_roster, signed_keys
 from fedring.secure.sealing import SEALED_BYTES, seal, unseal
@@ -336,6 +336,8 @@ class Party:
 
     def _check_survivors(self, names: Sequence[str]) -> None:
         peers, needed = self._peers, self._roster.threshold
+        if self.command.job.dp:  # the noise is made for no fewer
+            needed = fewest_survivors(self.clients, self.command.job.min_results)
         if not self._roster.ordered(names) or not set(names) <= set(peers):
             raise SecureError("bad_survivors", "the survivors are not peers of this client, in order")
         if self._site.client_id not in names or not self._record.payload:

@@ -97,8 +97,8 @@ def most_charged(job: Job, dimension: int) -> Charge:
         raise ValueError("the job has no dp")
     if not privacy.by_clients or secure is None:
         return privacy.noise_multiplier
-    sizes = secure.group_sizes(job.min_clients_to_aggregate, job.sample_clients)
-    return privacy.charge_of(sizes, dimension)
+    needed = job.min_clients_to_aggregate
+    return privacy.charge_of(secure.group_sizes(needed, job.sample_clients), dimension, needed)
 
 
 def private_round(

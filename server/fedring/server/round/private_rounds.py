@@ -82,7 +82,7 @@ class RoundPrivacy:
         if privacy is None or secure is None:
             return None
         sizes = [len(group.members) for group in secure.state.groups if not group.reason]
-        charge = privacy.charge_of(sizes, open_.base.parameters)
+        charge = privacy.charge_of(sizes, open_.base.parameters, open_.job.min_clients_to_aggregate)
         row, multiplier = open_.row, privacy.noise_multiplier
         return ChargeRow(row.round, row.job_id, multiplier, privacy.clip, time.time(), str(charge))
 

@@ -40,7 +40,9 @@ def secure_rules(job: Job) -> ev.Rules | None:
     settings = job.secure_aggregation
     if settings is None:
         return None
-    return ev.Rules(settings.step_seconds, job.min_clients_to_aggregate, settings.group_size)
+    return ev.Rules(
+        settings.step_seconds, job.min_clients_to_aggregate, settings.group_size, own_noise=job.dp is not None
+    )
 
 
 @dataclass
@@ -108,7 +110,7 @@ class SecureState:
         """Return how the clients of a group make private integers; None if they send levels."""
         if self.dp is None:
             return None
-        plan = self.dp.plan(len(self.state.groups[place].members), self.parameters)
+        plan = self.dp.plan(len(self.state.groups[place].members), self.parameters, self.state.rules.needed)
         return PrivateIntegers(plan, self._rotation)
 
     def check_update(self, client: str) -> Width:
