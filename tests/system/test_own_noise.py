@@ -72,7 +72,7 @@ def cost(multiplier: float, rounds: int = 1) -> float:
 def test_the_model_moves_by_the_sum_over_all_that_were_drawn_and_a_client_may_be_lost(
     server: Fleet, control: Control, party: list[NoisyClient]
 ) -> None:
-    job_id, events = start(control, party, 1e-3, dp={"bits": 24})
+    job_id, events = start(control, party, 3e-4, dp={"bits": 24})
     assert party[0].command.secure == type(party[0].command.secure)(clip=CLIP)
     each(party, "send_keys", "send_shares", "take_peers")
     fail(party[0])
