@@ -17,7 +17,7 @@ SOAK_REPEATS ?= 20
 PROGRAMS := $(VENV)/.programs
 STAMP := $(VENV)/.installed
 
-.PHONY: programs install wheel demo secure-demo test soak libraries image-test systemd-test check lint unit format bench clean
+.PHONY: programs install wheel demo secure-demo private-demo test soak libraries image-test systemd-test check lint unit format bench clean
 
 # What runs: fl-server, fl-client and flctl.
 programs: $(PROGRAMS)
@@ -46,6 +46,9 @@ demo: programs
 secure-demo: programs
 	rm -rf secure-demo
 	PATH="$(abspath $(BIN)):$$PATH" deploy/quickstart.sh secure-demo
+
+private-demo: programs
+	$(BIN)/flctl demo --private --out private-demo
 
 test: install
 	$(PYTEST) $(TOGETHER) -m "not alone and not soak"
@@ -98,6 +101,6 @@ bench: install
 	$(BIN)/flctl bench federated $(BENCH)
 
 clean:
-	rm -rf $(VENV) demo secure-demo bench-out dist
+	rm -rf $(VENV) demo secure-demo private-demo bench-out dist
 
 include deploy/systemd/install.mk

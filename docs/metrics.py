@@ -61,7 +61,8 @@ promtool test rules deploy/prometheus/tests/alerts.yml
 `deploy/grafana/dashboards` holds three dashboards. `deploy/grafana/provisioning` makes Grafana load them from
 `/etc/grafana/dashboards/fedring`, with the Prometheus that the variable `PROMETHEUS_URL` names:
 
-- **fedring: federation**: rounds and their phases, accuracy and loss, updates and why they are refused, the fleet.
+- **fedring: federation**: rounds and their phases, accuracy and loss, updates and why they are refused, the privacy
+  that is spent and the steps of secure aggregation, the fleet.
 - **fedring: data parallel and pipeline**: steps and where their time goes, compression, slow ranks, bubbles.
 - **fedring: process health**: processor, memory, disks, certificates, calls and bytes of gRPC.
 

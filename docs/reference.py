@@ -22,6 +22,7 @@ from fedring.train.personal_table import Personal
 from fedring.train.pipeline_table import Pipeline
 from fedring.train.privacy_table import ClientPrivacy
 from fedring.train.round_settings import Schedule
+from fedring.train.secure_table import SecureAggregation
 
 TARGET = Path(__file__).with_name("configuration.md")
 
@@ -96,6 +97,11 @@ SECTIONS = (
         "Differential privacy",
         ClientPrivacy,
         "The table `[dp]` of a federated job. See [privacy.md](privacy.md).",
+    ),
+    (
+        "Secure aggregation",
+        SecureAggregation,
+        "The table `[secure_aggregation]` of a federated job. See [privacy.md](privacy.md#secure-aggregation).",
     ),
     (
         "Data-parallel training",

@@ -129,6 +129,14 @@ FEDERATION = Dashboard(
                 "down": rate("fl_client_download_bytes_total"),
             }),
         ),
+        "Privacy": (
+            Panel("Privacy spent (ε)", "short", {"{{instance}}": "fl_server_privacy_epsilon"},
+                  text="Of all published rounds with [dp] together, for the delta of the newest such job."),
+            Panel("Clients lost in secure aggregation, per hour", "short",
+                  {"{{step}}": f"3600 * {rate('fl_server_secure_lost_clients_total', 'step')}"}),
+            Panel("Time of each step of secure aggregation", "s",
+                  {"{{step}}": mean("fl_server_secure_step_seconds", "step")}),
+        ),
         "Fleet": (
             Panel("Connected clients", "short", {
                 "connected": "sum(fl_server_clients_connected)",

@@ -136,3 +136,38 @@ def test_each_daemon_of_a_fleet_can_be_killed_and_restarted(tmp_path: Path) -> N
     assert not fleet.server.running
     assert not fleet.clients[0].running
     assert re.search("serves clients", fleet.server.log.read_text())
+
+
+def test_the_private_demo_loses_a_client_and_leaves_no_readable_update(tmp_path: Path) -> None:
+    with _demo(tmp_path, "--private", "--output", "json") as demo:
+        out, err = demo.communicate(timeout=250)
+    assert demo.returncode == 0, err
+    report = json.loads(out)
+    assert [round_["phase"] for round_ in report["rounds"]] == ["published"] * 3
+    assert report["killed"] == "client-4"
+    assert sum(report["rounds"][1]["lost"].values()) == 1
+    assert min(report["sums"].values()) > 0.8
+    evidence = report["evidence"]
+    assert (evidence["update_passages"], evidence["model_passages"]) == (0, 64)
+    assert evidence["stored"] >= 14
+    assert evidence["correlation"] < evidence["chance"]
+    assert json.loads((tmp_path / "report.json").read_text()) == report
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("--clients", "2"), "--private needs 3 to 100 clients"),
+        (("--rounds", "2"), "--private needs at least 3 rounds"),
+        (("--lr", "0.1"), "--lr does not belong to --private: leave it out"),
+        (("--mode", "pipeline"), "--mode does not belong to --private: leave it out"),
+        (("--keep",), "--keep does not belong to --private: leave it out"),
+    ],
+)
+def test_the_private_demo_says_which_options_do_not_belong_to_it(
+    tmp_path: Path, words: tuple[str, ...], sentence: str
+) -> None:
+    with _demo(tmp_path, "--private", *words) as demo:
+        _, err = demo.communicate(timeout=60)
+    assert demo.returncode == 2
+    assert sentence in err

@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import numpy as np
 import pytest
@@ -13,7 +14,9 @@ from fedring.simulation import simulate
 from fedring.v1 import federation_pb2 as pb
 from tests.conftest import path_to
 from tests.fleets import Control, Fleet, run_job, until_watching
+from tests.metrics_page import Page
 from tests.system.wire import Refused, WireClient, parameters, payload_of, vector_job
+from tests.waiting import SECONDS, until
 
 SIZE = 1000
 CLIP = 0.5
@@ -70,6 +73,30 @@ def test_updates_are_clipped_and_added_over_a_fixed_number_with_noise(fleet: Fle
         assert spent.jobs[0].epsilon == pytest.approx(4.73, rel=0.01)
         assert spent.epsilon > 1e6  # so little noise protects nobody
     assert not list(Path(fleet.server.settings["state_dir"]).rglob(SECRETS))
+
+
+def spent_on_page(fleet: Fleet) -> Any:
+    """Return what the page says of the privacy that is spent."""
+    with urlopen(f"{fleet.web}api/state", timeout=SECONDS) as answer:
+        return json.loads(answer.read())["privacy"]
+
+
+def test_what_is_spent_is_on_the_page_and_in_the_metrics(tmp_path: Path) -> None:
+    with (
+        Fleet(tmp_path, {"web_port": 0, "metrics_listen": "127.0.0.1:0"}) as fleet,
+        Control(fleet.control) as control,
+        WireClient(fleet.listen, "a") as a,
+        WireClient(fleet.listen, "b") as b,
+    ):
+        assert spent_on_page(fleet) is None
+        events = control.events()
+        job_id = control.start_job(private_job(1.0)).job_id
+        run_round(a, b, (np.zeros(SIZE), np.zeros(SIZE)))
+        list(control.follow_job(job_id, events))
+        until(lambda: spent_on_page(fleet))
+        spent = spent_on_page(fleet)
+        assert spent["jobs"][str(job_id)]["epsilon"] == spent["epsilon"] == pytest.approx(4.73, rel=0.01)
+        assert Page(fleet.ready["metrics"])("fl_server_privacy_epsilon") == pytest.approx(4.73, rel=0.01)
 
 
 def test_a_job_ends_before_it_spends_more_than_it_may(fleet: Fleet) -> None:

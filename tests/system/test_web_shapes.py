@@ -176,3 +176,38 @@ def test_the_header_keeps_its_line_when_the_connection_is_lost(window: Window, s
     window.page.evaluate("document.getElementById('link').textContent = 'connection lost'")
     boxes = [window.page.locator(name).bounding_box() or {} for name in ("#job", "#link")]
     assert abs(boxes[0]["y"] - boxes[1]["y"]) < 20
+
+
+def test_the_steps_of_secure_aggregation_and_its_losses_are_shown(window: Window, script: Script) -> None:
+    secure = {"step": "shares", "groups": 2, "answered": 3, "asked": 5, "lost": {"keys": 1}, "seconds": {}}
+    script.now |= {"jobs": [JOB], "round": ROUND | {"phase": "training", "secure": secure}}
+    window.until("document.querySelector('#secure')")
+    text = "Secure aggregation in 2 groups: clients share their secrets, 3 of 5 have. Lost: 1 in keys."
+    assert window.text("#secure") == text
+    ended = secure | {"step": "done", "lost": {}, "groups": 1, "seconds": {"keys": 0.5, "unmask": 1.25}}
+    lost = ended | {"lost": {"keys": 1, "unmask": 2}}
+    script.now |= {"round": ROUND | {"secure": ended}}
+    window.until("document.querySelector('#secure').textContent.includes('No client was lost')")
+    assert window.text("#secure") == "Secure aggregation in 1 group: No client was lost."
+    script.history = [ROUND | {"secure": lost}]
+    script.now |= {"round": ROUND | {"round": 2, "secure": ended}}
+    window.until("document.querySelectorAll('#rounds tbody tr').length === 1")
+    assert "Lost: 1 in keys, 2 in unmask" in window.text("#rounds")
+    assert window.page.locator("#rounds [title*='keys 0.50 s, unmask 1.25 s']").count() == 1
+    script.now |= {"round": ROUND | {"round": 2}}
+    window.until("!document.querySelector('#secure')")
+
+
+def test_the_privacy_that_a_job_has_spent_is_shown(window: Window, script: Script) -> None:
+    script.now |= {"jobs": [JOB | {"max_epsilon": 8.0}], "privacy": None}
+    window.until("document.querySelector('.now')")
+    assert window.page.locator("#epsilon").count() == 0
+    jobs = {"7": {"rounds": 3, "epsilon": 1.2345}}
+    script.now["privacy"] = {"delta": 1e-5, "epsilon": 4.5678, "rounds": 5, "jobs": jobs}
+    window.until("document.querySelector('#epsilon')")
+    assert window.text("#epsilon") == (
+        "Privacy spent: ε = 4.57 of at most 8, for δ = 0.00001 and all jobs of this server; by this job alone 1.23, "
+        "in 3 rounds."
+    )
+    script.now["privacy"] = {"delta": 1e-5, "epsilon": None, "rounds": 5, "jobs": {"7": {"rounds": 1, "epsilon": None}}}
+    window.until("document.querySelector('#epsilon').textContent.includes('∞')")

@@ -29,6 +29,7 @@ PARTS = (
         "ring",
         "rpc",
         "schedules",
+        "secure",
         "server",
         "simulation",
         "train",

@@ -29,6 +29,7 @@ from fedring.rpc.errors import (
     Unavailable,
 )
 from fedring.v1 import control_pb2 as pb
+from fedring.v1.privacy_pb2 import SecureProgress
 
 Call = Callable[..., tuple[int, str, str]]
 
@@ -378,3 +379,16 @@ def test_health_distinguishes_serving_not_serving_and_unreachable(server: Server
     server.set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
     assert flctl(*patient)[0] == Exit.FAILED
     assert flctl("health", "--listen", "127.0.0.1:1", "--timeout", "1")[0] == Exit.UNAVAILABLE
+
+
+def test_a_round_shows_its_secure_aggregation(server: Server, flctl: Call) -> None:
+    assert "secure" not in flctl("status")[1]
+    ROUND.secure.MergeFrom(SecureProgress(step="shares", groups=2, answered=3, asked=5, lost={"keys": 1}))
+    try:
+        assert "2 groups, shares: 3 of 5 clients have answered, lost 1 in keys" in flctl("status")[1]
+        ROUND.secure.CopyFrom(SecureProgress(step="done", groups=1, seconds={"keys": 0.5}))
+        out = flctl("rounds", "7")[1]
+        assert "secure aggregation: 1 group, no client lost" in out
+        assert "time of its steps: keys 0.50 s" in out
+    finally:
+        ROUND.ClearField("secure")

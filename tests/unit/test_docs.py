@@ -34,6 +34,7 @@ from fedring.train.personal_table import Personal
 from fedring.train.pipeline_table import Pipeline
 from fedring.train.privacy_table import ClientPrivacy
 from fedring.train.round_settings import Schedule
+from fedring.train.secure_table import SecureAggregation
 from fedring.v1 import control_pb2
 from fedring.workers.pipeline_profile import PipelineProfile
 from fedring.workers.usage import Usage
@@ -46,6 +47,7 @@ TABLES: dict[type[BaseModel], str] = {
     Job: "job",
     Aggregation: "aggregation",
     ClientPrivacy: "dp",
+    SecureAggregation: "secure_aggregation",
     SitePolicy: "privacy",
     DataParallel: "data_parallel",
     Pipeline: "pipeline",

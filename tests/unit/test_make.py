@@ -15,7 +15,7 @@ def plan(target: str, folder: Path) -> str:
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
 
 
-@pytest.mark.parametrize("target", ["demo", "secure-demo", "wheel"])
+@pytest.mark.parametrize("target", ["demo", "secure-demo", "private-demo", "wheel"])
 def test_users_get_no_tools_of_developers(target: str, tmp_path: Path) -> None:
     commands = plan(target, tmp_path)
     assert "--editable ." in commands

@@ -25,7 +25,7 @@ from fedring.server.round.metrics import REJECTIONS
 from fedring.server.round.sessions import MOST_CALLS, OUTBOX
 from fedring.server.update.admission import MAX_BUFFER, MAX_METRICS, MAX_NORM, MAX_PACKETS
 from fedring.train.bounds import MAX_SAMPLES, MAX_SECONDS
-from fedring.v1 import federation_pb2, payload_pb2
+from fedring.v1 import federation_pb2, job_pb2, payload_pb2, secure_pb2
 
 PAGE = (ROOT / "protos" / "PROTOCOL.md").read_text(encoding="utf-8")
 SOURCES = [
@@ -206,9 +206,59 @@ def test_every_field_that_the_documents_name_exists() -> None:
     messages: dict[str, Any] = {
         **federation_pb2.DESCRIPTOR.message_types_by_name,
         **payload_pb2.DESCRIPTOR.message_types_by_name,
+        **job_pb2.DESCRIPTOR.message_types_by_name,
+        **secure_pb2.DESCRIPTOR.message_types_by_name,
     }
     for document in ("PROTOCOL.md", "FORMATS.md"):
         text = (ROOT / "protos" / document).read_text(encoding="utf-8")
         for message, field in re.findall(r"`([A-Z]\w+)\.([a-z_]+)`", text):
             if message in messages:
                 assert field in messages[message].fields_by_name, f"{document}: {message}.{field}"
+
+
+def secure_pages() -> str:
+    """Return the whole chapter on secure aggregation, with its sections."""
+    return PAGE.partition("\n## Jobs with secure_aggregation\n")[2].partition("\n## ")[0]
+
+
+def secure_reasons() -> set[str]:
+    """Return the reasons of secure aggregation for which fedring's client fails a round."""
+    sources = [
+        *(ROOT / "common/fedring/secure").rglob("*.py"),
+        *(ROOT / "client/fedring/client/secure").rglob("*.py"),
+    ]
+    return {
+        word
+        for path in sources
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "SecureError"
+        for word in names_of(node.args[0])
+    }
+
+
+def test_every_reason_for_which_a_client_fails_secure_aggregation_is_on_the_page() -> None:
+    assert secure_reasons() - set(quoted(secure_pages())) == set()
+
+
+def test_every_check_on_the_page_is_one_that_fedring_s_client_makes() -> None:
+    checks = {reason for cells in rows(secure_pages()) if len(cells) == 2 for reason in quoted(cells[1])}
+    assert len(checks) >= 10
+    assert checks - secure_reasons() - {f"other_{kind}" for kind in ("roster", "survivors")} == set()
+
+
+def test_every_call_and_step_of_secure_aggregation_is_on_the_page() -> None:
+    service = secure_pb2.DESCRIPTOR.services_by_name["SecureAggregationService"]
+    steps = secure_pb2.SecureStep.DESCRIPTOR.oneofs_by_name["step"].fields
+    names = {method.name for method in service.methods}
+    names |= {field.message_type.name for field in steps if field.message_type}
+    assert names - set(quoted(secure_pages())) == set()
+    assert names
+
+
+def test_the_page_names_all_files_that_a_client_needs() -> None:
+    files, found = [federation_pb2.DESCRIPTOR], set[str]()
+    while files:
+        found.add(files[-1].name.rpartition("/")[2])
+        files += files.pop().dependencies
+    sentence = PAGE.partition("Generate the code of a client from ")[2].partition(" in `protos/fedring/v1`")[0]
+    assert set(quoted(sentence)) == found

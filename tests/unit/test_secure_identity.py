@@ -44,10 +44,11 @@ def check(tls: Tls = PLAINTEXT, peers: dict[str, str] | None = None, own: Signer
 
 
 def test_a_client_without_a_certificate_makes_a_key_once(tmp_path: Path) -> None:
-    first = load_signer(PLAINTEXT, tmp_path)
-    assert stat.S_IMODE((tmp_path / KEY_FILE).stat().st_mode) == 0o600
-    assert [path.name for path in tmp_path.iterdir()] == [KEY_FILE]
-    again = load_signer(PLAINTEXT, tmp_path)
+    folder = tmp_path / "state"
+    first = load_signer(PLAINTEXT, folder)
+    assert (stat.S_IMODE(folder.stat().st_mode), [path.name for path in folder.iterdir()]) == (0o700, [KEY_FILE])
+    assert stat.S_IMODE((folder / KEY_FILE).stat().st_mode) == 0o600
+    again = load_signer(PLAINTEXT, folder)
     assert (again.proof, again.fingerprint) == (first.proof, first.fingerprint)
     verify(first.proof.key(), sign(again.key, b"text"), b"text")
 

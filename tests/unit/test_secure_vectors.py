@@ -125,7 +125,8 @@ def plain_pack(values: list[int], bits: int) -> bytes:
     whole, rest = divmod(bits, 8)
     out = b"".join(bytes(value >> 8 * plane & 255 for value in eight) for plane in range(whole))
     top = sum((value >> 8 * whole) % 2**rest << rest * place for place, value in enumerate(eight))
-    return out + top.to_bytes(rest, "little")
+    last: bytes = top.to_bytes(rest, "little")
+    return out + last
 
 
 @each("levels")

@@ -233,3 +233,7 @@ def test_refusals_handshakes_and_connections_are_exported_as_the_guard_counted_t
     assert value(metrics, "fl_server_auth_refusals_total", reason="not_operator") == 0
     assert value(metrics, "fl_server_handshakes_total") == 5
     assert value(metrics, "fl_server_connections_total") == 3
+
+
+def test_epsilon_is_not_known_at_first(metrics: Metrics) -> None:
+    assert isnan(value(metrics, "fl_server_privacy_epsilon"))

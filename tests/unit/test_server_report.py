@@ -59,3 +59,14 @@ def test_a_model_without_evaluation_has_no_accuracy() -> None:
     assert unclassified.loss == 0.5
     assert (message.digest, message.schema_hash) == ("blake3-" + "ab" * 32, b"\xef" * 32)
     assert isinstance(message, pb.Model)
+
+
+def test_a_round_with_secure_aggregation_says_what_was_lost_in_which_step() -> None:
+    secure = {"step": "done", "groups": 2, "answered": 4, "asked": 5, "seconds": {"keys": 0.5}}
+    stats = {"secure": secure | {"lost": {"keys": 1, "shares": 0, "unmask": 2}}}
+    message = round_message(RoundRow(4, 2, 1, "published", 1.5, stats=stats))
+    assert (message.secure.step, message.secure.groups) == ("done", 2)
+    assert (message.secure.answered, message.secure.asked) == (4, 5)
+    assert dict(message.secure.lost) == {"keys": 1, "shares": 0, "unmask": 2}
+    assert dict(message.secure.seconds) == {"keys": 0.5}
+    assert not round_message(RoundRow(4, 2, 1, "published", 1.5)).HasField("secure")

@@ -3,7 +3,7 @@
 import json
 import time
 from dataclasses import replace
-from math import nan
+from math import inf, nan
 
 from fedring.rpc.identity import NOBODY
 from fedring.server.group import machine as gr
@@ -17,6 +17,7 @@ from fedring.server.operator.summaries import (
     job_settings,
     job_summary,
     model_summary,
+    privacy_summary,
     round_summary,
     wait_summary,
 )
@@ -27,6 +28,7 @@ from fedring.server.state.rows import JobRow, ModelRow, RoundRow
 from fedring.train.job import Job
 from fedring.v1 import control_pb2 as pb
 from fedring.v1 import federation_pb2 as fed
+from fedring.v1.privacy_pb2 import SecureProgress
 
 JOB = JobRow(3, "digits", {"mode": "data_parallel", "encoding": "packed"}, 5, 0.0, rounds_done=2)
 ROUND = Round(4, Rules(min_clients=3, deadline=60), Phase.TRAINING, 0.0, selected=frozenset("abc"))
@@ -35,6 +37,11 @@ ROUND = Round(4, Rules(min_clients=3, deadline=60), Phase.TRAINING, 0.0, selecte
 def an_open_round() -> OpenRound:
     base = ModelRow(1, 0, "aa", "bb", "cc", 10, 40, 0.0)
     return OpenRound(RoundRow(4, 3, 1, "training", 0.0), Job.model_validate({}), fed.TrainCmd(), base)
+
+
+def secure_progress() -> SecureProgress:
+    lost = {"keys": 1}
+    return SecureProgress(step="shares", groups=2, answered=3, asked=5, lost=lost, seconds={"keys": 1 / 3})
 
 
 def a_state(round_: Round, *connected: str) -> State:
@@ -67,7 +74,8 @@ def test_every_summary_can_be_sent_as_json() -> None:
     session = Session("a", "s", "soft", "here", NOBODY, progress=nan)
     summaries = [
         job_summary(JOB),
-        round_summary(pb.Round(phase=Phase.TRAINING)),
+        round_summary(pb.Round(phase=Phase.TRAINING, secure=secure_progress())),
+        privacy_summary(pb.Privacy(delta=1e-5, epsilon=inf, jobs=[pb.PrivacyOfJob(job_id=3, epsilon=inf)])),
         model_summary(ModelRow(1, 0, "aa", "bb", "cc", 10, 40, 0.0), None, None, best=False),
         event_summary(pb.Event(id=2**60, text="t")),
         client_summaries([session], {"b": 2}, ROUND),
@@ -163,3 +171,31 @@ def test_the_parts_of_the_clients_of_a_round_are_told_on_demand() -> None:
         "download_bytes": 0,
         "metrics": {"loss": 0.25},
     }
+
+
+def test_secure_aggregation_is_summarised_if_the_round_has_it() -> None:
+    assert round_summary(pb.Round())["secure"] is None
+    assert round_summary(pb.Round(secure=secure_progress()))["secure"] == {
+        "step": "shares",
+        "groups": 2,
+        "answered": 3,
+        "asked": 5,
+        "lost": {"keys": 1},
+        "seconds": {"keys": 0.333},
+    }
+
+
+def test_what_is_spent_of_the_privacy_is_summarised_by_job() -> None:
+    spent = pb.Privacy(delta=1e-6, epsilon=3.5, rounds=4, jobs=[pb.PrivacyOfJob(job_id=3, rounds=4, epsilon=3.5)])
+    jobs = {"3": {"rounds": 4, "epsilon": 3.5}}
+    assert privacy_summary(spent) == {"delta": 1e-6, "epsilon": 3.5, "rounds": 4, "jobs": jobs}
+    assert privacy_summary(None) is None
+    assert job_summary(replace(JOB, spec={"dp": {"max_epsilon": 8.0}}))["max_epsilon"] == 8.0
+    assert job_summary(replace(JOB, spec={"dp": None}))["max_epsilon"] == 0.0
+
+
+def test_settings_of_tables_that_a_job_may_lack_are_told_by_their_names() -> None:
+    told = job_settings(Job.model_validate({}).model_dump(mode="json") | {"dp": {"noise_multiplier": 2.0}})
+    assert told["settings"]["dp.noise_multiplier"] == 2.0
+    assert told["changed"] == ["dp.noise_multiplier"]
+    assert told["settings"]["secure_aggregation"] is None

@@ -154,6 +154,7 @@ _verb(
     "flctl demo --clients 5 --partition dirichlet --alpha 0.1",
     "flctl demo --dataset mnist --data-root data --encoding packed --keep-ratio 0.01",
     "flctl demo --mode pipeline --clients 4 --schedule 1f1b --micro-batches 8",
+    "flctl demo --private",
     panel=_TRY,
 )
 _verb(

@@ -35,6 +35,7 @@ from fedring.rpc.tls import ends_at
 from fedring.server.config import ServerConfig
 from fedring.server.guard.ports import Security
 from fedring.server.operator.control import ControlService
+from fedring.server.operator.privacy_spent import PrivacySpent
 from fedring.server.operator.readiness import look_after_storage
 from fedring.server.operator.tokens import TokenService
 from fedring.server.operator.view import View
@@ -171,7 +172,8 @@ async def _serve(loaded: Loaded[ServerConfig], stack: ExitStack, *, check_only: 
     if config.health_listen:
         server, addresses["health"] = health_port(config.health_listen, health)
         servers.append(server)
-    pages = _pages(parts, config, stack)
+    spent = PrivacySpent(parts.facts, parts.rounds, metrics.epsilon)
+    pages = _pages(parts, config, stack, spent)
     for page in pages:
         addresses["web"] = page.url
     if check_only:
@@ -198,6 +200,7 @@ async def _serve(loaded: Loaded[ServerConfig], stack: ExitStack, *, check_only: 
     others = [
         look_after_storage(parts, health),
         security.look_after_revocations(),
+        spent.run(),
         *(page.run() for page in pages),
     ]
     return await _until_stopped(parts, others, stop=stop, drain=drain, drain_seconds=config.drain_seconds)
@@ -221,11 +224,11 @@ def _servers(parts: Parts, security: Security, config: ServerConfig) -> tuple[ai
     return public, control
 
 
-def _pages(parts: Parts, config: ServerConfig, stack: ExitStack) -> list[WebServer]:
+def _pages(parts: Parts, config: ServerConfig, stack: ExitStack, spent: PrivacySpent) -> list[WebServer]:
     """Make the page, if it is wanted."""
     if config.web_port is None:
         return []
-    page = WebServer(View(parts, VERSION), config.web_host, config.web_port, names=config.web_allowed_hosts)
+    page = WebServer(View(parts, VERSION, spent), config.web_host, config.web_port, names=config.web_allowed_hosts)
     stack.enter_context(page.socket)
     return [page]
 

@@ -113,6 +113,7 @@ def _own_key(path: Path) -> PrivateKey:
         pem = Ed25519PrivateKey.generate().private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
         new = path.with_name(f"{path.name}.{secrets.token_hex(8)}.new")
         try:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             write_durably(new, pem)
             with contextlib.suppress(FileExistsError):  # another process was faster: its key counts
                 os.link(new, path)

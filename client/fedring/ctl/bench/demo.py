@@ -115,6 +115,14 @@ def demo(
             rich_help_panel=_STAGES, help="Micro-batches of a batch; auto = try several numbers, and use the fastest."
         ),
     ] = None,
+    private: Annotated[
+        bool,
+        typer.Option(
+            "--private",
+            help="Show secure aggregation instead: a client is killed on the way, and the server's state is searched "
+            "for updates. Only --clients, --rounds, --out and --output belong to it.",
+        ),
+    ] = False,
     keep: Annotated[
         bool, typer.Option("--keep", help="Keep the server, its page and the clients running afterwards, until Ctrl-C.")
     ] = False,
@@ -142,6 +150,10 @@ def demo(
         "partition": partition,
         "alpha": alpha,
     }
+    if private:
+        others = {**given, "mode": mode if mode is not Mode.FEDERATED else None, "data_root": data_root, "hook": hook}
+        others |= {"ratio": ratio, "schedule": schedule, "micro_batches": micro_batches, "keep": keep or None}
+        return _private(clients, rounds, out, output, others)
     count = clients or (2 if mode is Mode.PIPELINE else PRESETS[dataset].clients)
     tables: dict[str, dict[str, Any]] = {
         "data_parallel": {"hook": hook, "ratio": ratio},
@@ -155,6 +167,19 @@ def demo(
     check_data_root(dataset, data_root)
     make_out_folder(out)
     run_demo(experiment, out, label=str(dataset), keep=keep, output=output)
+
+
+def _private(clients: int | None, rounds: int | None, out: Path, output: Output, others: Mapping[str, Any]) -> None:
+    from fedring.ctl.bench.private_demo import CLIENTS, ROUNDS, check_size, private_demo  # imports torch
+
+    clients, rounds = clients or CLIENTS, rounds or ROUNDS
+    for name, value in others.items():
+        if value is not None and name != "rounds":
+            raise Failure(f"--{name.replace('_', '-')} does not belong to --private: leave it out", Exit.USAGE)
+    if wrong := check_size(clients, rounds):
+        raise Failure(wrong, Exit.USAGE)
+    make_out_folder(out)
+    private_demo(clients, rounds, out, output)
 
 
 def run_demo(experiment: Experiment, out: Path, *, label: str, keep: bool, output: Output) -> None:

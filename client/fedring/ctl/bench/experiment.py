@@ -97,7 +97,7 @@ def run_experiment(
     Raises:
         Failure: The job did not complete, or a daemon ended before it.
     """
-    _remove_earlier(directory)
+    remove_earlier(directory)
     client = {"data_root": experiment.data_root} if experiment.data_root else {}
     server = {"web_port": 0} if experiment.web else {}
     with running_fleet(directory, server, [client] * experiment.clients) as (fleet, control):
@@ -145,7 +145,7 @@ def _row(round_: pb.Round) -> dict[str, Any]:
     }
 
 
-def _remove_earlier(directory: Path) -> None:
+def remove_earlier(directory: Path) -> None:
     """Remove what an earlier experiment has left in the folder, and nothing else."""
     for path in (directory / "state").glob("*"):
         if _OURS.fullmatch(path.name) and path.is_dir():

@@ -60,6 +60,7 @@ def status(server: ServerOption = DEFAULT_SERVER, output: OutputOption = Output.
         ("job", job if now.HasField("job") else "none is running"),
         ("queued", counted(now.jobs_queued, "job")),
         ("round", _round_sentence(now.round) if now.HasField("round") else "none yet"),
+        *([("secure", _secure_sentence(now.round.secure))] if now.round.HasField("secure") else []),
         ("clients", f"{now.clients_watching} in session"),
         ("model", f"version {now.model_version}" if now.model_version else "none yet"),
         ("refused", ", ".join(f"{count} {reason}" for reason, count in sorted(now.refused.items()) if count) or "none"),
@@ -341,6 +342,11 @@ def _show_round(round_: pb.Round, output: Output) -> None:
         print(f"shortened to a norm of {round_.update_clip:.6g}: {', '.join(round_.clipped)}")
     for warning in round_.warnings:
         print(f"warning: {warning}")
+    if round_.HasField("secure"):
+        print(f"secure aggregation: {_secure_sentence(round_.secure)}")
+        took = [f"{step} {duration(seconds)}" for step, seconds in round_.secure.seconds.items()]
+        if took:
+            print(f"time of its steps: {', '.join(took)}")
     if round_.capped:
         print(f"counted for max_samples: {', '.join(round_.capped)}")
 
@@ -361,3 +367,12 @@ def _round_sentence(round_: pb.Round) -> str:
     if round_.eval_total:
         sentence += f", {quality(figures.accuracy(round_), figures.loss(round_))}"
     return sentence + (f", {round_.reason}" if round_.reason else "")
+
+
+def _secure_sentence(secure: pb.SecureProgress) -> str:
+    """Return how far the secure aggregation of a round is, or what came of it."""
+    lost = ", ".join(f"{count} in {step}" for step, count in secure.lost.items() if count)
+    parts = [counted(secure.groups, "group")] if secure.groups else []
+    if secure.step != "done":
+        parts.append(f"{secure.step}: {secure.answered} of {counted(secure.asked, 'client')} have answered")
+    return ", ".join([*parts, f"lost {lost}" if lost else "no client lost"])

@@ -31,7 +31,7 @@ _ROUND_KEYS = (
 )
 _PART_KEYS = ("client_id", "num_samples", "train_seconds", "upload_bytes", "download_bytes")
 _DEFAULTS = Job.model_validate({}).model_dump(mode="json")
-_TABLES = ("data_parallel", "pipeline")
+_TABLES = ("data_parallel", "pipeline", "dp", "sample_dp", "secure_aggregation")
 _EVENT_KEYS = ("id", "at", "kind", "job_id", "round", "client_id", "text")
 
 
@@ -47,6 +47,7 @@ def job_summary(row: JobRow) -> Summary:
         "created_at": rfc3339(row.created_at),
         **{key: row.spec.get(key, "") for key in _JOB_KEYS},
         "start_version": row.start_version,
+        "max_epsilon": (row.spec.get("dp") or {}).get("max_epsilon", 0.0),
     }
 
 
@@ -79,10 +80,30 @@ def round_summary(message: pb.Round, *, clients: bool = False) -> Summary:
         "server_loss": _finite(message.server_loss) if message.HasField("server_loss") else None,
         "metrics": {name: float(f"{metrics[name]:.6g}") for name in sorted(metrics)},
         "upload_by_encoding": by_encoding,
-        "secure": _secure_summary(message.secure) if message.HasField("secure") else None,
         "peer_bytes": _sum(client.metrics.get("bytes_sent", 0.0) for client in message.clients),
+        "secure": secure_summary(message.secure) if message.HasField("secure") else None,
         **({"clients": [_part_summary(client) for client in message.clients[:MOST_CURVES]]} if clients else {}),
     }
+
+
+def secure_summary(message: pb.SecureProgress) -> Summary:
+    """Summarize the secure aggregation of a round."""
+    return {
+        **{key: getattr(message, key) for key in ("step", "groups", "answered", "asked")},
+        "lost": dict(message.lost),
+        "seconds": {step: float(f"{seconds:.3g}") for step, seconds in message.seconds.items()},
+    }
+
+
+def privacy_summary(message: pb.Privacy | None) -> Summary | None:
+    """Summarize what is spent of the clients' privacy; None if nothing is known to be.
+
+    An epsilon that is not finite becomes None.
+    """
+    if message is None:
+        return None
+    jobs = {str(job.job_id): {"rounds": job.rounds, "epsilon": _finite(job.epsilon)} for job in message.jobs}
+    return {"delta": message.delta, "epsilon": _finite(message.epsilon), "rounds": message.rounds, "jobs": jobs}
 
 
 def model_summary(row: ModelRow, evaluation: EvaluationRow | None, round_: RoundRow | None, *, best: bool) -> Summary:
@@ -185,11 +206,6 @@ def activity_name(value: int) -> str:
     return fed.Activity.Name(fed.Activity.ValueType(value)).removeprefix("ACTIVITY_").lower()
 
 
-def _secure_summary(progress: pb.SecureProgress) -> Summary:
-    keys = ("step", "groups", "answered", "asked")
-    return {**{key: getattr(progress, key) for key in keys}, "lost": dict(progress.lost)}
-
-
 def _part_summary(client: pb.RoundClient) -> Summary:
     metrics = {name: float(f"{value:.6g}") for name, value in sorted(client.metrics.items()) if isfinite(value)}
     return {**{key: getattr(client, key) for key in _PART_KEYS}, "metrics": metrics}
@@ -199,7 +215,7 @@ def _flat(spec: Mapping[str, Any]) -> Summary:
     """Return a job's keys with those of its tables as `table.key`."""
     flat: Summary = {}
     for key, value in spec.items():
-        if key in _TABLES:
+        if key in _TABLES and isinstance(value, Mapping):
             flat |= {f"{key}.{name}": inner for name, inner in value.items()}
         else:
             flat[key] = value

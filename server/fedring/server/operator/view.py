@@ -5,6 +5,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from fedring.server.operator.privacy_spent import PrivacySpent
 from fedring.server.operator.summaries import (
     Summary,
     client_summaries,
@@ -13,6 +14,7 @@ from fedring.server.operator.summaries import (
     job_settings,
     job_summary,
     model_summary,
+    privacy_summary,
     round_summary,
     wait_summary,
 )
@@ -47,10 +49,10 @@ class _Stored:
 class View:
     """The facts of the page, for `fedring.web`."""
 
-    def __init__(self, parts: Parts, version: str) -> None:
+    def __init__(self, parts: Parts, version: str, spent: PrivacySpent) -> None:
         self._rounds, self._sessions, self._journal = parts.rounds, parts.sessions, parts.journal
         self._facts, self._store = parts.facts, parts.facts.store
-        self._version = version
+        self._version, self._spent = version, spent
         self._began = time.time()
         self._stored = _Stored()
         self._evaluations: dict[int, EvaluationRow | None] = {}  # of older models
@@ -78,6 +80,7 @@ class View:
             "group": group_summary(now.rendezvous, self._sessions, job) if job else None,
             "jobs": [job_summary(row) for row in stored.jobs],
             "models": stored.models,
+            "privacy": privacy_summary(self._spent.now),
             "events": self._recent(stored),
         }
 

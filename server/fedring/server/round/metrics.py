@@ -132,6 +132,12 @@ class Metrics:
         for gauge in (self._loss, self._accuracy):
             gauge.set(nan)
 
+        text = (
+            "Epsilon of all published rounds with [dp] together, for the delta of the newest such job; NaN = not known."
+        )
+        self.epsilon = new.gauge("fl_server_privacy_epsilon", text)
+        self.epsilon.set(nan)
+
     def _declare_process(self) -> None:
         new = self.registry
         text = "Clients that watch, and have confirmed it."

@@ -66,7 +66,7 @@ def open_message(open_: OpenRound, state: Round, *, clients: bool) -> pb.Round:
 
 
 def _progress(figures: Mapping[str, Any]) -> pb.SecureProgress:
-    known = {name: figures[name] for name in ("step", "groups", "answered", "asked", "lost")}
+    known = {name: figures[name] for name in ("step", "groups", "answered", "asked", "lost", "seconds")}
     return pb.SecureProgress(**known)
 
 

@@ -2,6 +2,7 @@
 
 import { at, bar, fill, h, empty } from "./dom.js";
 import { bestRule, bytes, count, duration, longDuration, number, percent, plural, secondsUntil } from "./format.js";
+import { secureLine, spentLine } from "./privacy.js";
 
 const PHASES = [
   ["waiting", "Waiting"],
@@ -32,8 +33,9 @@ export function showNow(state) {
       h("p", { class: "muted number" }, jobLine(job), queued ? ` · ${plural(queued, "job")} queued` : ""),
       bar(job.rounds_done / job.rounds, "published rounds of the job"),
       job.reason ? h("p", { class: job.state === "completed" ? "muted" : "bad" }, job.reason) : null,
+      spentLine(job, state.privacy),
     ),
-    h("div", {}, round ? [phases(round, state.waits_for), waits(round, state)] : h("p", { class: "muted" }, before(job))),
+    h("div", {}, round ? [phases(round, state.waits_for), waits(round, state), secureLine(round)] : h("p", { class: "muted" }, before(job))),
   ));
 }
 

@@ -3,6 +3,7 @@
 import { at, bar, empty, fill, h, table } from "./dom.js";
 import { bytes, clock, count, duration, number, percent } from "./format.js";
 import { badge } from "./now.js";
+import { lostIn, stepTimes } from "./privacy.js";
 
 const MOST_ROWS = 200;
 const GOOD = new Set(["round_published", "round_evaluated", "group_formed"]);
@@ -42,17 +43,18 @@ export function showRounds(rounds, job) {
     h("span", { title: `number ${round.round} of the server` }, count(round.job_round)), badge(round.reason || round.phase, round.phase === "published" ? "good" : "bad"),
     h("span", { title: guarded(round) }, `${count(round.delivered)} of ${count(round.selected)}`),
     percent(round.accuracy), number(round.loss), round.seconds ? duration(round.seconds) : "–",
-    bytes(round.upload_bytes), bytes(round.download_bytes), round.base_version || "–", round.model_version || "–", missing(round) || "–",
+    bytes(round.upload_bytes), bytes(round.download_bytes), round.base_version || "–", round.model_version || "–",
+    h("span", { title: lostIn(round) }, missing(round) || lostIn(round) || "–"),
   ]);
   const more = rounds.length > MOST_ROWS ? empty(`and ${count(rounds.length - MOST_ROWS)} older ones: flctl rounds --job ${job.job_id}`) : null;
   fill(at("rounds"), table("rounds of the job", columns, rows), more);
 }
 
-// The clients whose updates the guards of the job have changed, and what went wrong.
+// The clients whose updates the guards of the job have changed, how long secure aggregation took, and what went wrong.
 function guarded(round) {
   const named = [["shortened to the job's bound", round.clipped], ["counted for max_samples", round.capped]];
   const told = named.filter(([, names]) => names?.length).map(([what, names]) => `${what}: ${names.join(", ")}`);
-  return [...told, ...(round.warnings ?? [])].join("; ");
+  return [...told, stepTimes(round), ...(round.warnings ?? [])].filter(Boolean).join("; ");
 }
 
 // The clients that did not deliver, and why if the round did not wait for them.
