@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from fedring.codec import NAMES, TILE, Encoding, Entry, Reader, Schema, encode, encode_buffers
 from fedring.codec.digest import name_of, update_name
 from fedring.codec.errors import CodecError
+from fedring.codec.masked import Width, masked_packet
 from fedring.rpc.contract import MAX_HEADER_BYTES
 from fedring.rpc.errors import BadUpdate, DamagedOnTheWay
 from fedring.server.state.rows import PacketSpec, lay_out
@@ -241,3 +242,47 @@ def test_a_truncated_payload_is_refused(name: str) -> None:
         short = lay_out([("parameters", "delta", name, size)])
         with pytest.raises(CodecError):
             check_payload(reader_of(bytes(data[:size])), short, SCHEMA)
+
+
+WIDTH = Width(300, 7)
+
+
+def masked(**changes: Any) -> pb.UpdateHeader:
+    return header(packet(**{"encoding": "masked", "bytes": WIDTH.bytes, **changes}))
+
+
+def test_a_masked_update_is_taken_where_one_must_be_and_has_no_norm() -> None:
+    packets = check_header(masked(), SCHEMA, WIDTH)
+    assert packets == (PacketSpec("parameters", "delta", "masked", 0, WIDTH.bytes),)
+    data = b"".join(masked_packet(np.full(300, 127, np.uint8), 7))
+    assert check_payload(reader_of(data), packets, SCHEMA, True, WIDTH) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("made", "width", "reason"),
+    [
+        (masked(), None, "unknown_encoding"),
+        (header(), WIDTH, "not_masked"),
+        (masked(kind=pb.KIND_WEIGHTS), WIDTH, "not_masked"),
+        (masked(vector=pb.VECTOR_BUFFERS), WIDTH, "not_masked"),
+        (header(packet(encoding="masked", bytes=WIDTH.bytes), packet(vector=pb.VECTOR_BUFFERS)), WIDTH, "not_masked"),
+        (masked(bytes=WIDTH.bytes + 1), WIDTH, "wrong_width"),
+        (masked(bytes=90), WIDTH, "wrong_width"),
+    ],
+    ids=["no-secure-round", "plain", "weights", "buffers", "two-packets", "longer", "shorter"],
+)
+def test_masked_and_other_packets_are_taken_in_their_own_rounds_only(
+    made: pb.UpdateHeader, width: Width | None, reason: str
+) -> None:
+    with pytest.raises(CodecError) as caught:
+        check_header(made, SCHEMA, width)
+    assert caught.value.reason == reason
+
+
+@pytest.mark.parametrize(("count", "bits"), [(301, 7), (300, 6), (600, 7)], ids=["count", "bits", "both"])
+def test_a_masked_payload_of_another_width_than_its_header_says_is_refused(count: int, bits: int) -> None:
+    data = b"".join(masked_packet(np.zeros(count, np.uint8), bits))[: WIDTH.bytes].ljust(WIDTH.bytes, b"\0")
+    packets = check_header(masked(), SCHEMA, WIDTH)
+    with pytest.raises(CodecError) as caught:
+        check_payload(reader_of(data), packets, SCHEMA, True, WIDTH)
+    assert caught.value.reason == "wrong_width"

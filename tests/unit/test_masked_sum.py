@@ -16,7 +16,7 @@ from fedring.secure.levels import integers_of, open_blocks, to_levels
 from fedring.secure.limits import bits_of_sum
 from fedring.secure.masks import mask, wrap
 from fedring.server.model.contributions import Contribution
-from fedring.server.model.masked_sum import GroupMasks, open_groups, width_of
+from fedring.server.model.masked_sum import BadSum, GroupMasks, open_groups, width_of
 from fedring.v1 import secure_pb2 as wire
 
 
@@ -56,14 +56,15 @@ def masked(
     clients = sorted(integers)
     own = {client: secrets.token_bytes(32) for client in clients}
     pairs = {pair: secrets.token_bytes(32) for pair in combinations(clients, 2)}
-    payloads, left = {}, []
-    for client in clients:
-        words = wrap(integers[client], bits)
-        words += mask(own[client], bits, 0, len(words))
-        for (first, second), seed in pairs.items():
-            piece = mask(seed, bits, 0, len(words))
-            words += piece if client == first else -piece if client == second else np.zeros_like(words)
-        payloads[client] = Bytes(b"".join(masked_packet(words, bits)))
+    words = {client: wrap(integers[client], bits) for client in clients}
+    for client, seed in own.items():
+        words[client] += mask(seed, bits, 0, len(words[client]))
+    for (first, second), seed in pairs.items():
+        piece = mask(seed, bits, 0, len(words[first]))
+        words[first] += piece
+        words[second] -= piece
+    payloads = {client: Bytes(b"".join(masked_packet(words[client], bits))) for client in clients}
+    left = []
     survivors = [client for client in clients if client not in lost]
     for client in survivors:
         left.append((own[client], 1))
@@ -141,3 +142,51 @@ def check_sum(count: int, losses: int, secure: wire.SecureRound, length: int, cu
     assert contribution.weight == sum(weights[client] for client in group.clients)
     wanted = expected(levels, weights, group.clients, secure, length)
     np.testing.assert_array_equal(read_in_pieces(contribution, length, cuts), wanted)
+
+
+def plain_group(values: Sequence[Sequence[int]], bits: int = 8) -> tuple[GroupMasks, dict[str, Bytes]]:
+    """Return a group whose updates have no masks."""
+    payloads = {
+        f"c{number}": Bytes(b"".join(masked_packet(wrap(np.array(each, np.int32), bits), bits)))
+        for number, each in enumerate(values)
+    }
+    return GroupMasks("c0", tuple(payloads), bits, ()), payloads
+
+
+def test_a_sum_beyond_what_the_clients_may_send_is_refused_with_the_group() -> None:
+    group, payloads = plain_group([[7] * 16, [7] * 16, [8] + [7] * 15])
+    (contribution,) = open_groups([group], a_round(16), payloads, 16)
+    with pytest.raises(BadSum, match="the group of c0 has a value beyond 21") as caught:
+        read_in_pieces(contribution, 16, [])
+    assert (caught.value.reason, caught.value.group) == ("bad_sum", "c0")
+
+
+@pytest.mark.parametrize("weights", [(0, 0, 0), (5, 5, 6), (-1, 1, -1)], ids=["none", "too-large", "negative"])
+def test_a_sum_of_weights_that_the_clients_cannot_have_is_refused(weights: Sequence[int]) -> None:
+    group, payloads = plain_group([[0] * 16 + [weight] for weight in weights])
+    with pytest.raises(BadSum, match="has the weight"):
+        open_groups([group], a_round(16, most=5), payloads, 16)
+
+
+def test_bytes_are_read_once_and_in_order_however_many_tiles_there_are() -> None:
+    length = 5 * 8192
+    rng = np.random.default_rng(1)
+    group, payloads = plain_group([rng.integers(-7, 8, length).tolist() for _ in range(3)], 7)
+    places: dict[str, list[tuple[int, int]]] = {client: [] for client in payloads}
+
+    @dataclass(frozen=True)
+    class Watched(Bytes):
+        client: str
+
+        def read(self, offset: int, size: int) -> bytes:
+            places[self.client].append((offset, size))
+            return super().read(offset, size)
+
+    watched = {client: Watched(payload.data, client) for client, payload in payloads.items()}
+    (contribution,) = open_groups([group], a_round(length), watched, length)
+    read_in_pieces(contribution, length, [8192, 3 * 8192])
+    for client, found in places.items():
+        assert found[0] == (0, 16)
+        ends = [offset + size for offset, size in found]
+        assert [offset for offset, _ in found[1:]] == ends[:-1]
+        assert ends[-1] == payloads[client].size

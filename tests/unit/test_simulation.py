@@ -23,6 +23,7 @@ from fedring.server.model.making import ModelMaker
 from fedring.server.state.rows import ModelRow
 from fedring.server.update.upload import Terms
 from fedring.simulation import simulate
+from fedring.simulation.secure import draw_groups
 from fedring.simulation.vectors import ClientVectors
 from fedring.simulation.worker import admit
 from fedring.train.device import threads_for
@@ -323,3 +324,64 @@ def test_the_servers_checks_refuse_what_the_server_would_refuse() -> None:
 
 def test_a_job_object_is_simulated_too() -> None:
     assert simulate(Job.model_validate({"rounds": 1}), clients=2, workers=1)["updates"] == 2
+
+
+SECURE: dict[str, Any] = {
+    "weights": "uniform",
+    "evaluate": False,
+    "evaluate_on_server": True,
+    "min_clients": 6,
+    "min_clients_to_aggregate": 5,
+    "secure_aggregation": {},
+}
+
+
+def test_clients_with_secure_aggregation_learn_as_others_do_and_send_few_bytes() -> None:
+    keys: dict[str, Any] = {"rounds": 6, "model_args": {"hidden": 64}}
+    plain = alone(**{**SECURE, **keys, "secure_aggregation": None, "encoding": "fp32"})
+    secure = alone(**SECURE, **keys)
+    assert abs(secure["accuracy"] - plain["accuracy"]) < 0.05
+    assert secure["rounds"][-1]["upload_bytes"] < 0.24 * plain["rounds"][-1]["upload_bytes"]
+    assert secure["rounds"][-1]["metrics"].keys() == {"server/accuracy", "server/loss"}
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"secure_aggregation": {"keep_ratio": 0.3, "block": 16}},
+        {"weights": "samples"},
+        {"update_clip": 0.5},
+        {"secure_aggregation": {"group_size": 3}, "min_clients": 9, "aggregation": {"rule": "median"}},
+    ],
+    ids=["blocks", "weights", "clip", "groups"],
+)
+def test_secure_aggregation_is_simulated_in_all_its_forms(keys: dict[str, Any]) -> None:
+    report = alone(
+        clients=9,
+        **{
+            **SECURE,
+            "rounds": 3,
+            "model_args": {"hidden": 32},
+            "min_clients_to_aggregate": 7,
+            "min_clients": 9,
+            **keys,
+        },
+    )
+    assert [row["clients"] for row in report["rounds"]] == [9] * 3
+    assert report["accuracy"] > 0.3
+
+
+def test_a_group_that_too_few_clients_are_left_of_does_not_count() -> None:
+    keys = {**SECURE, "trainer": f"{HERE}:fails_for_some", "rounds": 1, "max_abandoned": 1}
+    with pytest.raises(Failure, match="0 clients are left in groups that can be unmasked, and 5 are needed"):
+        alone(clients=12, **keys)
+
+
+def test_groups_are_of_equal_size_and_drawn_anew_for_each_round() -> None:
+    names = [f"client-{number}" for number in range(11)]
+    one, two = (draw_groups(names, 3, seed) for seed in (1, 2))
+    assert sorted(map(len, one)) == [3, 4, 4]
+    assert sorted(client for group in one for client in group) == sorted(names)
+    assert one != two
+    assert draw_groups(names, 0, 1) == [tuple(sorted(names))]
+    assert [len(group) for group in draw_groups(map(str, range(250)), 0, 1)] == [84, 83, 83]

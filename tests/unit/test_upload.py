@@ -8,6 +8,7 @@ import pytest
 from fedring.codec import Encoding, encode
 from fedring.codec.digest import name_of, update_name
 from fedring.codec.errors import CodecError
+from fedring.codec.masked import Width, masked_packet
 from fedring.codec.schema import Entry, Schema
 from fedring.rpc.chunks import CHUNK_BYTES
 from fedring.rpc.errors import FedringError, UnknownRound
@@ -48,8 +49,9 @@ TERMS = Terms("blake3-" + "0" * 64, 1 << 20, SCHEMA)
 CLOSED = UnknownRound("round 7 is closed", reason="round_closed")
 
 
-def offer(payload: bytes = PAYLOAD, **changes: object) -> pb.UpdateOffer:
-    packet = pb.Packet(vector=pb.VECTOR_PARAMETERS, kind=pb.KIND_DELTA, encoding="fp32", bytes=len(PAYLOAD))
+def offer(payload: bytes = PAYLOAD, encoding: str = "fp32", **changes: object) -> pb.UpdateOffer:
+    size = len(payload) if encoding == "masked" else len(PAYLOAD)
+    packet = pb.Packet(vector=pb.VECTOR_PARAMETERS, kind=pb.KIND_DELTA, encoding=encoding, bytes=size)
     packet.num_samples = 3
     header = pb.UpdateHeader(run_id="run", round=7, client_id="a", packets=[packet], total_bytes=len(PAYLOAD))
     header.base_digest, header.schema_hash = TERMS.base_digest, SCHEMA.hash
@@ -179,3 +181,26 @@ def opened() -> Open:
     effect = after(*RECEIVED[:3])
     assert isinstance(effect, Open)
     return effect
+
+
+def test_what_the_client_says_of_its_data_is_not_kept_in_a_round_with_secure_aggregation() -> None:
+    width = Width(SIZE, 7)
+    payload = b"".join(masked_packet(np.zeros(SIZE, np.uint8), 7))
+    sent = offer(payload, "masked", total_bytes=width.bytes, train_seconds=2.5)
+    upload, terms = Upload("a", 0), replace(TERMS, bare=True, masked_bits=7, masked_values=SIZE)
+    for event in (Offered(sent, payload), Known(""), terms, Opened(0)):
+        upload.handle(event)
+    admit = upload.handle(Digested(name_of(payload)))
+    assert isinstance(admit, Admit)
+    assert admit.width == width
+    accept = upload.handle(Admitted(0.0, 1.0, payload))
+    assert isinstance(accept, Accept)
+    assert (accept.row.num_samples, accept.row.train_seconds, accept.row.norm) == (1, 0.0, 0.0)
+
+
+def test_an_update_that_is_not_masked_is_refused_before_its_payload_is_received() -> None:
+    upload = Upload("a", 0)
+    upload.handle(Offered(offer()))
+    upload.handle(Known(""))
+    with pytest.raises(CodecError, match="not_masked"):
+        upload.handle(replace(TERMS, bare=True, masked_bits=7, masked_values=SIZE))

@@ -1,0 +1,136 @@
+"""Levels: what a client sends of an update, and what it keeps."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedring.codec.errors import CodecError
+from fedring.codec.masked import MaskedPacket, Width, masked_packet, packed_size
+from fedring.secure.errors import SecureError
+from fedring.secure.levels import integers_of, open_blocks, shorten, to_levels
+from fedring.secure.limits import bits_of_sum
+from fedring.secure.masks import wrap
+from fedring.v1 import secure_pb2 as wire
+
+
+def a_round(count: int, block: int = 16, levels: int = 7, **fields: Any) -> wire.SecureRound:
+    """Return a round with `count` steps of 0.5."""
+    return wire.SecureRound(scales=np.full(count, 0.5, "<f4").tobytes(), block=block, levels=levels, **fields)
+
+
+@given(st.integers(1, 500), st.integers(0, 2**32), st.sampled_from([16, 64]), st.floats(-30, 30))
+def test_levels_and_what_is_left_are_the_values_exactly(length: int, seed: int, block: int, power: float) -> None:
+    rng = np.random.default_rng(seed)
+    total = -(-length // block)
+    flags = rng.random(total) < 0.5
+    flags[rng.integers(total)] = True
+    scales = (rng.uniform(0.5, 2, flags.sum()) * 2.0**power).astype("<f4")
+    bitmap = np.packbits(flags, bitorder="little").tobytes()
+    secure = wire.SecureRound(scales=scales.tobytes(), blocks=bitmap, block=block, levels=1000)
+    values = (rng.standard_normal(length) * 10 * 2.0**power).astype(np.float32)
+    before, blocks = values.astype(np.float64), open_blocks(secure, length)
+    levels = to_levels(values, blocks, 1000)
+    told = np.zeros(length)
+    sent = np.repeat(flags, block)[:length]
+    np.testing.assert_array_equal(values[~sent], before[~sent].astype(np.float32) * np.float32(0.875))
+    values[~sent] = before[~sent]
+    told[sent] = levels * np.repeat(scales.astype(np.float64), block)[: len(levels)]
+    np.testing.assert_array_equal(told + values, before)
+    assert np.abs(values[sent]).max(initial=0) <= 0.5001 * scales.max()
+
+
+def test_values_are_rounded_to_the_nearest_level_and_cut_to_the_largest() -> None:
+    values = np.array([0.24, 0.25, 0.26, 0.75, -0.26, 3.5, 3.9, -100, 1e38], np.float32)
+    levels = to_levels(values, open_blocks(a_round(1), 9), 7)
+    assert levels.tolist() == [0, 0, 1, 2, -1, 7, 7, -7, 7]
+    assert values[7] == -96.5
+
+
+def test_values_that_are_not_finite_are_refused_and_nothing_is_changed() -> None:
+    values = np.ones(40, np.float32)
+    values[39] = np.inf
+    with pytest.raises(CodecError, match="non_finite"):
+        to_levels(values, open_blocks(a_round(3), 40), 7)
+    assert values[:39].tolist() == [1.0] * 39
+
+
+@pytest.mark.parametrize(
+    "secure",
+    [
+        a_round(2),
+        a_round(4),
+        a_round(3, block=24),
+        a_round(3, block=8),
+        a_round(1, block=16384),
+        a_round(3, levels=0),
+        a_round(3, levels=40000),
+        a_round(2, blocks=b"\7"),
+        a_round(4, blocks=b"\x0f"),
+        a_round(3, blocks=b"\7\0"),
+        a_round(0, blocks=b"\0"),
+        wire.SecureRound(scales=b"\0" * 11, block=16, levels=7),
+        wire.SecureRound(scales=np.array([1, np.nan, 1], "<f4").tobytes(), block=16, levels=7),
+        wire.SecureRound(scales=np.array([1, 0, 1], "<f4").tobytes(), block=16, levels=7),
+        wire.SecureRound(scales=np.array([1, -1, 1], "<f4").tobytes(), block=16, levels=7),
+    ],
+    ids=str,
+)
+def test_a_round_that_does_not_fit_the_model_is_refused(secure: wire.SecureRound) -> None:
+    with pytest.raises(SecureError) as caught:
+        open_blocks(secure, 40)
+    assert caught.value.reason == "bad_blocks"
+
+
+def test_a_weight_multiplies_the_levels_and_comes_last() -> None:
+    levels = np.array([1, -7, 0], np.int32)
+    assert integers_of(levels, 30, weighted=True).tolist() == [30, -210, 0, 30]
+    assert integers_of(levels, 30, weighted=False).tolist() == [1, -7, 0]
+
+
+def test_an_update_is_shortened_to_its_bound_and_never_made_longer() -> None:
+    values = np.array([3, 4], np.float32)
+    shorten(values, 10)
+    shorten(values, 0)
+    assert values.tolist() == [3, 4]
+    shorten(values, 2.5)
+    assert values.tolist() == [1.5, 2]
+
+
+@pytest.mark.parametrize(("sent", "most"), [(1.0, 0.24), (0.1, 0.025)], ids=["dense", "blocks"])
+def test_eight_clients_send_few_bytes(sent: float, most: float) -> None:
+    length, block = 1_200_000, 256
+    total = -(-length // block)
+    flags = np.arange(total) < int(np.ceil(sent * total))
+    scales = np.ones(flags.sum(), "<f4").tobytes()
+    secure = wire.SecureRound(
+        scales=scales, blocks=np.packbits(flags, bitorder="little").tobytes(), block=block, levels=7
+    )
+    levels = to_levels(np.ones(length, np.float32), open_blocks(secure, length), 7)
+    bits = bits_of_sum(8, 7)
+    assert bits == 7
+    payload = b"".join(masked_packet(wrap(levels, bits), bits))
+    assert len(payload) <= most * 4 * length
+
+
+@pytest.mark.parametrize(
+    "width",
+    [Width(9, 7), Width(11, 7), Width(17, 7), Width(10, 6), Width(10, 8), Width(1 << 60, 7)],
+    ids=lambda width: f"{width.count}-{width.bits}",
+)
+def test_a_packet_of_another_width_is_refused(width: Width) -> None:
+    data = b"".join(masked_packet(np.zeros(10, np.uint8), 7))
+    with pytest.raises(CodecError) as caught:
+        MaskedPacket(lambda offset, size: data[offset : offset + size], len(data), width)
+    assert caught.value.reason == "wrong_width"
+
+
+def test_a_packet_of_another_length_than_its_header_says_is_refused() -> None:
+    data = b"".join(masked_packet(np.zeros(10, np.uint8), 7))
+    for size, reason in ((len(data) - 1, "wrong_width"), (len(data) + 1, "wrong_width"), (15, "truncated")):
+        with pytest.raises(CodecError) as caught:
+            MaskedPacket(lambda offset, size: (data + b"\0")[offset : offset + size], size, Width(10, 7))
+        assert caught.value.reason == reason
+    assert len(data) == 16 + packed_size(10, 7)

@@ -1,0 +1,302 @@
+"""Models of masked updates, with rules, optimizers and encodings, and the steps that follow from them."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from tests.damage import flip
+from tests.unit.test_masked_sum import masked
+
+from fedring.codec.digest import name_of
+from fedring.codec.masked import MASKED
+from fedring.daemon.config import ConfigError
+from fedring.secure.levels import integers_of, open_blocks, to_levels
+from fedring.secure.limits import bits_of_sum
+from fedring.server.config import ServerConfig
+from fedring.server.model.masked_sum import GroupMasks
+from fedring.server.model.modelfile import ModelReader
+from fedring.server.model.models import Models
+from fedring.server.model.secure_scales import Spread, read_spread, secure_round
+from fedring.server.operator.job_checks import JobChecks
+from fedring.server.state.blobs import FileBlobs
+from fedring.server.state.facts import Facts
+from fedring.server.state.failures import DamagedModel, DamagedUpdates
+from fedring.server.state.rows import ModelRow, UpdateRow, lay_out
+from fedring.server.state.store import SqlStore
+from fedring.train.job import Job
+from fedring.v1.secure_pb2 import SecureRound
+
+SIZE = 5000
+CODE = "tests.fixtures_user_code.user_simulation"
+CLIENTS = [f"client-{number}" for number in range(8)]
+TABLE: dict[str, Any] = {"block": 64, "step": 0.5, "first_norm": 5.0}
+
+
+def spec(table: Mapping[str, Any] | None = None, **keys: Any) -> Job:
+    return Job.model_validate(
+        {
+            "model": "fedring.train.models:vector",
+            "model_args": {"size": SIZE},
+            "secure_aggregation": {**TABLE, **(table or {})},
+            "min_clients": len(CLIENTS),
+            "min_clients_to_aggregate": 6,
+            "weights": "uniform",
+            "evaluate": False,
+            **keys,
+        }
+    )
+
+
+class Rounds:
+    """Rounds with secure aggregation, without a network."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.blobs = root, FileBlobs(root)
+        self.facts = Facts(SqlStore("sqlite://"), self.blobs, threads=2)
+        self.models = Models(self.blobs, self.facts.pool, ServerConfig.model_validate({"state_dir": root}), "run-1")
+        self.deltas: dict[str, NDArray[np.float32]] = {}
+        self.sums: dict[str, NDArray[np.float64]] = {}  # by group, without masks
+        self.weights: dict[str, int] = {}
+
+    def first(self, job: Job) -> ModelRow:
+        return self.models.maker.first(job, 1)
+
+    def values(self, row: ModelRow) -> NDArray[np.float32]:
+        with self.blobs.reader(row.blob) as blob:
+            return ModelReader(blob).vectors().parameters
+
+    def run(
+        self,
+        job: Job,
+        base: ModelRow,
+        groups: Sequence[Sequence[str]] = (CLIENTS,),
+        lost: Sequence[str] = (),
+        damage: str = "",
+    ) -> ModelRow:
+        """Make the next model of updates that are drawn by the base's version."""
+        secure = self.models.maker.secure_round(base, job, base.version)
+        rng, rows, told = np.random.default_rng(base.version), list[UpdateRow](), list[GroupMasks]()
+        for group in groups:
+            masks, made = self._group(group, secure, rng, lost)
+            told.append(masks)
+            rows += [self._row(client, payload, damaged=client == damage) for client, payload in made.items()]
+        kept = {client for masks in told for client in masks.clients}
+        updates = [row for row in rows if row.client_id in kept]
+        return self.models.maker.next(base, updates, job, 1, base.version + 1, seed=3, masks=told, secure=secure)
+
+    def _group(
+        self, clients: Sequence[str], secure: SecureRound, rng: np.random.Generator, lost: Sequence[str]
+    ) -> tuple[GroupMasks, dict[str, bytes]]:
+        blocks, weighted = open_blocks(secure, SIZE), secure.max_weight > 0
+        integers, total, weight = {}, np.zeros(blocks.count, np.int64), 0
+        bits = bits_of_sum(len(clients), secure.levels, max(1, secure.max_weight))
+        for number, client in enumerate(clients):
+            values = (rng.standard_normal(SIZE) * 0.05).astype(np.float32)
+            levels, own = to_levels(values, blocks, secure.levels), number + 1 if weighted else 1
+            integers[client] = integers_of(levels, own, weighted)
+            if client not in lost:
+                total += levels.astype(np.int64) * own
+                weight += own
+        masks, payloads = masked(integers, bits, [client for client in clients if client in lost])
+        sums = np.zeros(SIZE)
+        places = (blocks.indices[:, None] * blocks.block + np.arange(blocks.block)).reshape(-1)
+        sums[places[places < SIZE]] = total * np.repeat(blocks.scales.astype(np.float64), blocks.block)[: len(total)]
+        self.sums[masks.name], self.weights[masks.name] = sums, weight
+        return masks, {client: payload.data for client, payload in payloads.items()}
+
+    def _row(self, client: str, payload: bytes, *, damaged: bool) -> UpdateRow:
+        partial = self.blobs.open_partial("update")
+        partial.write(payload)
+        (blob,) = self.blobs.seal_many([partial])
+        if damaged:
+            flip(self.root / "blobs" / blob, -1 + 8 * len(payload))
+        packets = lay_out([("parameters", "delta", MASKED, len(payload))])
+        name = name_of(client.encode())
+        return UpdateRow(1, client, blob, name, packets, 1, len(payload), 0.0, 0.0, 2.0, blob=blob)
+
+
+@pytest.fixture
+def rounds(tmp_path: Path) -> Iterator[Rounds]:
+    rounds = Rounds(tmp_path)
+    yield rounds
+    rounds.facts.close()
+
+
+def moved(base: NDArray[np.float32], sums: NDArray[np.float64], weight: float) -> NDArray[np.float32]:
+    return (base + sums / weight).astype(np.float32)
+
+
+@pytest.mark.parametrize("ratio", [1.0, 0.1], ids=["dense", "blocks"])
+@pytest.mark.parametrize("weights", ["uniform", "samples"])
+def test_the_next_model_is_the_base_and_the_exact_mean(rounds: Rounds, weights: str, ratio: float) -> None:
+    job = spec({"keep_ratio": ratio, "max_weight": 20}, weights=weights)
+    base = rounds.first(job)
+    made = rounds.run(job, base, lost=CLIENTS[6:])
+    wanted = moved(rounds.values(base), rounds.sums["client-0"], rounds.weights["client-0"])
+    np.testing.assert_array_equal(rounds.values(made), wanted)
+    changed = np.count_nonzero(rounds.values(made) != rounds.values(base))
+    assert changed > (0.5 * SIZE if ratio == 1 else 0)
+    assert changed <= np.ceil(ratio * 79) * 64
+
+
+def test_the_mean_of_groups_is_that_of_all_their_clients(rounds: Rounds) -> None:
+    job = spec({"group_size": 3})
+    base = rounds.first(job)
+    made = rounds.run(job, base, [CLIENTS[:3], CLIENTS[3:]])
+    total = sum(rounds.sums.values(), start=np.zeros(SIZE))
+    np.testing.assert_allclose(rounds.values(made), moved(rounds.values(base), total, 8), rtol=1e-6)
+
+
+def test_a_rule_sees_each_group_as_one_client(rounds: Rounds) -> None:
+    job = spec({"group_size": 3}, aggregation={"rule": "median"}, min_clients=9, min_clients_to_aggregate=9)
+    base = rounds.first(job)
+    groups = [[f"a{number}" for number in range(4)], ["b0", "b1", "b2"], ["c0", "c1", "c2"]]
+    made = rounds.run(job, base, groups, lost=["a3"])
+    median = np.median([total / rounds.weights[name] for name, total in rounds.sums.items()], axis=0)
+    np.testing.assert_allclose(rounds.values(made), moved(rounds.values(base), median, 1), rtol=1e-6)
+
+
+def test_a_server_optimizer_and_an_encoded_download_take_the_sum_like_any_mean(rounds: Rounds) -> None:
+    plain = spec()
+    job = spec(server_optimizer={"name": "SGD", "args": {"lr": 1.0}}, download_encoding="uniform")
+    base = rounds.first(job)
+    one, other = rounds.run(plain, base), rounds.run(job, base)
+    assert other.delta_blob
+    assert other.optimizer_blob
+    step = np.abs(rounds.values(other) - rounds.values(one)).max()
+    assert step < 0.05
+    assert read_spread(rounds.blobs, one, 64) is not None
+    assert one.spread_blob == other.spread_blob
+
+
+def test_a_damaged_update_is_named_and_nothing_is_made(rounds: Rounds) -> None:
+    job = spec({"block": 16})
+    base = rounds.first(job)
+    with pytest.raises(DamagedUpdates) as caught:
+        rounds.run(job, base, damage="client-2")
+    assert "client-2" in str(caught.value)
+
+
+def test_masks_belong_to_jobs_with_secure_aggregation_only(rounds: Rounds) -> None:
+    job = spec()
+    base = rounds.first(job)
+    with pytest.raises(ValueError, match="masks belong to jobs"):
+        rounds.models.maker.next(base, [], job, 1, 2)
+
+
+def test_steps_follow_the_last_aggregate_of_each_block(rounds: Rounds) -> None:
+    job = spec()
+    base = rounds.first(job)
+    first = rounds.models.maker.secure_round(base, job, 7)
+    np.testing.assert_allclose(open_blocks(first, SIZE).scales, 0.5 * 5 / np.sqrt(SIZE), rtol=1e-6)
+    made = rounds.run(job, base)
+    delta = np.pad(rounds.sums["client-0"] / 8, (0, 79 * 64 - SIZE)).reshape(79, 64)
+    rms = np.sqrt((delta**2).sum(axis=1) / np.minimum(64, SIZE - 64 * np.arange(79)))
+    second = open_blocks(rounds.models.maker.secure_round(made, job, 8), SIZE)
+    np.testing.assert_allclose(second.scales, 0.5 * rms, rtol=1e-6)
+
+
+def test_the_same_round_has_the_same_steps_and_blocks_after_a_restart(rounds: Rounds) -> None:
+    job = spec({"keep_ratio": 0.1})
+    base = rounds.run(job, rounds.first(job))
+    again = Models(rounds.blobs, rounds.facts.pool, ServerConfig.model_validate({"state_dir": rounds.root}), "run-1")
+    told = rounds.models.maker.secure_round(base, job, 7)
+    assert again.maker.secure_round(base, job, 7) == told != rounds.models.maker.secure_round(base, job, 8)
+
+
+def test_a_model_without_a_spread_for_these_blocks_starts_from_the_first_norm(rounds: Rounds) -> None:
+    job, other = spec(), spec({"block": 128})
+    base = rounds.run(job, rounds.first(job))
+    assert read_spread(rounds.blobs, base, 128) is None
+    scales = open_blocks(rounds.models.maker.secure_round(base, other, 7), SIZE).scales
+    np.testing.assert_allclose(scales, 0.5 * 5 / np.sqrt(SIZE), rtol=1e-6)
+
+
+def test_a_damaged_spread_is_the_models_damage(rounds: Rounds) -> None:
+    job = spec()
+    base = rounds.run(job, rounds.first(job))
+    rounds.models.versions.remember(base)
+    flip(rounds.root / "blobs" / base.spread_blob)
+    with pytest.raises(DamagedModel):
+        rounds.models.maker.secure_round(base, job, 7)
+
+
+def row(size: int = SIZE) -> ModelRow:
+    return ModelRow(1, 0, "", "", "", size, 0, 0.0)
+
+
+def test_half_of_the_blocks_that_are_sent_changed_most_and_the_others_are_drawn() -> None:
+    job, spread = spec({"keep_ratio": 0.1}), np.linspace(1, 2, 79).astype(np.float32)
+    sent = [open_blocks(secure_round(job, row(), spread, seed), SIZE).indices.tolist() for seed in range(300)]
+    assert all(len(each) == 8 == len(set(each)) and each[-4:] == [75, 76, 77, 78] for each in sent)
+    drawn = np.bincount(np.concatenate([each[:-4] for each in sent]), minlength=75)
+    assert drawn.min() > 0
+    assert drawn.max() < 40  # 16 are expected
+
+
+def test_a_block_with_little_change_keeps_a_step_of_an_eighth_of_the_mean() -> None:
+    spread = np.ones(79, np.float32)
+    spread[0] = 1e-20
+    scales = open_blocks(secure_round(spec(), row(), spread, 0), SIZE).scales
+    assert scales[0] == pytest.approx(0.5 / 8, rel=0.01)
+
+
+def test_steps_become_finer_when_all_levels_are_zero_and_stay_where_nothing_was_sent() -> None:
+    job = spec({"keep_ratio": 0.1})
+    before = np.linspace(1, 2, 79).astype(np.float32)
+    blocks = open_blocks(secure_round(job, row(), before, 0), SIZE)
+    spread = Spread(job, blocks, before)
+    spread.watch(0, np.zeros(SIZE))
+    after = np.frombuffer(spread.data(), "<f4", offset=4)
+    wanted = before.copy()
+    wanted[blocks.indices] /= 8
+    np.testing.assert_allclose(after, wanted)
+
+
+def test_the_spread_does_not_depend_on_how_the_model_is_cut() -> None:
+    job, delta = spec(), np.random.default_rng(0).standard_normal(SIZE)
+    blocks = open_blocks(secure_round(job, row(), None, 0), SIZE)
+    one, two = Spread(job, blocks, None), Spread(job, blocks, None)
+    one.watch(0, delta)
+    two.watch(1000, delta[1000:])
+    two.watch(0, delta[:1000])
+    np.testing.assert_allclose(
+        np.frombuffer(one.data(), "<f4", offset=4), np.frombuffer(two.data(), "<f4", offset=4), rtol=1e-6
+    )
+
+
+def test_the_clients_caps_are_those_of_the_job() -> None:
+    assert secure_round(spec(), row(), None, 0).max_weight == 0
+    assert secure_round(spec(weights="samples", max_samples=30), row(), None, 0).max_weight == 30
+    assert secure_round(spec(weights="samples"), row(), None, 0).max_weight == 1000
+    assert secure_round(spec(update_clip=2.5), row(), None, 0).clip == 2.5
+
+
+@pytest.mark.parametrize(
+    ("keys", "sentence"),
+    [
+        (
+            {"model": f"{CODE}:normed", "model_args": {}},
+            "secure_aggregation: the buffer",
+        ),
+        (
+            {"model_args": {"size": 5_000_000}, "secure_aggregation": {"block": 16}},
+            "secure_aggregation.block: 16 values share a step",
+        ),
+    ],
+    ids=["buffers", "too-many-steps"],
+)
+def test_a_job_that_cannot_be_masked_is_refused_when_it_is_queued(
+    rounds: Rounds, keys: dict[str, Any], sentence: str
+) -> None:
+    config = ServerConfig.model_validate({"state_dir": rounds.root, "trusted": ["fedring", "tests"]})
+    models = Models(rounds.blobs, rounds.facts.pool, config, "run-1")
+    with pytest.raises(ConfigError, match=sentence):
+        JobChecks(config, models.maker).check(replace_keys(spec(), keys), [], runs_next=True)
+
+
+def replace_keys(job: Job, keys: Mapping[str, Any]) -> Job:
+    return Job.model_validate({**job.model_dump(), **keys})
