@@ -65,7 +65,8 @@ def state_of(server: Fleet) -> Path:
 
 def cost(multiplier: float, rounds: int = 1) -> float:
     """Return epsilon of rounds of a group of five, as the accountant has it."""
-    dp = ClientPrivacy(noise_multiplier=multiplier, clip=CLIP, adaptive=False, noise_by="clients")
+    table = {"noise_multiplier": multiplier, "clip": CLIP, "adaptive": False, "noise_by": "clients"}
+    dp = ClientPrivacy.model_validate(table)
     return epsilon([dp.plan(5, SIZE, 4).charge] * rounds, 1e-5)
 
 
@@ -170,7 +171,7 @@ def test_a_job_ends_before_it_spends_more_than_it_may(
     assert "it ended early: one more round would take epsilon to " in ended.reason
 
 
-def test_five_daemons_of_which_one_is_lost_publish_and_say_what_it_costs(tmp_path: Path) -> None:
+def test_five_daemons_of_which_one_is_lost_and_one_is_killed_publish_and_say_what_it_costs(tmp_path: Path) -> None:
     strict = {"privacy": {"noise_by_clients": True, "min_clients": 4, "min_noise_multiplier": 1.0, "max_epsilon": 9.0}}
     trusted = {"trusted": ["fedring", "own_noise_trainers"]}
     job = {
@@ -191,7 +192,15 @@ def test_five_daemons_of_which_one_is_lost_publish_and_say_what_it_costs(tmp_pat
         weak = control.start_job(job | {"dp": {"noise_multiplier": 1.0, "adaptive": False}, "secure_aggregation": None})
         list(control.follow_job(weak.job_id))
         assert "noise_by_clients = true refuses noise of the server" in control.job(weak.job_id).reason
+        killed = fleet.clients[1]
+        killed.kill()
+        killed.env["FL_CRASH_AT"] = "client_secure_payload"
+        killed.start()
+        del killed.env["FL_CRASH_AT"]
+        until_watching(control, 5)
         first = control.start_job(job)
+        assert killed.wait() == 137  # its update is on its disk, and was charged
+        killed.start()
         list(control.follow_job(first.job_id))
         assert control.job(first.job_id).state == "completed", control.job(first.job_id).reason
         (round_,) = control.rounds(job_id=first.job_id)
