@@ -6,11 +6,15 @@ from typing import Any
 import numpy as np
 
 from fedring.codec.masked import masked_packet
+from fedring.privacy.integer_plan import BLOCK
+from fedring.privacy.integers import decode_sum
+from fedring.privacy.rotation import Rotation
 from fedring.secure import keys, masks, shamir
 from fedring.secure.levels import integers_of, open_blocks, to_levels
 from fedring.secure.limits import bits_of_sum
 from fedring.secure.sealing import seal
 from fedring.secure.statements import CONTEXT, roster_digest, survivors_statement, task_digest
+from fedring.train.privacy_table import ClientPrivacy
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1 import secure_pb2 as wire
 
@@ -44,6 +48,12 @@ def render() -> Json:
             _levels("all blocks, the last one short", [], 0, 1),
             _levels("the first and the last block, weighted", [0, 2], 1000, 30),
             _levels("a weight above the largest", [1], 20, 30),
+        ],
+        "private_integers": [
+            _private("as many bits as are needed", 5, 1000, 4),
+            _private("two blocks, more survivors", 100, 5000, 95, noise_multiplier=0.5),
+            _private("clients that trust each other", 100, 25_450, 67, trust_clients=True),
+            _private("more bits than are needed", 8, 4096, 6, bits=24, clip=2.0),
         ],
     }
 
@@ -147,4 +157,33 @@ def _levels(shows: str, sent: Sequence[int], most: int, weight: int) -> Json:
         "integers": integers.tolist(),
         "residual": values.tolist(),
         "encoded_without_masks": b"".join(masked_packet(masks.wrap(integers, bits), bits)).hex(),
+    }
+
+
+def _private(shows: str, clients: int, dimension: int, needed: int, **keys: Any) -> Json:
+    """Return a plan, the signs of the rotation, and what a sum with three integers that are not 0 means."""
+    table = {"noise_multiplier": 1.0, "clip": 0.5, "adaptive": False, "noise_by": "clients", **keys}
+    dp = ClientPrivacy.model_validate(table)
+    plan, seed = dp.plan(clients, dimension, needed), _counted(clients)
+    signs = np.zeros(BLOCK)
+    signs[0] = np.sqrt(BLOCK)  # the matrix makes ones of it
+    Rotation(seed, BLOCK).undo(signs, 0)
+    integers = {0: 1000, 7: 2**plan.bits - 300, BLOCK - 1: 5}
+    whole = np.zeros(BLOCK, np.int64)
+    whole[list(integers)] = list(integers.values())
+    return {
+        "shows": shows,
+        "dp": table,
+        "clients": clients,
+        "min_results": needed,
+        "parameters": dimension,
+        "bits": plan.bits,
+        "integers": plan.padded,
+        "scale": plan.scale,
+        "rounded_norm": plan.rounded_norm,
+        "local_variance": plan.local_variance,
+        "task": seed.hex(),
+        "first_signs": "".join("-" if sign < 0 else "+" for sign in signs[:32]),
+        "sum": {str(place): value for place, value in integers.items()},
+        "first_values": decode_sum(whole, plan, seed, 0)[:8].tolist(),
     }

@@ -4,6 +4,7 @@ It is written from the description of the protocol, with the functions of `fedri
 sends only what it needs to go on.
 """
 
+import secrets
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from numpy.typing import NDArray
 
 from fedring.codec.masked import masked_packet
+from fedring.privacy.integers import encode_private
 from fedring.secure.keys import draw_secrets, own_seed, pair_seed, share_key
 from fedring.secure.levels import integers_of, open_blocks, to_levels
 from fedring.secure.limits import bits_of_sum
@@ -21,7 +23,8 @@ from fedring.secure.roster import Roster, check_roster, signed_keys
 from fedring.secure.sealing import seal, unseal
 from fedring.secure.shamir import split
 from fedring.secure.signing import Proof, public_bytes, sign
-from fedring.secure.statements import survivors_statement
+from fedring.secure.statements import survivors_statement, task_digest
+from fedring.train.privacy_table import ClientPrivacy
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1 import secure_pb2 as wire
 from fedring.v1.secure_pb2_grpc import SecureAggregationServiceStub
@@ -111,15 +114,19 @@ class SecureClient:
             self._opened[share.client_id] = unseal(key, share.sealed)
         self.peers = [member.client_id for member in self.roster.members if member.client_id in self._opened]
 
-    def masked(self) -> bytes:
-        """Return the payload of the masked update."""
-        secure, roster = self.command.secure, self.roster
+    def integers(self) -> tuple[NDArray[np.int64], int]:
+        """Return the integers that are masked, and the bits of each."""
+        secure = self.command.secure
         blocks = open_blocks(secure, len(self.update))
         weight = min(self.samples, secure.max_weight or 1)
-        self.levels = integers_of(
-            to_levels(self.update.copy(), blocks, secure.levels), weight, secure.max_weight > 0
-        ).astype(np.int64)
-        bits = bits_of_sum(len(roster.members), secure.levels, secure.max_weight or 1)
+        levels = integers_of(to_levels(self.update.copy(), blocks, secure.levels), weight, secure.max_weight > 0)
+        bits = bits_of_sum(len(self.roster.members), secure.levels, secure.max_weight or 1)
+        return levels.astype(np.int64), bits
+
+    def masked(self) -> bytes:
+        """Return the payload of the masked update."""
+        roster = self.roster
+        self.levels, bits = self.integers()
         total = wrap(self.levels, bits)
         total += mask(own_seed(self._secrets.own_mask, roster.digest, self.name), bits, 0, len(total))
         for peer in self.peers:
@@ -180,6 +187,17 @@ class SecureClient:
             getattr(stub, method)(message, metadata=self.link.metadata, timeout=SECONDS)
         except grpc.RpcError as error:
             raise Refused(error) from error
+
+
+class NoisyClient(SecureClient):
+    """A client that adds its share of the noise to its update, before it is masked."""
+
+    def integers(self) -> tuple[NDArray[np.int64], int]:
+        """Return the integers that are masked, and the bits of each."""
+        table = ClientPrivacy.model_validate_json(self.command.job.dp)
+        plan = table.plan(len(self.roster.members), len(self.update), self.command.job.min_results)
+        secret = secrets.token_bytes(32)
+        return encode_private(self.update, plan, task_digest(self.command), secret), plan.bits
 
 
 def _when_available(call: Callable[[], object]) -> None:

@@ -119,7 +119,9 @@ def test_the_noise_is_that_of_the_accepted_updates() -> None:
     rows = [update("a", 1.0), update("b", 1.0)]
 
     def noise(updates: list[UpdateRow], secret: bytes = SECRET) -> bytes:
-        return private_round(FIXED, updates, 2, 0.5, secret, "run").mean.noise.normal(0, 8).tobytes()
+        drawn = private_round(FIXED, updates, 2, 0.5, secret, "run").mean.noise
+        assert drawn is not None
+        return drawn.normal(0, 8).tobytes()
 
     assert noise(rows) == noise(rows[::-1])
     others = [noise(rows[:1]), noise([rows[0], update("b", 1.0, "another")]), noise(rows, bytes(32))]

@@ -166,3 +166,33 @@ def test_fedring_makes_the_stated_integers(example: dict[str, Any]) -> None:
     assert values.tolist() == example["residual"]
     data = pack(integers_of(levels, weight, secure.max_weight > 0).astype("<u4"), example["bits"])
     assert example["encoded_without_masks"][32:] == data.tobytes().hex()
+
+
+@each("private_integers")
+def test_private_integers_follow_from_the_job_and_the_group(example: dict[str, Any]) -> None:
+    dp, count, block = example["dp"], example["clients"], 4096
+    padded = -(-example["parameters"] // block) * block
+    needed = example["min_results"] if example["min_results"] <= count else 0
+    survivors = max(2 * count // 3 + 1, needed)
+    honest = survivors - (1 if dp.get("trust_clients") else max(1, (count - 1) // 3))
+    assert example["integers"] == padded
+    norm = example["scale"] * dp["clip"]
+    longest = min(norm + padded**0.5, (norm**2 + padded / 4 + norm + padded**0.5 / 2) ** 0.5)
+    assert example["rounded_norm"] == pytest.approx(longest, rel=1e-12)
+    assert example["local_variance"] == pytest.approx((dp["noise_multiplier"] * longest) ** 2 / honest, rel=1e-6)
+    assert 1 <= longest / norm <= 1.01
+
+
+@each("private_integers")
+def test_the_sum_of_private_integers_is_rotated_back(example: dict[str, Any]) -> None:
+    key = hmac.digest(bytes.fromhex(example["task"]), struct.pack(">I", 8) + b"rotation", "sha256")
+    stream = Cipher(AES(key), CTR(bytes(16))).encryptor().update(bytes(4))
+    signs = [-1 if stream[place // 8] >> (7 - place % 8) & 1 else 1 for place in range(32)]
+    assert "".join("-" if sign < 0 else "+" for sign in signs) == example["first_signs"]
+    half = 2 ** (example["bits"] - 1)
+    for row, value in enumerate(example["first_values"]):
+        total = 0
+        for place, found in example["sum"].items():
+            signed = (found + half) % (2 * half) - half
+            total += signed * (-1) ** (row & int(place)).bit_count()
+        assert value == pytest.approx(signs[row] * total / 64 / example["scale"], rel=1e-9, abs=1e-12)

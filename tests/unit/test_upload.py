@@ -187,7 +187,7 @@ def test_what_the_client_says_of_its_data_is_not_kept_in_a_round_with_secure_agg
     width = Width(SIZE, 7)
     payload = b"".join(masked_packet(np.zeros(SIZE, np.uint8), 7))
     sent = offer(payload, "masked", total_bytes=width.bytes, train_seconds=2.5)
-    upload, terms = Upload("a", 0), replace(TERMS, bare=True, masked_bits=7, masked_values=SIZE)
+    upload, terms = Upload("a", 0), replace(TERMS, bare=True, width=Width(SIZE, 7))
     for event in (Offered(sent, payload), Known(""), terms, Opened(0)):
         upload.handle(event)
     admit = upload.handle(Digested(name_of(payload)))
@@ -203,4 +203,4 @@ def test_an_update_that_is_not_masked_is_refused_before_its_payload_is_received(
     upload.handle(Offered(offer()))
     upload.handle(Known(""))
     with pytest.raises(CodecError, match="not_masked"):
-        upload.handle(replace(TERMS, bare=True, masked_bits=7, masked_values=SIZE))
+        upload.handle(replace(TERMS, bare=True, width=Width(SIZE, 7)))

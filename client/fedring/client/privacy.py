@@ -11,6 +11,7 @@ from fedring.daemon.config import ConfigError
 from fedring.daemon.durable import replace_durably
 from fedring.privacy.account import NoAccountant, SampledSteps, check_accountant, epsilon, sampled_epsilon
 from fedring.privacy.charges import Charge, charge_of
+from fedring.privacy.integer_plan import IntegerPlan
 from fedring.train.bounds import MAX_COUNT, Count, NonNegative
 from fedring.train.privacy_table import ClientPrivacy
 from fedring.train.sample_privacy_table import SamplePrivacy
@@ -19,8 +20,8 @@ from fedring.v1 import federation_pb2 as pb
 LEDGER = "privacy.json"
 _MAX_STEPS = 2**63 - 1
 
-_NOISE = ("min_noise_multiplier", "max_clip", "max_epsilon")
-"""The keys that demand noise of the server."""
+_NOISE = ("min_noise_multiplier", "max_clip", "max_epsilon", "noise_by_clients")
+"""The keys that demand noise for whole clients."""
 
 _SAMPLE_NOISE = ("min_sample_noise_multiplier", "max_sample_epsilon")
 """The keys that demand noise of the client itself."""
@@ -43,6 +44,11 @@ class SitePolicy(BaseModel):
     )
     max_clip: NonNegative = Field(
         0.0, description="largest clip of a job's [dp], which may not be adaptive then; 0 = any, and jobs need no [dp]"
+    )
+    noise_by_clients: bool = Field(
+        False,
+        description='only jobs whose [dp] has noise_by = "clients": this client adds its own noise, and need not trust '
+        "the server with it",
     )
     max_epsilon: NonNegative = Field(
         0.0,
@@ -82,7 +88,7 @@ class SitePolicy(BaseModel):
     @property
     def needs_noise(self) -> bool:
         """Whether it refuses jobs without differential privacy."""
-        return bool(self.min_noise_multiplier or self.max_clip or self.max_epsilon)
+        return bool(self.min_noise_multiplier or self.max_clip or self.max_epsilon or self.noise_by_clients)
 
     @property
     def needs_sample_noise(self) -> bool:
@@ -128,26 +134,35 @@ class Ledger:
                 "remove it to begin at zero"
             ) from error
 
-    def epsilon_with(self, command: pb.TrainCmd, delta: float) -> float:
+    def epsilon_with(self, command: pb.TrainCmd, delta: float, charge: Charge | None = None) -> float:
         """Return the epsilon of all rounds, among them that of the command, charged or not.
+
+        Args:
+            command: of the round.
+            delta: the probability that epsilon may fail.
+            charge: what the round costs; None = Gaussian noise as its job says.
 
         Raises:
             NoAccountant: if dp-accounting is not installed.
         """
-        privacy = dp_of(command.job)
-        more = [] if privacy is None or _name_of(command) == self._last else [privacy.noise_multiplier]
+        cost = None if _name_of(command) == self._last else charge or _gaussian(command)
+        more = [] if cost is None else [cost]
         return epsilon([*(each for each, count in self._counts.items() for _ in range(count)), *more], delta)
 
-    def charge(self, command: pb.TrainCmd) -> None:
+    def charge(self, command: pb.TrainCmd, charge: Charge | None = None) -> None:
         """Note durably that an update of the round goes out, unless that was noted before.
+
+        Args:
+            command: of the round.
+            charge: what the round costs; None = Gaussian noise as its job says.
 
         Raises:
             OSError: if that is impossible.
         """
-        privacy, name = dp_of(command.job), _name_of(command)
-        if privacy is None or name == self._last:
+        cost, name = charge or _gaussian(command), _name_of(command)
+        if cost is None or name == self._last:
             return
-        counts = self._counts | {privacy.noise_multiplier: self._counts.get(privacy.noise_multiplier, 0) + 1}
+        counts = self._counts | {cost: self._counts.get(cost, 0) + 1}
         self._write(name, counts, self._samples)
         self._last, self._counts = name, counts
 
@@ -231,6 +246,16 @@ def may_count(policy: SitePolicy, job: pb.JobSpec) -> bool:
     return not (unsaid or policy.needs_noise or policy.needs_sample_noise or policy.needs_secure)
 
 
+def own_noise_refusal(policy: SitePolicy, ledger: Ledger, command: pb.TrainCmd, plan: IntegerPlan) -> str:
+    """Return why a client does not send an update with its own noise, now that it knows its group; "" if it does."""
+    if plan.multiplier < policy.min_noise_multiplier:
+        return (
+            f"this site's privacy.min_noise_multiplier = {policy.min_noise_multiplier:g} is above the noise of its "
+            f"group: {plan.multiplier:g}"
+        )
+    return _overspent(policy, ledger, command, plan.charge)
+
+
 def refusal(policy: SitePolicy, ledger: Ledger, command: pb.TrainCmd) -> str:
     """Return one sentence that says why a client does not take part in a round; "" if it does."""
     job = command.job
@@ -242,6 +267,8 @@ def refusal(policy: SitePolicy, ledger: Ledger, command: pb.TrainCmd) -> str:
         return f"this client does not understand the job's sample_dp = {job.sample_dp[:200]}: it may be too old for it"
     if sample is not None and job.mode != "federated":
         return f"the job has sample_dp, but in the mode {job.mode} other workers see this client's gradients"
+    if privacy is not None and privacy.by_clients != command.HasField("secure"):
+        return f'dp.noise_by = "{privacy.noise_by}" of this job does not go with what its clients send'
     if not policy.demands:
         return ""
     if policy.needs_secure and not (command.HasField("secure") and job.mode == "federated"):
@@ -250,8 +277,8 @@ def refusal(policy: SitePolicy, ledger: Ledger, command: pb.TrainCmd) -> str:
     if job.mode != "federated":
         key = next(key for key in ("min_clients", *_NOISE, *_SAMPLE_NOISE) if getattr(policy, key))
         return (
-            f"this site's privacy.{key} = {getattr(policy, key):g} refuses the mode {job.mode}, in which other workers "
-            "see its gradients"
+            f"this site's privacy.{_written(policy, key)} refuses the mode {job.mode}, in which other workers see its "
+            "gradients"
         )
     if job.min_results < policy.min_clients:
         return (
@@ -264,12 +291,14 @@ def refusal(policy: SitePolicy, ledger: Ledger, command: pb.TrainCmd) -> str:
         return ""
     if privacy is None:
         key = next(key for key in _NOISE if getattr(policy, key))
-        return f"this site's privacy.{key} = {getattr(policy, key):g} demands a job with [dp], and this job has none"
+        return f"this site's privacy.{_written(policy, key)} demands a job with [dp], and this job has none"
     if privacy.noise_multiplier < policy.min_noise_multiplier:
         return (
             f"this site's privacy.min_noise_multiplier = {policy.min_noise_multiplier:g} is above the job's "
             f"dp.noise_multiplier = {privacy.noise_multiplier:g}"
         )
+    if policy.noise_by_clients and not privacy.by_clients:
+        return "this site's privacy.noise_by_clients = true refuses noise of the server: dp.noise_by must be clients"
     if policy.max_clip and privacy.adaptive:
         return (
             f"this site's privacy.max_clip = {policy.max_clip:g} demands dp.adaptive = false: an adaptive clip may grow"
@@ -308,10 +337,20 @@ def _name_of(command: pb.TrainCmd) -> str:
     return f"{command.run_id} {command.epoch} {command.round} {command.model_digest}"
 
 
-def _overspent(policy: SitePolicy, ledger: Ledger, command: pb.TrainCmd) -> str:
+def _gaussian(command: pb.TrainCmd) -> Charge | None:
+    privacy = dp_of(command.job)
+    return privacy.noise_multiplier if privacy is not None else None
+
+
+def _written(policy: SitePolicy, key: str) -> str:
+    value = getattr(policy, key)
+    return f"{key} = {'true' if value is True else format(value, 'g')}"
+
+
+def _overspent(policy: SitePolicy, ledger: Ledger, command: pb.TrainCmd, charge: Charge | None = None) -> str:
     if not policy.max_epsilon:
         return ""
-    total = ledger.epsilon_with(command, policy.delta)
+    total = ledger.epsilon_with(command, policy.delta, charge)
     if total <= policy.max_epsilon:
         return ""
     return (

@@ -12,7 +12,6 @@ from fedring.client.loading import Loaded, ModelLoader, check_frozen
 from fedring.client.metrics import ClientMetrics
 from fedring.client.round_plan import plan_of
 from fedring.client.secure.desk import SecureDesk
-from fedring.client.secure.masked import masked_update
 from fedring.client.session.inbox import Assignment
 from fedring.client.session.link import ServerLink
 from fedring.client.transfer.correction import Correction, corrected_update, load_correction
@@ -362,8 +361,7 @@ class Task:
                 check_finite(own)
             trained = read_vectors(model, loaded.parts.shared.names)
             if command.HasField("secure"):
-                party = self._secure.party(self._assignment)
-                update = masked_update(party, loaded.base, trained, training.samples, residual)
+                update = self._secure.make_update(self._assignment, loaded.base, trained, training.samples, residual)
                 control = None
             else:
                 update, control = corrected_update(

@@ -25,6 +25,7 @@ from fedring.control.failure import Failure
 from fedring.daemon.exits import Exit
 from fedring.privacy.account import NoAccountant, SampledSteps, epsilon, sampled_epsilon
 from fedring.server.model.optimizer import OptimizerError
+from fedring.server.model.private_mean import most_charged
 from fedring.server.model.rule import RuleError
 from fedring.server.model.strategy import HISTORY, PastRound, StrategyError, with_settings
 from fedring.server.round import machine
@@ -42,7 +43,7 @@ from fedring.simulation.checks import (
     trusted_by,
 )
 from fedring.simulation.engine import Engine, InProcess, Processes
-from fedring.simulation.secure import bits_in, draw_groups, groups_that_count, short_of
+from fedring.simulation.secure import draw_groups, groups_that_count, short_of
 from fedring.simulation.server import RUN_ID, Row, Server, Work
 from fedring.simulation.vectors import ClientVectors
 from fedring.simulation.worker import Order, Outcome, Own, Setup, Turn, client_id
@@ -228,7 +229,7 @@ class _Run:
         privacy = self._job.dp
         if privacy is None or not privacy.max_epsilon:
             return False
-        spent = epsilon([privacy.noise_multiplier] * rounds, privacy.delta)
+        spent = epsilon([most_charged(self._job, self._schema.num_parameters)] * rounds, privacy.delta)
         if spent > privacy.max_epsilon and not self._rows:
             text = f"dp.max_epsilon = {privacy.max_epsilon:g} is less than {spent:.3g}, the epsilon of one round"
             raise Failure(text, Exit.CONFIG)
@@ -247,7 +248,7 @@ class _Run:
         work.settings |= chosen
         if work.job.secure_aggregation is not None:
             delivered = (update.client_id for update in work.updates)
-            work.masks = groups_that_count(work.groups, delivered, work.command)
+            work.masks = groups_that_count(work.groups, delivered, work.command, self._schema.num_parameters)
         if len(work.updates) < self._rules.min_to_aggregate:
             work.reason = "too_few_clients"
             work.why = f"{len(work.updates)} of {work.selected} clients delivered an update"
@@ -262,21 +263,21 @@ class _Run:
         row = RoundRow(number, 1, number, Phase.TRAINING, 0.0)
         work.command = command = round_command(work.job, row, self._model, run_id=RUN_ID, epoch=_EPOCH, most_bytes=0)
         names = machine.sample(self._candidates, Round(number, rules, Phase.WAITING, 0.0))
-        work.selected, bits = len(names), dict[str, int]()
+        work.selected, peers = len(names), dict[str, int]()
         if (secure := work.job.secure_aggregation) is not None:
             command.secure.CopyFrom(self._server.secure_round(self._model, command.seed))
             work.groups = draw_groups(names, secure.group_size, command.seed)
-            bits = {client: bits_in(group, command) for group in work.groups for client in group}
+            peers = {client: len(group) for group in work.groups for client in group}
         work.settings = {key: getattr(command, key) for key in work.job.scheduled}
         self._drawn.update(names)
         control = self._server.read_control(self._model) if command.control.digest else None
         order = Order(command.SerializeToString(), self._vectors, control)
-        for outcome in self._engine.train(order, self._turns(names, command.control.line, bits)):
+        for outcome in self._engine.train(order, self._turns(names, command.control.line, peers)):
             self._take(outcome, work)
             share = (len(work.updates) + len(work.failures)) / work.selected
             self._show((number - 1 + share) / self._job.rounds, self._rows[-1] if self._rows else None)
 
-    def _turns(self, names: list[str], line: str, bits: Mapping[str, int]) -> Iterator[Turn]:
+    def _turns(self, names: list[str], line: str, peers: Mapping[str, int]) -> Iterator[Turn]:
         """Yield the turns of the clients; what they keep is read when it is needed."""
         for client in (int(name.rpartition("-")[2]) for name in names):
             left_in, left_by = self._left_by.get(client, ("", ""))
@@ -284,8 +285,8 @@ class _Run:
             own = None if values is None else OwnControl(line, left_by, values)
             personal = self._personal_file(client)
             kept = personal.read_bytes() if personal.exists() else None
-            bits_of_group = bits.get(client_id(client), 0)
-            yield Turn(client, self._residuals.get(client), own, kept, self._spent.get(client, ()), bits_of_group)
+            group = peers.get(client_id(client), 0)
+            yield Turn(client, self._residuals.get(client), own, kept, self._spent.get(client, ()), group)
 
     def _personal_file(self, client: int) -> Path:
         return self._folder / "personal" / f"{client}.safetensors"

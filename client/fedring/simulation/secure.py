@@ -6,20 +6,22 @@ clients that all live in this process.
 
 import random
 from collections.abc import Iterable, Sequence
-from math import ceil
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fedring.client.privacy import dp_of
+from fedring.client.secure.masked import private_integers
 from fedring.client.transfer.download import HeldModel
 from fedring.client.transfer.update import Update
 from fedring.codec.digest import name_of, update_name
 from fedring.codec.masked import MASKED, masked_packet
 from fedring.codec.schema import Vectors
 from fedring.secure.levels import integers_of, open_blocks, shorten, to_levels
-from fedring.secure.limits import MAX_GROUP, bits_of_sum, threshold
+from fedring.secure.limits import bits_of_sum, fewest_survivors, group_count, threshold
 from fedring.secure.masks import wrap
-from fedring.server.model.masked_sum import GroupMasks, width_of
+from fedring.secure.statements import task_digest
+from fedring.server.model.masked_sum import GroupMasks, PrivateIntegers, private_width, width_of
 from fedring.server.update import upload
 from fedring.train.job import Job
 from fedring.v1 import federation_pb2 as pb
@@ -37,36 +39,42 @@ def draw_groups(clients: Iterable[str], size: int, seed: int) -> list[Group]:
         seed: of the round.
     """
     names = sorted(clients)
-    count = max(1, len(names) // size) if size else ceil(len(names) / MAX_GROUP)
+    count = group_count(len(names), size)
     if count > 1:
         random.Random(seed).shuffle(names)
     return [tuple(sorted(names[number::count])) for number in range(count)]
 
 
-def bits_in(group: Group, command: pb.TrainCmd) -> int:
-    """Return the bits of a value in a group."""
-    return bits_of_sum(len(group), command.secure.levels, max(1, command.secure.max_weight))
-
-
-def groups_that_count(groups: Iterable[Group], delivered: Iterable[str], command: pb.TrainCmd) -> list[GroupMasks]:
+def groups_that_count(
+    groups: Iterable[Group], delivered: Iterable[str], command: pb.TrainCmd, dimension: int
+) -> list[GroupMasks]:
     """Return the groups of which enough clients are left, with those clients.
 
     Args:
         groups: of the round.
         delivered: the clients whose updates were accepted.
         command: of the round.
+        dimension: number of parameters.
     """
     left, found = set(delivered), []
     for group in groups:
         survivors = tuple(client for client in group if client in left)
-        if len(survivors) >= threshold(len(group)):
-            found.append(GroupMasks(survivors[0], survivors, bits_in(group, command), ()))
+        integers, needed = _integers(command, len(group), dimension), threshold(len(group))
+        if integers:
+            needed = fewest_survivors(len(group), command.job.min_results)
+        if len(survivors) >= needed:
+            bits = integers.plan.bits if integers else _bits(command, len(group))
+            found.append(GroupMasks(survivors[0], survivors, bits, (), integers))
     return found
 
 
-def terms_of(command: pb.TrainCmd, base: HeldModel, bits: int) -> upload.Terms:
-    """Return what a round with secure aggregation demands of an update."""
-    width = width_of(command.secure, base.schema.num_parameters, bits)
+def terms_of(command: pb.TrainCmd, base: HeldModel, clients: int) -> upload.Terms:
+    """Return what a round with secure aggregation demands of an update from a group of so many clients."""
+    integers = _integers(command, clients, base.schema.num_parameters)
+    if integers:
+        width = private_width(integers.plan)
+    else:
+        width = width_of(command.secure, base.schema.num_parameters, _bits(command, clients))
     return upload.Terms(
         command.model_digest,
         command.max_update_bytes,
@@ -74,8 +82,7 @@ def terms_of(command: pb.TrainCmd, base: HeldModel, bits: int) -> upload.Terms:
         deltas_only=True,
         bare=True,
         silent=bool(command.job.sample_dp),
-        masked_bits=width.bits,
-        masked_values=width.count,
+        width=width,
     )
 
 
@@ -86,7 +93,7 @@ def make_unmasked_update(
     trained: Vectors,
     samples: int,
     residual: NDArray[np.float32] | None,
-    bits: int,
+    clients: int,
 ) -> Update:
     """Make the update that leads from `base` to `trained`, plus the residual, as a client does before it masks it.
 
@@ -97,7 +104,7 @@ def make_unmasked_update(
         trained: the values that it ended with. Its parameters are overwritten.
         samples: that were trained on.
         residual: what past updates left out, [num_parameters]; None = nothing.
-        bits: of a value in the client's group.
+        clients: of the client's group.
 
     Raises:
         CodecError: "non_finite", if a value is not finite.
@@ -105,11 +112,16 @@ def make_unmasked_update(
     """
     secure = command.secure
     values = np.subtract(trained.parameters, base.vectors.parameters, out=trained.parameters)
-    shorten(values, secure.clip)
-    if residual is not None:
-        values += residual
-    levels = to_levels(values, open_blocks(secure, len(values)), secure.levels)
-    integers = integers_of(levels, min(samples, secure.max_weight), secure.max_weight > 0)
+    left_out: NDArray[np.float32] | None = None
+    if private := _integers(command, clients, len(values)):
+        bits, integers = private.plan.bits, private_integers(values, private.plan, private.seed)
+    else:
+        bits, left_out = _bits(command, clients), values
+        shorten(values, secure.clip)
+        if residual is not None:
+            values += residual
+        levels = to_levels(values, open_blocks(secure, len(values)), secure.levels)
+        integers = integers_of(levels, min(samples, secure.max_weight), secure.max_weight > 0).astype(np.int64)
     parts = masked_packet(wrap(integers, bits), bits)
     size = sum(map(len, parts))
     packet = pb.Packet(vector=pb.VECTOR_PARAMETERS, kind=pb.KIND_DELTA, encoding=MASKED, bytes=size, num_samples=1)
@@ -124,7 +136,20 @@ def make_unmasked_update(
         total_bytes=size,
     ).SerializeToString()
     digest = name_of(*parts)
-    return Update(pb.UpdateOffer(header=header, payload_digest=digest, name=update_name(header, digest)), parts, values)
+    offer = pb.UpdateOffer(header=header, payload_digest=digest, name=update_name(header, digest))
+    return Update(offer, parts, left_out)
+
+
+def _bits(command: pb.TrainCmd, clients: int) -> int:
+    return bits_of_sum(clients, command.secure.levels, max(1, command.secure.max_weight))
+
+
+def _integers(command: pb.TrainCmd, clients: int, dimension: int) -> PrivateIntegers | None:
+    """Return how the clients of a group make private integers; None if they send levels."""
+    privacy = dp_of(command.job)
+    if privacy is None:
+        return None
+    return PrivateIntegers(privacy.plan(clients, dimension, command.job.min_results), task_digest(command))
 
 
 def short_of(job: Job, groups: Sequence[GroupMasks]) -> str:

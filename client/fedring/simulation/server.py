@@ -23,7 +23,7 @@ from fedring.server.model.guards import weight_of
 from fedring.server.model.making import ModelMaker
 from fedring.server.model.masked_sum import GroupMasks
 from fedring.server.model.modelfile import ModelReader
-from fedring.server.model.private_mean import private_round
+from fedring.server.model.private_mean import private_round, summed_round
 from fedring.server.model.strategy import PastClient, PastRound
 from fedring.server.model.versions import ModelVersions, files_of
 from fedring.server.operator.job_checks import JobChecks
@@ -125,7 +125,10 @@ class Server:
         updates = work.counted
         guarded, noisy = self._maker.guard(job, updates, self._last_median, job_round=number), None
         clip = self._clip
-        if job.dp is not None:
+        if job.dp is not None and job.dp.by_clients:
+            private = summed_round(job.dp, work.selected)
+            guarded, noisy, clip = private.guarded, private.mean, private.next_clip
+        elif job.dp is not None:
             secret = os.urandom(SECRET_BYTES)
             private = private_round(job.dp, updates, work.selected, clip or job.dp.clip, secret, RUN_ID)
             guarded, noisy, clip = private.guarded, private.mean, private.next_clip

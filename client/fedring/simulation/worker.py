@@ -86,7 +86,7 @@ class Turn:
     own: OwnControl | None = None  # its control variate
     personal: bytes | None = None  # its own model, as a safetensors file; None = there is none
     spent: Sequence[SampledSteps] = ()  # what its samples have spent
-    bits: int = 0  # of a value in its group of secure aggregation; 0 = there is none
+    peers: int = 0  # clients of its group of secure aggregation, with itself; 0 = there is none
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -273,9 +273,9 @@ class Worker:
             raise UpdateRefused("frozen_changed", "the trainer has changed the values of frozen tensors")
         training = TrainingReport(result.num_samples, result.seconds, result.metrics)
         trained, used = read_vectors(loaded.model, self._schema.names), correction.used if correction else None
-        if turn.bits:
+        if turn.peers:
             return make_unmasked_update(
-                command, name, base, trained, result.num_samples, turn.residual, turn.bits
+                command, name, base, trained, result.num_samples, turn.residual, turn.peers
             ), None
         update = make_update(command, name, base, trained, training, turn.residual, control=used)
         return update, correction.after(update, command, result.num_samples) if correction else None
@@ -292,8 +292,8 @@ class Worker:
             silent=self._job.sample_dp is not None,
             control_line=line,
         )
-        if turn.bits and self._base is not None:
-            terms = terms_of(command, self._base, turn.bits)
+        if turn.peers and self._base is not None:
+            terms = terms_of(command, self._base, turn.peers)
         return admit(client_id(client), update.offer, b"".join(update.parts), terms, epoch=command.epoch)
 
 

@@ -13,6 +13,42 @@ def threshold(clients: int) -> int:
     return 2 * clients // 3 + 1
 
 
+def fewest_survivors(clients: int, needed: int) -> int:
+    """Return how many clients are in every sum of a group whose clients add noise.
+
+    Args:
+        clients: of the group.
+        needed: results that a round needs. If a group can have so many, its clients see to it that their sum has.
+    """
+    return max(threshold(clients), needed if needed <= clients else 0)
+
+
+def honest_survivors(clients: int, needed: int, *, trusted: bool) -> int:
+    """Return how many clients with noise of which nobody else knows are in every sum of a group.
+
+    Without trust, fewer than a third of the group may add no noise, or tell the server theirs. One client is left out
+    in any case: each knows its own noise, which hides nothing from it.
+
+    Args:
+        clients: of the group.
+        needed: results that a round needs.
+        trusted: whether all clients add their noise and keep it to themselves.
+    """
+    dishonest = 1 if trusted else max(1, (clients - 1) // 3)
+    return fewest_survivors(clients, needed) - dishonest
+
+
+def group_count(clients: int, size: int) -> int:
+    """Return into how many groups, of nearly equal size, clients are divided.
+
+    Args:
+        clients: their number.
+        size: how many clients a group should have, to which its remainder is added; 0 = as few groups as possible. A
+            group never has more than MAX_GROUP.
+    """
+    return max(clients // size if size else 1, -(-clients // MAX_GROUP), 1)
+
+
 def bits_of_sum(clients: int, levels: int, max_weight: int = 1) -> int:
     """Return the bits that hold the sum of `clients` values between -max_weight * levels and max_weight * levels."""
     return (2 * clients * max_weight * levels).bit_length()

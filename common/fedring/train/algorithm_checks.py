@@ -39,6 +39,12 @@ PRIVATE: Mapping[str, tuple[object, str]] = {
 }
 """What the table [dp] needs, and why."""
 
+BY_CLIENTS: Mapping[str, tuple[object, str]] = {
+    "dp.adaptive": (False, "nobody knows how many updates are within the clip: choose dp.clip"),
+    "secure_aggregation.keep_ratio": (1.0, "noise covers all values, and nothing is left for later rounds"),
+}
+"""What noise needs that clients add, and why."""
+
 SECURE: Mapping[str, tuple[object, str]] = {
     "mode": ("federated", "the workers of the other modes see each other's gradients"),
     "evaluate": (False, "the clients' evaluations are not masked; evaluate_on_server may be true"),
@@ -89,6 +95,23 @@ def check_private(job: object, table: str, needs: Mapping[str, tuple[object, str
         ValueError: If a key has another value than it must have; the sentence says why.
     """
     _check_needs(job, table, needs, best_by, "figures of the training are not private")
+
+
+def check_noise_by(job: object) -> None:
+    """Check that who adds the noise of the table [dp] can do so.
+
+    Raises:
+        ValueError: If another key must change; the sentence says which, and why.
+    """
+    secure, by_clients = _value(job, "secure_aggregation", None), _value(job, "dp.noise_by", "") == "clients"
+    if secure is not None and not by_clients:
+        why = "the server would have to clip each update, and sees none: let the clients clip and add the noise"
+        raise ValueError(f'dp: noise_by is "server", and must be "clients" with secure_aggregation, because {why}')
+    if by_clients:
+        if secure is None:
+            why = "the noise of one client alone hides little"
+            raise ValueError(f'dp: noise_by = "clients" needs the table [secure_aggregation], because {why}')
+        _check_needs(job, 'dp.noise_by = "clients"', BY_CLIENTS, "", "")
 
 
 def check_secure(job: object, best_by: str) -> None:

@@ -13,6 +13,7 @@ from fedring.train.algorithm_checks import (
     SAMPLE_PRIVATE,
     SCAFFOLD,
     check_keys,
+    check_noise_by,
     check_private,
     check_secure,
 )
@@ -105,6 +106,7 @@ class Job(JobKeys):
     def _can_be_private(self) -> Self:
         if self.dp is not None:
             check_private(self, "dp", PRIVATE, self.best_by)
+            check_noise_by(self)
             self.dp.sum_multiplier(self.fewest_updates)
             if self.dp.delta * self.fewest_updates >= 1:
                 raise ValueError(f"dp.delta = {self.dp.delta:g} must be below 1 / {self.fewest_updates} clients")

@@ -1,10 +1,16 @@
-"""The table [dp] of a job: differential privacy for whole clients, with noise that the server adds."""
+"""The table [dp] of a job: differential privacy for whole clients, with noise that the server or the clients add."""
 
+from collections.abc import Collection
+from functools import lru_cache
 from math import sqrt
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from fedring.codec.masked import MAX_BITS
+from fedring.privacy.charges import SkellamCharge
+from fedring.privacy.integer_plan import IntegerPlan, fewest_bits, integer_plan
+from fedring.secure.limits import honest_survivors
 from fedring.train.bounds import NonNegative
 
 COUNT_NOISE = 20
@@ -19,6 +25,9 @@ CLIP_QUANTILE = 0.5
 
 MIN_CLIP, MAX_CLIP = 1e-12, 1e12
 """The bounds of the clip, also of an adaptive one."""
+
+_TRIES = 20
+_MORE = 1.0 + 2.0**-30
 
 
 class ClientPrivacy(BaseModel):
@@ -44,6 +53,61 @@ class ClientPrivacy(BaseModel):
     max_epsilon: NonNegative = Field(
         0.0, description="no round starts that would take the epsilon of all jobs of this server above it; 0 = no limit"
     )
+    noise_by: Literal["server", "clients"] = Field(
+        "server",
+        description="who adds the noise: the server, which sees each update; or the clients, each its share before its "
+        "update is masked, which needs secure_aggregation and adaptive = false",
+    )
+    bits: int = Field(
+        0, ge=0, le=MAX_BITS, description="bits of each masked value, if clients add the noise; 0 = as many as it needs"
+    )
+
+    trust_clients: bool = Field(
+        False,
+        description="if clients add the noise: whether all of them do, and keep theirs to themselves; otherwise the "
+        "noise is enough if fewer than a third of a group do not",
+    )
+
+    @property
+    def by_clients(self) -> bool:
+        """Whether the clients add the noise."""
+        return self.noise_by == "clients"
+
+    def plan(self, clients: int, dimension: int, needed: int) -> IntegerPlan:
+        """Return how the clients of a group make integers with noise, of which the server learns the sum.
+
+        The noise of the honest ones among the fewest survivors is what noise_multiplier says, in units of the most that
+        one client can change the sum.
+
+        Args:
+            clients: of the group.
+            dimension: number of parameters.
+            needed: results that a round of the job needs.
+
+        Raises:
+            ValueError: if there is no such plan.
+        """
+        honest = honest_survivors(clients, needed, trusted=self.trust_clients)
+        return _plan(self.clip, self.noise_multiplier, self.bits, clients, honest, dimension)
+
+    def charge_of(self, groups: Collection[int], dimension: int, needed: int) -> SkellamCharge:
+        """Return what a round costs in which the clients add the noise: no group's sum costs more.
+
+        Each client is in one group only. At the same noise in units of what one client can change, smaller integers
+        cost more.
+
+        Args:
+            groups: the numbers of clients of its groups.
+            dimension: number of parameters.
+            needed: results that a round of the job needs.
+
+        Raises:
+            ValueError: if there is no plan for one of them.
+        """
+        charges = [self.plan(clients, dimension, needed).charge for clients in set(groups)]
+        norm = min(charge.norm for charge in charges)
+        variance = min(charge.variance * (norm / charge.norm) ** 2 for charge in charges)
+        return SkellamCharge(norm, charges[0].dimension, variance)
 
     def sum_multiplier(self, clients: int) -> float:
         """Return the noise multiplier of the sum of the updates (Andrew et al. 2021, theorem 1).
@@ -67,3 +131,19 @@ class ClientPrivacy(BaseModel):
                 "adaptive = false and choose clip"
             )
         return 1.0 / sqrt(self.noise_multiplier**-2 - count**-2)
+
+
+@lru_cache(maxsize=512)
+def _plan(clip: float, noise_multiplier: float, bits: int, clients: int, honest: int, dimension: int) -> IntegerPlan:
+    aim = noise_multiplier
+    if not bits:
+        needed = fewest_bits(noise_multiplier=noise_multiplier, clients=clients, survivors=honest, dimension=dimension)
+        bits = min(needed, MAX_BITS)
+    for _ in range(_TRIES):
+        plan = integer_plan(
+            clip=clip, noise_multiplier=aim, clients=clients, survivors=honest, dimension=dimension, bits=bits
+        )
+        if plan.multiplier >= noise_multiplier:
+            return plan
+        aim *= noise_multiplier / plan.multiplier * _MORE  # rounding makes the clients' vectors longer
+    raise ValueError(f"no noise for {clients} clients is as much as noise_multiplier = {noise_multiplier:g}")

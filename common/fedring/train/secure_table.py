@@ -4,11 +4,14 @@ from typing import Annotated, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from fedring.secure.limits import MAX_GROUP, MIN_GROUP, threshold
+from fedring.secure.limits import MAX_GROUP, MIN_GROUP, group_count, threshold
 from fedring.secure.masks import MAX_BITS
 from fedring.train.bounds import Positive, Seconds
 
 MAX_BLOCK = 8192
+
+_TOTALS = 4 * MAX_GROUP**2
+"""Numbers of clients that show all sizes of groups: more clients have groups of the same sizes."""
 
 
 class SecureAggregation(BaseModel):
@@ -17,7 +20,11 @@ class SecureAggregation(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     levels: int = Field(
-        7, ge=1, le=32767, description="levels on each side of zero to which the values of an update are rounded"
+        7,
+        ge=1,
+        le=32767,
+        description="levels on each side of zero to which the values of an update are rounded; with [dp], dp.bits says "
+        "how finely they are, and levels, step, first_norm and block are not used",
     )
     step: Positive = Field(
         1.0, le=1000, description="distance between two levels, in units of the root mean square of the last aggregate"
@@ -54,6 +61,18 @@ class SecureAggregation(BaseModel):
         if 0 < self.group_size < MIN_GROUP:
             raise ValueError(f"group_size must be 0 or at least {MIN_GROUP}, and is {self.group_size}")
         return self
+
+    def group_sizes(self, fewest: int, most: int) -> frozenset[int]:
+        """Return how many clients a group may have.
+
+        Args:
+            fewest: the fewest results that the job makes a model of.
+            most: the most clients that a round may have; 0 = any number.
+        """
+        at_least = max(MIN_GROUP, fewest, threshold(self.group_size) if self.group_size else 0)
+        totals = range(at_least, min(most, at_least + _TOTALS) + 1 if most else at_least + _TOTALS)
+        counts = [(total, group_count(total, self.group_size)) for total in totals]
+        return frozenset(size for total, count in counts for size in (total // count, -(-total // count)))
 
     def check(self, *, fewest: int, needed: int, weighted: bool) -> None:
         """Check that rounds of a job can be aggregated securely.

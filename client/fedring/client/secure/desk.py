@@ -11,19 +11,25 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any
 
+import numpy as np
 from google.protobuf.message import DecodeError, Message
 from grpc import StatusCode, aio
+from numpy.typing import NDArray
 
 from fedring.client.config import ClientConfig
 from fedring.client.errors import FederationClosed, RoundOver, UpdateRefused
-from fedring.client.privacy import Ledger, refusal
+from fedring.client.privacy import Ledger, dp_of, own_noise_refusal, refusal
 from fedring.client.secure.identity import PeerCheck, load_signer
+from fedring.client.secure.masked import masked_update, private_update
 from fedring.client.secure.party import Party, Site
 from fedring.client.secure.state import RoundName, SecureState, name_of
 from fedring.client.session.backoff import Backoff
 from fedring.client.session.connection import CALL_SECONDS, is_doubtful, stray_cancellation
 from fedring.client.session.inbox import Assignment
 from fedring.client.session.link import ServerLink
+from fedring.client.transfer.download import HeldModel
+from fedring.client.transfer.update import Update
+from fedring.codec import Vectors
 from fedring.daemon.config import ConfigError
 from fedring.rpc.errors import FedringError, Unavailable, UnknownRound, reason_of, status_of
 from fedring.rpc.revocation import Revocations
@@ -93,6 +99,44 @@ class SecureDesk:
             RoundOver: if the round ended before.
         """
         return self._link.call(lambda: self._wait(assignment))
+
+    def make_update(
+        self,
+        assignment: Assignment,
+        base: HeldModel,
+        trained: Vectors,
+        samples: int,
+        residual: NDArray[np.float32] | None,
+    ) -> Update:
+        """Make the masked update of a round, when its peers are known. It belongs to the user's thread.
+
+        If it gets noise of this client's own, what it costs is charged before.
+
+        Args:
+            assignment: the round.
+            base: the model that the training began with.
+            trained: the values that it ended with, which are overwritten.
+            samples: how many samples it was trained on.
+            residual: what past updates left out, [num_parameters]; None = nothing.
+
+        Raises:
+            CodecError: "non_finite", if a value is not finite.
+            SecureError: if the update cannot be made; "privacy_policy" if this client demands more of its group.
+            RoundOver: if the round ended before.
+        """
+        party, privacy = self.party(assignment), dp_of(assignment.command.job)
+        if privacy is None:
+            return masked_update(party, base, trained, samples, residual)
+        try:
+            plan = privacy.plan(party.clients, base.vectors.parameters.size, party.command.job.min_results)
+            if why := own_noise_refusal(self._config.privacy, self._ledger, party.command, plan):
+                raise SecureError("privacy_policy", why)
+            self._ledger.charge(party.command, plan.charge)
+        except ValueError as error:
+            raise SecureError("no_plan", f"this client cannot add its share of the noise: {error}") from error
+        except OSError as error:
+            raise SecureError("secure_state", f"what the update costs cannot be noted: {error}") from error
+        return private_update(party, plan, base, trained)
 
     def bind(self, assignment: Assignment, payload: str) -> None:
         """Bind the masks of a round to one payload, which may be sent then. It belongs to the user's thread.

@@ -1,5 +1,7 @@
 """Makes the masked update of a trained model: the integers that the server adds up, under this client's masks."""
 
+import os
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -8,7 +10,10 @@ from fedring.client.transfer.download import HeldModel
 from fedring.client.transfer.update import Update, masked_offer
 from fedring.codec import TILE, CodecError, Vectors
 from fedring.codec.digest import name_of
-from fedring.codec.masked import masked_packet
+from fedring.codec.masked import Words, masked_packet
+from fedring.privacy.integer_plan import IntegerPlan
+from fedring.privacy.integers import RoundingFailed, encode_private
+from fedring.privacy.keystream import SECRET_BYTES
 from fedring.secure.errors import SecureError
 from fedring.secure.levels import integers_of, open_blocks, to_levels
 
@@ -33,10 +38,7 @@ def masked_update(
         CodecError: "non_finite", if a value is not finite.
         SecureError: if the round's levels or its masks cannot be used.
     """
-    command, secure = party.command, party.command.secure
-    if trained.buffers.size:
-        raise SecureError("has_buffers", "the buffers of a model are not masked: keep them private")
-    delta = np.subtract(trained.parameters, base.vectors.parameters, out=trained.parameters)
+    secure, delta = party.command.secure, _delta(base, trained)
     shorten(delta, secure.clip)
     if residual is not None:
         delta += residual
@@ -46,9 +48,58 @@ def masked_update(
     weight = min(samples, secure.max_weight) if secure.max_weight else 1
     levels = to_levels(delta, blocks, secure.levels)  # what is left out stays in `delta`
     words = party.mask(integers_of(levels, weight, bool(secure.max_weight)))
-    parts = masked_packet(words, party.bits)
-    offer = masked_offer(command, party.client_id, sum(map(len, parts)), name_of(*parts))
-    return Update(offer, parts, delta)
+    return _update(party, words, party.bits, delta)
+
+
+def private_update(party: Party, plan: IntegerPlan, base: HeldModel, trained: Vectors) -> Update:
+    """Make the masked update that leads from `base` to `trained`, with this client's share of the noise.
+
+    It leaves no residual: what clipping and noise take away would come back later, outside of what was charged.
+
+    Args:
+        party: this client in the round; its peers are known.
+        plan: of its group.
+        base: the model that the training began with.
+        trained: the values that it ended with, which are overwritten.
+
+    Raises:
+        CodecError: "non_finite", if a value is not finite.
+        SecureError: if the model has buffers, the masks cannot be used, or the integers cannot be made.
+    """
+    integers = private_integers(_delta(base, trained), plan, party.task)
+    return _update(party, party.mask(integers, plan.bits), plan.bits, None)
+
+
+def private_integers(delta: NDArray[np.float32], plan: IntegerPlan, seed: bytes) -> NDArray[np.int64]:
+    """Return an update as integers with noise from the operating system's randomness, [plan.padded].
+
+    Args:
+        delta: the change of the parameters, [plan.dimension].
+        plan: of the group.
+        seed: of the rotation, the digest of the round's task.
+
+    Raises:
+        CodecError: "non_finite", if a value is not finite.
+        SecureError: "rounding_failed", if the integers are too long again and again, which is practically impossible.
+    """
+    if not np.isfinite(delta).all():
+        raise CodecError("non_finite")
+    try:
+        return encode_private(delta, plan, seed, os.urandom(SECRET_BYTES))
+    except RoundingFailed as error:
+        raise SecureError("rounding_failed", str(error)) from error
+
+
+def _delta(base: HeldModel, trained: Vectors) -> NDArray[np.float32]:
+    if trained.buffers.size:
+        raise SecureError("has_buffers", "the buffers of a model are not masked: keep them private")
+    return np.subtract(trained.parameters, base.vectors.parameters, out=trained.parameters)
+
+
+def _update(party: Party, words: Words, bits: int, residual: NDArray[np.float32] | None) -> Update:
+    parts = masked_packet(words, bits)
+    offer = masked_offer(party.command, party.client_id, sum(map(len, parts)), name_of(*parts))
+    return Update(offer, parts, residual)
 
 
 def shorten(delta: NDArray[np.float32], clip: float) -> None:

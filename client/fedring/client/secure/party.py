@@ -22,7 +22,7 @@ from fedring.codec.masked import MAX_BITS, Words, word_type
 from fedring.daemon.crash import crashpoint
 from fedring.secure.errors import SecureError
 from fedring.secure.keys import RoundSecrets, draw_secrets, own_seed, pair_seed, share_key
-from fedring.secure.limits import bits_of_sum
+from fedring.secure.limits import bits_of_sum, fewest_survivors
 from fedring.secure.masks import mask, wrap
 from fedring.secure.roster import CheckIdentity, Roster, check_roster, signed_keys
 from fedring.secure.sealing import SEALED_BYTES, seal, unseal
@@ -102,7 +102,7 @@ class Party:
             if own is None:
                 raise SecureError("bad_roster", "this client's own keys are not in its group as it has sent them")
             self._check_enough(len(roster.members), "a group")
-            if self._bits(len(roster.members)) > MAX_BITS:
+            if not self.command.job.dp and self._bits(len(roster.members)) > MAX_BITS:
                 raise SecureError("bad_roster", f"sums of {len(roster.members)} clients need more than {MAX_BITS} bits")
             shares, own_shares = self._share(roster)
             self._keep(roster=data, shares=shares.SerializeToString(), own_shares=own_shares)
@@ -145,27 +145,33 @@ class Party:
         return bool(self._record.peers)
 
     @property
+    def clients(self) -> int:
+        """The number of clients of the group, which must be known."""
+        return len(self._roster.members)
+
+    @property
     def bits(self) -> int:
-        """The bits of a masked value. The group must be known."""
-        return self._bits(len(self._roster.members))
+        """The bits of a masked value, if values are levels. The group must be known."""
+        return self._bits(self.clients)
 
     @property
     def payload(self) -> str:
         """The name of the payload that the masks are bound to; empty = none yet."""
         return self._record.payload.decode()
 
-    def mask(self, integers: NDArray[np.signedinteger]) -> Words:
+    def mask(self, integers: NDArray[np.signedinteger], bits: int = 0) -> Words:
         """Return an update's integers with all masks of this client on them, [n] modulo 2^bits.
 
         Args:
-            integers: the levels, times the weight [n].
+            integers: the levels, times the weight, or private integers [n].
+            bits: of a masked value; 0 = as levels need.
 
         Raises:
             SecureError: "bad_peers" if the peers are not known yet, "lost_masked_update" if the masks were used.
         """
         with self._lock:
             self._check_unused()
-            seeds, bits = self._seeds(), self.bits
+            seeds, bits = self._seeds(), bits or self.bits
         words: Words = np.empty(len(integers), word_type(bits))
         for start in range(0, len(integers), PIECE):
             stop = min(start + PIECE, len(integers))
@@ -330,6 +336,8 @@ class Party:
 
     def _check_survivors(self, names: Sequence[str]) -> None:
         peers, needed = self._peers, self._roster.threshold
+        if self.command.job.dp:  # the noise is made for no fewer
+            needed = fewest_survivors(self.clients, self.command.job.min_results)
         if not self._roster.ordered(names) or not set(names) <= set(peers):
             raise SecureError("bad_survivors", "the survivors are not peers of this client, in order")
         if self._site.client_id not in names or not self._record.payload:

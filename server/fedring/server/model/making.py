@@ -213,7 +213,7 @@ class ModelMaker:
                 encoding=job.delta_encoding,
                 residual_blob=base.residual_blob,
                 control=control_plan(self._versions, base, updates, job, job_round, control) if control_line else None,
-                spread=None if secure is None else self._spread(base, job, secure),
+                spread=None if secure is None or job.dp else self._spread(base, job, secure),
                 metadata={"run_id": self._run_id, "round": str(number)},
             )
             try:
@@ -262,6 +262,8 @@ class ModelMaker:
             DamagedModel: if the spread of the base is damaged.
             StorageFailed: if it cannot be read now.
         """
+        if job.dp is not None:  # which values are sent, and how finely, follows from the job and the group
+            return SecureRound(clip=job.dp.clip)
         return secure_round(job, base, self._read_spread(base, job), seed)
 
     def _spread(self, base: ModelRow, job: Job, secure: SecureRound) -> Spread:

@@ -1,5 +1,7 @@
 """Masked updates: the updates of a group are one contribution, whose values are their sum without its masks.
 
+The clients' integers are levels, or private integers, which have the clients' noise in them.
+
 The walk asks for a range of the parameters. The words of this range are added up modulo 2^bits, over all updates of the
 group, the same range of each mask is removed, and what is left is the sum of the clients' integers. So no update is
 ever seen without its masks, and the memory is that of a few tiles, whatever the number of clients.
@@ -15,10 +17,20 @@ from numpy.typing import NDArray
 from fedring.codec import CodecError, Decoder
 from fedring.codec.chunks import spread
 from fedring.codec.masked import MaskedPacket, Width, word_type
+from fedring.privacy.integer_plan import IntegerPlan
+from fedring.privacy.integers import decode_sum
 from fedring.secure.levels import Blocks, open_blocks
 from fedring.secure.masks import GROUP, mask, unwrap
 from fedring.server.model.contributions import Contribution
 from fedring.v1 import secure_pb2 as wire
+
+
+@dataclass(frozen=True, slots=True)
+class PrivateIntegers:
+    """How the clients of a group have made integers with noise."""
+
+    plan: IntegerPlan
+    seed: bytes  # of the rotation
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -29,6 +41,7 @@ class GroupMasks:
     clients: tuple[str, ...]  # survivors; their updates add up
     bits: int
     masks: tuple[tuple[bytes, int], ...]  # seeds of the masks that the sum of the updates still holds, with +1 or -1
+    integers: PrivateIntegers | None = None  # None = they are levels
 
 
 class Payload(Protocol):
@@ -70,6 +83,11 @@ def width_of(secure: wire.SecureRound, length: int, bits: int) -> Width:
     return Width(open_blocks(secure, length).count + (secure.max_weight > 0), bits)
 
 
+def private_width(plan: IntegerPlan) -> Width:
+    """Return of how many values, and how wide ones, the updates of a group with private integers consist."""
+    return Width(plan.padded, plan.bits)
+
+
 def open_groups(
     groups: Sequence[GroupMasks],
     secure: wire.SecureRound,
@@ -89,13 +107,16 @@ def open_groups(
         CodecError: if a payload is damaged.
         SecureError: "bad_blocks", if the round does not fit the model.
     """
-    blocks = open_blocks(secure, length)
     contributions = []
     for group in groups:
-        width = Width(blocks.count + (secure.max_weight > 0), group.bits)
+        width = private_width(group.integers.plan) if group.integers else width_of(secure, length, group.bits)
         opened = [payloads[client] for client in group.clients]
         packets = [MaskedPacket(payload.read, payload.size, width) for payload in opened]
-        values = MaskedSum(group, secure, blocks, packets)
+        values: MaskedSum | PrivateSum
+        if group.integers:
+            values = PrivateSum(group, group.integers, packets)
+        else:
+            values = MaskedSum(group, secure, open_blocks(secure, length), packets)
         contributions.append(Contribution(group.name, values.weight, (), opened[0].read, values=values))
     return contributions
 
@@ -162,12 +183,45 @@ class MaskedSum(Decoder):
 
     def _sums(self, start: int, stop: int) -> NDArray[np.int64]:
         """Return the sums of the clients' integers from `start` to `stop`, places among the values that are sent."""
-        bits = self._group.bits
-        low, high = start // GROUP * GROUP, min(-(-stop // GROUP) * GROUP, self._count)
-        total = np.zeros(high - low, word_type(bits))
-        for packet in self._packets:
-            total += packet.words(low, high)
-        for seed, sign in self._group.masks:
-            piece = mask(seed, bits, low, high)
-            np.subtract(total, piece, out=total) if sign > 0 else np.add(total, piece, out=total)
-        return unwrap(total[start - low : stop - low], bits)
+        return _sums(self._group, self._packets, self._count, start, stop)
+
+
+class PrivateSum(Decoder):
+    """The sum, and not the mean, of a group's updates, with the noise that its clients have added.
+
+    Args:
+        group: whose updates they are, and which masks their sum still holds.
+        integers: how they were made.
+        packets: the updates of the group.
+
+    Attributes:
+        weight: the number of clients.
+
+    Raises:
+        CodecError: if a packet is damaged.
+    """
+
+    seeks: ClassVar[bool] = True
+
+    def __init__(self, group: GroupMasks, integers: PrivateIntegers, packets: Sequence[MaskedPacket]) -> None:
+        self._group, self._integers, self._packets = group, integers, packets
+        self.weight = float(len(group.clients))
+
+    def decode(self, start: int, stop: int) -> NDArray[np.floating]:
+        """See Decoder.decode; the values are float64. Whole blocks are read, because they were rotated together."""
+        plan, seed = self._integers.plan, self._integers.seed
+        low, high = start // plan.block * plan.block, -(-stop // plan.block) * plan.block
+        sums = _sums(self._group, self._packets, plan.padded, low, high)
+        return decode_sum(sums, plan, seed, low)[start - low : stop - low]
+
+
+def _sums(group: GroupMasks, packets: Sequence[MaskedPacket], count: int, start: int, stop: int) -> NDArray[np.int64]:
+    """Return the sums of the clients' integers from `start` to `stop` of `count`, without their masks."""
+    low, high = start // GROUP * GROUP, min(-(-stop // GROUP) * GROUP, count)
+    total = np.zeros(high - low, word_type(group.bits))
+    for packet in packets:
+        total += packet.words(low, high)
+    for seed, sign in group.masks:
+        piece = mask(seed, group.bits, low, high)
+        np.subtract(total, piece, out=total) if sign > 0 else np.add(total, piece, out=total)
+    return unwrap(total[start - low : stop - low], group.bits)

@@ -3,6 +3,8 @@
 One client changes the sum of the updates by at most the clip, in L2 norm. So Gaussian noise with the standard deviation
 z times the clip makes the sum private (McMahan et al. 2018, algorithm 1, with weights of 1 and the fixed denominator).
 The clip may follow the median norm of the updates (Andrew et al. 2021, algorithm 1).
+
+If the clients add the noise, the server divides the sum by the same number, and adds nothing.
 """
 
 from collections.abc import Sequence
@@ -13,9 +15,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fedring.privacy.charges import Charge
 from fedring.privacy.noise import Noise
 from fedring.server.model.guards import Guard
 from fedring.server.state.rows import UpdateRow
+from fedring.train.job import Job
 from fedring.train.privacy_table import (
     CLIP_QUANTILE,
     CLIP_RATE,
@@ -34,12 +38,13 @@ class NoisyMean:
     """A sum of updates divided by a fixed number, and the noise on it."""
 
     divisor: float
-    deviation: float  # of the noise on each value of the mean
-    noise: Noise
+    deviation: float = 0.0  # of the noise on each value of the mean
+    noise: Noise | None = None  # None = the sum has noise already
 
     def added(self, mean: NDArray[np.float64], start: int) -> NDArray[np.float64]:
         """Return the piece of the mean that begins at `start` with noise. Overwrites it."""
-        mean += self.deviation * self.noise.normal(start, start + len(mean))
+        if self.noise is not None:
+            mean += self.deviation * self.noise.normal(start, start + len(mean))
         return mean
 
 
@@ -57,12 +62,43 @@ class PrivateRound:
         """Return the figures that the round's row keeps. They say nothing of the clients that the model does not."""
         return {
             "dp": {
+                "noise_by": "server" if self.mean.noise else "clients",
                 "noise_multiplier": self.noise_multiplier,
                 "clip": self.clip,
                 "next_clip": self.next_clip,
                 "clients": self.mean.divisor,
             }
         }
+
+
+def summed_round(privacy: ClientPrivacy, clients: int) -> PrivateRound:
+    """Return what differential privacy does to sums to which the clients have added the noise.
+
+    Args:
+        privacy: the job's settings.
+        clients: how many were drawn for the round, the denominator of the mean.
+    """
+    clip = privacy.clip
+    return PrivateRound(Guard(), NoisyMean(float(clients)), privacy.noise_multiplier, clip, clip)
+
+
+def most_charged(job: Job, dimension: int) -> Charge:
+    """Return the most that a round of a job with differential privacy can cost.
+
+    Args:
+        job: the job.
+        dimension: number of parameters.
+
+    Raises:
+        ValueError: if the clients of a group cannot add the noise.
+    """
+    privacy, secure = job.dp, job.secure_aggregation
+    if privacy is None:
+        raise ValueError("the job has no dp")
+    if not privacy.by_clients or secure is None:
+        return privacy.noise_multiplier
+    needed = job.min_clients_to_aggregate
+    return privacy.charge_of(secure.group_sizes(needed, job.sample_clients), dimension, needed)
 
 
 def private_round(

@@ -19,6 +19,7 @@ from fedring.secure.levels import blocks_of
 from fedring.server.config import ServerConfig
 from fedring.server.model.making import ModelMaker
 from fedring.server.model.optimizer import OptimizerError, ServerOptimizer
+from fedring.server.model.private_mean import most_charged
 from fedring.server.model.strategy import Strategy, make_strategy
 from fedring.server.state.ratings import best_of
 from fedring.server.state.rows import ModelRow
@@ -197,7 +198,8 @@ def _check_privacy(job: Job, schema: Schema) -> None:
         return
     try:
         check_accountant()
-    except NoAccountant as error:
+        most_charged(job, schema.num_parameters)
+    except (NoAccountant, ValueError) as error:
         raise ConfigError(f"dp: {error}") from error
 
 

@@ -1,4 +1,4 @@
-"""What the published models have spent of the clients' privacy, as flctl privacy shows it."""
+"""What rounds have spent of the clients' privacy, as flctl privacy shows it."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -14,32 +14,32 @@ def privacy_message(charges: Sequence[ChargeRow], jobs: Sequence[JobRow], delta:
     """Return the message of what was spent.
 
     Args:
-        charges: of all published rounds with differential privacy.
+        charges: of all rounds with differential privacy that have cost anything.
         jobs: all that are kept, the newest first.
         delta: for which epsilon is computed; 0 = that of the newest job with [dp].
 
     Raises:
         NoAccountant: if epsilon cannot be computed.
     """
-    of_jobs = defaultdict[int, list[float]](list)
+    of_jobs = defaultdict[int, list[ChargeRow]](list)
     for charge in charges:
-        of_jobs[charge.job_id].append(charge.noise_multiplier)
+        of_jobs[charge.job_id].append(charge)
     tables = {job.job_id: job.spec.get("dp") or {} for job in jobs}
     delta = delta or next((table["delta"] for table in tables.values() if table), _DELTA)
     names = {job.job_id: job.name for job in jobs}
     return pb.Privacy(
         delta=delta,
-        epsilon=epsilon([charge.noise_multiplier for charge in charges], delta),
+        epsilon=epsilon([charge.cost for charge in charges], delta),
         rounds=len(charges),
         rounds_without=sum(job.rounds_done for job in jobs if not (tables[job.job_id] or job.spec.get("sample_dp"))),
         jobs=[
             pb.PrivacyOfJob(
                 job_id=job_id,
                 name=names.get(job_id, ""),
-                rounds=len(multipliers),
-                noise_multiplier=multipliers[-1],
-                epsilon=epsilon(multipliers, delta),
+                rounds=len(mine),
+                noise_multiplier=mine[-1].noise_multiplier,
+                epsilon=epsilon([charge.cost for charge in mine], delta),
             )
-            for job_id, multipliers in sorted(of_jobs.items(), reverse=True)
+            for job_id, mine in sorted(of_jobs.items(), reverse=True)
         ],
     )

@@ -140,7 +140,8 @@ class RoundOpener:
         since = time.monotonic() + RECOVERY_SECONDS
         clients, accepted = open_.row.selected, open_.accepted.keys()
         try:
-            secure = restored(open_.command, rules, clients, (decided, messages), accepted, since)
+            values = (open_.job.dp, open_.base.parameters)
+            secure = restored(open_.command, values, rules, clients, (decided, messages), accepted, since)
         except SecureError as error:
             open_.failures.append(str(error))
             rounds.handle(Abandoned(error.reason))

@@ -1,11 +1,12 @@
 """Differential privacy of rounds: what may still be spent, the secret of the noise, and what was charged."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from fedring.codec.schema import Schema
 from fedring.privacy.account import NoAccountant, epsilon
-from fedring.server.model.private_mean import PrivateRound, private_round
+from fedring.server.model.private_mean import PrivateRound, most_charged, private_round, summed_round
 from fedring.server.round.open_round import OpenRound
 from fedring.server.state.facts import Facts
 from fedring.server.state.noise_secret import erase_noise_secrets, noise_secret
@@ -19,20 +20,23 @@ class RoundPrivacy:
     Args:
         facts: hold the charges.
         folder: the state folder, which holds the secret of the noise.
+        schema_of: returns what the jobs' models share.
     """
 
-    def __init__(self, facts: Facts, folder: Path) -> None:
-        self._facts, self._folder = facts, folder
+    def __init__(self, facts: Facts, folder: Path, schema_of: Callable[[Job], Schema]) -> None:
+        self._facts, self._folder, self._schema_of = facts, folder, schema_of
 
     async def spent(self, job: Job) -> str:
         """Return why no further round of a job may start, or "" if one may."""
         privacy = job.dp
         if privacy is None or not privacy.max_epsilon:
             return ""
-        charges = await self._facts.db(self._facts.store.charges)
-        multipliers = [*(charge.noise_multiplier for charge in charges), privacy.noise_multiplier]
+        rows = await self._facts.db(self._facts.store.charges)
+        schema = await self._facts.heavy(self._schema_of, job)
+        more = await self._facts.heavy(most_charged, job, schema.num_parameters)
+        charges = [*(row.cost for row in rows), more]
         try:
-            total = await self._facts.heavy(epsilon, multipliers, privacy.delta)
+            total = await self._facts.heavy(epsilon, charges, privacy.delta)
         except NoAccountant as error:
             return f"dp.max_epsilon cannot be kept: {error}"
         if total <= privacy.max_epsilon:
@@ -50,6 +54,8 @@ class RoundPrivacy:
         """
         if open_.job.dp is None:
             return None
+        if open_.job.dp.by_clients:
+            return summed_round(open_.job.dp, len(open_.row.selected))
         store = self._facts.store
         secret = await self._facts.work(noise_secret, self._folder, self._name(open_.row))
         charges = await self._facts.db(store.charges)
@@ -59,11 +65,26 @@ class RoundPrivacy:
 
     @staticmethod
     def charge_of(open_: OpenRound) -> ChargeRow | None:
-        """Return what a round that is published costs; None if its job has no differential privacy."""
-        if open_.private is None:
+        """Return what a round that is published costs; None if that was charged before, or costs nothing."""
+        if open_.private is None or (open_.job.dp is not None and open_.job.dp.by_clients):
             return None
         done = open_.private
         return ChargeRow(open_.row.round, open_.row.job_id, done.noise_multiplier, done.next_clip, time.time())
+
+    @staticmethod
+    def charge_of_sums(open_: OpenRound) -> ChargeRow | None:
+        """Return what it costs that the sums of a round are seen, also if no model comes of them.
+
+        Returns:
+            None, unless the clients have added noise.
+        """
+        privacy, secure = open_.job.dp, open_.secure
+        if privacy is None or secure is None:
+            return None
+        sizes = [len(group.members) for group in secure.state.groups if not group.reason]
+        charge = privacy.charge_of(sizes, open_.base.parameters, open_.job.min_clients_to_aggregate)
+        row, multiplier = open_.row, privacy.noise_multiplier
+        return ChargeRow(row.round, row.job_id, multiplier, privacy.clip, time.time(), str(charge))
 
     async def forget(self, but: RoundRow | None = None) -> None:
         """Erase the secrets of all rounds but one.

@@ -88,7 +88,7 @@ class RoundRunner:
         self._test_set = test_set
         self._dispatch = Dispatch(sessions)
         self._progress = RoundProgress()
-        self.privacy = RoundPrivacy(facts, config.state_dir)
+        self.privacy = RoundPrivacy(facts, config.state_dir, models.maker.schema_of)
 
     async def run(self) -> Outcome:
         """Do what is due until the round that was opened or resumed has ended."""

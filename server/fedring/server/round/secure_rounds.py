@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from math import inf
 from pathlib import Path
@@ -25,6 +26,7 @@ from fedring.server.round.dispatch import Dispatch
 from fedring.server.round.events import OPEN, Abandoned, Failed, Phase
 from fedring.server.round.metrics import Metrics
 from fedring.server.round.open_round import OpenRound
+from fedring.server.round.private_rounds import RoundPrivacy
 from fedring.server.round.rounds import Rounds
 from fedring.server.round.secure_state import KINDS, Message, SecureState, secure_rules
 from fedring.server.round.sessions import Sessions
@@ -87,7 +89,8 @@ class SecureRounds:
         """Wait for the keys of the clients, which have been sent the command."""
         rules = secure_rules(open_.job)
         if rules is not None:
-            open_.secure = SecureState(open_.command, ev.State(rules, clients, time.monotonic()))
+            state = ev.State(rules, clients, time.monotonic())
+            open_.secure = SecureState(open_.command, state, open_.job.dp, open_.base.parameters)
 
     async def take(self, client: str, message: Message) -> None:
         """Take a client's message into the round; it is durable when this returns. It may be repeated.
@@ -224,7 +227,9 @@ class SecureRounds:
         """Make a decision durable, then tell the clients."""
         store = self._facts.store
         row = secure.row(open_.row.round, store.epoch, event)
-        await self._facts.db(store.save_secure_round, row, _COMMITS[type(event)])
+        # Whoever can remove the masks sees the sum, whatever becomes of the round.
+        charge = RoundPrivacy.charge_of_sums(open_) if isinstance(event, ev.SignersChosen) else None
+        await self._facts.db(store.save_secure_round, row, _COMMITS[type(event)], charge)
         if not self._runs(open_):
             return  # the round was stopped meanwhile
         before = secure.state
@@ -258,7 +263,7 @@ class SecureRounds:
         except SecureError as error:
             log.error("round %d: %s", open_.row.round, error)
             return await self._decide(open_, secure, ev.GroupFailed(place, error.reason))
-        secure.masks[place] = masks
+        secure.masks[place] = replace(masks, integers=secure.integers(place))
         self._handle(secure, ev.Combined(place))
 
     async def _give_up(self, open_: OpenRound, reason: str) -> None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from fedring.codec.masked import Width
 from fedring.rpc.errors import BadRequest, UnknownRound
 from fedring.secure.errors import SecureError
 from fedring.secure.keys import draw_secrets, pair_seed
@@ -13,13 +14,14 @@ from fedring.secure.roster import CheckIdentity, Member, Roster, check_member
 from fedring.secure.sealing import SEALED_BYTES
 from fedring.secure.shamir import SHARE_BYTES
 from fedring.secure.signing import BadProof, verify
-from fedring.secure.statements import survivors_statement
-from fedring.server.model.masked_sum import GroupMasks
+from fedring.secure.statements import survivors_statement, task_digest
+from fedring.server.model.masked_sum import GroupMasks, PrivateIntegers, private_width, width_of
 from fedring.server.secure import events as ev
 from fedring.server.secure import machine as sm
 from fedring.server.secure.events import Step
 from fedring.server.state.rows import SecureMessageRow, SecureRoundRow
 from fedring.train.job import Job
+from fedring.train.privacy_table import ClientPrivacy
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1 import secure_pb2 as wire
 
@@ -38,7 +40,9 @@ def secure_rules(job: Job) -> ev.Rules | None:
     settings = job.secure_aggregation
     if settings is None:
         return None
-    return ev.Rules(settings.step_seconds, job.min_clients_to_aggregate, settings.group_size)
+    return ev.Rules(
+        settings.step_seconds, job.min_clients_to_aggregate, settings.group_size, own_noise=job.dp is not None
+    )
 
 
 @dataclass
@@ -48,6 +52,8 @@ class SecureState:
     Attributes:
         command: of the round.
         state: the machine's.
+        dp: how the clients make private integers; None = they send levels.
+        parameters: their number, in the model.
         members: the clients whose keys were checked.
         messages: what is durable of the clients' messages, serialized, by step and client.
         masks: what the unmasking has given, by the number of the group.
@@ -56,6 +62,8 @@ class SecureState:
 
     command: pb.TrainCmd
     state: ev.State
+    dp: ClientPrivacy | None = None
+    parameters: int = 0
     members: dict[str, Member] = field(default_factory=dict)
     messages: dict[Step, dict[str, bytes]] = field(default_factory=lambda: {step: {} for step in KINDS})
     masks: dict[int, GroupMasks] = field(default_factory=dict)
@@ -67,6 +75,10 @@ class SecureState:
     def rosters(self) -> list[Roster]:
         """The groups with their members' keys; known as soon as there are groups."""
         return [Roster(tuple(self.members[name] for name in group.members)) for group in self.state.groups]
+
+    @cached_property
+    def _rotation(self) -> bytes:
+        return task_digest(self.command)
 
     @property
     def good_masks(self) -> list[GroupMasks]:
@@ -89,11 +101,20 @@ class SecureState:
 
     def bits(self, place: int) -> int:
         """Return the bits of a masked value in a group."""
+        if integers := self.integers(place):
+            return integers.plan.bits
         secure = self.command.secure
         return bits_of_sum(len(self.state.groups[place].members), secure.levels, secure.max_weight or 1)
 
-    def check_update(self, client: str) -> int:
-        """Check that the client may deliver a masked update. Returns the bits of its values.
+    def integers(self, place: int) -> PrivateIntegers | None:
+        """Return how the clients of a group make private integers; None if they send levels."""
+        if self.dp is None:
+            return None
+        plan = self.dp.plan(len(self.state.groups[place].members), self.parameters, self.state.rules.needed)
+        return PrivateIntegers(plan, self._rotation)
+
+    def check_update(self, client: str) -> Width:
+        """Check that the client may deliver a masked update. Returns of how many values, and how wide ones.
 
         Raises:
             UnknownRound: "not_selected" if it is not, or no longer, part of the secure aggregation.
@@ -103,7 +124,9 @@ class SecureState:
         if place is None or group is None or group.reason or client not in group.peers:
             text = f"{client} is not part of the secure aggregation of round {self.command.round}"
             raise UnknownRound(text, reason="not_selected")
-        return self.bits(place)
+        if integers := self.integers(place):
+            return private_width(integers.plan)
+        return width_of(self.command.secure, self.parameters, self.bits(place))
 
     def check_step(self, step: Step, client: str) -> None:
         """Check that the client is asked for what belongs to a step.
@@ -247,6 +270,7 @@ class SecureState:
 
 def restored(
     command: pb.TrainCmd,
+    values: tuple[ClientPrivacy | None, int],
     rules: ev.Rules,
     clients: Collection[str],
     rows: tuple[SecureRoundRow, Sequence[SecureMessageRow]],
@@ -257,6 +281,7 @@ def restored(
 
     Args:
         command: of the round.
+        values: `dp` and `parameters`, as SecureState has them.
         rules: what the machine obeys.
         clients: that were selected.
         rows: what is durable of it.
@@ -267,7 +292,7 @@ def restored(
         SecureError: if what is durable does not fit the round's command any more.
     """
     decided, messages = rows
-    secure = SecureState(command, ev.State(rules, frozenset(clients), since))
+    secure = SecureState(command, ev.State(rules, frozenset(clients), since), *values)
     steps = {kind: step for step, kind in KINDS.items()}
     for message in messages:
         secure.messages[steps[message.kind]][message.client_id] = message.body

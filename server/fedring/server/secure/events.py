@@ -6,7 +6,7 @@ Nothing here computes. `fedring.server.secure.machine` says what follows from an
 from dataclasses import dataclass
 from enum import StrEnum
 
-from fedring.secure.limits import MIN_GROUP, threshold
+from fedring.secure.limits import MIN_GROUP, fewest_survivors, threshold
 
 
 class Step(StrEnum):
@@ -31,11 +31,16 @@ class Rules:
     step_seconds: float  # the longest time of a step
     needed: int = 1  # updates that a model must be made of
     group_size: int = 0  # clients that a group should have; 0 = as many as possible
+    own_noise: bool = False  # whether clients add noise, of which a sum must have enough
 
     @property
     def fewest(self) -> int:
         """With how many clients the round can go on after their keys have come."""
         return max(MIN_GROUP, self.needed, threshold(self.group_size) if self.group_size else 0)
+
+    def survivors(self, clients: int) -> int:
+        """How many clients of a group of so many must survive."""
+        return fewest_survivors(clients, self.needed) if self.own_noise else threshold(clients)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from random import Random
 
-from fedring.secure.limits import MAX_GROUP
+from fedring.secure.limits import group_count
 
 
 def form_groups(clients: Iterable[str], size: int, draw: Random) -> tuple[tuple[str, ...], ...]:
@@ -17,5 +17,5 @@ def form_groups(clients: Iterable[str], size: int, draw: Random) -> tuple[tuple[
     """
     names = sorted(clients)
     draw.shuffle(names)
-    count = max(len(names) // size if size else 1, -(-len(names) // MAX_GROUP), 1)
+    count = group_count(len(names), size)
     return tuple(sorted(tuple(sorted(names[place::count])) for place in range(count)))

@@ -60,7 +60,13 @@ def apply(state: State, event: Event, now: float) -> State:
         case SurvivorsChosen(survivors):
             _require(state.accepted is not None and not state.chosen, event)
             pairs = zip(state.groups, survivors, strict=True)
-            return replace(state, groups=tuple(_with_survivors(group, names, now) for group, names in pairs))
+            return replace(
+                state,
+                groups=tuple(
+                    _with_survivors(group, names, state.rules.survivors(len(group.members)), now)
+                    for group, names in pairs
+                ),
+            )
         case SignersChosen(place, signers):
             return _next(state, place, Step.SURVIVORS, event, now, signers=signers)
         case Combined(place):
@@ -187,12 +193,12 @@ def _next(
     )
 
 
-def _with_survivors(group: Group, survivors: tuple[str, ...], now: float) -> Group:
+def _with_survivors(group: Group, survivors: tuple[str, ...], needed: int, now: float) -> Group:
     if group.reason:
         return group
     if group.step is not Step.UPDATES:  # its clients could not send updates yet
         return replace(group, reason=TOO_FEW_FOR_THRESHOLD)
-    if len(survivors) < group.threshold:
+    if len(survivors) < needed:
         return replace(group, survivors=survivors, reason=TOO_FEW_TO_UNMASK)
     return replace(group, survivors=survivors, step=Step.SURVIVORS, since=now, answered=frozenset())
 

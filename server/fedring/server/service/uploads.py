@@ -15,7 +15,6 @@ from fedring.rpc.chunks import ReceivedChunk, part_parser, serialize
 from fedring.rpc.errors import BadRequest, FedringError, Gone, Overloaded, UnknownRound
 from fedring.rpc.streams import METER, TimedStream, write
 from fedring.server.config import ServerConfig
-from fedring.server.model.masked_sum import width_of
 from fedring.server.parts import Parts
 from fedring.server.round.sessions import Session
 from fedring.server.state.blob_interfaces import Partial
@@ -203,10 +202,9 @@ class ClientUpdateService:
                     schema = self._models.versions.schema_of(open_.base)
                     most = open_.command.max_update_bytes
                     job, line = open_.job, open_.command.control.line
-                    bits = open_.secure.check_update(client) if open_.secure else 0
+                    width = open_.secure.check_update(client) if open_.secure else None
                     silent = job.sample_dp is not None
-                    count = width_of(open_.command.secure, schema.num_parameters, bits).count if bits else 0
-                    return Terms(open_.base.digest, most, schema, job.clips, job.bare, silent, line, bits, count)
+                    return Terms(open_.base.digest, most, schema, job.clips, job.bare, silent, line, width)
                 case Open():
                     return Opened(await self._open(call, effect))
                 case Read():

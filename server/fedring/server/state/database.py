@@ -140,8 +140,9 @@ def _add_controls(connection: Connection) -> None:
 
 
 def _add_secure_aggregation(connection: Connection) -> None:
-    """Give models the spread of their blocks, and rounds the messages of secure aggregation."""
-    _add_column(connection, models.c.spread_blob, "NOT NULL DEFAULT ''")
+    """Give models the spread of their blocks, rounds the messages of secure aggregation, and charges a text."""
+    for column in (models.c.spread_blob, charges.c.charge):
+        _add_column(connection, column, "NOT NULL DEFAULT ''")
     for table in (secure_messages, secure_rounds):
         table.create(connection, checkfirst=True)
 

@@ -178,8 +178,14 @@ class Store(Protocol):
         """
         ...
 
-    def save_secure_round(self, row: SecureRoundRow, step: str) -> None:
-        """Keep what was decided in the secure aggregation of a round; `step` names the commit for fault tests."""
+    def save_secure_round(self, row: SecureRoundRow, step: str, charge: ChargeRow | None = None) -> None:
+        """Keep what was decided in the secure aggregation of a round.
+
+        Args:
+            row: all decisions so far.
+            step: names the commit for fault tests.
+            charge: what the round costs, if the decision lets anybody see a sum. A round is charged only once.
+        """
         ...
 
     def secure_round(self, number: int) -> tuple[SecureRoundRow | None, list[SecureMessageRow]]:
@@ -187,7 +193,7 @@ class Store(Protocol):
         ...
 
     def charges(self) -> list[ChargeRow]:
-        """Return what published rounds with differential privacy have cost, the oldest first. None is ever pruned."""
+        """Return what rounds with differential privacy have cost, the oldest first. None is ever pruned."""
         ...
 
     def model(self, version: int) -> ModelRow | None:

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from fedring.privacy.charges import Charge, charge_of
+
 Vector = Literal["parameters", "buffers"]
 Kind = Literal["weights", "delta"]
 
@@ -146,13 +148,19 @@ class EvaluationRow:
 
 @dataclass(frozen=True, slots=True)
 class ChargeRow:
-    """What a published round with differential privacy has cost."""
+    """What a round with differential privacy has cost."""
 
     round: int
     job_id: int
     noise_multiplier: float
     next_clip: float  # of the job's next round
     charged_at: float
+    charge: str = ""  # the text of a charge; empty = Gaussian noise of that multiplier
+
+    @property
+    def cost(self) -> Charge:
+        """What the round has cost."""
+        return charge_of(self.charge) if self.charge else self.noise_multiplier
 
 
 @dataclass(frozen=True, slots=True)

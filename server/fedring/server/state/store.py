@@ -228,9 +228,11 @@ class SqlStore:
         crashpoint(f"after_secure_{row.kind}_commit")
         return outcome
 
-    def save_secure_round(self, row: SecureRoundRow, step: str) -> None:
+    def save_secure_round(self, row: SecureRoundRow, step: str, charge: ChargeRow | None = None) -> None:
         with self._transaction() as connection:
             secure_rows.save_decisions(connection, row)
+            if charge is not None and not connection.execute(select(charges).filter_by(round=charge.round)).first():
+                connection.execute(insert(charges), _values(charge))
             crashpoint(f"before_secure_{step}_commit")
         crashpoint(f"after_secure_{step}_commit")
 

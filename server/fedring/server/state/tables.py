@@ -183,6 +183,7 @@ charges = Table(
     _column("noise_multiplier", _FLOAT),
     _column("next_clip", _FLOAT),
     _column("charged_at", _FLOAT),
+    _column("charge", Text),
     sqlite_strict=True,
 )
 clients = Table(

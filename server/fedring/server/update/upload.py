@@ -61,13 +61,7 @@ class Terms:
     bare: bool = False  # whether nothing is kept of what the client says of its data
     silent: bool = False  # whether an update that says something of a client's data is refused
     control_line: str = ""  # the line of the control variate that must have corrected the gradients; empty = none
-    masked_bits: int = 0  # of a value, in the client's group; 0 = the round has no secure aggregation
-    masked_values: int = 0  # how many of them there are: see fedring.server.model.masked_sum.width_of
-
-    @property
-    def width(self) -> Width | None:
-        """What the packet of a masked update must be; None if updates are not masked."""
-        return Width(self.masked_values, self.masked_bits) if self.masked_bits else None
+    width: Width | None = None  # what the packet of a masked update must be; None if updates are not masked
 
 
 @dataclass(frozen=True, slots=True)
