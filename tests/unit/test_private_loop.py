@@ -109,6 +109,26 @@ def test_the_noise_has_its_deviation_and_nobody_can_repeat_it() -> None:
     assert abs(float(torch.corrcoef(torch.stack(moved))[0, 1])) < 0.1  # the seed of both is the same
 
 
+def test_masks_of_dropout_do_not_follow_from_the_seed() -> None:
+    masks: list[list[Tensor]] = []
+
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.last = linear(64)
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            masks[-1].append(functional.dropout(torch.ones(64)))
+            outputs: Tensor = self.last(inputs * masks[-1][-1])
+            return outputs
+
+    for _ in range(2):
+        masks.append([])
+        train(Masked(), Samples(torch.ones(4, 64), torch.zeros(4)), loss=straight)
+    assert [len(each) for each in masks] == [3, 3]  # two to compare gradients, with the same mask, and a step
+    assert len({mask.numpy().tobytes() for each in masks for mask in each}) == 3
+
+
 def test_each_step_and_each_parameter_has_noise_of_its_own() -> None:
     model = nn.Sequential(nn.Linear(3000, 1, bias=False), nn.Linear(1, 3000, bias=False))
     samples = Samples(torch.zeros(8, 3000), torch.zeros(8))

@@ -6,5 +6,6 @@ undoes it for their sum. `charges` says what one release costs, and `account` co
 dp-accounting, which it imports when it is first needed.
 
 The package is pure: it reads no file and no clock, and imports no other package of fedring. Which updates are clipped,
-and where secrets and charges are kept, is in `fedring.server`; what a site demands is in `fedring.client.privacy`.
+and where secrets and charges are kept, is in `fedring.server`; what a site demands is in `fedring.client.privacy`; the
+training that protects single samples is in `fedring.train.private_loop`.
 """
