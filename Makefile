@@ -47,7 +47,7 @@ secure-demo: programs
 	rm -rf secure-demo
 	PATH="$(abspath $(BIN)):$$PATH" deploy/quickstart.sh secure-demo
 
-private-demo: programs
+private-demo: install
 	$(BIN)/flctl demo --private --out private-demo
 
 test: install

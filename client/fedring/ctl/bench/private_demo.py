@@ -1,6 +1,7 @@
 """flctl demo --private: secure aggregation on this machine, with a client that is killed on the way.
 
-In the end, the state folder of the server is searched for updates.
+A first job has masks only, so that nothing else hides the updates. In a second one, the clients also add noise. In the
+end, the state folder of the server is searched for updates.
 """
 
 import json
@@ -49,17 +50,25 @@ JOB: dict[str, Any] = {
     "barrier_timeout_seconds": 120,
     "secure_aggregation": {"levels": 31, "step": 0.25},
 }
-"""The job, without what follows from the number of clients."""
+"""The first job, without what follows from the number of clients."""
+
+NOISE: dict[str, Any] = {
+    "name": "private demo with noise",
+    "model_args": {"hidden": 32, "layers": 1},
+    "secure_aggregation": {},
+    "dp": {"noise_by": "clients", "adaptive": False, "noise_multiplier": 0.1, "clip": 2.0},
+}
+"""What the second job has instead. The fewer values a model has, the less the noise on all of them disturbs it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """What came of the demo."""
 
-    rounds: list[pb.Round]  # oldest first
-    killed: str  # the client; empty if the round had ended before
+    rounds: list[pb.Round]  # of both jobs, oldest first
+    killed: dict[int, str]  # the client that was killed, by job; empty if the round had ended before
     privacy: pb.Privacy | None  # None if the server cannot compute it
-    sums: dict[int, float]  # by job round: the correlation of the model's change with the mean of the true updates
+    sums: dict[str, float]  # by "JOB.ROUND": the correlation of the model's change with the mean of the true updates
     evidence: Evidence
 
     def report(self) -> dict[str, Any]:
@@ -68,6 +77,7 @@ class Outcome:
         return {
             "rounds": [
                 {
+                    "job": round_.job_id,
                     "round": round_.job_round,
                     "phase": round_.phase,
                     "reason": round_.reason,
@@ -120,24 +130,28 @@ def _run(clients: int, rounds: int, out: Path, say: Callable[[str], None]) -> Ou
     remove_earlier(out)
     fewest = threshold(clients)
     job = JOB | {"rounds": rounds, "min_clients": clients, "min_clients_to_aggregate": fewest}
-    fleet = Fleet(out, {"lost_after_seconds": 2.0, "keep_update_rounds": rounds}, [{}] * clients)
+    fleet = Fleet(out, {"lost_after_seconds": 2.0, "keep_update_rounds": 2 * rounds}, [{}] * clients)
     for process in fleet.clients:
         process.env[RECORDS] = str(_records(out, process.name))
     say(f"A server and {clients} clients run. A sum needs {fewest} of them to the end: {clients - fewest} may be lost.")
     with ended_by_signals(), fleet, Control(fleet.control) as control:
-        job_id = control.start_job(job).job_id
-        killed = _follow(fleet, control, job_id, say)
-        ended = control.job(job_id)
-        if ended.state != "completed":
-            raise fleet.failure() or Failure(f"the job {ended.state}: {ended.reason}; see the logs in {out / 'logs'}")
-        known = sorted(control.rounds(job_id=job_id, limit=rounds), key=lambda round_: round_.round)
+        killed = {}
+        for number, keys in enumerate((job, job | NOISE), 1):
+            say(f"Job {number} has masks only." if number == 1 else f"In job {number}, the clients also add noise.")
+            job_id = control.start_job(keys).job_id
+            killed[job_id] = _follow(fleet, control, job_id, say)
+            ended = control.job(job_id)
+            if ended.state != "completed":
+                why = f"the job {ended.state}: {ended.reason}; see the logs in {out / 'logs'}"
+                raise fleet.failure() or Failure(why)
+        known = sorted(control.rounds(limit=2 * rounds), key=lambda round_: round_.round)
         privacy = _spent(control)
     before, updates, trained = _recorded(out, clients)
-    sums = _sums(known, before, updates)
-    model = before[max(before)]
     state = out / "state" / "server"
-    evidence = gather(state, stored_payloads(state), updates, trained, model)
-    return Outcome(known, killed, privacy, sums, evidence)
+    masked = {row.round for row in known if row.job_id == known[0].job_id}
+    payloads = {key: payload for key, payload in stored_payloads(state).items() if key[0] in masked}
+    evidence = gather(state, payloads, updates, trained, before[max(masked)])
+    return Outcome(known, killed, privacy, _sums(known, before, updates), evidence)
 
 
 def _follow(fleet: Fleet, control: Control, job_id: int, say: Callable[[str], None]) -> str:
@@ -199,32 +213,43 @@ def _recorded(
     return before, updates, trained
 
 
-def _sums(rounds: list[pb.Round], before: dict[int, Any], updates: dict[tuple[int, str], Any]) -> dict[int, float]:
-    """Return how well the change of the model fits the mean of the true updates, for each round but the last."""
+def _sums(rounds: list[pb.Round], before: dict[int, Any], updates: dict[tuple[int, str], Any]) -> dict[str, float]:
+    """Return how well the change of the model fits the mean of the true updates, for each round but a job's last."""
     sums = {}
     for this, following in pairwise(rounds):
+        if this.job_id != following.job_id:
+            continue
         delivered = [client.client_id for client in this.clients if client.num_samples]
         true = [updates[this.round, client] for client in delivered if (this.round, client) in updates]
         if this.phase == "published" and true and {this.round, following.round} <= before.keys():
-            sums[this.job_round] = correlation(np.mean(true, 0), before[following.round] - before[this.round])
+            sums[f"{this.job_id}.{this.job_round}"] = correlation(
+                np.mean(true, 0), before[following.round] - before[this.round]
+            )
     return sums
 
 
 def _tell(outcome: Outcome, say: Callable[[str], None]) -> None:
     rows = [
-        (str(row["round"]), row["phase"], str(row["clients"]), percent(row["accuracy"]), _lost(row["lost"]))
+        (
+            f"{row['job']}.{row['round']}",
+            row["phase"],
+            str(row["clients"]),
+            percent(row["accuracy"]),
+            _lost(row["lost"]),
+        )
         for row in outcome.report()["rounds"]
     ]
     print_table("private demo", ("round>", "phase", "updates>", "accuracy>", "clients lost"), rows)
-    for job_round, fit in outcome.sums.items():
-        say(f"In round {job_round}, the sum changed the model as the true updates would have: correlation {fit:.3f}.")
+    for name, fit in outcome.sums.items():
+        say(f"In round {name}, the model changed as the mean of the true updates would have: correlation {fit:.3f}.")
     spent, found = outcome.privacy, outcome.evidence
     if spent is None:
         say("The server cannot compute epsilon: pip install 'fedring[privacy]'.")
     elif spent.rounds:
-        say(f"Privacy spent for whole clients: epsilon = {spent.epsilon:.3g}, for delta = {spent.delta:g}.")
-    else:
-        say("The job has no [dp], so nothing bounds what the models say.")
+        say(f"Privacy spent for whole clients in job 2: epsilon = {spent.epsilon:.3g}, for delta = {spent.delta:g}.")
+        say(
+            "That promises little: noise that hides one of so few clients hides what all have learned. With 1,000, it need not."
+        )
     say(f"The server's state folder holds {found.bytes:,} bytes, and in them {found.stored} masked updates.")
     say(f"Of {found.searched:,} passages of what the clients have learned, it holds {found.update_passages}.")
     say(f"(Of a published model, it holds {found.model_passages}: the search finds what is there.)")
