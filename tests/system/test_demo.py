@@ -143,14 +143,14 @@ def test_the_private_demo_loses_a_client_and_leaves_no_readable_update(tmp_path:
         out, err = demo.communicate(timeout=280)
     assert demo.returncode == 0, err
     report = json.loads(out)
-    assert [round_["phase"] for round_ in report["rounds"]] == ["published"] * 6
-    assert report["killed"] == {"1": "client-4", "2": "client-4"}
-    assert [sum(report["rounds"][place]["lost"].values()) for place in (1, 4)] == [1, 1]
+    assert [round_["phase"] for round_ in report["rounds"]] == ["published"] * 5
+    assert report["killed"] == "client-4"
+    assert sum(report["rounds"][3]["lost"].values()) == 1
     assert min(fit for name, fit in report["sums"].items() if name.startswith("1.")) > 0.8
     assert 200 < report["epsilon"] < 260  # three rounds with a noise multiplier of 0.1: 233
     evidence = report["evidence"]
     assert (evidence["update_passages"], evidence["model_passages"]) == (0, 64)
-    assert evidence["stored"] >= 14
+    assert evidence["stored"] == 10
     assert evidence["correlation"] < evidence["chance"]
     assert json.loads((tmp_path / "report.json").read_text()) == report
 

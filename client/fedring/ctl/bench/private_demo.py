@@ -27,7 +27,7 @@ from fedring.secure.limits import MAX_GROUP, MIN_GROUP, threshold
 from fedring.v1 import control_pb2 as pb
 
 KILL_IN = 2
-"""The round of the job in which a client is killed; the next one shows that it is back."""
+"""The round of the second job in which a client is killed; the next one shows that it is back."""
 
 CLIENTS, ROUNDS = 5, 3
 _PERIOD = 0.02  # seconds between two looks at the round
@@ -66,7 +66,7 @@ class Outcome:
     """What came of the demo."""
 
     rounds: list[pb.Round]  # of both jobs, oldest first
-    killed: dict[int, str]  # the client that was killed, by job; empty if the round had ended before
+    killed: str  # the client; empty if the round had ended before
     privacy: pb.Privacy | None  # None if the server cannot compute it
     sums: dict[str, float]  # by "JOB.ROUND": the correlation of the model's change with the mean of the true updates
     evidence: Evidence
@@ -135,11 +135,11 @@ def _run(clients: int, rounds: int, out: Path, say: Callable[[str], None]) -> Ou
         process.env[RECORDS] = str(_records(out, process.name))
     say(f"A server and {clients} clients run. A sum needs {fewest} of them to the end: {clients - fewest} may be lost.")
     with ended_by_signals(), fleet, Control(fleet.control) as control:
-        killed = {}
-        for number, keys in enumerate((job, job | NOISE), 1):
-            say(f"Job {number} has masks only." if number == 1 else f"In job {number}, the clients also add noise.")
+        killed = ""
+        for keys in (job | {"rounds": KILL_IN}, job | NOISE):
+            say("In job 2, the clients also add noise." if "dp" in keys else "Job 1 has masks only.")
             job_id = control.start_job(keys).job_id
-            killed[job_id] = _follow(fleet, control, job_id, say)
+            killed = _follow(fleet, control, job_id, say, kill="dp" in keys)
             ended = control.job(job_id)
             if ended.state != "completed":
                 why = f"the job {ended.state}: {ended.reason}; see the logs in {out / 'logs'}"
@@ -154,8 +154,8 @@ def _run(clients: int, rounds: int, out: Path, say: Callable[[str], None]) -> Ou
     return Outcome(known, killed, privacy, _sums(known, before, updates), evidence)
 
 
-def _follow(fleet: Fleet, control: Control, job_id: int, say: Callable[[str], None]) -> str:
-    """Follow the job to its end, and kill a client on the way. Returns the client's name; empty = none was killed."""
+def _follow(fleet: Fleet, control: Control, job_id: int, say: Callable[[str], None], *, kill: bool) -> str:
+    """Follow a job to its end, and perhaps kill a client on the way. Returns its name; empty = none was killed."""
     victim, last, killed, back = len(fleet.clients) - 1, 0, "", True
     name = fleet.clients[victim].name
     while control.job(job_id).state not in ENDED:
@@ -169,7 +169,7 @@ def _follow(fleet: Fleet, control: Control, job_id: int, say: Callable[[str], No
                 back = True
                 say(f"{name} is started again, and takes part from now on.")
             say(f"Round {last}: the clients exchange signed keys and sealed shares while they train.")
-        if now.job_round == KILL_IN and now.secure.step == "updates" and not killed:
+        if now.job_round == KILL_IN and now.secure.step == "updates" and kill and not killed:
             fleet.kill(victim)
             killed, back = name, False
             say(f"All have sent their shares. {name} is killed now. The others hold the shares that make up for it.")
@@ -247,9 +247,8 @@ def _tell(outcome: Outcome, say: Callable[[str], None]) -> None:
         say("The server cannot compute epsilon: pip install 'fedring[privacy]'.")
     elif spent.rounds:
         say(f"Privacy spent for whole clients in job 2: epsilon = {spent.epsilon:.3g}, for delta = {spent.delta:g}.")
-        say(
-            "That promises little: noise that hides one of so few clients hides what all have learned. With 1,000, it need not."
-        )
+        say("That promises little: noise that hides one of so few clients hides what all have learned.")
+        say("With 1,000 clients, it need not.")
     say(f"The server's state folder holds {found.bytes:,} bytes, and in them {found.stored} masked updates.")
     say(f"Of {found.searched:,} passages of what the clients have learned, it holds {found.update_passages}.")
     say(f"(Of a published model, it holds {found.model_passages}: the search finds what is there.)")
