@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from pydantic import ValidationError
+from tests.secure_sums import Client, Group, command_of, names_of, survivors_of
 
 from fedring.client.privacy import LEDGER, Ledger, SitePolicy, own_noise_refusal, refusal
 from fedring.client.secure.masked import private_integers
@@ -20,11 +21,14 @@ from fedring.codec import CodecError
 from fedring.codec.masked import masked_packet
 from fedring.control.failure import Failure
 from fedring.privacy.account import epsilon
+from fedring.secure.errors import SecureError
 from fedring.secure.limits import fewest_survivors, honest_survivors, threshold
 from fedring.secure.masks import mask, wrap
 from fedring.server.model.masked_sum import GroupMasks, PrivateIntegers, open_groups
 from fedring.server.model.private_mean import most_charged
+from fedring.server.secure import events as ev
 from fedring.server.secure.groups import form_groups
+from fedring.server.secure.machine import apply
 from fedring.simulation import simulate
 from fedring.train.job import Job
 from fedring.train.privacy_table import ClientPrivacy
@@ -265,6 +269,38 @@ def test_a_site_compares_its_limits_with_the_noise_of_its_group(tmp_path: Path) 
     assert "above its privacy.max_epsilon" in own_noise_refusal(
         policy(max_epsilon=0.999 * spent), ledger, command(), plan
     )
+
+
+# Fewer survivors than the noise is made for
+
+
+@pytest.mark.parametrize(("needed", "refused"), [(4, False), (5, True), (6, False)])
+def test_clients_do_not_help_to_see_a_sum_of_fewer_than_the_noise_is_made_for(
+    tmp_path: Path, needed: int, refused: bool
+) -> None:
+    asked = command_of()
+    asked.job.dp, asked.job.min_results = table().model_dump_json(), needed
+    names = names_of(5)
+    group = Group({name: Client(name, tmp_path) for name in names}, asked).exchange()
+    for name in names:
+        group.party(name).mask(np.zeros(16, np.int64), 20)
+        group.party(name).bind("payload")
+    party = group.party(names[0])
+    if refused:
+        with pytest.raises(SecureError, match="4 clients have survived: 5 are needed"):
+            party.on_survivors(survivors_of(names[:4]))
+    party.on_survivors(survivors_of(names if refused else names[:4]))
+
+
+@pytest.mark.parametrize(("own_noise", "reason"), [(False, ""), (True, "too_few_to_unmask")])
+def test_a_server_asks_no_group_for_a_sum_of_too_few(own_noise: bool, reason: str) -> None:
+    names = tuple("abcde")
+    rules = ev.Rules(30.0, needed=5, own_noise=own_noise)
+    state = ev.State(rules, frozenset(names), 0.0)
+    peers = ev.PeersChosen(0, names)
+    for event in (ev.Grouped((names,)), peers, ev.Closed(frozenset(names[:4])), ev.SurvivorsChosen((names[:4],))):
+        state = apply(state, event, 0.0)
+    assert state.groups[0].reason == reason
 
 
 # Simulations
