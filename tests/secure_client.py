@@ -4,7 +4,7 @@ It is written from the description of the protocol, with the functions of `fedri
 sends only what it needs to go on.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import grpc
@@ -26,6 +26,7 @@ from fedring.v1 import federation_pb2 as pb
 from fedring.v1 import secure_pb2 as wire
 from fedring.v1.secure_pb2_grpc import SecureAggregationServiceStub
 from tests.system.wire import SECONDS, Refused, WireClient
+from tests.waiting import until
 
 Values = NDArray[np.float32]
 
@@ -66,8 +67,12 @@ class SecureClient:
     def begin(self) -> pb.TrainCmd:
         """Wait for the command of the next round, and draw secrets for it."""
         self.command = self.link.expect("train")
-        self._secrets = draw_secrets()
+        self.draw()
         return self.command
+
+    def draw(self) -> None:
+        """Draw secrets."""
+        self._secrets = draw_secrets()
 
     def keys(self) -> wire.SecureKeys:
         """Return the client's signed keys."""
@@ -126,7 +131,8 @@ class SecureClient:
         payload = self.sent.setdefault(f"update {self.command.round}", self.masked())
         packet = pb.Packet(vector=pb.VECTOR_PARAMETERS, kind=pb.KIND_DELTA, encoding="masked", bytes=len(payload))
         packet.num_samples = 1
-        self.link.push_small(self.link.header(self.command, payload, packets=[packet], train_seconds=0.0), payload)
+        header = self.link.header(self.command, payload, packets=[packet], train_seconds=0.0)
+        _when_available(lambda: self.link.push_small(header, payload))
 
     def sign_survivors(self) -> None:
         """Wait for the survivors, and sign who they are."""
@@ -159,11 +165,29 @@ class SecureClient:
             Refused: if the server refuses it.
         """
         self.sent[method] = message
+        _when_available(lambda: self._call(method, message))
+
+    def _call(self, method: str, message: Any) -> None:
         stub = SecureAggregationServiceStub(self.link.channel)
         try:
             getattr(stub, method)(message, metadata=self.link.metadata, timeout=SECONDS)
         except grpc.RpcError as error:
             raise Refused(error) from error
+
+
+def _when_available(call: Callable[[], object]) -> None:
+    """Make a call; make it again while the server has just started."""
+
+    def done() -> bool:
+        try:
+            call()
+        except Refused as error:
+            if error.reason != "unavailable":
+                raise
+            return False
+        return True
+
+    until(done)
 
 
 def mean_of(clients: Sequence[SecureClient]) -> NDArray[np.float64]:
@@ -172,4 +196,5 @@ def mean_of(clients: Sequence[SecureClient]) -> NDArray[np.float64]:
     scales = np.repeat(open_blocks(secure, size).scales.astype(np.float64), secure.block)[:size]
     total = np.sum([client.levels for client in clients], axis=0)
     weight = float(total[size]) if secure.max_weight else float(len(clients))
-    return scales * total[:size] / weight
+    mean: NDArray[np.float64] = scales * total[:size] / weight
+    return mean

@@ -8,12 +8,23 @@ import numpy as np
 import pytest
 
 from fedring.v1 import control_pb2
+from fedring.v1 import federation_pb2 as pb
+from fedring.v1 import secure_pb2 as wire
 from tests.damage import ask
 from tests.fleets import Control, Fleet
 from tests.secure_client import SecureClient, mean_of
-from tests.system.wire import SIZE, WireClient, outcome, parameters, run
+from tests.system.wire import SIZE, Refused, WireClient, outcome, parameters, published_version, run
 
 NAMES = ("a", "b", "c", "d", "e")
+
+STEPS = ("keys", "shares", "updates", "survivors", "unmask")
+CALLS = {
+    "keys": ["send_keys"],
+    "shares": ["send_shares"],
+    "updates": ["take_peers", "push"],
+    "survivors": ["sign_survivors"],
+    "unmask": ["send_unmask_shares"],
+}
 
 Party = list[SecureClient]
 
@@ -93,18 +104,10 @@ def test_updates_count_by_samples_up_to_the_largest_weight(control: Control, par
 @pytest.mark.parametrize("lost_in", ["keys", "shares", "updates", "survivors", "unmask"])
 def test_a_client_may_be_lost_in_any_step(control: Control, party: Callable[..., Party], lost_in: str) -> None:
     clients = party()
-    needed = 4
-    job_id, events = start(control, clients, needed)
+    job_id, events = start(control, clients)
     rest, lost = clients[1:], clients[0]
-    steps = {
-        "keys": ["send_keys"],
-        "shares": ["send_shares"],
-        "updates": ["take_peers", "push"],
-        "survivors": ["sign_survivors"],
-        "unmask": ["send_unmask_shares"],
-    }
     here = clients
-    for name, calls in steps.items():
+    for name, calls in CALLS.items():
         if name == lost_in:
             lost.link.say(failed(lost))
             here = rest
@@ -115,8 +118,159 @@ def test_a_client_may_be_lost_in_any_step(control: Control, party: Callable[...,
     assert progress(control).lost[lost_in] == 1
 
 
-def failed(client: SecureClient) -> Any:
+def failed(client: SecureClient) -> pb.WatchRequest:
     """Return what a client says that cannot go on."""
-    from fedring.v1 import federation_pb2 as pb
-
     return pb.WatchRequest(matched=True, failure=pb.Failure(round=client.command.round, reason="bad_roster"))
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_server_that_is_killed_in_a_step_goes_on_with_it(
+    server: Fleet, control: Control, party: Callable[..., Party], step: str
+) -> None:
+    clients = party()
+    start(control, clients)
+    for name in STEPS:
+        each(clients[:3] if name == step else clients, *CALLS[name])
+        if name == step:
+            break
+    server.server.kill()
+    server.start_server()
+    for client in clients:
+        client.again(server.listen)
+    for client in clients[:3]:  # an answer may have been lost: the same bytes are taken again
+        if step == "updates":
+            client.push()
+        else:
+            method = {"keys": "SendKeys", "shares": "SendShares", "survivors": "SignSurvivors"}
+            name = method.get(step, "SendUnmaskShares")
+            client.call(name, client.sent[name])
+    each(clients[3:], *CALLS[step])
+    for name in STEPS[STEPS.index(step) + 1 :]:
+        each(clients, *CALLS[name])
+    with Control(server.control) as again:
+        published_version(again, clients[0].command.round)
+    np.testing.assert_allclose(parameters(clients[0].link), expected(clients, clients[0].link), atol=1e-7)
+
+
+def test_a_round_takes_no_update_after_it_was_decided_whose_updates_count(
+    server: Fleet, control: Control, party: Callable[..., Party]
+) -> None:
+    clients = party()
+    start(control, clients)
+    each(clients, "send_keys", "send_shares", "take_peers")
+    late, rest = clients[0], clients[1:]
+    each(rest, "push")
+    late.link.say(failed(late))
+    each(rest, "sign_survivors")
+    with pytest.raises(Refused, match="round_closed"):
+        late.push()
+    server.server.kill()
+    server.start_server()
+    for client in clients:
+        client.again(server.listen)
+    with pytest.raises(Refused, match="round_closed"):
+        late.push()
+    each(rest, "send_unmask_shares")
+    with Control(server.control) as again:
+        published_version(again, late.command.round)
+    np.testing.assert_allclose(parameters(rest[0].link), expected(rest, rest[0].link), atol=1e-7)
+
+
+def test_a_restored_server_does_not_go_on_with_a_secure_round(
+    server: Fleet, control: Control, party: Callable[..., Party]
+) -> None:
+    clients = party()
+    job_id, _ = start(control, clients)
+    each(clients, "send_keys")
+    server.server.kill()
+    state = server.directory / "state" / "server"
+    ask(state, "INSERT INTO meta VALUES ('epoch', '1')")
+    server.start_server()
+    with Control(server.control) as again:
+        for _ in again.follow_job(job_id):
+            pass
+        assert again.rounds(limit=1)[0].reason == "restored"
+    assert ask(state, "SELECT round FROM secure_messages UNION SELECT round FROM secure_rounds") == []
+
+
+def test_a_client_that_comes_too_late_is_told_and_the_round_goes_on(
+    control: Control, party: Callable[..., Party]
+) -> None:
+    clients = party()
+    job_id, events = start(control, clients, secure_aggregation={"step_seconds": 2})
+    late, rest = clients[0], clients[1:]
+    each(rest, "send_keys", "send_shares", "take_peers", "push", "sign_survivors", "send_unmask_shares")
+    assert late.link.expect("round_ended").reason == "too_late"
+    assert outcome(control, job_id, events).state == "completed"
+    np.testing.assert_allclose(parameters(rest[0].link), expected(rest, rest[0].link), atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("step", "reason"),
+    [("keys", "too_few_for_threshold"), ("shares", "too_few_for_threshold")]
+    + [(step, "too_few_to_unmask") for step in ("survivors", "unmask")],
+)
+def test_a_round_of_which_too_few_are_left_is_abandoned(
+    control: Control, party: Callable[..., Party], step: str, reason: str
+) -> None:
+    clients = party()
+    job_id, events = start(control, clients)
+    for name in STEPS[: STEPS.index(step)]:
+        each(clients, *CALLS[name])
+    for client in clients[:2]:
+        client.link.say(failed(client))
+    each(clients[2:], *CALLS[step])
+    assert outcome(control, job_id, events).state == "failed"
+    assert control.rounds(limit=1)[0].reason == reason
+    for client in clients:
+        while client.link.expect("round_ended").reason != reason:
+            pass
+
+
+def test_groups_of_a_round_stand_and_fall_by_themselves(control: Control, party: Callable[..., Party]) -> None:
+    clients = party("abcdefg")
+    job_id, events = start(control, clients, needed=3, secure_aggregation={"group_size": 3})
+    each(clients, "send_keys", "send_shares", "take_peers", "push")
+    groups: dict[tuple[str, ...], Party] = {}
+    for client in clients:
+        groups.setdefault(tuple(client.roster.places), []).append(client)
+    assert sorted(map(len, groups)) == [3, 4]
+    small, large = sorted(groups.values(), key=len)
+    each(large, "sign_survivors", "send_unmask_shares")
+    small[0].link.say(failed(small[0]))
+    each(small[1:], "sign_survivors")
+    assert outcome(control, job_id, events).state == "completed"
+    np.testing.assert_allclose(parameters(large[0].link), expected(large, large[0].link), atol=1e-7)
+
+
+def test_messages_that_do_not_fit_are_refused_and_repeated_ones_are_not(
+    control: Control, party: Callable[..., Party]
+) -> None:
+    clients = party()
+    start(control, clients)
+    a, b, *_ = clients
+    number = a.command.round
+
+    def refused(client: SecureClient, method: str, message: Any, reason: str) -> None:
+        with pytest.raises(Refused) as caught:
+            client.call(method, message)
+        assert caught.value.reason == reason
+
+    refused(a, "SendKeys", wire.SecureKeys(round=number + 1), "unknown_round")
+    refused(a, "SendKeys", wire.SecureKeys(round=number), "bad_secure_message")
+    refused(a, "SendKeys", b.keys(), "bad_secure_message")
+    other = a.keys()
+    other.keys.signature = bytes(64)
+    refused(a, "SendKeys", other, "bad_secure_message")
+    refused(a, "SendShares", wire.SecureShares(round=number), "round_closed")
+    refused(
+        a,
+        "SendKeys",
+        wire.SecureKeys(round=number, keys=wire.SignedKeys(statement=bytes(1 << 17))),
+        "bad_secure_message",
+    )
+    keys = a.keys()
+    for _ in range(2):
+        a.call("SendKeys", keys)
+    a.draw()
+    refused(a, "SendKeys", a.keys(), "other_message")

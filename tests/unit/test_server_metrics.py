@@ -55,6 +55,7 @@ OTHERS |= {
     "bad_model",
     "wrong_state",
 }
+OTHERS |= {"other_message", "bad_secure_message"}
 OTHERS |= {"no_session", "superseded", "gone", "stalled", "unavailable", "damaged"}  # after these, the upload continues
 
 

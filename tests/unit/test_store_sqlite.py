@@ -73,9 +73,9 @@ def test_a_newer_state_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "facts.sqlite"
     SqlStore(f"sqlite:///{file}").close()
     connection = sqlite3.connect(file)
-    connection.execute("PRAGMA user_version = 13")
+    connection.execute("PRAGMA user_version = 14")
     connection.close()
-    with pytest.raises(StoreError, match="newer version: schema 13, this program knows 12") as caught:
+    with pytest.raises(StoreError, match="newer version: schema 14, this program knows 13") as caught:
         SqlStore(f"sqlite:///{file}")
     assert caught.value.reason == "newer_state"
 

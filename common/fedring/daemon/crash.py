@@ -12,6 +12,14 @@ REGISTERED = {
 }
 """Every crash point in fl-server; the fault tests loop over all of them."""
 
+SECURE = {
+    f"{when}_secure_{what}_commit"
+    for when in ("before", "after")
+    for what in ("start", "keys", "roster", "shares", "peers", "survivors", "signature", "signers", "unmask", "failure")
+}
+"""Further crash points in fl-server, for jobs with secure aggregation: around each commit of one of its messages, and
+of what was decided of them."""
+
 RESTORING = {
     "restore_staged",
     "restore_begun",

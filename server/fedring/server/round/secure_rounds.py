@@ -15,6 +15,7 @@ from fedring.rpc.certificates import identity_of, load_authorities
 from fedring.rpc.errors import BadRequest, OtherMessage, Unavailable, UnknownRound
 from fedring.rpc.identity import Role
 from fedring.secure.errors import SecureError
+from fedring.secure.roster import Member
 from fedring.secure.signing import BadProof, Proof, check_chain
 from fedring.server.config import ServerConfig
 from fedring.server.round import machine as rd
@@ -104,18 +105,27 @@ class SecureRounds:
         if client not in taken:
             secure.check_step(step, client)
             member = await self._facts.work(secure.check_message, client, message, self._check_identity)
-            row = SecureMessageRow(open_.row.round, client, KINDS[step], body)
-            if await self._facts.db(self._facts.store.add_secure_message, row) is Acceptance.OTHER:
-                raise _other(client, step)
-            self._open(message.round, client)
-            if client not in taken:  # the call may have been repeated meanwhile
-                secure.check_step(step, client)
-                taken[client] = body
-                if member is not None:
-                    secure.members[client] = member
-                self._handle(secure, ev.Answered(step, client))
+            if client not in taken:
+                await self._commit(open_, secure, client, step, body, member)
         if taken[client] != body:
             raise _other(client, step)
+
+    async def _commit(
+        self, open_: OpenRound, secure: SecureState, client: str, step: Step, body: bytes, member: Member | None
+    ) -> None:
+        """Make a message durable, then let it count. The same call may be under way a second time."""
+        if member is not None:
+            secure.add_member(member)
+        row = SecureMessageRow(open_.row.round, client, KINDS[step], body)
+        if await self._facts.db(self._facts.store.add_secure_message, row) is Acceptance.OTHER:
+            raise _other(client, step)
+        self._open(open_.row.round, client)
+        if client not in secure.messages[step]:
+            secure.check_step(step, client)
+            secure.messages[step][client] = body
+            if member is not None:
+                secure.members[client] = member  # another call of the client may have tried with other keys
+            self._handle(secure, ev.Answered(step, client))
 
     def wake_at(self, open_: OpenRound, now: float) -> float:
         """Return when `advance` may have something to do without an event, in monotonic seconds; inf means never."""

@@ -7,6 +7,7 @@ from typing import Any
 
 from fedring.rpc.errors import BadRequest, UnknownRound
 from fedring.secure.errors import SecureError
+from fedring.secure.keys import draw_secrets, pair_seed
 from fedring.secure.limits import bits_of_sum
 from fedring.secure.roster import CheckIdentity, Member, Roster, check_member
 from fedring.secure.sealing import SEALED_BYTES
@@ -120,6 +121,15 @@ class SecureState:
             text = f"round {self.command.round} does not take the {KINDS[step]} of {client} now"
             raise UnknownRound(text, reason="round_closed")
 
+    def add_member(self, member: Member) -> None:
+        """Keep a client's keys; BadRequest if another client has sent one of them, so that no group would hold both."""
+        others = (other for name, other in self.members.items() if name != member.client_id)
+        known = {key for other in others for key in (other.sealing, other.masking)}
+        if not known.isdisjoint((member.sealing, member.masking)):
+            text = f"the keys of {member.client_id} are those of another client"
+            raise BadRequest(text, reason="bad_secure_message")
+        self.members[member.client_id] = member
+
     def check_message(self, client: str, message: Message, check_identity: CheckIdentity) -> Member | None:
         """Check a message of a client that is asked for it. Returns the client's keys if it holds them.
 
@@ -130,6 +140,8 @@ class SecureState:
             if isinstance(message, wire.SecureKeys):
                 member = check_member(message.keys, self.command, check_identity)
                 _require(member.client_id == client, "the keys are those of another client")
+                for key in (member.sealing, member.masking):
+                    pair_seed(draw_secrets().masking, key, b"", client, client)  # a key of low order gives no secret
                 return member
             place = self.state.place(client) or 0
             group, roster = self.state.groups[place], self.rosters[place]
