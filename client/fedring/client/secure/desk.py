@@ -25,6 +25,7 @@ from fedring.client.session.connection import CALL_SECONDS, is_doubtful, stray_c
 from fedring.client.session.inbox import Assignment
 from fedring.client.session.link import ServerLink
 from fedring.daemon.config import ConfigError
+from fedring.daemon.crash import crashpoint
 from fedring.rpc.errors import FedringError, Unavailable, UnknownRound, reason_of, status_of
 from fedring.rpc.revocation import Revocations
 from fedring.secure.errors import SecureError
@@ -239,8 +240,10 @@ class SecureDesk:
             send: Callable[..., Awaitable[wire.SecureAck]] = getattr(connection.secure, call)
             try:
                 with stray_cancellation():
+                    crashpoint(f"client_secure_{call}_begun")
                     await send(message, metadata=connection.metadata, timeout=CALL_SECONDS)
                     connection.last_success = time.monotonic()
+                    crashpoint(f"client_secure_{call}_done")
                     return
             except (aio.AioRpcError, FedringError) as error:
                 status, reason = status_of(error), reason_of(error)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fedring.daemon.config import ConfigError
+from fedring.daemon.crash import crashpoint
 from fedring.daemon.durable import replace_durably, sync
 from fedring.secure.errors import SecureError
 from fedring.v1 import federation_pb2 as pb
@@ -166,7 +167,9 @@ class SecureState:
         """
         with self._lock:
             self._note(name.run, Finished(name.epoch, name.round, reason))
+            crashpoint("client_secure_ended")
             self._remove(self._path(name))
+            crashpoint("client_secure_removed")
 
     def finish_others(self, name: RoundName) -> None:
         """Finish all rounds that have a file, but this one."""
