@@ -141,7 +141,7 @@ class SecureDesk:
                     await self._step(event.secure)
                 case "round_ended":
                     run_id = self._link.connection.session.run_id
-                    if name := self._state.find(run_id, event.round_ended.round):
+                    while name := self._state.find(run_id, event.round_ended.round):
                         await self._finish(name, "")
         except SecureError as error:
             await self._fail(name_of(message), error)

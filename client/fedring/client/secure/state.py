@@ -133,10 +133,10 @@ class SecureState:
         return not self.finished(name) and self._path(name).exists()
 
     def find(self, run_id: str, round_: int) -> RoundName | None:
-        """Return the round of this number that has begun, and is not over, in whatever epoch; None without one."""
+        """Return a round, of this number or an earlier one, that has begun, and is not over; None without one."""
         run = RoundName(run_id, 0, 0).run
         found = (
-            RoundName(run_id, at.epoch, at.round) for _, of, at in self._rounds() if (of, at.round) == (run, round_)
+            RoundName(run_id, at.epoch, at.round) for _, of, at in self._rounds() if of == run and at.round <= round_
         )
         return next(filter(self.begun, found), None)
 
