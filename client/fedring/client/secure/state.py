@@ -103,6 +103,7 @@ class SecureState:
                 f"{self._file} says which rounds with secure aggregation are over, and cannot be read ({error}): "
                 "restore it, or remove it if no server may ask for one of them again"
             ) from error
+        self._clear()
 
     def finished(self, name: RoundName) -> Finished | None:
         """Return the newest finished round of the run of a round, if it is this one or a newer one; else None."""
@@ -178,6 +179,15 @@ class SecureState:
                 if path != self._path(name):
                     self._note(run, last)
                     self._remove(path)
+
+    def _clear(self) -> None:
+        """Remove what a process has left that was killed while it wrote a file, or before it had removed one."""
+        for path in self._folder.glob("*.new"):
+            path.unlink()
+        for path, run, at in list(self._rounds()):
+            last = self._finished.get(run)
+            if last and (at.epoch, at.round) <= (last.epoch, last.round):
+                self._remove(path)
 
     def _note(self, run: str, last: Finished) -> None:
         known = self._finished.get(run)
