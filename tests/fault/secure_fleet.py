@@ -52,6 +52,14 @@ class SecureFleet(FaultyFleet):
         """Start a daemon that has ended; return when it is ready, if it is the server."""
         self.start_server() if number == SERVER else self.clients[number].start()
 
+    def kill_at(self, number: int, place: str) -> None:
+        """Start a daemon again, which is killed as soon as it comes to a crash point."""
+        daemon = self.daemon_of(number)
+        daemon.kill()
+        daemon.env["FL_CRASH_AT"] = place
+        self.start_daemon(number)
+        del daemon.env["FL_CRASH_AT"]
+
     def run_round(self, killed: Mapping[int, str], **keys: Any) -> tuple[str, int]:
         """Run a job of one round in which each of these daemons is killed at a crash point, and started again.
 
@@ -62,12 +70,8 @@ class SecureFleet(FaultyFleet):
         Returns:
             The reason for which the round was abandoned, "" if it was published; and how many updates it had.
         """
-        for number, place in killed.items():
-            self.daemon_of(number).kill()
-            self.daemon_of(number).env["FL_CRASH_AT"] = place
         for number in sorted(killed):
-            self.start_daemon(number)
-            del self.daemon_of(number).env["FL_CRASH_AT"]
+            self.kill_at(number, killed[number])
         with Control(self.control) as control:
             until_watching(control, len(self.clients))
             job_id = control.start_job(secure_job(len(self.clients), **keys)).job_id
