@@ -74,6 +74,10 @@ class SecureClient:
         """Draw secrets."""
         self._secrets = draw_secrets()
 
+    def take_secrets_of(self, other: "SecureClient") -> None:
+        """Use the secrets of another client."""
+        self._secrets = other._secrets
+
     def keys(self) -> wire.SecureKeys:
         """Return the client's signed keys."""
         proof = Proof(public_key=public_bytes(self._key.public_key()))
@@ -128,7 +132,10 @@ class SecureClient:
 
     def push(self) -> None:
         """Deliver the masked update, the same bytes each time."""
-        payload = self.sent.setdefault(f"update {self.command.round}", self.masked())
+        self.push_bytes(self.sent.setdefault(f"update {self.command.round}", self.masked()))
+
+    def push_bytes(self, payload: bytes) -> None:
+        """Deliver a payload as the masked update; Refused if the server refuses it."""
         packet = pb.Packet(vector=pb.VECTOR_PARAMETERS, kind=pb.KIND_DELTA, encoding="masked", bytes=len(payload))
         packet.num_samples = 1
         header = self.link.header(self.command, payload, packets=[packet], train_seconds=0.0)
@@ -182,7 +189,7 @@ def _when_available(call: Callable[[], object]) -> None:
         try:
             call()
         except Refused as error:
-            if error.reason != "unavailable":
+            if "just started" not in str(error):
                 raise
             return False
         return True

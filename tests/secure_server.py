@@ -22,6 +22,7 @@ from fedring.rpc.boundary import Boundary
 from fedring.rpc.channel import make_server
 from fedring.rpc.errors import NoSession, Unavailable, UnknownRound
 from fedring.rpc.tls import PLAINTEXT, Tls, server_credentials
+from fedring.secure.levels import open_blocks
 from fedring.secure.limits import bits_of_sum
 from fedring.train.state import read_vectors, schema_of
 from fedring.v1 import federation_pb2 as pb
@@ -62,6 +63,8 @@ class SecureServer(
         self.said_twice: dict[str, int] = defaultdict(int)  # how often a call repeated a message, by its name
         self.contradictions: list[str] = []  # of clients that said something else than before
         self.lost_answers: set[str] = set()  # calls of which the next answer is lost
+        self.refuse_updates = threading.Event()  # while it is set, no update is taken
+        self.offered: dict[str, set[str]] = defaultdict(set)  # the payloads that each client has offered
         self.matched: set[str] = set()  # clients in session
         self._tls = tls
         self._sessions: dict[str, str] = {}  # client by session
@@ -174,7 +177,7 @@ class SecureServer(
         return self.total(round_)
 
     def total(self, round_: int) -> NDArray[np.int64]:
-        """Return the sum of the clients' integers, as an honest server computes it."""
+        """Return the sum of the clients' integers, as an honest server computes it, [n]."""
         survivors = sorted(self.of(self.signatures, round_))
         group = read_roster(self.roster(round_), self.commands[round_])
         masks = masks_of(group, sorted(self.of(self.shares, round_)), survivors, self.of(self.answers, round_))
@@ -182,11 +185,12 @@ class SecureServer(
 
     def bits(self, round_: int) -> int:
         """Return the bits of a masked value."""
-        return bits_of_sum(len(self.of(self.keys, round_)), LEVELS)
+        return bits_of_sum(len(self.of(self.keys, round_)), LEVELS, self.commands[round_].secure.max_weight or 1)
 
     def words(self, round_: int, name: str) -> Words:
         """Return a client's masked integers."""
-        payload, count = self.payloads[round_, name], learned(name, round_).size
+        payload, secure = self.payloads[round_, name], self.commands[round_].secure
+        count = open_blocks(secure, learned(name, round_).size).count + bool(secure.max_weight)
         packet = MaskedPacket(lambda at, size: payload[at : at + size], len(payload), Width(count, self.bits(round_)))
         return packet.words(0, count)
 
@@ -261,6 +265,7 @@ class SecureServer(
     ) -> AsyncIterator[pb.Accepted]:
         client = self._client(context)
         async for request in request_iterator:
+            self._open(client, request.offer)
             header = pb.UpdateHeader.FromString(request.offer.header)
             assert [packet.encoding for packet in header.packets] == ["masked"]
             assert (header.train_seconds, len(header.metrics), header.packets[0].num_samples) == (0, 0, 1)
@@ -272,6 +277,7 @@ class SecureServer(
     ) -> AsyncIterator[pb.UpdateReply]:
         client, offer = self._client(context), (await anext(request_iterator)).offer
         header = pb.UpdateHeader.FromString(offer.header)
+        self._open(client, offer)
         known = self.payloads.get((header.round, client))
         if known is not None and name_of(known) == offer.payload_digest:
             yield pb.UpdateReply(accepted=pb.Accepted(already=True))
@@ -294,6 +300,11 @@ class SecureServer(
 
     async def SendUnmaskShares(self, request: wire.UnmaskShares, context: Any) -> wire.SecureAck:
         return self._take("SendUnmaskShares", self.answers, (request.round, self._client(context)), request)
+
+    def _open(self, client: str, offer: pb.UpdateOffer) -> None:
+        self._note(partial(self.offered[client].add, offer.payload_digest))
+        if self.refuse_updates.is_set():
+            raise Unavailable("no update is taken now")
 
     def _take(
         self, call: str, messages: dict[tuple[int, str], Any], key: tuple[int, str], message: Any

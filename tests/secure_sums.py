@@ -2,8 +2,10 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
 from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, generate_private_key
 from numpy.typing import NDArray
 
@@ -11,6 +13,7 @@ from fedring.client.secure.identity import Signer
 from fedring.client.secure.party import Party, Site
 from fedring.client.secure.state import SecureState
 from fedring.codec.masked import Words
+from fedring.secure.errors import SecureError
 from fedring.secure.keys import own_seed, pair_seed
 from fedring.secure.masks import mask, unwrap
 from fedring.secure.roster import Roster, check_roster
@@ -20,6 +23,7 @@ from fedring.v1 import federation_pb2 as pb
 from fedring.v1 import secure_pb2 as wire
 
 LEVELS = 7
+COUNT = 37  # values of an update, which are no whole number of eights
 
 Masks = list[tuple[bytes, int]]
 """Seeds of the masks that a sum still holds, with +1 or -1."""
@@ -52,6 +56,19 @@ def anybody(name: str, proof: Proof) -> None:
 def names_of(count: int) -> list[str]:
     """Return the ids of so many clients, in order."""
     return [f"c{index:03}" for index in range(count)]
+
+
+def integers(names: Iterable[str], most: int = LEVELS) -> dict[str, NDArray[np.int32]]:
+    """Return the update of each client, of integers up to `most`."""
+    drawn = np.random.default_rng(5)
+    values = {name: drawn.integers(-most, most, COUNT, dtype=np.int32, endpoint=True) for name in names}
+    values[min(values)][:2] = most, -most
+    return values
+
+
+def refused(reason: str) -> Any:
+    """Expect an error with this reason."""
+    return pytest.raises(SecureError, check=lambda error: error.reason == reason)
 
 
 class Client:
@@ -166,18 +183,32 @@ class Group:
         """The group."""
         return read_roster(self.roster, self.command)
 
-    def exchange(self, names: Iterable[str], *, lost: int = 0) -> "Group":
-        """Exchange keys and shares; the last `lost` clients send no shares."""
-        present = sorted(names)
-        self.keys = {name: self.party(name).keys() for name in present}
+    def send_keys(self) -> "Group":
+        """Let all clients send their keys."""
+        self.keys = {name: self.party(name).keys() for name in self.clients}
+        return self
+
+    def share(self, *, lost: int = 0) -> "Group":
+        """Let all clients exchange keys, and send shares; the last `lost` of them do not."""
+        self.send_keys()
+        present = sorted(self.keys)
         self.shares = {name: self.party(name).on_roster(self.roster) for name in present[: len(present) - lost]}
+        return self
+
+    def exchange(self, *, lost: int = 0) -> "Group":
+        """Exchange keys and shares; the last `lost` clients send no shares."""
+        self.share(lost=lost)
         for name in self.shares:
             self.party(name).on_peers(peers_of(self.shares, name))
         return self
 
-    def send(self, integers: Mapping[str, NDArray[np.int32]]) -> "Group":
+    def send_all(self) -> "Group":
+        """Exchange keys and shares, and let all clients send masked integers."""
+        return self.exchange().send(integers(self.clients))
+
+    def send(self, updates: Mapping[str, NDArray[np.int32]]) -> "Group":
         """Let clients send masked integers."""
-        for name, values in integers.items():
+        for name, values in updates.items():
             self.words[name] = self.party(name).mask(values)
             self.party(name).bind(f"payload of {name}")
         return self
@@ -201,3 +232,8 @@ class Group:
         """The sum of the integers that were sent."""
         masks = masks_of(self.group, sorted(self.shares), sorted(self.words), self.answers)
         return total_of(self.words.values(), masks, self.party(min(self.words)).bits)
+
+
+def group_of(count: int, folder: Path, **command: object) -> Group:
+    """Return a group of so many clients in one round."""
+    return Group({name: Client(name, folder) for name in names_of(count)}, command_of(**command))  # type: ignore[arg-type]  # the test knows the keys

@@ -1,92 +1,106 @@
-"""Secure aggregation publishes the models of an undisturbed run, bit by bit, wherever a daemon is killed."""
+"""fl-server is killed around each commit of a round with secure aggregation, and its model is the same."""
 
-import stat
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import zip_longest
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from fedring.daemon.crash import (
-    DELIVERING,
-    REGISTERED,
-    SECURE,
-    SECURE_CALLS,
-    SECURE_COMMITS,
-    SECURE_END,
-)
-from tests.damage import ask
+from fedring.daemon.crash import SECURE_COMMITS
 from tests.fault.faulty_fleet import wait_for
-from tests.fault.secure_fleet import KILLED, SERVER, SecureFleet, secrets_of, secure_job
-from tests.fleets import Control, until_watching
+from tests.fleets import Control, Fleet
+from tests.secure_client import SecureClient
+from tests.system.wire import SIZE, Refused, parameters, published_version, vector_job
 
-CLIENTS = 3  # the threshold: the round is abandoned if one of them does not survive
-ON_THE_SERVER = sorted(SECURE_COMMITS | REGISTERED)
-AT_A_CLIENT = sorted(SECURE | SECURE_CALLS | SECURE_END | DELIVERING)
-PLACES = [
-    {daemon: place for daemon, place in ((SERVER, server), (number % CLIENTS, client)) if place}
-    for number, (server, client) in enumerate(zip_longest(ON_THE_SERVER, AT_A_CLIENT))
-]
-"""The crash points, by the numbers of the daemons, round by round."""
+STEPS = {
+    "keys": ["send_keys"],
+    "shares": ["send_shares"],
+    "updates": ["take_peers", "push"],
+    "signature": ["sign_survivors"],
+    "unmask": ["send_unmask_shares"],
+}
+"""What clients do, by what the rows of their messages are called."""
 
-Digests = Callable[[int], list[str]]
+CALLS = {
+    "keys": "SendKeys",
+    "shares": "SendShares",
+    "signature": "SignSurvivors",
+    "unmask": "SendUnmaskShares",
+}
+DECIDED_AFTER = {"roster": "keys", "peers": "shares", "survivors": "updates", "signers": "signature"}
+
+PLACES = sorted(SECURE_COMMITS)
+
+
+@contextmanager
+def started(folder: Path, place: str = "") -> Iterator[tuple[Fleet, list[SecureClient]]]:
+    """Start a server that is killed at a place, clients, and a job of theirs."""
+    with Fleet(folder) as fleet, ExitStack() as stack:
+        rng = np.random.default_rng(3)
+        if place:
+            fleet.server.env["FL_CRASH_AT"] = place
+            fleet.restart_server()
+        clients = []
+        for name in ("a", "b", "c", "d", "e"):
+            clients.append(SecureClient(fleet.listen, name, rng.normal(0, 0.03, SIZE).astype(np.float32)))
+            stack.callback(clients[-1].close)
+        table = {"secure_aggregation": {"step_seconds": 60}, "weights": "uniform", "min_clients_to_aggregate": 4}
+        with Control(fleet.control) as control:
+            control.start_job(vector_job(min_clients=len(clients), **table))
+        yield fleet, clients
+
+
+def published(fleet: Fleet, clients: list[SecureClient]) -> bytes:
+    """Wait for the model of the round; return its parameters."""
+    with Control(fleet.control) as control:
+        published_version(control, clients[0].command.round)
+    return parameters(clients[0].link).tobytes()
+
+
+def revive(fleet: Fleet, clients: list[SecureClient], place: str) -> None:
+    """Wait until the server was killed, start it again, and let the clients come back."""
+    assert wait_for(fleet, f"the crash {place}", fleet.server.wait) == 137
+    del fleet.server.env["FL_CRASH_AT"]
+    fleet.start_server()
+    for client in clients:
+        client.again(fleet.listen)
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Digests]:
-    """Return a function that returns the digests of the first models that rounds make when nothing goes wrong."""
-    known: list[str] = []
-    with SecureFleet(tmp_path_factory.mktemp("undisturbed"), CLIENTS) as fleet:
-
-        def digests(count: int) -> list[str]:
-            while len(known) < count:
-                known.append(published(fleet, {}))
-            return known[:count]
-
-        yield digests
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """Return the parameters of the model when nothing goes wrong."""
+    with started(tmp_path_factory.mktemp("undisturbed")) as (fleet, clients):
+        for steps in (["begin"], *STEPS.values()):
+            for step in steps:
+                for client in clients:
+                    getattr(client, step)()
+        return published(fleet, clients)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "places",
-    [PLACES[::5], pytest.param(PLACES[::2], marks=pytest.mark.soak), pytest.param(PLACES[1::2], marks=pytest.mark.soak)],
-    ids=["some", "even", "odd"],
-)
-def test_models_are_those_of_an_undisturbed_run_wherever_daemons_are_killed(
-    tmp_path: Path, undisturbed: Digests, places: Sequence[Mapping[int, str]]
+@pytest.mark.parametrize("place", PLACES)
+def test_a_secure_round_ends_with_the_same_model_wherever_its_server_is_killed(
+    tmp_path: Path, undisturbed: bytes, place: str
 ) -> None:
-    expected = undisturbed(len(places))
-    with SecureFleet(tmp_path, CLIENTS) as fleet:
-        for killed, digest in zip(places, expected, strict=True):
-            assert published(fleet, killed) == digest, killed
-        fleet.wait_until_forgotten()
-        state = fleet.state
-    assert ask(state, "SELECT round FROM secure_messages UNION SELECT round FROM secure_rounds") == []
-
-
-def published(fleet: SecureFleet, killed: Mapping[int, str]) -> str:
-    """Run a round, which all clients must survive, and return the digest of its model."""
-    assert fleet.run_round(killed) == ("", CLIENTS), killed
-    return fleet.digest()
-
-
-@pytest.mark.slow
-def test_a_client_that_has_lost_the_update_under_its_masks_is_out_and_the_round_goes_on(tmp_path: Path) -> None:
-    clients, victim, place = 5, 2, "client_secure_payload"
-    with SecureFleet(tmp_path, clients) as fleet:
-        fleet.kill_at(victim, place)
-        with Control(fleet.control) as control:
-            until_watching(control, clients)
-            events = control.events()
-            job_id = control.start_job(secure_job(clients)).job_id
-            assert wait_for(fleet, f"the crash {place}", fleet.clients[victim].wait) == KILLED
-            (secrets,) = secrets_of(fleet.folders[victim])
-            assert stat.S_IMODE(secrets.stat().st_mode) == 0o600
-            (fleet.folders[victim] / "update").unlink()
-            fleet.clients[victim].start()
-            texts = wait_for(fleet, "the end", lambda: [event.text for event in control.follow_job(job_id, events)])
-            (round_,) = control.rounds(job_id=job_id)
-        assert (round_.phase, round_.delivered, round_.missing) == ("published", clients - 1, ["client-2"])
-        assert any(text.startswith("client-2 could not train: lost_masked_update:") for text in texts)
-        fleet.wait_until_forgotten()
-        assert fleet.run_round({}) == ("", clients)
+    what = place.split("_")[2]
+    with started(tmp_path, place) as (fleet, clients):
+        if what == "start":
+            revive(fleet, clients, place)
+        for client in clients:
+            client.begin()
+        for kind, steps in STEPS.items():
+            here = clients
+            if kind == what:
+                with pytest.raises(Refused):
+                    getattr(clients[0], steps[0])()
+                revive(fleet, clients, place)
+                clients[0].call(CALLS[kind], clients[0].sent[CALLS[kind]])
+                here = clients[1:]
+            decided = kind == DECIDED_AFTER.get(what)
+            with suppress(Refused) if decided else nullcontext():  # the server may be killed before its last answer
+                for step in steps:
+                    for client in here:
+                        getattr(client, step)()
+            if decided:
+                revive(fleet, clients, place)
+        assert published(fleet, clients) == undisturbed

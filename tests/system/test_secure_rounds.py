@@ -243,34 +243,134 @@ def test_groups_of_a_round_stand_and_fall_by_themselves(control: Control, party:
     np.testing.assert_allclose(parameters(large[0].link), expected(large, large[0].link), atol=1e-7)
 
 
-def test_messages_that_do_not_fit_are_refused_and_repeated_ones_are_not(
-    control: Control, party: Callable[..., Party]
+def refused(client: SecureClient, method: str, message: Any, reason: str = "bad_secure_message") -> None:
+    with pytest.raises(Refused) as caught:
+        client.call(method, message)
+    assert caught.value.reason == reason
+
+
+def changed(message: Any, change: Callable[[Any], object]) -> Any:
+    """Return a copy of a message to which something was done."""
+    copy = type(message).FromString(message.SerializeToString())
+    change(copy)
+    return copy
+
+
+def test_keys_that_do_not_fit_are_refused_and_repeated_ones_are_not(
+    server: Fleet, control: Control, party: Callable[..., Party]
 ) -> None:
     clients = party()
     start(control, clients)
     a, b, *_ = clients
-    number = a.command.round
-
-    def refused(client: SecureClient, method: str, message: Any, reason: str) -> None:
-        with pytest.raises(Refused) as caught:
-            client.call(method, message)
-        assert caught.value.reason == reason
-
+    number, keys = a.command.round, a.keys()
     refused(a, "SendKeys", wire.SecureKeys(round=number + 1), "unknown_round")
-    refused(a, "SendKeys", wire.SecureKeys(round=number), "bad_secure_message")
-    refused(a, "SendKeys", b.keys(), "bad_secure_message")
-    other = a.keys()
-    other.keys.signature = bytes(64)
-    refused(a, "SendKeys", other, "bad_secure_message")
+    refused(a, "SendKeys", wire.SecureKeys(round=number))
+    refused(a, "SendKeys", b.keys())
+    refused(a, "SendKeys", changed(keys, lambda copy: copy.keys.MergeFrom(wire.SignedKeys(signature=bytes(64)))))
+    refused(a, "SendKeys", wire.SecureKeys(round=number, keys=wire.SignedKeys(statement=bytes(1 << 17))))
     refused(a, "SendShares", wire.SecureShares(round=number), "round_closed")
-    refused(
-        a,
-        "SendKeys",
-        wire.SecureKeys(round=number, keys=wire.SignedKeys(statement=bytes(1 << 17))),
-        "bad_secure_message",
-    )
-    keys = a.keys()
+    stranger = SecureClient(server.listen, "z", a.update)
+    stranger.command = a.command
+    stranger.draw()
+    refused(stranger, "SendKeys", stranger.keys(), "not_selected")
+    stranger.close()
     for _ in range(2):
         a.call("SendKeys", keys)
+    b.take_secrets_of(a)
+    refused(b, "SendKeys", b.keys())
     a.draw()
     refused(a, "SendKeys", a.keys(), "other_message")
+
+
+def test_what_follows_the_keys_is_refused_if_it_does_not_fit(control: Control, party: Callable[..., Party]) -> None:
+    clients = party()
+    start(control, clients)
+    each(clients, "send_keys")
+    a, *rest = clients
+    with pytest.raises(Refused, match="not_selected"):
+        a.push_bytes(bytes(100))  # nobody knows yet for which peers it is masked
+    each(rest, "send_shares")
+    shares = rest[0].sent["SendShares"]
+    refused(a, "SendShares", shares)
+    a.send_shares()
+    refused(rest[0], "SendShares", changed(shares, lambda copy: copy.shares.pop()), "other_message")
+    each(clients, "take_peers")
+    for size in (100, len(a.masked()) - 1):
+        with pytest.raises(Refused, match="wrong_width"):
+            a.push_bytes(bytes(size))
+    each(clients, "push")
+    a.step("survivors")
+    refused(a, "SignSurvivors", wire.SurvivorsSignature(round=a.command.round, signature=bytes(64)))
+    refused(a, "SendUnmaskShares", wire.UnmaskShares(round=a.command.round, shares=[bytes(66)] * 5), "round_closed")
+    each(rest, "sign_survivors")
+    a.link.say(failed(a))
+    a.survivors = rest[0].survivors
+    rest[0].step("unmask")
+    refused(rest[0], "SendUnmaskShares", changed(rest[0].unmask_shares(), lambda copy: copy.shares.pop()))
+    short = wire.UnmaskShares(round=a.command.round, shares=[bytes(65)] * 5)
+    refused(rest[0], "SendUnmaskShares", short)
+    refused(a, "SendUnmaskShares", a.unmask_shares(), "round_closed")
+    rest[0].call("SendUnmaskShares", rest[0].unmask_shares())
+    each(rest[1:], "send_unmask_shares")
+    published_version(control, a.command.round)
+
+
+def test_shares_that_give_no_secret_end_the_round(control: Control, party: Callable[..., Party]) -> None:
+    clients = party()
+    job_id, events = start(control, clients)
+    each(clients, "send_keys", "send_shares", "take_peers", "push", "sign_survivors")
+    each(clients[1:], "send_unmask_shares")
+    wrong = wire.UnmaskShares(round=clients[0].command.round, shares=[bytes(66)] * 5)
+    clients[0].call("SendUnmaskShares", wrong)
+    assert outcome(control, job_id, events).state == "failed"
+    ended = control.rounds(limit=1)[0]
+    assert ended.reason == "too_few_to_unmask"
+
+
+@pytest.mark.parametrize("fault", ["damaged", "impossible"])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_a_group_whose_sum_is_spoilt_does_not_count(
+    server: Fleet, control: Control, party: Callable[..., Party], fault: str, groups: int
+) -> None:
+    clients = party("abcdef")
+    table = {"group_size": 3 if groups == 2 else 0}
+    job_id, _ = start(control, clients, needed=3 if groups == 2 else 5, secure_aggregation=table)
+    each(clients, "send_keys", "send_shares", "take_peers")
+    spoilt = clients[0]
+    if fault == "impossible":
+        rest = np.random.default_rng(5).bytes(len(spoilt.masked()) - 16)
+        spoilt.push_bytes(spoilt.masked()[:16] + rest)
+    else:
+        spoilt.push()
+    each(clients[1:], "push")
+    each(clients, "sign_survivors")
+    if fault == "damaged":
+        server.server.kill()
+        state = server.directory / "state" / "server"
+        ask(state, "UPDATE updates SET payload = zeroblob(length(payload)) WHERE client_id = ?", spoilt.name)
+        server.start_server()
+        for client in clients:
+            client.again(server.listen)
+    each(clients, "send_unmask_shares")
+    with Control(server.control) as again:
+        for _ in again.follow_job(job_id):
+            pass
+        job, round_ = again.job(job_id), again.rounds(limit=1)[0]
+    if groups == 1:
+        assert round_.reason == {"damaged": "damaged_blob", "impossible": "bad_sum"}[fault]
+        return
+    assert job.state == "completed"
+    good = [client for client in clients if spoilt.name not in client.roster.places]
+    np.testing.assert_allclose(parameters(good[0].link), expected(good, good[0].link), atol=1e-7)
+
+
+def test_a_job_with_secure_aggregation_can_be_stopped_while_masks_are_removed(
+    control: Control, party: Callable[..., Party]
+) -> None:
+    clients = party()
+    job_id, events = start(control, clients)
+    each(clients, "send_keys", "send_shares", "take_peers", "push", "sign_survivors")
+    control.stop_job(job_id)
+    assert outcome(control, job_id, events).state == "stopped"
+    for client in clients:
+        assert client.link.expect("round_ended").reason == "stopped"

@@ -194,7 +194,8 @@ def test_any_order_of_answers_and_any_losses_come_to_an_end(count: int, seed: in
     noticed = data.draw(st.booleans(), label="losses are noticed at once")
     rng = random.Random(seed)
     lost_in = {name: rng.choice(STEPS) for name in rng.sample(names, losses)}
-    state, now, survivors, given_up = begun(1, 0, frozenset(names)), 0.0, [()], ""
+    state, now, given_up = begun(1, 0, frozenset(names)), 0.0, ""
+    survivors: list[tuple[str, ...]] = []
     for _ in range(10 * len(STEPS)):
         step = state.step
         here = [name for name in names if name not in lost_in or STEPS.index(lost_in[name]) > STEPS.index(step)]
@@ -211,12 +212,16 @@ def test_any_order_of_answers_and_any_losses_come_to_an_end(count: int, seed: in
             if isinstance(effect, GiveUp):
                 given_up = effect.reason
                 break
-            if isinstance(effect, FormGroups):
-                effect = Grouped(form_groups(effect.clients, 0, rng))
-            state = apply(state, Combined(effect.group) if isinstance(effect, Combine) else effect, now)
+            match effect:
+                case FormGroups(clients):
+                    state = apply(state, Grouped(form_groups(clients, 0, rng)), now)
+                case Combine(place):
+                    state = apply(state, Combined(place), now)
+                case _:
+                    state = apply(state, effect, now)
         chosen = [group.survivors for group in state.groups if group.survivors]
-        assert survivors in ([()], chosen)
-        survivors = chosen or [()]
+        assert survivors in ([], chosen)
+        survivors = chosen
         if given_up or state.ended:
             break
     else:

@@ -12,17 +12,7 @@ from tests.unit.rows import a_job, a_model, a_round, an_update
 
 from fedring.server.state.failures import StorageError
 from fedring.server.state.interfaces import Acceptance, Pruned, Store
-from fedring.server.state.rows import (
-    KEEP_EVENTS,
-    EvaluationRow,
-    EventRow,
-    LastAccepted,
-    PacketSpec,
-    RoundRow,
-    SecureMessageRow,
-    SecureRoundRow,
-    TokenRow,
-)
+from fedring.server.state.rows import KEEP_EVENTS, EvaluationRow, EventRow, LastAccepted, PacketSpec, RoundRow, TokenRow
 from fedring.server.state.store import SqlStore
 
 Implementation = Callable[[Path, int], Store]
@@ -143,30 +133,6 @@ class TestStore:
         with pytest.raises(StorageError):
             store.publish(a_model(1), replace(opened, ended_at=8.0))
         assert store.open_round() == opened
-
-    def test_of_a_client_one_secure_message_of_each_kind_is_kept(self, store: Store) -> None:
-        number = a_round(store, a_job(store)).round
-        rows = [SecureMessageRow(number, name, kind, b"1") for name in ("ann", "bob") for kind in ("keys", "shares")]
-        assert [store.add_secure_message(row) for row in reversed(rows)] == [Acceptance.NEW] * 4
-        assert store.add_secure_message(rows[0]) is Acceptance.ALREADY
-        assert store.add_secure_message(replace(rows[0], body=b"2")) is Acceptance.OTHER
-        assert store.secure_round(number) == (None, rows)
-        with pytest.raises(StorageError):
-            store.add_secure_message(replace(rows[0], round=99))
-
-    def test_what_was_decided_in_a_secure_round_goes_with_its_end(self, store: Store) -> None:
-        job = a_job(store)
-        first, second = a_round(store, job), a_round(store, job)
-        for opened in (first, second):
-            store.add_secure_message(SecureMessageRow(opened.round, "ann", "keys", b"1"))
-            store.save_secure_round(SecureRoundRow(opened.round, 2, []), "start")
-        decided = SecureRoundRow(second.round, 2, [{"members": ["ann"], "reason": ""}])
-        store.save_secure_round(decided, "roster")
-        store.publish(a_model(1, number=first.round), replace(first, phase="published", model_version=1, ended_at=8.0))
-        assert store.secure_round(first.round) == (None, [])
-        assert store.secure_round(second.round) == (decided, [SecureMessageRow(second.round, "ann", "keys", b"1")])
-        store.update_round(replace(second, phase="abandoned", ended_at=9.0))
-        assert store.secure_round(second.round) == (None, [])
 
     def test_the_sum_of_evaluations_leaves_the_servers_own_out(self, store: Store) -> None:
         assert store.evaluation_sum(1) is None

@@ -81,7 +81,6 @@ def command(
         if fingerprint:
             from fedring.client.secure.identity import load_signer  # imports cryptography
 
-            loaded.config.state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
             print(load_signer(loaded.config.tls, loaded.config.state_dir).fingerprint)
             raise typer.Exit
         from fedring.client.startup_checks import check  # imports torch

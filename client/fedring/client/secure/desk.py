@@ -155,7 +155,9 @@ class SecureDesk:
         name = name_of(command)
         if not command.HasField("secure") or await asyncio.to_thread(lambda: self._refuses(command)):
             if self._party and self._party.name != name:
-                await self._finish(self._party.name, "")
+                self._stop_sending()
+                self._party = None
+            await asyncio.to_thread(lambda: self._state.finish_others(name))
             return
         self._check_not_over(name)
         party = self._party

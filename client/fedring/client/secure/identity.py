@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,8 +111,9 @@ class PeerCheck:
 def _own_key(path: Path) -> PrivateKey:
     if not path.exists():
         pem = Ed25519PrivateKey.generate().private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-        new = path.with_name(f"{path.name}.{os.getpid()}.new")
+        new = path.with_name(f"{path.name}.{secrets.token_hex(8)}.new")
         try:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             write_durably(new, pem)
             with contextlib.suppress(FileExistsError):  # another process was faster: its key counts
                 os.link(new, path)

@@ -79,6 +79,7 @@ def round_summary(message: pb.Round, *, clients: bool = False) -> Summary:
         "server_loss": _finite(message.server_loss) if message.HasField("server_loss") else None,
         "metrics": {name: float(f"{metrics[name]:.6g}") for name in sorted(metrics)},
         "upload_by_encoding": by_encoding,
+        "secure": _secure_summary(message.secure) if message.HasField("secure") else None,
         "peer_bytes": _sum(client.metrics.get("bytes_sent", 0.0) for client in message.clients),
         **({"clients": [_part_summary(client) for client in message.clients[:MOST_CURVES]]} if clients else {}),
     }
@@ -182,6 +183,11 @@ def activity_name(value: int) -> str:
     if not value or value not in fed.Activity.values():
         return ""
     return fed.Activity.Name(fed.Activity.ValueType(value)).removeprefix("ACTIVITY_").lower()
+
+
+def _secure_summary(progress: pb.SecureProgress) -> Summary:
+    keys = ("step", "groups", "answered", "asked")
+    return {**{key: getattr(progress, key) for key in keys}, "lost": dict(progress.lost)}
 
 
 def _part_summary(client: pb.RoundClient) -> Summary:

@@ -8,7 +8,9 @@ import logging
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from math import inf
+from pathlib import Path
 from random import SystemRandom
 
 from fedring.rpc.certificates import identity_of, load_authorities
@@ -65,7 +67,8 @@ class SecureRounds:
     def __init__(
         self, rounds: Rounds, facts: Facts, sessions: Sessions, metrics: Metrics, config: ServerConfig
     ) -> None:
-        self._rounds, self._facts, self._metrics, self._config = rounds, facts, metrics, config
+        self._rounds, self._facts, self._metrics = rounds, facts, metrics
+        self._check = partial(check_identity, authority=config.tls.ca)
         self._dispatch = Dispatch(sessions)
         self._random = SystemRandom()
 
@@ -104,7 +107,7 @@ class SecureRounds:
         taken = secure.messages[step]
         if client not in taken:
             secure.check_step(step, client)
-            member = await self._facts.work(secure.check_message, client, message, self._check_identity)
+            member = await self._facts.work(secure.check_message, client, message, self._check)
             if client not in taken:
                 await self._commit(open_, secure, client, step, body, member)
         if taken[client] != body:
@@ -266,17 +269,28 @@ class SecureRounds:
             open_.failures.insert(0, _too_few(secure.state))
             rounds.handle(Abandoned(reason))
 
-    def _check_identity(self, client: str, proof: Proof) -> None:
-        """Return if a proof is that of a client, as far as the server can tell; BadProof if not."""
-        if self._config.tls.ca is None:
-            return  # whoever opened the session was let in with this client id
-        chain = proof.chain()
-        if not chain:
-            raise BadProof("it shows no certificate")
-        check_chain(chain, load_authorities(self._config.tls.ca))
-        identity = identity_of(chain[0])
-        if identity is None or (identity.role, identity.name) != (Role.CLIENT, client):
-            raise BadProof(f"its certificate names {identity}")
+
+def check_identity(client: str, proof: Proof, *, authority: Path | None) -> None:
+    """Check that a proof is that of a client, as far as the server can tell.
+
+    Args:
+        client: the client id.
+        proof: what it has shown with its keys.
+        authority: the file of the authority whose certificates clients must show. Without one, the server relies on
+            the session: whoever has opened it was let in with this client id.
+
+    Raises:
+        BadProof: if it is not.
+    """
+    if authority is None:
+        return
+    chain = proof.chain()
+    if not chain:
+        raise BadProof("it shows no certificate")
+    check_chain(chain, load_authorities(authority))
+    identity = identity_of(chain[0])
+    if identity is None or (identity.role, identity.name) != (Role.CLIENT, client):
+        raise BadProof(f"its certificate names {identity}")
 
 
 def _other(client: str, step: Step) -> OtherMessage:
