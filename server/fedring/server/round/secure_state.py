@@ -201,7 +201,7 @@ class SecureState:
             "groups": len(state.groups),
             "answered": len(answered & asked),
             "asked": len(asked),
-            "lost": sm.lost(state),
+            "lost": {name: count for name, count in sm.lost(state).items() if count},
             "seconds": dict(self.seconds),
         }
 

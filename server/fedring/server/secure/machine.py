@@ -122,10 +122,10 @@ def took(before: State, after: State, now: float) -> list[tuple[Step, float]]:
     """Return the steps that have ended between two states, and the seconds that each took."""
     ended = []
     if after.groups and not before.groups:
-        ended.append((Step.KEYS, now - before.since))
+        ended.append((Step.KEYS, max(0.0, now - before.since)))
     for old, new in zip(before.groups, after.groups, strict=False):
         if not old.ended and (old.step is not new.step or new.reason):
-            ended.append((old.step, now - old.since))
+            ended.append((old.step, max(0.0, now - old.since)))
     return ended
 
 
