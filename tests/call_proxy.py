@@ -35,7 +35,7 @@ class CallProxy(grpc.GenericRpcHandler):
     def __init__(self, target: str, upward: Watch, downward: Watch) -> None:
         self._channel = grpc.insecure_channel(target, _OPTIONS)
         self._upward, self._downward = upward, downward
-        self._server = grpc.server(ThreadPoolExecutor(_THREADS), (self,), options=_OPTIONS)
+        self._server = grpc.server(ThreadPoolExecutor(_THREADS), [self], options=_OPTIONS)
         self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
         self._server.start()
 
@@ -52,7 +52,8 @@ class CallProxy(grpc.GenericRpcHandler):
         method = path.rpartition("/")[2]
 
         def forward(messages: Iterator[bytes], context: Any) -> Iterator[bytes]:
-            call = self._channel.stream_stream(path)(_taken(messages, self._upward(method)), metadata=_passed_on(context))
+            begin: Any = self._channel.stream_stream(path)
+            call = begin(_taken(messages, self._upward(method)), metadata=_passed_on(context))
             context.add_callback(call.cancel)
             take = self._downward(method)
             try:

@@ -1,7 +1,7 @@
 """Clients on the wire that take part in a round with secure aggregation, some of which are lost on the way."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import numpy as np
@@ -74,7 +74,7 @@ def go_through(clients: Party, lost_in: Sequence[str]) -> Party:
         over = len(left) < 2 * len(clients) // 3 + 1
         for call in CALLS[step]:
             for client in left:
-                with suppress(Refused) if over else suppress():
+                with suppress(Refused) if over else nullcontext():
                     getattr(client, call)()
         if over:
             break
@@ -86,7 +86,7 @@ Shares = dict[int, bytes]
 
 
 def revealed(clients: Party) -> dict[str, tuple[Shares, Shares]]:
-    """Return what all answers that clients have given say of each client: shares of its masking key, and of its mask."""
+    """Return what the answers of all clients say of each of them: shares of its masking key, and of its own mask."""
     found: dict[str, tuple[Shares, Shares]] = {client.name: ({}, {}) for client in clients}
     for client in clients:
         answer: wire.UnmaskShares | None = client.sent.get("SendUnmaskShares")

@@ -1,7 +1,6 @@
 """Rounds with secure aggregation end in time, with one stable reason, whatever clients send or do not send."""
 
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +88,9 @@ def send(client: SecureClient, method: str, data: bytes) -> tuple[grpc.StatusCod
 
 
 @pytest.mark.parametrize("step", METHODS)
-def test_hostile_messages_are_refused_in_every_step_and_change_nothing(fleet: Fleet, control: Control, step: str) -> None:
+def test_hostile_messages_are_refused_in_every_step_and_change_nothing(
+    fleet: Fleet, control: Control, step: str
+) -> None:
     state = Path(fleet.server.settings["state_dir"])
     with party(fleet, CLIENTS) as clients:
         job_id, events = start(control, clients)
@@ -149,7 +150,9 @@ def test_messages_of_the_right_form_with_wrong_contents_have_one_reason_each(fle
             client.push()
         for client in clients[1:]:
             client.sign_survivors()
-        assert refused("SignSurvivors", wire.SurvivorsSignature(round=number, signature=bytes(64))) == "bad_secure_message"
+        assert (
+            refused("SignSurvivors", wire.SurvivorsSignature(round=number, signature=bytes(64))) == "bad_secure_message"
+        )
         evil.sign_survivors()
         evil.step("unmask")
         right = evil.unmask_shares()
@@ -190,7 +193,9 @@ def test_a_share_that_does_not_open_ends_the_round_for_all_that_it_was_sealed_fo
             texts = wait_for(fleet, "the failures", lambda: sorted(next(failed).text for _ in names))
             fail(evil)
             wait_for(fleet, "the end of the job", lambda: list(control.follow_job(job_id)))
-        assert [text.partition(": a share")[0] for text in texts] == [f"{name} could not train: bad_share" for name in names]
+        assert [text.partition(": a share")[0] for text in texts] == [
+            f"{name} could not train: bad_share" for name in names
+        ]
         assert control.rounds(limit=1)[0].reason == "too_few_clients"
         fleet.wait_until_forgotten()
         assert fleet.run_round({}) == ("", CLIENTS - 1)

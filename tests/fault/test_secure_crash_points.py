@@ -2,6 +2,7 @@
 
 import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 
@@ -49,7 +50,11 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Digests]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "places",
-    [PLACES[::5], pytest.param(PLACES[::2], marks=pytest.mark.soak), pytest.param(PLACES[1::2], marks=pytest.mark.soak)],
+    [
+        PLACES[::5],
+        pytest.param(PLACES[::2], marks=pytest.mark.soak),
+        pytest.param(PLACES[1::2], marks=pytest.mark.soak),
+    ],
     ids=["some", "even", "odd"],
 )
 def test_models_are_those_of_an_undisturbed_run_wherever_daemons_are_killed(
@@ -86,7 +91,24 @@ def test_a_client_that_has_lost_the_update_under_its_masks_is_out_and_the_round_
             fleet.clients[victim].start()
             texts = wait_for(fleet, "the end", lambda: [event.text for event in control.follow_job(job_id, events)])
             (round_,) = control.rounds(job_id=job_id)
-        assert (round_.phase, round_.delivered, round_.missing) == ("published", clients - 1, ["client-2"])
+        assert (round_.phase, round_.delivered, list(round_.missing)) == ("published", clients - 1, ["client-2"])
         assert any(text.startswith("client-2 could not train: lost_masked_update:") for text in texts)
         fleet.wait_until_forgotten()
         assert fleet.run_round({}) == ("", clients)
+
+
+@pytest.mark.slow
+def test_the_secrets_of_a_client_that_is_away_when_its_round_ends_are_gone_when_it_is_back(tmp_path: Path) -> None:
+    with SecureFleet(tmp_path, CLIENTS) as fleet:
+        for place in ("client_secure_SendUnmaskShares_done", "client_secure_ended"):
+            fleet.kill_at(0, place)
+            with Control(fleet.control) as control:
+                until_watching(control, CLIENTS)
+                job_id = control.start_job(secure_job(CLIENTS)).job_id
+                assert wait_for(fleet, f"the crash {place}", fleet.clients[0].wait) == KILLED
+                wait_for(fleet, "the end of the job", partial(list, control.follow_job(job_id)))
+                assert control.job(job_id).state == "completed"
+            assert secrets_of(fleet.folders[0])
+            fleet.restart_server()
+            fleet.clients[0].start()
+            fleet.wait_until_forgotten()

@@ -3,6 +3,7 @@
 import threading
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -39,7 +40,11 @@ def test_the_sum_of_a_hundred_clients_is_exact(tmp_path: Path) -> None:
     with FaultyFleet(tmp_path) as fleet, ExitStack() as stack:
         threads = []
         for number in range(MAX_GROUP):
-            settings = {"server": fleet.listen, "client_id": f"c{number:03}", "state_dir": tmp_path / f"c{number:03}"}
+            settings: dict[str, Any] = {
+                "server": fleet.listen,
+                "client_id": f"c{number:03}",
+                "state_dir": tmp_path / f"c{number:03}",
+            }
             federation = connect(**settings)
             threads.append(threading.Thread(target=serve, args=(federation, number)))
             stack.callback(threads[-1].join)
