@@ -46,9 +46,9 @@ class CallProxy(grpc.GenericRpcHandler):
         self._server.stop(0).wait()
         self._channel.close()
 
-    def service(self, details: Any) -> Any:
+    def service(self, handler_call_details: Any) -> Any:
         """Return what handles a call: a stream of bytes both ways looks on the wire as every other call does."""
-        path: str = details.method
+        path: str = handler_call_details.method
         method = path.rpartition("/")[2]
 
         def forward(messages: Iterator[bytes], context: Any) -> Iterator[bytes]:
