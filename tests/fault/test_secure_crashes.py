@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedring.daemon.crash import SECURE
+from fedring.daemon.crash import SECURE_COMMITS
 from tests.fault.faulty_fleet import wait_for
 from tests.fleets import Control, Fleet
 from tests.secure_client import SecureClient
@@ -30,7 +30,7 @@ CALLS = {
 }
 DECIDED_AFTER = {"roster": "keys", "peers": "shares", "survivors": "updates", "signers": "signature"}
 
-PLACES = sorted(place for place in SECURE if not place.endswith("failure_commit"))
+PLACES = sorted(SECURE_COMMITS)
 
 
 @contextmanager

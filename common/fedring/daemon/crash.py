@@ -12,13 +12,16 @@ REGISTERED = {
 }
 """Every crash point in fl-server; the fault tests loop over all of them."""
 
-SECURE = {
+SECURE_COMMITS = {
     f"{when}_secure_{what}_commit"
+    for what in ("start", "keys", "roster", "shares", "peers", "survivors", "signature", "signers", "unmask")
     for when in ("before", "after")
-    for what in ("start", "keys", "roster", "shares", "peers", "survivors", "signature", "signers", "unmask", "failure")
 }
-"""Further crash points in fl-server, for jobs with secure aggregation: around each commit of one of its messages, and
-of what was decided of them."""
+"""Further crash points in fl-server, for jobs with secure aggregation: around what is kept of clients' messages, and
+around each decision that they are told of."""
+
+SECURE_FAILURE = {"before_secure_failure_commit", "after_secure_failure_commit"}
+"""The same, around the decision that the sum of a group will never be known."""
 
 RESTORING = {
     "restore_staged",
@@ -54,6 +57,16 @@ PERSONAL = {"client_personal_spooled", "client_personal_placed"}
 
 SECURE = {f"client_secure_{step}" for step in ("begun", "roster", "peers", "payload", "survivors", "released")}
 """The same, for jobs with secure aggregation: each step is on the disk, and nothing of it was said yet."""
+
+SECURE_CALLS = {
+    f"client_secure_{call}_{when}"
+    for call in ("SendKeys", "SendShares", "SignSurvivors", "SendUnmaskShares")
+    for when in ("begun", "done")
+}
+"""The same, around each call of secure aggregation; when it is done, the server has taken the message."""
+
+SECURE_END = {"client_secure_ended", "client_secure_removed"}
+"""The same, at the end of such a round: when that is noted, and when the round's secrets are gone."""
 
 TRAINING = {"worker_checkpoint_written"}
 """Every crash point in the training of a worker: a checkpoint is on the disk, but has not got its name."""

@@ -61,7 +61,7 @@ async def recover(config: ServerConfig, stack: ExitStack, *, sweep: bool, drop_d
 
 
 async def reload(parts: Parts, *, end_orphans: bool = True) -> int:
-    """Learn the newest models and the interrupted round from the store.
+    """Learn the newest models, the last round and the interrupted one from the store.
 
     Returns:
         The number of the round that a restart interrupted; 0 if there is none.
@@ -75,6 +75,7 @@ async def reload(parts: Parts, *, end_orphans: bool = True) -> int:
     if end_orphans:
         await facts.db(store.end_orphans)
     interrupted = await facts.db(store.open_round)
+    rounds.last = next((row for row in await facts.db(store.rounds, 2) if row.ended_at is not None), None)
     if end_orphans:
         await parts.runner.privacy.forget(but=interrupted)
     rounds.recovering = interrupted is not None

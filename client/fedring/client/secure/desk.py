@@ -31,6 +31,7 @@ from fedring.client.transfer.download import HeldModel
 from fedring.client.transfer.update import Update
 from fedring.codec import Vectors
 from fedring.daemon.config import ConfigError
+from fedring.daemon.crash import crashpoint
 from fedring.rpc.errors import FedringError, Unavailable, UnknownRound, reason_of, status_of
 from fedring.rpc.revocation import Revocations
 from fedring.secure.errors import SecureError
@@ -184,7 +185,7 @@ class SecureDesk:
                     await self._step(event.secure)
                 case "round_ended":
                     run_id = self._link.connection.session.run_id
-                    if name := self._state.find(run_id, event.round_ended.round):
+                    while name := self._state.find(run_id, event.round_ended.round):
                         await self._finish(name, "")
         except SecureError as error:
             await self._fail(name_of(message), error)
@@ -285,8 +286,10 @@ class SecureDesk:
             send: Callable[..., Awaitable[wire.SecureAck]] = getattr(connection.secure, call)
             try:
                 with stray_cancellation():
+                    crashpoint(f"client_secure_{call}_begun")
                     await send(message, metadata=connection.metadata, timeout=CALL_SECONDS)
                     connection.last_success = time.monotonic()
+                    crashpoint(f"client_secure_{call}_done")
                     return
             except (aio.AioRpcError, FedringError) as error:
                 status, reason = status_of(error), reason_of(error)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fedring.daemon.config import ConfigError
+from fedring.daemon.crash import crashpoint
 from fedring.daemon.durable import replace_durably, sync
 from fedring.secure.errors import SecureError
 from fedring.v1 import federation_pb2 as pb
@@ -102,6 +103,7 @@ class SecureState:
                 f"{self._file} says which rounds with secure aggregation are over, and cannot be read ({error}): "
                 "restore it, or remove it if no server may ask for one of them again"
             ) from error
+        self._clear()
 
     def finished(self, name: RoundName) -> Finished | None:
         """Return the newest finished round of the run of a round, if it is this one or a newer one; else None."""
@@ -132,10 +134,10 @@ class SecureState:
         return not self.finished(name) and self._path(name).exists()
 
     def find(self, run_id: str, round_: int) -> RoundName | None:
-        """Return the round of this number that has begun, and is not over, in whatever epoch; None without one."""
+        """Return a round, of this number or an earlier one, that has begun, and is not over; None without one."""
         run = RoundName(run_id, 0, 0).run
         found = (
-            RoundName(run_id, at.epoch, at.round) for _, of, at in self._rounds() if (of, at.round) == (run, round_)
+            RoundName(run_id, at.epoch, at.round) for _, of, at in self._rounds() if of == run and at.round <= round_
         )
         return next(filter(self.begun, found), None)
 
@@ -166,7 +168,9 @@ class SecureState:
         """
         with self._lock:
             self._note(name.run, Finished(name.epoch, name.round, reason))
+            crashpoint("client_secure_ended")
             self._remove(self._path(name))
+            crashpoint("client_secure_removed")
 
     def finish_others(self, name: RoundName) -> None:
         """Finish all rounds that have a file, but this one."""
@@ -175,6 +179,15 @@ class SecureState:
                 if path != self._path(name):
                     self._note(run, last)
                     self._remove(path)
+
+    def _clear(self) -> None:
+        """Remove what a process has left that was killed while it wrote a file, or before it had removed one."""
+        for path in self._folder.glob("*.new"):
+            path.unlink()
+        for path, run, at in list(self._rounds()):
+            last = self._finished.get(run)
+            if last and (at.epoch, at.round) <= (last.epoch, last.round):
+                self._remove(path)
 
     def _note(self, run: str, last: Finished) -> None:
         known = self._finished.get(run)

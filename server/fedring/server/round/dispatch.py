@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from fedring.server.round.events import OPEN, Phase, Round
 from fedring.server.round.open_round import OpenRound
 from fedring.server.round.sessions import Sessions
-from fedring.server.state.rows import ModelRow
+from fedring.server.state.rows import ModelRow, RoundRow
 from fedring.v1 import federation_pb2 as pb
 
 
@@ -31,7 +31,9 @@ class Dispatch:
             self.train(open_, client)
         if round_.phase is Phase.PUBLISHED and latest and client in round_.evaluators - round_.evaluated:
             self.evaluate(open_, latest, client)
-        if open_.secure and round_.phase in OPEN and (event := open_.secure.waits_for(client, open_.accepted)):
+        if open_.secure and round_.phase not in OPEN:
+            self.over(open_.row, latest, client)
+        elif open_.secure and (event := open_.secure.waits_for(client, open_.accepted)):
             self._send(client, event)
 
     def secure(self, open_: OpenRound, clients: Iterable[str]) -> None:
@@ -61,10 +63,14 @@ class Dispatch:
 
     def ended(self, open_: OpenRound, model: ModelRow | None) -> None:
         """Tell the clients that still train that the round no longer waits for them; with secure aggregation, all."""
-        version = model.version if model else 0
-        ended = pb.RoundEnded(round=open_.row.round, reason=open_.row.reason, model_version=version)
         for client in set(open_.row.selected) - (open_.accepted.keys() if open_.secure is None else set()):
-            self._send(client, pb.ServerEvent(round_ended=ended))
+            self.over(open_.row, model, client)
+
+    def over(self, row: RoundRow, model: ModelRow | None, client: str) -> None:
+        """Tell a client that a round is over."""
+        version = model.version if model else 0
+        ended = pb.RoundEnded(round=row.round, reason=row.reason, model_version=version)
+        self._send(client, pb.ServerEvent(round_ended=ended))
 
     def _send(self, client: str, event: pb.ServerEvent | bytes) -> None:
         if session := self._sessions.get(client):

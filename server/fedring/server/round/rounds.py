@@ -63,7 +63,7 @@ class Rounds:
     Attributes:
         state: the machine's state: all clients that are here, and the round.
         open: what the server keeps of the round in progress beyond that; None without a round.
-        last: the row of the round that ended last; None if none has since the start.
+        last: the row of the round that ended last; None if none has.
         latest: the newest model.
         recovering: whether a round that a restart interrupted waits to be resumed.
         settling: held while a phase of the round ends, and while a batch of updates is committed.
@@ -114,6 +114,8 @@ class Rounds:
     def matched(self, client: str) -> None:
         """Note that the client watches both ways. It counts from now on, and is sent what it is waited for with."""
         self.handle(Matched(client))
+        if self.last is not None and "secure" in self.last.stats:
+            self._dispatch.over(self.last, self.latest, client)  # it may have secrets of the round still
         if self.open is not None and self.state.round is not None:
             self._dispatch.remind(self.open, self.state.round, self.latest, client)
 
