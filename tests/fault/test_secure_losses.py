@@ -78,7 +78,13 @@ def test_a_round_unmasks_nobody_whichever_three_of_eight_clients_are_lost(
     assert ask(state, "SELECT round FROM secure_messages UNION SELECT round FROM secure_rounds") == []
 
 
-@pytest.mark.parametrize("place", sorted(SECURE_FAILURE))
+@pytest.mark.parametrize(
+    "place",
+    [
+        pytest.param(each, marks=[pytest.mark.soak] if each.startswith("before") else [])
+        for each in sorted(SECURE_FAILURE)
+    ],
+)
 def test_a_server_that_is_killed_when_a_sum_is_lost_gives_the_same_reason(tmp_path: Path, place: str) -> None:
     fleet = FaultyFleet(tmp_path)
     fleet.server.env["FL_CRASH_AT"] = place

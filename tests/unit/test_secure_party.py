@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.secure_sums import (
     LEVELS,
@@ -52,7 +52,7 @@ def make(tmp_path: Path) -> Callable[..., Group]:
     return group
 
 
-@pytest.mark.parametrize("count", [*range(3, 14), 33, 100])
+@pytest.mark.parametrize("count", [*range(3, 14), 33, pytest.param(100, marks=pytest.mark.soak)])
 def test_a_sum_is_exact_whoever_is_lost_on_the_way(make: Callable[..., Group], count: int) -> None:
     group, names = make(count), names_of(count)
     lost = np.random.default_rng(count).multinomial(count - threshold(count), [0.25] * 4)
@@ -78,6 +78,7 @@ def test_a_long_update_is_masked_in_pieces(make: Callable[..., Group], monkeypat
     assert not np.array_equal(whole & 63, sent[names[0]] & 63)
 
 
+@settings(max_examples=25)
 @given(data=st.data())
 def test_a_process_that_is_killed_between_any_two_steps_says_the_same_bytes(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
