@@ -104,7 +104,8 @@ def test_a_server_that_is_killed_when_a_sum_is_lost_gives_the_same_reason(tmp_pa
         fleet.start_server()
         for client in clients:
             client.again(fleet.listen)
-        for client in clients[:3]:
+        for client in clients[:3] if place.startswith("before") else ():
+            client.step("survivors")  # the round goes on, and the server has forgotten that the client has failed
             fail(client)
         with Control(fleet.control) as control:
             wait_for(fleet, "the end of the job", lambda: list(control.follow_job(job_id)))
