@@ -78,7 +78,10 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> bytes:
         return published(fleet, clients)
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    "place",
+    [pytest.param(place, marks=[pytest.mark.soak] if number % 6 else []) for number, place in enumerate(PLACES)],
+)
 def test_a_secure_round_ends_with_the_same_model_wherever_its_server_is_killed(
     tmp_path: Path, undisturbed: bytes, place: str
 ) -> None:
