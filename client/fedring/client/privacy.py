@@ -52,7 +52,7 @@ class SitePolicy(BaseModel):
     )
     trust_clients: bool = Field(
         False,
-        description="whether a client that demands noise takes jobs with dp.trust_clients = true: their noise is enough "
+        description="a client that demands noise takes jobs with dp.trust_clients = true, too: their noise is enough "
         "only if all other clients add theirs, and keep it to themselves",
     )
     max_epsilon: NonNegative = Field(
@@ -106,7 +106,8 @@ class Ledger:
 
     A round of a job with [dp] is charged before the update leaves the client for the first time, and once only. Noise
     of the client's own is charged with the masks of its update, which cover one update only: a server could make a
-    client forget that it has finished a round, and begin it anew with other masks and other noise. A training of a job with [sample_dp] is charged before its update is spooled: each has noise of its own.
+    client forget that it has finished a round, and begin it anew with other masks and other noise. A training of a job
+    with [sample_dp] is charged before its update is spooled: each has noise of its own.
 
     Args:
         folder: the state folder of the client.
@@ -277,9 +278,7 @@ def may_count(policy: SitePolicy, job: pb.JobSpec) -> bool:
     return not (unsaid or policy.needs_noise or policy.needs_sample_noise or policy.needs_secure)
 
 
-def own_noise_refusal(
-    policy: SitePolicy, ledger: Ledger, command: pb.TrainCmd, plan: IntegerPlan, masks: bytes
-) -> str:
+def own_noise_refusal(policy: SitePolicy, ledger: Ledger, command: pb.TrainCmd, plan: IntegerPlan, masks: bytes) -> str:
     """Return why a client does not send an update with its own noise, now that it knows its group; "" if it does."""
     if plan.multiplier < policy.min_noise_multiplier:
         return (
