@@ -323,7 +323,10 @@ class Party:
                 )
             sealing = roster.member(each.client_id).sealing
             key = share_key(self._record.sealing, sealing, roster.digest, each.client_id, me)
-            opened[each.client_id] = unseal(key, each.sealed)
+            try:
+                opened[each.client_id] = unseal(key, each.sealed)
+            except SecureError as error:
+                raise SecureError(error.reason, f"{error}: {each.client_id} sealed it") from error
         return opened
 
     def _pair_seed(self, roster: Roster, peer: str) -> bytes:
