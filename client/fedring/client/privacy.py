@@ -157,13 +157,11 @@ class Ledger:
             NoAccountant: if dp-accounting is not installed.
         """
         privacy = dp_of(command.job)
-        if charge is not None:
-            cost, known = charge, self._last == _name_of(command, masks.hex())
-        elif privacy is not None and privacy.by_clients:
-            cost, known = privacy.noise_multiplier, self._last.startswith(_name_of(command, ""))
+        cost: Charge | None = charge or (privacy.noise_multiplier if privacy else None)
+        if charge is None and privacy is not None and privacy.by_clients:
+            known = self._last.startswith(_name_of(command, ""))
         else:
-            cost = privacy and privacy.noise_multiplier
-            known = self._last == _name_of(command, str(cost))
+            known = self._last == _name_of(command, masks.hex() if charge else str(cost))
         more = [] if known or cost is None else [cost]
         return epsilon([*(each for each, count in self._counts.items() for _ in range(count)), *more], delta)
 
