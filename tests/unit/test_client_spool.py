@@ -11,6 +11,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from fedring.client.transfer.spool import Residual, Spool, Spooled
+from fedring.client.transfer.update import residual_of
 from fedring.codec.digest import name_of, update_name
 from fedring.v1 import federation_pb2 as pb
 
@@ -158,6 +159,24 @@ def test_a_residual_of_another_run_or_model_is_dropped(tmp_path: Path, run: str,
     spool.accept(write(spool, 1.0))
     assert Spool(tmp_path).residual(run, schema, NOTHING) is None
     assert not (tmp_path / "residual.safetensors").exists()
+
+
+@pytest.mark.parametrize("restarted", [True, False])
+@pytest.mark.parametrize("left_by_masked", [True, False])
+def test_what_masked_updates_left_out_does_not_come_into_others(
+    tmp_path: Path, left_by_masked: bool, restarted: bool
+) -> None:
+    spool, left = Spool(tmp_path), np.full(4, 1.0, np.float32)
+    for masked in (left_by_masked, not left_by_masked):
+        packets = [pb.Packet(encoding="masked" if left_by_masked else "sq8")]
+        header = pb.UpdateHeader(run_id="run", round=1, schema_hash=HASH, total_bytes=3, packets=packets)
+        sent, digest = header.SerializeToString(), name_of(b"abc")
+        offer = pb.UpdateOffer(header=sent, payload_digest=digest, name=update_name(sent, digest))
+        spool.accept(spool.write(offer, [b"abc"], left), left)
+        next_spool = Spool(tmp_path) if restarted else spool
+        found = next_spool.residual("run", residual_of(HASH, masked=masked), NOTHING)
+        assert (found is not None) == (masked == left_by_masked)
+        assert (tmp_path / "residual.safetensors").exists() == (masked == left_by_masked)
 
 
 def test_a_residual_names_the_update_that_left_it_out(tmp_path: Path) -> None:

@@ -218,6 +218,9 @@ def test_the_noise_of_a_client_is_never_the_same() -> None:
 # What a site demands, and its account
 
 
+MASKS = b"masks"
+
+
 def command(number: int = 1, *, secure: bool = True, **keys: Any) -> pb.TrainCmd:
     job = pb.JobSpec(mode="federated", dp=table(**keys).model_dump_json(), min_results=4)
     sent = pb.TrainCmd(run_id="run", round=number, model_digest="model", job=job)
@@ -251,23 +254,43 @@ def test_a_job_whose_updates_would_go_out_without_noise_is_refused(tmp_path: Pat
 def test_the_account_counts_what_the_group_costs_once_a_round(tmp_path: Path) -> None:
     ledger, plan = Ledger(tmp_path), table().plan(5, 1000, 4)
     for number in (1, 1, 2):
-        ledger.charge(command(number), plan.charge)
+        ledger.charge_own(command(number), plan.charge, MASKS)
         ledger.charge(command(number))  # what is sent again was charged before
     assert json.loads((tmp_path / LEDGER).read_text())["rounds"] == {str(plan.charge): 2}
     again = Ledger(tmp_path)
     assert again.epsilon_with(command(2), 1e-5) == epsilon([plan.charge] * 2, 1e-5)
-    assert again.epsilon_with(command(3), 1e-5, plan.charge) == epsilon([plan.charge] * 3, 1e-5)
+    assert again.epsilon_with(command(2), 1e-5, plan.charge, MASKS) == epsilon([plan.charge] * 2, 1e-5)
+    assert again.epsilon_with(command(3), 1e-5, plan.charge, MASKS) == epsilon([plan.charge] * 3, 1e-5)
+
+
+def test_a_round_that_a_server_makes_a_client_begin_anew_is_charged_anew(tmp_path: Path) -> None:
+    ledger, plan, others = Ledger(tmp_path), table().plan(5, 1000, 4), b"other masks"
+    ledger.charge_own(command(), plan.charge, MASKS)
+    limited = policy(max_epsilon=epsilon([plan.charge], 1e-5))
+    assert own_noise_refusal(limited, ledger, command(), plan, MASKS) == ""
+    assert "above its privacy.max_epsilon" in own_noise_refusal(limited, ledger, command(), plan, others)
+    ledger.charge_own(command(), plan.charge, others)
+    assert json.loads((tmp_path / LEDGER).read_text())["rounds"] == {str(plan.charge): 2}
+
+
+def test_a_site_that_demands_noise_does_not_rely_on_all_clients_unless_it_says_so(tmp_path: Path) -> None:
+    ledger, trusting = Ledger(tmp_path), command(trust_clients=True)
+    for key, value in (("noise_by_clients", True), ("min_noise_multiplier", 1.0), ("max_clip", 1.0)):
+        assert "privacy.trust_clients = false refuses" in refusal(policy(**{key: value}), ledger, trusting)
+        assert refusal(policy(**{key: value, "trust_clients": True}), ledger, trusting) == ""
+    assert refusal(policy(), ledger, trusting) == ""
+    assert not policy(trust_clients=True).demands
 
 
 def test_a_site_compares_its_limits_with_the_noise_of_its_group(tmp_path: Path) -> None:
     ledger, plan = Ledger(tmp_path), table().plan(5, 1000, 4)
     spent = epsilon([plan.charge], 1e-5)
-    assert own_noise_refusal(policy(min_noise_multiplier=1.0, max_epsilon=spent), ledger, command(), plan) == ""
+    assert own_noise_refusal(policy(min_noise_multiplier=1.0, max_epsilon=spent), ledger, command(), plan, MASKS) == ""
     assert "is above the noise of its group: 1" in own_noise_refusal(
-        policy(min_noise_multiplier=1.01), ledger, command(), plan
+        policy(min_noise_multiplier=1.01), ledger, command(), plan, MASKS
     )
     assert "above its privacy.max_epsilon" in own_noise_refusal(
-        policy(max_epsilon=0.999 * spent), ledger, command(), plan
+        policy(max_epsilon=0.999 * spent), ledger, command(), plan, MASKS
     )
 
 

@@ -261,7 +261,8 @@ def test_the_ledger_charges_each_round_once_and_survives_a_restart(tmp_path: Pat
     assert "above its privacy.max_epsilon" in refusal(policy, again, command(4))
     restored, other = command(3), command(3)
     restored.epoch, other.model_digest = 1, "another model"
-    for asked in (restored, other):  # the noise is another one, or what is trained
+    weaker = command(3, dp=FIXED.model_copy(update={"noise_multiplier": 0.1}).model_dump_json())
+    for asked in (restored, other, weaker):  # the noise is another one, or what is trained
         assert "above its privacy.max_epsilon" in refusal(policy, again, asked)
 
 
@@ -295,7 +296,7 @@ def test_a_damaged_ledger_is_not_taken_for_an_empty_one(text: str, tmp_path: Pat
 
 def test_the_ledger_is_written_whole(tmp_path: Path) -> None:
     Ledger(tmp_path).charge(command(7))
-    assert json.loads((tmp_path / "privacy.json").read_text()) == {"last": "run 0 7 ", "rounds": {"1.0": 1}}
+    assert json.loads((tmp_path / "privacy.json").read_text()) == {"last": "run 0 7  1.0", "rounds": {"1.0": 1}}
     assert [path.name for path in tmp_path.iterdir()] == ["privacy.json"]
 
 

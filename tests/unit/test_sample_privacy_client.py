@@ -211,6 +211,24 @@ def test_a_client_tells_no_text_of_errors_which_may_quote_a_sample(
     assert samples_in(settings)[0]["steps"] == 45  # the reason of a failure may depend on samples, too
 
 
+def test_a_client_tells_no_text_of_errors_in_its_data(
+    server: "ScriptedServer", settings: dict[str, Any], model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = ModuleType("my_project")
+
+    def my_data(root: Any, download: bool) -> Any:
+        raise ValueError("could not convert string to float: 'Jane Doe'")
+
+    my_data.__module__ = "my_project"
+    module.my_data = my_data  # type: ignore[attr-defined]  # as above
+    monkeypatch.setitem(sys.modules, "my_project", module)
+    with client(settings, data="my_project:my_data"):
+        server.joins.get(timeout=SECONDS)
+        server.train(server.command(model, job=job()))
+        failure = server.failures.get(timeout=SECONDS)
+        assert (failure.reason, failure.detail) == ("no_data", "ValueError; the log of this client says more")
+
+
 def test_what_rounds_without_noise_have_left_does_not_come_into_private_ones(
     server: "ScriptedServer", settings: dict[str, Any], model: nn.Module
 ) -> None:

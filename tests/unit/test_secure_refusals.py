@@ -25,6 +25,7 @@ from tests.secure_sums import (
 
 from fedring.client.secure import party as party_module
 from fedring.client.secure.party import Party, Site
+from fedring.secure.errors import SecureError
 from fedring.secure.keys import commitment
 from fedring.secure.sealing import SEALED_BYTES
 from fedring.secure.shamir import BadShares, combine
@@ -170,6 +171,15 @@ def test_peers_that_cannot_be_are_refused(make: Callable[..., Group], lie: str) 
     assert not group.again("c000").may_mask
     with refused("bad_peers"):
         group.party("c000").mask(np.zeros(4, np.int32))
+
+
+def test_a_client_that_seals_nonsense_is_named(make: Callable[..., Group]) -> None:
+    group = make(4)
+    group.share()
+    peers = peers_of(group.shares, "c000")
+    peers.shares[1].sealed = bytes(len(peers.shares[1].sealed))
+    with pytest.raises(SecureError, match="c002 sealed it"):
+        group.party("c000").on_peers(peers)
 
 
 def test_peers_are_bound_once(make: Callable[..., Group]) -> None:

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from fedring.daemon.config import ConfigError
 from fedring.daemon.durable import replace_durably
 from fedring.privacy.account import NoAccountant, SampledSteps, check_accountant, epsilon, sampled_epsilon
-from fedring.privacy.charges import Charge, charge_of
+from fedring.privacy.charges import Charge, SkellamCharge, charge_of
 from fedring.privacy.integer_plan import IntegerPlan
 from fedring.train.bounds import MAX_COUNT, Count, NonNegative
 from fedring.train.privacy_table import ClientPrivacy
@@ -49,6 +49,11 @@ class SitePolicy(BaseModel):
         False,
         description='only jobs whose [dp] has noise_by = "clients": this client adds its own noise, and need not trust '
         "the server with it",
+    )
+    trust_clients: bool = Field(
+        False,
+        description="a client that demands noise takes jobs with dp.trust_clients = true, too: their noise is enough "
+        "only if all other clients add theirs, and keep it to themselves",
     )
     max_epsilon: NonNegative = Field(
         0.0,
@@ -99,8 +104,10 @@ class SitePolicy(BaseModel):
 class Ledger:
     """What the rounds cost that a client has delivered for, in a file that no server can change.
 
-    A round of a job with [dp] is charged before the update leaves the client for the first time, and once only. A
-    training of a job with [sample_dp] is charged before its update is spooled: each has noise of its own.
+    A round of a job with [dp] is charged before the update leaves the client for the first time, and once only. Noise
+    of the client's own is charged with the masks of its update, which cover one update only: a server could make a
+    client forget that it has finished a round, and begin it anew with other masks and other noise. A training of a job
+    with [sample_dp] is charged before its update is spooled: each has noise of its own.
 
     Args:
         folder: the state folder of the client.
@@ -134,33 +141,56 @@ class Ledger:
                 "remove it to begin at zero"
             ) from error
 
-    def epsilon_with(self, command: pb.TrainCmd, delta: float, charge: Charge | None = None) -> float:
+    def epsilon_with(
+        self, command: pb.TrainCmd, delta: float, charge: SkellamCharge | None = None, masks: bytes = b""
+    ) -> float:
         """Return the epsilon of all rounds, among them that of the command, charged or not.
 
         Args:
             command: of the round.
             delta: the probability that epsilon may fail.
-            charge: what the round costs; None = Gaussian noise as its job says.
+            charge: what noise of this client's own costs; None = about as much as Gaussian noise as the job says.
+            masks: what names the masks of the update with this noise; empty = those that were charged last, if they
+                are of this round.
 
         Raises:
             NoAccountant: if dp-accounting is not installed.
         """
-        cost = None if _name_of(command) == self._last else charge or _gaussian(command)
-        more = [] if cost is None else [cost]
+        privacy = dp_of(command.job)
+        cost: Charge | None = charge or (privacy.noise_multiplier if privacy else None)
+        if charge is None and privacy is not None and privacy.by_clients:
+            known = self._last.startswith(_name_of(command, ""))
+        else:
+            known = self._last == _name_of(command, masks.hex() if charge else str(cost))
+        more = [] if known or cost is None else [cost]
         return epsilon([*(each for each, count in self._counts.items() for _ in range(count)), *more], delta)
 
-    def charge(self, command: pb.TrainCmd, charge: Charge | None = None) -> None:
-        """Note durably that an update of the round goes out, unless that was noted before.
-
-        Args:
-            command: of the round.
-            charge: what the round costs; None = Gaussian noise as its job says.
+    def charge(self, command: pb.TrainCmd) -> None:
+        """Note durably that an update goes out to which the server adds the noise, unless that was noted before.
 
         Raises:
             OSError: if that is impossible.
         """
-        cost, name = charge or _gaussian(command), _name_of(command)
-        if cost is None or name == self._last:
+        privacy = dp_of(command.job)
+        if privacy is not None and not privacy.by_clients:
+            multiplier = privacy.noise_multiplier
+            self._charge(_name_of(command, str(multiplier)), multiplier)
+
+    def charge_own(self, command: pb.TrainCmd, charge: SkellamCharge, masks: bytes) -> None:
+        """Note durably that an update with noise of this client's own goes out, unless that was noted before.
+
+        Args:
+            command: of the round.
+            charge: what the round costs.
+            masks: what names the masks of the update.
+
+        Raises:
+            OSError: if that is impossible.
+        """
+        self._charge(_name_of(command, masks.hex()), charge)
+
+    def _charge(self, name: str, cost: Charge) -> None:
+        if name == self._last:
             return
         counts = self._counts | {cost: self._counts.get(cost, 0) + 1}
         self._write(name, counts, self._samples)
@@ -246,14 +276,14 @@ def may_count(policy: SitePolicy, job: pb.JobSpec) -> bool:
     return not (unsaid or policy.needs_noise or policy.needs_sample_noise or policy.needs_secure)
 
 
-def own_noise_refusal(policy: SitePolicy, ledger: Ledger, command: pb.TrainCmd, plan: IntegerPlan) -> str:
+def own_noise_refusal(policy: SitePolicy, ledger: Ledger, command: pb.TrainCmd, plan: IntegerPlan, masks: bytes) -> str:
     """Return why a client does not send an update with its own noise, now that it knows its group; "" if it does."""
     if plan.multiplier < policy.min_noise_multiplier:
         return (
             f"this site's privacy.min_noise_multiplier = {policy.min_noise_multiplier:g} is above the noise of its "
             f"group: {plan.multiplier:g}"
         )
-    return _overspent(policy, ledger, command, plan.charge)
+    return _overspent(policy, ledger, command, plan.charge, masks)
 
 
 def refusal(policy: SitePolicy, ledger: Ledger, command: pb.TrainCmd) -> str:
@@ -299,6 +329,11 @@ def refusal(policy: SitePolicy, ledger: Ledger, command: pb.TrainCmd) -> str:
         )
     if policy.noise_by_clients and not privacy.by_clients:
         return "this site's privacy.noise_by_clients = true refuses noise of the server: dp.noise_by must be clients"
+    if privacy.by_clients and privacy.trust_clients and not policy.trust_clients:
+        return (
+            "this site's privacy.trust_clients = false refuses dp.trust_clients = true, with which the noise is enough "
+            "only if all other clients add theirs"
+        )
     if policy.max_clip and privacy.adaptive:
         return (
             f"this site's privacy.max_clip = {policy.max_clip:g} demands dp.adaptive = false: an adaptive clip may grow"
@@ -333,13 +368,8 @@ def _weak_for_samples(policy: SitePolicy, sample: SamplePrivacy | None) -> str:
     return ""
 
 
-def _name_of(command: pb.TrainCmd) -> str:
-    return f"{command.run_id} {command.epoch} {command.round} {command.model_digest}"
-
-
-def _gaussian(command: pb.TrainCmd) -> Charge | None:
-    privacy = dp_of(command.job)
-    return privacy.noise_multiplier if privacy is not None else None
+def _name_of(command: pb.TrainCmd, noise: str) -> str:
+    return f"{command.run_id} {command.epoch} {command.round} {command.model_digest} {noise}"
 
 
 def _written(policy: SitePolicy, key: str) -> str:
@@ -347,10 +377,12 @@ def _written(policy: SitePolicy, key: str) -> str:
     return f"{key} = {'true' if value is True else format(value, 'g')}"
 
 
-def _overspent(policy: SitePolicy, ledger: Ledger, command: pb.TrainCmd, charge: Charge | None = None) -> str:
+def _overspent(
+    policy: SitePolicy, ledger: Ledger, command: pb.TrainCmd, charge: SkellamCharge | None = None, masks: bytes = b""
+) -> str:
     if not policy.max_epsilon:
         return ""
-    total = ledger.epsilon_with(command, policy.delta, charge)
+    total = ledger.epsilon_with(command, policy.delta, charge, masks)
     if total <= policy.max_epsilon:
         return ""
     return (

@@ -20,7 +20,7 @@ from fedring.client.transfer.fetch import ModelFetcher
 from fedring.client.transfer.partial import Sink
 from fedring.client.transfer.private import PrivateValues, check_finite, check_own, line_of
 from fedring.client.transfer.spool import Spool
-from fedring.client.transfer.update import TrainingReport, offer_of
+from fedring.client.transfer.update import TrainingReport, offer_of, residual_of
 from fedring.codec import CodecError
 from fedring.codec.schema import Schema
 from fedring.privacy.account import SampledSteps
@@ -348,7 +348,9 @@ class Task:
             raise
         last = self.link.connection.last_accepted
         line = line_of(command)
-        residual = self._spool.residual(line.run_id, command.schema_hash, last, after=line.after)
+        masked = command.HasField("secure")
+        schema = residual_of(command.schema_hash, masked=masked)
+        residual = self._spool.residual(line.run_id, schema, last, after=line.after)
         try:
             private = None
             if private_schema.entries:
@@ -360,7 +362,7 @@ class Task:
                 personal = PrivateValues(line, loaded.parts.not_frozen, own)
                 check_finite(own)
             trained = read_vectors(model, loaded.parts.shared.names)
-            if command.HasField("secure"):
+            if masked:
                 update = self._secure.make_update(self._assignment, loaded.base, trained, training.samples, residual)
                 control = None
             else:
@@ -377,7 +379,7 @@ class Task:
         spooled = self._spool.write(
             update.offer, update.parts, update.residual, private=private, control=control, personal=personal
         )
-        if command.HasField("secure"):
+        if masked:
             self._secure.bind(self._assignment, update.offer.payload_digest)
         self._delivery.send(spooled, self._assignment, update.residual)
 

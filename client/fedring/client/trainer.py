@@ -101,13 +101,12 @@ class DeclaredTrainer:
         except RoundOver as over:
             log.warning("round %d takes no update from this client: %s", task.round, over)
         except (SeamError, TrainError, DataError) as error:
-            self._fail(task, error.reason, str(error))
+            self._fail(task, error.reason, str(error), quoting=error.__cause__ if type(error) is DataError else None)
         except Refused:
             raise
         except Exception as error:  # the user's code may raise anything
             log.exception("round %d failed", task.round)
-            hidden = f"{type(error).__name__}; the log of this client says more"  # the text may quote a sample
-            self._fail(task, failure_reason(error), hidden if task.job.sample_dp else failure_detail(error))
+            self._fail(task, failure_reason(error), failure_detail(error), quoting=error)
 
     def evaluate(self, evaluation: Evaluation) -> Counts:
         """Evaluate a model on this client's held-out samples. The stages of a pipeline have done so already.
@@ -203,8 +202,11 @@ class DeclaredTrainer:
             stopped=lambda: task.cancelled,
         )
 
-    def _fail(self, task: Task, reason: str, detail: str) -> None:
+    def _fail(self, task: Task, reason: str, detail: str, *, quoting: BaseException | None) -> None:
+        """Report a failure; in jobs with [sample_dp], without the text of an error, which may quote a sample."""
         log.error("round %d failed (%s): %s", task.round, reason, detail)
+        if task.job.sample_dp and quoting is not None:
+            detail = f"{type(quoting).__name__}; the log of this client says more"
         task.fail(reason, detail)
 
     def _drop(self, error: Exception) -> None:

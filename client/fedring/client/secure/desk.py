@@ -130,9 +130,9 @@ class SecureDesk:
             return masked_update(party, base, trained, samples, residual)
         try:
             plan = privacy.plan(party.clients, base.vectors.parameters.size, party.command.job.min_results)
-            if why := own_noise_refusal(self._config.privacy, self._ledger, party.command, plan):
+            if why := own_noise_refusal(self._config.privacy, self._ledger, party.command, plan, party.masks):
                 raise SecureError("privacy_policy", why)
-            self._ledger.charge(party.command, plan.charge)
+            self._ledger.charge_own(party.command, plan.charge, party.masks)
         except ValueError as error:
             raise SecureError("no_plan", f"this client cannot add its share of the noise: {error}") from error
         except OSError as error:

@@ -8,14 +8,14 @@ from numpy.typing import NDArray
 from fedring.client.secure.party import Party
 from fedring.client.transfer.download import HeldModel
 from fedring.client.transfer.update import Update, masked_offer
-from fedring.codec import TILE, CodecError, Vectors
+from fedring.codec import CodecError, Vectors
 from fedring.codec.digest import name_of
 from fedring.codec.masked import Words, masked_packet
 from fedring.privacy.integer_plan import IntegerPlan
 from fedring.privacy.integers import RoundingFailed, encode_private
 from fedring.privacy.keystream import SECRET_BYTES
 from fedring.secure.errors import SecureError
-from fedring.secure.levels import integers_of, open_blocks, to_levels
+from fedring.secure.levels import integers_of, open_blocks, shorten, to_levels
 
 
 def masked_update(
@@ -100,13 +100,3 @@ def _update(party: Party, words: Words, bits: int, residual: NDArray[np.float32]
     parts = masked_packet(words, bits)
     offer = masked_offer(party.command, party.client_id, sum(map(len, parts)), name_of(*parts))
     return Update(offer, parts, residual)
-
-
-def shorten(delta: NDArray[np.float32], clip: float) -> None:
-    """Shorten a vector [D] in place to the norm `clip`, if it is longer; 0 = leave it."""
-    if clip <= 0:
-        return
-    pieces = (delta[start : start + TILE].astype(np.float64) for start in range(0, delta.size, TILE))
-    norm = float(np.sqrt(sum(float(np.dot(piece, piece)) for piece in pieces)))
-    if norm > clip:
-        delta *= np.float32(clip / norm)

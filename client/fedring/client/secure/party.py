@@ -21,7 +21,7 @@ from fedring.client.secure.state import RoundRecord, SecureState, name_of
 from fedring.codec.masked import MAX_BITS, Words, word_type
 from fedring.daemon.crash import crashpoint
 from fedring.secure.errors import SecureError
-from fedring.secure.keys import RoundSecrets, draw_secrets, own_seed, pair_seed, share_key
+from fedring.secure.keys import RoundSecrets, commitment, draw_secrets, own_seed, pair_seed, share_key
 from fedring.secure.limits import bits_of_sum, fewest_survivors
 from fedring.secure.masks import mask, wrap
 from fedring.secure.roster import CheckIdentity, Roster, check_roster, signed_keys
@@ -153,6 +153,11 @@ class Party:
     def bits(self) -> int:
         """The bits of a masked value, if values are levels. The group must be known."""
         return self._bits(self.clients)
+
+    @property
+    def masks(self) -> bytes:
+        """What names the masks of this round, of which this client has told everybody, 32 bytes."""
+        return commitment(self._record.own_mask)
 
     @property
     def payload(self) -> str:
@@ -318,7 +323,10 @@ class Party:
                 )
             sealing = roster.member(each.client_id).sealing
             key = share_key(self._record.sealing, sealing, roster.digest, each.client_id, me)
-            opened[each.client_id] = unseal(key, each.sealed)
+            try:
+                opened[each.client_id] = unseal(key, each.sealed)
+            except SecureError as error:
+                raise SecureError(error.reason, f"{error}: {each.client_id} sealed it") from error
         return opened
 
     def _pair_seed(self, roster: Roster, peer: str) -> bytes:

@@ -41,6 +41,7 @@ from safetensors.numpy import save_file
 from fedring.client.privacy import Ledger
 from fedring.client.transfer.control import ControlState, OwnControl
 from fedring.client.transfer.private import PrivateState, PrivateValues
+from fedring.client.transfer.update import residual_of_update
 from fedring.codec.digest import Digest, update_name
 from fedring.daemon.crash import crashpoint
 from fedring.daemon.durable import sync
@@ -145,7 +146,7 @@ class Spool:
 
         Args:
             run_id: The run of the next update.
-            schema_hash: The schema of the next update.
+            schema_hash: The schema of the next update, as `residual_of` names it.
             last: The newest update of this client that the server has accepted. If the residual was left by an older
                 one, it was sent in the meantime, and is dropped. If it was left by a newer one, the server has been
                 restored, and the residual stays.
@@ -246,7 +247,7 @@ class Spool:
             crashpoint("client_personal_spooled")
         if residual is not None:
             noted = {"epoch": str(header.epoch), "round": str(header.round), "name": offer.name}
-            metadata = {"run": header.run_id, "schema": header.schema_hash.hex(), **noted}
+            metadata = {"run": header.run_id, "schema": residual_of_update(header).hex(), **noted}
             save_file({_KEY: residual}, self._left_file, metadata)
             crashpoint("client_residual_spooled")
         self._empty = False
@@ -312,7 +313,7 @@ class Spool:
             self._left_file.rename(self._residual_file)
             sync(self.folder)
             crashpoint("client_residual_placed")
-            key = (spooled.header.run_id, spooled.header.schema_hash)
+            key = (spooled.header.run_id, residual_of_update(spooled.header))
             self._cached = None if residual is None else (*key, residual)
             header = spooled.header
             self._noted = pb.LastAccepted(epoch=header.epoch, round=header.round, name=spooled.offer.name)

@@ -115,6 +115,16 @@ def masked_offer(command: pb.TrainCmd, client_id: str, size: int, payload_digest
     return _offer(command, client_id, [packet], payload_digest, TrainingReport(samples=1))
 
 
+def residual_of(schema_hash: bytes, *, masked: bool) -> bytes:
+    """Return what residuals are known by: what masked updates leave out must not come into others, which are seen."""
+    return schema_hash + MASKED.encode() if masked else schema_hash
+
+
+def residual_of_update(header: pb.UpdateHeader) -> bytes:
+    """Return what the residual is known by that an update leaves."""
+    return residual_of(header.schema_hash, masked=any(packet.encoding == MASKED for packet in header.packets))
+
+
 def _offer(
     command: pb.TrainCmd,
     client_id: str,
