@@ -38,7 +38,11 @@ def test_a_job_that_fits() -> None:
         ({"straggler_factor": 2.0}, "straggler_factor"),
         ({"aggregation": {"rule": "median"}}, "group_size"),
         (
-            {"min_clients": 12, "aggregation": {"rule": "krum", "malicious": 1}, "secure_aggregation": {"group_size": 3}},
+            {
+                "min_clients": 12,
+                "aggregation": {"rule": "krum", "malicious": 1},
+                "secure_aggregation": {"group_size": 3},
+            },
             "krum with malicious = 1 needs 5 updates, and has 4, of which each group of secure_aggregation has one",
         ),
         ({"encoding": "packed"}, "keep_ratio"),
