@@ -68,6 +68,7 @@ class SecureState:
     messages: dict[Step, dict[str, bytes]] = field(default_factory=lambda: {step: {} for step in KINDS})
     masks: dict[int, GroupMasks] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
+    _owners: dict[bytes, str] = field(default_factory=dict)  # the clients of the members' public keys
     _told: dict[tuple[int, Step], bytes] = field(default_factory=dict)
     _sealed: dict[str, dict[str, bytes]] = field(default_factory=dict)
 
@@ -156,11 +157,10 @@ class SecureState:
 
     def add_member(self, member: Member) -> None:
         """Keep a client's keys; BadRequest if another client has sent one of them, so that no group would hold both."""
-        others = (other for name, other in self.members.items() if name != member.client_id)
-        known = {key for other in others for key in (other.sealing, other.masking)}
-        if not known.isdisjoint((member.sealing, member.masking)):
-            text = f"the keys of {member.client_id} are those of another client"
-            raise BadRequest(text, reason="bad_secure_message")
+        for key in (member.sealing, member.masking):
+            if self._owners.setdefault(key, member.client_id) != member.client_id:
+                text = f"the keys of {member.client_id} are those of another client"
+                raise BadRequest(text, reason="bad_secure_message")
         self.members[member.client_id] = member
 
     def check_message(self, client: str, message: Message, check_identity: CheckIdentity) -> Member | None:
@@ -306,10 +306,10 @@ def restored(
     steps = {kind: step for step, kind in KINDS.items()}
     for message in messages:
         secure.messages[steps[message.kind]][message.client_id] = message.body
-    for client, body in secure.messages[Step.KEYS].items():
+    for body in secure.messages[Step.KEYS].values():
         keys = wire.SecureKeys.FromString(body).keys
         # Whose keys they are was checked when they came.
-        secure.members[client] = check_member(keys, command, lambda _name, _proof: None, secure.task)
+        secure.add_member(check_member(keys, command, lambda _name, _proof: None, secure.task))
     groups = tuple(_group(entry, secure.messages, accepted, since) for entry in decided.groups)
     state = replace(secure.state, keys=frozenset(secure.members), groups=groups)
     secure.state = replace(state, accepted=frozenset(accepted)) if state.chosen else state
