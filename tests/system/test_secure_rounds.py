@@ -364,13 +364,17 @@ def test_a_group_whose_sum_is_spoilt_does_not_count(
     np.testing.assert_allclose(parameters(good[0].link), expected(good, good[0].link), atol=1e-7)
 
 
-def test_a_job_with_secure_aggregation_can_be_stopped_while_masks_are_removed(
-    control: Control, party: Callable[..., Party]
+@pytest.mark.parametrize("step", STEPS)
+def test_a_job_with_secure_aggregation_can_be_stopped_in_any_step(
+    server: Fleet, control: Control, party: Callable[..., Party], step: str
 ) -> None:
     clients = party()
     job_id, events = start(control, clients)
-    each(clients, "send_keys", "send_shares", "take_peers", "push", "sign_survivors")
+    each(clients, *(call for before in STEPS[: STEPS.index(step)] for call in CALLS[before]))
+    each(clients[:1], *CALLS[step])
     control.stop_job(job_id)
     assert outcome(control, job_id, events).state == "stopped"
+    state = server.directory / "state" / "server"
+    assert ask(state, "SELECT * FROM secure_messages UNION ALL SELECT *, '' FROM secure_rounds") == []
     for client in clients:
         assert client.link.expect("round_ended").reason == "stopped"

@@ -144,6 +144,8 @@ def test_no_round_of_a_job_costs_more_than_what_is_asked_for_before() -> None:
     assert job.dp is not None
     most = epsilon([most_charged(job, 1000)], 1e-5)
     assert most >= max(epsilon([job.dp.plan(clients, 1000, 4).charge], 1e-5) for clients in (4, 5, 50, 100))
+    sampled = Job.model_validate(FITS | {"sample_clients": 3})  # a round draws the four that it needs all the same
+    assert most_charged(sampled, 1000) == job.dp.plan(4, 1000, 4).charge
     gaussian = Job.model_validate(FITS | {"dp": {"noise_multiplier": 0.1}, "secure_aggregation": None})
     assert most_charged(gaussian, 1000) == 0.1
 

@@ -248,6 +248,20 @@ def test_a_chain_of_certificates_leads_to_an_authority() -> None:
             check_chain(chain, authorities)
 
 
+def test_certificates_that_cannot_be_read_prove_nothing() -> None:
+    root, leaf, stranger = (ec.generate_private_key(ec.SECP256R1()) for _ in range(3))
+    good = certificate("leaf", leaf, ("middle", stranger)).public_bytes(Encoding.DER)
+    issuer = certificate("middle", stranger, ("middle", stranger), authority=True).public_bytes(Encoding.DER)
+    version, constraints = bytes.fromhex("a003020102"), bytes.fromhex("0603551d13")
+    assert good.count(version) == issuer.count(version) == issuer.count(constraints) == 1
+    other_version = good.replace(version, version[:-1] + b"\x63")
+    place = issuer.index(constraints) + 10  # the extension's own bytes, which the parser reads last
+    no_constraints = issuer[:place] + b"\xff" + issuer[place + 1 :]
+    for certificates in ((good, other_version), (good, no_constraints), (good, b"")):
+        with pytest.raises(BadProof):
+            check_chain(Proof(certificates).chain(), [certificate("root", root, ("root", root), authority=True)])
+
+
 COMMAND = pb.TrainCmd(run_id="run", epoch=1, round=7, model_digest="m", lr=0.5)
 
 

@@ -23,6 +23,7 @@ def test_a_job_that_fits() -> None:
     assert job().secure_aggregation is not None
     job(weights="uniform", update_clip=1.0, evaluate_on_server=True, best_by="max server/accuracy", patience=3)
     job(aggregation={"rule": "median"}, min_clients=12, secure_aggregation={"group_size": 4}, sample_clients=12)
+    job(aggregation={"rule": "krum", "malicious": 1}, min_clients=15, secure_aggregation={"group_size": 3})
 
 
 @pytest.mark.parametrize(
@@ -36,6 +37,14 @@ def test_a_job_that_fits() -> None:
         ({"close_at_minimum": True}, "close_at_minimum"),
         ({"straggler_factor": 2.0}, "straggler_factor"),
         ({"aggregation": {"rule": "median"}}, "group_size"),
+        (
+            {
+                "min_clients": 12,
+                "aggregation": {"rule": "krum", "malicious": 1},
+                "secure_aggregation": {"group_size": 3},
+            },
+            "krum with malicious = 1 needs 5 updates, and has 4, of which each group of secure_aggregation has one",
+        ),
         ({"encoding": "packed"}, "keep_ratio"),
         ({"best_by": "min train/loss"}, "train/loss"),
         ({"min_clients_to_aggregate": 3}, "min_clients_to_aggregate is 3, and must be at least 4"),

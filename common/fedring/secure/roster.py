@@ -96,13 +96,16 @@ def signed_keys(
     )
 
 
-def check_member(signed: wire.SignedKeys, command: pb.TrainCmd, check_identity: CheckIdentity) -> Member:
+def check_member(
+    signed: wire.SignedKeys, command: pb.TrainCmd, check_identity: CheckIdentity, task: bytes = b""
+) -> Member:
     """Return what a client has signed for a round.
 
     Args:
         signed: its keys.
         command: of the round, as the caller knows it.
         check_identity: checks that the proof belongs to the client id.
+        task: the digest of the command's task, from a caller that checks several members; empty = it is computed.
 
     Raises:
         SecureError: "bad_peer_keys" if the statement is malformed, "other_round" if it is of another round,
@@ -127,7 +130,7 @@ def check_member(signed: wire.SignedKeys, command: pb.TrainCmd, check_identity: 
         raise SecureError("bad_peer_signature", f"the keys of {name} are not signed well: {error}") from error
     if (said.context, said.run_id, said.epoch, said.round) != (CONTEXT, command.run_id, command.epoch, command.round):
         raise SecureError("other_round", f"the keys of {name} are of another round: {said.round} of {said.run_id[:64]}")
-    if said.task != task_digest(command):
+    if said.task != (task or task_digest(command)):
         raise SecureError("other_task", f"{name} was given another model or another task in this round")
     try:
         check_identity(name, proof)
@@ -150,7 +153,8 @@ def check_roster(message: wire.SecureRoster, command: pb.TrainCmd, check_identit
         )
     if count > MAX_GROUP:
         raise SecureError("bad_roster", f"a group of {count} clients is above {MAX_GROUP}")
-    members = tuple(check_member(each, command, check_identity) for each in message.members)
+    task = task_digest(command)
+    members = tuple(check_member(each, command, check_identity, task) for each in message.members)
     names = [member.client_id for member in members]
     keys = {key for member in members for key in (member.sealing, member.masking)}
     if names != sorted(set(names)) or len(keys) != 2 * count:

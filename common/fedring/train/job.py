@@ -6,6 +6,7 @@ from typing import Self
 from pydantic import model_validator
 
 from fedring.codec.encoding import Encoding
+from fedring.secure.limits import group_count
 from fedring.train.aggregation_table import MEAN
 from fedring.train.algorithm_checks import (
     PERSONAL,
@@ -98,8 +99,11 @@ class Job(JobKeys):
             )
         if self.aggregation.data and (self.private or self.shared != ["*"]):
             raise ValueError("fltrust trains the whole model on the server: leave out shared and private")
-        if shortage := self.aggregation.too_few(self.fewest_updates):
-            raise ValueError(f"aggregation: {shortage}, in a round with the fewest clients that this job allows")
+        size = self.secure_aggregation.group_size if self.secure_aggregation is not None else 0
+        updates = group_count(self.fewest_updates, size) if size else self.fewest_updates
+        if shortage := self.aggregation.too_few(updates):
+            each = ", of which each group of secure_aggregation has one" if size else ""
+            raise ValueError(f"aggregation: {shortage}{each}, in a round with the fewest clients that this job allows")
         return self
 
     @model_validator(mode="after")

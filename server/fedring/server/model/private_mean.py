@@ -98,7 +98,8 @@ def most_charged(job: Job, dimension: int) -> Charge:
     if not privacy.by_clients or secure is None:
         return privacy.noise_multiplier
     needed = job.min_clients_to_aggregate
-    return privacy.charge_of(secure.group_sizes(needed, job.sample_clients), dimension, needed)
+    most = max(job.sample_clients, needed) if job.sample_clients else 0
+    return privacy.charge_of(secure.group_sizes(needed, most), dimension, needed)
 
 
 def private_round(

@@ -36,6 +36,7 @@ from fedring.server.secure.combining import masks_of
 from fedring.server.secure.events import Step
 from fedring.server.secure.groups import form_groups
 from fedring.server.state.facts import Facts
+from fedring.server.state.failures import StorageFailed
 from fedring.server.state.interfaces import Acceptance
 from fedring.server.state.rows import SecureMessageRow, SecureRoundRow
 from fedring.v1 import secure_pb2 as wire
@@ -120,6 +121,7 @@ class SecureRounds:
         self, open_: OpenRound, secure: SecureState, client: str, step: Step, body: bytes, member: Member | None
     ) -> None:
         """Make a message durable, then let it count. The same call may be under way a second time."""
+        self._open(open_.row.round, client)  # nothing is kept of a round that has ended while the message was checked
         if member is not None:
             secure.add_member(member)
         row = SecureMessageRow(open_.row.round, client, KINDS[step], body)
@@ -152,6 +154,8 @@ class SecureRounds:
                     await self._decide(open_, open_.secure, ev.Grouped(groups))
                 case ev.Combine(place):
                     await self._combine(open_, open_.secure, place)
+                case ev.GiveUp() if fault := self._facts.storage.fault:
+                    raise StorageFailed("disk_full", fault)
                 case ev.GiveUp(reason):
                     await self._give_up(open_, reason)
                 case _:

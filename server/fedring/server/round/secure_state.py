@@ -68,6 +68,7 @@ class SecureState:
     messages: dict[Step, dict[str, bytes]] = field(default_factory=lambda: {step: {} for step in KINDS})
     masks: dict[int, GroupMasks] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
+    _owners: dict[bytes, str] = field(default_factory=dict)  # the clients of the members' public keys
     _told: dict[tuple[int, Step], bytes] = field(default_factory=dict)
     _sealed: dict[str, dict[str, bytes]] = field(default_factory=dict)
 
@@ -77,7 +78,8 @@ class SecureState:
         return [Roster(tuple(self.members[name] for name in group.members)) for group in self.state.groups]
 
     @cached_property
-    def _rotation(self) -> bytes:
+    def task(self) -> bytes:
+        """The digest of what the round's clients are asked to do."""
         return task_digest(self.command)
 
     @property
@@ -111,10 +113,10 @@ class SecureState:
         if self.dp is None:
             return None
         plan = self.dp.plan(len(self.state.groups[place].members), self.parameters, self.state.rules.needed)
-        return PrivateIntegers(plan, self._rotation)
+        return PrivateIntegers(plan, self.task)
 
-    def check_update(self, client: str) -> Width:
-        """Check that the client may deliver a masked update. Returns of how many values, and how wide ones.
+    def check_update(self, client: str) -> int:
+        """Check that the client may deliver a masked update. Returns the number of its group.
 
         Raises:
             UnknownRound: "not_selected" if it is not, or no longer, part of the secure aggregation.
@@ -124,6 +126,15 @@ class SecureState:
         if place is None or group is None or group.reason or client not in group.peers:
             text = f"{client} is not part of the secure aggregation of round {self.command.round}"
             raise UnknownRound(text, reason="not_selected")
+        return place
+
+    def width(self, client: str) -> Width:
+        """Return of how many values the client's masked update consists, and how wide they are.
+
+        Raises:
+            UnknownRound: as check_update.
+        """
+        place = self.check_update(client)
         if integers := self.integers(place):
             return private_width(integers.plan)
         return width_of(self.command.secure, self.parameters, self.bits(place))
@@ -146,11 +157,10 @@ class SecureState:
 
     def add_member(self, member: Member) -> None:
         """Keep a client's keys; BadRequest if another client has sent one of them, so that no group would hold both."""
-        others = (other for name, other in self.members.items() if name != member.client_id)
-        known = {key for other in others for key in (other.sealing, other.masking)}
-        if not known.isdisjoint((member.sealing, member.masking)):
-            text = f"the keys of {member.client_id} are those of another client"
-            raise BadRequest(text, reason="bad_secure_message")
+        for key in (member.sealing, member.masking):
+            if self._owners.setdefault(key, member.client_id) != member.client_id:
+                text = f"the keys of {member.client_id} are those of another client"
+                raise BadRequest(text, reason="bad_secure_message")
         self.members[member.client_id] = member
 
     def check_message(self, client: str, message: Message, check_identity: CheckIdentity) -> Member | None:
@@ -161,7 +171,7 @@ class SecureState:
         """
         try:
             if isinstance(message, wire.SecureKeys):
-                member = check_member(message.keys, self.command, check_identity)
+                member = check_member(message.keys, self.command, check_identity, self.task)
                 _require(member.client_id == client, "the keys are those of another client")
                 for key in (member.sealing, member.masking):
                     pair_seed(draw_secrets().masking, key, b"", client, client)  # a key of low order gives no secret
@@ -296,9 +306,10 @@ def restored(
     steps = {kind: step for step, kind in KINDS.items()}
     for message in messages:
         secure.messages[steps[message.kind]][message.client_id] = message.body
-    for client, body in secure.messages[Step.KEYS].items():
+    for body in secure.messages[Step.KEYS].values():
         keys = wire.SecureKeys.FromString(body).keys
-        secure.members[client] = check_member(keys, command, lambda _name, _proof: None)  # it was checked when it came
+        # Whose keys they are was checked when they came.
+        secure.add_member(check_member(keys, command, lambda _name, _proof: None, secure.task))
     groups = tuple(_group(entry, secure.messages, accepted, since) for entry in decided.groups)
     state = replace(secure.state, keys=frozenset(secure.members), groups=groups)
     secure.state = replace(state, accepted=frozenset(accepted)) if state.chosen else state

@@ -1,0 +1,86 @@
+"""Rounds with secure aggregation with a real store: what happens at the same time, and a disk that fails."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from tests.unit.host import Host, running, spec
+
+from fedring.rpc.errors import UnknownRound
+from fedring.secure.keys import draw_secrets
+from fedring.secure.roster import signed_keys
+from fedring.secure.signing import Proof, public_bytes
+from fedring.server.round.events import Phase
+from fedring.server.round.open_round import OpenRound
+from fedring.server.round.sessions import Session
+from fedring.v1 import federation_pb2 as pb
+from fedring.v1 import secure_pb2 as wire
+
+NAMES = ("a", "b", "c")
+
+
+@pytest.fixture
+async def host(tmp_path: Path) -> AsyncIterator[Host]:
+    async with running(tmp_path) as host:
+        yield host
+
+
+async def begun(host: Host, **keys: Any) -> tuple[int, list[Session], OpenRound]:
+    """Start a job with secure aggregation; return its id, the sessions of its clients, and its first round."""
+    sessions = [host.join(name) for name in NAMES]
+    fixed = {"min_clients": 3, "min_clients_to_aggregate": 3, "max_abandoned": 1, "secure_aggregation": {}}
+    job, _ = await host.jobs.start(spec(**fixed | keys), "")
+    for session in sessions:
+        await host.command(session)
+    assert host.rounds.open is not None
+    return job.job_id, sessions, host.rounds.open
+
+
+def keys_of(name: str, command: pb.TrainCmd) -> wire.SecureKeys:
+    key = Ed25519PrivateKey.generate()
+    proof = Proof(public_key=public_bytes(key.public_key()))
+    return wire.SecureKeys(round=command.round, keys=signed_keys(command, name, draw_secrets(), key, proof))
+
+
+async def send_keys(host: Host, open_: OpenRound, names: Sequence[str] = NAMES) -> None:
+    for name in names:
+        await host.parts.secure.take(name, keys_of(name, open_.command))
+
+
+async def test_no_message_is_kept_of_a_round_that_ends_while_it_is_checked(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job_id, _, open_ = await begun(host)
+    monkeypatch.setattr(host.parts.secure, "_check", lambda _name, _proof: host.gate.pass_("check"))
+    host.gate.close("check")
+    late = asyncio.create_task(send_keys(host, open_, ["a"]))
+    await host.gate.reached()
+    await host.jobs.stop(job_id)
+    assert await host.ended(job_id) == "stopped"
+    host.gate.open()
+    with pytest.raises(UnknownRound):
+        await late
+    assert await host.facts.db(host.store.secure_round, open_.row.round) == (None, [])
+
+
+async def test_a_round_is_not_given_up_while_the_disk_takes_no_messages(host: Host) -> None:
+    _, sessions, open_ = await begun(host)
+    secure = open_.secure
+    assert secure is not None
+    host.facts.storage.fail("disk_full")
+    secure.delay(-600)  # the step's time is over
+    host.rounds.changed.set()
+    async with asyncio.timeout(60):
+        while not open_.waits_for_disk:
+            assert host.rounds.state.round is not None
+            assert host.rounds.state.round.phase is Phase.TRAINING
+            await asyncio.sleep(0)
+    secure.delay(600)  # as soon as the disk works again, the time that it has taken is given back
+    host.facts.storage.mend()
+    await send_keys(host, open_)
+    async with asyncio.timeout(60):
+        event = pb.ServerEvent.FromString(await sessions[0].outbox.get())
+    assert event.secure.WhichOneof("step") == "roster"
