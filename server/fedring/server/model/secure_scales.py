@@ -56,7 +56,7 @@ class Pace:
         changes, known = self.changes.astype(np.float64), self.changes > 0
         if known.any():
             first = sqrt(float(np.mean(np.square(changes[known]))))
-        return np.maximum(np.where(known, changes, first), _FLOOR * first) * self.waiting
+        return np.maximum(np.where(known, changes, first), _FLOOR * first) * self.waiting.astype(np.float64)
 
 
 def secure_round(job: Job, base: ModelRow, pace: Pace | None) -> wire.SecureRound:
