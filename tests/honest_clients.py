@@ -53,6 +53,7 @@ class HonestClient:
         self.name, self.state_dir = name, folder / name
         self.may_submit = threading.Event()
         self.may_submit.set()
+        self.starts: dict[int, NDArray[np.float32]] = {}  # the parameters that trainings began with, by their rounds
         self.over: dict[int, str] = {}  # the reason for which a round took no update, by its number
         self._settings: dict[str, Any] = {"server": address, "client_id": name, "state_dir": self.state_dir} | settings
 
@@ -73,8 +74,10 @@ class HonestClient:
                 model = new_model()
                 try:
                     task.load_into(model)
+                    start = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
+                    self.starts[task.round] = start.numpy()
                     torch.nn.utils.vector_to_parameters(
-                        torch.from_numpy(learned(self.name, task.round)), model.parameters()
+                        start + torch.from_numpy(learned(self.name, task.round)), model.parameters()
                     )
                     self.may_submit.wait(SECONDS)
                     task.submit(model, samples=10)

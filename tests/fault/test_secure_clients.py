@@ -10,9 +10,9 @@ from fedring.daemon.crash import SECURE
 from tests.fault.faulty_fleet import FaultyFleet, wait_for
 from tests.fleets import Control, until_watching
 
-CLIENTS = 4
+CLIENTS, ROUNDS = 4, 2  # in the second round, clients begin with what they have left out of the first one
 JOB: dict[str, Any] = {
-    "rounds": 1,
+    "rounds": ROUNDS,
     "min_clients": CLIENTS,
     "min_clients_to_aggregate": CLIENTS,
     "weights": "uniform",
@@ -28,7 +28,7 @@ ACCEPTED = "client_accepted"
 
 
 class SecureFleet(FaultyFleet):
-    """A server and its clients, which run jobs of one round; one of them may be killed in each."""
+    """A server and its clients, which run short jobs; one of them may be killed in the first round of each."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, {}, [{"privacy": {"require_secure_aggregation": True}}] * CLIENTS)
@@ -38,7 +38,7 @@ class SecureFleet(FaultyFleet):
         for place in places:
             self._run(place)
         with Control(self.control) as control:
-            return [model.digest for model in control.models(limit=len(places))]
+            return [model.digest for model in control.models(limit=ROUNDS * len(places))]
 
     def _run(self, place: str) -> None:
         if place:
@@ -54,8 +54,7 @@ class SecureFleet(FaultyFleet):
         with Control(self.control) as control:
             wait_for(self, "the end of the job", lambda: list(control.follow_job(job_id)))
             assert control.job(job_id).state == "completed", control.job(job_id).reason
-            (round_,) = control.rounds(job_id=job_id)
-            assert round_.delivered == CLIENTS
+            assert [round_.delivered for round_ in control.rounds(job_id=job_id)] == [CLIENTS] * ROUNDS
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,14 @@ def add_number(model: nn.Module, samples: Any, plan: Any) -> dict[str, float]:
     return {"num_samples": len(samples), "loss": 1.0, "rounds": plan.job_round}
 
 
+def fills_with_ones(model: nn.Module, samples: Any, plan: Any) -> int:
+    """Set all parameters to 1, whatever they are."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(1)
+    return len(samples)
+
+
 def fails_for_some(model: nn.Module, samples: Any, plan: Any) -> int:
     """Fail where the client's own seed is odd."""
     if plan.seed % 2:

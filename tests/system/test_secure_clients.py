@@ -56,6 +56,19 @@ def test_what_is_left_out_of_one_round_is_sent_in_the_next(
     assert not np.array_equal(second, two[BLOCK:])
 
 
+def test_training_begins_with_what_was_left_out_if_the_round_leaves_blocks_out(
+    server: SecureServer, clients: dict[str, HonestClient]
+) -> None:
+    for round_, blocks in ((1, [0]), (2, [1]), (3, None)):
+        server.run_round(round_, NAMES, secure=round_of(blocks))
+    for name, client in clients.items():
+        left_out = learned(name, 1)
+        left_out[:BLOCK] = 0
+        assert not client.starts[1].any()  # as the model
+        assert np.array_equal(client.starts[2], left_out)
+        assert not client.starts[3].any()
+
+
 def test_updates_count_by_their_samples_up_to_the_largest_weight(
     server: SecureServer, clients: dict[str, HonestClient]
 ) -> None:

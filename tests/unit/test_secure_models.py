@@ -19,7 +19,7 @@ from fedring.server.config import ServerConfig
 from fedring.server.model.masked_sum import GroupMasks
 from fedring.server.model.modelfile import ModelReader
 from fedring.server.model.models import Models
-from fedring.server.model.secure_scales import Spread, read_spread, secure_round
+from fedring.server.model.secure_scales import Pace, Spread, read_spread, secure_round
 from fedring.server.operator.job_checks import JobChecks
 from fedring.server.state.blobs import FileBlobs
 from fedring.server.state.facts import Facts
@@ -77,7 +77,7 @@ class Rounds:
         damage: str = "",
     ) -> ModelRow:
         """Make the next model of updates that are drawn by the base's version."""
-        secure = self.models.maker.secure_round(base, job, base.version)
+        secure = self.models.maker.secure_round(base, job)
         rng, rows, told = np.random.default_rng(base.version), list[UpdateRow](), list[GroupMasks]()
         for group in groups:
             masks, made = self._group(group, secure, rng, lost)
@@ -190,12 +190,12 @@ def test_masks_belong_to_jobs_with_secure_aggregation_only(rounds: Rounds) -> No
 def test_steps_follow_the_last_aggregate_of_each_block(rounds: Rounds) -> None:
     job = spec()
     base = rounds.first(job)
-    first = rounds.models.maker.secure_round(base, job, 7)
+    first = rounds.models.maker.secure_round(base, job)
     np.testing.assert_allclose(open_blocks(first, SIZE).scales, 0.5 * 5 / np.sqrt(SIZE), rtol=1e-6)
     made = rounds.run(job, base)
     delta = np.pad(rounds.sums["client-0"] / 8, (0, 79 * 64 - SIZE)).reshape(79, 64)
     rms = np.sqrt((delta**2).sum(axis=1) / np.minimum(64, SIZE - 64 * np.arange(79)))
-    second = open_blocks(rounds.models.maker.secure_round(made, job, 8), SIZE)
+    second = open_blocks(rounds.models.maker.secure_round(made, job), SIZE)
     np.testing.assert_allclose(second.scales, 0.5 * rms, rtol=1e-6)
 
 
@@ -203,15 +203,15 @@ def test_the_same_round_has_the_same_steps_and_blocks_after_a_restart(rounds: Ro
     job = spec({"keep_ratio": 0.1})
     base = rounds.run(job, rounds.first(job))
     again = Models(rounds.blobs, rounds.facts.pool, ServerConfig.model_validate({"state_dir": rounds.root}), "run-1")
-    told = rounds.models.maker.secure_round(base, job, 7)
-    assert again.maker.secure_round(base, job, 7) == told != rounds.models.maker.secure_round(base, job, 8)
+    told = rounds.models.maker.secure_round(base, job)
+    assert again.maker.secure_round(base, job) == told != rounds.models.maker.secure_round(rounds.run(job, base), job)
 
 
 def test_a_model_without_a_spread_for_these_blocks_starts_from_the_first_norm(rounds: Rounds) -> None:
     job, other = spec(), spec({"block": 128})
     base = rounds.run(job, rounds.first(job))
     assert read_spread(rounds.blobs, base, 128) is None
-    scales = open_blocks(rounds.models.maker.secure_round(base, other, 7), SIZE).scales
+    scales = open_blocks(rounds.models.maker.secure_round(base, other), SIZE).scales
     np.testing.assert_allclose(scales, 0.5 * 5 / np.sqrt(SIZE), rtol=1e-6)
 
 
@@ -221,58 +221,101 @@ def test_a_damaged_spread_is_the_models_damage(rounds: Rounds) -> None:
     rounds.models.versions.remember(base)
     flip(rounds.root / "blobs" / base.spread_blob)
     with pytest.raises(DamagedModel):
-        rounds.models.maker.secure_round(base, job, 7)
+        rounds.models.maker.secure_round(base, job)
 
 
 def row(size: int = SIZE) -> ModelRow:
     return ModelRow(1, 0, "", "", "", size, 0, 0.0)
 
 
-def test_half_of_the_blocks_that_are_sent_changed_most_and_the_others_are_drawn() -> None:
-    job, spread = spec({"keep_ratio": 0.1}), np.linspace(1, 2, 79).astype(np.float32)
-    sent = [open_blocks(secure_round(job, row(), spread, seed), SIZE).indices.tolist() for seed in range(300)]
-    assert all(len(each) == 8 == len(set(each)) and each[-4:] == [75, 76, 77, 78] for each in sent)
-    drawn = np.bincount(np.concatenate([each[:-4] for each in sent]), minlength=75)
-    assert drawn.min() > 0
-    assert drawn.max() < 40  # 16 are expected
+def pace(changes: NDArray[np.float64], waiting: int | NDArray[np.int64] = 1) -> Pace:
+    return Pace(changes.astype(np.float32), np.broadcast_to(waiting, len(changes)).astype(np.uint32))
+
+
+def read_pace(spread: Spread) -> Pace:
+    changes, waiting = np.frombuffer(spread.data(), "<f4", offset=4).reshape(2, -1)
+    return Pace(changes, waiting.view("<u4"))
+
+
+def test_the_blocks_are_sent_in_which_most_should_have_gathered() -> None:
+    job, changes, waiting = spec({"keep_ratio": 0.1}), np.linspace(1, 2, 79), np.ones(79, np.int64)
+    waiting[:4] = 5
+    blocks = open_blocks(secure_round(job, row(), pace(changes, waiting)), SIZE)
+    assert blocks.indices.tolist() == [0, 1, 2, 3, 75, 76, 77, 78]
+    np.testing.assert_allclose(blocks.scales, 0.5 * (changes * waiting)[blocks.indices], rtol=1e-6)
+
+
+@pytest.mark.parametrize("weakest", [1.0, 0.0], ids=["even", "uneven"])
+def test_each_block_gets_its_turn_even_if_it_never_changes(weakest: float) -> None:
+    job, changes = spec({"keep_ratio": 0.1}), np.linspace(weakest, 1, 79)
+    known, sent = None, np.zeros(79, np.int64)
+    for _ in range(100):
+        blocks = open_blocks(secure_round(job, row(), known), SIZE)
+        assert len(blocks.indices) == 8
+        spread, delta = Spread(job, blocks, known), np.zeros((79, 64))
+        waited = np.ones(79) if known is None else known.waiting
+        delta[blocks.indices] = (changes * waited)[blocks.indices, None]
+        spread.watch(0, delta.ravel()[:SIZE])
+        known = read_pace(spread)
+        sent[blocks.indices] += 1
+        assert (known.waiting == 1).sum() == 8
+        if np.all(known.changes > 0) and weakest:
+            assert known.waiting.max() <= 10
+    assert sent.min() >= (10 if weakest else 2)
+    assert weakest or sent[-1] > 3 * sent[0]
+
+
+def test_blocks_that_were_never_sent_come_first_with_steps_like_the_others() -> None:
+    changes = np.linspace(1, 2, 79)
+    changes[:8] = 0
+    blocks = open_blocks(secure_round(spec({"keep_ratio": 0.1}), row(), pace(changes, 3)), SIZE)
+    assert blocks.indices.tolist() == [*range(8)]
+    np.testing.assert_allclose(blocks.scales, 0.5 * 3 * np.sqrt(np.mean(changes[8:] ** 2)), rtol=1e-6)
+
+
+def test_at_first_blocks_go_by_an_order_that_is_drawn_for_each_job() -> None:
+    one, two, again = (
+        open_blocks(secure_round(spec({"keep_ratio": 0.1}, seed=seed), row(), None), SIZE).indices.tolist()
+        for seed in (1, 2, 1)
+    )
+    assert one == again != two
+    assert one[-1] - one[0] > 8
 
 
 def test_a_block_with_little_change_keeps_a_step_of_an_eighth_of_the_mean() -> None:
-    spread = np.ones(79, np.float32)
-    spread[0] = 1e-20
-    scales = open_blocks(secure_round(spec(), row(), spread, 0), SIZE).scales
+    changes = np.ones(79)
+    changes[0] = 1e-20
+    scales = open_blocks(secure_round(spec(), row(), pace(changes)), SIZE).scales
     assert scales[0] == pytest.approx(0.5 / 8, rel=0.01)
 
 
 def test_steps_become_finer_when_all_levels_are_zero_and_stay_where_nothing_was_sent() -> None:
-    job = spec({"keep_ratio": 0.1})
-    before = np.linspace(1, 2, 79).astype(np.float32)
-    blocks = open_blocks(secure_round(job, row(), before, 0), SIZE)
+    job, before = spec({"keep_ratio": 0.1}), pace(np.linspace(1, 2, 79), 3)
+    blocks = open_blocks(secure_round(job, row(), before), SIZE)
     spread = Spread(job, blocks, before)
     spread.watch(0, np.zeros(SIZE))
-    after = np.frombuffer(spread.data(), "<f4", offset=4)
-    wanted = before.copy()
+    wanted, waiting = before.changes.copy(), np.full(79, 4)
     wanted[blocks.indices] /= 8
-    np.testing.assert_allclose(after, wanted)
+    waiting[blocks.indices] = 1
+    np.testing.assert_allclose(read_pace(spread).changes, wanted)
+    np.testing.assert_array_equal(read_pace(spread).waiting, waiting)
 
 
 def test_the_spread_does_not_depend_on_how_the_model_is_cut() -> None:
     job, delta = spec(), np.random.default_rng(0).standard_normal(SIZE)
-    blocks = open_blocks(secure_round(job, row(), None, 0), SIZE)
+    blocks = open_blocks(secure_round(job, row(), None), SIZE)
     one, two = Spread(job, blocks, None), Spread(job, blocks, None)
     one.watch(0, delta)
     two.watch(1000, delta[1000:])
     two.watch(0, delta[:1000])
-    np.testing.assert_allclose(
-        np.frombuffer(one.data(), "<f4", offset=4), np.frombuffer(two.data(), "<f4", offset=4), rtol=1e-6
-    )
+    np.testing.assert_allclose(read_pace(one).changes, read_pace(two).changes, rtol=1e-6)
 
 
 def test_the_clients_caps_are_those_of_the_job() -> None:
-    assert secure_round(spec(), row(), None, 0).max_weight == 0
-    assert secure_round(spec(weights="samples", max_samples=30), row(), None, 0).max_weight == 30
-    assert secure_round(spec(weights="samples"), row(), None, 0).max_weight == 1000
-    assert secure_round(spec(update_clip=2.5), row(), None, 0).clip == 2.5
+    assert secure_round(spec(), row(), None).max_weight == 0
+    assert secure_round(spec(weights="samples", max_samples=30), row(), None).max_weight == 30
+    assert secure_round(spec(weights="samples"), row(), None).max_weight == 1000
+    assert secure_round(spec(update_clip=2.5), row(), None).clip == 2.5
 
 
 @pytest.mark.parametrize(

@@ -137,7 +137,7 @@ def test_an_update_becomes_the_stated_integers(example: dict[str, Any]) -> None:
     for place, value in enumerate(values):
         block = place // secure.block
         if secure.blocks and not secure.blocks[block // 8] >> block % 8 & 1:
-            left.append(float(np.float32(value) * np.float32(0.875)))
+            left.append(value)
             continue
         scale = scales[sum(secure.blocks[n // 8] >> n % 8 & 1 for n in range(block)) if secure.blocks else block]
         level = int(np.rint(np.float32(value) / np.float32(scale)).clip(-secure.levels, secure.levels))

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import load_file
 
 from fedring.codec import CodecError, Encoding, encode
 from fedring.codec.digest import name_of, update_name
@@ -369,6 +370,20 @@ def test_secure_aggregation_is_simulated_in_all_its_forms(keys: dict[str, Any]) 
     )
     assert [row["clients"] for row in report["rounds"]] == [9] * 3
     assert report["accuracy"] > 0.3
+
+
+def test_a_change_that_waits_for_its_turn_is_not_made_twice(tmp_path: Path) -> None:
+    keys = {
+        **SECURE,
+        "model": "fedring.train.models:vector",
+        "model_args": {"size": 400},
+        "trainer": f"{HERE}:fills_with_ones",
+        "evaluate_on_server": False,
+        "secure_aggregation": {"keep_ratio": 0.5, "block": 16, "step": 0.25, "first_norm": 20.0},
+    }
+    simulate({**JOB, **keys}, clients=6, workers=1, out=tmp_path)
+    (values,) = load_file(tmp_path / "model.safetensors").values()
+    np.testing.assert_allclose(values, 1, atol=1e-6)
 
 
 def test_a_group_that_too_few_clients_are_left_of_does_not_count() -> None:

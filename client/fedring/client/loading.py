@@ -11,10 +11,11 @@ from fedring.client.session.link import ServerLink
 from fedring.client.transfer.download import HeldModel
 from fedring.client.transfer.fetch import ModelFetcher
 from fedring.client.transfer.private import PrivateState, PrivateValues, line_of
-from fedring.codec.schema import Schema
+from fedring.client.transfer.spool import Residual
+from fedring.codec.schema import Schema, Vectors
 from fedring.train.arrays import Arrays, as_module, copy_back
 from fedring.train.sharing import Sharing
-from fedring.train.state import Parts, fill, has_frozen, split, tensors_of, write_tensors
+from fedring.train.state import Parts, fill, has_frozen, read_vectors, split, tensors_of, write_tensors
 from fedring.v1 import federation_pb2 as pb
 
 _KEPT = "private_tensors"  # the reason to refuse a job that would share what this client keeps to itself
@@ -26,6 +27,7 @@ class Loaded:
     """What was loaded into a module."""
 
     base: HeldModel  # the values of the shared tensors
+    start: HeldModel  # those that the training begins with
     parts: Parts  # the tensors of the module
     frozen_digest: str  # of the frozen ones; empty without any
 
@@ -44,7 +46,12 @@ class ModelLoader:
         self._link, self._models, self._store, self._private = link, models, store, tuple(private)
 
     def load(
-        self, command: pb.TrainCmd | pb.EvaluateCmd, target: nn.Module | Arrays, *, ended: Callable[[], str]
+        self,
+        command: pb.TrainCmd | pb.EvaluateCmd,
+        target: nn.Module | Arrays,
+        *,
+        ended: Callable[[], str],
+        left_out: Residual | None = None,
     ) -> Loaded:
         """Fetch the model that a command names, and fill a module.
 
@@ -56,6 +63,7 @@ class ModelLoader:
             command: The command.
             target: The module, or the arrays, to fill.
             ended: Returns why the model is no longer wanted; empty while it is.
+            left_out: What the training begins with, in addition to the model, [num_parameters]; None = nothing.
 
         Raises:
             WrongModel: If other tensors are shared, or frozen tensors have other values than on the server, or a tensor
@@ -76,10 +84,11 @@ class ModelLoader:
                 reason="wrong_base",
             )
         fill(model, parts.shared, fetched.vectors)
+        start = fetched if left_out is None else add_left_out(model, fetched, left_out)
         if parts.private.entries:
             self._fill_private(command, model, parts, target)
         copy_back(model, target)
-        return Loaded(fetched, parts, command.job.frozen_digest)
+        return Loaded(fetched, start, parts, command.job.frozen_digest)
 
     def _fill_private(
         self, command: pb.TrainCmd | pb.EvaluateCmd, model: nn.Module, parts: Parts, target: nn.Module | Arrays
@@ -91,6 +100,20 @@ class ModelLoader:
             values = PrivateValues(line_of(command), parts.private, first)
             self._store.begin(values)
         write_tensors(model, values.tensors)
+
+
+def add_left_out(model: nn.Module, base: HeldModel, left_out: Residual) -> HeldModel:
+    """Fill a module with a model and what a client's updates have left out of it, and return the values that it has.
+
+    In a round whose updates leave blocks out (`SecureRound.blocks`), training begins with them.
+
+    Args:
+        model: The module.
+        base: The model.
+        left_out: What the client keeps for its next update, [num_parameters].
+    """
+    fill(model, base.schema, Vectors(base.vectors.parameters + left_out, base.vectors.buffers))
+    return HeldModel(base.digest, base.schema, read_vectors(model, base.schema.names))  # rounded to the tensors' dtypes
 
 
 def _check_kept(model: nn.Module, shared: Schema, private: Collection[str]) -> None:

@@ -19,7 +19,7 @@ from fedring.client.transfer.delivery import Delivery
 from fedring.client.transfer.fetch import ModelFetcher
 from fedring.client.transfer.partial import Sink
 from fedring.client.transfer.private import PrivateValues, check_finite, check_own, line_of
-from fedring.client.transfer.spool import Spool
+from fedring.client.transfer.spool import Residual, Spool
 from fedring.client.transfer.update import TrainingReport, offer_of, residual_of
 from fedring.codec import CodecError
 from fedring.codec.schema import Schema
@@ -117,7 +117,9 @@ class Task:
             RoundOver: If the round has ended, or the model cannot be fetched.
         """
         try:
-            self._loaded = self._loader.load(self.command, model, ended=lambda: self._assignment.stop_reason)
+            self._loaded = self._loader.load(
+                self.command, model, ended=lambda: self._assignment.stop_reason, left_out=self._waiting()
+            )
         except WrongModel as error:
             self.fail(error.reason, error.detail)
             raise
@@ -325,6 +327,16 @@ class Task:
         if not (mine.undelivered or mine.accepted_name or mine.failure):
             mine.end_reason = mine.stop_reason
 
+    def _residual(self) -> Residual | None:
+        line, last = line_of(self.command), self.link.connection.last_accepted
+        schema = residual_of(self.command.schema_hash, masked=self.command.HasField("secure"))
+        return self._spool.residual(line.run_id, schema, last, after=line.after)
+
+    def _waiting(self) -> Residual | None:
+        """Return what the training begins with, in addition to the model; None = nothing."""
+        uncharged = self.job.sample_dp and not self.ledger.has_charged(self.command)  # the charge drops the residual
+        return self._residual() if self.command.secure.blocks and not uncharged else None
+
     def _load_correction(self, schema: Schema) -> Correction:
         wanted, models, assignment = self.command.control, self._models, self._assignment
         own = self._spool.control.load(self.command.run_id, wanted.line, schema.num_parameters)
@@ -346,11 +358,7 @@ class Task:
         except WrongModel as error:
             self.fail(error.reason, error.detail)
             raise
-        last = self.link.connection.last_accepted
-        line = line_of(command)
-        masked = command.HasField("secure")
-        schema = residual_of(command.schema_hash, masked=masked)
-        residual = self._spool.residual(line.run_id, schema, last, after=line.after)
+        line, residual = line_of(command), self._residual()
         try:
             private = None
             if private_schema.entries:
@@ -362,8 +370,8 @@ class Task:
                 personal = PrivateValues(line, loaded.parts.not_frozen, own)
                 check_finite(own)
             trained = read_vectors(model, loaded.parts.shared.names)
-            if masked:
-                update = self._secure.make_update(self._assignment, loaded.base, trained, training.samples, residual)
+            if command.HasField("secure"):
+                update = self._secure.make_update(self._assignment, loaded.start, trained, training.samples, residual)
                 control = None
             else:
                 update, control = corrected_update(

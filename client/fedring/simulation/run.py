@@ -265,7 +265,7 @@ class _Run:
         names = machine.sample(self._candidates, Round(number, rules, Phase.WAITING, 0.0))
         work.selected, peers = len(names), dict[str, int]()
         if (secure := work.job.secure_aggregation) is not None:
-            command.secure.CopyFrom(self._server.secure_round(self._model, command.seed))
+            command.secure.CopyFrom(self._server.secure_round(self._model))
             work.groups = draw_groups(names, secure.group_size, command.seed)
             peers = {client: len(group) for group in work.groups for client in group}
         work.settings = {key: getattr(command, key) for key in work.job.scheduled}

@@ -100,7 +100,7 @@ def make_unmasked_update(
     Args:
         command: the command that is answered.
         client: the id of the client that sends the update.
-        base: the model that the training began with.
+        base: the values that the training began with.
         trained: the values that it ended with. Its parameters are overwritten.
         samples: that were trained on.
         residual: what past updates left out, [num_parameters]; None = nothing.

@@ -106,9 +106,9 @@ class Server:
         """
         return self._maker.ask_metrics(row, self._job) if self._job.aggregation.own else {}
 
-    def secure_round(self, base: ModelRow, seed: int) -> SecureRound:
+    def secure_round(self, base: ModelRow) -> SecureRound:
         """Return what the command of a round with secure aggregation says of its values."""
-        return self._maker.secure_round(base, self._job, seed)
+        return self._maker.secure_round(base, self._job)
 
     def next(self, base: ModelRow, work: "Work") -> ModelRow:
         """Make the model that a round publishes, and forget the one that it started from.

@@ -17,6 +17,7 @@ from safetensors.torch import save as save_tensors
 
 from fedring.client.config import ClientConfig
 from fedring.client.errors import UpdateRefused
+from fedring.client.loading import add_left_out
 from fedring.client.personal import figures_of, train_own
 from fedring.client.round_plan import plan_of
 from fedring.client.trainer import load_job, train_locally
@@ -211,12 +212,14 @@ class Worker:
             failure = failure_detail(error)
         return Outcome(turn.client, None, failure=f"{client_id(turn.client)}: {failure}")
 
-    def _begin(self) -> HeldModel:
-        """Fill the model with the values that the round starts from, and return them."""
+    def _begin(self, turn: Turn) -> HeldModel:
+        """Fill the model with the values that the client's training begins with, and return them."""
         if self._base is None:
             raise ValueError("no round has begun")
         fill(self._loaded.model, self._schema, self._base.vectors)
         self._put_frozen_back()
+        if self._command.secure.blocks and turn.residual is not None:
+            return add_left_out(self._loaded.model, self._base, turn.residual)
         return self._base
 
     def _put_frozen_back(self) -> None:
@@ -227,7 +230,7 @@ class Worker:
         loaded, how = self._loaded, self._personal
         if how is None:
             raise ValueError("the job asks for no models of clients' own")
-        self._begin()
+        self._begin(turn)
         own = train_own(
             loaded.model,
             subset(loaded.split.train, self._parts[turn.client]),
@@ -254,7 +257,7 @@ class Worker:
 
     def _update(self, turn: Turn) -> tuple[Update, OwnControl | None]:
         """Do what fl-client does between the command and the upload."""
-        loaded, command, base, name = self._loaded, self._command, self._begin(), client_id(turn.client)
+        loaded, command, base, name = self._loaded, self._command, self._begin(turn), client_id(turn.client)
         samples = subset(loaded.split.train, self._parts[turn.client])
         line = command.control.line
         correction = Correction(self._schema, line, self._control, turn.own) if line else None

@@ -2,9 +2,10 @@
 
 The parameters are cut into blocks of neighbouring values. A round sends some blocks or all of them, and each has one
 step s: the value v becomes the level x = v / s, rounded to the nearest integer, halves to even, and cut to what the
-levels hold. What the levels do not say stays with the client: the residual v - s x. Values of blocks that are not sent
-stay, too, but fade a little in each round: clients that train from a model in which a block has not moved repeat the
-same change, and the sum of many such changes would go much too far.
+levels hold. What the levels do not say stays with the client: the residual v - s x, and the values of blocks that are
+not sent. In a round that leaves blocks out, a client trains from the model plus its residual. If it trained from the
+model alone, in which a block has not moved, it would repeat the change that it keeps already, and the sum of both would
+go much too far.
 """
 
 from dataclasses import dataclass
@@ -19,9 +20,6 @@ from fedring.v1 import secure_pb2 as wire
 
 MIN_BLOCK, MAX_BLOCK = 16, 8192
 MAX_LEVELS = 32767
-
-FADING = np.float32(0.875)
-"""What is left of a value in each round in which its block is not sent."""
 
 _AT_A_TIME = 1 << 16
 """Values that are rounded at a time: they fit into a processor's cache."""
@@ -114,7 +112,7 @@ def to_levels(values: NDArray[np.float32], blocks: Blocks, levels: int) -> NDArr
     Args:
         values: the parameters' change, [blocks.length]. It becomes what the client keeps for its next update: what the
             levels leave out, exactly wherever a level was not cut to the largest one, and rounded to float32 elsewhere;
-            and FADING times the values that are not sent.
+            values that are not sent stay as they are.
         blocks: which values are sent.
         levels: the largest level on each side of zero.
 
@@ -141,11 +139,6 @@ def to_levels(values: NDArray[np.float32], blocks: Blocks, levels: int) -> NDArr
             table[blocks.indices[low:high]] = rows
     if whole < len(blocks.indices):
         _round(values[len(table) * block :], blocks.scales[-1:], levels, found[whole * block :])
-    if not blocks.all_sent:
-        fading = np.full(blocks_of(blocks.length, block), FADING)
-        fading[blocks.indices] = 1
-        table *= fading[: len(table), None]
-        values[len(table) * block :] *= fading[-1]
     return found
 
 

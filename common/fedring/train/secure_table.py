@@ -37,8 +37,8 @@ class SecureAggregation(BaseModel):
     )
     keep_ratio: Annotated[float, Field(gt=0, le=1)] = Field(
         1.0,
-        description="share of the blocks that is sent in each round: half of them those that changed most in the last "
-        "aggregate, the others drawn; what is not sent waits in each client",
+        description="share of the blocks that is sent in each round: those in which most should have gathered since "
+        "they were sent; what is not sent waits in each client, which trains on it",
     )
     max_weight: int = Field(
         1000, ge=1, le=1 << 20, description='largest weight of one client\'s update, with weights = "samples"'

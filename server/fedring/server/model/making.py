@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import nn
 
 from fedring.codec.errors import CodecError
@@ -28,7 +27,7 @@ from fedring.server.model.optimizer import ServerOptimizer
 from fedring.server.model.own_update import OwnUpdates
 from fedring.server.model.private_mean import NoisyMean
 from fedring.server.model.rule import RuleError
-from fedring.server.model.secure_scales import Spread, read_spread, secure_round
+from fedring.server.model.secure_scales import Pace, Spread, read_spread, secure_round
 from fedring.server.model.strategy import PastRound, Strategy, ask_metrics, ask_settings, make_strategy
 from fedring.server.model.versions import ModelVersions
 from fedring.server.state.blob_interfaces import Blobs
@@ -255,7 +254,7 @@ class ModelMaker:
             row = new.row(reader.schema, version=version, number=number, base=base)
             return replace(row, control_line=control_line if new.control_blob else "")
 
-    def secure_round(self, base: ModelRow, job: Job, seed: int) -> SecureRound:
+    def secure_round(self, base: ModelRow, job: Job) -> SecureRound:
         """Return what the command of a round says of its values: see `fedring.server.model.secure_scales`.
 
         Raises:
@@ -264,12 +263,12 @@ class ModelMaker:
         """
         if job.dp is not None:  # which values are sent, and how finely, follows from the job and the group
             return SecureRound(clip=job.dp.clip)
-        return secure_round(job, base, self._read_spread(base, job), seed)
+        return secure_round(job, base, self._read_spread(base, job))
 
     def _spread(self, base: ModelRow, job: Job, secure: SecureRound) -> Spread:
         return Spread(job, open_blocks(secure, base.parameters), self._read_spread(base, job))
 
-    def _read_spread(self, base: ModelRow, job: Job) -> NDArray[np.float32] | None:
+    def _read_spread(self, base: ModelRow, job: Job) -> Pace | None:
         try:
             return read_spread(self._blobs, base, job.secure_aggregation.block if job.secure_aggregation else 0)
         except StorageError as error:

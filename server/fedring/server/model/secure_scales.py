@@ -1,10 +1,13 @@
 """Which blocks of the parameters a round with secure aggregation sends, and the steps between their levels.
 
-The steps follow the last aggregate, so all clients know them before they train: the spread of a model has the root mean
-square of each block of the combined delta that led to it. It is measured while the model is made, piece by piece.
+Both follow from past aggregates, so all clients know them before they train: the spread of a model says how much each
+block has changed, and how long it has waited. It is measured while the model is made, piece by piece. A round sends the
+blocks in which most should have gathered since they were sent, after those that were never sent. As this grows with
+the rounds that a block waits, each of them gets its turn.
 """
 
 import struct
+from dataclasses import dataclass
 from math import ceil, sqrt
 
 import numpy as np
@@ -21,36 +24,58 @@ from fedring.train.secure_table import SecureAggregation
 from fedring.v1 import secure_pb2 as wire
 
 _HEADER = struct.Struct("<I")
-"""Values of a block. One float32 for each block follows."""
+"""Values of a block. One float32 for each block follows, and then one u32."""
 
 _FLOOR = 1 / 8
-"""No step is finer than if its block had this share of the root mean square over all blocks."""
+"""No block counts for less than if it changed by this share of the root mean square over all blocks."""
 
 _SHRINK = 1 / 8
 """A block's spread becomes at most so much smaller from round to round, because levels that are all zero say little."""
 
 _SMALLEST, _LARGEST = 1e-30, 1e30
 
+_LONGEST = np.uint32(1_000_000)
+"""Blocks do not count for more if they wait for longer than that."""
+
 Float32 = NDArray[np.float32]
 
 
-def secure_round(job: Job, base: ModelRow, spread: Float32 | None, seed: int) -> wire.SecureRound:
+@dataclass(frozen=True, slots=True, eq=False)
+class Pace:
+    """How fast the blocks of a model change."""
+
+    changes: Float32  # in a round: the root mean square when a block was last sent, by its rounds; 0 = never sent, [n]
+    waiting: NDArray[np.uint32]  # rounds whose changes the next update of a block has, at least 1, [n]
+
+    def gathered(self, first: float) -> NDArray[np.float64]:
+        """Return the root mean square that is expected of each block in the next round, [n].
+
+        Args:
+            first: the root mean square of a round's changes while no block was ever sent.
+        """
+        changes, known = self.changes.astype(np.float64), self.changes > 0
+        if known.any():
+            first = sqrt(float(np.mean(np.square(changes[known]))))
+        return np.maximum(np.where(known, changes, first), _FLOOR * first) * self.waiting.astype(np.float64)
+
+
+def secure_round(job: Job, base: ModelRow, pace: Pace | None) -> wire.SecureRound:
     """Return what the command of a round says of its values: the same whenever it is asked for.
 
     Args:
         job: a job with secure aggregation.
         base: the model that the round starts from.
-        spread: of that model, for each of the job's blocks; None = not known.
-        seed: of the round, which clients know.
+        pace: of that model, for the job's blocks; None = not known.
     """
     table = _table(job)
-    known = _first_spread(table, base.parameters) if spread is None else spread
-    total = len(known)
+    known = _first_pace(table, base.parameters) if pace is None else pace
+    expected = known.gathered(table.first_norm / sqrt(base.parameters))
+    total = len(expected)
     sent = np.arange(total)
     if table.keep_ratio < 1:
-        sent = _choose(known, ceil(table.keep_ratio * total), seed)
-    floor = _FLOOR * sqrt(float(np.mean(np.square(known, dtype=np.float64))))
-    scales = table.step * np.maximum(known[sent].astype(np.float64), floor)
+        new = known.changes == 0
+        sent = _choose(np.where(new, np.inf, expected), ceil(table.keep_ratio * total), job.seed)
+    scales = table.step * expected[sent]
     flags = np.zeros(total, np.bool_)
     flags[sent] = True
     return wire.SecureRound(
@@ -63,8 +88,8 @@ def secure_round(job: Job, base: ModelRow, spread: Float32 | None, seed: int) ->
     )
 
 
-def read_spread(blobs: Blobs, base: ModelRow, block: int) -> Float32 | None:
-    """Return the spread of a model, [blocks]; None if it has none for blocks of this size.
+def read_spread(blobs: Blobs, base: ModelRow, block: int) -> Pace | None:
+    """Return how fast the blocks of a model change; None if that is not known for blocks of this size.
 
     Args:
         blobs: holds it.
@@ -79,9 +104,10 @@ def read_spread(blobs: Blobs, base: ModelRow, block: int) -> Float32 | None:
         return None
     data = read_checked(blobs, base.spread_blob)
     total = blocks_of(base.parameters, block)
-    if len(data) != _HEADER.size + 4 * total or _HEADER.unpack_from(data) != (block,):
+    if len(data) != _HEADER.size + 8 * total or _HEADER.unpack_from(data) != (block,):
         return None
-    return np.frombuffer(data, "<f4", offset=_HEADER.size)
+    changes = np.frombuffer(data, "<f4", total, _HEADER.size)
+    return Pace(changes, np.frombuffer(data, "<u4", total, _HEADER.size + 4 * total))
 
 
 class Spread:
@@ -90,13 +116,13 @@ class Spread:
     Args:
         job: a job with secure aggregation.
         blocks: what is sent in the round.
-        before: the spread of the base model, [blocks]; None = not known.
+        before: how fast the blocks of the base model change; None = not known.
     """
 
-    def __init__(self, job: Job, blocks: Blocks, before: Float32 | None) -> None:
+    def __init__(self, job: Job, blocks: Blocks, before: Pace | None) -> None:
         self._blocks = blocks
-        self._before = _first_spread(_table(job), blocks.length) if before is None else before
-        self._squares = np.zeros(len(self._before), np.float64)
+        self._before = _first_pace(_table(job), blocks.length) if before is None else before
+        self._squares = np.zeros(len(self._before.changes), np.float64)
 
     def watch(self, start: int, delta: NDArray[np.float64]) -> None:
         """Take the piece of the combined delta that begins at `start` into account.
@@ -110,13 +136,15 @@ class Spread:
         self._squares[first:last] += np.add.reduceat(np.square(delta), edges)
 
     def data(self) -> bytes:
-        """Return the bytes of the spread; blocks that were not sent keep what they had."""
+        """Return the bytes of the spread; blocks that were not sent keep what they had, and wait for a round more."""
         block, sent = self._blocks.block, self._blocks.indices
         sizes = np.minimum(block, self._blocks.length - sent * block)
-        found = np.sqrt(self._squares[sent] / sizes)
-        spread = self._before.astype(np.float64)
-        spread[sent] = np.maximum(found, _SHRINK * spread[sent])
-        return _HEADER.pack(block) + spread.clip(_SMALLEST, _LARGEST).astype("<f4").tobytes()
+        found = np.sqrt(self._squares[sent] / sizes) / self._before.waiting[sent]
+        changes = self._before.changes.astype(np.float64)
+        changes[sent] = np.maximum(found, _SHRINK * changes[sent]).clip(_SMALLEST, _LARGEST)
+        waiting = np.minimum(self._before.waiting, _LONGEST) + 1
+        waiting[sent] = 1
+        return _HEADER.pack(block) + changes.astype("<f4").tobytes() + waiting.astype("<u4").tobytes()
 
 
 def _table(job: Job) -> SecureAggregation:
@@ -125,15 +153,18 @@ def _table(job: Job) -> SecureAggregation:
     return job.secure_aggregation
 
 
-def _first_spread(table: SecureAggregation, parameters: int) -> Float32:
+def _first_pace(table: SecureAggregation, parameters: int) -> Pace:
     total = blocks_of(parameters, table.block)
-    return np.full(total, table.first_norm / sqrt(parameters), np.float32)
+    return Pace(np.zeros(total, np.float32), np.ones(total, np.uint32))
 
 
-def _choose(spread: Float32, count: int, seed: int) -> NDArray[np.int64]:
-    """Return the indices of `count` blocks, rising: half of them have the largest spread, the others are drawn."""
-    order = np.argsort(-spread, kind="stable")
-    largest, others = order[: count // 2], np.sort(order[count // 2 :])
-    drawn = mask(digest_of("blocks", [str(seed).encode()]), 32, 0, len(others))
-    chosen = others[np.argsort(drawn, kind="stable")[: count - count // 2]]
-    return np.sort(np.concatenate([largest, chosen]))
+def _choose(expected: NDArray[np.float64], count: int, seed: int) -> NDArray[np.int64]:
+    """Return the indices of the `count` blocks of which most is expected, rising; equals go by an order that is drawn.
+
+    Args:
+        expected: the root mean square of each block; infinite = it was never sent.
+        count: of the blocks that are sent.
+        seed: of the job, which clients know.
+    """
+    drawn = np.argsort(mask(digest_of("blocks", [str(seed).encode()]), 32, 0, len(expected)), kind="stable")
+    return np.sort(drawn[np.argsort(-expected[drawn], kind="stable")[:count]])

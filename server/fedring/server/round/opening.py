@@ -193,7 +193,7 @@ class RoundOpener:
         command.job.frozen_digest = self._frozen_digest
         if configured.secure_aggregation is not None:
             maker = self._models.maker
-            command.secure.CopyFrom(await self._facts.heavy(maker.secure_round, base, configured, command.seed))
+            command.secure.CopyFrom(await self._facts.heavy(maker.secure_round, base, configured))
         open_ = OpenRound(row, configured, command, base, small)
         self._rounds.begin(open_)
         return open_

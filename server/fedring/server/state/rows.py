@@ -119,7 +119,7 @@ class ModelRow:
     control_blob: str = ""  # the server's control variate (SCAFFOLD), a model file without buffers; empty = all zero
     control_digest: str = ""  # of its values, as of a model
     control_line: str = ""  # names the rounds that it was built up in
-    spread_blob: str = ""  # how much each block of the parameters changed last (secure aggregation)
+    spread_blob: str = ""  # how much each block of the parameters changes, and how long it waits (secure aggregation)
 
 
 @dataclass(frozen=True, slots=True)
