@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fedring.client.secure.state import FOLDER
-from fedring.secure.levels import FADING, blocks_of
+from fedring.secure.levels import blocks_of
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1 import secure_pb2 as wire
 from tests.honest_clients import BLOCK, LEVELS, STEP, HonestClient, learned
@@ -51,7 +51,7 @@ def test_what_is_left_out_of_one_round_is_sent_in_the_next(
     one, two = (np.sum([learned(name, round_) for name in NAMES], axis=0) / STEP for round_ in (1, 2))
     assert np.array_equal(first, one[:BLOCK])
     second = server.run_round(2, NAMES, secure=round_of([1, 2]))
-    sent = [np.clip(np.rint((FADING * learned(name, 1) + learned(name, 2)) / STEP), -LEVELS, LEVELS) for name in NAMES]
+    sent = [np.clip((learned(name, 1) + learned(name, 2)) / STEP, -LEVELS, LEVELS) for name in NAMES]
     assert np.array_equal(second, np.sum(sent, axis=0)[BLOCK:])
     assert not np.array_equal(second, two[BLOCK:])
 

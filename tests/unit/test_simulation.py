@@ -357,17 +357,8 @@ def test_clients_with_secure_aggregation_learn_as_others_do_and_send_few_bytes()
     ids=["blocks", "weights", "clip", "groups"],
 )
 def test_secure_aggregation_is_simulated_in_all_its_forms(keys: dict[str, Any]) -> None:
-    report = alone(
-        clients=9,
-        **{
-            **SECURE,
-            "rounds": 3,
-            "model_args": {"hidden": 32},
-            "min_clients_to_aggregate": 7,
-            "min_clients": 9,
-            **keys,
-        },
-    )
+    fixed: dict[str, Any] = {"rounds": 3, "model_args": {"hidden": 32}, "min_clients": 9, "min_clients_to_aggregate": 7}
+    report = alone(clients=9, **{**SECURE, **fixed, **keys})
     assert [row["clients"] for row in report["rounds"]] == [9] * 3
     assert report["accuracy"] > 0.3
 

@@ -387,7 +387,7 @@ class Task:
         spooled = self._spool.write(
             update.offer, update.parts, update.residual, private=private, control=control, personal=personal
         )
-        if masked:
+        if command.HasField("secure"):
             self._secure.bind(self._assignment, update.offer.payload_digest)
         self._delivery.send(spooled, self._assignment, update.residual)
 
