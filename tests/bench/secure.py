@@ -66,7 +66,8 @@ def train(way: str, seed: int, options: argparse.Namespace) -> dict[str, float]:
     job = {**WORK, **WAYS[way], **chosen}
     if "secure_aggregation" in job:
         job["secure_aggregation"] = {**job["secure_aggregation"], **json.loads(options.table)}
-    report = simulate(job, clients=CLIENTS, seed=seed, workers=options.workers, data_root=options.data_root)
+    run = {"workers": options.workers, "threads": 1, "data_root": options.data_root}
+    report = simulate(job, clients=CLIENTS, seed=seed, **run)
     sent = mean(row["upload_bytes"] for row in report["rounds"])
     return {
         "accuracy": round(100 * report["accuracy"], 2),
