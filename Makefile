@@ -47,7 +47,8 @@ secure-demo: programs
 	rm -rf secure-demo
 	PATH="$(abspath $(BIN)):$$PATH" deploy/quickstart.sh secure-demo
 
-private-demo: install
+private-demo: programs
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[privacy]'
 	$(BIN)/flctl demo --private --out private-demo
 
 test: install

@@ -64,10 +64,23 @@ def deliver_with(client: WireClient, effort: float) -> None:
 
 def kept(fleet: Fleet, control: Control) -> list[tuple[int, bool]]:
     """Return the versions that are kept, and whether each is the best of its job, as flctl and the page are told."""
-    told = [(model.version, model.best_of_job) for model in control.models()]
+    while True:
+        told = versions(control)
+        page, again = shown(fleet), versions(control)
+        if told == again:  # else the server has removed a version meanwhile
+            assert page == told
+            return told
+
+
+def versions(control: Control) -> list[tuple[int, bool]]:
+    """Return the versions that flctl is told, and whether each is the best of its job."""
+    return [(model.version, model.best_of_job) for model in control.models()]
+
+
+def shown(fleet: Fleet) -> list[tuple[int, bool]]:
+    """Return the versions that the page is told, and whether each is the best of its job."""
     with urllib.request.urlopen(f"{fleet.web}api/state", timeout=60) as answer:
-        assert [(model["version"], model["best_of_job"]) for model in json.load(answer)["models"]] == told
-    return told
+        return [(model["version"], model["best_of_job"]) for model in json.load(answer)["models"]]
 
 
 def texts(control: Control, kind: str, job_id: int) -> list[str]:

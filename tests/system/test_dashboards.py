@@ -28,8 +28,17 @@ SECONDS = 120.0
 FEDERATED = {"min_clients": 2, "epochs": 1}
 PARALLEL = {"mode": "data_parallel", "min_clients": 2, "rounds": 1, "data_parallel": {"hook": "dgc", "ratio": 0.01}}
 PIPELINE = {"mode": "pipeline", "min_clients": 2, "rounds": 1, "pipeline": {"stages": 2}}
+SECURE = {
+    "min_clients": 3,
+    "min_clients_to_aggregate": 3,
+    "weights": "uniform",
+    "evaluate": False,
+    "rounds": 1,
+    "secure_aggregation": {},
+    "dp": {"noise_by": "clients", "adaptive": False, "noise_multiplier": 1.0, "clip": 0.1},
+}
 
-pytestmark = pytest.mark.timeout(900)  # the first test waits for five jobs
+pytestmark = pytest.mark.timeout(900)  # the first test waits for seven jobs
 
 T = TypeVar("T")
 Series = list[dict[str, Any]]
@@ -90,14 +99,16 @@ def eventually(look: Callable[[], T], condition: Callable[[T], bool]) -> T:
 
 @pytest.fixture(scope="module")
 def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
-    """Run a Prometheus that has scraped daemons from their start through five jobs, the last of which still runs."""
+    """Run a Prometheus that has scraped daemons from their start through seven jobs, the last of which still runs."""
     if shutil.which("prometheus") is None:
         missing("prometheus (Debian's package)")
     folder = tmp_path_factory.mktemp("dashboards")
     pki = Pki(folder / "pki")
-    pki.issue("client-0", "client-1")
-    settings = [{**ANY_PORT, "tls": pki.table(name)} for name in ("server", "client-0", "client-1")]
+    names = ("client-0", "client-1", "client-2")
+    pki.issue(*names)
+    settings = [{**ANY_PORT, "tls": pki.table(name)} for name in ("server", *names)]
     with Fleet(folder, settings[0], settings[1:]) as fleet, open_control(fleet, pki) as control:
+        fleet.kill(2)  # secure aggregation needs a third client, and the other jobs two
         until_watching(control, 2)
         configure(folder / "prometheus", fleet)
         with Prometheus(folder / "prometheus") as running:
@@ -108,6 +119,13 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]
             seen = eventually(lambda: running.query("fl_pipe_stage_seconds_count"), lambda found: len(found) == 6)
             assert len(seen) == 6, seen  # three kinds of actions in two stages
             run(control, PIPELINE)  # a rate needs a series that existed before
+            fleet.restart(2)
+            run(control, SECURE)
+            seen = eventually(
+                lambda: running.query("fl_server_secure_step_seconds_count"), lambda found: len(found) == 5
+            )
+            assert len(seen) == 5, seen  # one for each step
+            run(control, SECURE)
             run(control, {**FEDERATED, "rounds": 2})
             endless = control.start_job({**FEDERATED, "rounds": 10_000}).job_id
             yield running
@@ -126,7 +144,7 @@ def configure(folder: Path, fleet: Fleet) -> None:
     text = file.read_text()
     assert text.count(" 15s") == 2
     file.write_text(text.replace(" 15s", " 1s"))
-    targets = {"server": [fleet.ready["metrics"]], "clients": [address_of(client) for client in fleet.clients]}
+    targets = {"server": [fleet.ready["metrics"]], "clients": [address_of(client) for client in fleet.clients[:2]]}
     for name, addresses in targets.items():
         (folder / "targets" / f"{name}.yml").write_text(json.dumps([{"targets": addresses}]))  # JSON is YAML
 

@@ -33,14 +33,14 @@ def test_a_round_whose_deadline_passed_at_the_client_is_trained_when_the_server_
     model, tasks = nn.Linear(4, 2), list[Task]()
     with connect(**settings) as federation:
         server.joins.get(timeout=SECONDS)
-        command = server.command(model, round_=3, deadline_seconds=0.01)
+        command = server.command(model, round_=3, deadline_seconds=600)
         server.train(command)
         first = next(federation)
-        until(lambda: first.cancelled)
+        first._assignment.deadline = 0.0  # it has passed
+        assert first.cancelled
         waiting = threading.Thread(target=lambda: tasks.append(next(federation)), daemon=True)
         waiting.start()
         until(lambda: not federation.ids)  # the round has ended for the client
-        command.deadline_seconds = 600
         server.train(command)
         waiting.join(SECONDS)
         (second,) = tasks
