@@ -18,7 +18,7 @@ from tests.fault.user_trainers import lesson_of
 from tests.fleets import Control
 from tests.system.wire import run
 
-SIZE = 2000
+SIZE, STEP = 2000, 0.5
 
 
 def serve(federation: Federation, number: int) -> None:
@@ -52,7 +52,8 @@ def test_the_sum_of_a_hundred_clients_is_exact(tmp_path: Path) -> None:
             threads[-1].start()
         with Control(fleet.control) as control:
             needed = {"min_clients": MAX_GROUP, "min_clients_to_aggregate": MAX_GROUP, "deadline_seconds": 240}
-            keys = {"weights": "uniform", "model_args": {"size": SIZE}, "secure_aggregation": {"step_seconds": 120}}
+            table = {"step_seconds": 120, "step": STEP, "first_norm": 1.0}
+            keys = {"weights": "uniform", "model_args": {"size": SIZE}, "secure_aggregation": table}
             job_id, events = run(control, **needed, **keys)
             wait_for(fleet, "the end of the job", lambda: list(events))
             (round_,) = control.rounds(job_id=job_id)
@@ -60,7 +61,7 @@ def test_the_sum_of_a_hundred_clients_is_exact(tmp_path: Path) -> None:
         assert (round_.phase, round_.delivered, round_.secure.step) == ("published", MAX_GROUP, "done")
         print(f"the round took {round_.seconds:.1f} s")
         before, after = (stored_model(state, version, SIZE) for version in (1, 2))
-    step = np.float32(0.5 / np.sqrt(SIZE))  # the defaults of `step` and `first_norm`
+    step = np.float32(STEP / np.sqrt(SIZE))
     learned = ((before + lesson_of(number, 1, SIZE)) - before for number in range(MAX_GROUP))
     total = sum(np.rint(each / step).clip(-7, 7).astype(np.int64) for each in learned)
     np.testing.assert_allclose(after, before + np.float64(step) * total / MAX_GROUP, rtol=2e-7)
