@@ -11,13 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedring.client.privacy import dp_of
-from fedring.client.secure.masked import private_integers
+from fedring.client.secure.masked import level_integers, private_integers, update_of
 from fedring.client.transfer.download import HeldModel
 from fedring.client.transfer.update import Update
-from fedring.codec.digest import name_of, update_name
-from fedring.codec.masked import MASKED, masked_packet
 from fedring.codec.schema import Vectors
-from fedring.secure.levels import integers_of, open_blocks, shorten, to_levels
 from fedring.secure.limits import bits_of_sum, fewest_survivors, group_count, threshold
 from fedring.secure.masks import wrap
 from fedring.secure.statements import task_digest
@@ -110,34 +107,12 @@ def make_unmasked_update(
         CodecError: "non_finite", if a value is not finite.
         SecureError: "bad_blocks", if the round does not fit the model.
     """
-    secure = command.secure
-    values = np.subtract(trained.parameters, base.vectors.parameters, out=trained.parameters)
-    left_out: NDArray[np.float32] | None = None
-    if private := _integers(command, clients, len(values)):
-        bits, integers = private.plan.bits, private_integers(values, private.plan, private.seed)
-    else:
-        bits, left_out = _bits(command, clients), values
-        shorten(values, secure.clip)
-        if residual is not None:
-            values += residual
-        levels = to_levels(values, open_blocks(secure, len(values)), secure.levels)
-        integers = integers_of(levels, min(samples, secure.max_weight), secure.max_weight > 0).astype(np.int64)
-    parts = masked_packet(wrap(integers, bits), bits)
-    size = sum(map(len, parts))
-    packet = pb.Packet(vector=pb.VECTOR_PARAMETERS, kind=pb.KIND_DELTA, encoding=MASKED, bytes=size, num_samples=1)
-    header = pb.UpdateHeader(
-        run_id=command.run_id,
-        epoch=command.epoch,
-        round=command.round,
-        client_id=client,
-        base_digest=command.model_digest,
-        schema_hash=command.schema_hash,
-        packets=[packet],
-        total_bytes=size,
-    ).SerializeToString()
-    digest = name_of(*parts)
-    offer = pb.UpdateOffer(header=header, payload_digest=digest, name=update_name(header, digest))
-    return Update(offer, parts, left_out)
+    delta = np.subtract(trained.parameters, base.vectors.parameters, out=trained.parameters)
+    if private := _integers(command, clients, len(delta)):
+        bits = private.plan.bits
+        return update_of(command, client, wrap(private_integers(delta, private.plan, private.seed), bits), bits, None)
+    bits, integers = _bits(command, clients), level_integers(delta, command.secure, samples, residual)
+    return update_of(command, client, wrap(integers, bits), bits, delta)
 
 
 def _bits(command: pb.TrainCmd, clients: int) -> int:

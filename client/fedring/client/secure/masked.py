@@ -16,6 +16,8 @@ from fedring.privacy.integers import RoundingFailed, encode_private
 from fedring.privacy.keystream import SECRET_BYTES
 from fedring.secure.errors import SecureError
 from fedring.secure.levels import integers_of, open_blocks, shorten, to_levels
+from fedring.v1 import federation_pb2 as pb
+from fedring.v1 import secure_pb2 as wire
 
 
 def masked_update(
@@ -38,17 +40,9 @@ def masked_update(
         CodecError: "non_finite", if a value is not finite.
         SecureError: if the round's levels or its masks cannot be used.
     """
-    secure, delta = party.command.secure, _delta(base, trained)
-    shorten(delta, secure.clip)
-    if residual is not None:
-        delta += residual
-    if not np.isfinite(delta).all():
-        raise CodecError("non_finite")
-    blocks = open_blocks(secure, delta.size)
-    weight = min(samples, secure.max_weight) if secure.max_weight else 1
-    levels = to_levels(delta, blocks, secure.levels)  # what is left out stays in `delta`
-    words = party.mask(integers_of(levels, weight, bool(secure.max_weight)))
-    return _update(party, words, party.bits, delta)
+    delta = _delta(base, trained)
+    integers = level_integers(delta, party.command.secure, samples, residual)
+    return update_of(party.command, party.client_id, party.mask(integers), party.bits, delta)
 
 
 def private_update(party: Party, plan: IntegerPlan, base: HeldModel, trained: Vectors) -> Update:
@@ -67,7 +61,29 @@ def private_update(party: Party, plan: IntegerPlan, base: HeldModel, trained: Ve
         SecureError: if the model has buffers, the masks cannot be used, or the integers cannot be made.
     """
     integers = private_integers(_delta(base, trained), plan, party.task)
-    return _update(party, party.mask(integers, plan.bits), plan.bits, None)
+    return update_of(party.command, party.client_id, party.mask(integers, plan.bits), plan.bits, None)
+
+
+def level_integers(
+    delta: NDArray[np.float32], secure: wire.SecureRound, samples: int, residual: NDArray[np.float32] | None
+) -> NDArray[np.int32]:
+    """Return an update as the integers that are added up, [n], or [n + 1] if updates count by their weights.
+
+    Args:
+        delta: the change of the parameters, [num_parameters], which becomes what the integers leave out.
+        secure: what the command says of the round.
+        samples: how many samples the client was trained on.
+        residual: what past updates left out, [num_parameters]; None = nothing.
+
+    Raises:
+        CodecError: "non_finite", if a value is not finite.
+        SecureError: "bad_blocks", if the round does not fit the model.
+    """
+    shorten(delta, secure.clip)
+    if residual is not None:
+        delta += residual
+    levels = to_levels(delta, open_blocks(secure, delta.size), secure.levels)
+    return integers_of(levels, min(samples, secure.max_weight), secure.max_weight > 0)
 
 
 def private_integers(delta: NDArray[np.float32], plan: IntegerPlan, seed: bytes) -> NDArray[np.int64]:
@@ -96,7 +112,17 @@ def _delta(base: HeldModel, trained: Vectors) -> NDArray[np.float32]:
     return np.subtract(trained.parameters, base.vectors.parameters, out=trained.parameters)
 
 
-def _update(party: Party, words: Words, bits: int, residual: NDArray[np.float32] | None) -> Update:
+def update_of(
+    command: pb.TrainCmd, client_id: str, words: Words, bits: int, residual: NDArray[np.float32] | None
+) -> Update:
+    """Return the update that carries words.
+
+    Args:
+        command: the command that is answered.
+        client_id: the client that sends the update.
+        words: the integers modulo 2^bits, [n].
+        bits: of a value.
+        residual: what the update leaves out, [num_parameters]; None = nothing.
+    """
     parts = masked_packet(words, bits)
-    offer = masked_offer(party.command, party.client_id, sum(map(len, parts)), name_of(*parts))
-    return Update(offer, parts, residual)
+    return Update(masked_offer(command, client_id, sum(map(len, parts)), name_of(*parts)), parts, residual)
