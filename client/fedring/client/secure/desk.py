@@ -234,12 +234,18 @@ class SecureDesk:
 
     def _check_not_over(self, name: RoundName) -> None:
         """Return unless the round is over for this client; the server may have forgotten what it was told."""
-        last = self._state.finished(name)
-        if last is None:
+        if not self._state.finished(name):
             return
-        if last.reason and (last.epoch, last.round) == (name.epoch, name.round):
-            raise SecureError(last.reason, f"this client has ended round {name.round} before")
-        raise SecureError("replayed_round", f"round {name.round} is over for this client, and its secrets are gone")
+        raise self._ended_with(name) or SecureError(
+            "replayed_round", f"round {name.round} is over for this client, and its secrets are gone"
+        )
+
+    def _ended_with(self, name: RoundName) -> SecureError | None:
+        """Return why this client has ended a round; None if it has not, or for no reason of its own."""
+        last = self._state.finished(name)
+        if last and last.reason and (last.epoch, last.round) == (name.epoch, name.round):
+            return SecureError(last.reason, f"this client has ended round {name.round} before")
+        return None
 
     def _open(self, command: pb.TrainCmd) -> Party:
         """Return the party of a round that is new, or in the files; all other rounds are over then."""
@@ -322,7 +328,11 @@ class SecureDesk:
         await asyncio.to_thread(lambda: self._state.finish(name, reason))
 
     async def _fail(self, name: RoundName, error: SecureError) -> None:
-        session = self._link.session
+        session, last = self._link.session, self._state.finished(name)
+        if last and last.reason and (last.epoch, last.round) == (name.epoch, name.round):
+            error = SecureError(
+                last.reason, f"this client has ended round {name.round} before"
+            )  # the first reason counts
         log.error("round %d failed (%s): %s", name.round, error.reason, error)
         try:
             if self._state.begun(name):
