@@ -34,6 +34,18 @@ from tests.waiting import until
 Values = NDArray[np.float32]
 
 
+CALLS = {
+    "keys": ["send_keys"],
+    "shares": ["send_shares"],
+    "updates": ["take_peers", "push"],
+    "survivors": ["sign_survivors"],
+    "unmask": ["send_unmask_shares"],
+}
+"""The methods of a client in each step."""
+
+STEPS = tuple(CALLS)
+
+
 class SecureClient:
     """A client with an update, the same in each round.
 

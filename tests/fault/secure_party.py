@@ -13,18 +13,8 @@ from fedring.v1 import control_pb2
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1 import secure_pb2 as wire
 from tests.fleets import Control, Fleet
-from tests.secure_client import SecureClient
+from tests.secure_client import CALLS, STEPS, SecureClient
 from tests.system.wire import SIZE, Refused, run
-
-CALLS = {
-    "keys": ["send_keys"],
-    "shares": ["send_shares"],
-    "updates": ["take_peers", "push"],
-    "survivors": ["sign_survivors"],
-    "unmask": ["send_unmask_shares"],
-}
-"""What a client does in each step."""
-STEPS = tuple(CALLS)
 
 Party = list[SecureClient]
 

@@ -15,9 +15,9 @@ from fedring.v1 import secure_pb2 as wire
 from tests.damage import ask
 from tests.fault.faulty_fleet import FaultyFleet, wait_for
 from tests.fault.secure_fleet import SecureFleet, secure_job
-from tests.fault.secure_party import CALLS, STEPS, Party, fail, party, start
+from tests.fault.secure_party import Party, fail, party, start
 from tests.fleets import Control, Fleet
-from tests.secure_client import SecureClient
+from tests.secure_client import CALLS, STEPS, SecureClient
 from tests.system.wire import SECONDS, Refused, outcome, stop_jobs
 
 CLIENTS = 5  # the threshold is 4

@@ -10,9 +10,9 @@ import pytest
 from fedring.daemon.crash import SECURE_FAILURE
 from tests.damage import ask
 from tests.fault.faulty_fleet import FaultyFleet, wait_for
-from tests.fault.secure_party import CALLS, STEPS, fail, go_through, opens, party, revealed, start
+from tests.fault.secure_party import fail, go_through, opens, party, revealed, start
 from tests.fleets import Control, Fleet
-from tests.secure_client import mean_of
+from tests.secure_client import CALLS, STEPS, mean_of
 from tests.system.wire import outcome, parameters
 
 CLIENTS = 8  # two of them may be lost

@@ -12,19 +12,10 @@ from fedring.v1 import federation_pb2 as pb
 from fedring.v1 import secure_pb2 as wire
 from tests.damage import ask
 from tests.fleets import Control, Fleet
-from tests.secure_client import SecureClient, mean_of
+from tests.secure_client import CALLS, STEPS, SecureClient, mean_of
 from tests.system.wire import SIZE, Refused, WireClient, outcome, parameters, published_version, run
 
 NAMES = ("a", "b", "c", "d", "e")
-
-STEPS = ("keys", "shares", "updates", "survivors", "unmask")
-CALLS = {
-    "keys": ["send_keys"],
-    "shares": ["send_shares"],
-    "updates": ["take_peers", "push"],
-    "survivors": ["sign_survivors"],
-    "unmask": ["send_unmask_shares"],
-}
 
 Party = list[SecureClient]
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.secure_sums import Group, group_of
 from torch import nn
 
 from fedring.codec import Encoding, Schema, Vectors, encode, encode_buffers
@@ -343,3 +344,19 @@ def flctl(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, s
         return code, captured.out, captured.err
 
     return call
+
+
+@pytest.fixture
+def fast_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Write without waiting for the disk; that it waits is the business of `fedring.daemon.durable`."""
+    monkeypatch.setattr("os.fsync", lambda fd: None)
+
+
+@pytest.fixture
+def make_group(tmp_path: Path) -> Callable[..., Group]:
+    """Return a function that makes a group of so many clients of secure aggregation in one round."""
+
+    def group(count: int, **command: Any) -> Group:
+        return group_of(count, tmp_path, **command)
+
+    return group

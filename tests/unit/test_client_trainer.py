@@ -1,19 +1,16 @@
 """Declared jobs: a job names its parts, the client trains with them and survives whatever the job's code does."""
 
-import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from tests.unit.training_client import client, plug_in, user_module
 from torch import nn
 
-from fedring.client import ClientConfig, Federation
-from fedring.client.trainer import DeclaredTrainer
 from fedring.train.models import digits_mlp
 from fedring.train.sharing import Sharing
 from fedring.train.state import frozen_digest, read_vectors, schema_of, split
@@ -53,34 +50,7 @@ def model() -> nn.Module:
 @pytest.fixture
 def module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """An empty module of the user."""
-    module = ModuleType("my_project")
-    monkeypatch.setitem(sys.modules, "my_project", module)
-    return module
-
-
-def plug_in(module: ModuleType, function: Callable[..., Any]) -> str:
-    """Put `function` into the user's module, and return the name by which a job finds it."""
-    function.__module__ = module.__name__
-    setattr(module, function.__name__, function)
-    return f"{module.__name__}:{function.__name__}"
-
-
-@contextmanager
-def client(settings: dict[str, Any], **keys: Any) -> Iterator[Federation]:
-    """Run the main loop of a daemon in a thread."""
-    config = ClientConfig(**settings, **keys)
-    declared = DeclaredTrainer(config)
-
-    def run() -> None:
-        for task in federation:
-            declared.train(task)
-
-    with Federation(config, on_evaluate=declared.evaluate) as federation:
-        thread = threading.Thread(target=run)
-        thread.start()
-        yield federation
-        federation.close()
-        thread.join()
+    return user_module(monkeypatch)
 
 
 def job(**fields: Any) -> pb.JobSpec:

@@ -2,9 +2,7 @@
 
 import json
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -13,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from tests.unit import training_client
 from torch import Tensor, nn
 
-from fedring.client import ClientConfig, Federation, connect
+from fedring.client import Federation, connect
 from fedring.client.errors import UpdateRefused
 from fedring.client.privacy import Ledger, SitePolicy, may_count, refusal
 from fedring.client.sample_privacy import overspent
-from fedring.client.trainer import DeclaredTrainer
 from fedring.client.transfer.private import line_of
 from fedring.daemon.config import ConfigError
 from fedring.privacy.account import SampledSteps, epsilon, sampled_epsilon
@@ -62,22 +60,9 @@ def job(number: int = 1, private: SamplePrivacy | None = SAMPLE, **fields: Any) 
     return pb.JobSpec(mode="federated", rounds=9, job_id=number, sample_dp=text, **NAMES | fields)
 
 
-@contextmanager
-def client(settings: dict[str, Any], **keys: Any) -> Iterator[Federation]:
+def client(settings: dict[str, Any], **keys: Any) -> AbstractContextManager[Federation]:
     """Run the main loop of a daemon in a thread, with 359 or 360 samples."""
-    config = ClientConfig(**settings, partition_count=4, **keys)
-    declared = DeclaredTrainer(config)
-
-    def run() -> None:
-        for task in federation:
-            declared.train(task)
-
-    with Federation(config, on_evaluate=declared.evaluate) as federation:
-        thread = threading.Thread(target=run)
-        thread.start()
-        yield federation
-        federation.close()
-        thread.join()
+    return training_client.client(settings, partition_count=4, **keys)
 
 
 def samples_in(settings: dict[str, Any]) -> list[dict[str, Any]]:
@@ -195,15 +180,11 @@ def test_only_the_built_in_training_can_be_submitted(
 def test_a_client_tells_no_text_of_errors_which_may_quote_a_sample(
     server: "ScriptedServer", settings: dict[str, Any], model: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module = ModuleType("my_project")
-
     def my_loss(outputs: Tensor, labels: Tensor) -> Tensor:
         raise KeyError("Jane Doe")
 
-    my_loss.__module__ = "my_project"
-    module.my_loss = my_loss  # type: ignore[attr-defined]  # as above
-    monkeypatch.setitem(sys.modules, "my_project", module)
-    with client(settings, loss="my_project:my_loss"):
+    name = training_client.plug_in(training_client.user_module(monkeypatch), my_loss)
+    with client(settings, loss=name):
         server.joins.get(timeout=SECONDS)
         server.train(server.command(model, job=job()))
         failure = server.failures.get(timeout=SECONDS)
@@ -214,15 +195,11 @@ def test_a_client_tells_no_text_of_errors_which_may_quote_a_sample(
 def test_a_client_tells_no_text_of_errors_in_its_data(
     server: "ScriptedServer", settings: dict[str, Any], model: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module = ModuleType("my_project")
-
     def my_data(root: Any, download: bool) -> Any:
         raise ValueError("could not convert string to float: 'Jane Doe'")
 
-    my_data.__module__ = "my_project"
-    module.my_data = my_data  # type: ignore[attr-defined]  # as above
-    monkeypatch.setitem(sys.modules, "my_project", module)
-    with client(settings, data="my_project:my_data"):
+    name = training_client.plug_in(training_client.user_module(monkeypatch), my_data)
+    with client(settings, data=name):
         server.joins.get(timeout=SECONDS)
         server.train(server.command(model, job=job()))
         failure = server.failures.get(timeout=SECONDS)

@@ -16,7 +16,6 @@ from tests.secure_sums import (
     Client,
     Group,
     command_of,
-    group_of,
     integers,
     names_of,
     peers_of,
@@ -35,41 +34,27 @@ from fedring.secure.limits import threshold
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1 import secure_pb2 as wire
 
-
-@pytest.fixture(autouse=True)
-def _fast_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Write without waiting for the disk; that it waits is the business of `fedring.daemon.durable`."""
-    monkeypatch.setattr("os.fsync", lambda fd: None)
-
-
-@pytest.fixture
-def make(tmp_path: Path) -> Callable[..., Group]:
-    """Return a function that makes a group of so many clients in one round."""
-
-    def group(count: int, **command: Any) -> Group:
-        return group_of(count, tmp_path, **command)
-
-    return group
+pytestmark = pytest.mark.usefixtures("fast_disk")
 
 
 @pytest.mark.parametrize("count", [*range(3, 14), 33, pytest.param(100, marks=pytest.mark.soak)])
-def test_a_sum_is_exact_whoever_is_lost_on_the_way(make: Callable[..., Group], count: int) -> None:
-    group, names = make(count), names_of(count)
+def test_a_sum_is_exact_whoever_is_lost_on_the_way(make_group: Callable[..., Group], count: int) -> None:
+    group, names = make_group(count), names_of(count)
     lost = np.random.default_rng(count).multinomial(count - threshold(count), [0.25] * 4)
     sent = integers(names[: count - lost[0] - lost[1]])
     group.exchange(lost=lost[0]).send(sent).sign(lost=lost[2]).unmask(lost=lost[3])
     assert np.array_equal(group.total, np.sum(list(sent.values()), axis=0))
 
 
-def test_weights_widen_the_sum(make: Callable[..., Group]) -> None:
-    group, names = make(4, max_weight=1000), names_of(4)
+def test_weights_widen_the_sum(make_group: Callable[..., Group]) -> None:
+    group, names = make_group(4, max_weight=1000), names_of(4)
     sent = integers(names, LEVELS * 1000)
     assert group.exchange().party(names[0]).bits == (2 * 4 * 1000 * LEVELS).bit_length()
     assert np.array_equal(group.send(sent).sign().unmask().total, np.sum(list(sent.values()), axis=0))
 
 
-def test_a_long_update_is_masked_in_pieces(make: Callable[..., Group], monkeypatch: pytest.MonkeyPatch) -> None:
-    group, names = make(3), names_of(3)
+def test_a_long_update_is_masked_in_pieces(make_group: Callable[..., Group], monkeypatch: pytest.MonkeyPatch) -> None:
+    group, names = make_group(3), names_of(3)
     sent = integers(names)
     group.exchange()
     whole = group.party(names[0]).mask(sent[names[0]])
@@ -106,7 +91,7 @@ def test_a_process_that_is_killed_between_any_two_steps_says_the_same_bytes(
 
 
 def test_no_key_seals_two_texts_and_no_mask_covers_two_updates(
-    make: Callable[..., Group], monkeypatch: pytest.MonkeyPatch
+    make_group: Callable[..., Group], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     texts: dict[bytes, set[bytes]] = defaultdict(set)
     covered: dict[tuple[str, bytes], set[bytes]] = defaultdict(set)
@@ -125,7 +110,7 @@ def test_no_key_seals_two_texts_and_no_mask_covers_two_updates(
     monkeypatch.setattr(party_module, "mask", masking)
     names = names_of(5)
     for round_ in (1, 2):
-        group = make(5, round_=round_)
+        group = make_group(5, round_=round_)
         group.party = group.again
         group.exchange()
         sent = integers(names)
@@ -169,9 +154,9 @@ def _unmask(group: Group) -> wire.SecureUnmask:
 
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.name)
 def test_nothing_is_said_that_is_not_on_the_disk(
-    make: Callable[..., Group], monkeypatch: pytest.MonkeyPatch, step: Step
+    make_group: Callable[..., Group], monkeypatch: pytest.MonkeyPatch, step: Step
 ) -> None:
-    group = make(4)
+    group = make_group(4)
     step.before(group)
     (file,) = (group.clients[NAMES[0]].folder / FOLDER).iterdir()
     before = file.read_bytes()
@@ -185,18 +170,20 @@ def test_nothing_is_said_that_is_not_on_the_disk(
     assert step.take(group, group.again(NAMES[0])) == first
 
 
-def test_no_keys_go_out_that_are_not_on_the_disk(make: Callable[..., Group], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_keys_go_out_that_are_not_on_the_disk(
+    make_group: Callable[..., Group], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(SecureState, "save", _full)
     with pytest.raises(OSError, match="full"):
-        make(3).again("c000")
+        make_group(3).again("c000")
 
 
 def _full(*_: object) -> None:
     raise OSError("the disk is full")
 
 
-def test_only_the_owner_can_read_the_secrets_and_they_end_with_the_round(make: Callable[..., Group]) -> None:
-    group = make(4)
+def test_only_the_owner_can_read_the_secrets_and_they_end_with_the_round(make_group: Callable[..., Group]) -> None:
+    group = make_group(4)
     group.send_all()
     client = group.clients[NAMES[0]]
     folder = client.folder / FOLDER
@@ -206,8 +193,8 @@ def test_only_the_owner_can_read_the_secrets_and_they_end_with_the_round(make: C
     assert [path.name for path in folder.iterdir()] == ["finished.json"]
 
 
-def test_a_round_that_is_over_does_not_begin_again(make: Callable[..., Group]) -> None:
-    state = make(3).clients["c000"].state
+def test_a_round_that_is_over_does_not_begin_again(make_group: Callable[..., Group]) -> None:
+    state = make_group(3).clients["c000"].state
     name = name_of(command_of(round_=7, epoch=2))
     state.finish(name, "other_peers")
     for epoch, round_, over in ((2, 7, True), (2, 6, True), (1, 9, True), (2, 8, False), (3, 1, False)):
@@ -217,12 +204,12 @@ def test_a_round_that_is_over_does_not_begin_again(make: Callable[..., Group]) -
     assert last
     assert last.reason == "other_peers"
     with refused("replayed_round"):
-        make(3, round_=7, epoch=2).again("c000")
-    make(3, round_=8, epoch=2).again("c000")
+        make_group(3, round_=7, epoch=2).again("c000")
+    make_group(3, round_=8, epoch=2).again("c000")
 
 
-def test_a_party_does_not_write_its_secrets_again_after_the_round(make: Callable[..., Group]) -> None:
-    group = make(4)
+def test_a_party_does_not_write_its_secrets_again_after_the_round(make_group: Callable[..., Group]) -> None:
+    group = make_group(4)
     group.send_keys()
     client = group.clients[NAMES[0]]
     party = Party(group.command, client.site, state := client.state)
@@ -232,8 +219,8 @@ def test_a_party_does_not_write_its_secrets_again_after_the_round(make: Callable
     assert [path.name for path in (client.folder / FOLDER).iterdir()] == ["finished.json"]
 
 
-def test_a_file_that_is_damaged_anywhere_ends_the_round(make: Callable[..., Group]) -> None:
-    group = make(3)
+def test_a_file_that_is_damaged_anywhere_ends_the_round(make_group: Callable[..., Group]) -> None:
+    group = make_group(3)
     group.exchange()
     (file,) = (group.clients["c000"].folder / FOLDER).iterdir()
     whole = file.read_bytes()
@@ -262,8 +249,8 @@ def test_only_the_newest_runs_are_remembered(tmp_path: Path) -> None:
     assert state.finished(name_of(command_of(run="run-259")))
 
 
-def test_two_tasks_in_one_round_are_refused(make: Callable[..., Group]) -> None:
-    group = make(3)
+def test_two_tasks_in_one_round_are_refused(make_group: Callable[..., Group]) -> None:
+    group = make_group(3)
     group.party("c000")
     for field, value in (("model_digest", "other"), ("lr", 0.5), ("seed", 3)):
         other = pb.TrainCmd()

@@ -11,7 +11,6 @@ from tests.secure_sums import (
     Group,
     anybody,
     command_of,
-    group_of,
     integers,
     names_of,
     new_signer,
@@ -33,21 +32,7 @@ from fedring.v1 import secure_pb2 as wire
 
 NAMES = names_of(4)
 
-
-@pytest.fixture(autouse=True)
-def _fast_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Write without waiting for the disk; that it waits is the business of `fedring.daemon.durable`."""
-    monkeypatch.setattr("os.fsync", lambda fd: None)
-
-
-@pytest.fixture
-def make(tmp_path: Path) -> Callable[..., Group]:
-    """Return a function that makes a group of so many clients in one round."""
-
-    def group(count: int, **command: Any) -> Group:
-        return group_of(count, tmp_path, **command)
-
-    return group
+pytestmark = pytest.mark.usefixtures("fast_disk")
 
 
 def _swapped(group: Group) -> wire.SecureRoster:
@@ -95,8 +80,8 @@ ROSTERS: dict[str, tuple[str, Callable[[Group], wire.SecureRoster]]] = {
 
 
 @pytest.mark.parametrize("lie", ROSTERS)
-def test_a_roster_that_lies_is_refused(make: Callable[..., Group], lie: str) -> None:
-    group = make(4)
+def test_a_roster_that_lies_is_refused(make_group: Callable[..., Group], lie: str) -> None:
+    group = make_group(4)
     group.send_keys()
     reason, roster = ROSTERS[lie]
     with refused(reason):
@@ -104,8 +89,8 @@ def test_a_roster_that_lies_is_refused(make: Callable[..., Group], lie: str) -> 
     assert len(group.party("c000").on_roster(group.roster).shares) == 3
 
 
-def test_a_key_of_low_order_is_refused(make: Callable[..., Group], monkeypatch: pytest.MonkeyPatch) -> None:
-    group = make(3)
+def test_a_key_of_low_order_is_refused(make_group: Callable[..., Group], monkeypatch: pytest.MonkeyPatch) -> None:
+    group = make_group(3)
     names = names_of(3)
     group.keys = {name: group.party(name).keys() for name in names[:2]}
     monkeypatch.setattr("fedring.secure.roster.public_key", lambda private: bytes([private[0] & 1, *bytes(31)]))
@@ -119,8 +104,8 @@ class _Low:
     sealing, masking, own_mask = b"\0" * 32, b"\1" * 32, b"\2" * 32
 
 
-def test_a_group_is_bound_once(make: Callable[..., Group]) -> None:
-    group = make(4)
+def test_a_group_is_bound_once(make_group: Callable[..., Group]) -> None:
+    group = make_group(4)
     group.send_keys()
     first = group.party("c000").on_roster(group.roster)
     with refused("other_roster"):
@@ -162,8 +147,8 @@ PEERS: dict[str, tuple[str, Callable[[Group], wire.SecurePeers]]] = {
 
 
 @pytest.mark.parametrize("lie", PEERS)
-def test_peers_that_cannot_be_are_refused(make: Callable[..., Group], lie: str) -> None:
-    group = make(4)
+def test_peers_that_cannot_be_are_refused(make_group: Callable[..., Group], lie: str) -> None:
+    group = make_group(4)
     group.share()
     reason, peers = PEERS[lie]
     with refused(reason):
@@ -173,8 +158,8 @@ def test_peers_that_cannot_be_are_refused(make: Callable[..., Group], lie: str) 
         group.party("c000").mask(np.zeros(4, np.int32))
 
 
-def test_a_client_that_seals_nonsense_is_named(make: Callable[..., Group]) -> None:
-    group = make(4)
+def test_a_client_that_seals_nonsense_is_named(make_group: Callable[..., Group]) -> None:
+    group = make_group(4)
     group.share()
     peers = peers_of(group.shares, "c000")
     peers.shares[1].sealed = bytes(len(peers.shares[1].sealed))
@@ -182,14 +167,14 @@ def test_a_client_that_seals_nonsense_is_named(make: Callable[..., Group]) -> No
         group.party("c000").on_peers(peers)
 
 
-def test_peers_are_bound_once(make: Callable[..., Group]) -> None:
-    group = make(4).exchange()
+def test_peers_are_bound_once(make_group: Callable[..., Group]) -> None:
+    group = make_group(4).exchange()
     with refused("other_peers"):
         group.again("c000").on_peers(peers_of({name: group.shares[name] for name in NAMES[:3]}, "c000"))
 
 
-def test_steps_out_of_order_are_refused(make: Callable[..., Group]) -> None:
-    early, group = make(4, round_=2).party("c000"), make(4).exchange()
+def test_steps_out_of_order_are_refused(make_group: Callable[..., Group]) -> None:
+    early, group = make_group(4, round_=2).party("c000"), make_group(4).exchange()
     with refused("bad_roster"):
         early.on_peers(peers_of(group.shares, "c000"))
     with refused("bad_peers"):
@@ -210,8 +195,8 @@ SURVIVORS: dict[str, list[str]] = {
 
 
 @pytest.mark.parametrize("lie", SURVIVORS)
-def test_survivors_that_cannot_be_are_refused(make: Callable[..., Group], lie: str) -> None:
-    group = make(4).send_all()
+def test_survivors_that_cannot_be_are_refused(make_group: Callable[..., Group], lie: str) -> None:
+    group = make_group(4).send_all()
     with refused("bad_survivors"):
         group.party("c000").on_survivors(wire.SecureSurvivors(client_ids=SURVIVORS[lie]))
     with refused("bad_survivors"):
@@ -219,8 +204,8 @@ def test_survivors_that_cannot_be_are_refused(make: Callable[..., Group], lie: s
     group.party("c000").on_survivors(survivors_of(NAMES))
 
 
-def test_a_client_that_has_lost_its_key_does_not_sign(make: Callable[..., Group]) -> None:
-    group = make(4).send_all()
+def test_a_client_that_has_lost_its_key_does_not_sign(make_group: Callable[..., Group]) -> None:
+    group = make_group(4).send_all()
     client = group.clients["c000"]
     with refused("other_identity"):
         Party(group.command, Site("c000", new_signer(), anybody), client.state).on_survivors(survivors_of(NAMES))
@@ -255,17 +240,19 @@ UNMASK: dict[str, tuple[str, Callable[[Group], wire.SecureUnmask]]] = {
 
 
 @pytest.mark.parametrize("lie", UNMASK)
-def test_masks_are_not_removed_without_the_signatures_of_enough_survivors(make: Callable[..., Group], lie: str) -> None:
-    group = make(4).send_all().sign()
+def test_masks_are_not_removed_without_the_signatures_of_enough_survivors(
+    make_group: Callable[..., Group], lie: str
+) -> None:
+    group = make_group(4).send_all().sign()
     reason, unmask = UNMASK[lie]
     with refused(reason):
         group.party("c000").on_unmask(unmask(group))
     assert np.array_equal(group.unmask().total, np.sum(list(integers(NAMES).values()), axis=0))
 
 
-def test_signatures_of_other_survivors_are_refused(make: Callable[..., Group]) -> None:
+def test_signatures_of_other_survivors_are_refused(make_group: Callable[..., Group]) -> None:
     names = names_of(5)
-    group = make(5).exchange().send(integers(names))
+    group = make_group(5).exchange().send(integers(names))
     for name in names[:2]:
         group.signatures[name] = group.party(name).on_survivors(survivors_of(names))
     for name in names[2:4]:
@@ -275,9 +262,11 @@ def test_signatures_of_other_survivors_are_refused(make: Callable[..., Group]) -
             group.party(name).on_unmask(unmask_of(group.signatures))
 
 
-def test_a_server_that_wants_both_kinds_of_shares_of_a_client_cannot_unmask_it(make: Callable[..., Group]) -> None:
+def test_a_server_that_wants_both_kinds_of_shares_of_a_client_cannot_unmask_it(
+    make_group: Callable[..., Group],
+) -> None:
     names, victim = names_of(5), 4
-    group = make(5).exchange().send(integers(names_of(5)))
+    group = make_group(5).exchange().send(integers(names_of(5)))
     signed = {name: group.party(name).on_survivors(survivors_of(names)) for name in names}
     with_victim = {name: group.party(name).on_unmask(unmask_of(signed)) for name in names}
     for name in names[:4]:
@@ -293,8 +282,8 @@ def test_a_server_that_wants_both_kinds_of_shares_of_a_client_cannot_unmask_it(m
         assert (masking in told, own in told) == (False, True)
 
 
-def test_too_few_answers_say_nothing(make: Callable[..., Group]) -> None:
-    group = make(4).send_all().sign().unmask(lost=2)
+def test_too_few_answers_say_nothing(make_group: Callable[..., Group]) -> None:
+    group = make_group(4).send_all().sign().unmask(lost=2)
     with pytest.raises(BadShares):
         secret_of(group.group, 0, group.answers)
     assert combine({1: b"\0" * 66, 2: b"\0" * 66}) == bytes(32)
@@ -323,6 +312,6 @@ def test_a_site_says_with_how_many_others_it_is_added_up(tmp_path: Path, least: 
             few.party("c000").on_peers(peers_of({name: few.shares[name] for name in names[:4]}, "c000"))
 
 
-def test_sealed_shares_have_one_length(make: Callable[..., Group]) -> None:
-    group = make(3).exchange()
+def test_sealed_shares_have_one_length(make_group: Callable[..., Group]) -> None:
+    group = make_group(3).exchange()
     assert {len(each.sealed) for each in group.shares["c000"].shares} == {SEALED_BYTES}
