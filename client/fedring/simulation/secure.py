@@ -15,7 +15,8 @@ from fedring.client.secure.masked import level_integers, private_integers, updat
 from fedring.client.transfer.download import HeldModel
 from fedring.client.transfer.update import Update
 from fedring.codec.schema import Vectors
-from fedring.secure.limits import bits_of_sum, fewest_survivors, group_count, threshold
+from fedring.secure.levels import bits_of
+from fedring.secure.limits import fewest_survivors, group_count, threshold
 from fedring.secure.masks import wrap
 from fedring.secure.statements import task_digest
 from fedring.server.model.masked_sum import GroupMasks, PrivateIntegers, private_width, width_of
@@ -60,7 +61,7 @@ def groups_that_count(
         if integers:
             needed = fewest_survivors(len(group), command.job.min_results)
         if len(survivors) >= needed:
-            bits = integers.plan.bits if integers else _bits(command, len(group))
+            bits = integers.plan.bits if integers else bits_of(command.secure, len(group))
             found.append(GroupMasks(survivors[0], survivors, bits, (), integers))
     return found
 
@@ -71,7 +72,7 @@ def terms_of(command: pb.TrainCmd, base: HeldModel, clients: int) -> upload.Term
     if integers:
         width = private_width(integers.plan)
     else:
-        width = width_of(command.secure, base.schema.num_parameters, _bits(command, clients))
+        width = width_of(command.secure, base.schema.num_parameters, bits_of(command.secure, clients))
     return upload.Terms(
         command.model_digest,
         command.max_update_bytes,
@@ -111,12 +112,8 @@ def make_unmasked_update(
     if private := _integers(command, clients, len(delta)):
         bits = private.plan.bits
         return update_of(command, client, wrap(private_integers(delta, private.plan, private.seed), bits), bits, None)
-    bits, integers = _bits(command, clients), level_integers(delta, command.secure, samples, residual)
+    bits, integers = bits_of(command.secure, clients), level_integers(delta, command.secure, samples, residual)
     return update_of(command, client, wrap(integers, bits), bits, delta)
-
-
-def _bits(command: pb.TrainCmd, clients: int) -> int:
-    return bits_of_sum(clients, command.secure.levels, max(1, command.secure.max_weight))
 
 
 def _integers(command: pb.TrainCmd, clients: int, dimension: int) -> PrivateIntegers | None:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from fedring.codec.source import check_finite
 from fedring.secure.errors import SecureError
+from fedring.secure.limits import bits_of_sum
 from fedring.v1 import secure_pb2 as wire
 
 MIN_BLOCK, MAX_BLOCK = 16, 8192
@@ -104,6 +105,11 @@ def shorten(values: NDArray[np.float32], clip: float) -> None:
             square += float(np.dot(piece, piece))
     if square > clip * clip:
         values *= np.float32(clip / sqrt(square))
+
+
+def bits_of(secure: wire.SecureRound, clients: int) -> int:
+    """Return the bits of a masked value in a round, in a group of so many clients."""
+    return bits_of_sum(clients, secure.levels, secure.max_weight or 1)
 
 
 def to_levels(values: NDArray[np.float32], blocks: Blocks, levels: int) -> NDArray[np.int32]:

@@ -22,7 +22,8 @@ from fedring.codec.masked import MAX_BITS, Words, word_type
 from fedring.daemon.crash import crashpoint
 from fedring.secure.errors import SecureError
 from fedring.secure.keys import RoundSecrets, commitment, draw_secrets, own_seed, pair_seed, share_key
-from fedring.secure.limits import bits_of_sum, fewest_survivors
+from fedring.secure.levels import bits_of
+from fedring.secure.limits import fewest_survivors
 from fedring.secure.masks import mask, wrap
 from fedring.secure.roster import CheckIdentity, Roster, check_roster, signed_keys
 from fedring.secure.sealing import SEALED_BYTES, seal, unseal
@@ -102,7 +103,7 @@ class Party:
             if own is None:
                 raise SecureError("bad_roster", "this client's own keys are not in its group as it has sent them")
             self._check_enough(len(roster.members), "a group")
-            if not self.command.job.dp and self._bits(len(roster.members)) > MAX_BITS:
+            if not self.command.job.dp and bits_of(self.command.secure, len(roster.members)) > MAX_BITS:
                 raise SecureError("bad_roster", f"sums of {len(roster.members)} clients need more than {MAX_BITS} bits")
             shares, own_shares = self._share(roster)
             self._keep(roster=data, shares=shares.SerializeToString(), own_shares=own_shares)
@@ -152,7 +153,7 @@ class Party:
     @property
     def bits(self) -> int:
         """The bits of a masked value, if values are levels. The group must be known."""
-        return self._bits(self.clients)
+        return bits_of(self.command.secure, self.clients)
 
     @property
     def masks(self) -> bytes:
@@ -267,10 +268,6 @@ class Party:
             raise SecureError("bad_peers", "the server has sent a later step before the peers")
         others = {each.client_id for each in _parse(wire.SecurePeers, self._record.peers).shares}
         return [name for name in self._roster.places if name in others or name == self._site.client_id]
-
-    def _bits(self, clients: int) -> int:
-        secure = self.command.secure
-        return bits_of_sum(clients, secure.levels, secure.max_weight or 1)
 
     def _is_own(self, keys: wire.SignedKeys) -> bool:
         return keys == _parse(wire.SignedKeys, self._record.keys)

@@ -9,7 +9,7 @@ from fedring.codec.masked import Width
 from fedring.rpc.errors import BadRequest, UnknownRound
 from fedring.secure.errors import SecureError
 from fedring.secure.keys import draw_secrets, pair_seed
-from fedring.secure.limits import bits_of_sum
+from fedring.secure.levels import bits_of
 from fedring.secure.roster import CheckIdentity, Member, Roster, check_member
 from fedring.secure.sealing import SEALED_BYTES
 from fedring.secure.shamir import SHARE_BYTES
@@ -105,8 +105,7 @@ class SecureState:
         """Return the bits of a masked value in a group."""
         if integers := self.integers(place):
             return integers.plan.bits
-        secure = self.command.secure
-        return bits_of_sum(len(self.state.groups[place].members), secure.levels, secure.max_weight or 1)
+        return bits_of(self.command.secure, len(self.state.groups[place].members))
 
     def integers(self, place: int) -> PrivateIntegers | None:
         """Return how the clients of a group make private integers; None if they send levels."""
