@@ -217,7 +217,7 @@ class _SampleGradients:
 
 
 class _Step:
-    """One step of a new optimizer for each call."""
+    """Does one step of DP-SGD at each call, always with the same optimizer."""
 
     def __init__(
         self,
