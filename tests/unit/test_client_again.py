@@ -20,7 +20,7 @@ from fedring.rpc.errors import UnknownRound
 from fedring.v1 import federation_pb2 as pb
 
 if TYPE_CHECKING:
-    from tests.unit.conftest import ScriptedServer
+    from tests.scripted_server import ScriptedServer
 
 SECONDS = 60.0
 MINE = name_of(b"my update")

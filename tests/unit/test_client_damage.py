@@ -16,7 +16,7 @@ from fedring.codec import decode
 from fedring.rpc.errors import BadRequest, DamagedOnTheWay, FedringError, Overloaded
 
 if TYPE_CHECKING:
-    from tests.unit.conftest import ScriptedServer
+    from tests.scripted_server import ScriptedServer
 
 DAMAGED: list[FedringError] = [
     DamagedOnTheWay("the payload is another"),

@@ -22,7 +22,7 @@ from fedring.rpc.errors import BadUpdate, FedringError, NoSession, OtherUpdate, 
 from fedring.v1 import federation_pb2 as pb
 
 if TYPE_CHECKING:
-    from tests.unit.conftest import ScriptedServer
+    from tests.scripted_server import ScriptedServer
 
 SECONDS = 60.0
 RUN, HASH = "run-1", b"h" * 32

@@ -22,7 +22,7 @@ from fedring.train.models import digits_mlp
 from fedring.v1 import federation_pb2 as pb
 
 if TYPE_CHECKING:
-    from tests.unit.conftest import ScriptedServer
+    from tests.scripted_server import ScriptedServer
 
 SECONDS = 120.0  # torch loads slowly on a busy machine
 

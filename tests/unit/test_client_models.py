@@ -19,7 +19,7 @@ from fedring.train.state import read_vectors, schema_of
 from fedring.v1 import federation_pb2 as pb
 
 if TYPE_CHECKING:
-    from tests.unit.conftest import ScriptedServer
+    from tests.scripted_server import ScriptedServer
 
 SECONDS = 60.0
 NAME = name_of(b"a model")

@@ -18,7 +18,7 @@ from fedring.train.user_trainer import run_trainer
 from fedring.v1 import federation_pb2 as pb
 
 if TYPE_CHECKING:
-    from tests.unit.conftest import ScriptedServer
+    from tests.scripted_server import ScriptedServer
 
 SECONDS = 60.0
 PRIVATE = ("bn.*", "head.*")

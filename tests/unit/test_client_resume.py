@@ -11,7 +11,7 @@ from fedring.client import connect
 from fedring.client.session.resume_secret import ResumeSecret
 
 if TYPE_CHECKING:
-    from tests.unit.conftest import ScriptedServer
+    from tests.scripted_server import ScriptedServer
 
 SECONDS = 60.0
 ONE, OTHER = "0123456789abcdef" * 2, "f" * 32

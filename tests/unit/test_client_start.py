@@ -13,7 +13,7 @@ from fedring.v1 import federation_pb2 as pb
 from fedring.v1 import secure_pb2 as wire
 
 if TYPE_CHECKING:
-    from tests.unit.conftest import ScriptedServer
+    from tests.scripted_server import ScriptedServer
 
 SECONDS = 60.0
 SIZE = 48

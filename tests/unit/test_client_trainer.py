@@ -17,7 +17,7 @@ from fedring.train.state import frozen_digest, read_vectors, schema_of, split
 from fedring.v1 import federation_pb2 as pb
 
 if TYPE_CHECKING:
-    from tests.unit.conftest import ScriptedServer
+    from tests.scripted_server import ScriptedServer
 
 SECONDS = 60.0
 JOB: dict[str, Any] = {

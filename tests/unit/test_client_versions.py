@@ -8,7 +8,7 @@ from fedring.client import connect
 from fedring.v1 import federation_pb2 as pb
 
 if TYPE_CHECKING:
-    from tests.unit.conftest import ScriptedServer
+    from tests.scripted_server import ScriptedServer
 
 FIELD_1000 = bytes([0xC2, 0x3E, 5]) + b"later"  # a text field that this version does not know
 SECONDS = 60.0

@@ -20,7 +20,7 @@ from fedring.train.errors import SeamError
 from fedring.v1 import rendezvous_pb2 as pb
 
 if TYPE_CHECKING:
-    from tests.unit.conftest import ScriptedServer
+    from tests.scripted_server import ScriptedServer
 
 SECONDS = 60.0
 

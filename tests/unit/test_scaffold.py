@@ -37,7 +37,7 @@ from fedring.train.scaffold import local_steps, next_own
 from fedring.v1 import federation_pb2 as pb
 
 if TYPE_CHECKING:
-    from tests.unit.conftest import ScriptedServer
+    from tests.scripted_server import ScriptedServer
 
 SIZE = 6
 SCHEMA = Schema((Entry("w", (SIZE,), "float32", "parameter"), Entry("b", (2,), "float32", "buffer")))

@@ -47,7 +47,11 @@ class ClientConfig(BaseSettings):
         description="folder for the residual, private tensors, an unsent update, checkpoints, the secret of the "
         "session, and the account of privacy",
     )
-    trusted: list[str] = Field(["fedring", "torchvision"], description="modules from which a job may import")
+    trusted: list[str] = Field(
+        ["fedring"],
+        description="what jobs may name: fedring, torchvision (its models), modules with marked functions, or "
+        '"module:attribute as kind" (docs/clients.md)',
+    )
 
     private: list[str] = Field(
         [],
@@ -59,7 +63,7 @@ class ClientConfig(BaseSettings):
     )
 
     data_root: Path | None = Field(None, description="folder of the data sets")
-    download: bool = Field(False, description="let data sets be downloaded into data_root")
+    download: bool = Field(False, description="let data sets, and weights of torchvision's models, be downloaded")
     partition_index: NonNegativeInt = Field(
         0, description="this client's part of a shared data set, 0 to partition_count - 1"
     )

@@ -1,6 +1,6 @@
 """The communication hook of a data-parallel job, whose state outlives the groups that train."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch.distributed as dist
@@ -14,8 +14,8 @@ from fedring.ddp.hooks.by_name import make_hook as ready_hook
 from fedring.ddp.hooks.own import BadHook, own_hook
 from fedring.train.data_parallel_table import DataParallel
 from fedring.train.errors import SeamError
+from fedring.train.offered import Offered
 from fedring.train.plan import Plan
-from fedring.train.seam import resolve
 from fedring.workers.usage import Usage
 
 Parameters = Iterable[tuple[str, Tensor]]
@@ -118,22 +118,22 @@ class JobHook:
         )
 
 
-def make_hook(table: DataParallel, plan: Plan, parameters: Parameters, trusted: Sequence[str]) -> JobHook:
+def make_hook(table: DataParallel, plan: Plan, parameters: Parameters, offered: Offered) -> JobHook:
     """Make the hook that a job names.
 
     Args:
         table: The job's table [data_parallel].
         plan: The job's plan, which has the momentum.
         parameters: As from `model.named_parameters()`.
-        trusted: The modules that a user's own hook may come from.
+        offered: What jobs may name here.
 
     Raises:
-        SeamError: If the job's parameters do not fit together, or if a user's hook cannot be imported or trusted.
+        SeamError: If the job's parameters do not fit together, or if a user's hook is not offered.
     """
     try:
         choice = table.chosen_hook(plan.momentum)
         if choice is None:
-            return JobHook(own_hook(table.hook, resolve(table.hook, trusted), list(parameters)))
+            return JobHook(own_hook(table.hook, offered.get("hook", table.hook), list(parameters)))
         return JobHook(ready_hook(choice, parameters))
     except ValueError as error:
         raise SeamError("bad_job", f"{error}.") from error

@@ -87,7 +87,9 @@ def command(
 
         check(loaded.config)
         if check_config:
-            print("the configuration is good")
+            from fedring.client.trainer import offered_by
+
+            print(*offered_by(loaded.config).lines(), "the configuration is good", sep="\n")
             raise typer.Exit
         code = serve(loaded)
     except ConfigError as error:

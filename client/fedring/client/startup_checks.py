@@ -6,12 +6,13 @@ from collections.abc import Iterator
 from fedring.client.config import ClientConfig
 from fedring.client.privacy import check_policy
 from fedring.client.secure.identity import load_signer
-from fedring.client.trainer import NAMES, trusted_by
-from fedring.daemon.checks import Check, check_data_root, check_writable, refuse_failed
+from fedring.client.trainer import NAMES, offered_by
+from fedring.daemon.checks import Check, Level, check_data_root, check_writable, refuse_failed
 from fedring.rpc.channel import encrypts, is_loopback
 from fedring.rpc.tls import check_tls, read_token
+from fedring.train.errors import SeamError
 from fedring.train.job import Job
-from fedring.train.name_checks import check_data, check_device, check_name
+from fedring.train.name_checks import check_data, check_device, check_name, check_offered
 
 log = logging.getLogger(__name__)
 
@@ -44,13 +45,18 @@ def check_names(config: ClientConfig, job: Job | None = None) -> Iterator[Check]
     """
     yield from check_data_root(config.data_root)
     yield check_device(config.device)
-    trusted = trusted_by(config)
+    try:
+        offered = offered_by(config)
+    except SeamError as error:
+        yield Check("trusted", Level.FAIL, str(error))
+        return
+    yield from check_offered(offered)
     for part in NAMES:
         name = getattr(config, part) or getattr(job, part, "")
         if name and part == "data":
-            yield check_data(part, name, trusted, root=config.data_root)
+            yield check_data(part, name, offered, root=config.data_root)
         elif name:
-            yield check_name(part, name, trusted)
+            yield check_name(part, part, name, offered)
 
 
 def warn_of_insecurity(config: ClientConfig) -> None:

@@ -1,6 +1,5 @@
-"""Trains as a job declares it: resolves the names in the job, and keeps model and data loaded from round to round."""
+"""Trains as a job declares it: looks up the names in the job, and keeps model and data loaded from round to round."""
 
-import json
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -20,14 +19,17 @@ from fedring.client.sample_privacy import charging
 from fedring.client.task import Task
 from fedring.daemon.tracing import span
 from fedring.data import DataError, Split, load_part, load_split
+from fedring.offers import Kind, named
+from fedring.train.arguments import read_arguments
 from fedring.train.device import pick_device, threads_for
 from fedring.train.errors import SeamError, TrainError, TrainingStopped, failure_detail, failure_reason
 from fedring.train.evaluation import Counts, Evaluator, run_evaluator
 from fedring.train.loop import Loss, OptimizerFactory, train, warm_up
+from fedring.train.offered import Offered, collect
 from fedring.train.plan import Plan, TrainResult
 from fedring.train.private_loop import UNFIT, train_privately
 from fedring.train.sample_privacy_table import SamplePrivacy
-from fedring.train.seam import build_model, optimizer_factory, resolve
+from fedring.train.seam import build_model, optimizer_factory
 from fedring.train.skeleton import build_skeleton
 from fedring.train.user_trainer import Trainer, run_trainer
 from fedring.v1 import federation_pb2 as pb
@@ -38,7 +40,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-NAMES = ("model", "data", "loss", "optimizer", "trainer", "evaluator")
+NAMES: tuple[Kind, ...] = ("model", "data", "loss", "optimizer", "trainer", "evaluator")
 """The names in a job that the client's configuration may override."""
 
 MODES = ("federated", "data_parallel", "pipeline")
@@ -50,7 +52,7 @@ _WRONG_BASE = ("wrong_base", "frozen_changed")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedJob:
-    """Everything that a job names, imported and loaded."""
+    """Everything that a job names, loaded."""
 
     model: nn.Module
     split: Split
@@ -65,6 +67,7 @@ class DeclaredTrainer:
 
     def __init__(self, config: ClientConfig) -> None:
         self._config = config
+        self._offered = offered_by(config)
         self._device = pick_device(config.device)
         self._key = b""
         self._loaded: LoadedJob | None = None
@@ -147,18 +150,18 @@ class DeclaredTrainer:
     def _group_trainer(self) -> "DataParallelTrainer":
         from fedring.client.group.data_parallel import DataParallelTrainer  # imports torch.distributed's collectives
 
-        return DataParallelTrainer(self._config, trusted_by(self._config), self._device)
+        return DataParallelTrainer(self._config, self._offered, self._device)
 
     @cached_property
     def _pipeline_trainer(self) -> "PipelineTrainer":
         from fedring.client.group.pipeline import PipelineTrainer  # as above
 
-        return PipelineTrainer(self._config, trusted_by(self._config), self._device)
+        return PipelineTrainer(self._config, self._offered, self._device)
 
     def _train_in_group(self, loaded: LoadedJob, task: Task) -> None:
         model, samples, loss, optimizer = loaded.model, loaded.split.train, loaded.loss, loaded.optimizer
         if task.job.mode == "pipeline":
-            whole = partial(build_model, *_model_of(task.job, self._config))
+            whole = partial(build_model, *_model_of(task.job, self._config), self._offered)
             held_out = loaded.split.test
             self._pipeline_trainer.train(task, model, samples, held_out, loss=loss, optimizer=optimizer, whole=whole)
         else:
@@ -227,7 +230,7 @@ class DeclaredTrainer:
         return self._loaded
 
     def _build(self, job: pb.JobSpec) -> LoadedJob:
-        whole = load_job(job, self._config, self._device)
+        whole = load_job(job, self._config, self._offered, self._device)
         if job.mode == "pipeline":  # Its workers read the same samples.
             return whole
         config, split, shared = self._config, whole.split, job.mode != "federated"
@@ -246,33 +249,33 @@ class DeclaredTrainer:
         return replace(whole, split=part)
 
 
-def load_job(job: pb.JobSpec, config: ClientConfig, device: torch.device) -> LoadedJob:
-    """Import and load everything that a job names, with the samples of all clients.
+def load_job(job: pb.JobSpec, config: ClientConfig, offered: Offered, device: torch.device) -> LoadedJob:
+    """Load everything that a job names, with the samples of all clients.
 
     Args:
         job: The job.
-        config: Says which modules are trusted, what is used instead of what the job names, and where data sets are.
+        config: Says what is used instead of what the job names, and where data sets are.
+        offered: What jobs may name here.
         device: Where the model is kept; the model of a pipeline stays without values.
 
     Raises:
-        SeamError: If a name cannot be resolved, or the model cannot be built.
+        SeamError: If a name is not offered, or the model cannot be built.
         DataError: If the samples cannot be loaded.
     """
     if job.mode not in MODES:
         raise SeamError("unknown_mode", f"This client does not know the mode {job.mode!r}: update it.")
     name = {part: getattr(config, part) or getattr(job, part) for part in NAMES}
-    trusted = trusted_by(config)
-    arguments = _model_of(job, config)
-    data = resolve(name["data"], trusted)
+    data = offered.get("data", name["data"])
+    arguments = (*_model_of(job, config), offered)
     # No worker of a pipeline has the memory for all stages.
     model = build_skeleton(*arguments) if job.mode == "pipeline" else build_model(*arguments).to(device)
     return LoadedJob(
         model,
         load_split(lambda: data(config.data_root, config.download)),
-        resolve(name["loss"], trusted),
-        optimizer_factory(name["optimizer"], json.loads(job.optimizer_args or "{}"), trusted),
-        resolve(name["trainer"], trusted) if name["trainer"] else None,
-        resolve(name["evaluator"], trusted) if name["evaluator"] else None,
+        offered.get("loss", name["loss"]),
+        optimizer_factory(name["optimizer"], read_arguments(job.optimizer_args), offered),
+        offered.get("trainer", name["trainer"]) if name["trainer"] else None,
+        offered.get("evaluator", name["evaluator"]) if name["evaluator"] else None,
     )
 
 
@@ -335,15 +338,22 @@ def train_locally(
     )
 
 
-def _model_of(job: pb.JobSpec, config: ClientConfig) -> tuple[str, dict[str, Any], int, list[str]]:
-    """Return what build_model() needs for the job's model."""
-    return config.model or job.model, json.loads(job.model_args or "{}"), job.seed, trusted_by(config)
+def _model_of(job: pb.JobSpec, config: ClientConfig) -> tuple[str, dict[str, Any], int]:
+    """Return the name, the arguments and the seed of the job's model."""
+    return config.model or job.model, read_arguments(job.model_args), job.seed
 
 
-def trusted_by(config: ClientConfig) -> list[str]:
-    """Return the modules from which a job may import: `trusted`, and those that the configuration's names are in."""
-    named = [getattr(config, part).partition(":")[0] for part in NAMES]
-    return [*config.trusted, *(module for module in named if module)]
+def offered_by(config: ClientConfig) -> Offered:
+    """Collect what jobs may name: what is trusted, and what the configuration itself names.
+
+    A site with a policy offers only what is marked, or named one by one.
+
+    Raises:
+        SeamError: As collect() does.
+    """
+    own = named(**{part: getattr(config, part) for part in NAMES})
+    offered = collect([*config.trusted, *own], root=config.data_root, download=config.download)
+    return offered.marked() if config.privacy.demands or config.private else offered
 
 
 def prepare(config: ClientConfig) -> None:

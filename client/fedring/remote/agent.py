@@ -29,6 +29,7 @@ from fedring.ring.engine import collectives
 from fedring.ring.engine.group import Group
 from fedring.ring.engine.operation import Operation
 from fedring.ring.torch.work import Pool
+from fedring.train.offered import Offered
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +47,7 @@ class Agent:
     Args:
         group: The process group; all its ranks make an agent, in the same order if they make several.
         modules: The modules that others may call here, by name.
-        trusted: The modules of Python whose functions, classes and methods others may call here.
+        offered: The functions and classes that others may call here.
         max_message_bytes: The most bytes that the tensors of a message may have.
         timeout: Seconds that a call may take; after that the generation ends.
 
@@ -60,7 +61,7 @@ class Agent:
         group: RingProcessGroup,
         *,
         modules: Mapping[str, nn.Module],
-        trusted: Sequence[str],
+        offered: Offered,
         max_message_bytes: int,
         timeout: float,
     ) -> None:
@@ -69,7 +70,7 @@ class Agent:
         time = next(_times.setdefault(group.ring, itertools.count()))
         self._ring = group.world.enter(f"{group.ring.name}/remote/{time}", ranks)
         self.rank, self.size = self._ring.rank, self._ring.size
-        self.service = Service(self.rank, self.size, modules, trusted, self)
+        self.service = Service(self.rank, self.size, modules, offered, self)
         self._numbers = [itertools.count() for _ in range(self.size)]  # of requests to each rank
         self._failure: RingError | None = None
         self._dropped: deque[Handle] = deque()  # references that this process does not have any more

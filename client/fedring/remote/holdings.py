@@ -8,8 +8,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fedring.offers import marks_of
 from fedring.remote.errors import Refused
-from fedring.train.seam import resolve
+from fedring.train.offered import Offered
 
 
 class Holdings:
@@ -17,12 +18,12 @@ class Holdings:
 
     Args:
         modules: The served modules, by name.
-        trusted: The modules of Python whose functions, classes and methods may be called.
+        offered: The functions and classes that may be called.
     """
 
-    def __init__(self, modules: Mapping[str, nn.Module], trusted: Sequence[str]) -> None:
+    def __init__(self, modules: Mapping[str, nn.Module], offered: Offered) -> None:
         self._modules = dict(modules)
-        self._trusted = list(trusted)
+        self._offered = offered
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
         self._references: dict[tuple[int, int], Any] = {}  # by the rank that made it, and its number
@@ -66,23 +67,15 @@ class Holdings:
                 del self._references[rank, number]
 
     def function(self, name: str) -> Any:
-        """Return a function or class, "module:attribute", of a trusted module.
+        """Return a function or class, "module:attribute", that is offered to other ranks.
 
         Raises:
-            SeamError: As `fedring.train.seam.resolve` does.
-            Refused: It is another callable, of which nobody can tell where it comes from.
+            SeamError: As `Offered.get` does.
         """
-        found = resolve(name, self._trusted)
-        if not ((inspect.isroutine(found) or inspect.isclass(found)) and getattr(found, "__module__", None)):
-            raise Refused(
-                f"{name[:200]} is a {type(found).__name__} that does not say which module defines it: define a "
-                "function that calls it",
-                reason="not_trusted",
-            )
-        return found
+        return self._offered.get("remote", name)
 
     def method(self, value: Any, name: str) -> Any:
-        """Return a method of a value: the call of a module, or a public method that a trusted module defines.
+        """Return a method of a value: the call of a module, or a method that is marked as offered to other ranks.
 
         Raises:
             Refused: There is no such method, or it may not be called.
@@ -90,18 +83,15 @@ class Holdings:
         kind = type(value)
         if name == "__call__" and isinstance(value, nn.Module):
             return value
-        found = inspect.getattr_static(kind, name, None) if not name.startswith("_") else None
-        if found is None or not inspect.isroutine(getattr(kind, name)):
-            raise Refused(f"a {kind.__name__} has no public method {name[:80]!r}", reason="no_attribute")
-        module = getattr(getattr(kind, name), "__module__", None) or ""
-        if not any(module == root or module.startswith(root + ".") for root in self._trusted):
-            known = ", ".join(self._trusted) or "no module"
+        found = inspect.getattr_static(kind, name, None)  # calls no property
+        if "remote" not in marks_of(found):
+            known = ", ".join(key for key in dir(kind) if "remote" in marks_of(inspect.getattr_static(kind, key, None)))
             raise Refused(
-                f"{kind.__name__}.{name} lies in {module or 'no module'}, but only {known} is trusted here: add it to "
-                "the trusted modules",
-                reason="not_trusted",
+                f"a {kind.__name__} offers no method {name[:80]!a}, but {known or 'none'}: mark it with "
+                '@offers("remote")',
+                reason="not_offered",
             )
-        return getattr(value, name)
+        return found.__get__(value, kind)
 
     def parameters(self, rank: int, key: int | str) -> dict[str, Tensor]:
         """Return the parameters of what a rank names, by name; those of a tensor that is a leaf by the name "".

@@ -21,6 +21,7 @@ from fedring.remote.messages import Message, outgoing
 from fedring.remote.requests import Answer, Request
 from fedring.remote.values import Handle, flatten, unflatten
 from fedring.ring import NotSupported, RingError, RingProcessGroup
+from fedring.train.offered import collect
 
 Then = TypeVar("Then")
 
@@ -37,7 +38,7 @@ class Owner:
         self.agent, self.rank, self.name = agent, rank, agent.name_of(rank)
 
     def call(self, function: str, /, *args: Any, **kwargs: Any) -> Any:
-        """Call a function of a trusted module at the owner, and return the result.
+        """Call a function that the owner offers, and return the result.
 
         Args:
             function: "module:attribute".
@@ -176,7 +177,7 @@ class Reference(Handle):
         return f"<reference {self.key!r} at {self.owner.name}>"
 
     def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
-        """Call a method that a trusted module defines; see `Owner.call`."""
+        """Call a method that its class offers; see `Owner.call`."""
         return self.call_async(method, *args, **kwargs).result()
 
     def call_async(self, method: str, /, *args: Any, **kwargs: Any) -> Future[Any]:
@@ -227,8 +228,8 @@ def serve(
 
     Args:
         modules: The modules that others may call here, by name.
-        trusted: The modules of Python whose functions, classes and methods others may call here; modules below them
-            are trusted, too.
+        trusted: What others may call here: modules, of which they may call what is marked with `@offers("remote")`
+            and the classes derived from torch.nn.Module; and single functions, "module:function as remote".
         group: A group of the backend fedring; None = the default group.
         max_message_bytes: The most bytes that the tensors of a message may have.
         timeout: Seconds that a call may take, after which the generation ends; None = the group's timeout.
@@ -238,6 +239,7 @@ def serve(
 
     Raises:
         ValueError: `trusted` is a string, and not a sequence of strings.
+        SeamError: Something that is trusted cannot be imported.
         NotSupported: The group is of another backend.
         RingError: A rank is lost.
     """
@@ -249,7 +251,7 @@ def serve(
     agent = Agent(
         chosen,
         modules=modules or {},
-        trusted=trusted,
+        offered=collect(trusted),
         max_message_bytes=max_message_bytes,
         timeout=chosen.seconds() if timeout is None else timeout,
     )

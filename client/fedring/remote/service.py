@@ -17,6 +17,7 @@ from fedring.remote.messages import Message, outgoing
 from fedring.remote.requests import REASON, Answer, Failure, Request
 from fedring.remote.stepping import OwnedOptimizer, StepLock
 from fedring.remote.values import flatten, unflatten
+from fedring.train.offered import Offered
 
 MAX_CALLS = 64
 """How many functions, methods and modules one rank may have running here."""
@@ -34,15 +35,15 @@ class Service:
         rank: This rank.
         size: The number of ranks.
         modules: The served modules, by name.
-        trusted: The modules of Python whose functions may be called.
+        offered: The functions and classes that may be called.
         caller: Through what the functions that run here call other ranks.
     """
 
     def __init__(
-        self, rank: int, size: int, modules: Mapping[str, nn.Module], trusted: Sequence[str], caller: Caller
+        self, rank: int, size: int, modules: Mapping[str, nn.Module], offered: Offered, caller: Caller
     ) -> None:
         self.contexts = Contexts(rank, size)
-        self.holdings = Holdings(modules, trusted)
+        self.holdings = Holdings(modules, offered)
         self._caller = caller
         self._steps = StepLock()
         self._lock = threading.Lock()

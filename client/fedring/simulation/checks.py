@@ -10,6 +10,7 @@ from fedring.control.failure import Failure
 from fedring.control.job_file import check_job
 from fedring.daemon.config import explain, read_document
 from fedring.daemon.exits import Exit
+from fedring.offers import named
 from fedring.train.bounds import MAX_COUNT, MAX_SEED
 from fedring.train.job import Job
 from fedring.train.start import FRESH, NEWEST, is_path
@@ -123,10 +124,10 @@ def check_enough(job: Job, clients: int, with_samples: int) -> None:
 
 
 def trusted_by(job: Job) -> tuple[str, ...]:
-    """Return the modules that the simulation may import: whoever names a job here runs it on this very machine."""
-    names = [*(getattr(job, key) for key in _NAMES), job.aggregation.rule, job.aggregation.data]
-    named = {name.partition(":")[0] for name in names if ":" in name}
-    return tuple(sorted({"fedring", "torchvision", *named}))
+    """Return what the job itself names: whoever names it here runs it on this very machine."""
+    table = job.aggregation
+    own = named(rule=table.rule if table.own else "", data=table.data)
+    return (*named(**{key: getattr(job, key) for key in _NAMES}), *own)
 
 
 def _check_number(name: str, value: int | None, most: int, *, least: int = 1) -> None:

@@ -47,6 +47,7 @@ from fedring.train.errors import SeamError, TrainError, failure_detail
 from fedring.train.evaluation import Counts, run_evaluator
 from fedring.train.job import Job
 from fedring.train.loop import seeded, warm_up
+from fedring.train.offered import collect
 from fedring.train.private_loop import check_private_model, sampled_steps
 from fedring.train.state import fill, frozen_digest, has_frozen, read_tensors, read_vectors, write_tensors
 from fedring.train.state import split as split_tensors
@@ -62,7 +63,7 @@ class Setup:
     job: Job
     clients: int  # among whom the samples are divided
     data_root: Path | None
-    trusted: tuple[str, ...]
+    trusted: tuple[str, ...]  # what the job names
     device: str
     threads: int  # of torch
     number: int = 0  # of the worker, from 0
@@ -130,13 +131,12 @@ class Worker:
     def __init__(self, setup: Setup) -> None:
         self._device = pick_device(setup.device)
         job, spec = setup.job, job_spec(setup.job, 1)
-        config = ClientConfig.model_construct(  # which does not read the environment
-            data_root=setup.data_root, trusted=list(setup.trusted)
-        )
+        config = ClientConfig.model_construct(data_root=setup.data_root)  # which does not read the environment
+        offered = collect(setup.trusted, root=setup.data_root)
         with seeded(
             job.seed, self._device
         ):  # so that a data callable that draws samples draws the same ones everywhere
-            self._loaded = load_job(spec, config, self._device)
+            self._loaded = load_job(spec, config, offered, self._device)
         if job.sample_dp is not None:
             check_private_model(self._loaded.model)
         warm_up(self._device)

@@ -13,8 +13,8 @@ from fedring.pipeline.cut import as_cut, balanced, cut_at, cut_by_counts
 from fedring.pipeline.errors import CutError
 from fedring.pipeline.layers import Layers, Stages
 from fedring.train.errors import SeamError
+from fedring.train.offered import Offered
 from fedring.train.pipeline_table import Pipeline
-from fedring.train.seam import resolve
 
 
 def count_layers(model: nn.Module, table: Pipeline, sample: Callable[[], Tensor | Mapping[str, Tensor]]) -> list[int]:
@@ -45,24 +45,24 @@ def count_layers(model: nn.Module, table: Pipeline, sample: Callable[[], Tensor 
         raise SeamError("cannot_cut", f"The model cannot be cut: {error}.") from error
 
 
-def cut_model(model: nn.Module, table: Pipeline, counts: Sequence[int], trusted: Sequence[str]) -> Stages:
+def cut_model(model: nn.Module, table: Pipeline, counts: Sequence[int], offered: Offered) -> Stages:
     """Cut a model into the stages that the table asks for.
 
     Args:
         model: Is put into training mode; the stages share its tensors.
         table: Says where to cut, and into how many stages.
         counts: What count_layers() returned.
-        trusted: The modules that a callable may come from.
+        offered: What jobs may name here.
 
     Returns:
         The stages, in order, with their routes.
 
     Raises:
-        SeamError: With the reason cannot_cut, or as resolve() raises it for a callable.
+        SeamError: With the reason cannot_cut, or as Offered.get() raises it for a callable.
     """
     model.train()
     try:
-        stages = _stages(model, table, counts, trusted)
+        stages = _stages(model, table, counts, offered)
         if len(stages) != table.stages:
             raise CutError(f"{table.cut} returned {len(stages)} stages, but the job's table has stages={table.stages}")
         _check_parameters(model, stages)
@@ -71,17 +71,17 @@ def cut_model(model: nn.Module, table: Pipeline, counts: Sequence[int], trusted:
     return stages
 
 
-def _stages(model: nn.Module, table: Pipeline, counts: Sequence[int], trusted: Sequence[str]) -> Stages:
+def _stages(model: nn.Module, table: Pipeline, counts: Sequence[int], offered: Offered) -> Stages:
     if counts:
         return cut_by_counts(model, counts)
     if isinstance(table.cut, str):
-        return as_cut(_made_by(table.cut, model, trusted))
+        return as_cut(_made_by(table.cut, model, offered))
     numbers = [one for one in table.cut if isinstance(one, int)]
     return cut_by_counts(model, numbers) if numbers else cut_at(model, [str(one) for one in table.cut])
 
 
-def _made_by(name: str, model: nn.Module, trusted: Sequence[str]) -> object:
-    made = resolve(name, trusted)
+def _made_by(name: str, model: nn.Module, offered: Offered) -> object:
+    made = offered.get("cut", name)
     try:
         return made(model)
     except Exception as error:  # the user's code may raise anything

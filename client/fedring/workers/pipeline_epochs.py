@@ -38,6 +38,7 @@ from fedring.train.batches import by_name, fetch, size_of
 from fedring.train.evaluation import Counts
 from fedring.train.hooks import choose_hook
 from fedring.train.loop import Loss, OptimizerFactory, seeded
+from fedring.train.offered import Offered
 from fedring.train.pipeline_table import CREDITS, Pipeline
 from fedring.train.plan import Plan
 from fedring.train.tally import Tally
@@ -78,7 +79,7 @@ class PipelineSetup:
     loss: Loss
     optimizer: OptimizerFactory
     device: torch.device
-    trusted: Sequence[str] = ()  # the modules that a job may name
+    offered: Offered  # what jobs may name here
     held_out: Dataset[Any] | None = None  # the samples to evaluate the trained model on; None = it is not evaluated
     counts: Sequence[int] = ()  # the layers of each stage, as count_layers() returns them
     on_run: Callable[[Report, int], None] = lambda report, in_flight: None  # called after each run of the schedule
@@ -168,7 +169,7 @@ class PipelineTraining:
         facts = read_facts(files[mine[0]]) if files else fresh
         counts = self._agree_with_rank_0(facts.counts)
         self._facts = replace(fresh, counts=tuple(counts))
-        self._model = StagedModel(setup.model, table, counts, setup.trusted)
+        self._model = StagedModel(setup.model, table, counts, setup.offered)
         self._states = {n: self._model.make(n, setup.plan, setup.optimizer, setup.device) for n in mine}
         # The end of the previous round is where this one begins, if the server has published just that model.
         is_base = checkpoint is not None and setup.checkpoints.is_result(checkpoint, setup.base_digest)

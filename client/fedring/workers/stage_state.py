@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from fedring.codec.schema import Entry
 from fedring.train.errors import SeamError, TrainError
 from fedring.train.loop import OptimizerFactory
+from fedring.train.offered import Offered
 from fedring.train.pipeline_table import Pipeline
 from fedring.train.plan import Plan
 from fedring.train.skeleton import replace_tensors
@@ -49,14 +50,14 @@ class StagedModel:
         stage_of: The stage of each tensor of the model. Tensors that no stage uses belong to stage 0.
     """
 
-    def __init__(self, model: nn.Module, table: Pipeline, counts: Sequence[int], trusted: Sequence[str]) -> None:
+    def __init__(self, model: nn.Module, table: Pipeline, counts: Sequence[int], offered: Offered) -> None:
         """Cut a model, as cut_model() does.
 
         Raises:
             SeamError: With the reason cannot_cut.
         """
         self.schema = schema_of(model)
-        self.stages = cut_model(model, table, counts, trusted)
+        self.stages = cut_model(model, table, counts, offered)
         self._tensors = dict(tensors_of(model))
         known = {id(tensor): name for name, tensor in self._tensors.items()}
         self._names: list[dict[str, str]] = []  # for each stage, from a name in the stage to the name in the model

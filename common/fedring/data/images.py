@@ -14,12 +14,14 @@ from torch import Tensor
 
 from fedring import vision
 from fedring.data.samples import DataError, Samples, Scale, Split
+from fedring.offers import offers
 
 _DIGITS_SEED = 0
 _DIGITS_FOLDS = 5  # one sample in five is a test sample
 _FOLDERS = {"MNIST": "MNIST/raw", "FashionMNIST": "FashionMNIST/raw", "CIFAR10": "cifar-10-batches-py"}
 
 
+@offers("data")
 def digits(root: Path | None = None, download: bool = False) -> Split:
     """Return the digits: 1,437 training and 360 test samples in 10 classes.
 
@@ -43,6 +45,7 @@ def digits(root: Path | None = None, download: bool = False) -> Split:
     return Split(everything.subset(np.flatnonzero(~is_test)), everything.subset(np.flatnonzero(is_test)), classes=10)
 
 
+@offers("data")
 def mnist(root: Path | None, download: bool = False) -> Split:
     """Return MNIST: 60,000 training and 10,000 test samples in 10 classes.
 
@@ -59,11 +62,13 @@ def mnist(root: Path | None, download: bool = False) -> Split:
     return _load("MNIST", root, download, _scale([0.1307], [0.3081]))
 
 
+@offers("data")
 def fashion_mnist(root: Path | None, download: bool = False) -> Split:
     """Return Fashion-MNIST, which has the shape and size of MNIST; see `mnist`."""
     return _load("FashionMNIST", root, download, _scale([0.2860], [0.3530]))
 
 
+@offers("data")
 def cifar10(root: Path | None, download: bool = False) -> Split:
     """Return CIFAR-10: 50,000 training and 10,000 test samples [3, 32, 32] in 10 classes; see `mnist`."""
     return _load("CIFAR10", root, download, _scale([0.4914, 0.4822, 0.4465], [0.2470, 0.2435, 0.2616]))

@@ -3,7 +3,10 @@
 from torch import Tensor
 from torch.nn import functional
 
+from fedring.offers import offers
 
+
+@offers("loss")
 def cross_entropy(outputs: Tensor, labels: Tensor) -> Tensor:
     """Return the mean cross entropy, a scalar, of logits `outputs` [batch, classes] and `labels` [batch] int64."""
     return functional.cross_entropy(outputs, labels)

@@ -7,9 +7,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from fedring.offers import offers
 from fedring.train.arrays import module_of_shapes
 
 
+@offers("model")
 def mnist_cnn() -> nn.Module:
     """Return the convolutional network of the MNIST benchmarks.
 
@@ -18,6 +20,7 @@ def mnist_cnn() -> nn.Module:
     return _MnistCnn()
 
 
+@offers("model")
 def mnist_tanh_cnn() -> nn.Module:
     """Return a small network for MNIST with bounded activations, which DP-SGD trains well (Papernot et al. 2021).
 
@@ -37,6 +40,7 @@ def mnist_tanh_cnn() -> nn.Module:
     )
 
 
+@offers("model")
 def digits_mlp(hidden: int = 64, layers: int = 1) -> nn.Module:
     """Return a perceptron for the digits, which maps [batch, 1, 8, 8] to logits [batch, 10].
 
@@ -49,6 +53,7 @@ def digits_mlp(hidden: int = 64, layers: int = 1) -> nn.Module:
     return nn.Sequential(nn.Flatten(), *parts, nn.Linear(widths[-1], 10))
 
 
+@offers("model")
 def cifar_cnn() -> nn.Module:
     """Return a small network for CIFAR-10: three convolutions and two linear layers.
 
@@ -65,6 +70,7 @@ def cifar_cnn() -> nn.Module:
     )
 
 
+@offers("model")
 def vector(size: int) -> nn.Module:
     """Return a module with one parameter of `size` zeros and no forward, for measurements of transport."""
     model = nn.Module()
@@ -72,6 +78,7 @@ def vector(size: int) -> nn.Module:
     return model
 
 
+@offers("model")
 def arrays(shapes: Mapping[str, Sequence[int]]) -> nn.Module:
     """Return a module without forward, for clients whose model is numpy arrays (docs/clients.md).
 

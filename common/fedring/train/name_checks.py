@@ -1,40 +1,60 @@
 """Checks, before anything starts, of what a configuration names: callables as "module:attribute", and a device."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 from fedring.daemon.checks import Check, Level
 from fedring.data import DataError
 from fedring.data.images import FROM_FOLDER
+from fedring.offers import Kind
 from fedring.train.device import pick_device
 from fedring.train.errors import SeamError
-from fedring.train.seam import resolve
+from fedring.train.offered import Offered
+
+_MOST_LISTED = 12
 
 
-def check_name(key: str, name: str, trusted: Sequence[str]) -> Check:
-    """Check that there is a callable `name`, and that it comes from a trusted module.
+def check_name(key: str, kind: Kind, name: str, offered: Offered) -> Check:
+    """Check that jobs may name this here.
 
     Args:
         key: The configuration key that holds the name, for the report.
+        kind: As what it is named.
         name: A callable as "module:attribute".
-        trusted: The modules that may be imported.
+        offered: What jobs may name here.
     """
     try:
-        resolve(name, trusted)
+        offered.get(kind, name)
     except SeamError as error:
         return Check(key, Level.FAIL, str(error))
     return Check(key, Level.OK, name)
 
 
-def check_data(key: str, name: str, trusted: Sequence[str], *, root: Path | None) -> Check:
+def check_data(key: str, name: str, offered: Offered, *, root: Path | None) -> Check:
     """Check a data callable like check_name(), and that it is given a folder if it needs one; loads no samples."""
-    check = check_name(key, name, trusted)
-    if check.level is Level.OK and root is None and (data := resolve(name, trusted)) in FROM_FOLDER:
+    check = check_name(key, "data", name, offered)
+    if check.level is Level.OK and root is None and (data := offered.get("data", name)) in FROM_FOLDER:
         try:
             data(None)
         except DataError as error:
             return Check(key, Level.FAIL, str(error))
     return check
+
+
+def check_offered(offered: Offered) -> Iterator[Check]:
+    """List what jobs may name here, by kind, and warn of trusted modules that offer nothing."""
+    names = offered.names()
+    for kind, of_kind in names.items():
+        yield Check(f"offered as {kind}", Level.OK, _listed(of_kind))
+    for module in offered.without_offers():
+        advice = 'mark its functions with fedring.offers.offers, or name them: trusted = ["module:function as kind"]'
+        yield Check("trusted", Level.WARN, f"{module} offers nothing that jobs could name", advice)
+
+
+def _listed(names: list[str]) -> str:
+    """Return names as one line; of a long list, its beginning."""
+    more = len(names) - _MOST_LISTED
+    return ", ".join(names[:_MOST_LISTED]) + (f" and {more} more" if more > 0 else "")
 
 
 def check_device(name: str) -> Check:

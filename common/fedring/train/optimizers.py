@@ -5,7 +5,10 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+from fedring.offers import offers
 
+
+@offers("optimizer")
 def sgd(
     parameters: Iterable[nn.Parameter],
     lr: float,
@@ -27,6 +30,7 @@ def sgd(
     )
 
 
+@offers("optimizer")
 def adam(
     parameters: Iterable[nn.Parameter],
     lr: float,

@@ -8,7 +8,7 @@ then gives up the values of its state dict. It therefore needs the whole model's
 import copy
 import hashlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any
 
@@ -16,20 +16,21 @@ import torch
 from torch import Tensor, nn
 
 from fedring.train.errors import SeamError
+from fedring.train.offered import Offered
 from fedring.train.seam import build_model
 from fedring.train.state import tensors_of
 
 log = logging.getLogger(__name__)
 
 
-def build_skeleton(name: str, args: dict[str, Any], seed: int, trusted: Sequence[str]) -> nn.Module:
+def build_skeleton(name: str, args: dict[str, Any], seed: int, offered: Offered) -> nn.Module:
     """Build the model that a job names, without the values of its state dict.
 
     Args:
         name: A callable as "module:attribute" that returns a torch.nn.Module.
         args: Its keyword arguments.
         seed: As for build_model(); it matters only for tensors outside of the state dict.
-        trusted: As for build_model().
+        offered: What jobs may name here.
 
     Returns:
         The model. All tensors of its state dict are on the device "meta"; others have their values.
@@ -39,7 +40,7 @@ def build_skeleton(name: str, args: dict[str, Any], seed: int, trusted: Sequence
     """
     try:
         with torch.device("meta"):
-            model = build_model(name, args, seed, trusted)
+            model = build_model(name, args, seed, offered)
         if not (lost := _lost(model)):
             return model
         why = f"it keeps {lost} outside of its state dict"
@@ -48,7 +49,7 @@ def build_skeleton(name: str, args: dict[str, Any], seed: int, trusted: Sequence
             raise
         why = str(error)
     log.info("the model %s is built whole in memory once, because it cannot be built without values: %s", name, why)
-    model = build_model(name, args, seed, trusted)
+    model = build_model(name, args, seed, offered)
     stored = {id(tensor) for _, tensor in tensors_of(model)}
     replace_tensors(model, lambda tensor: tensor.to("meta") if id(tensor) in stored else tensor)
     return model

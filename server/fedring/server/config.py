@@ -50,7 +50,12 @@ class ServerConfig(BaseSettings):
         description="weights that jobs may start from, .safetensors or .pt: a file, which jobs read that start fresh; "
         "or a folder, of which jobs name the files with start",
     )
-    trusted: list[str] = Field(["fedring", "torchvision"], description="modules that a job may import from")
+    trusted: list[str] = Field(
+        ["fedring"],
+        description="what jobs may name: fedring, torchvision (its models), modules with marked functions, or "
+        '"module:attribute as kind" (docs/clients.md)',
+    )
+    download: bool = Field(False, description="let weights of torchvision's models be downloaded")
     data_root: Path | None = Field(None, description="folder of the data sets, for evaluate_on_server")
 
     heartbeat_seconds: Seconds = Field(1.0, description="period of the heartbeats, both ways")

@@ -177,7 +177,7 @@ async def _serve(loaded: Loaded[ServerConfig], stack: ExitStack, *, check_only: 
     for page in pages:
         addresses["web"] = page.url
     if check_only:
-        print("the configuration is good")
+        print(*parts.models.maker.offered.lines(), "the configuration is good", sep="\n")
         return Exit.OK
     stop = _stop_on_signals()  # before anybody learns that this server serves
     for server in servers:

@@ -37,7 +37,7 @@ def assemble(config: ServerConfig, facts: Facts, models: Models, sessions: Sessi
     """Put the parts of a server together; none of them runs yet."""
     journal, metrics = Journal(), Metrics()
     rounds = Rounds(facts, sessions, journal, metrics)
-    test_set = TestSet(facts.blobs, config)
+    test_set = TestSet(facts.blobs, config.data_root, models.maker.offered)
     opener = RoundOpener(rounds, facts, models, sessions, test_set, config)
     secure = SecureRounds(rounds, facts, sessions, metrics, config)
     runner = RoundRunner(rounds, secure, facts, models, sessions, journal, metrics, test_set, config)

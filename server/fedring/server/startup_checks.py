@@ -1,7 +1,7 @@
 """Checks of fl-server's configuration before it starts: whether what it names can be used on this machine."""
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from fedring.daemon.checks import Check, Level, check_data_root, refuse_failed
 from fedring.server.config import ServerConfig
@@ -12,7 +12,8 @@ from fedring.server.operator.job_checks import key_of, try_optimizer, try_server
 from fedring.train.errors import SeamError
 from fedring.train.files import read_tensors
 from fedring.train.job import Job
-from fedring.train.name_checks import check_data, check_name
+from fedring.train.name_checks import check_data, check_name, check_offered
+from fedring.train.offered import Offered, collect
 from fedring.train.seam import build_model
 from fedring.train.start import FRESH, is_path
 from fedring.train.state import check_sharing
@@ -39,25 +40,31 @@ def _told(checks: Iterator[Check]) -> Iterator[Check]:
 
 def check_names(config: ServerConfig) -> Iterator[Check]:
     """Return what is wrong with what the server itself uses; what only its clients import does not count."""
+    try:
+        offered = collect(config.trusted, root=config.data_root, download=config.download)
+    except SeamError as error:
+        yield Check("trusted", Level.FAIL, str(error))
+        return
+    yield from check_offered(offered)
     job = config.job
-    model, named = check_name("job.model", job.model, config.trusted), "model" in job.model_fields_set
-    yield from _check_init_path(config, fits=named and model.level is Level.OK)
+    model, named = check_name("job.model", "model", job.model, offered), "model" in job.model_fields_set
+    yield from _check_init_path(config, offered, fits=named and model.level is Level.OK)
     if named or model.level is Level.OK:  # nobody has asked for the default model, and each job may name its own
         yield model
-    yield from _check_rule(job, config.trusted)
+    yield from _check_rule(job, offered)
     if data := job.aggregation.data:
-        yield check_data("job.aggregation.data", data, config.trusted, root=config.data_root)
+        yield check_data("job.aggregation.data", data, offered, root=config.data_root)
     yield from _check_optimizer(job)
-    yield from _check_optimizer_args(job, config.trusted)
+    yield from _check_optimizer_args(job, offered)
     if job.evaluate_on_server:
         yield from check_data_root(config.data_root)
-        yield check_data("job.data", job.data, config.trusted, root=config.data_root)
-        yield check_name("job.loss", job.loss, config.trusted)
+        yield check_data("job.data", job.data, offered, root=config.data_root)
+        yield check_name("job.loss", "loss", job.loss, offered)
         if job.evaluator:
-            yield check_name("job.evaluator", job.evaluator, config.trusted)
+            yield check_name("job.evaluator", "evaluator", job.evaluator, offered)
 
 
-def _check_init_path(config: ServerConfig, *, fits: bool) -> Iterator[Check]:
+def _check_init_path(config: ServerConfig, offered: Offered, *, fits: bool) -> Iterator[Check]:
     """Check that the first weights can be read, and, if asked, that they fit the job's model."""
     path, job = config.init_path, config.job
     if path is None:
@@ -67,7 +74,7 @@ def _check_init_path(config: ServerConfig, *, fits: bool) -> Iterator[Check]:
         return
     try:
         if fits:
-            model = build_model(job.model, job.model_args, job.seed, config.trusted)
+            model = build_model(job.model, job.model_args, job.seed, offered)
             load_initial(path, model, check_sharing(model, job.sharing))
         else:  # the jobs name their own models
             read_tensors(path)
@@ -82,11 +89,11 @@ def _check_init_path(config: ServerConfig, *, fits: bool) -> Iterator[Check]:
             )
 
 
-def _check_rule(job: Job, trusted: Sequence[str]) -> Iterator[Check]:
+def _check_rule(job: Job, offered: Offered) -> Iterator[Check]:
     """Check that a rule of the user's own can be made."""
     key = "job.aggregation.rule"
     try:
-        make_strategy(job.aggregation, trusted)
+        make_strategy(job.aggregation, offered)
     except SeamError as error:
         yield Check(key, Level.FAIL, str(error))
     else:
@@ -106,10 +113,10 @@ def _check_optimizer(job: Job) -> Iterator[Check]:
         yield Check(key, Level.OK, chosen.name)
 
 
-def _check_optimizer_args(job: Job, trusted: Sequence[str]) -> Iterator[Check]:
+def _check_optimizer_args(job: Job, offered: Offered) -> Iterator[Check]:
     """Check that the clients' optimizer takes its arguments and fits the hook, if it can be imported here."""
     try:
-        try_optimizer(job, trusted)
+        try_optimizer(job, offered)
     except SeamError as error:
         yield Check(f"job.{key_of(error)}", Level.FAIL, str(error))
     else:

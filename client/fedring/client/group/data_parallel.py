@@ -1,7 +1,6 @@
 """Data-parallel rounds: each worker of a group trains the whole model on its share of each batch."""
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +18,7 @@ from fedring.ddp import DGCState
 from fedring.train.data_parallel_table import DataParallel
 from fedring.train.dgc_optimizer import make_optimizer
 from fedring.train.loop import Loss, OptimizerFactory
+from fedring.train.offered import Offered
 from fedring.workers.data_parallel_epochs import DataParallelSetup, DataParallelTraining
 from fedring.workers.replica import Replica, synchronize
 from fedring.workers.training import Watcher
@@ -42,14 +42,14 @@ class DataParallelTrainer:
 
     Args:
         config: The client's configuration.
-        trusted: The modules from which a job's hook may be imported.
+        offered: What jobs may name here.
         device: Where to train.
     """
 
-    def __init__(self, config: ClientConfig, trusted: Sequence[str], device: torch.device) -> None:
+    def __init__(self, config: ClientConfig, offered: Offered, device: torch.device) -> None:
         self._options = peer_options(config)
         self._folder = config.state_dir / "checkpoints"
-        self._trusted = trusted
+        self._offered = offered
         self._device = device
         self._key: tuple[object, ...] = ()
         self._state: DataParallelState | None = None
@@ -99,7 +99,7 @@ class DataParallelTrainer:
         key = (*job_key(task), model)
         if self._state is None or self._key != key:
             plan = plan_of(task)
-            hook = make_hook(table, plan, model.named_parameters(), self._trusted)
+            hook = make_hook(table, plan, model.named_parameters(), self._offered)
             parameters = [p for p in model.parameters() if p.requires_grad]
             applied = hook.state.config.momentum if isinstance(hook.state, DGCState) else 0.0
             replica = Replica(

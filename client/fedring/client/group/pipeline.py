@@ -3,7 +3,7 @@
 import gc
 import hashlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,7 @@ from fedring.train.batches import Inputs, fetch
 from fedring.train.errors import TrainError, failure_detail, failure_reason
 from fedring.train.evaluation import Counts
 from fedring.train.loop import Loss, OptimizerFactory
+from fedring.train.offered import Offered
 from fedring.train.pipeline_table import Pipeline
 from fedring.train.state import schema_of, tensors_of
 from fedring.workers.assembly import AssembledModel
@@ -55,15 +56,15 @@ class PipelineTrainer:
 
     Args:
         config: The client's configuration.
-        trusted: The modules from which the job's own cut may be imported.
+        offered: What jobs may name here.
         device: Where to train.
     """
 
-    def __init__(self, config: ClientConfig, trusted: Sequence[str], device: torch.device) -> None:
+    def __init__(self, config: ClientConfig, offered: Offered, device: torch.device) -> None:
         return_large_blocks()
         self._options = peer_options(config)
         self._folder = config.state_dir / "checkpoints"
-        self._trusted = trusted
+        self._offered = offered
         self._device = device
         self._key: tuple[object, ...] = ()
         self._state: PipelineState | None = None
@@ -99,7 +100,7 @@ class PipelineTrainer:
         task.check_model(model)
         state = self._state_for(task, model, samples, whole)
         # If this fails, it must fail before the others wait for this worker.
-        cut_model(model, table, state.counts, self._trusted)
+        cut_model(model, table, state.counts, self._offered)
         setup = PipelineSetup(
             model=model,
             base_digest=task.command.model_digest,
@@ -112,7 +113,7 @@ class PipelineTrainer:
             loss=loss,
             optimizer=optimizer,
             device=self._device,
-            trusted=self._trusted,
+            offered=self._offered,
             held_out=None if task.command.without_evaluation else held_out,
             counts=state.counts,
             on_run=lambda report, in_flight: add_run(task.metrics.pipe, report, in_flight),

@@ -88,14 +88,13 @@ def _examine_client(config: ClientConfig, job: Job) -> Iterator[Check]:
 
 def _check_samples(config: ClientConfig, data: str, job: Job) -> Check:
     """Check that the client's part of the samples can be read and is not empty."""
-    from fedring.client.trainer import trusted_by  # imports torch
+    from fedring.client.trainer import offered_by  # imports torch
     from fedring.data import DataError, load_part
     from fedring.train.batches import size_of
-    from fedring.train.seam import resolve
 
     index, count = config.partition_index, config.partition_count
     try:
-        split = resolve(data, trusted_by(config))(config.data_root, config.download)
+        split = offered_by(config).get("data", data)(config.data_root, config.download)
         part = load_part(split, job.partition, index=index, count=count, alpha=job.alpha, seed=job.seed)
         size = size_of(part.train)
     except DataError as error:

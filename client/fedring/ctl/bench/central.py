@@ -6,8 +6,6 @@ from typing import Any
 
 from fedring.train.job import Job
 
-_TRUSTED = ("fedring", "torchvision")
-
 
 def train_centrally(
     job: Job, clients: int, *, data_root: Path | None, show: Callable[[int, float], None]
@@ -23,17 +21,21 @@ def train_centrally(
     Returns:
         `accuracy` of the last round, `accuracies` of all, and `train_seconds`, the time without evaluation.
     """
+    from fedring.offers import named
     from fedring.train import Plan  # imports torch
     from fedring.train.batches import size_of
     from fedring.train.device import pick_device
     from fedring.train.evaluation import evaluate
     from fedring.train.loop import train
-    from fedring.train.seam import build_model, resolve
+    from fedring.train.offered import collect
+    from fedring.train.seam import build_model
 
     device = pick_device("auto")
-    split = resolve(job.data, _TRUSTED)(data_root, False)
-    loss, optimizer = (resolve(name, _TRUSTED) for name in (job.loss, job.optimizer))
-    model = build_model(job.model, job.model_args, job.seed, _TRUSTED).to(device)
+    names = {"model": job.model, "data": job.data, "loss": job.loss, "optimizer": job.optimizer}
+    offered = collect(named(**names), root=data_root)
+    split = offered.get("data", job.data)(data_root, False)
+    loss, optimizer = offered.get("loss", job.loss), offered.get("optimizer", job.optimizer)
+    model = build_model(job.model, job.model_args, job.seed, offered).to(device)
     accuracies: list[float] = []
     seconds = 0.0
     for number in range(1, job.rounds + 1):

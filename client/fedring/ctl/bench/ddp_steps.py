@@ -12,11 +12,13 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from fedring.ctl.bench.hook_steps import TRUSTED, optimizer_for
+from fedring.ctl.bench.hook_steps import optimizer_for
 from fedring.ctl.bench.rank import Groups, Rank
 from fedring.ctl.bench.runner import alternate
 from fedring.ddp.hooks import hook_by_name
 from fedring.ddp.state import HookState
+from fedring.offers import named
+from fedring.train.offered import collect
 from fedring.train.seam import build_model
 
 BACKENDS = ("gloo", "fedring")
@@ -63,7 +65,7 @@ def gradients_ready(rank: Rank, model: str, shape: Sequence[int], repeats: int) 
         `parameters`: how many values have a gradient after each of the model's tensors; `seconds`: the median time of
         that moment over the repeats; `lowest` and `highest`: the fastest and the slowest repeat.
     """
-    network = build_model(model, {}, 0, TRUSTED)
+    network = build_model(model, {}, 0, collect(named(model=model)))
     inputs = torch.randn(*shape)
     moments: list[tuple[int, float]] = []
 
@@ -134,7 +136,7 @@ def _turn(step: Step, every: int, iterations: int, rank: Rank) -> float:
 
 def _training(model: str, shape: Sequence[int], groups: Groups, way: dict[str, Any]) -> Step:
     """Return a step of training in one of the ways."""
-    network: nn.Module = build_model(model, {}, 0, TRUSTED)
+    network: nn.Module = build_model(model, {}, 0, collect(named(model=model)))
     inputs = torch.randn(*shape)
     group = groups.gloo if way["backend"] == "gloo" else groups.fedring
     options = {"bucket_cap_mb": way["bucket_mib"]} if "bucket_mib" in way else {}

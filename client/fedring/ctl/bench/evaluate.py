@@ -80,19 +80,20 @@ def evaluate_file(
     """
     # torch takes seconds to import, so only this verb waits for it.
     from fedring.data import DataError
+    from fedring.offers import named
     from fedring.train.device import pick_device
     from fedring.train.errors import SeamError, TrainError
     from fedring.train.evaluation import run_evaluator
     from fedring.train.files import load_model
-    from fedring.train.seam import build_model, resolve
+    from fedring.train.offered import collect
+    from fedring.train.seam import build_model
 
-    # The operator has named these modules on the command line, so they are trusted.
-    trusted = sorted({"fedring", "torchvision", *(name.partition(":")[0] for name in names.values())})
     try:
-        network = load_model(path, build_model(names["model"], model_args, 0, trusted))
-        samples = resolve(names["data"], trusted)(data_root, False)
-        evaluator = resolve(names["evaluator"], trusted) if names.get("evaluator") else None
-        wanted = {"loss": resolve(names["loss"], trusted), "device": pick_device(device)}
+        offered = collect(named(**names), root=data_root)  # What the operator has named is offered to the operator.
+        network = load_model(path, build_model(names["model"], model_args, 0, offered))
+        samples = offered.get("data", names["data"])(data_root, False)
+        evaluator = offered.get("evaluator", names["evaluator"]) if names.get("evaluator") else None
+        wanted = {"loss": offered.get("loss", names["loss"]), "device": pick_device(device)}
         counts = run_evaluator(evaluator, network, samples.test, **wanted)
     except (SeamError, TrainError, DataError) as error:
         raise Failure(str(error).rstrip("."), Exit.CONFIG) from error

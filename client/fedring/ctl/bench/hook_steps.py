@@ -19,11 +19,12 @@ from fedring.ctl.bench.rank import Rank
 from fedring.ddp import DGCSGD, DGCState, Profile
 from fedring.ddp.hooks import hook_by_name
 from fedring.ddp.state import HookState
+from fedring.offers import named
 from fedring.train.batches import Inputs, apply, fetch, size_of
 from fedring.train.losses import cross_entropy
-from fedring.train.seam import build_model, resolve
+from fedring.train.offered import collect
+from fedring.train.seam import build_model
 
-TRUSTED = ("fedring", "torchvision")
 _WARM = 5  # steps before measuring: DDP rebuilds its buckets, PowerSGD begins, kernels are chosen
 _LR = 0.001
 _PAST_WARM_UP = 1000  # epoch
@@ -53,7 +54,7 @@ class Subject:
         self.seconds: list[float] = []  # of a step, in each turn
         self.bytes_sent = 0.0  # of a step, by this worker, summed over the turns
         self.meter = Profile()  # of all turns
-        model = build_model(settings.model, {}, 0, TRUSTED)
+        model = build_model(settings.model, {}, 0, collect(named(model=settings.model)))
         self._state, function = hook_by_name(hook, model.named_parameters())
         self._model = DistributedDataParallel(model)
         self._model.register_comm_hook(self._state, function)
@@ -96,7 +97,8 @@ def measure(rank: Rank, **settings: Any) -> list[dict[str, Any]]:
     chosen = Settings(**settings)
     torch.set_num_threads(chosen.threads)
     rank.join(chosen.backend)
-    samples = resolve(chosen.data, TRUSTED)(Path(chosen.data_root) if chosen.data_root else None, False).train
+    load = collect(named(data=chosen.data)).get("data", chosen.data)
+    samples = load(Path(chosen.data_root) if chosen.data_root else None, False).train
     subjects = [Subject(hook, chosen) for hook in chosen.hooks]
     for subject in subjects:
         subject.train(_batches(samples, chosen, rank.number, _WARM))

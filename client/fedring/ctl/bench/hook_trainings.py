@@ -7,12 +7,14 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fedring.ctl.bench.hook_steps import TRUSTED, optimizer_for, sent_bytes
+from fedring.ctl.bench.hook_steps import optimizer_for, sent_bytes
 from fedring.ctl.bench.rank import Rank
 from fedring.ddp.hooks import hook_by_name
+from fedring.offers import named
 from fedring.train.batches import fetch, size_of
 from fedring.train.losses import cross_entropy
-from fedring.train.seam import build_model, resolve
+from fedring.train.offered import collect
+from fedring.train.seam import build_model
 
 EPOCHS = 5
 """Into how many epochs the steps are divided; the warm-up of DGC is counted in them."""
@@ -40,12 +42,12 @@ def measure(
         rank sent in the mean over the training.
     """
     rank.join("fedring")
-    split = resolve(data, TRUSTED)(Path(data_root) if data_root else None, False)
+    split = collect(named(data=data)).get("data", data)(Path(data_root) if data_root else None, False)
     rows: list[dict[str, Any]] = []
     for number, hook in enumerate(hooks):
         accuracies, sent = [], sent_bytes()
         for seed in range(seeds):
-            network = build_model(model, {}, seed, TRUSTED)
+            network = build_model(model, {}, seed, collect(named(model=model)))
             parallel = DistributedDataParallel(network)
             state, function = hook_by_name(hook, network.named_parameters())
             parallel.register_comm_hook(state, function)

@@ -86,16 +86,18 @@ def measure_stages(name: str, args: str, table: dict[str, Any], shape: Sequence[
     import torch  # takes seconds to import, so only this verb waits for it
     from pydantic import ValidationError
 
+    from fedring.offers import named
     from fedring.pipeline.memory import measure
     from fedring.train.errors import SeamError
+    from fedring.train.offered import collect
     from fedring.train.pipeline_table import Pipeline
     from fedring.train.seam import build_model
     from fedring.workers.cutting import count_layers, cut_model
 
     try:
-        pipeline, trusted = Pipeline.model_validate(table), [name.partition(":")[0]]
-        model = build_model(name, json.loads(args), 0, trusted)
-        cut = cut_model(model, pipeline, count_layers(model, pipeline, lambda: torch.randn(*shape)), trusted)
+        pipeline, offered = Pipeline.model_validate(table), collect(named(model=name))
+        model = build_model(name, json.loads(args), 0, offered)
+        cut = cut_model(model, pipeline, count_layers(model, pipeline, lambda: torch.randn(*shape)), offered)
     except ValidationError as error:
         raise Failure(error.errors()[0]["msg"], Exit.USAGE) from error
     except (SeamError, ValueError) as error:

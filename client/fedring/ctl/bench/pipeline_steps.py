@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-from fedring.ctl.bench.hook_steps import TRUSTED
 from fedring.ctl.bench.rank import Rank
 from fedring.ctl.bench.runner import alternate, time_call
+from fedring.offers import named
 from fedring.pipeline.cut import balanced, cut_by_counts
 from fedring.pipeline.layers import Layers
 from fedring.pipeline.stage import Stage
@@ -25,8 +25,9 @@ from fedring.schedules.simulation import check
 from fedring.train.batches import size_of
 from fedring.train.evaluation import evaluate
 from fedring.train.losses import cross_entropy
+from fedring.train.offered import Offered, collect
 from fedring.train.pipeline_table import Pipeline
-from fedring.train.seam import build_model, resolve
+from fedring.train.seam import build_model
 from fedring.workers.cutting import count_layers, cut_model
 from fedring.workers.shards import World, epoch_order, micro_batches, shares
 
@@ -85,19 +86,19 @@ def _counts(rank: Rank, model: str, sample: Tensor) -> list[int]:
     """Return how many layers each stage has, as rank 0 has measured them."""
     counts = torch.zeros(rank.count, dtype=torch.int64)
     if rank.number == 0:
-        costs = Layers(build_model(model, {}, 0, TRUSTED)).measured(sample)
+        costs = Layers(build_model(model, {}, 0, collect(named(model=model)))).measured(sample)
         counts = torch.tensor(balanced(costs, rank.count))
     dist.broadcast(counts, 0)
     return counts.tolist()
 
 
 def _stage(rank: Rank, model: str, counts: Sequence[int]) -> nn.Module:
-    return cut_by_counts(build_model(model, {}, 0, TRUSTED), counts)[rank.number]
+    return cut_by_counts(build_model(model, {}, 0, collect(named(model=model))), counts)[rank.number]
 
 
 def _alone(rank: Rank, name: str, inputs: Tensor, targets: Tensor) -> Step:
     """Return a step of the whole model on rank 0, while the other ranks wait."""
-    model = build_model(name, {}, 0, TRUSTED)
+    model = build_model(name, {}, 0, collect(named(model=name)))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 
     def step() -> None:
@@ -176,11 +177,11 @@ def trainings(
         The accuracy of each training on the test samples, from 0 to 1.
     """
     rank.join("gloo")
-    split = resolve(data, TRUSTED)(Path(data_root) if data_root else None, False)
+    split = collect(named(data=data)).get("data", data)(Path(data_root) if data_root else None, False)
     accuracies = torch.zeros(len(runs), dtype=torch.float64)
     for index in range(rank.number, len(runs), rank.count):
         number, seed = runs[index]
-        network = build_model(model, model_args, seed, TRUSTED)
+        network = build_model(model, model_args, seed, collect(named(model=model)))
         _train(network, Pipeline.model_validate(tables[number]), split.train, samples, lr=lr, seed=seed)
         counts = evaluate(network, split.test, loss=cross_entropy, device=torch.device("cpu"))
         accuracies[index] = counts.accuracy or 0.0
@@ -207,7 +208,7 @@ def _train(model: nn.Module, table: Pipeline, samples: Any, wanted: int, *, lr: 
 
 
 def _stages(model: nn.Module, table: Pipeline, lr: float) -> list[Stage]:
-    modules = cut_model(model, table, count_layers(model, table, torch.empty), [])
+    modules = cut_model(model, table, count_layers(model, table, torch.empty), Offered())
     needs = check(table.schedule_of(int(table.micro_batches)))
     stages = []
     for number, (module, need) in enumerate(zip(modules, needs, strict=True)):

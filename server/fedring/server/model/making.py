@@ -36,6 +36,7 @@ from fedring.server.state.failures import DamagedBlob, DamagedUpdates, StorageEr
 from fedring.server.state.rows import ModelRow, UpdateRow
 from fedring.train.errors import SeamError
 from fedring.train.job import Job
+from fedring.train.offered import collect
 from fedring.train.seam import build_model
 from fedring.train.sharing import Sharing
 from fedring.train.skeleton import build_skeleton, check_can_initialize, initialize
@@ -49,9 +50,15 @@ class ModelMaker:
     Args:
         blobs: takes the models.
         executor: computes several tiles at a time.
-        config: names trusted code, and the first weights.
+        config: says what is trusted, and where the first weights are.
         run_id: goes into the model files, for people.
         versions: the versions that are available.
+
+    Attributes:
+        offered: what jobs may name here.
+
+    Raises:
+        SeamError: if something that is trusted cannot be imported.
     """
 
     def __init__(
@@ -59,7 +66,8 @@ class ModelMaker:
     ) -> None:
         self._blobs, self._executor, self._config, self._run_id = blobs, executor, config, run_id
         self._versions = versions
-        self._own = OwnUpdates(config)
+        self.offered = collect(config.trusted, root=config.data_root, download=config.download)
+        self._own = OwnUpdates(config.data_root, self.offered)
         self._built: dict[str, Parts] = {}  # by what a job says about its model
 
     def schema_of(self, job: Job) -> Schema:
@@ -280,7 +288,7 @@ class ModelMaker:
         Raises:
             SeamError: if a class of the user's own cannot be imported or made.
         """
-        return make_strategy(job.aggregation, self._config.trusted)
+        return make_strategy(job.aggregation, self.offered)
 
     def guard(self, job: Job, updates: Sequence[UpdateRow], last_median: float = 0.0, *, job_round: int = 1) -> Guard:
         """Return what the job's guards do to the updates of a round: see `fedring.server.model.guards.guard`.
@@ -354,12 +362,12 @@ class ModelMaker:
         return self._skeleton(job)[1] if job.mode == "pipeline" else self._build(job)[1]
 
     def _build(self, job: Job) -> tuple[nn.Module, Parts]:
-        model = build_model(job.model, job.model_args, job.seed, self._config.trusted)
+        model = build_model(job.model, job.model_args, job.seed, self.offered)
         parts = self._built[_kind(job)] = check_sharing(model, job.sharing)
         return model, parts
 
     def _skeleton(self, job: Job) -> tuple[nn.Module, Parts]:
-        model = build_skeleton(job.model, job.model_args, job.seed, self._config.trusted)
+        model = build_skeleton(job.model, job.model_args, job.seed, self.offered)
         if job.pipeline.first_model == "by_module":
             check_can_initialize(model)
         parts = self._built[_kind(job)] = split(model, Sharing())

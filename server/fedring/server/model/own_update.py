@@ -5,6 +5,7 @@ and a simulation, make the same one.
 """
 
 import json
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -14,7 +15,6 @@ from torch.utils.data import Dataset
 from fedring.codec import Encoding, encode
 from fedring.codec.schema import Schema, Vectors
 from fedring.data import DataError, load_split
-from fedring.server.config import ServerConfig
 from fedring.server.model.contributions import Contribution
 from fedring.server.model.rule import RuleError
 from fedring.server.state.rows import lay_out
@@ -23,8 +23,9 @@ from fedring.train.device import pick_device
 from fedring.train.errors import SeamError, TrainError, failure_detail
 from fedring.train.job import Job
 from fedring.train.loop import seeded, train
+from fedring.train.offered import Offered
 from fedring.train.plan import Plan
-from fedring.train.seam import optimizer_factory, resolve
+from fedring.train.seam import optimizer_factory
 from fedring.train.state import read_vectors, schema_of, write_vectors
 from fedring.train.user_trainer import run_trainer
 
@@ -32,23 +33,23 @@ from fedring.train.user_trainer import run_trainer
 class OwnUpdates:
     """Makes the server's own updates. It keeps the samples of one job in memory; not for the event loop."""
 
-    def __init__(self, config: ServerConfig) -> None:
-        self._config = config
+    def __init__(self, data_root: Path | None, offered: Offered) -> None:
+        self._data_root, self._offered = data_root, offered
         self._loaded: tuple[str, Dataset[object]] | None = None  # what was loaded, and the samples
 
     def load(self, job: Job) -> Dataset[object]:
         """Return the server's own samples, which the table [aggregation] of a job names.
 
         Raises:
-            SeamError: if the function cannot be imported.
+            SeamError: if the function is not offered.
             DataError: if it cannot load the samples, or if there are none.
         """
-        table, config = job.aggregation, self._config
+        table = job.aggregation
         key = json.dumps([table.data, table.args, job.seed])
         if self._loaded is None or self._loaded[0] != key:
-            function = resolve(table.data, config.trusted)
+            load = self._offered.get("data", table.data, table.args)
             with seeded(job.seed, torch.device("cpu")):  # so that a function that draws samples draws the same ones
-                samples = load_split(lambda: function(config.data_root, False, **table.args)).train
+                samples = load_split(lambda: load(self._data_root, False)).train
             if not _size(samples):
                 raise DataError("no_data", f"{table.data} returned no training samples: fltrust needs some.")
             self._loaded = key, samples
@@ -68,13 +69,13 @@ class OwnUpdates:
             seed: of the round.
 
         Raises:
-            SeamError: if the samples, the loss, the optimizer or the trainer cannot be imported.
+            SeamError: if the samples, the loss, the optimizer or the trainer is not offered.
             RuleError: "no_server_update", if there are no samples, or the training fails: the user's code may raise
                 anything.
         """
         write_vectors(model, schema, base, partial=True)
         try:
-            _train(model, self.load(job), job, job_round=job_round, seed=seed, trusted=self._config.trusted)
+            _train(model, self.load(job), job, job_round=job_round, seed=seed, offered=self._offered)
             if clause := schema.difference(schema_of(model, schema.names)):
                 raise TrainError("wrong_schema", f"its trainer has changed the model: {clause}")
             delta = read_vectors(model, schema.names).parameters - base.parameters
@@ -92,7 +93,7 @@ class OwnUpdates:
 
 
 def _train(
-    model: nn.Module, samples: Dataset[object], job: Job, *, job_round: int, seed: int, trusted: list[str]
+    model: nn.Module, samples: Dataset[object], job: Job, *, job_round: int, seed: int, offered: Offered
 ) -> None:
     settings, device = job.settings_of(job_round), pick_device("auto")
     plan = Plan(
@@ -106,12 +107,11 @@ def _train(
         job_round=job_round,
     )
     if job.trainer:
-        run_trainer(resolve(job.trainer, trusted), model, samples, plan, device=device)
+        run_trainer(offered.get("trainer", job.trainer), model, samples, plan, device=device)
     else:
-        factory = optimizer_factory(job.optimizer, job.optimizer_args, trusted)
-        train(
-            model.to(device), samples, plan, loss=resolve(job.loss, trusted), optimizer_factory=factory, device=device
-        )
+        factory = optimizer_factory(job.optimizer, job.optimizer_args, offered)
+        loss = offered.get("loss", job.loss)
+        train(model.to(device), samples, plan, loss=loss, optimizer_factory=factory, device=device)
 
 
 def _size(samples: Dataset[object]) -> int:

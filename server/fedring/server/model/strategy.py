@@ -27,7 +27,7 @@ from fedring.train.aggregation_table import Aggregation
 from fedring.train.errors import SeamError
 from fedring.train.job import Job
 from fedring.train.metrics import check_metrics
-from fedring.train.seam import resolve
+from fedring.train.offered import Offered
 
 HISTORY = 100
 """The most past rounds that `configure` is given, the newest ones."""
@@ -85,19 +85,19 @@ class StrategyError(Exception):
     reason = "bad_strategy"
 
 
-def make_strategy(table: Aggregation, trusted: Sequence[str]) -> Strategy:
+def make_strategy(table: Aggregation, offered: Offered) -> Strategy:
     """Return the strategy that a job names.
 
     Args:
         table: names the rule, and has its arguments.
-        trusted: the modules from which a class of the user's own may come.
+        offered: what jobs may name here.
 
     Raises:
-        SeamError: if a class of the user's own cannot be imported, or made with its arguments, or has none of the
+        SeamError: if a class of the user's own is not offered, or cannot be made with its arguments, or has none of the
             methods ("bad_rule").
     """
     if table.own:
-        return _own_strategy(table, trusted)
+        return _own_strategy(table, offered)
     rules: dict[str, Rule | None] = {
         "mean": None,
         "centered_clip": CenteredClip(table.radius),
@@ -181,10 +181,10 @@ def ask_metrics(strategy: Strategy, model: nn.Module) -> dict[str, float]:
     return figures
 
 
-def _own_strategy(table: Aggregation, trusted: Sequence[str]) -> Strategy:
-    make = resolve(table.rule, trusted)
+def _own_strategy(table: Aggregation, offered: Offered) -> Strategy:
+    make = offered.get("rule", table.rule, table.args)
     try:
-        made: Any = make(**table.args)
+        made: Any = make()
     except (Exception, SystemExit) as error:  # the user's code may raise anything
         text = f"The rule {table.rule} cannot be made with {table.args}: {type(error).__name__}: {error}."
         raise SeamError("bad_rule", text) from error

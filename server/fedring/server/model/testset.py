@@ -3,12 +3,12 @@
 import logging
 from dataclasses import dataclass
 from math import isfinite
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from fedring.data import load_split
-from fedring.server.config import ServerConfig
 from fedring.server.model.modelfile import ModelReader
 from fedring.server.state.blob_interfaces import Blobs
 from fedring.server.state.checked import CheckedReader
@@ -16,7 +16,8 @@ from fedring.server.state.rows import ModelRow
 from fedring.train.device import pick_device
 from fedring.train.evaluation import Counts, Evaluator, run_evaluator
 from fedring.train.job import Job
-from fedring.train.seam import build_model, resolve
+from fedring.train.offered import Offered
+from fedring.train.seam import build_model
 from fedring.train.state import write_vectors
 
 log = logging.getLogger(__name__)
@@ -34,8 +35,8 @@ class _Loaded:
 class TestSet:
     """Evaluates models. It keeps the model and the samples of one job in memory; not for the event loop."""
 
-    def __init__(self, blobs: Blobs, config: ServerConfig) -> None:
-        self._blobs, self._config = blobs, config
+    def __init__(self, blobs: Blobs, data_root: Path | None, offered: Offered) -> None:
+        self._blobs, self._data_root, self._offered = blobs, data_root, offered
         self._loaded: _Loaded | None = None
 
     def evaluate(self, row: ModelRow, job: Job) -> Counts | None:
@@ -65,7 +66,7 @@ class TestSet:
         """Load what a job is evaluated with, unless it is loaded already.
 
         Raises:
-            SeamError: if the model, the data, the loss or the evaluator cannot be imported.
+            SeamError: if the model, the data, the loss or the evaluator is not offered.
             DataError: if the data cannot be loaded.
         """
         if self._loaded is None or _parts_of(self._loaded.job) != _parts_of(job):
@@ -73,11 +74,11 @@ class TestSet:
         return self._loaded
 
     def _load(self, job: Job) -> _Loaded:
-        trusted = self._config.trusted
-        model = build_model(job.model, job.model_args, job.seed, trusted)
-        data, loss = resolve(job.data, trusted), resolve(job.loss, trusted)
-        evaluator = resolve(job.evaluator, trusted) if job.evaluator else None
-        samples = load_split(lambda: data(self._config.data_root, False)).test
+        offered = self._offered
+        model = build_model(job.model, job.model_args, job.seed, offered)
+        data, loss = offered.get("data", job.data), offered.get("loss", job.loss)
+        evaluator = offered.get("evaluator", job.evaluator) if job.evaluator else None
+        samples = load_split(lambda: data(self._data_root, False)).test
         return _Loaded(job, model, samples, loss, evaluator)
 
 

@@ -3,7 +3,6 @@
 What only clients have, such as a module of their own, is found out when the job runs.
 """
 
-import importlib
 from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 
@@ -14,6 +13,7 @@ from fedring.codec.schema import Schema
 from fedring.daemon.checks import Level, check_data_root
 from fedring.daemon.config import ConfigError
 from fedring.data import DataError
+from fedring.offers import Kind
 from fedring.privacy.account import NoAccountant, check_accountant
 from fedring.secure.levels import blocks_of
 from fedring.server.config import ServerConfig
@@ -27,8 +27,9 @@ from fedring.train.dgc_optimizer import make_optimizer
 from fedring.train.errors import SeamError
 from fedring.train.job import Job
 from fedring.train.name_checks import check_data
+from fedring.train.offered import Offered
 from fedring.train.private_layers import unfit_layer
-from fedring.train.seam import optimizer_factory, resolve
+from fedring.train.seam import optimizer_factory
 from fedring.train.skeleton import build_skeleton
 from fedring.train.start import BEST, FRESH, NEWEST, is_path, version_of
 
@@ -61,7 +62,7 @@ class JobChecks:
     """Checks jobs before they are queued. Its methods may take long: not for the event loop."""
 
     def __init__(self, config: ServerConfig, maker: ModelMaker) -> None:
-        self._config, self._maker = config, maker
+        self._config, self._maker, self._offered = config, maker, maker.offered
 
     def check(self, job: Job, kept: Sequence[ModelRow], *, runs_next: bool) -> None:
         """Return if nothing is known that would make the job fail.
@@ -74,12 +75,12 @@ class JobChecks:
         Raises:
             ConfigError: if something is; one sentence that names the key.
         """
-        for key, name in _names(job):
+        for key, kind, name in _names(job):
             evaluated = job.evaluate_on_server and key in _ON_SERVER_TOO
             trained = bool(job.aggregation.data) and key in _TO_TRAIN
-            self._check_name(key, name, needed=evaluated or trained)
+            self._check_name(key, kind, name, needed=evaluated or trained)
         try:
-            strategy = make_strategy(job.aggregation, self._config.trusted)
+            strategy = make_strategy(job.aggregation, self._offered)
         except SeamError as error:
             raise ConfigError(f"aggregation.rule: {error}") from error
         try:
@@ -91,13 +92,13 @@ class JobChecks:
         except (SeamError, DataError) as error:
             raise ConfigError(f"aggregation.data: {error}") from error
         try:
-            try_optimizer(job, self._config.trusted)
+            try_optimizer(job, self._offered)
         except SeamError as error:
             raise ConfigError(f"{key_of(error)}: {error}") from error
         if job.evaluate_on_server:
             checks = (
                 *check_data_root(self._config.data_root),
-                check_data("data", job.data, self._config.trusted, root=self._config.data_root),
+                check_data("data", job.data, self._offered, root=self._config.data_root),
             )
             for found in checks:
                 if found.level is Level.FAIL:
@@ -114,12 +115,13 @@ class JobChecks:
             what = f"has {job.best_by.split()[1]}, which best_by names" if job.best_by else "was evaluated"
             raise ConfigError(f"start: no version of this model that is kept {what}: use newest or fresh")
 
-    def _check_name(self, key: str, name: str, *, needed: bool) -> None:
+    def _check_name(self, key: str, kind: Kind, name: str, *, needed: bool) -> None:
+        """Check a name, unless only clients need it and only they can know it."""
         try:
-            resolve(name, self._config.trusted)
+            self._offered.get(kind, name)
         except SeamError as error:
-            if needed or error.reason not in _ON_CLIENTS_ONLY or name.startswith("fedring."):
-                raise ConfigError(f"{key}: {error}{_advice(key, name, error)}") from error
+            if needed or error.reason != "not_offered" or self._offered.knows_module(name):
+                raise ConfigError(f"{key}: {error}") from error
 
     def _check_model(self, job: Job) -> Schema:
         try:
@@ -129,7 +131,7 @@ class JobChecks:
         except SeamError as error:
             if error.reason == "bad_sharing":  # it names its key
                 raise ConfigError(str(error)) from error
-            raise ConfigError(f"model: {error}{_advice('model', job.model, error)}") from error
+            raise ConfigError(f"model: {error}") from error
         return schema
 
     def _check_layers(self, job: Job) -> None:
@@ -143,7 +145,7 @@ class JobChecks:
                 raise ConfigError(f"pipeline.cut: {job.model} has no layer {layer}: {hint}")
 
     def _skeleton(self, job: Job) -> nn.Module:
-        return build_skeleton(job.model, job.model_args, job.seed, self._config.trusted)
+        return build_skeleton(job.model, job.model_args, job.seed, self._offered)
 
     def _check_sizes(self, job: Job, schema: Schema) -> None:
         clients, most = job.pipeline.workers if job.mode == "pipeline" else job.min_clients, self._config.max_clients
@@ -213,14 +215,14 @@ def try_server_optimizer(job: Job) -> None:
         ServerOptimizer(chosen.name, chosen.args)
 
 
-def try_optimizer(job: Job, trusted: Sequence[str]) -> None:
+def try_optimizer(job: Job, offered: Offered) -> None:
     """Make the clients' optimizer once, if it can be imported here.
 
     Raises:
         SeamError: It does not take its arguments, or has momentum beside that of dgc.
     """
     try:
-        make = optimizer_factory(job.optimizer, job.optimizer_args, trusted)
+        make = optimizer_factory(job.optimizer, job.optimizer_args, offered)
     except SeamError:  # it was checked already, or only clients have it
         return
     hook = job.data_parallel.chosen_hook(job.momentum) if job.mode == "data_parallel" else None
@@ -245,21 +247,14 @@ def _check_best_by(job: Job, strategy: Strategy) -> None:
         raise ConfigError(f"best_by: {name} is never known, because the job has {key} = false: set {key} = true")
 
 
-def _names(job: Job) -> Iterator[tuple[str, str]]:
-    """Return the keys and names of the parts of a job that clients import, except its model."""
-    yield from (("data", job.data), ("loss", job.loss), ("optimizer", job.optimizer))
-    yield from ((key, name) for key, name in (("trainer", job.trainer), ("evaluator", job.evaluator)) if name)
+def _names(job: Job) -> Iterator[tuple[str, Kind, str]]:
+    """Return the keys, kinds and names of the parts of a job that clients use, except its model."""
+    yield from (("data", "data", job.data), ("loss", "loss", job.loss), ("optimizer", "optimizer", job.optimizer))
+    if job.trainer:
+        yield "trainer", "trainer", job.trainer
+    if job.evaluator:
+        yield "evaluator", "evaluator", job.evaluator
     if job.mode == "data_parallel" and job.data_parallel.chosen_hook(job.momentum) is None:
-        yield "data_parallel.hook", job.data_parallel.hook
+        yield "data_parallel.hook", "hook", job.data_parallel.hook
     if job.mode == "pipeline" and isinstance(job.pipeline.cut, str) and ":" in job.pipeline.cut:
-        yield "pipeline.cut", job.pipeline.cut
-
-
-def _advice(key: str, name: str, error: SeamError) -> str:
-    """Return a clause that names one of fedring's own parts, if the name is almost the name of one."""
-    module = _OWN.get(key)
-    if module is None:
-        return ""
-    known = [each for each in dir(importlib.import_module(module)) if not each.startswith("_")]
-    near = get_close_matches(name.rpartition(":")[2], known, n=1)
-    return f" Did you mean {module}:{near[0]}?" if near and f"{module}:{near[0]}" not in str(error) else ""
+        yield "pipeline.cut", "cut", job.pipeline.cut

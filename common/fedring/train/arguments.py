@@ -1,0 +1,201 @@
+"""Arguments that a job gives to what it names: checked before the call, against bounds and against the signature.
+
+They come from a server or an operator as JSON. Allowed are numbers, booleans, short texts, lists of those, and tables
+of all these; a table holds no other table. A text is no path and no URL, unless the callable declares its parameter as
+a `Path`. Then the text is taken as relative to the daemon's `data_root`, and what it leads to lies below that folder.
+"""
+
+import inspect
+import json
+import types
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from math import isfinite
+from pathlib import Path, PurePath
+from typing import Annotated, Any, Union, get_args, get_origin
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic.errors import PydanticUserError
+
+from fedring.train.bounds import MAX_JOB_BYTES, MAX_WHOLE
+from fedring.train.errors import SeamError
+
+MAX_VALUES = 10_000
+"""The most numbers, booleans and texts in the arguments of one call."""
+
+MAX_TEXT = 256
+"""The most characters of a text."""
+
+MAX_LISTS = 3
+"""How deep lists may be nested, with the table that holds them."""
+
+_PATH_SIGNS = ("/", "\\", "\0")
+_UNKNOWN = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+def read_arguments(text: str) -> dict[str, Any]:
+    """Parse the arguments of a command, which are JSON, or empty if there are none.
+
+    Raises:
+        SeamError: With the reason bad_argument.
+    """
+    if len(text) > MAX_JOB_BYTES:
+        raise SeamError("bad_argument", f"The arguments are {len(text)} characters, above {MAX_JOB_BYTES}.")
+    try:
+        table = json.loads(text or "{}")
+    except (ValueError, RecursionError) as error:
+        raise SeamError("bad_argument", f"The arguments are not JSON: {type(error).__name__}.") from error
+    if not isinstance(table, dict):
+        raise SeamError("bad_argument", f"The arguments are a {type(table).__name__} and not a table.")
+    return table
+
+
+def check_arguments(
+    name: str, function: Callable[..., Any], args: Mapping[str, Any], *, given: int, root: Path | None
+) -> dict[str, Any]:
+    """Check the keyword arguments of a call, and return them as the function declares them.
+
+    Args:
+        name: The name of the function, for errors.
+        function: Its signature decides which arguments there are, and of which types.
+        args: The arguments, as parsed from JSON.
+        given: How many arguments come before them, by position.
+        root: The folder below which paths lie; None = no path can be given.
+
+    Raises:
+        SeamError: With the reason bad_argument, or bad_path.
+    """
+    _check_values(name, args)
+    signature = _signature(name, function)
+    try:
+        signature.bind(*([None] * given), **args)
+    except TypeError as error:
+        raise SeamError("bad_argument", f"{name} cannot be called with {_shown(args)}: {error}.") from error
+    checked: dict[str, Any] = {}
+    for key, value in args.items():
+        parameter = signature.parameters.get(key)
+        if parameter is None or parameter.kind in _UNKNOWN:  # one of **kwargs
+            checked[key] = _no_path(name, key, value)
+        elif _declares_path(parameter.annotation):
+            checked[key] = _path_below(name, key, value, root)
+        else:
+            checked[key] = _typed(name, key, _no_path(name, key, value), parameter.annotation)
+    return checked
+
+
+def _check_values(name: str, args: Mapping[str, Any]) -> None:
+    """Check depth, number, length and size of everything in the arguments, without recursion."""
+    count = 0
+    waiting: list[tuple[str, Any, int, bool]] = [(str(key), value, 1, False) for key, value in args.items()]
+    while waiting:
+        key, value, depth, in_table = waiting.pop()
+        count += 1
+        if count + len(waiting) > MAX_VALUES:
+            raise SeamError("bad_argument", f"{name} is given more than {MAX_VALUES} values.")
+        if len(key) > MAX_TEXT:
+            raise SeamError("bad_argument", f"{name} is given a key of {len(key)} characters, above {MAX_TEXT}.")
+        if isinstance(value, dict):
+            if in_table or depth > 1:
+                raise SeamError("bad_argument", f"{name}: {key} holds a table within another value.")
+            waiting += [(f"{key}.{inner}", item, depth + 1, True) for inner, item in value.items()]
+        elif isinstance(value, list | tuple):
+            if depth > MAX_LISTS:
+                raise SeamError("bad_argument", f"{name}: {key} has more than {MAX_LISTS} levels.")
+            waiting += [(key, item, depth + 1, in_table) for item in value]
+        else:
+            _check_leaf(name, key, value)
+
+
+def _check_leaf(name: str, key: str, value: object) -> None:
+    if isinstance(value, str):
+        if len(value) > MAX_TEXT:
+            raise SeamError("bad_argument", f"{name}: {key} has {len(value)} characters, above {MAX_TEXT}.")
+        if not value.isprintable():
+            raise SeamError("bad_argument", f"{name}: {key} holds a character that cannot be printed.")
+    elif isinstance(value, int):
+        if abs(value) > MAX_WHOLE:
+            raise SeamError("bad_argument", f"{name}: {key} is beyond 2^63 - 1.")
+    elif isinstance(value, float):
+        if not isfinite(value):
+            raise SeamError("bad_argument", f"{name}: {key} is {value}, and not a finite number.")
+    elif value is not None:
+        raise SeamError("bad_argument", f"{name}: {key} is a {type(value).__name__}.")
+
+
+def _signature(name: str, function: Callable[..., Any]) -> inspect.Signature:
+    """Return the signature, with annotations that are text evaluated if that is possible."""
+    with suppress(Exception):  # an annotation may name what is imported for type checkers only
+        return inspect.signature(function, eval_str=True)
+    try:
+        return inspect.signature(function)
+    except (TypeError, ValueError) as error:
+        raise SeamError("bad_argument", f"{name} does not say which arguments it takes.") from error
+
+
+def _parts(annotation: Any) -> list[Any]:
+    """Return the types that an annotation allows: those of a union, without metadata."""
+    if get_origin(annotation) is Annotated:
+        return _parts(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, types.UnionType):
+        return [part for each in get_args(annotation) for part in _parts(each)]
+    return [annotation]
+
+
+def _declares_path(annotation: Any) -> bool:
+    return any(inspect.isclass(part) and issubclass(part, PurePath) for part in _parts(annotation))
+
+
+def _path_below(name: str, key: str, value: object, root: Path | None) -> Path | None:
+    """Return the path that a text stands for, below the folder even after all links are followed."""
+    if value is None:
+        return None
+    if not isinstance(value, str):
+        raise SeamError("bad_path", f"{name}: {key} is a path, and not a {type(value).__name__}.")
+    if root is None:
+        raise SeamError("bad_path", f"{name}: {key} is a path below data_root, which is not set here.")
+    parts = PurePath(value).parts
+    if "\\" in value or ":" in value or PurePath(value).is_absolute() or ".." in parts or value.startswith("~"):
+        raise SeamError("bad_path", f"{name}: {key} = {value!r} is not a relative path below data_root.")
+    try:
+        folder = root.resolve(strict=True)
+        path = folder.joinpath(value).resolve()
+    except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: a circle of links
+        raise SeamError("bad_path", f"{name}: {key} = {value!r} cannot be looked up: {error}.") from error
+    if not path.is_relative_to(folder):
+        raise SeamError("bad_path", f"{name}: {key} = {value!r} leads out of data_root through a link.")
+    return path
+
+
+def _no_path(name: str, key: str, value: Any) -> Any:
+    """Return a value in which no text could be a path or a URL."""
+    waiting = [value]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, dict):
+            waiting += [*one.values(), *one.keys()]
+        elif isinstance(one, list | tuple):
+            waiting += one
+        elif isinstance(one, str) and (any(sign in one for sign in _PATH_SIGNS) or one in (".", "..", "~")):
+            advice = "a callable that reads files declares such a parameter as a Path"
+            raise SeamError("bad_path", f"{name}: {key} holds {one[:80]!r}, which looks like a path: {advice}.")
+    return value
+
+
+def _typed(name: str, key: str, value: Any, annotation: Any) -> Any:
+    """Return a value as the type of its parameter, as far as the annotation says one that can be checked."""
+    if annotation is inspect.Parameter.empty or isinstance(annotation, str):
+        return value
+    try:
+        adapter: TypeAdapter[Any] = TypeAdapter(annotation, config=ConfigDict(arbitrary_types_allowed=True))
+    except (PydanticUserError, TypeError, NameError):  # no type that pydantic could check
+        return value
+    try:
+        return adapter.validate_json(json.dumps(value), strict=True)
+    except ValidationError as error:
+        what = error.errors(include_url=False, include_input=False)[0]["msg"]
+        raise SeamError("bad_argument", f"{name}: {key} = {_shown(value)}: {what}.") from error
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}..."
