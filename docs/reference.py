@@ -57,16 +57,16 @@ everything that would certainly make the daemon, or the job that `[job]` describ
 * files of `[tls]`, a token or a state folder that cannot be used, and an address of fl-server that is already in use;
 * a `data_root` that is not a readable folder (always for fl-client, and for fl-server if `[job]` has
   `evaluate_on_server`), or a missing `data_root` for a data set of `fedring.data` that needs one;
-* names that cannot be imported, that `trusted` does not allow, or that are neither a function nor a class. For
-  fl-client, these are `model`, `data`, `loss`, `optimizer` and `trainer`. For fl-server, they are the `model` of
-  `[job]`, and with `evaluate_on_server` also its `data` and `loss`. What only clients import is not checked there;
+* a module or function in `trusted` that cannot be imported, and names that are not offered: for fl-client, `model`,
+  `data`, `loss`, `optimizer`, `trainer` and `evaluator`; for fl-server, the `model` of `[job]`, and with
+  `evaluate_on_server` also its `data` and `loss`. What only clients use is not checked there;
 * a `server_optimizer` of `[job]` that cannot be created, and an `optimizer` that does not take its `optimizer_args`;
 * an `init_path` that does not exist; or a file there that cannot be read, or does not fit the model that `[job]` names.
   If `start` of `[job]` keeps jobs from reading that file, a warning says so;
 * a `device` that fl-client does not have.
 
-The check loads no samples and makes no calls. `flctl doctor` says whether a data set is complete and whether the
-server can be reached. If there is no `state_dir`, fl-server creates it, as it does at a start.
+The check lists what jobs may name. It loads no samples and makes no calls. `flctl doctor` says whether a data set is
+complete and whether the server can be reached. If there is no `state_dir`, fl-server creates it, as it does at a start.
 """
 
 SECTIONS = (

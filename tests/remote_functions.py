@@ -10,20 +10,28 @@ import torch
 from torch import Tensor, nn
 
 from fedring import remote
+from fedring.offers import offers
 
 
+@offers("remote")
 def echo(*args: Any, **kwargs: Any) -> Any:
     return [args, kwargs]
 
 
+@offers("remote")
 def keywords(x: Any, *, method: str, function: str, self: str) -> Any:
     return [x, method, function, self]
+
+
+def unmarked() -> None:
+    """Not to be called from elsewhere."""
 
 
 run_anything = partial(subprocess.run)
 random_bytes = random.getrandbits  # a method of an object, which does not say its module
 
 
+@offers("remote")
 def fail(text: str) -> None:
     raise ArithmeticError(text)
 
@@ -37,14 +45,17 @@ class NoText(ArithmeticError):
         raise KeyError("no text")
 
 
+@offers("remote")
 def fail_with(kind: str) -> None:
     raise {"OddReason": OddReason, "NoText": NoText}[kind]("odd")
 
 
+@offers("remote")
 def random_tensor(seed: int) -> Tensor:
     return torch.rand(3, 3, generator=torch.Generator().manual_seed(seed)).requires_grad_()
 
 
+@offers("remote")
 def wait_for(name: str) -> str:
     assert EVENTS[name].wait(60)
     return name
@@ -53,6 +64,7 @@ def wait_for(name: str) -> str:
 EVENTS: dict[str, threading.Event] = {}
 
 
+@offers("remote")
 class Scaled(nn.Module):
     """A layer whose weights follow from a seed."""
 
@@ -66,12 +78,17 @@ class Scaled(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return torch.tanh(self.linear(x))
 
+    @offers("remote")
     def scaled(self, x: Tensor, by: float) -> Tensor:
         result: Tensor = by * self(x)
         return result
 
+    @offers("remote")
     def named(self, x: Tensor, *, method: str) -> tuple[Tensor, str]:
         return self(x), method
+
+    def unmarked(self) -> None:
+        """Not to be called from elsewhere."""
 
     def _hidden(self) -> None:
         """Not to be called from elsewhere."""
@@ -91,6 +108,7 @@ class Through(nn.Module):
         return result
 
 
+@offers("remote")
 def late_square(x: Any, event: str = "") -> Any:
     """Square a tensor, or those in a list, once an event has happened."""
     if event:

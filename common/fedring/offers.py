@@ -9,8 +9,9 @@ This module imports nothing of fedring and no torch, so that any code can use th
 
 from collections.abc import Callable
 from functools import lru_cache
-from inspect import isclass, isfunction
+from types import FunctionType
 from typing import Any, Literal, TypeVar, get_args
+from weakref import ref
 
 Kind = Literal["model", "data", "loss", "optimizer", "trainer", "evaluator", "hook", "cut", "rule", "remote"]
 """The parts of a job that have names, and what other ranks may call (`remote`)."""
@@ -30,7 +31,7 @@ def offers(*kinds: Kind) -> Callable[[Marked], Marked]:
         kinds: As what it is offered, such as "model" or "data": at least one of KINDS.
 
     Returns:
-        A decorator, which returns its argument unchanged but for the mark.
+        A decorator, which returns its argument unchanged but for the mark. It goes above all other decorators.
 
     Raises:
         ValueError: If there is no such kind.
@@ -43,20 +44,28 @@ def offers(*kinds: Kind) -> Callable[[Marked], Marked]:
     def mark(target: Marked) -> Marked:
         if not can_be_offered(target):
             raise TypeError(f"a {type(target).__name__} cannot be offered: define a function that calls it")
-        setattr(target, _MARK, kinds)
+        setattr(target, _MARK, (kinds, ref(target)))
         return target
 
     return mark
 
 
 def marks_of(value: object) -> tuple[Kind, ...]:
-    """Return the kinds that a function or class itself is marked with; a subclass does not inherit them."""
-    return vars(value).get(_MARK, ()) if can_be_offered(value) else ()
+    """Return the kinds that a function or class itself is marked with.
+
+    A subclass does not inherit them, and a function that wraps a marked one, as by `functools.wraps`, is another one.
+    """
+    if not can_be_offered(value):
+        return ()
+    kinds, marked = vars(value).get(_MARK, ((), lambda: None))
+    inside = vars(value).get("__wrapped__") if type(value) is _CACHED else value
+    return kinds if marked() in (value, inside) else ()
 
 
 def can_be_offered(value: object) -> bool:
     """Return whether a value is a function or a class, and not only something that can be called."""
-    return isfunction(value) or isclass(value) or isinstance(value, _CACHED)
+    kind = type(value)  # isinstance() would ask the value, which may say anything
+    return issubclass(kind, type) or kind in (FunctionType, _CACHED)
 
 
 def named(**names: str) -> list[str]:

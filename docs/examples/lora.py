@@ -17,6 +17,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from fedring import vision
 from fedring.data import Split, digits
+from fedring.offers import offers
 from fedring.train import load_model, save_model
 
 
@@ -54,11 +55,12 @@ class Transformer(nn.Module):
         return logits
 
 
-def adapted(base: str, rank: int = 4, freeze_a: bool = False) -> nn.Module:
+@offers("model")
+def adapted(base: Path, rank: int = 4, freeze_a: bool = False) -> nn.Module:
     """Return the base with adapters: the model of the job. Only what requires a gradient travels.
 
     Args:
-        base: The file of the base, on the server and on each client.
+        base: The file of the base, below the data_root of the server and of each client.
         rank: The rank of the adapters.
         freeze_a: Train and send only the matrices B, as FFA-LoRA does (Sun et al. 2024, section 4).
     """
@@ -75,6 +77,7 @@ def adapted(base: str, rank: int = 4, freeze_a: bool = False) -> nn.Module:
     return model
 
 
+@offers("data")
 def sideways(root: Path | None = None, download: bool = False) -> Split:
     """Return the digits, lying on their side: the data of the job."""
     split = digits(root, download)
@@ -104,7 +107,7 @@ def merge(base: str, adapters: str, folder: str, rank: str = "4") -> None:
             adapters as PeftModel.from_pretrained() loads them.
         rank: The rank of the adapters.
     """
-    model = load_model(adapters, adapted(base, int(rank)), partial=True)
+    model = load_model(adapters, adapted(Path(base), int(rank)), partial=True)
     model.save_pretrained(folder)
     merged: nn.Module = model.merge_and_unload()
     save_model(merged, Path(folder) / "model.safetensors")

@@ -7,13 +7,16 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 from fedring.data import Split
+from fedring.offers import offers
 
 
+@offers("model")
 def net(hidden: int = 32) -> nn.Module:
     """Return a model from 16 measurements to 2 scores. A job sets `hidden` in its model_args."""
     return nn.Sequential(nn.Linear(16, hidden), nn.ReLU(), nn.Linear(hidden, 2))
 
 
+@offers("data")
 def records(root: Path | None, download: bool) -> Split:
     """Return this host's training and test samples. A real function would read files below `root`, the data_root."""
     measurements = torch.randn(1200, 16)
@@ -25,11 +28,13 @@ def records(root: Path | None, download: bool) -> Split:
     )
 
 
+@offers("loss")
 def loss(outputs: Tensor, labels: Tensor) -> Tensor:
     """Return the mean loss of a batch: outputs [n, 2], labels [n]."""
     return nn.functional.cross_entropy(outputs, labels, label_smoothing=0.05)
 
 
+@offers("evaluator")
 def evaluate(model: nn.Module, samples: Dataset[tuple[Tensor, Tensor]]) -> dict[str, float]:
     """Return the loss and the accuracy, and a metric of your own: which share of the samples of class 1 is found."""
     device = next(model.parameters()).device

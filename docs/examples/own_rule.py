@@ -3,7 +3,10 @@
 import numpy as np
 from numpy.typing import NDArray
 
+from fedring.offers import offers
 
+
+@offers("rule")
 class Agreement:
     """A rule for `[aggregation] rule = "own_rule:Agreement"`; `args = { least = 0.1 }` sets the least cosine."""
 

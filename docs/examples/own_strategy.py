@@ -5,9 +5,11 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from fedring.offers import offers
 from fedring.server.model.strategy import PastRound
 
 
+@offers("rule")
 class Careful:
     """A strategy for `[aggregation] rule = "own_strategy:Careful"`; `args = { lr = 0.2 }` sets the first rate."""
 

@@ -13,6 +13,7 @@ from torch.nn import functional
 from torch.utils.data import Dataset
 
 from fedring.data import Split
+from fedring.offers import offers
 
 LENGTH, PADDING, START, TOKENS = 8, 10, 11, 12  # tokens 0 to 9 are the digits
 IGNORED = -100  # the label of a place after the end of a sentence
@@ -46,6 +47,7 @@ class Transformer(nn.Module):
         return logits
 
 
+@offers("model")
 def transformer(width: int = 32, heads: int = 4, dropout: float = 0.0) -> nn.Module:
     """Return the model."""
     return Transformer(width, heads, dropout)
@@ -72,11 +74,13 @@ class Sentences(Dataset[tuple[dict[str, Tensor], Tensor]]):
         return {"source": self._sources[index], "target": self._targets[index]}, self._labels[index]
 
 
+@offers("data")
 def sentences(root: Path | None, download: bool) -> Split:
     """Return the task's sentences, which are equal on all hosts."""
     return Split(train=Sentences(2048, seed=1), test=Sentences(256, seed=2), classes=TOKENS)
 
 
+@offers("loss")
 def loss(logits: Tensor, labels: Tensor) -> Tensor:
     """Return the mean over sentences of the mean cross entropy of a sentence's tokens, a scalar.
 

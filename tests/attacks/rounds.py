@@ -31,8 +31,9 @@ from fedring.train.errors import TrainError
 from fedring.train.evaluation import evaluate
 from fedring.train.job import Job
 from fedring.train.loop import train
+from fedring.train.offered import Offered
 from fedring.train.plan import Plan
-from fedring.train.seam import build_model, optimizer_factory, resolve
+from fedring.train.seam import build_model, optimizer_factory
 from fedring.train.state import fill, read_vectors, schema_of
 from tests.attacks import formulas
 from tests.attacks.attacker import Attack, Attacker
@@ -64,12 +65,12 @@ class Result:
 class _Trainer:
     """Trains clients from the model of a round."""
 
-    def __init__(self, job: Job, trusted: Sequence[str]) -> None:
+    def __init__(self, job: Job, offered: Offered) -> None:
         self._job = job
-        self.model = build_model(job.model, job.model_args, job.seed, trusted)
+        self.model = build_model(job.model, job.model_args, job.seed, offered)
         self.schema = schema_of(self.model)
-        self._loss = resolve(job.loss, trusted)
-        self._optimizer = optimizer_factory(job.optimizer, job.optimizer_args, trusted)
+        self._loss = offered.get("loss", job.loss)
+        self._optimizer = optimizer_factory(job.optimizer, job.optimizer_args, offered)
 
     def delta(self, base: Vectors, samples: Samples, seed: int) -> Float32:
         """Return what a client that trains on these samples learns in a round, [D]."""
@@ -98,13 +99,14 @@ def run(
         config: names the trusted modules and the folder of the server's own samples.
         after_round: called after each round.
     """
-    trainer, ended = _Trainer(job, config.trusted), ""
+    ended = ""
     clients = len(study.honest) + len(study.malicious)
     with ExitStack() as stack:
         blobs = FileBlobs(Path(stack.enter_context(TemporaryDirectory())))
         stack.callback(blobs.close)
         executor = stack.enter_context(ThreadPoolExecutor(1))
         maker = ModelMaker(blobs, executor, config, "robust", ModelVersions(blobs))
+        trainer = _Trainer(job, maker.offered)
         attackers = [
             Attacker(attack, samples, study.classes, study.bright, clients, len(study.malicious))
             for samples in study.malicious

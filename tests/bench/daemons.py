@@ -14,7 +14,7 @@ from fedring.ctl.fleet import Fleet
 from fedring.rpc.tls import PLAINTEXT, Tls
 
 ROOT = Path(__file__).parent.parent.parent
-TRUSTED = ["fedring", "torchvision", "tests"]
+TRUSTED = ["fedring", "tests.bench.trainers"]
 
 
 @contextlib.contextmanager

@@ -29,6 +29,7 @@ from torch import nn
 from fedring.ctl.bench.progress import progress_bar
 from fedring.data import Samples, Split, mnist
 from fedring.data.partition import parts
+from fedring.offers import named
 from fedring.server.config import ServerConfig
 from fedring.train.job import Job
 from tests.attacks.attacker import ATTACKS, Attack
@@ -122,7 +123,8 @@ def _job(setting: Setting) -> Job:
 
 
 def _config(data_root: Path) -> ServerConfig:
-    return ServerConfig.model_construct(trusted=["fedring", "tests"], data_root=data_root)
+    own = named(model=f"{__spec__.name}:mlp", data=f"{__spec__.name}:own_samples")
+    return ServerConfig.model_construct(trusted=["fedring", *own], data_root=data_root)
 
 
 @cache

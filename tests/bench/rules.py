@@ -27,6 +27,7 @@ from fedring.server.model.strategy import make_strategy
 from fedring.server.state.blobs import FileBlobs
 from fedring.server.state.rows import lay_out
 from fedring.train.aggregation_table import RULES, Aggregation
+from fedring.train.offered import Offered
 from tests.bench.daemons import peak_bytes, print_line, resident_bytes
 
 MEASURED = [rule for rule in RULES if rule != "fltrust"]  # that one is a weighted sum after a training
@@ -74,7 +75,7 @@ def _measure(
     blobs: FileBlobs, base: str, sent: Sequence[Contribution], executor: ThreadPoolExecutor, name: str
 ) -> dict[str, float]:
     table = {"rule": name, "malicious": max((len(sent) - 3) // 2, 1) if "krum" in name else 0}
-    rule = make_strategy(Aggregation.model_validate(table), ()).rule
+    rule = make_strategy(Aggregation.model_validate(table), Offered()).rule
     Path("/proc/self/clear_refs").write_text("5")  # let the kernel forget the peak of this process' memory
     before, began, cpu = resident_bytes(os.getpid()), time.perf_counter(), time.process_time()
     with blobs.reader(base) as blob:

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from fedring.data import Split, digits
+from fedring.offers import offers
 
 
 def vector_job(size: int, *, clients: int = 1, **keys: Any) -> dict[str, Any]:
@@ -23,6 +24,7 @@ def vector_job(size: int, *, clients: int = 1, **keys: Any) -> dict[str, Any]:
     }
 
 
+@offers("trainer")
 def barely_changed(model: nn.Module, samples: Any, plan: Any) -> int:
     """Change one value of the model: nobody would fetch a model that is the same again."""
     with torch.no_grad():
@@ -30,6 +32,7 @@ def barely_changed(model: nn.Module, samples: Any, plan: Any) -> int:
     return 1
 
 
+@offers("trainer")
 def noisy(model: nn.Module, samples: Any, plan: Any) -> int:
     """Change all values of the model at random."""
     with torch.no_grad():
@@ -38,6 +41,7 @@ def noisy(model: nn.Module, samples: Any, plan: Any) -> int:
     return 1
 
 
+@offers("data")
 def data(root: Any = None, download: bool = False) -> Split:
     """Return some samples, since every client needs some."""
     return digits(root, download)

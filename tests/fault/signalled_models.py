@@ -6,6 +6,8 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
+from fedring.offers import offers
+
 
 class SignalAtPass(nn.Module):
     """Passes its input on, but sends a signal to its own process in the training pass that FL_TEST_SIGNAL names.
@@ -38,18 +40,21 @@ def _send_signal(number: int, pipe: Path) -> None:
         os.kill(os.getpid(), number)
 
 
+@offers("model")
 def net() -> nn.Module:
     """Build a small network for the 8 x 8 digits, with buffers."""
     hidden = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.BatchNorm1d(32), nn.ReLU())
     return nn.Sequential(hidden, SignalAtPass(), nn.Linear(32, 10))
 
 
+@offers("model")
 def dropout_net(hidden: int = 32) -> nn.Module:
     """Build a network for the 8 x 8 digits, with random numbers in each step."""
     layers = nn.Sequential(nn.Flatten(), nn.Linear(64, hidden), nn.ReLU(), nn.Dropout(0.3))
     return nn.Sequential(layers, SignalAtPass(), nn.Linear(hidden, 10))
 
 
+@offers("model")
 def stages() -> nn.Module:
     """Build a small network for the 8 x 8 digits; any third of it can be the stage whose process gets the signal."""
     thirds = [(nn.Linear(width, 32), SignalAtPass(), nn.ReLU()) for width in (64, 32, 32)]

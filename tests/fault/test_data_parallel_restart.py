@@ -19,7 +19,7 @@ from tests.fault.planned_signal import PlannedSignal, workers_and_step
 from tests.fleets import Control
 
 HERE = Path(__file__).parent
-TRUSTED = {"trusted": ["fedring", "signalled_models", "tests"]}
+TRUSTED = {"trusted": ["fedring", "signalled_models", "tests.unit.group_member"]}
 SAMPLES, BATCH, EVERY, ROUNDS = 1437, 32, 7, 2
 
 

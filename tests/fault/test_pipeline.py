@@ -15,6 +15,7 @@ import torch
 
 from fedring.data import digits
 from fedring.train.files import load_model
+from fedring.train.offered import collect
 from fedring.train.seam import build_model
 from fedring.workers.shards import count_steps, epoch_order
 from tests.conftest import REPEATED, path_to
@@ -82,7 +83,7 @@ def check_model(control: Control, directory: Path, spec: dict[str, Any]) -> None
     """Assert that the newest model is what one process would have trained."""
     path, seed = directory / "model.safetensors", spec.get("seed", 0)
     control.export_model(0, path)
-    model = build_model("tests.fault.signalled_models:stages", {}, seed, ["tests"])
+    model = build_model("tests.fault.signalled_models:stages", {}, seed, collect(["tests.fault.signalled_models"]))
     optimizer = torch.optim.SGD(model.parameters(), lr=spec.get("lr", 0.05), momentum=0.9)
     orders = [
         epoch_order(SAMPLES, seed=seed * 1_000_003 + round_, epoch=epoch, wanted=spec.get("subset_size", SAMPLES))

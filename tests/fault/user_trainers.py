@@ -10,8 +10,10 @@ import torch
 from torch import nn
 
 from fedring.codec.digest import name_of
+from fedring.offers import offers
 
 
+@offers("trainer")
 def gated(model: nn.Module, samples: Any, plan: Any) -> int:
     """Add the number of the job's round to each value, after waiting at the gate if the test has set one."""
     _wait_at_gate()
@@ -28,6 +30,7 @@ def _wait_at_gate() -> None:
         Path(gate).read_text()  # blocks until the test writes
 
 
+@offers("trainer")
 def still(model: nn.Module, samples: Any, plan: Any) -> int:
     """Learn nothing, so that the client sends nothing but its residual."""
     return 1
@@ -39,6 +42,7 @@ def delta_of(client: int, number: int, size: int) -> np.ndarray[Any, np.dtype[np
     return (2 * drawn).astype(np.float32)
 
 
+@offers("trainer")
 def known(model: nn.Module, samples: Any, plan: Any) -> int:
     """Write down the round and the digest of the model, wait at the gate, then add `delta_of` this training."""
     values, notes = next(model.parameters()), Path(os.environ["FL_TEST_NOTES"])
@@ -52,6 +56,7 @@ def known(model: nn.Module, samples: Any, plan: Any) -> int:
     return 1
 
 
+@offers("trainer")
 def steady(model: nn.Module, samples: Any, plan: Any) -> int:
     """Add one to each value."""
     with torch.no_grad():
@@ -65,6 +70,7 @@ def lesson_of(client: int, round_: int, size: int) -> np.ndarray[Any, np.dtype[n
     return np.random.default_rng([client, round_]).normal(0, 0.02, size).astype(np.float32)
 
 
+@offers("trainer")
 def lesson(model: nn.Module, samples: Any, plan: Any) -> int:
     """Add `lesson_of` this round to the model."""
     values = next(model.parameters())

@@ -8,15 +8,18 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from fedring.data import Split
+from fedring.offers import offers
 
 WORDS = 11
 
 
+@offers("model")
 def model() -> nn.Module:
     """A model from words [batch, length] to scores [batch, length, words]."""
     return nn.Sequential(nn.Embedding(WORDS, 8), nn.Linear(8, WORDS))
 
 
+@offers("data")
 def texts(root: Path | None, download: bool) -> Split:
     """Texts in which each word follows from the one before."""
     words = (torch.arange(7) + torch.arange(48)[:, None]) % WORDS
@@ -25,11 +28,13 @@ def texts(root: Path | None, download: bool) -> Split:
     return Split(train=train, test=test, classes=WORDS)
 
 
+@offers("loss")
 def loss(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """The mean cross-entropy of the next word."""
     return nn.functional.cross_entropy(outputs.flatten(0, 1), labels.flatten())
 
 
+@offers("trainer")
 def train(model: nn.Module, samples: Any, plan: Any) -> dict[str, float]:
     """A trainer that also says how many words it has read, and something that is not a number."""
     optimizer = torch.optim.SGD(model.parameters(), plan.lr)
@@ -42,6 +47,7 @@ def train(model: nn.Module, samples: Any, plan: Any) -> dict[str, float]:
     return {"num_samples": len(samples), "words_sum": words, "rate": 2.0, "undefined": float("nan")}
 
 
+@offers("evaluator")
 def evaluate(model: nn.Module, samples: Any) -> dict[str, float]:
     """An evaluation without accuracy, but with the perplexity of the model."""
     inputs, labels = next(iter(DataLoader(samples, len(samples))))

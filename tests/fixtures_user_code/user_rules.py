@@ -6,9 +6,12 @@ from typing import NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
+from fedring.offers import offers
+
 Float64 = NDArray[np.float64]
 
 
+@offers("rule")
 class NotANumber:
     """A rule that returns NaN."""
 
@@ -17,6 +20,7 @@ class NotANumber:
         return np.full(deltas.shape[1], np.nan)
 
 
+@offers("rule")
 class Raises:
     """A rule that raises an error."""
 
@@ -25,6 +29,7 @@ class Raises:
         raise ZeroDivisionError("nothing agrees")
 
 
+@offers("data")
 def unreadable(root: Path | None, download: bool) -> NoReturn:
     """Raise an error."""
     raise OSError("the disk is not mounted")

@@ -1,24 +1,22 @@
 """What a user's own module might hold."""
 
-from subprocess import run as run  # imported for the module's own use, and not for a job
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
+
+from fedring.offers import offers
 
 
+@offers("model")
 def linear(inputs: int = 4, outputs: int = 3) -> nn.Module:
     """A model."""
     return nn.Linear(inputs, outputs)
 
 
+@offers("model")
 def not_a_model() -> int:
     """Something else."""
     return 3
-
-
-def squared(outputs: Tensor, labels: Tensor) -> Tensor:
-    """A loss."""
-    return (outputs.squeeze(1) - labels).square().mean()
 
 
 def one_step(model: nn.Module, samples: Any, plan: Any) -> int:
@@ -28,8 +26,12 @@ def one_step(model: nn.Module, samples: Any, plan: Any) -> int:
     return len(samples)
 
 
-_private = linear
+@offers("model")
+def exits() -> nn.Module:
+    """End the process."""
+    raise SystemExit(3)
 
 
+@offers("optimizer")
 def my_optimizer(parameters: object, lr: float, momentum: float, *, own: int) -> int:
     return own

@@ -9,8 +9,10 @@ from torch import nn
 from torch.utils.data import Subset
 
 from fedring.data import Samples, Split, digits
+from fedring.offers import offers
 
 
+@offers("model")
 def normed(width: int = 24) -> nn.Module:
     """Build a network for the 8 x 8 digits, with buffers of both kinds and with random numbers in each step."""
     hidden = nn.Sequential(nn.Flatten(), nn.Linear(64, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Dropout(0.2))
@@ -39,6 +41,7 @@ def drawn(root: Path | None, download: bool) -> Split:
     return Split(Samples(inputs[:200], labels[:200]), Samples(inputs[200:], labels[200:]), classes=10)
 
 
+@offers("data")
 def few(root: Path | None, download: bool, count: int) -> Split:
     """Return so many of the digits, which torch draws without a seed."""
     split = digits(root, download)

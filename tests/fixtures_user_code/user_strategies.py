@@ -9,14 +9,16 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from fedring.offers import offers
 from fedring.server.model.strategy import PastRound
 
 
+@offers("rule")
 class Recorded:
     """Chooses another learning rate each time that it is asked, and notes in a file when it is."""
 
-    def __init__(self, file: str) -> None:
-        self.file = Path(file)
+    def __init__(self, file: Path) -> None:
+        self.file = file
 
     def configure(self, history: Sequence[PastRound]) -> Mapping[str, Any]:
         """Return a learning rate that depends on the number of calls."""
@@ -25,6 +27,7 @@ class Recorded:
         return {"lr": 1 / len(self.file.read_text().splitlines()), "epochs": np.int64(2)}
 
 
+@offers("rule")
 class Attentive:
     """Chooses from all that the history says, and reports what it finds in the model."""
 
@@ -49,6 +52,7 @@ class Attentive:
         return {"weight": weight.abs().max(), "count": weight.numel(), "training": float(model.training)}
 
 
+@offers("rule")
 class Faulty:
     """Fails in one of its methods, as its arguments say."""
 
@@ -92,6 +96,7 @@ class Faulty:
         return None
 
 
+@offers("rule")
 class Sum:
     """Adds up all parameters."""
 
@@ -100,6 +105,7 @@ class Sum:
         return {"sum": float(sum(parameter.double().sum() for parameter in model.parameters()))}
 
 
+@offers("rule")
 class NeedsMemory:
     """A rule that needs more memory than there is."""
 
@@ -108,6 +114,7 @@ class NeedsMemory:
         return np.empty(1 << 50) + deltas
 
 
+@offers("rule")
 class Exits:
     """A rule that wants to end the process."""
 
@@ -116,5 +123,6 @@ class Exits:
         raise SystemExit(4)
 
 
+@offers("rule")
 class Nothing:
     """Has none of the methods."""

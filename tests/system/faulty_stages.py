@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from fedring.data import Split, digits
+from fedring.offers import offers
 
 PASSES = 10
 """The number of micro-batches before the first failure."""
@@ -18,7 +19,7 @@ _losses = 0
 class Fails(nn.Module):
     """A layer that returns its input for some micro-batches, and then fails in its forward or its backward."""
 
-    def __init__(self, way: str, error: type[Exception], once: str) -> None:
+    def __init__(self, way: str, error: type[Exception], once: Path | None) -> None:
         super().__init__()
         self._way, self._error, self._once, self._passes = way, error, once, 0
 
@@ -34,13 +35,14 @@ class Fails(nn.Module):
     def _fail(self, gradient: Tensor | None = None) -> None:
         if self._once:
             try:
-                Path(self._once).touch(exist_ok=False)
+                self._once.touch(exist_ok=False)
             except FileExistsError:
                 return
         raise self._error(f"no luck in the {self._way}")
 
 
-def net(stage: int = 0, way: str = "", error: str = "", once: str = "") -> nn.Module:
+@offers("model")
+def net(stage: int = 0, way: str = "", error: str = "", once: Path | None = None) -> nn.Module:
     """Return a small network for the digits, one of whose three stages may fail.
 
     Args:
@@ -55,6 +57,7 @@ def net(stage: int = 0, way: str = "", error: str = "", once: str = "") -> nn.Mo
     return nn.Sequential(nn.Flatten(), *(layer for stage in stages for layer in stage), nn.Linear(32, 10))
 
 
+@offers("loss")
 def loss(outputs: Tensor, labels: Tensor) -> Tensor:
     """Return the cross entropy for some micro-batches, and then fail."""
     global _losses
@@ -80,6 +83,7 @@ class Unreadable(Dataset[Any]):
         return inputs[0], labels[0]
 
 
+@offers("data")
 def samples(root: object, download: bool) -> Split:
     """Return the digits, of which one training sample cannot be read."""
     whole = digits()

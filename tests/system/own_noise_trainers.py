@@ -6,7 +6,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from fedring.offers import offers
 
+
+@offers("trainer")
 def lost_if_told(model: nn.Module, samples: Any, plan: Any) -> int:
     """Change the model a little; fail where FL_TEST_LOST is set."""
     if os.environ.get("FL_TEST_LOST"):

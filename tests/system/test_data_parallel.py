@@ -11,6 +11,7 @@ import torch
 from fedring.data import digits
 from fedring.train.files import load_model
 from fedring.train.models import digits_mlp
+from fedring.train.offered import collect
 from fedring.train.seam import build_model
 from fedring.workers.shards import count_steps, epoch_order
 from tests import forks
@@ -44,7 +45,7 @@ def trained(fleet: Fleet, spec: dict[str, Any]) -> list[Any]:
 def train_alone(rounds: Iterable[int]) -> torch.nn.Module:
     """Train `job()` in one process, with steps as large as those of all workers together; return the model."""
     samples: Any = digits().train
-    model = build_model("fedring.train.models:digits_mlp", {}, 0, ["fedring"])
+    model = build_model("fedring.train.models:digits_mlp", {}, 0, collect(["fedring"]))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, **OPTIMIZER_ARGS)
     orders = [epoch_order(len(samples), seed=round_, epoch=0) for round_ in rounds]
     return train_in_one_process(model, optimizer, samples, orders, batch=BATCH, replicas=WORKERS)

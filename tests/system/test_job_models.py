@@ -12,6 +12,7 @@ from fedring.data import digits
 from fedring.train.evaluation import evaluate
 from fedring.train.losses import cross_entropy
 from fedring.train.models import vector
+from fedring.train.offered import collect
 from fedring.train.seam import build_model
 from fedring.v1 import federation_pb2 as fed
 from tests.fleets import Control, Fleet
@@ -105,7 +106,7 @@ def test_the_server_evaluates_on_its_own_test_set(control: Control, clients: Cli
     client.push(client.header(command, payload), payload)
     outcome(control, job_id, control.follow_job(job_id, events))
     (round_,) = control.rounds(job_id=job_id)
-    first = build_model("fedring.train.models:digits_mlp", {}, 5, ["fedring"])
+    first = build_model("fedring.train.models:digits_mlp", {}, 5, collect(["fedring"]))
     counts = evaluate(first, digits().test, loss=cross_entropy, device=torch.device("cpu"))
     assert round_.server_accuracy == counts.accuracy
     assert round_.server_loss == pytest.approx(counts.loss_sum / counts.total, rel=1e-5)

@@ -57,10 +57,11 @@ def base(lora: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def fleet(lora: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+def fleet(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     """Start one server and three clients for all tests of this file."""
-    folder, settings = tmp_path_factory.mktemp("lora"), TRUSTED | {"keep_update_rounds": 50}
-    with Fleet(folder, settings, [TRUSTED] * CLIENTS, env=path_to(EXAMPLES)) as fleet:
+    settings = TRUSTED | {"data_root": str(base.parent)}
+    server = settings | {"keep_update_rounds": 50}
+    with Fleet(tmp_path_factory.mktemp("lora"), server, [settings] * CLIENTS, env=path_to(EXAMPLES)) as fleet:
         with Control(fleet.control) as control:
             until_watching(control, CLIENTS)
         yield fleet
@@ -76,13 +77,13 @@ def control(fleet: Fleet) -> Iterator[Control]:
 def job(base: Path, *, freeze_a: bool = False, **keys: Any) -> dict[str, Any]:
     """Return the example's job, with few rounds."""
     given = tomllib.loads((EXAMPLES / "lora.toml").read_text())
-    arguments = {"base": str(base), "freeze_a": freeze_a}
+    arguments = {"base": base.name, "freeze_a": freeze_a}
     return given | {"rounds": ROUNDS, "model_args": arguments, "start": "fresh", "deadline_seconds": 240} | keys
 
 
 def frozen(lora: ModuleType, base: Path) -> str:
     """Return the digest of the base in a model with adapters."""
-    model = lora.adapted(str(base))
+    model = lora.adapted(base)
     return frozen_digest(model, split(model, Sharing(frozen_stay=True)).frozen)
 
 
@@ -140,9 +141,9 @@ def test_an_encoding_makes_adapters_smaller_and_a_frozen_a_does_not_travel(
     assert sizes == [(_HEADER + 2 * parameters,)] * CLIENTS
 
 
-def test_adapters_of_another_base_are_refused(lora: ModuleType, base: Path, control: Control, tmp_path: Path) -> None:
+def test_adapters_of_another_base_are_refused(lora: ModuleType, base: Path, control: Control) -> None:
     assert run_job(control, job(base, rounds=1)).state == "completed"
-    other = tmp_path / "other.safetensors"
+    other = base.with_name("other.safetensors")
     save_model(lora.Transformer(), other)
     with pytest.raises(Failure, match="was trained with other values of the"):
         control.start_job(job(other, start="newest"))

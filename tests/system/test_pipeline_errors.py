@@ -86,9 +86,10 @@ def test_a_client_whose_code_raises_is_not_replaced(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("error", ["OutOfMemoryError", "MemoryError"])
 def test_a_client_with_too_little_memory_is_replaced(tmp_path: Path, error: str) -> None:
-    fault = {"way": "backward", "error": error, "stage": 1, "once": str(tmp_path / "fault")}
-    clients = [TRUSTED] * (WORKERS + 1)
-    with Fleet(tmp_path, TRUSTED, clients, env=path_to(HERE)) as fleet, Control(fleet.control) as control:
+    fault = {"way": "backward", "error": error, "stage": 1, "once": "fault"}
+    settings = TRUSTED | {"data_root": str(tmp_path)}
+    clients = [settings] * (WORKERS + 1)
+    with Fleet(tmp_path, settings, clients, env=path_to(HERE)) as fleet, Control(fleet.control) as control:
         events = events_of(control, job(fault, min_clients=WORKERS + 1, rounds=1), "out_of_memory")
         failed = events["client_failed"]
         assert f"{error}: no luck in the backward" in failed.text

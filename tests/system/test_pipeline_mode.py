@@ -19,6 +19,7 @@ from fedring.pipeline.worker import LocalPipeline
 from fedring.train.evaluation import evaluate
 from fedring.train.files import load_model
 from fedring.train.models import digits_mlp
+from fedring.train.offered import Offered, collect
 from fedring.train.pipeline_table import Pipeline
 from fedring.train.seam import build_model
 from fedring.workers.cutting import count_layers, cut_model
@@ -75,7 +76,7 @@ def trained(fleet: Fleet, spec: dict[str, Any], tmp_path: Path) -> tuple[nn.Modu
 
 def first_model(spec: dict[str, Any]) -> nn.Module:
     """Return the model that the job begins with."""
-    return build_model(MODEL, spec["model_args"], 0, ["fedring"])
+    return build_model(MODEL, spec["model_args"], 0, collect(["fedring"]))
 
 
 def alone(spec: dict[str, Any], rounds: list[Any], replicas: int = 1) -> nn.Module:
@@ -223,7 +224,7 @@ def pipedream(spec: dict[str, Any], table: Pipeline, rounds: list[Any]) -> nn.Mo
     """Train with pipedream in one process, and return the model."""
     samples: Any = digits().train
     model = first_model(spec)
-    modules = cut_model(model, table, count_layers(model, table, torch.empty), [])
+    modules = cut_model(model, table, count_layers(model, table, torch.empty), Offered())
     last = len(modules) - 1
     stages = [
         Stage(

@@ -109,7 +109,9 @@ LEAVES_A_CALL = """
 import threading
 import torch.distributed as dist
 from fedring import remote
+from fedring.offers import offers
 
+@offers("remote")
 def wait_forever():
     threading.Event().wait()
 

@@ -15,6 +15,7 @@ from fedring.privacy.account import SampledSteps, sampled_epsilon
 from fedring.server.round.plan import job_spec
 from fedring.train.evaluation import run_evaluator
 from fedring.train.job import Job
+from fedring.train.offered import collect
 from fedring.train.plan import Plan
 from fedring.train.private_loop import sampled_steps
 from tests.conftest import path_to
@@ -114,7 +115,7 @@ def test_mnist_is_learned_well_with_a_small_epsilon(data_root: Path) -> None:
     )
     cpu = torch.device("cpu")
     config = ClientConfig.model_construct(data_root=data_root, trusted=["fedring"])
-    loaded = load_job(job_spec(job, 1), config, cpu)
+    loaded = load_job(job_spec(job, 1), config, collect(config.trusted), cpu)
     plan = Plan(epochs=14, batch_size=job.batch_size, lr=2.0, momentum=job.momentum)
     samples = loaded.split.train
     assert isinstance(samples, Samples)

@@ -11,11 +11,13 @@ from torch import Tensor, nn
 
 from fedring.control.failure import Failure
 from fedring.train.files import load_model
+from fedring.train.offered import collect
 from fedring.train.seam import build_model
 from fedring.v1 import control_pb2
 from tests.damage import ask
 from tests.fleets import Control, Fleet, run_job, until_watching
 from tests.proxy import Proxy
+from tests.system import user_models
 
 HERE = {"PYTHONPATH": str(Path(__file__).parent)}
 TRUSTED = {"trusted": ["fedring", "user_models"]}
@@ -37,7 +39,7 @@ _HEADER = 16  # bytes before the values of an fp32 packet
 
 def built(name: str = "normed", **args: Any) -> nn.Module:
     """Build a model of user_models as the daemons do."""
-    return build_model(f"tests.system.user_models:{name}", args, 0, ["tests"])
+    return build_model(f"{user_models.__name__}:{name}", args, 0, collect([user_models.__name__]))
 
 
 class Tap:

@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 
 from fedring.control.failure import Failure
 from fedring.train.models import digits_mlp, vector
+from fedring.train.offered import collect
 from fedring.train.seam import build_model
 from fedring.train.state import read_vectors
 from fedring.v1 import control_pb2
@@ -36,7 +37,7 @@ Clients = Callable[..., list[WireClient]]
 
 def initial(seed: int) -> "np.ndarray[Any, np.dtype[np.float32]]":
     """Return the parameters of a new model that is made with this seed."""
-    return read_vectors(build_model(DIGITS["model"], DIGITS["model_args"], seed, ["fedring"])).parameters
+    return read_vectors(build_model(DIGITS["model"], DIGITS["model_args"], seed, collect(["fedring"]))).parameters
 
 
 def evaluate(client: WireClient, correct: Sequence[int], *, of: int = 10, step: float = 1.0) -> None:

@@ -156,9 +156,9 @@ def test_a_rule_that_fails_abandons_the_round_and_the_last_model_stays(
 
 def test_a_killed_server_sends_the_settings_of_a_round_again_without_asking_its_strategy(tmp_path: Path) -> None:
     calls = tmp_path / "calls"
-    trusted = {"trusted": ["fedring", "user_strategies"]}
-    table = {"rule": "user_strategies:Recorded", "args": {"file": str(calls)}}
-    with Fleet(tmp_path, trusted, env=path_to(ROOT / "tests" / "fixtures_user_code")) as fleet:
+    settings = {"trusted": ["fedring", "user_strategies"], "data_root": str(tmp_path)}
+    table = {"rule": "user_strategies:Recorded", "args": {"file": "calls"}}
+    with Fleet(tmp_path, settings, env=path_to(ROOT / "tests" / "fixtures_user_code")) as fleet:
         with Control(fleet.control) as control, WireClient(fleet.listen) as client:
             job_id, _ = run(control, rounds=2, aggregation=table)
             rates = [client.expect("train").lr]
@@ -192,11 +192,14 @@ def test_a_round_with_too_few_updates_for_its_rule_is_abandoned(control: Control
     [
         ({"rule": "median_of_means"}, "there is no rule 'median_of_means'"),
         ({"rule": "krum", "malicious": 2}, "aggregation: krum with malicious = 2 needs 7 updates, and has 5"),
-        ({"rule": "user_rules:Nothing"}, "aggregation.rule: There is no Nothing in user_rules"),
-        ({"rule": "os:system"}, "aggregation.rule: os:system lies in os, which this daemon does not trust"),
-        ({"rule": "own_rule:Agreement", "args": {"most": 1}}, "aggregation.rule: The rule own_rule:Agreement cannot"),
+        ({"rule": "user_rules:Nothing"}, "aggregation.rule: user_rules:Nothing is not offered here as rule"),
+        ({"rule": "os:system"}, "aggregation.rule: os:system is not offered here as rule"),
+        (
+            {"rule": "own_rule:Agreement", "args": {"most": 1}},
+            "aggregation.rule: own_rule:Agreement cannot be called with",
+        ),
         ({"rule": "fltrust", "data": "user_rules:unreadable"}, "aggregation.data: The data cannot be loaded: OSError"),
-        ({"rule": "fltrust", "data": "os:listdir"}, "aggregation.data: os:listdir lies in os, which this daemon does"),
+        ({"rule": "fltrust", "data": "os:listdir"}, "aggregation.data: os:listdir is not offered here as data"),
     ],
 )
 def test_a_job_whose_rule_cannot_work_is_refused_when_it_is_queued(

@@ -5,6 +5,8 @@ import os
 import torch
 from torch import Tensor, nn
 
+from fedring.offers import offers
+
 
 class Normed(nn.Module):
     """A model with buffers of both kinds: BatchNorm's means and its integer count."""
@@ -21,6 +23,7 @@ class Normed(nn.Module):
         return logits
 
 
+@offers("model")
 def normed(width: int = 256) -> nn.Module:
     """Build a model with buffers."""
     return Normed(width)
@@ -54,16 +57,19 @@ class Tied(nn.Module):
         return logits
 
 
+@offers("model")
 def untraceable() -> nn.Module:
     """Build a model that cannot be traced."""
     return Untraceable()
 
 
+@offers("model")
 def tied() -> nn.Module:
     """Build a model with tied weights."""
     return Tied()
 
 
+@offers("model")
 def frozen_body() -> nn.Module:
     """Build a model of which only the last layer is trained."""
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
@@ -71,6 +77,7 @@ def frozen_body() -> nn.Module:
     return model
 
 
+@offers("model")
 def based(value: float = 0.0) -> nn.Module:
     """Build a model with one frozen tensor, which has this value."""
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
@@ -78,6 +85,7 @@ def based(value: float = 0.0) -> nn.Module:
     return model
 
 
+@offers("model")
 def own_base() -> nn.Module:
     """Build a model whose frozen tensor differs in each process."""
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
@@ -85,6 +93,7 @@ def own_base() -> nn.Module:
     return model
 
 
+@offers("cut")
 def halves(model: nn.Sequential) -> list[nn.Module]:
     """Cut the model into two stages."""
     return [model[:4], model[4:]]

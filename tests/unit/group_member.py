@@ -15,9 +15,11 @@ from torch._C._distributed_c10d import GradBucket
 from fedring.client.group.checkpoints import JobCheckpoints
 from fedring.client.hooks import JobHook, make_hook
 from fedring.data import Samples
+from fedring.offers import offers
 from fedring.train.data_parallel_table import HOOKS, DataParallel
 from fedring.train.errors import SeamError
 from fedring.train.losses import cross_entropy
+from fedring.train.offered import collect
 from fedring.train.plan import Plan
 from fedring.workers.data_parallel_epochs import DataParallelSetup, DataParallelTraining
 from fedring.workers.replica import Replica, all_equal, synchronize
@@ -46,7 +48,7 @@ def replica_of(model: nn.Module, momentum: float = 0.9) -> Replica:
 
 
 def train(replica: Replica, setup: DataParallelSetup, watcher: Watcher | None = None) -> DataParallelTraining:
-    hook = make_hook(setup.table, setup.plan, replica.model.named_parameters(), ["tests"])
+    hook = make_hook(setup.table, setup.plan, replica.model.named_parameters(), collect([__name__]))
     hook.enter(0, replica.progress.steps)
     training = DataParallelTraining(replica, setup, hook, watcher or Watcher())
     training.run()
@@ -150,7 +152,7 @@ def two_histories(rank: int, *, same_round: bool, other: int = 10) -> dict[str, 
 
 def _member(setup: DataParallelSetup) -> tuple[Replica, JobHook]:
     replica = replica_of(net())
-    hook = make_hook(setup.table, setup.plan, replica.model.named_parameters(), ["tests"])
+    hook = make_hook(setup.table, setup.plan, replica.model.named_parameters(), collect([__name__]))
     replica.shared = hook.shared
     return replica, hook
 
@@ -178,11 +180,13 @@ SCENARIOS: dict[str, Any] = {
 }
 
 
+@offers("optimizer")
 def nadam(parameters: Any, lr: float, momentum: float) -> torch.optim.Optimizer:
     """Return an optimizer that ignores the momentum that a job gives it."""
     return torch.optim.NAdam(parameters, lr)
 
 
+@offers("hook")
 def own_hook(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Exchange gradients like a user's own hook: it returns the sum instead of the mean."""
     work: Any = dist.all_reduce(bucket.buffer(), async_op=True)
@@ -205,6 +209,7 @@ class OwnSums:
         self.buckets, self.sums = state["buckets"], {name: sum_.clone() for name, sum_ in state["sums"].items()}
 
 
+@offers("hook")
 def own_with_state(named_parameters: list[tuple[str, torch.Tensor]]) -> Any:
     """Return a state and a hook, as users' functions do: its momentum depends on the state."""
 
@@ -217,6 +222,7 @@ def own_with_state(named_parameters: list[tuple[str, torch.Tensor]]) -> Any:
     return OwnSums(named_parameters), hook
 
 
+@offers("hook")
 def needs_a_state(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Fail like a hook with a state, if it gets none."""
     return own_hook(state.group, bucket)

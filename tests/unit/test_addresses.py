@@ -9,7 +9,10 @@ from pydantic_settings import BaseSettings
 from fedring.client.config import ClientConfig
 from fedring.daemon.config import ConfigError, load_config
 from fedring.daemon.exits import Exit
+from fedring.ring.errors import RingError
 from fedring.ring.options import RingOptions
+from fedring.ring.transport.channels import dial
+from fedring.rpc.address import check_peer_address
 from fedring.server.config import ServerConfig
 
 Call = Callable[..., tuple[int, str, str]]
@@ -88,3 +91,40 @@ def test_flctl_refuses_such_an_address_from_the_environment_as_well(
 def test_flctl_can_use_a_unix_socket(flctl: Call) -> None:
     code, _, err = flctl("health", "--at", "unix:/does/not/exist")
     assert (code, err.count("no answer from unix:/does/not/exist")) == (Exit.UNAVAILABLE, 1)
+
+
+@pytest.mark.parametrize(
+    "address", ["node-7:80", "node_7.example.org:1", "127.0.0.1:65535", "[::1]:7", "[fe80::1%eth0]:7"]
+)
+def test_a_peer_is_a_host_and_a_port(address: str) -> None:
+    assert check_peer_address(address) == address
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "unix:/run/x:1",
+        "dns://127.0.0.1:53/host:1",
+        "ipv4:127.0.0.1:80",
+        "unix-abstract:x:1",
+        "a/b:1",
+        "a b:1",
+        "::1:7",
+        "",
+        ":1",
+        "host",
+        "host:x",
+        "host:70000",
+        "h" * 254 + ":1",
+        "ｈost:1",
+        "host\n:1",
+        "xds:///a:1",
+        "[::1:7",
+        "-h:1",
+    ],
+)
+def test_a_peer_cannot_choose_another_way_to_connect(address: str) -> None:
+    with pytest.raises(ValueError, match="is not host:port"):
+        check_peer_address(address)
+    with pytest.raises(RingError, match="cannot be reached"):
+        dial(address, RingOptions())

@@ -10,6 +10,7 @@ from fedring.codec import Vectors
 from fedring.train.arrays import as_module, copy_back
 from fedring.train.errors import SeamError
 from fedring.train.models import arrays, digits_mlp
+from fedring.train.offered import collect
 from fedring.train.seam import build_model
 from fedring.train.state import read_vectors, schema_of, write_vectors
 
@@ -76,7 +77,7 @@ def test_what_is_no_model_is_refused_in_one_sentence(model: Any, sentence: str) 
 @pytest.mark.parametrize("shapes", [{}, {"w": [-1]}, {"w": "x"}, "w", {"w": [1.5]}])
 def test_a_job_whose_shapes_are_none_is_refused(shapes: Any) -> None:
     with pytest.raises(SeamError):
-        build_model("fedring.train.models:arrays", {"shapes": shapes}, 0, ["fedring"])
+        build_model("fedring.train.models:arrays", {"shapes": shapes}, 0, collect(["fedring"]))
 
 
 def test_an_array_that_may_not_be_written_to_is_not_filled() -> None:

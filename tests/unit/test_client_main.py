@@ -60,7 +60,7 @@ def test_file_overrides_and_flags_make_one_configuration(tmp_path: Path) -> None
         (["--check-config", "trainer=fedring.nothing:at_all"], "There is no module fedring.nothing"),
         (["--check-config", "device=abacus"], "There is no device"),
         (["--check-config", "model=nomod:x"], "There is no module nomod"),
-        (["--check-config", "trainer=torch:nn"], "trainer: torch:nn is a module: name a function or a class"),
+        (["--check-config", "trainer=torch:nn"], "trusted: torch:nn is a module: name a function or a class"),
         (["--check-config", "data=fedring.data:mnist"], "data: MNIST is not part of fedring: set data_root"),
     ],
 )
@@ -72,7 +72,10 @@ def test_an_error_in_the_configuration_is_reported_in_one_sentence(arguments: li
 
 
 def test_a_good_configuration_is_reported_and_no_folder_is_created(tmp_path: Path) -> None:
-    assert run("--check-config", "--state-dir", str(tmp_path / "new")) == (Exit.OK, "the configuration is good\n")
+    code, told = run("--check-config", "--state-dir", str(tmp_path / "new"))
+    assert code == Exit.OK
+    assert told.endswith("\nthe configuration is good\n")
+    assert "jobs may name as loss: fedring.train.losses:cross_entropy\n" in told
     assert not (tmp_path / "new").exists()
 
 

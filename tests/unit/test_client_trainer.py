@@ -11,6 +11,7 @@ import torch
 from tests.unit.training_client import client, plug_in, user_module
 from torch import nn
 
+from fedring.offers import offers
 from fedring.train.models import digits_mlp
 from fedring.train.sharing import Sharing
 from fedring.train.state import frozen_digest, read_vectors, schema_of, split
@@ -141,6 +142,7 @@ def test_a_client_whose_code_changes_frozen_tensors_sends_nothing_of_it_and_reco
         assert server.accepted.get(timeout=SECONDS)[0].round == 2
 
 
+@offers("data", "trainer")
 def broken(*arguments: Any) -> Any:
     raise RuntimeError("out of luck")
 
@@ -148,13 +150,15 @@ def broken(*arguments: Any) -> Any:
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"model": "os:getcwd"}, "not_trusted"),
-        ({"data": "fedring.data:nothing"}, "no_attribute"),
+        ({"model": "os:getcwd"}, "not_offered"),
+        ({"data": "fedring.data:nothing"}, "not_offered"),
         ({"data": "my_project:broken"}, "no_data"),
         ({"trainer": "my_project:broken"}, "train_error"),
         ({"mode": "sideways"}, "unknown_mode"),
-        ({"model_args": '{"colour": 3}'}, "no_model"),
-        ({"optimizer_args": '{"colour": 3}'}, "bad_optimizer"),
+        ({"model_args": '{"colour": 3}'}, "bad_argument"),
+        ({"model_args": '{"hidden": -1}'}, "no_model"),
+        ({"optimizer_args": '{"colour": 3}'}, "bad_argument"),
+        ({"optimizer_args": '{"weight_decay": -1.0}'}, "bad_optimizer"),
     ],
 )
 def test_a_job_that_fails_is_reported_and_the_next_one_is_trained(

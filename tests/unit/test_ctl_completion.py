@@ -58,3 +58,20 @@ def test_without_a_server_nothing_is_offered(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert offers(monkeypatch, capsys, "flctl stop -s 127.0.0.1:1 --job ") == []
+
+
+def test_a_shell_finds_nothing_to_evaluate_in_names_of_jobs_and_clients(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    served = Server()
+    served.script.jobs["key"] = pb.Job(job_id=41, name='x" \\$(touch y) `touch z` \x1b[1m', state="running", rounds=3)
+    monkeypatch.setenv("FLCTL_SERVER", served.address)
+    monkeypatch.setenv("_FLCTL_COMPLETE", "complete_zsh")
+    monkeypatch.setenv("_TYPER_COMPLETE_ARGS", "flctl stop --job ")
+    try:
+        assert main([]) == 0
+    finally:
+        served.stop()
+    told = capsys.readouterr().out
+    assert "touch y" in told
+    assert not set("\\$`\x1b") & set(told)

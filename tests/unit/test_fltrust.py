@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from fedring.codec import Encoding, encode
 from fedring.codec.digest import name_of
 from fedring.data import DataError, Samples, Split
+from fedring.offers import offers
 from fedring.server.config import ServerConfig
 from fedring.server.model.making import ModelMaker
 from fedring.server.model.modelfile import ModelReader
@@ -60,6 +61,7 @@ def test_without_an_update_that_points_like_the_servers_there_is_no_result(own: 
     assert caught.value.reason == "none_trusted"
 
 
+@offers("data")
 def few(root: Path | None, download: bool, count: int = 50, seed: int = 0) -> Split:
     """Return random digits of two classes, which are easy to tell apart."""
     assert not download
@@ -69,16 +71,19 @@ def few(root: Path | None, download: bool, count: int = 50, seed: int = 0) -> Sp
     return Split(Samples(inputs, labels), Samples(inputs, labels), 10)
 
 
+@offers("data")
 def drawn(root: Path | None, download: bool) -> Split:
     """Return samples that torch draws without a seed."""
     return few(root, download, seed=int(torch.randint(1 << 30, ())))
 
 
+@offers("data")
 def unreadable(root: Path | None, download: bool) -> Split:
     """Raise an error."""
     raise OSError("the disk is not mounted")
 
 
+@offers("trainer")
 def trainer(model: torch.nn.Module, samples: Samples, plan: Plan) -> TrainResult:
     """Raise an error in the second round, end the process in the third, and change the model in the fourth."""
     if plan.job_round == 2:
@@ -200,8 +205,8 @@ def test_the_jobs_own_trainer_trains_on_the_server_too(maker: ModelMaker, tmp_pa
     ("spec", "error", "sentence"),
     [
         (job("unreadable"), DataError, "The data cannot be loaded: OSError: the disk is not mounted."),
-        (job("nothing"), SeamError, "There is no nothing in"),
-        (job(aggregation={"args": {"cuont": 3}}), DataError, "The data cannot be loaded: TypeError: .*cuont"),
+        (job("nothing"), SeamError, "nothing is not offered here as data"),
+        (job(aggregation={"args": {"cuont": 3}}), SeamError, "few cannot be called with .*cuont"),
         (job(aggregation={"args": {"count": 0}}), DataError, "returned no training samples: fltrust needs some"),
     ],
 )

@@ -29,6 +29,7 @@ from fedring.server.state.rows import RoundRow, UpdateRow
 from fedring.simulation import simulate
 from fedring.train.aggregation_table import Aggregation
 from fedring.train.errors import SeamError
+from fedring.train.offered import collect
 
 CODE = Path(__file__).parents[1] / "fixtures_user_code"
 HERE = "user_strategies"
@@ -36,8 +37,9 @@ SMALL: dict[str, Any] = {"rounds": 1, "model_args": {"hidden": 8}, "evaluate": F
 
 
 @pytest.fixture(autouse=True)
-def _users_code(monkeypatch: pytest.MonkeyPatch) -> None:
+def _users_code(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.syspath_prepend(str(CODE))
+    monkeypatch.setenv("FEDRING_SERVER_DATA_ROOT", str(tmp_path))
     monkeypatch.setenv("FEDRING_SERVER_TRUSTED", f'["fedring", "{HERE}"]')
 
 
@@ -46,7 +48,7 @@ def table(name: str, **args: Any) -> dict[str, Any]:
 
 
 def faulty(**args: str) -> Any:
-    return make_strategy(Aggregation.model_validate(table("Faulty", **args)["aggregation"]), [HERE])
+    return make_strategy(Aggregation.model_validate(table("Faulty", **args)["aggregation"]), collect([HERE]))
 
 
 FAULTS = {
@@ -79,9 +81,9 @@ def test_figures_that_cannot_be_kept_are_refused_in_one_sentence(fault: str) -> 
 
 def test_a_class_without_any_of_the_methods_is_no_strategy() -> None:
     with pytest.raises(SeamError, match="let it return an object with coefficients, combine, configure, evaluate"):
-        make_strategy(Aggregation.model_validate({"rule": f"{HERE}:Nothing"}), [HERE])
+        make_strategy(Aggregation.model_validate({"rule": f"{HERE}:Nothing"}), collect([HERE]))
     with pytest.raises(SeamError, match="has no rule for the buckets of bucketing = 2"):
-        make_strategy(Aggregation.model_validate({"rule": f"{HERE}:Attentive", "bucketing": 2}), [HERE])
+        make_strategy(Aggregation.model_validate({"rule": f"{HERE}:Attentive", "bucketing": 2}), collect([HERE]))
 
 
 async def one_round(host: Host, session: Any) -> Any:
@@ -96,7 +98,7 @@ async def test_a_round_that_was_sent_keeps_its_settings_and_its_strategy_is_not_
     commands = []
     async with running(tmp_path) as host:
         session = host.join("a")
-        row, _ = await host.jobs.start(spec(rounds=3, **table("Recorded", file=str(calls))), "")
+        row, _ = await host.jobs.start(spec(rounds=3, **table("Recorded", file="calls")), "")
         commands.append(await one_round(host, session))
         commands.append(await host.command(session))  # the round was sent when the server ends
     async with running(tmp_path) as host:
@@ -114,7 +116,7 @@ async def test_a_round_that_was_sent_keeps_its_settings_and_its_strategy_is_not_
 async def test_a_round_that_waits_for_clients_keeps_its_settings_too(tmp_path: Path) -> None:
     calls = tmp_path / "calls"
     async with running(tmp_path) as host:
-        await host.jobs.start(spec(**table("Recorded", file=str(calls))), "")
+        await host.jobs.start(spec(**table("Recorded", file="calls")), "")
         async for event in host.journal.follow(1):
             if event.kind == "round_waits":
                 break
@@ -202,7 +204,7 @@ async def test_the_figures_of_a_new_model_are_kept_with_its_round(tmp_path: Path
 async def test_a_strategy_without_a_rule_averages_by_samples(tmp_path: Path) -> None:
     async with running(tmp_path) as host:
         sessions = [host.join(name) for name in ("a", "b")]
-        keys = {"min_clients": 2, "max_samples": 3, **table("Recorded", file=str(tmp_path / "calls"))}
+        keys = {"min_clients": 2, "max_samples": 3, **table("Recorded", file="calls")}
         row, _ = await host.jobs.start(spec(**keys), "")
         for session, value, samples in zip(sessions, (1.0, 9.0), (1, 100), strict=True):
             partial, update = host.update(

@@ -25,11 +25,13 @@ from fedring.ddp.hooks import TopKState, by_name, topk_hook
 from fedring.ddp.hooks.by_name import ReadyHook, hook_by_name
 from fedring.ddp.hooks.own import BadHook, OwnState, own_hook
 from fedring.ddp.hooks.plain import PlainState
+from fedring.offers import named
 from fedring.server.round.plan import group_rules, job_spec, rules_of, train_cmd
 from fedring.train.data_parallel_table import HOOKS, DataParallel
 from fedring.train.dgc_optimizer import make_optimizer
 from fedring.train.errors import SeamError
 from fedring.train.job import Job
+from fedring.train.offered import Offered, collect
 from fedring.train.plan import Plan
 from fedring.train.seam import optimizer_factory
 
@@ -106,7 +108,7 @@ def test_the_demo_has_a_data_parallel_job_for_each_data_set(dataset: Dataset) ->
 
 @pytest.mark.parametrize("name", HOOKS)
 def test_each_hook_can_be_made(name: str) -> None:
-    hook = make_hook(DataParallel.model_validate({"hook": name}), Plan(), nn.Linear(2, 2).named_parameters(), [])
+    hook = make_hook(DataParallel.model_validate({"hook": name}), Plan(), nn.Linear(2, 2).named_parameters(), Offered())
     assert isinstance(hook.state, PlainState) == (name in ("none", "fp16", "bf16"))
 
 
@@ -145,20 +147,21 @@ def test_a_wrapped_hook_gets_the_keys_of_its_table() -> None:
 def test_parameters_that_do_not_fit_the_job_are_refused_by_the_client() -> None:
     table = DataParallel.model_validate({"hook": "dgc(nesterov=true)"})
     with pytest.raises(SeamError, match="nesterov needs a momentum"):
-        make_hook(table, Plan(momentum=0.0), [], [])
+        make_hook(table, Plan(momentum=0.0), [], Offered())
 
 
 def state_of(name: str, **keys: Any) -> Any:
     table = DataParallel.model_validate({"hook": name, **keys})
-    hook = make_hook(table, Plan(momentum=0.7), nn.Linear(2, 2).named_parameters(), [])
+    hook = make_hook(table, Plan(momentum=0.7), nn.Linear(2, 2).named_parameters(), Offered())
     return hook.state
 
 
-def test_a_users_own_hook_must_come_from_a_trusted_module() -> None:
-    table = DataParallel.model_validate({"hook": "tests.unit.group_member:own_hook"})
-    assert isinstance(make_hook(table, Plan(), [], ["tests"]).state, PlainState)
-    with pytest.raises(SeamError, match="trusted"):
-        make_hook(table, Plan(), [], ["fedring"])
+def test_a_users_own_hook_must_be_offered() -> None:
+    name = "tests.unit.group_member:own_hook"
+    table = DataParallel.model_validate({"hook": name})
+    assert isinstance(make_hook(table, Plan(), [], collect([group_member.__name__])).state, PlainState)
+    with pytest.raises(SeamError, match=f"{name} is not offered here as hook"):
+        make_hook(table, Plan(), [], collect(["fedring"]))
 
 
 def own_state_of(function: Any) -> Any:
@@ -195,9 +198,9 @@ def test_a_users_own_hook_that_cannot_be_made_is_refused(function: Any, sentence
 
 
 def optimizer_of(hook: str, momentum: float = 0.9, name: str = "fedring.train.optimizers:sgd", **args: Any) -> Any:
-    parameters = [nn.Parameter(torch.zeros(3))]
-    factory, plan = optimizer_factory(name, args, ["fedring", "tests"]), Plan(lr=0.1, momentum=momentum)
-    state = make_hook(DataParallel.model_validate({"hook": hook}), plan, [("weight", parameters[0])], []).state
+    parameters, plan = [nn.Parameter(torch.zeros(3))], Plan(lr=0.1, momentum=momentum)
+    factory = optimizer_factory(name, args, collect(named(optimizer=name)))
+    state = make_hook(DataParallel.model_validate({"hook": hook}), plan, [("weight", parameters[0])], Offered()).state
     applied = state.config.momentum if isinstance(state, DGCState) else 0.0
     return make_optimizer(factory, parameters, plan.lr, plan.momentum, dgc_momentum=applied)
 

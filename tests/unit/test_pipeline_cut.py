@@ -1,6 +1,7 @@
 """Cutting models: the stages together compute what the model computes, and have its parameters under its names."""
 
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -178,3 +179,21 @@ def test_wrong_counts_are_refused(counts: list[int]) -> None:
         cut_by_counts(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)), counts)
     with pytest.raises(CutError, match="cannot make 4 stages"):
         cut_evenly(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)), 4)
+
+
+def test_a_name_that_would_be_code_is_refused_before_the_model_is_traced(tmp_path: Path) -> None:
+    """torch.fx writes names into Python as they are, and keys of an nn.ModuleDict may come from a job's arguments."""
+    mark = tmp_path / "called"
+    name = f'a") or open({str(mark)!r}, "w") or getattr(self, "a'.replace(".", "")
+
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.heads = nn.Linear(2, 2), nn.ModuleDict({"a": nn.Linear(2, 2), name: nn.Linear(2, 2)})
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            return self.heads[name](self.heads["a"](self.first(inputs)))  # type: ignore[no-any-return]
+
+    with pytest.raises(CutError, match="other characters"):
+        cut_evenly(Heads(), 2)
+    assert not mark.exists()

@@ -12,11 +12,13 @@ from torch import nn
 from fedring.client.group.round import parse_table
 from fedring.ctl.bench.presets import Dataset, Mode, preset_job
 from fedring.ctl.operate.job_control import job_of
+from fedring.offers import named
 from fedring.schedules.schedule import ScheduleError
 from fedring.server.round.plan import group_rules, job_spec, rules_of, train_cmd
 from fedring.train.errors import SeamError
 from fedring.train.job import Job
 from fedring.train.models import digits_mlp
+from fedring.train.offered import Offered, collect
 from fedring.train.pipeline_table import Pipeline
 from fedring.train.seam import build_model
 from fedring.workers.cutting import count_layers, cut_model
@@ -122,16 +124,16 @@ def test_the_table_travels_with_the_command_and_updates_are_not_compressed() -> 
 
 def test_the_example_job_has_a_model_that_can_be_cut() -> None:
     spec = Job.model_validate(job_of(ROOT / "deploy" / "config" / "pipeline.toml", ["pipeline.stages=4"]))
-    model = build_model(spec.model, spec.model_args, 0, ["fedring"])
+    model = build_model(spec.model, spec.model_args, 0, collect(["fedring"]))
     counts = count_layers(model, spec.pipeline, torch.empty)
-    assert len(cut_model(model, spec.pipeline, counts, [])) == 4
+    assert len(cut_model(model, spec.pipeline, counts, Offered())) == 4
 
 
 @pytest.mark.parametrize("dataset", list(Dataset))
 def test_the_demo_has_a_pipeline_job_for_each_data_set(dataset: Dataset) -> None:
     spec = Job.model_validate(preset_job(dataset, Mode.PIPELINE))
     assert (spec.mode, spec.subset_size) == ("pipeline", 0)
-    model = build_model(spec.model, spec.model_args, 0, ["fedring"])
+    model = build_model(spec.model, spec.model_args, 0, collect(["fedring"]))
     assert sum(count_layers(model, spec.pipeline, torch.empty)) > 2
 
 
@@ -143,7 +145,7 @@ def test_an_even_cut_gives_parameters_to_every_stage() -> None:
     with pytest.raises(SeamError, match="2 layers with parameters cannot make 3 stages"):
         count_layers(model, table(stages=3), torch.empty)
     with pytest.raises(SeamError, match="stage 1 has no parameters to train") as caught:
-        cut_model(model, table(cut=[5, 1]), [], [])
+        cut_model(model, table(cut=[5, 1]), [], Offered())
     assert caught.value.reason == "cannot_cut"
 
 
@@ -168,11 +170,12 @@ def broken(model: nn.Module) -> list[nn.Module]:
     ],
 )
 def test_a_users_own_cut_must_fit_the_model_and_the_table(name: str, sentence: str) -> None:
-    own = table(cut=f"tests.unit.test_pipeline_job:{name}")
+    cut = f"{__name__}:{name}"
+    own = table(cut=cut)
     with pytest.raises(SeamError, match=sentence):
-        cut_model(digits_mlp(), own, [], ["tests"])
-    with pytest.raises(SeamError, match="trusted"):
-        cut_model(digits_mlp(), own, [], ["fedring"])
+        cut_model(digits_mlp(), own, [], collect(named(cut=cut)))
+    with pytest.raises(SeamError, match="is not offered here as cut"):
+        cut_model(digits_mlp(), own, [], collect(["fedring"]))
 
 
 @pytest.mark.parametrize(
@@ -204,10 +207,10 @@ def test_every_number_of_micro_batches_has_a_schedule() -> None:
 
 def test_a_jobs_own_cut_may_return_routes() -> None:
     name = "tests.unit.test_pipeline_skips:thirds"
-    stages = cut_model(Translator(), table(stages=3, cut=name), [], ["tests"])
+    stages = cut_model(Translator(), table(stages=3, cut=name), [], collect(named(cut=name)))
     assert stages.routes.consumers(0) == {"memory": (1, 2), "padding": (1, 2)}
     with pytest.raises(SeamError, match="returned 3 stages, but the job's table has stages=2"):
-        cut_model(Translator(), table(stages=2, cut=name), [], ["tests"])
+        cut_model(Translator(), table(stages=2, cut=name), [], collect(named(cut=name)))
 
 
 def test_the_layers_of_a_model_of_several_tensors_are_counted_and_timed() -> None:
@@ -215,5 +218,5 @@ def test_the_layers_of_a_model_of_several_tensors_are_counted_and_timed() -> Non
     for cut in ("parameters", "time"):
         asked = table(stages=3, cut=cut)
         counts = count_layers(model_of(), asked, lambda: sample)
-        stages = cut_model(model_of(), asked, counts, [])
+        stages = cut_model(model_of(), asked, counts, Offered())
         assert {name for stage in range(3) for name in stages.routes.from_batch(stage)} == {"source", "target"}

@@ -121,30 +121,40 @@ def test_more_references_than_a_message_can_name_are_dropped_at_once(ranks: Rank
 @pytest.mark.parametrize(
     ("function", "reason"),
     [
-        *(("os:getcwd", "not_trusted"), ("builtins:eval", "not_trusted"), (F + "_hidden", "no_attribute")),
-        *((F + "torch", "not_callable"), (F + "nothing", "no_attribute"), ("getcwd", "bad_name")),
-        *((F + "run_anything", "not_trusted"), (F + "random_bytes", "not_trusted")),
-        *((F + "Tensor", "not_trusted"), ("tests.remote_functions_more:x", "not_trusted"), ("", "unknown_module")),
+        *((name, "not_offered") for name in ("os:getcwd", "builtins:eval", "tests.remote_functions_more:x")),
+        *((F + name, "not_offered") for name in ("_hidden", "torch", "nothing", "Tensor", "run_anything")),
+        *((F + "random_bytes", "not_offered"), (F + "unmarked", "not_offered")),
+        *((F + "Scaled.scaled", "bad_name"), ("getcwd", "bad_name"), ("", "unknown_module")),
     ],
 )
-def test_only_functions_of_trusted_modules_are_called(ranks: Ranks, function: str, reason: str) -> None:
+def test_only_marked_functions_are_called(ranks: Ranks, function: str, reason: str) -> None:
     with pytest.raises(remote.RemoteError) as raised:
         ranks[0][1].call(function)
     assert raised.value.reason == reason
 
 
 @pytest.mark.parametrize(
-    ("method", "reason"),
+    "method",
     [
-        *(("_hidden", "no_attribute"), ("__init__", "no_attribute"), ("linear", "no_attribute")),
-        *(("nothing", "no_attribute"), ("state_dict", "not_trusted"), ("training", "no_attribute")),
+        *(
+            "_hidden",
+            "__init__",
+            "__class__",
+            "linear",
+            "nothing",
+            "state_dict",
+            "load_state_dict",
+            "training",
+            "forward",
+        ),
+        *("share_memory", "register_module", "unmarked", ""),
     ],
 )
-def test_only_public_methods_of_trusted_classes_are_called(ranks: Ranks, method: str, reason: str) -> None:
+def test_only_marked_methods_are_called(ranks: Ranks, method: str) -> None:
     layer = ranks[0][1].module("layer")
-    with pytest.raises(remote.RemoteError) as raised:
+    with pytest.raises(remote.RemoteError, match=r"offers no method .*, but named, scaled: mark it") as raised:
         layer.call(method)
-    assert raised.value.reason == reason
+    assert raised.value.reason == "not_offered"
     x = torch.ones(2, 4)
     torch.testing.assert_close(layer.call("scaled", x, by=2.0), 2 * Scaled(1)(x).detach())
 

@@ -7,6 +7,7 @@ import pytest
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
+from fedring.offers import offers
 from fedring.server.model.combining import buckets_of
 from fedring.server.model.robust import CenteredClip, GeometricMedian, Krum, Median, TrimmedMean
 from fedring.server.model.rule import GramRule
@@ -14,6 +15,7 @@ from fedring.server.model.strategy import make_strategy
 from fedring.train.aggregation_table import RULES, Aggregation
 from fedring.train.errors import SeamError
 from fedring.train.job import Job
+from fedring.train.offered import Offered, collect
 
 Float64 = NDArray[np.float64]
 
@@ -142,7 +144,7 @@ def test_every_rule_that_a_job_can_name_can_be_made() -> None:
         "multi_krum": {"malicious": 1},
     }
     tables = [Aggregation.model_validate({"rule": rule, **extra.get(rule, {})}) for rule in RULES]
-    made = {table.rule: make_strategy(table, ()).rule for table in tables}
+    made = {table.rule: make_strategy(table, Offered()).rule for table in tables}
     assert made["mean"] is None
     assert made["multi_krum"] == Krum(1, several=True)
     assert len(set(map(repr, made.values()))) == len(RULES)
@@ -205,6 +207,7 @@ def test_the_fewest_updates_that_krum_takes_are_taken() -> None:
         assert f"needs {least} updates" in table.too_few(least - 1)
 
 
+@offers("rule")
 class Scaled:
     """A rule of the user's own."""
 
@@ -216,6 +219,7 @@ class Scaled:
         return self.factor * weights
 
 
+@offers("rule")
 def no_rule() -> int:
     """Return something else than a rule."""
     return 3
@@ -223,20 +227,20 @@ def no_rule() -> int:
 
 def test_a_rule_of_the_users_own_is_made_with_its_arguments() -> None:
     table = Aggregation.model_validate({"rule": f"{__name__}:Scaled", "args": {"factor": 0.5}})
-    rule = make_strategy(table, [__name__]).rule
+    rule = make_strategy(table, collect([__name__])).rule
     assert isinstance(rule, Scaled)
     assert rule.factor == 0.5
 
 
 @pytest.mark.parametrize(
     ("name", "args", "reason"),
-    [("Scaled", {"factr": 1}, "bad_rule"), ("no_rule", {}, "bad_rule"), ("nothing", {}, "no_attribute")],
+    [("Scaled", {"factr": 1}, "bad_argument"), ("no_rule", {}, "bad_rule"), ("nothing", {}, "not_offered")],
 )
 def test_a_name_that_is_no_rule_is_refused(name: str, args: dict[str, Any], reason: str) -> None:
     table = Aggregation.model_validate({"rule": f"{__name__}:{name}", "args": args})
     with pytest.raises(SeamError) as caught:
-        make_strategy(table, [__name__])
+        make_strategy(table, collect([__name__]))
     assert caught.value.reason == reason
     with pytest.raises(SeamError) as caught:
-        make_strategy(table, ["fedring"])
-    assert caught.value.reason == "not_trusted"
+        make_strategy(table, collect(["fedring"]))
+    assert caught.value.reason == "not_offered"

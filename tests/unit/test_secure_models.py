@@ -335,7 +335,7 @@ def test_the_clients_caps_are_those_of_the_job() -> None:
 def test_a_job_that_cannot_be_masked_is_refused_when_it_is_queued(
     rounds: Rounds, keys: dict[str, Any], sentence: str
 ) -> None:
-    config = ServerConfig.model_validate({"state_dir": rounds.root, "trusted": ["fedring", "tests"]})
+    config = ServerConfig.model_validate({"state_dir": rounds.root, "trusted": ["fedring", CODE]})
     models = Models(rounds.blobs, rounds.facts.pool, config, "run-1")
     with pytest.raises(ConfigError, match=sentence):
         JobChecks(config, models.maker).check(replace_keys(spec(), keys), [], runs_next=True)

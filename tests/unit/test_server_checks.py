@@ -19,26 +19,34 @@ from fedring.train.models import digits_mlp, vector
 VECTOR = {"model": "fedring.train.models:vector", "model_args": {"size": 3}}
 DGC = {"mode": "data_parallel", "data_parallel": {"hook": "dgc"}}
 WRONG: list[tuple[Mapping[str, Any], str, str]] = [
-    ({"job": {"model": "nomod:x"}}, "job.model", "nomod:x lies in nomod"),
-    ({"job": {"model": "nomod:x"}, "trusted": ["nomod"]}, "job.model", "There is no module nomod"),
-    ({"job": {"model": "fedring.train.models:nope"}}, "job.model", "There is no nope"),
+    ({"job": {"model": "nomod:x"}}, "job.model", "nomod:x is not offered here as model"),
+    ({"job": {"model": "nomod:x"}, "trusted": ["nomod"]}, "trusted", "There is no module nomod"),
+    ({"job": {"model": "fedring.train.models:nope"}}, "job.model", "models:nope is not offered here as model: did"),
     ({"init_path": "{tmp}/none"}, "init_path", "cannot be read"),
     ({"init_path": "{tmp}/garbage"}, "init_path", "is neither a safetensors file nor a state dict"),
     ({"init_path": "{tmp}/digits", "job": VECTOR}, "init_path", "does not fit the model"),
     ({"data_root": "{tmp}/none", "job": {"evaluate_on_server": True}}, "data_root", "is no folder that can be read"),
     ({"job": {"evaluate_on_server": True, "data": "fedring.data:mnist"}}, "job.data", "set data_root"),
-    ({"job": {"evaluate_on_server": True, "loss": "fedring.train:losses"}}, "job.loss", "is a module"),
+    ({"job": {"evaluate_on_server": True, "loss": "fedring.train:losses"}}, "job.loss", "is not part of fedring"),
     ({"job": {"server_optimizer": {"name": "SGDD"}}}, "job.server_optimizer", "'SGDD' does not treat each value"),
     ({"job": {"server_optimizer": {"args": {"rl": 1.0}}}}, "job.server_optimizer", "SGD takes no rl"),
-    ({"job": {"aggregation": {"rule": "nomod:x"}}}, "job.aggregation.rule", "nomod:x lies in nomod"),
+    ({"job": {"aggregation": {"rule": "nomod:x"}}}, "job.aggregation.rule", "nomod:x is not offered"),
     (
         {"job": {"optimizer_args": {"rl": 1.0}}},
+        "job.optimizer_args",
+        "fedring.train.optimizers:sgd cannot be called with {'rl': 1.0}",
+    ),
+    (
+        {"job": {"optimizer_args": {"weight_decay": -1.0}}},
         "job.optimizer_args",
         "cannot be made with lr=0.05, momentum=0.9 and opt",
     ),
     ({"job": {**DGC, "optimizer_args": {"nesterov": True}}}, "job.optimizer_args", "use dgc(nesterov=true)"),
     (
-        {"job": {**DGC, "optimizer": "tests.unit.group_member:nadam"}, "trusted": ["fedring", "tests"]},
+        {
+            "job": {**DGC, "optimizer": "tests.unit.group_member:nadam"},
+            "trusted": ["fedring", "tests.unit.group_member"],
+        },
         "job.optimizer",
         "momentum would act twice",
     ),

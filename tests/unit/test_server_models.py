@@ -344,7 +344,7 @@ def test_no_values_of_a_damaged_model_are_sent(tmp_path: Path) -> None:
 
 
 def test_a_first_model_can_be_made_one_module_after_the_other(tmp_path: Path) -> None:
-    line = Line(tmp_path, trusted=["fedring", "torch"])
+    line = Line(tmp_path)
     keys = {"model": "fedring.train.models:digits_mlp", "model_args": {"hidden": 8}, "download_encoding": "full"}
     job = spec(mode="pipeline", pipeline={"first_model": "by_module"}, **keys)
     rows = [line.first(job) for _ in range(2)]

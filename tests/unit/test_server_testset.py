@@ -17,15 +17,18 @@ from fedring.train.errors import SeamError
 from fedring.train.job import Job
 
 CODE = """
-from torch import nn
+from fedring.offers import offers
 
+@offers("data")
 def data(root, download):
     assert not download
     raise ValueError("the disk is not mounted")
 
+@offers("data")
 def not_a_split(root, download):
     return 3
 
+@offers("loss")
 def wrong(outputs, labels):
     raise RuntimeError("no such loss")
 """
@@ -37,7 +40,8 @@ def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Sub
     monkeypatch.syspath_prepend(tmp_path)
     config = ServerConfig.model_validate({"state_dir": tmp_path, "trusted": ["fedring", "user_testset"]})
     facts = Facts(SqlStore("sqlite://"), FileBlobs(tmp_path), threads=1)
-    yield Subject(facts.blobs, config), Models(facts.blobs, facts.pool, config, "run-1")
+    models = Models(facts.blobs, facts.pool, config, "run-1")
+    yield Subject(facts.blobs, config.data_root, models.maker.offered), models
     facts.close()
 
 

@@ -14,6 +14,7 @@ from torch import nn
 
 from fedring.codec import Vectors
 from fedring.daemon.config import ConfigError
+from fedring.offers import offers
 from fedring.server.config import ServerConfig
 from fedring.server.model.initial import find_file, load_initial
 from fedring.server.model.modelfile import ModelReader
@@ -209,6 +210,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
     facts.close()
 
 
+@offers("model")
 def frozen_body() -> nn.Module:
     """Build a perceptron for the digits whose first layer is frozen."""
     model = digits_mlp(hidden=8)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from fedring.train.errors import SeamError
 from fedring.train.models import digits_mlp
+from fedring.train.offered import collect
 from fedring.train.skeleton import build_skeleton, check_can_initialize, initialize, replace_tensors
 from fedring.train.state import schema_of, tensors_of
 
@@ -40,9 +41,9 @@ class Tied(nn.Module):
 class Valued(nn.Module):
     """A model whose construction needs values."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = 4) -> None:
         super().__init__()
-        self.layer = nn.Linear(4, int(torch.ones(3).sum().item()))
+        self.layer = nn.Linear(width, int(torch.ones(3).sum().item()))
 
 
 class Bare(nn.Module):
@@ -54,11 +55,11 @@ class Bare(nn.Module):
 
 
 def skeleton(name: str, **args: object) -> nn.Module:
-    return build_skeleton(f"{HERE}:{name}", args, 0, ["tests"])
+    return build_skeleton(f"{HERE}:{name}", args, 0, collect([HERE]))
 
 
 def test_a_skeleton_has_the_schema_of_its_model_and_no_values() -> None:
-    model = build_skeleton("fedring.train.models:digits_mlp", {"hidden": 8, "layers": 2}, 0, ["fedring"])
+    model = build_skeleton("fedring.train.models:digits_mlp", {"hidden": 8, "layers": 2}, 0, collect(["fedring"]))
     assert schema_of(model) == schema_of(digits_mlp(8, 2))
     assert all(tensor.is_meta for _, tensor in tensors_of(model))
 
@@ -77,7 +78,7 @@ def test_tensors_outside_of_the_state_dict_keep_their_values(plain: bool, caplog
 def test_a_model_that_needs_values_to_be_built_is_built_whole() -> None:
     assert all(tensor.is_meta for _, tensor in tensors_of(skeleton("Valued")))
     with pytest.raises(SeamError, match="cannot be built"):
-        skeleton("Valued", unknown=1)
+        skeleton("Valued", width=-1)
 
 
 def test_tied_weights_stay_tied() -> None:

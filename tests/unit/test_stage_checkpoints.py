@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from fedring.offers import named
 from fedring.train.errors import SeamError, TrainError
+from fedring.train.offered import Offered, collect
 from fedring.train.optimizers import adam, sgd
 from fedring.train.pipeline_table import Pipeline
 from fedring.train.plan import Plan
@@ -95,7 +97,7 @@ class Normed(nn.Sequential):
 def staged() -> StagedModel:
     with torch.device("meta"):
         model = Normed()
-    return StagedModel(model, Pipeline.model_validate({"cut": [1, 2]}), [], [])
+    return StagedModel(model, Pipeline.model_validate({"cut": [1, 2]}), [], Offered())
 
 
 def filled(number: int) -> StageState:
@@ -176,8 +178,9 @@ def own_buffer(model: nn.Sequential) -> list[nn.Module]:
 
 
 def test_a_stage_with_a_buffer_that_the_model_lacks_is_refused() -> None:
-    table = Pipeline.model_validate({"cut": "tests.unit.test_stage_checkpoints:own_buffer"})
+    name = f"{__name__}:own_buffer"
+    table = Pipeline.model_validate({"cut": name})
     with torch.device("meta"):
         model = Normed()
     with pytest.raises(SeamError, match=r"1.running_mean of stage 1 is not a tensor of the model"):
-        StagedModel(model, table, [], ["tests"])
+        StagedModel(model, table, [], collect(named(cut=name)))

@@ -16,6 +16,7 @@ from fedring.train.errors import TrainError, TrainingStopped
 from fedring.train.evaluation import Counts, evaluate
 from fedring.train.loop import train
 from fedring.train.losses import cross_entropy
+from fedring.train.offered import collect
 from fedring.train.optimizers import adam, sgd
 from fedring.train.plan import Plan, TrainResult
 from fedring.train.seam import build_model
@@ -35,7 +36,7 @@ def blobs(n: int = 50) -> Samples:
 
 
 def linear() -> nn.Module:
-    return build_model("torch.nn:Linear", {"in_features": 4, "out_features": 3}, 0, ["torch"])
+    return build_model("torch.nn:Linear", {"in_features": 4, "out_features": 3}, 0, collect(["torch.nn:Linear"]))
 
 
 def learn(model: nn.Module, samples: Dataset[Any], plan: Plan = PLAN, **more: Any) -> TrainResult:

@@ -1,5 +1,6 @@
 """What the shell offers when the user presses Tab: keys and values of jobs, and ids that a running server knows."""
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
@@ -18,6 +19,7 @@ from fedring.train.job import Job
 Offer = tuple[str, str]
 """What the shell completes a word to, and a text about it."""
 
+_NOT_PLAIN = re.compile(r"[^\w .:+-]")
 _SECONDS = 2.0  # the longest time that a key press may wait for the server
 
 
@@ -67,11 +69,15 @@ def model_versions(context: typer.Context, incomplete: str) -> list[Offer]:
 
 
 def _known(context: typer.Context, incomplete: str, ask: Callable[[Control], Iterable[Offer]]) -> list[Offer]:
-    """Return what a server answers that begins with the word; nothing if it does not answer soon."""
+    """Return what a server answers that begins with the word; nothing if it does not answer soon.
+
+    Shells evaluate parts of what they are offered, and texts about it come from others: only plain characters pass.
+    """
     address = context.params.get("server") or DEFAULT_SERVER
     try:
         with Control(address, channel=access_of(context.params).channel(address), timeout_seconds=_SECONDS) as control:
-            return _starting(ask(control), incomplete)
+            plain = ((word, _NOT_PLAIN.sub("_", text)) for word, text in ask(control) if not _NOT_PLAIN.search(word))
+            return _starting(plain, incomplete)
     except (Failure, ConfigError):  # there is no place where the user would read it
         return []
 

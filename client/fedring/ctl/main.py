@@ -30,6 +30,7 @@ from fedring.ctl.bench import (
 from fedring.ctl.operate import job_control, lists, port_health, token, watch
 from fedring.daemon.config import ConfigError
 from fedring.daemon.exits import Exit
+from fedring.daemon.logs import visible
 from fedring.version import VERSION
 
 app = typer.Typer(
@@ -326,7 +327,7 @@ def _behind_the_verb(arguments: Sequence[str]) -> list[str]:
 
 
 def _print_error(error: Exception, code: Exit) -> int:
-    print(f"flctl: {error}", file=sys.stderr)
+    print("flctl: " + "\n".join(map(visible, str(error).split("\n"))), file=sys.stderr)
     return code
 
 

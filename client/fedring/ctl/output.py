@@ -16,6 +16,9 @@ from google.protobuf.message import Message
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
+
+from fedring.daemon.logs import visible
 
 _INT64 = {
     FieldDescriptor.TYPE_INT64,
@@ -63,14 +66,22 @@ def make_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]
     return table
 
 
+class _Console(Console):
+    """A console that shows texts from elsewhere without the characters by which they could command a terminal."""
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """See Console.render_str."""
+        return super().render_str("\n".join(map(visible, text.split("\n"))), **options)
+
+
 def stdout_console() -> Console:
     """Return the console for data; it is wide where stdout is no terminal."""
-    return Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH, highlight=False, markup=False)
+    return _Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH, highlight=False, markup=False)
 
 
 def stderr_console() -> Console:
     """Return the console for messages to people."""
-    return Console(stderr=True, highlight=False, markup=False)
+    return _Console(stderr=True, highlight=False, markup=False)
 
 
 def size(count: float) -> str:

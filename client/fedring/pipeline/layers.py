@@ -12,10 +12,11 @@ mode of the stage; whatever else a forward decides by `self.training` stays as i
 import functools
 import inspect
 import operator
+import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 
 import torch
 from torch import Tensor, fx, nn
@@ -25,6 +26,8 @@ from fedring.schedules.routes import BATCH, Routes
 
 INPUTS = "inputs"
 """The name of the batch's tensor for a model whose forward takes only one."""
+
+_PLAIN_NAME = re.compile(r"[\w ./-]*")
 
 _AUGMENTED = {
     getattr(operator, name) for name in operator.__all__ if name[0] == "i" and hasattr(operator, f"__{name[1:]}__")
@@ -264,6 +267,7 @@ class _Tracer(fx.Tracer):
 
 
 def _trace(model: nn.Module) -> fx.GraphModule:
+    _check_names(model)
     modes = [(module, module.training) for module in model.modules()]
     try:
         graph = _graph_of(model)
@@ -282,6 +286,16 @@ def _trace(model: nn.Module) -> fx.GraphModule:
     for node in graph.find_nodes(op="get_attr"):
         node.replace_all_uses_with(first.setdefault(node.target, node))
     return traced
+
+
+def _check_names(model: nn.Module) -> None:
+    """Check that the names in a model are plain: torch.fx writes them into Python code as they are.
+
+    Keys of an nn.ModuleDict may come from the arguments of a job.
+    """
+    for name, _ in chain(model.named_modules(), model.named_parameters(), model.named_buffers()):
+        if not _PLAIN_NAME.fullmatch(name):
+            raise CutError(f"the name {name[:80]!a} in the model has other characters than letters, digits and _ . - /")
 
 
 def _graph_of(model: nn.Module) -> fx.Graph:

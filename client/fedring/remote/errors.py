@@ -23,7 +23,7 @@ class RemoteError(FedringError, RuntimeError):
     Attributes:
         owner: The owner's name.
         type_name: The name of the error's type at the owner.
-        reason: A stable word: that of the owner's error if it has one (such as "not_trusted"), or "remote_failed".
+        reason: A stable word: that of the owner's error if it has one (such as "not_offered"), or "remote_failed".
     """
 
     status, reason = StatusCode.INTERNAL, "remote_failed"

@@ -228,8 +228,8 @@ def serve(
 
     Args:
         modules: The modules that others may call here, by name.
-        trusted: What others may call here: modules, of which they may call what is marked with `@offers("remote")`
-            and the classes derived from torch.nn.Module; and single functions, "module:function as remote".
+        trusted: What others may call here: modules, of which they may call what is marked with `@offers("remote")`,
+            and single functions, "module:function as remote".
         group: A group of the backend fedring; None = the default group.
         max_message_bytes: The most bytes that the tensors of a message may have.
         timeout: Seconds that a call may take, after which the generation ends; None = the group's timeout.

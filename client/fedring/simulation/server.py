@@ -32,6 +32,7 @@ from fedring.server.state.ratings import best_of
 from fedring.server.state.rows import ModelRow, UpdateRow
 from fedring.simulation.secure import Group
 from fedring.simulation.worker import Setup
+from fedring.train.errors import SeamError
 from fedring.train.job import Job
 from fedring.train.metrics import combine, with_origin
 from fedring.train.start import is_path
@@ -60,7 +61,10 @@ class Server:
         stack.callback(self._blobs.close)
         executor = stack.enter_context(ThreadPoolExecutor(config.threads))
         self._job, self._last_median, self._clip = job, 0.0, 0.0
-        self._maker = ModelMaker(self._blobs, executor, config, RUN_ID, ModelVersions(self._blobs))
+        try:
+            self._maker = ModelMaker(self._blobs, executor, config, RUN_ID, ModelVersions(self._blobs))
+        except SeamError as error:  # something that the job names cannot be imported
+            raise Failure(str(error).rstrip("."), Exit.CONFIG) from error
         self._checks = JobChecks(config, self._maker)
 
     def check(self) -> None:

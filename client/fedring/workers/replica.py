@@ -15,7 +15,7 @@ from blake3 import blake3
 from torch import Tensor, nn
 
 from fedring.train.errors import TrainError
-from fedring.train.state import tensors_of
+from fedring.train.state import dtype_of, tensors_of
 
 State = dict[str, Any]  # what an optimizer keeps for one parameter
 _MAX_LAYOUT_BYTES = 64 << 20
@@ -183,8 +183,8 @@ def _made(entry: dict[str, Any], parameter: Tensor) -> Any:
     """Return the value that an entry of a layout describes; for a tensor, an empty one that takes its values."""
     if "shape" not in entry:
         return entry["value"]
-    dtype = getattr(torch, entry["dtype"], None)
-    if not isinstance(dtype, torch.dtype) or torch.Size(entry["shape"]).numel() > max(parameter.numel(), 1):
+    dtype = dtype_of(str(entry["dtype"]))
+    if torch.Size(entry["shape"]).numel() > max(parameter.numel(), 1):
         raise TrainError(
             "bad_optimizer",
             f"A peer's optimizer has the state {entry} for a parameter of {parameter.numel()} values: use the same "

@@ -1,5 +1,6 @@
 """Checks before a daemon starts, shared by `--check-config`, each start, and `flctl doctor`."""
 
+import logging
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -7,6 +8,8 @@ from enum import StrEnum
 from pathlib import Path
 
 from fedring.daemon.config import ConfigError
+
+log = logging.getLogger(__name__)
 
 
 class Level(StrEnum):
@@ -28,8 +31,10 @@ class Check:
 
 
 def refuse_failed(checks: Iterable[Check]) -> None:
-    """Raise ConfigError with one sentence on the first check that has failed; later ones are not made."""
+    """Raise ConfigError on the first check that has failed, and log those before it that warn; make no later ones."""
     for check in checks:
+        if check.level is Level.WARN:
+            log.warning("%s: %s: %s", check.name, check.found, check.advice)
         if check.level is Level.FAIL:
             raise ConfigError(": ".join(text for text in (check.name, check.found, check.advice) if text))
 

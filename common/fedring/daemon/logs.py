@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 _PLAIN = set(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
@@ -30,6 +30,28 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(row, default=str)
 
 
+class TextFormatter(logging.Formatter):
+    """Writes each record as one line of visible characters, whatever text from elsewhere it quotes."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname).1s %(message)s", "%H:%M:%S")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        """Return the line without a traceback."""
+        return visible(super().formatMessage(record))
+
+    def formatException(self, ei: Any) -> str:
+        """Return the lines of a traceback, indented: the text of an error may hold some that look like records."""
+        return "\n".join(f"  {visible(line)}" for line in super().formatException(ei).split("\n"))
+
+
+def visible(text: str) -> str:
+    """Return a text with escapes for the characters that cannot be printed, such as line ends and ESC."""
+    if text.isprintable():
+        return text
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
+
+
 class _Ids(logging.Filter):
     """Adds to each record those ids that its caller has not given."""
 
@@ -50,7 +72,7 @@ def set_up_logs(style: Literal["auto", "text", "json"] = "auto", level: str = "i
     if style == "json" or (style == "auto" and not sys.stderr.isatty()):
         handler.setFormatter(JsonFormatter())
     else:
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname).1s %(message)s", "%H:%M:%S"))
+        handler.setFormatter(TextFormatter())
     handler.addFilter(_Ids(_of_task.get))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
 

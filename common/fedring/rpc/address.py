@@ -10,6 +10,8 @@ from typing import Annotated
 from pydantic import AfterValidator
 
 _LARGEST_PORT = 65535
+_LONGEST_HOST = 253
+_IPV6 = re.compile(r"\[[0-9A-Fa-f:.]+(%[A-Za-z0-9_.-]+)?\]")
 _NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*)")
 
 
@@ -34,6 +36,20 @@ def check_tcp_address(text: str) -> str:
         raise ValueError(f"{text!r} is not host:port")
     if len(port) > len(str(_LARGEST_PORT)) or int(port) > _LARGEST_PORT:
         raise ValueError(f"{text!r} is not host:port: the largest port is {_LARGEST_PORT}")
+    return text
+
+
+def check_peer_address(text: str) -> str:
+    """Return `text`, which comes from another machine, if it is "host:port" with a plain host, "[address]" in IPv6.
+
+    gRPC would take more, such as a path, or a name server to ask.
+
+    Raises:
+        ValueError: If it is something else.
+    """
+    host = check_tcp_address(text).rpartition(":")[0]
+    if len(host) > _LONGEST_HOST or not (_NAME.fullmatch(host) or _IPV6.fullmatch(host)):
+        raise ValueError(f"{text[:100]!a} is not host:port")
     return text
 
 

@@ -3,19 +3,26 @@
 They come from a server or an operator as JSON. Allowed are numbers, booleans, short texts, lists of those, and tables
 of all these; a table holds no other table. A text is no path and no URL, unless the callable declares its parameter as
 a `Path`. Then the text is taken as relative to the daemon's `data_root`, and what it leads to lies below that folder.
+
+An annotation decides what a value becomes, and some that pydantic knows would import or open what a text names. So only
+plain ones are taken: bool, int, float, str, None, Any, Literal, enumerations, lists, tuples and dicts of these, and
+unions. A parameter with another one cannot be given by a job.
 """
 
 import inspect
 import json
+import os
 import types
+from collections import abc
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from enum import Enum
 from math import isfinite
 from pathlib import Path, PurePath
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
-from pydantic.errors import PydanticUserError
+from pydantic import TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
 
 from fedring.train.bounds import MAX_JOB_BYTES, MAX_WHOLE
 from fedring.train.errors import SeamError
@@ -29,7 +36,10 @@ MAX_TEXT = 256
 MAX_LISTS = 3
 """How deep lists may be nested, with the table that holds them."""
 
-_PATH_SIGNS = ("/", "\\", "\0")
+_PATH_SIGNS = ("/", "\\", "\0", ":", "%")  # a URL has a colon, and may need no slash
+_LEAVES = (bool, int, float, str, None, types.NoneType, Any, object)
+_CONTAINERS = (list, tuple, dict, abc.Sequence, abc.Collection, abc.Mapping)
+_MAX_SHOWN = 200  # characters of an annotation
 _UNKNOWN = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
@@ -75,7 +85,7 @@ def check_arguments(
     for key, value in args.items():
         parameter = signature.parameters.get(key)
         if parameter is None or parameter.kind in _UNKNOWN:  # one of **kwargs
-            checked[key] = _no_path(name, key, value)
+            checked[_no_path(name, key, key)] = _no_path(name, key, value)
         elif _declares_path(parameter.annotation):
             checked[key] = _path_below(name, key, value, root)
         else:
@@ -92,8 +102,8 @@ def _check_values(name: str, args: Mapping[str, Any]) -> None:
         count += 1
         if count + len(waiting) > MAX_VALUES:
             raise SeamError("bad_argument", f"{name} is given more than {MAX_VALUES} values.")
-        if len(key) > MAX_TEXT:
-            raise SeamError("bad_argument", f"{name} is given a key of {len(key)} characters, above {MAX_TEXT}.")
+        if len(key) > MAX_TEXT or not key.isprintable():
+            raise SeamError("bad_argument", f"{name} is given the key {key[:80]!a}: it is too long, or not printable.")
         if isinstance(value, dict):
             if in_table or depth > 1:
                 raise SeamError("bad_argument", f"{name}: {key} holds a table within another value.")
@@ -123,7 +133,7 @@ def _check_leaf(name: str, key: str, value: object) -> None:
 
 
 def _signature(name: str, function: Callable[..., Any]) -> inspect.Signature:
-    """Return the signature, with annotations that are text evaluated if that is possible."""
+    """Return the signature, with annotations that are text evaluated if all of them can be."""
     with suppress(Exception):  # an annotation may name what is imported for type checkers only
         return inspect.signature(function, eval_str=True)
     try:
@@ -142,7 +152,43 @@ def _parts(annotation: Any) -> list[Any]:
 
 
 def _declares_path(annotation: Any) -> bool:
-    return any(inspect.isclass(part) and issubclass(part, PurePath) for part in _parts(annotation))
+    return any(isinstance(part, type) and issubclass(part, PurePath) for part in _parts(annotation))
+
+
+def _holds_path(annotation: Any) -> bool:
+    """Return whether a path would be made of a value, or of something in it."""
+    return any(
+        (isinstance(part, type) and issubclass(part, os.PathLike)) or any(map(_holds_path, get_args(part)))
+        for part in _parts(annotation)
+        if get_origin(part) is not Literal
+    )
+
+
+def _plain(annotation: Any) -> Any:
+    """Return an annotation without the types that no job can give, and without metadata but for bounds.
+
+    Raises:
+        TypeError: If nothing is left.
+    """
+    if get_origin(annotation) is Annotated:  # other metadata may run code of its own
+        bounds = [each for each in annotation.__metadata__ if isinstance(each, FieldInfo)]
+        inner = _plain(get_args(annotation)[0])
+        return Annotated[inner, *bounds] if bounds else inner
+    origin, inner = get_origin(annotation), get_args(annotation)
+    if origin in (Union, types.UnionType):
+        plain = []
+        for part in inner:
+            with suppress(TypeError):
+                plain.append(_plain(part))
+        if not plain:
+            raise TypeError(annotation)
+        return Union[tuple(plain)]  # noqa: UP007  # of a number of types that is not known here
+    if annotation in _LEAVES or origin is Literal or (isinstance(annotation, type) and issubclass(annotation, Enum)):
+        return annotation
+    if (origin or annotation) in _CONTAINERS:
+        plain = [each if each is ... else _plain(each) for each in inner]
+        return (origin or annotation)[tuple(plain)] if plain else annotation
+    raise TypeError(annotation)
 
 
 def _path_below(name: str, key: str, value: object, root: Path | None) -> Path | None:
@@ -166,6 +212,10 @@ def _path_below(name: str, key: str, value: object, root: Path | None) -> Path |
     return path
 
 
+def _may_be_path(text: str) -> bool:
+    return any(sign in text for sign in _PATH_SIGNS) or text in (".", "..") or text.startswith("~")
+
+
 def _no_path(name: str, key: str, value: Any) -> Any:
     """Return a value in which no text could be a path or a URL."""
     waiting = [value]
@@ -175,25 +225,29 @@ def _no_path(name: str, key: str, value: Any) -> Any:
             waiting += [*one.values(), *one.keys()]
         elif isinstance(one, list | tuple):
             waiting += one
-        elif isinstance(one, str) and (any(sign in one for sign in _PATH_SIGNS) or one in (".", "..", "~")):
+        elif isinstance(one, str) and _may_be_path(one):
             advice = "a callable that reads files declares such a parameter as a Path"
             raise SeamError("bad_path", f"{name}: {key} holds {one[:80]!r}, which looks like a path: {advice}.")
     return value
 
 
 def _typed(name: str, key: str, value: Any, annotation: Any) -> Any:
-    """Return a value as the type of its parameter, as far as the annotation says one that can be checked."""
-    if annotation is inspect.Parameter.empty or isinstance(annotation, str):
+    """Return a value as the type of its parameter."""
+    if annotation is inspect.Parameter.empty:
         return value
+    if _holds_path(annotation):
+        raise SeamError("bad_path", f"{name}: {key} holds paths within a list or a table, which a job cannot give.")
     try:
-        adapter: TypeAdapter[Any] = TypeAdapter(annotation, config=ConfigDict(arbitrary_types_allowed=True))
-    except (PydanticUserError, TypeError, NameError):  # no type that pydantic could check
-        return value
+        plain = _plain(annotation)
+    except TypeError as error:
+        what = f"a text that cannot be evaluated: {annotation}" if isinstance(annotation, str) else repr(annotation)
+        detail = f"{name}: a job cannot give {key}, whose annotation is {what[:_MAX_SHOWN]}."
+        raise SeamError("bad_argument", detail) from error
     try:
-        return adapter.validate_json(json.dumps(value), strict=True)
+        return TypeAdapter(plain).validate_json(json.dumps(value), strict=True)
     except ValidationError as error:
         what = error.errors(include_url=False, include_input=False)[0]["msg"]
-        raise SeamError("bad_argument", f"{name}: {key} = {_shown(value)}: {what}.") from error
+        raise SeamError("bad_argument", f"{name}: {key} = {_shown(value)}: {what[:_MAX_SHOWN]}.") from error
 
 
 def _shown(value: object) -> str:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fedring.codec.digest import Digest
 from fedring.codec.schema import Schema, Vectors
 from fedring.train.errors import SeamError
-from fedring.train.state import tensors_of, values_of
+from fedring.train.state import dtype_of, tensors_of, values_of
 
 _READ_BYTES = 1 << 20  # read at a time
 
@@ -106,9 +106,7 @@ def save_model(model: nn.Module, path: str | Path) -> None:
 
 def save_vectors(schema: Schema, vectors: Vectors, path: str | Path) -> None:
     """Write the model with this schema and these values to the safetensors file `path`, in the schema's dtypes."""
-    _write(
-        {entry.name: values.to(getattr(torch, entry.dtype)) for entry, values in values_of(schema, vectors)}, Path(path)
-    )
+    _write({entry.name: values.to(dtype_of(entry.dtype)) for entry, values in values_of(schema, vectors)}, Path(path))
 
 
 def _write(tensors: dict[str, Tensor], path: Path) -> None:

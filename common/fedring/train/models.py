@@ -10,6 +10,8 @@ from torch.nn import functional
 from fedring.offers import offers
 from fedring.train.arrays import module_of_shapes
 
+_MOST_LAYERS = 1000
+
 
 @offers("model")
 def mnist_cnn() -> nn.Module:
@@ -48,6 +50,8 @@ def digits_mlp(hidden: int = 64, layers: int = 1) -> nn.Module:
         hidden: The width of each hidden layer.
         layers: The number of hidden layers.
     """
+    if not 0 <= layers <= _MOST_LAYERS:
+        raise ValueError(f"layers must be from 0 to {_MOST_LAYERS}, and is {layers}")
     widths = [64, *[hidden] * layers]
     parts = [part for first, second in pairwise(widths) for part in (nn.Linear(first, second), nn.ReLU())]
     return nn.Sequential(nn.Flatten(), *parts, nn.Linear(widths[-1], 10))

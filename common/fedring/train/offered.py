@@ -14,14 +14,12 @@ Afterwards a name is only looked up: that imports nothing and calls nothing.
 """
 
 import importlib
-import json
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
-from inspect import isclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -156,8 +154,7 @@ class Offered:
             advice = f'mark it with @offers("{kind}") there, and start this daemon again.'
             detail = f"{shown} is not offered here as {kind}, though {module} is trusted"
             return SeamError("not_offered", f"{detail}: {advice}")
-        wider = json.dumps([*self.trusted, f"{shown} as {kind}"])
-        advice = f"correct the name, or, if jobs may use it, start this daemon with trusted='{wider}'."
+        advice = f'correct the name, or, if its owner wants jobs to use it, add "{shown} as {kind}" to trusted here.'
         return SeamError("not_offered", f"{shown} is not offered here as {kind}: {advice}")
 
 
@@ -185,9 +182,10 @@ def _offers_of(entry: str) -> Iterator[Offer]:
     if kind and (not colon or kind not in KINDS):
         advice = f"write module:attribute as one of {', '.join(KINDS)}"
         raise SeamError("bad_trusted", f"{entry!r} cannot be trusted: {advice}.")
-    if not all(part.isidentifier() and not part.startswith("__") for part in [*module.split("."), attribute or "net"]):
+    parts = [*module.split("."), *([attribute] if colon else [])]
+    if not all(part.isidentifier() and not part.startswith("__") for part in parts):
         raise SeamError("bad_trusted", f"{entry!r} cannot be trusted: it does not begin with the name of a module.")
-    if module == "torchvision":
+    if module == "torchvision" and kind in ("", "model"):
         yield from _of_torchvision(attribute)
     elif colon:
         yield from _named(name, _import(module, entry), attribute, kind)
@@ -198,7 +196,8 @@ def _offers_of(entry: str) -> Iterator[Offer]:
         _import(module, entry)
         # What the module itself has imported of its package is there by now. Nothing else is imported.
         for below in sorted(each for each in sys.modules if _is_below(each, module)):
-            if isinstance(found := sys.modules[below], ModuleType):
+            private = "._" in below.removeprefix(module)
+            if not private and isinstance(found := sys.modules[below], ModuleType):
                 yield from _in_module(found, below)
 
 
@@ -214,7 +213,7 @@ def _named(name: str, module: ModuleType, attribute: str, kind: str) -> Iterator
         detail = f"{name} is a {type(value).__name__}: name a function or a class, or define a function that calls it."
         raise SeamError("not_callable", detail)
     for each in [of for of in KINDS if of == kind] or marks_of(value) or ("model",):
-        yield Offer(each, name, value)
+        yield Offer(each, name, value, downloads=_WEIGHTS if _is_below(module.__name__, "torchvision") else frozenset())
 
 
 def _in_module(module: ModuleType, name: str = "") -> Iterator[Offer]:
@@ -229,9 +228,8 @@ def _in_module(module: ModuleType, name: str = "") -> Iterator[Offer]:
         marks = marks_of(value)
         for kind in marks:
             yield Offer(kind, f"{name}:{attribute}", value)
-        if not marks and isclass(value) and issubclass(value, nn.Module):
+        if not marks and isinstance(value, type) and issubclass(value, nn.Module):
             yield Offer("model", f"{name}:{attribute}", value, marked=False)
-            yield Offer("remote", f"{name}:{attribute}", value, marked=False)
 
 
 def _of_torchvision(attribute: str) -> Iterator[Offer]:

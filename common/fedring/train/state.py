@@ -17,6 +17,8 @@ from fedring.train.errors import SeamError
 from fedring.train.sharing import Sharing
 
 _FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+_DTYPES = {str(each).removeprefix("torch."): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
+
 _INTEGERS = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
 _SHOWN = 20  # the most names in an error
 _Value = TypeVar("_Value", np.float32, np.float64)
@@ -192,7 +194,18 @@ def values_of(schema: Schema, vectors: Vectors) -> Iterator[tuple[Entry, Tensor]
             )
         for entry, span in schema.spans(role):
             values = _as_tensor(vector[span]).view(entry.shape)
-            yield entry, values.round() if getattr(torch, entry.dtype) in _INTEGERS else values
+            yield entry, values.round() if dtype_of(entry.dtype) in _INTEGERS else values
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """Return torch's dtype of this name, which may come from elsewhere: it is looked up in a list.
+
+    Raises:
+        SeamError: With the reason wrong_schema, if there is none.
+    """
+    if name not in _DTYPES:
+        raise SeamError("wrong_schema", f"torch has no dtype {name[:40]!a}.")
+    return _DTYPES[name]
 
 
 def _entry(name: str, tensor: Tensor, *, stays: bool = False) -> Entry:

@@ -1,6 +1,5 @@
 """Checks of fl-server's configuration before it starts: whether what it names can be used on this machine."""
 
-import logging
 from collections.abc import Iterator
 
 from fedring.daemon.checks import Check, Level, check_data_root, refuse_failed
@@ -18,8 +17,6 @@ from fedring.train.seam import build_model
 from fedring.train.start import FRESH, is_path
 from fedring.train.state import check_sharing
 
-log = logging.getLogger(__name__)
-
 
 def check(config: ServerConfig) -> None:
     """Check that what the configuration names can be used here, and log warnings.
@@ -27,15 +24,7 @@ def check(config: ServerConfig) -> None:
     Raises:
         ConfigError: if the default job would surely fail.
     """
-    refuse_failed(_told(check_names(config)))
-
-
-def _told(checks: Iterator[Check]) -> Iterator[Check]:
-    """Return the same checks, after logging those that warn."""
-    for check in checks:
-        if check.level is Level.WARN:
-            log.warning("%s: %s: %s", check.name, check.found, check.advice)
-        yield check
+    refuse_failed(check_names(config))
 
 
 def check_names(config: ServerConfig) -> Iterator[Check]:

@@ -37,6 +37,7 @@ Lost = aio.AioRpcError | FedringError
 
 _OF_ROUNDS = ("train", "secure", "round_ended")
 _MOST_EVENTS = 64
+_LEAST_PAUSE = 0.05  # seconds between heartbeats, whatever the server asks for
 """How many events wait for the client's part in secure aggregation. A round has seven."""
 
 
@@ -209,7 +210,7 @@ class ClientSession:
             except (aio.AioRpcError, asyncio.InvalidStateError, TimeoutError):
                 return  # Whoever reads the stream learns the reason.
             if not self._failures:
-                await self._pause(session.heartbeat_seconds)
+                await self._pause(_pause_of(session.heartbeat_seconds))
 
     async def _pause(self, seconds: float) -> None:
         """Wait until there is something to report, or until no call has succeeded for `seconds`."""
@@ -291,6 +292,11 @@ class ClientSession:
             self._state = state
             log.log(logging.INFO if state == "watching" else logging.WARNING, "%s", sentence, extra={"state": state})
             self._tell(sentence)
+
+
+def _pause_of(seconds: float) -> float:
+    """Return the time between two heartbeats, for any number that a server may send."""
+    return seconds if seconds >= _LEAST_PAUSE else _LEAST_PAUSE
 
 
 def _is(lost: Lost | None, kind: type[FedringError]) -> bool:

@@ -82,7 +82,7 @@ def _examine_client(config: ClientConfig, job: Job) -> Iterator[Check]:
     yield from doctor_checks.check_state_dir(config.state_dir)
     rows = list(check_names(config, job))
     yield from rows
-    if all(row.level is Level.OK for row in rows if row.name == "data"):
+    if any(row.level is Level.OK for row in rows if row.name == "data"):
         yield _check_samples(config, config.data or job.data, job)
 
 

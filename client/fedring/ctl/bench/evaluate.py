@@ -93,8 +93,8 @@ def evaluate_file(
         network = load_model(path, build_model(names["model"], model_args, 0, offered))
         samples = offered.get("data", names["data"])(data_root, False)
         evaluator = offered.get("evaluator", names["evaluator"]) if names.get("evaluator") else None
-        wanted = {"loss": offered.get("loss", names["loss"]), "device": pick_device(device)}
-        counts = run_evaluator(evaluator, network, samples.test, **wanted)
+        loss = offered.get("loss", names["loss"])
+        counts = run_evaluator(evaluator, network, samples.test, loss=loss, device=pick_device(device))
     except (SeamError, TrainError, DataError) as error:
         raise Failure(str(error).rstrip("."), Exit.CONFIG) from error
     if not counts.total:

@@ -16,6 +16,7 @@ import grpc
 from fedring.ring.errors import RingError
 from fedring.ring.options import RingOptions
 from fedring.ring.transport.frames import MAX_MESSAGE
+from fedring.rpc.address import check_peer_address
 from fedring.rpc.errors import status_of
 
 EXCHANGE = "/fedring.v1.PeerService/Exchange"
@@ -56,9 +57,12 @@ def dial(address: str, options: RingOptions, *, pulse: bool = False, name: str =
         name: With TLS, the name in the peer's certificate. Without one it is tls_name, or else the host in the address.
 
     Raises:
-        RingError: A file of the TLS options cannot be read.
+        RingError: A file of the TLS options cannot be read, or the address is not host:port.
     """
-    tcp = address.partition(";")[0]
+    try:
+        tcp = check_peer_address(address.partition(";")[0])  # The server, or another worker, has said it.
+    except ValueError as error:
+        raise RingError(f"a peer cannot be reached: {error}") from error
     settings = [*channel_options(), *(_pulse_options(options) if pulse else FRAME_OPTIONS)]
     if options.tls_ca is None:
         return grpc.insecure_channel(tcp, settings)

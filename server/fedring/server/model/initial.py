@@ -56,10 +56,14 @@ def find_file(allowed: Path | None, name: str) -> Path:
         )
     root = allowed.resolve()
     folder = root if root.is_dir() else root.parent
-    path = (folder / name).resolve()  # follows links, so that none leads out of the folder
+    try:
+        path = (folder / name).resolve()  # follows links, so that none leads out of the folder
+        is_file = path.is_file()
+    except (OSError, RuntimeError) as error:  # RuntimeError: a circle of links
+        raise SeamError("no_file", f"start names a file that cannot be looked up: {type(error).__name__}.") from error
     if path != root and not (root.is_dir() and path.is_relative_to(root)):
         raise SeamError("not_allowed", f"start names the file {name}, which is not in init_path = {allowed}.")
-    if not path.is_file():
+    if not is_file:
         try:
             names = [file.name for file in folder.iterdir() if file.is_file()]
         except OSError as error:

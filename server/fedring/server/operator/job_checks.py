@@ -33,17 +33,6 @@ from fedring.train.seam import optimizer_factory
 from fedring.train.skeleton import build_skeleton
 from fedring.train.start import BEST, FRESH, NEWEST, is_path, version_of
 
-_OWN = {
-    "model": "fedring.train.models",
-    "data": "fedring.data",
-    "loss": "fedring.train.losses",
-    "optimizer": "fedring.train.optimizers",
-}
-"""Where fedring's own parts lie, for advice."""
-
-_ON_CLIENTS_ONLY = ("not_trusted", "no_module")
-"""Reasons for which a server cannot use a part that clients may have."""
-
 _ON_SERVER_TOO = ("data", "loss", "evaluator")
 """The keys of the parts that the server needs, besides the model, if it evaluates."""
 
@@ -223,8 +212,10 @@ def try_optimizer(job: Job, offered: Offered) -> None:
     """
     try:
         make = optimizer_factory(job.optimizer, job.optimizer_args, offered)
-    except SeamError:  # it was checked already, or only clients have it
-        return
+    except SeamError as error:
+        if error.reason == "not_offered":  # it was checked already, or only clients have it
+            return
+        raise
     hook = job.data_parallel.chosen_hook(job.momentum) if job.mode == "data_parallel" else None
     applied = hook.parameters["momentum"] if hook is not None and hook.name == "dgc" else 0.0
     make_optimizer(

@@ -5,6 +5,7 @@ machine, tells operators and clients what changes, and performs nothing: that is
 """
 
 import asyncio
+import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -44,11 +45,13 @@ from fedring.server.round.plan import group_rules
 from fedring.server.round.report import open_message
 from fedring.server.round.sessions import ClientTraffic, Session, Sessions
 from fedring.server.state.facts import Facts
-from fedring.server.state.journal import Journal
+from fedring.server.state.journal import Journal, printable
 from fedring.server.state.rows import EvaluationRow, ModelRow, RoundRow, UpdateRow
 from fedring.v1 import control_pb2 as control
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1.rendezvous_pb2 import Done
+
+_REASON = re.compile(r"[a-z0-9_]{1,64}")
 
 _FAULTS_OF_THE_CODE = ("train_error", "cannot_cut")
 """Failures in which the job's next rounds would end, too."""
@@ -141,16 +144,18 @@ class Rounds:
             self.handle(Failed(client, failure.round))
         if self.state.round == before:
             return  # the failure is of another round, or was reported before
-        text = f"{client} could not train: {failure.reason[:64]}: {failure.detail[:1000]}"
+        reason = failure.reason if _REASON.fullmatch(failure.reason) else "bad_reason"
+        # All that follows is shown to operators and to other clients, on terminals, too.
+        text = f"{client} could not train: {reason}: {printable(failure.detail[:1000])}"
         self._journal.write("client_failed", text, client_id=client)
         if self.open is None:
             return
         self.open.failures.append(text)
         # A pipeline cannot do without any of its workers, and code that fails on one would fail on its replacement.
-        of_the_worker = failure.reason in _FAULTS_OF_THE_WORKER
+        of_the_worker = reason in _FAULTS_OF_THE_WORKER
         if self.open.job.mode == "pipeline" and not of_the_worker and self.rendezvous.can_give_up:
-            self.group(gr.Closed(failure.reason[:64]))
-            self.open.retryable = self.open.retryable and failure.reason not in _FAULTS_OF_THE_CODE
+            self.group(gr.Closed(reason))
+            self.open.retryable = self.open.retryable and reason not in _FAULTS_OF_THE_CODE
 
     def stalls_at(self, session: Session) -> float:
         """Return when the client is stalled unless it makes progress before, monotonic seconds; inf means never."""

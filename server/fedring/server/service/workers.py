@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from fedring.codec.errors import CodecError
+from fedring.rpc.address import check_peer_address
 from fedring.rpc.errors import BadRequest, Gone, Unavailable, UnknownRound, refusal_in
 from fedring.rpc.streams import TimedStream, write
 from fedring.server.config import ServerConfig
@@ -17,7 +18,7 @@ from fedring.train.bounds import MAX_SAMPLES
 from fedring.v1 import rendezvous_pb2 as pb
 from fedring.v1 import rendezvous_pb2_grpc as rpc
 
-_ADDRESS = re.compile(r"[!-~]{1,250}:[!-~]{1,250}")
+_ADDRESS = re.compile(r"[!-~]{1,500}")
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
@@ -84,8 +85,7 @@ class RendezvousService(rpc.RendezvousServiceServicer):
         match message.WhichOneof("message"):
             case "ready":
                 ready = message.ready
-                if not _ADDRESS.fullmatch(ready.address):
-                    raise BadRequest("an address must be host:port or unix:path", reason="bad_address")
+                _check_address(ready.address)
                 self._rounds.group(gr.Ready(client, ready.generation, ready.address, ready.steps))
             case "joined":
                 self._rounds.group(gr.Joined(client, message.joined.generation))
@@ -134,3 +134,17 @@ def check_done(done: pb.Done) -> None:
         check_figures(done.train_seconds, done.metrics)
     except CodecError as error:  # a group of tasks would report it as a fault, not as a refusal
         raise BadRequest(str(error), reason=error.reason) from error
+
+
+def _check_address(text: str) -> None:
+    """Check where a worker says that others reach it, with its words about its host after a semicolon.
+
+    Raises:
+        BadRequest: With the reason bad_address.
+    """
+    try:
+        if not _ADDRESS.fullmatch(text):
+            raise ValueError("it is too long, or not ASCII")
+        check_peer_address(text.partition(";")[0])
+    except ValueError as error:
+        raise BadRequest(f"an address must be host:port: {error}", reason="bad_address") from error
