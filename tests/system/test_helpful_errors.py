@@ -60,8 +60,7 @@ FLCTL = [
     (
         "start-round -s {plain.control} optimizer_args.weight_deacy=0.1",
         Exit.CONFIG,
-        "optimizer_args: The optimizer fedring.train.optimizers:sgd cannot be made with lr=0.05, momentum=0.9 and "
-        "optimizer_args={'weight_deacy': 0.1}: TypeError: ",
+        "optimizer_args: fedring.train.optimizers:sgd cannot be called with {'weight_deacy': 0.1}: got an unexpected ",
     ),
     (
         "start-round -s {plain.control} mode=data_parallel data_parallel.hook=dgc optimizer_args.nesterov=true",

@@ -265,7 +265,7 @@ class TestBadJobs:
             ({"model": "fedring.no_such_module:model"}, "model: fedring.no_such_module:model is not part of fedring"),
             (
                 {"model": "os:system", "model_args": {"command": "true"}},
-                'trusted=\'["fedring", "os:system as model"]\'',
+                'add "os:system as model" to trusted here',
             ),
             ({"model_args": {"size": "x"}}, "model: fedring.train.models:vector: size = 'x': "),
             ({"data": "fedring.data:digit"}, "data: fedring.data:digit is not offered here as data: did you mean"),

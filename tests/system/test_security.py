@@ -240,9 +240,10 @@ def test_a_client_token_is_good_for_that_client_only_and_not_for_operators(beare
 
 
 def test_the_server_stores_only_the_digest_of_a_token(bearers: Site) -> None:
-    secret = bearers.tokens["good"].rpartition("_")[2].encode()
+    _, name, rest = bearers.tokens["good"].split("_", 2)  # the secret itself may have underscores
+    secret = rest.encode()
     kept = b"".join(path.read_bytes() for path in (bearers.fleet.directory / "state" / "server").glob("facts*"))
-    assert bearers.tokens["good"].split("_")[1].encode() in kept
+    assert name.encode() in kept
     assert secret not in kept
 
 

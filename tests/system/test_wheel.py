@@ -77,6 +77,7 @@ def test_the_wheel_contains_the_program_and_its_data_but_no_tests(wheel: Path) -
         names = set(archive.namelist())
     for needed in (
         "fedring/data/digits.npz",
+        "fedring/offers.py",
         "fedring/v1/federation_pb2.py",
         "fedring/v1/federation_pb2_grpc.py",
         "fedring/v1/control_pb2.py",
@@ -86,7 +87,10 @@ def test_the_wheel_contains_the_program_and_its_data_but_no_tests(wheel: Path) -
     ):
         assert needed in names
     assert {name.split("/")[0].partition("-")[0] for name in names} == {"fedring"}
-    assert {name.split("/")[1] for name in names if name.startswith("fedring/")} - {*PARTS} <= {"version.py"}
+    assert {name.split("/")[1] for name in names if name.startswith("fedring/")} - {*PARTS} <= {
+        "offers.py",
+        "version.py",
+    }
     assert [name for name in names if "test" in name and name != "fedring/server/model/testset.py"] == []
     assert "fedring/__init__.py" not in names
 

@@ -206,7 +206,8 @@ def _path_below(name: str, key: str, value: object, root: Path | None) -> Path |
         folder = root.resolve(strict=True)
         path = folder.joinpath(value).resolve()
     except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: a circle of links
-        raise SeamError("bad_path", f"{name}: {key} = {value!r} cannot be looked up: {error}.") from error
+        why = getattr(error, "strerror", None) or type(error).__name__  # The text of the error may name local folders.
+        raise SeamError("bad_path", f"{name}: {key} = {value!r} cannot be looked up: {why}.") from error
     if not path.is_relative_to(folder):
         raise SeamError("bad_path", f"{name}: {key} = {value!r} leads out of data_root through a link.")
     return path

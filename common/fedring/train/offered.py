@@ -96,7 +96,8 @@ class Offered:
         offer = self._offers.get((kind, name))
         if offer is None:
             raise self._refusal(kind, name)
-        if not self._download and (asked := sorted(key for key in args or () if key in offer.downloads)):
+        wanted = {key: value for key, value in (args or {}).items() if value is not None and value is not False}
+        if not self._download and (asked := sorted(wanted.keys() & offer.downloads)):
             advice = "start this daemon with download=true, or leave it out."
             raise SeamError("no_download", f"{name} would download files with {asked[0]}: {advice}")
         if args is None:
@@ -138,8 +139,9 @@ class Offered:
         module, colon, attribute = name.partition(":")
         known = [other for of, other in self._offers if of == kind]
         if not (colon and attribute.isidentifier() and all(part.isidentifier() for part in module.split("."))):
-            whole = next((other for other in known if other.partition(":")[2] == name), "")
-            advice = f": did you mean {whole}?" if whole else "."
+            by_attribute = {other.partition(":")[2]: other for other in known}
+            near = get_close_matches(name[:_MAX_SHOWN], by_attribute, n=1, cutoff=_NEAR)
+            advice = f": did you mean {by_attribute[near[0]]}?" if near else "."
             return SeamError("bad_name", f"The name {name[:_MAX_SHOWN]!a} is not of the form module:attribute{advice}")
         if others := [of for of in KINDS if (of, name) in self._offers]:
             detail = f"{shown} is offered as {' and '.join(others)}, and not as {kind}"
@@ -219,7 +221,8 @@ def _named(name: str, module: ModuleType, attribute: str, kind: str) -> Iterator
 def _in_module(module: ModuleType, name: str = "") -> Iterator[Offer]:
     """Return what is marked in a module, and its classes that are torch modules."""
     name = name or module.__name__
-    public = vars(module).get("__all__", ())
+    public = vars(module).get("__all__")
+    public = set(public) if isinstance(public, list | tuple) else set()
     for attribute, value in list(vars(module).items()):
         if attribute.startswith("_") or not can_be_offered(value):
             continue
@@ -250,9 +253,9 @@ def _of_torchvision(attribute: str) -> Iterator[Offer]:
         yield Offer("model", f"torchvision:{each}", models.get_model_builder(each), downloads=_WEIGHTS)
 
 
-def _weights(name: str, value: object) -> str | None:
+def _weights(name: str, value: object) -> object:
     """Return the name of weights, which torchvision looks up in its own list."""
-    if value is None or (isinstance(value, str) and value.replace(".", "_").isidentifier()):
+    if value is None or value is False or (isinstance(value, str) and value.replace(".", "_").isidentifier()):
         return value
     raise SeamError("bad_argument", f"{name}: the weights {str(value)[:80]!r} are no name, such as DEFAULT.")
 

@@ -38,7 +38,6 @@ JOB: dict[str, Any] = {
     "model": "fedring.train.models:digits_mlp",
     "model_args": {"hidden": 128, "layers": 2},
     "data": "fedring.data:digits",
-    "trainer": "fedring.ctl.bench.recorded_training:train",
     "partition": "iid",
     "epochs": 40,
     "batch_size": 16,
@@ -130,7 +129,8 @@ def _run(clients: int, rounds: int, out: Path, say: Callable[[str], None]) -> Ou
     remove_earlier(out)
     fewest = threshold(clients)
     job = JOB | {"rounds": rounds, "min_clients": clients, "min_clients_to_aggregate": fewest}
-    fleet = Fleet(out, {"lost_after_seconds": 2.0, "keep_update_rounds": 2 * rounds}, [{}] * clients)
+    recorded = {"trainer": "fedring.ctl.bench.recorded_training:train"}
+    fleet = Fleet(out, {"lost_after_seconds": 2.0, "keep_update_rounds": 2 * rounds}, [recorded] * clients)
     for process in fleet.clients:
         process.env[RECORDS] = str(_records(out, process.name))
     say(f"A server and {clients} clients run. A sum needs {fewest} of them to the end: {clients - fewest} may be lost.")
