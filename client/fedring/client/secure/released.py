@@ -167,6 +167,6 @@ def _sentence(differing: frozenset[str], names: frozenset[str], least: int) -> s
     )
     return (
         "this client has helped to remove the masks from a sum of updates to the same model before. These survivors "
-        f"differ from those by {counted(len(differing), 'client')} ({change}), and a difference of fewer than {least} would show "
-        "too much of what they send: let the same clients survive, or start from another model"
+        f"differ from those by {counted(len(differing), 'client')} ({change}), and a difference of fewer than {least} "
+        "would show too much of what they send: let the same clients survive, or start from another model"
     )
