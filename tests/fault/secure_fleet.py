@@ -98,4 +98,4 @@ class SecureFleet(FaultyFleet):
 
 def secrets_of(folder: Path) -> list[Path]:
     """Return the files with secrets of rounds in a client's state folder."""
-    return [path for path in (folder / "secure").glob("*") if path.name != "finished.json"]
+    return [path for path in (folder / "secure").glob("*") if path.name not in ("finished.json", "released.json")]

@@ -201,6 +201,7 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"clients": 4, "workers": 0}, "workers=0 is not within 1 and"),
     ({}, {"clients": 4, "threads": 0}, "threads=0 is not within 1 and"),
     ({}, {"clients": 4, "data_root": "/nowhere"}, "data_root=/nowhere is not a folder"),
+    ({}, {"clients": 4, "secret": bytes(31)}, "secret has 31 bytes: give at least 32"),
     ({}, {"clients": 4, "engine": "spark"}, "engine='spark' is not local or ray"),
     ({"mode": "data_parallel"}, {"clients": 4}, "mode = 'data_parallel' cannot be simulated"),
     ({"start": "best"}, {"clients": 4}, "start = 'best' names a version"),
@@ -344,6 +345,17 @@ def test_clients_with_secure_aggregation_learn_as_others_do_and_send_few_bytes()
     assert abs(secure["accuracy"] - plain["accuracy"]) < 0.05
     assert secure["rounds"][-1]["upload_bytes"] < 0.24 * plain["rounds"][-1]["upload_bytes"]
     assert secure["rounds"][-1]["metrics"].keys() == {"server/accuracy", "server/loss"}
+
+
+def test_the_clients_secrets_count_in_jobs_with_masks_only_and_follow_from_the_seed_if_none_is_given() -> None:
+    def model(keys: dict[str, Any], **settings: Any) -> str:
+        report = simulate({**JOB, **keys}, clients=6, workers=1, threads=1, **settings)
+        return str(report["model_sha256"])
+
+    given = model(SECURE, secret=bytes(32))
+    assert given == model(SECURE, secret=bytes(32)) != model(SECURE, secret=bytes(33))
+    assert given != model(SECURE) == model(SECURE) != model(SECURE, seed=1)
+    assert model({}, secret=bytes(32)) == model({})
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ formula of its own: what trains, encodes, checks or aggregates belongs to the da
 that it has started itself, and only these speak through pipes of `multiprocessing`.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -28,6 +29,5 @@ def __getattr__(name: str) -> object:
     """Import a public name when it is first used, because torch takes seconds to import."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from fedring.simulation import run, secret
-
-    return getattr(secret if name == "client_secret" else run, name)
+    module = "secret" if name == "client_secret" else "run"
+    return getattr(import_module(f"{__name__}.{module}"), name)
