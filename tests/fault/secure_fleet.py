@@ -29,6 +29,7 @@ def secure_job(clients: int, **keys: Any) -> dict[str, Any]:
         "weights": "uniform",
         "deadline_seconds": 240,
         "start": "newest",
+        "seed": 0,  # it says which blocks are sent
         "secure_aggregation": {"step_seconds": 120, "keep_ratio": 0.5},
     }
     return vector_job(**fixed | keys)
