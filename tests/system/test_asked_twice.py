@@ -192,12 +192,18 @@ def test_a_difference_shows_an_update_to_half_a_step_unless_clients_draw_from_se
         assert error_of(found, pupils[VICTIM].updates[3]) <= 1
 
 
+@pytest.mark.parametrize("batch_size", [8, 64])
 def test_a_base_that_differs_in_one_value_is_another_one_and_only_noise_hides_the_difference(
-    server: SecureServer, start: Callable[..., Pupils]
+    server: SecureServer, start: Callable[..., Pupils], batch_size: int
 ) -> None:
-    pupils = start(**POLICY)
-    found = ask(server, 1, NAMES, **TASK) - ask(server, 2, OTHERS, model=nudged(), **TASK)
+    pupils, task = start(**POLICY), TASK | {"batch_size": batch_size}
+    found = ask(server, 1, NAMES, **task) - ask(server, 2, OTHERS, model=nudged(), **task)
     assert server.failures == {}
     update = pupils[VICTIM].updates[1]
-    assert error_of(found, update) > 2
-    assert np.corrcoef(found, update)[0, 1] > 0.5
+    error, correlation = error_of(found, update), np.corrcoef(found, update)[0, 1]
+    print(f"the largest error is {error:.2f} steps, the correlation {correlation:.3f}")
+    assert correlation > 0.5
+    if batch_size == 8:
+        assert error > 2
+    else:  # all samples are in one batch: nothing is drawn but how values are rounded
+        assert error <= 1 + len(OTHERS)

@@ -5,6 +5,7 @@ import hmac
 import os
 import stat
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,7 @@ from fedring.client.round_plan import own_seed, plan_of
 from fedring.client.secret import SECRET_FILE, ClientSecret, kept_secret
 from fedring.daemon.config import ConfigError
 from fedring.secure.statements import CONTEXT
-from fedring.simulation import client_secret
+from fedring.simulation import client_secret, simulate
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1 import secure_pb2 as wire
 
@@ -144,3 +145,16 @@ def test_simulated_clients_have_secrets_of_their_own() -> None:
     found = {client_secret(secret, client) for secret in (SECRET, bytes(32)) for client in ("client-0", "client-1")}
     assert {len(each) for each in found} == {32}
     assert len(found) == 4
+
+
+def test_the_clients_secrets_count_in_jobs_with_masks_only_and_follow_from_the_seed_if_none_is_given() -> None:
+    secure: dict[str, Any] = {"weights": "uniform", "min_clients_to_aggregate": 3, "secure_aggregation": {}}
+
+    def model(keys: dict[str, Any], **settings: Any) -> str:
+        job = {"rounds": 2, "model_args": {"hidden": 8}, "batch_size": 16, "evaluate": False, "min_clients": 4} | keys
+        return str(simulate(job, clients=4, workers=1, threads=1, **settings)["model_sha256"])
+
+    given = model(secure, secret=bytes(32))
+    assert given == model(secure, secret=bytes(32)) != model(secure, secret=bytes(33))
+    assert given != model(secure) == model(secure) != model(secure, seed=1)
+    assert model({}, secret=bytes(32)) == model({})

@@ -347,17 +347,6 @@ def test_clients_with_secure_aggregation_learn_as_others_do_and_send_few_bytes()
     assert secure["rounds"][-1]["metrics"].keys() == {"server/accuracy", "server/loss"}
 
 
-def test_the_clients_secrets_count_in_jobs_with_masks_only_and_follow_from_the_seed_if_none_is_given() -> None:
-    def model(keys: dict[str, Any], **settings: Any) -> str:
-        report = simulate({**JOB, **keys}, clients=6, workers=1, threads=1, **settings)
-        return str(report["model_sha256"])
-
-    given = model(SECURE, secret=bytes(32))
-    assert given == model(SECURE, secret=bytes(32)) != model(SECURE, secret=bytes(33))
-    assert given != model(SECURE) == model(SECURE) != model(SECURE, seed=1)
-    assert model({}, secret=bytes(32)) == model({})
-
-
 @pytest.mark.parametrize(
     "keys",
     [

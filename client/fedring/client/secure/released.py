@@ -132,9 +132,9 @@ class Sums:
             return
         differing = min((names ^ each for each in known), key=len, default=None)
         if differing is not None and len(differing) < self._least:
-            self._refuse("asked_twice", _sentence(differing, names, self._least))
+            self._refuse(SecureError("asked_twice", _sentence(differing, names, self._least)))
         elif full := self._released.full:
-            self._refuse("released_full", full)
+            self._refuse(SecureError("released_full", full))
 
     def note(self, survivors: Iterable[str]) -> None:
         """Note durably that shares are about to be released.
@@ -149,10 +149,10 @@ class Sums:
             self._released.add(self._base, names)
         crashpoint("client_secure_noted")
 
-    def _refuse(self, reason: str, text: str) -> None:
+    def _refuse(self, error: SecureError) -> None:
         if self._strict:
-            raise SecureError(reason, text)
-        log.warning("%s: %s. A site whose [privacy] demands anything would refuse.", reason, text)
+            raise error
+        log.warning("%s: %s. A site whose [privacy] demands anything would refuse.", error.reason, error)
 
 
 def _key(base: str) -> str:
