@@ -132,6 +132,6 @@ def test_a_request_that_is_repeated_is_the_same_although_a_seed_was_chosen_meanw
 
 
 def test_a_server_fixes_the_seed_if_its_own_configuration_does() -> None:
-    for defaults, fixed in ((Job(), False), (Job(seed=3), True)):
+    for defaults, fixed in ((Job.model_validate({}), False), (Job.model_validate({"seed": 3}), True)):
         job = Job.model_validate({**_defaults_for(SECURE, defaults), **SECURE})
         assert job.seed_is_open is not fixed
