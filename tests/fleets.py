@@ -9,9 +9,12 @@ from typing import Any, ClassVar
 
 import grpc
 
+from fedring.client.secret import SECRET_FILE
 from fedring.control import calls
 from fedring.ctl import fleet
 from fedring.ctl.process import Process
+from fedring.daemon.durable import create_durably
+from fedring.simulation import client_secret
 from fedring.v1 import control_pb2
 from tests.forks import Daemon
 from tests.ports import free_port
@@ -57,6 +60,12 @@ class Control(calls.Control):
 
     def __init__(self, address: str, *, channel: grpc.Channel | None = None, timeout_seconds: float = PATIENCE) -> None:
         super().__init__(address, channel=channel, timeout_seconds=timeout_seconds)
+
+
+def give_secrets(folder: Path, clients: int, secret: bytes) -> None:
+    """Give the clients of a fleet in a folder, which has not started, the secrets that simulated ones have."""
+    for name in (f"client-{number}" for number in range(clients)):
+        create_durably(folder / "state" / name / SECRET_FILE, client_secret(secret, name))
 
 
 def until_watching(control: calls.Control, count: int) -> None:

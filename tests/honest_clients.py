@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from fedring.client import RoundOver, connect
+from fedring.client import RoundOver, Task, connect
 from fedring.secure.levels import open_blocks, to_levels
 from fedring.v1 import secure_pb2 as wire
 
@@ -68,6 +68,13 @@ class HonestClient:
         self._federation.close()
         self._thread.join()
 
+    def learn(self, task: Task, model: nn.Module) -> None:
+        """Change the values of a model as a training would."""
+        start = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
+        torch.nn.utils.vector_to_parameters(
+            start + torch.from_numpy(learned(self.name, task.round)), model.parameters()
+        )
+
     def _work(self) -> None:
         with self._federation as federation:
             for task in federation:
@@ -76,9 +83,7 @@ class HonestClient:
                     task.load_into(model)
                     start = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
                     self.starts[task.round] = start.numpy()
-                    torch.nn.utils.vector_to_parameters(
-                        start + torch.from_numpy(learned(self.name, task.round)), model.parameters()
-                    )
+                    self.learn(task, model)
                     self.may_submit.wait(SECONDS)
                     task.submit(model, samples=10)
                 except RoundOver as over:

@@ -14,6 +14,7 @@ from typing import Any, Self
 import numpy as np
 from google.protobuf.message import Message
 from numpy.typing import NDArray
+from torch import nn
 
 from fedring.codec import Encoding, Vectors, encode
 from fedring.codec.digest import name_of
@@ -88,9 +89,9 @@ class SecureServer(
         with self._known:
             assert self._known.wait_for(happened, SECONDS), self.failures
 
-    def command(self, round_: int, **fields: Any) -> pb.TrainCmd:
-        """Return the command of a round."""
-        model = new_model()
+    def command(self, round_: int, model: nn.Module | None = None, **fields: Any) -> pb.TrainCmd:
+        """Return the command of a round that starts from a model; None = from that of all rounds."""
+        model = new_model() if model is None else model
         schema, vectors = schema_of(model), read_vectors(model)
         payload = encode(vectors.parameters, Encoding("fp32"))
         header = pb.ModelHeader(

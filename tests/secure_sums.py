@@ -74,10 +74,12 @@ def refused(reason: str) -> Any:
 class Client:
     """A client whose process can be restarted: what it knows is in its folder."""
 
-    def __init__(self, name: str, folder: Path, signer: Signer | None = None, *, min_clients: int = 0) -> None:
+    def __init__(
+        self, name: str, folder: Path, signer: Signer | None = None, *, min_clients: int = 0, strict: bool = False
+    ) -> None:
         self.name, self.folder = name, folder / name
         self.folder.mkdir(exist_ok=True)
-        self.site = Site(name, signer or new_signer(), anybody, min_clients)
+        self.site = Site(name, signer or new_signer(), anybody, min_clients, strict)
 
     def party(self, command: pb.TrainCmd) -> Party:
         """Return its party of a round, as a process has it that was started anew."""

@@ -8,6 +8,7 @@ from torch import nn
 
 from fedring.client import Federation, RoundOver, Task, connect
 from fedring.client.round_plan import plan_of
+from fedring.client.secret import ClientSecret
 from fedring.codec.schema import Vectors
 from fedring.data import Samples
 from fedring.train.loop import train
@@ -44,6 +45,10 @@ def attack(federation: Federation, attacker: Attacker, model: nn.Module, honest:
             continue
 
 
+_NONE = ClientSecret(lambda: bytes(32))
+"""In the place of the clients' secrets, which nobody knows: they are not used in jobs without masks and noise."""
+
+
 def _take_part(task: Task, attacker: Attacker, model: nn.Module, honest: dict[str, Samples]) -> None:
     schema, base = schema_of(model), read_vectors(model)
 
@@ -54,7 +59,7 @@ def _take_part(task: Task, attacker: Attacker, model: nn.Module, honest: dict[st
 
     update, count = attacker.send(
         lambda samples: learn(samples, task.plan),
-        lambda: np.stack([learn(samples, plan_of(task.command, name)) for name, samples in honest.items()]),
+        lambda: np.stack([learn(samples, plan_of(task.command, name, _NONE)) for name, samples in honest.items()]),
     )
     fill(model, schema, Vectors(base.parameters + update, base.buffers))
     task.submit(model, samples=count)

@@ -29,6 +29,7 @@ def secure_job(clients: int, **keys: Any) -> dict[str, Any]:
         "weights": "uniform",
         "deadline_seconds": 240,
         "start": "newest",
+        "seed": 0,  # it says which blocks are sent
         "secure_aggregation": {"step_seconds": 120, "keep_ratio": 0.5},
     }
     return vector_job(**fixed | keys)
@@ -98,4 +99,4 @@ class SecureFleet(FaultyFleet):
 
 def secrets_of(folder: Path) -> list[Path]:
     """Return the files with secrets of rounds in a client's state folder."""
-    return [path for path in (folder / "secure").glob("*") if path.name != "finished.json"]
+    return [path for path in (folder / "secure").glob("*") if path.name not in ("finished.json", "released.json")]

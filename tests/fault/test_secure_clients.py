@@ -8,11 +8,12 @@ import pytest
 
 from fedring.daemon.crash import SECURE
 from tests.fault.faulty_fleet import FaultyFleet, wait_for
-from tests.fleets import Control, until_watching
+from tests.fleets import Control, give_secrets, until_watching
 
 CLIENTS, ROUNDS = 4, 2  # in the second round, clients begin with what they have left out of the first one
 JOB: dict[str, Any] = {
     "rounds": ROUNDS,
+    "seed": 0,
     "min_clients": CLIENTS,
     "min_clients_to_aggregate": CLIENTS,
     "weights": "uniform",
@@ -31,6 +32,7 @@ class SecureFleet(FaultyFleet):
     """A server and its clients, which run short jobs; one of them may be killed in the first round of each."""
 
     def __init__(self, folder: Path) -> None:
+        give_secrets(folder, CLIENTS, bytes(32))
         super().__init__(folder, {}, [{"privacy": {"require_secure_aggregation": True}}] * CLIENTS)
 
     def run(self, places: Sequence[str]) -> list[str]:
@@ -60,7 +62,7 @@ class SecureFleet(FaultyFleet):
 @pytest.mark.parametrize(
     "killed",
     [
-        ("client_secure_peers", "client_secure_survivors", ACCEPTED),
+        ("client_secure_peers", "client_secure_noted", ACCEPTED),
         pytest.param((*sorted(SECURE), SPOOLED), marks=pytest.mark.soak),
     ],
     ids=["some", "all"],

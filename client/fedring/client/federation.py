@@ -16,6 +16,7 @@ from fedring.client.errors import FederationClosed, Refused, RoundOver
 from fedring.client.evaluation import Evaluation
 from fedring.client.metrics import ClientMetrics
 from fedring.client.privacy import check_policy, may_count, refusal
+from fedring.client.secret import kept_secret
 from fedring.client.secure.desk import SecureDesk
 from fedring.client.secure.party import lost_update
 from fedring.client.session.inbox import EvaluationOrder
@@ -115,13 +116,14 @@ class Federation:
             stack.enter_context(StateLock(config.state_dir))
             check_policy(config.privacy)
             self._spool = Spool(config.state_dir)  # It deletes what another client in this folder may be writing.
+            secret = kept_secret(config.state_dir)
             if address := stack.enter_context(serving(config.metrics_listen, metrics.registry)):
                 log.info("Prometheus can read metrics at %s", address, extra={"metrics": address})
             self._link = ServerLink(config, metrics, evaluates=on_evaluate is not None, tell=tell)
             self._resources = stack.pop_all()
         self._models = ModelFetcher(self._link.connection, self._link.session.advance)
         self._delivery = Delivery(self._link, self._spool)
-        self._secure = SecureDesk(self._link, config, self._spool.ledger)
+        self._secure = SecureDesk(self._link, config, self._spool.ledger, secret)
         self._link.start(self._secure.run)
         self._task: Task | None = None
         self._signal_taken = False

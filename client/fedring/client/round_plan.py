@@ -2,13 +2,21 @@
 
 import hashlib
 
+from fedring.client.secret import TRAINING, ClientSecret, needs_secret
 from fedring.train.plan import Plan
 from fedring.v1 import federation_pb2 as pb
 
 
-def plan_of(command: pb.TrainCmd, client_id: str) -> Plan:
-    """Return how a client trains in the round that a command asks for, with the client's own seed."""
-    c, seed = command, own_seed(command.seed, client_id)
+def plan_of(command: pb.TrainCmd, client_id: str, secret: ClientSecret) -> Plan:
+    """Return how a client trains in the round that a command asks for, with the client's own seed.
+
+    In jobs with masks or noise the seed follows from the client's secret: whoever knows it can repeat the training.
+
+    Raises:
+        ConfigError: If the secret is needed, and cannot be read or made.
+    """
+    c = command
+    seed = _number(secret.derive(c, TRAINING)) if needs_secret(c.job) else own_seed(c.seed, client_id)
     return Plan(
         c.epochs, c.batch_size, c.lr, c.momentum, c.mu, c.subset_size, seed, round=c.round, job_round=c.job_round
     )
@@ -24,5 +32,8 @@ def own_seed(seed: int, client_id: str) -> int:
         seed: The round's seed, which is the same for all clients.
         client_id: This client's id.
     """
-    digest = hashlib.sha256(f"{seed}:{client_id}".encode()).digest()
+    return _number(hashlib.sha256(f"{seed}:{client_id}".encode()).digest())
+
+
+def _number(digest: bytes) -> int:
     return int.from_bytes(digest[:8], "little") >> 1

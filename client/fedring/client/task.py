@@ -90,7 +90,7 @@ class Task:
     @property
     def plan(self) -> Plan:
         """How the job wants the model trained: epochs, batch size, learning rate, seed."""
-        return plan_of(self.command, self._client_id)
+        return plan_of(self.command, self._client_id, self._secure.secret)
 
     @property
     def metrics(self) -> ClientMetrics:

@@ -5,28 +5,29 @@
     if __name__ == "__main__":  # the workers are processes, which import the script
         report = simulate("job.toml", clients=10_000, per_round=100)
 
-`simulate` and the types in `__all__` are public. `run` goes through the rounds and draws the clients. `server` makes
-the next model with the server's own functions. `worker` trains one client after the other with the client's own
-functions, and checks each update as the server does. `engine` and `ray_engine` have the workers, `vectors` what clients
-keep from round to round, and `checks` what is known to be wrong before anything runs.
+What `__all__` names is public. `run` goes through the rounds and draws the clients. `server` makes the next model with
+the server's own functions. `worker` trains one client after the other with the client's own functions, and checks each
+update as the server does. `secret` makes the clients' secrets from one. `engine` and `ray_engine` have the workers,
+`vectors` what clients keep from round to round, and `checks` what is known to be wrong before anything runs.
 
 The room imports both daemons, and none of them imports it. It opens no sockets and stores no facts, and it holds no
 formula of its own: what trains, encodes, checks or aggregates belongs to the daemons' rooms. Its workers are processes
 that it has started itself, and only these speak through pipes of `multiprocessing`.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from fedring.simulation.run import Show, simulate
+    from fedring.simulation.secret import client_secret
 
-__all__ = ["Show", "simulate"]
+__all__ = ["Show", "client_secret", "simulate"]
 
 
 def __getattr__(name: str) -> object:
     """Import a public name when it is first used, because torch takes seconds to import."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from fedring.simulation import run
-
-    return getattr(run, name)
+    module = "secret" if name == "client_secret" else "run"
+    return getattr(import_module(f"{__name__}.{module}"), name)

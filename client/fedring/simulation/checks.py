@@ -11,6 +11,7 @@ from fedring.control.job_file import check_job
 from fedring.daemon.config import explain, read_document
 from fedring.daemon.exits import Exit
 from fedring.offers import named
+from fedring.privacy.keystream import SECRET_BYTES
 from fedring.train.bounds import MAX_COUNT, MAX_SEED
 from fedring.train.job import Job
 from fedring.train.start import FRESH, NEWEST, is_path
@@ -86,6 +87,16 @@ def check_data_root(data_root: Path | None) -> None:
     """
     if data_root is not None and not data_root.is_dir():
         raise _wrong(f"data_root={data_root} is not a folder")
+
+
+def check_length(secret: bytes | None) -> None:
+    """Check that a secret is long enough; None = there is none.
+
+    Raises:
+        Failure: It is too short.
+    """
+    if secret is not None and len(secret) < SECRET_BYTES:
+        raise _wrong(f"secret has {len(secret)} bytes: give at least {SECRET_BYTES}")
 
 
 def check_engine(engine: str) -> None:

@@ -1,8 +1,8 @@
 """A simulation: the rounds of one job, with clients that take turns in a few processes.
 
 Each round does what fl-server does, with its functions: `machine.sample` draws the clients, `round_command` makes the
-command, and `ModelMaker` makes the next model. So for the same job, the same number of clients and torch's same number
-of threads, the models are those of real daemons, byte for byte.
+command, and `ModelMaker` makes the next model. So for the same job, the same number of clients with the same secrets
+and torch's same number of threads, the models are those of real daemons, byte for byte.
 """
 
 import hashlib
@@ -37,12 +37,14 @@ from fedring.simulation.checks import (
     check_data_root,
     check_engine,
     check_enough,
+    check_length,
     check_numbers,
     job_of,
     make_folder,
     trusted_by,
 )
 from fedring.simulation.engine import Engine, InProcess, Processes
+from fedring.simulation.secret import secret_of_seed
 from fedring.simulation.secure import draw_groups, groups_that_count, short_of
 from fedring.simulation.server import RUN_ID, Row, Server, Work
 from fedring.simulation.vectors import ClientVectors
@@ -67,6 +69,7 @@ def simulate(
     clients: int,
     per_round: int | None = None,
     seed: int | None = None,
+    secret: bytes | None = None,
     workers: int | None = None,
     threads: int | None = None,
     data_root: str | Path | None = None,
@@ -84,6 +87,7 @@ def simulate(
         clients: The number of clients, among whom the training samples are divided as the job says.
         per_round: The clients that are drawn for a round; None = as the job says.
         seed: In the place of the job's seed; None = as the job says.
+        secret: From which the clients' secrets follow (`client_secret`), at least 32 bytes; None = from the job's seed.
         workers: Processes that train; None = one for each core. One worker trains in this process.
         threads: With which torch computes in each worker; None = the worker's share of the cores.
         data_root: Folder of the data sets.
@@ -106,9 +110,11 @@ def simulate(
     check_numbers(spec, clients, count, threads)
     check_engine(engine)
     check_data_root(root)
+    check_length(secret)
     if out:
         make_folder(Path(out))
-    setup = Setup(spec, clients, root, trusted_by(spec), device, threads or threads_for(count))
+    trusted, used = trusted_by(spec), secret_of_seed(spec.seed) if secret is None else secret
+    setup = Setup(spec, clients, root, trusted, device, threads or threads_for(count), used)
     try:
         report = _simulate(setup, count, engine, out, show)
         if out:

@@ -20,6 +20,7 @@ from fedring.client.errors import UpdateRefused
 from fedring.client.loading import add_left_out
 from fedring.client.personal import figures_of, train_own
 from fedring.client.round_plan import plan_of
+from fedring.client.secret import ClientSecret
 from fedring.client.trainer import load_job, train_locally
 from fedring.client.transfer.control import OwnControl
 from fedring.client.transfer.correction import Correction
@@ -39,6 +40,7 @@ from fedring.server.round.plan import job_spec
 from fedring.server.state.rows import UpdateRow
 from fedring.server.update import upload
 from fedring.server.update.admission import check_payload
+from fedring.simulation.secret import client_secret
 from fedring.simulation.secure import make_unmasked_update, terms_of
 from fedring.simulation.vectors import Vector
 from fedring.train.batches import size_of
@@ -48,6 +50,7 @@ from fedring.train.evaluation import Counts, run_evaluator
 from fedring.train.job import Job
 from fedring.train.loop import seeded, warm_up
 from fedring.train.offered import collect
+from fedring.train.plan import Plan
 from fedring.train.private_loop import check_private_model, sampled_steps
 from fedring.train.state import fill, frozen_digest, has_frozen, read_tensors, read_vectors, write_tensors
 from fedring.train.state import split as split_tensors
@@ -66,6 +69,7 @@ class Setup:
     trusted: tuple[str, ...]  # what the job names
     device: str
     threads: int  # of torch
+    secret: bytes  # from which those of the clients follow
     number: int = 0  # of the worker, from 0
     workers: int = 1  # among whom the test samples are divided, unless the job has an evaluator
 
@@ -129,7 +133,7 @@ class Worker:
     """
 
     def __init__(self, setup: Setup) -> None:
-        self._device = pick_device(setup.device)
+        self._device, self._secret = pick_device(setup.device), setup.secret
         job, spec = setup.job, job_spec(setup.job, 1)
         config = ClientConfig.model_construct(data_root=setup.data_root)  # which does not read the environment
         offered = collect(setup.trusted, root=setup.data_root)
@@ -222,6 +226,10 @@ class Worker:
             return add_left_out(self._loaded.model, self._base, turn.residual)
         return self._base
 
+    def _plan(self, turn: Turn) -> Plan:
+        name = client_id(turn.client)
+        return plan_of(self._command, name, ClientSecret(lambda: client_secret(self._secret, name)))
+
     def _put_frozen_back(self) -> None:
         if self._frozen:  # a client's trainer may have changed them
             write_tensors(self._loaded.model, self._frozen)
@@ -234,7 +242,7 @@ class Worker:
         own = train_own(
             loaded.model,
             subset(loaded.split.train, self._parts[turn.client]),
-            plan_of(self._command, client_id(turn.client)),
+            self._plan(turn),
             how,
             loss=loaded.loss,
             optimizer_factory=loaded.optimizer,
@@ -249,7 +257,7 @@ class Worker:
         private, size = self._job.sample_dp, self.sizes[turn.client]
         if private is None or not size:
             return None
-        spent = sampled_steps(plan_of(self._command, client_id(turn.client)), private, size)
+        spent = sampled_steps(self._plan(turn), private, size)
         if 0 < private.max_epsilon < sampled_epsilon([*turn.spent, spent], private.delta):
             text = f"The epsilon of its samples would be above sample_dp.max_epsilon = {private.max_epsilon:g}."
             raise TrainError("privacy_policy", text)
@@ -265,7 +273,7 @@ class Worker:
         result = train_locally(
             loaded,
             samples,
-            plan_of(command, name),
+            self._plan(turn),
             device=self._device,
             corrections=corrections,
             private=self._job.sample_dp,

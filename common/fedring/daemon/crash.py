@@ -55,7 +55,7 @@ CONTROL = {"client_control_spooled", "client_control_placed"}
 PERSONAL = {"client_personal_spooled", "client_personal_placed"}
 """The same, for jobs with the table [personal] and the client's own model."""
 
-SECURE = {f"client_secure_{step}" for step in ("begun", "roster", "peers", "payload", "survivors", "released")}
+SECURE = {f"client_secure_{step}" for step in ("begun", "roster", "peers", "payload", "survivors", "noted", "released")}
 """The same, for jobs with secure aggregation: each step is on the disk, and nothing of it was said yet."""
 
 SECURE_CALLS = {

@@ -1,6 +1,8 @@
 """Durability: what must be on the disk before anybody relies on it."""
 
+import contextlib
 import os
+import secrets
 import shutil
 from pathlib import Path
 from typing import Any
@@ -39,6 +41,19 @@ def make_durable(file: Any) -> None:
     """Make all that was written to an open file durable."""
     file.flush()
     os.fsync(file.fileno())
+
+
+def create_durably(path: Path, data: bytes) -> None:
+    """Write a whole new file durably, with its folder; one that is there stays."""
+    new = path.with_name(f"{path.name}.{secrets.token_hex(8)}.new")
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_durably(new, data)
+        with contextlib.suppress(FileExistsError):  # another process was faster
+            os.link(new, path)
+        sync(path.parent)
+    finally:
+        new.unlink(missing_ok=True)
 
 
 def replace_durably(path: Path, data: bytes) -> None:

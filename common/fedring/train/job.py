@@ -140,6 +140,15 @@ class Job(JobKeys):
         return self
 
     @property
+    def seed_is_open(self) -> bool:
+        """Whether fl-server chooses the seed when the job starts.
+
+        Two jobs with one seed would begin with the same model. Clients of secure aggregation help to unmask different
+        sums of updates to one model only if these differ by several clients.
+        """
+        return self.secure_aggregation is not None and "seed" not in self.model_fields_set
+
+    @property
     def scheduled(self) -> dict[str, Schedule]:
         """The settings that follow a schedule, by their keys."""
         values = {key: getattr(self, key) for key in SCHEDULED}

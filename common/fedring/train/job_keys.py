@@ -113,7 +113,12 @@ class JobKeys(BaseModel):
     momentum: float = Field(0.9, ge=0, lt=1, description="momentum of the clients' optimizer")
     mu: NonNegative = Field(0.0, description="weight of FedProx's proximal term; 0 = FedAvg")
     seed: int = Field(
-        0, ge=0, le=MAX_SEED, description="seed of the initial model, the partition and every random choice"
+        0,
+        ge=0,
+        le=MAX_SEED,
+        description="seed of the initial model, the partition and every random choice, except those of clients in jobs "
+        "with masks or noise; with secure_aggregation, a job that sets none gets one that fl-server draws, or that of "
+        "the version that it starts from",
     )
 
     encoding: EncodingName = Field("uniform", description="how clients encode their updates")

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from fedring.client.config import ClientConfig
 from fedring.client.errors import FederationClosed, RoundOver, UpdateRefused
 from fedring.client.privacy import Ledger, dp_of, own_noise_refusal, refusal
+from fedring.client.secret import ClientSecret
 from fedring.client.secure.identity import PeerCheck, load_signer
 from fedring.client.secure.masked import masked_update, private_update
 from fedring.client.secure.party import Party, Site
@@ -62,13 +63,14 @@ class SecureDesk:
         link: the session to the server.
         config: the configuration.
         ledger: what this client has spent of its privacy.
+        secret: the client's own, from which all follows that others must not be able to repeat.
 
     Raises:
-        ConfigError: if the files of finished rounds, or the list of revoked certificates, cannot be read.
+        ConfigError: if what is kept of finished rounds, or the list of revoked certificates, cannot be read.
     """
 
-    def __init__(self, link: ServerLink, config: ClientConfig, ledger: Ledger) -> None:
-        self._link, self._config, self._ledger = link, config, ledger
+    def __init__(self, link: ServerLink, config: ClientConfig, ledger: Ledger, secret: ClientSecret) -> None:
+        self._link, self._config, self._ledger, self.secret = link, config, ledger, secret
         self._state = SecureState(config.state_dir)
         self._revoked = Revocations(config.tls.crl, config.tls.ca)
         self._party: Party | None = None
@@ -270,7 +272,7 @@ class SecureDesk:
             config.client_id, signer.proof, peers=config.privacy.peers, tls=config.tls, revoked=self._revoked
         )
         log.info("this client signs with the key of the fingerprint %s", signer.fingerprint)
-        return Site(config.client_id, signer, check, config.privacy.min_clients)
+        return Site(config.client_id, signer, check, config.privacy.min_clients, strict=config.privacy.demands)
 
     def _answer(self, call: str, message: Message) -> None:
         """Begin to send a message, in the place of the same one that may be on its way."""

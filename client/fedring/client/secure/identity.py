@@ -1,8 +1,5 @@
 """Who this client is to its peers, and who may be one: certificates, keys without one, and pinned fingerprints."""
 
-import contextlib
-import os
-import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +14,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from fedring.daemon.config import ConfigError
-from fedring.daemon.durable import sync, write_durably
+from fedring.daemon.durable import create_durably
 from fedring.rpc.certificates import identity_of, load_authorities, load_pair, read_secretly
 from fedring.rpc.identity import Role
 from fedring.rpc.revocation import Revocations, serial_of
@@ -111,17 +108,10 @@ class PeerCheck:
 def _own_key(path: Path) -> PrivateKey:
     if not path.exists():
         pem = Ed25519PrivateKey.generate().private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-        new = path.with_name(f"{path.name}.{secrets.token_hex(8)}.new")
         try:
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            write_durably(new, pem)
-            with contextlib.suppress(FileExistsError):  # another process was faster: its key counts
-                os.link(new, path)
-            sync(path.parent)
+            create_durably(path, pem)
         except OSError as error:
             raise ConfigError(f"cannot write {path}: {error.strerror}") from error
-        finally:
-            new.unlink(missing_ok=True)
     return _private_key(read_secretly(path), path)
 
 

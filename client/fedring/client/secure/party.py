@@ -47,6 +47,7 @@ class Site:
     signer: Signer
     check_identity: CheckIdentity  # says who may be a peer
     min_clients: int = 0  # fewest clients of a group, and fewest survivors, that this site helps to add up
+    strict: bool = False  # whether it refuses to be asked for two sums that differ by few updates
 
 
 class Party:
@@ -69,6 +70,7 @@ class Party:
         self.name = name_of(command)
         self.task = task_digest(command)
         self._site, self._state = site, state
+        self._sums = state.released.sums(command.model_digest, site.min_clients, strict=site.strict)
         self._lock = threading.Lock()
         record = state.load(self.name)
         if record is None:
@@ -208,7 +210,7 @@ class Party:
         Raises:
             SecureError: "other_survivors" if others were taken before, "bad_survivors" if they are not peers, too few,
                 or without this client or its update, "privacy_policy" if they are too few for this site,
-                "other_identity" if this client's key was replaced since it has sent its keys.
+                "other_identity" if this client's key was replaced since it has sent its keys, or as Sums.check().
             OSError: if the file cannot be written.
         """
         data = message.SerializeToString(deterministic=True)
@@ -216,6 +218,7 @@ class Party:
             if self._is_new("survivors", data):
                 names = list(message.client_ids)
                 self._check_survivors(names)
+                self._sums.check(names)
                 key = self._site.signer
                 if key.proof.key() != self._roster.member(self._site.client_id).key:
                     raise SecureError("other_identity", "the key of this client was replaced while the round went on")
@@ -231,8 +234,8 @@ class Party:
         Raises:
             SecureError: "bad_survivors" if survivors were not taken before, or others have signed,
                 "bad_peer_signature" if one of the signatures is not of these survivors, "too_few_signatures" if they
-                are fewer than the threshold.
-            OSError: if the file cannot be written.
+                are fewer than the threshold, or as Sums.check().
+            OSError: if a file cannot be written.
         """
         with self._lock:
             if not self._record.released:
@@ -368,6 +371,7 @@ class Party:
         if len(signers) < self._roster.threshold:
             text = f"{len(signers)} survivors have signed: {self._roster.threshold} are needed"
             raise SecureError("too_few_signatures", text)
+        self._sums.note(survivors)
         shares = self._open(_parse(wire.SecurePeers, self._record.peers))
         shares[self._site.client_id] = self.shares_of(self._site.client_id)
         answer = wire.UnmaskShares(round=self.name.round)

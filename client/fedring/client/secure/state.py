@@ -3,6 +3,7 @@
     RUN-EPOCH-ROUND.json    one round: its secrets, and each message that was taken or is about to be sent. RUN is a
                             digest of the run's id. The first line is the SHA-256 of the others.
     finished.json           the newest round of each run whose secrets are gone, and why it ended
+    released.json           for which survivors masks were removed: see `released`
 
 Only the owner can read the files. A file is replaced as a whole and durably, before anything that depends on it leaves
 the client: a kill at any moment leaves the old content or the new one.
@@ -19,6 +20,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import NamedTuple
 
+from fedring.client.secure.released import Released
 from fedring.daemon.config import ConfigError
 from fedring.daemon.crash import crashpoint
 from fedring.daemon.durable import replace_durably, sync
@@ -84,8 +86,11 @@ class SecureState:
     Args:
         state_dir: the state folder of the client, which the caller has locked.
 
+    Attributes:
+        released: for which survivors this client has helped to remove masks.
+
     Raises:
-        ConfigError: if finished.json is damaged.
+        ConfigError: if finished.json or released.json is damaged.
     """
 
     def __init__(self, state_dir: Path) -> None:
@@ -103,6 +108,7 @@ class SecureState:
                 f"{self._file} says which rounds with secure aggregation are over, and cannot be read ({error}): "
                 "restore it, or remove it if no server may ask for one of them again"
             ) from error
+        self.released = Released(self._folder)
         self._clear()
 
     def finished(self, name: RoundName) -> Finished | None:

@@ -290,6 +290,8 @@ def _check_key(key: str) -> None:
 def _defaults_for(table: Mapping[str, Any], defaults: Job) -> dict[str, Any]:
     """Return the defaults, without those tables and arguments that what `table` names would not understand."""
     known = defaults.model_dump()
+    if "seed" not in defaults.model_fields_set:
+        del known["seed"]
     if table.get("model", defaults.model) != defaults.model:
         del known["model_args"]
     if table.get("optimizer", defaults.optimizer) != defaults.optimizer:
@@ -312,9 +314,12 @@ def _defaults_for(table: Mapping[str, Any], defaults: Job) -> dict[str, Any]:
 def _is_of(stored: dict[str, Any], job: Job) -> bool:
     """Return whether a stored specification, perhaps by an older version, is the job's."""
     try:
-        return Job.model_validate(stored) == job
+        known = Job.model_validate(stored)
     except ValidationError:
         return False
+    if job.seed_is_open:  # it may have been chosen meanwhile
+        return known.model_copy(update={"seed": job.seed}) == job
+    return known == job and not known.seed_is_open
 
 
 def _limit(request: pb.ListRequest) -> int:

@@ -64,9 +64,9 @@ class Jobs:
         Returns:
             The job's row, and whether the key was known already: then the row is that of the job it belongs to.
         """
-        wanted = JobRow(
-            0, spec.name, spec.model_dump(mode="json"), spec.rounds, time.time(), idempotency_key=key or None
-        )
+        open_ = {"seed"} if spec.seed_is_open else None  # it is chosen when the job starts
+        stored = spec.model_dump(mode="json", exclude=open_)
+        wanted = JobRow(0, spec.name, stored, spec.rounds, time.time(), idempotency_key=key or None)
         row = await self._facts.db(self._store.create_job, wanted)
         self._queued.set()
         return row, row.created_at != wanted.created_at
@@ -155,7 +155,7 @@ class Jobs:
         await self._facts.keep(self._facts.db, self._store.set_job_state, row.job_id, "running")
         try:
             with _faults_of_the_job(row.job_id):
-                what = await self._facts.keep(self._opener.begin, row, spec)
+                spec, what = await self._facts.keep(self._opener.begin, row, spec)
             text = f"job {row.job_id} ({row.name}) {what}: {counted(row.rounds, 'round')} of {spec.model}"
             self._journal.write("job_started", text, job_id=row.job_id)
             return await self._run_rounds(row, spec)

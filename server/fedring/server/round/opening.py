@@ -50,18 +50,21 @@ class RoundOpener:
         self._sessions, self._test_set, self._config = sessions, test_set, config
         self._frozen_digest = ""  # of the job that runs
 
-    async def begin(self, job: JobRow, spec: Job) -> str:
-        """Decide what a job starts from, and make it available. Returns a clause that says what it is.
+    async def begin(self, job: JobRow, spec: Job) -> tuple[Job, str]:
+        """Decide what a job starts from, and make it available.
+
+        Returns:
+            The job with its seed, and a clause that says what it starts from.
 
         Raises:
             StorageFailed: if the disk refuses it; nothing was changed.
             StorageError, SeamError: if the job cannot start from there.
         """
-        base, text = await begin(self._facts, self._models, job, spec)
+        base, spec, text = await begin(self._facts, self._models, job, spec)
         self._frozen_digest = await self._facts.heavy(self._models.maker.frozen_digest, spec, base)
         if self._rounds.latest is None or base.version > self._rounds.latest.version:  # it was just made
             self._rounds.latest = base
-        return text
+        return spec, text
 
     async def open(self, job: JobRow, spec: Job, job_round: int) -> None:
         """Open the next round of a job.

@@ -3,6 +3,7 @@
 It is decided once, when the job starts, and noted with the job. A restarted server goes on from there.
 """
 
+import secrets
 from dataclasses import replace
 
 from fedring.server.model.models import Models
@@ -10,6 +11,7 @@ from fedring.server.state.facts import Facts
 from fedring.server.state.failures import StorageError
 from fedring.server.state.ratings import best_of
 from fedring.server.state.rows import JobRow, ModelRow
+from fedring.train.bounds import MAX_SEED
 from fedring.train.job import Job
 from fedring.train.metrics import result_of
 from fedring.train.start import BEST, FRESH, NEWEST, is_path, version_of
@@ -17,23 +19,27 @@ from fedring.train.start import BEST, FRESH, NEWEST, is_path, version_of
 _ALL = 1_000_000_000
 
 
-async def begin(facts: Facts, models: Models, job: JobRow, spec: Job) -> tuple[ModelRow, str]:
-    """Return the model that a job starts from, or goes on from after a restart, and a clause that says which it is.
+async def begin(facts: Facts, models: Models, job: JobRow, spec: Job) -> tuple[ModelRow, Job, str]:
+    """Decide which model a job starts from, or goes on from after a restart.
 
     A new model is published. What was decided is durable when this returns.
+
+    Returns:
+        The model, the job with its seed, and a clause that says which model it is.
 
     Raises:
         StorageError: if the version that the job names is not kept, or is damaged.
         SeamError: if the version or the file does not fit the job, or no model can be made.
     """
     if (known := await _last_of(facts, job)) is not None:
-        return known, f"goes on from version {known.version}"
+        return known, spec, f"goes on from version {known.version}"
     rows = await facts.db(facts.store.models, _ALL)
     wanted, why = await _find(facts, models, spec, rows)
+    seeded = await facts.db(_with_seed, facts, spec, wanted) if spec.seed_is_open else spec
     if wanted is None:
         version = await facts.db(facts.store.next_version)
         path = spec.start if is_path(spec.start) else ""
-        made = await facts.heavy(models.maker.first, spec, version, path)
+        made = await facts.heavy(models.maker.first, seeded, version, path)
         first = wanted = replace(made, job_id=job.job_id)
         why = f"starts {f'from {path}' if path else 'fresh'}, as version {version}"
     else:
@@ -41,9 +47,11 @@ async def begin(facts: Facts, models: Models, job: JobRow, spec: Job) -> tuple[M
         models.versions.remember(wanted)  # a model that was damaged when the server started is not known yet
     newest = next((row for row in rows if row.schema_hash == wanted.schema_hash), None)
     after = await facts.db(_residuals_end, facts, wanted, newest)
-    await facts.db(facts.store.begin_job, job.job_id, wanted.version, after, first)
+    if seeded is not spec:
+        job = replace(job, spec=seeded.model_dump(mode="json"))
+    await facts.db(facts.store.begin_job, job, wanted.version, after, first)
     models.versions.remember(wanted)
-    return wanted, why
+    return wanted, seeded, why
 
 
 async def base_of(facts: Facts, models: Models, job: JobRow) -> ModelRow:
@@ -88,6 +96,18 @@ async def _find(facts: Facts, models: Models, spec: Job, rows: list[ModelRow]) -
         why = f"none of this model's versions {what}" if alike else "there is no version of this model yet"
         raise StorageError("unknown_model", f'start = "{BEST}": {why}: use start = "{NEWEST}" or "{FRESH}"')
     return best, f"starts from version {best.version}, the best ({result_of(best.metrics, spec.best_by)})"
+
+
+def _with_seed(facts: Facts, spec: Job, wanted: ModelRow | None) -> Job:
+    """Return a job with a seed: that of the version that it continues, or a new one.
+
+    Frozen tensors follow from the seed, so a version is continued with the seed of its own job.
+    """
+    publisher = facts.store.job(wanted.job_id) if wanted is not None else None
+    seed = secrets.randbelow(MAX_SEED + 1) if wanted is None else spec.seed
+    if publisher is not None:
+        seed = publisher.spec.get("seed", seed)
+    return spec.model_copy(update={"seed": seed})
 
 
 def _residuals_end(facts: Facts, base: ModelRow, newest: ModelRow | None) -> tuple[int, int]:

@@ -67,8 +67,15 @@ class Store(Protocol):
         """Return the job with this idempotency key; None if there is none."""
         ...
 
-    def begin_job(self, job_id: int, version: int, after: tuple[int, int], first: ModelRow | None = None) -> None:
-        """Note the version that a job starts from, and the (epoch, round) before its line of models; add it if new."""
+    def begin_job(self, job: JobRow, version: int, after: tuple[int, int], first: ModelRow | None = None) -> None:
+        """Note what a job starts from, and its specification, in one transaction.
+
+        Args:
+            job: The job.
+            version: The version that it starts from.
+            after: The epoch and the number of the round before its line of models.
+            first: The row of that version, if it is new.
+        """
         ...
 
     def set_job_state(self, job_id: int, state: str, reason: str = "") -> None:

@@ -98,12 +98,12 @@ class SqlStore:
     def job_of_key(self, key: str) -> JobRow | None:
         return self._first(select(jobs).where(jobs.c.idempotency_key == key), JobRow)
 
-    def begin_job(self, job_id: int, version: int, after: tuple[int, int], first: ModelRow | None = None) -> None:
+    def begin_job(self, job: JobRow, version: int, after: tuple[int, int], first: ModelRow | None = None) -> None:
         with self._transaction() as connection:
             if first is not None:
                 connection.execute(insert(models), _values(first))
             values = {"start_version": version, "residual_epoch": after[0], "residual_after": after[1]}
-            connection.execute(update(jobs).where(jobs.c.job_id == job_id).values(values))
+            connection.execute(update(jobs).where(jobs.c.job_id == job.job_id).values(values | {"spec": job.spec}))
             crashpoint("before_begin_commit")
         crashpoint("after_begin_commit")
 
