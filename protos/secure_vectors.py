@@ -12,7 +12,7 @@ from fedring.privacy.rotation import Rotation
 from fedring.secure import keys, masks, shamir
 from fedring.secure.levels import integers_of, open_blocks, to_levels
 from fedring.secure.limits import bits_of_sum
-from fedring.secure.sealing import seal
+from fedring.secure.sealing import seal, share_digests
 from fedring.secure.statements import CONTEXT, roster_digest, survivors_statement, task_digest
 from fedring.train.privacy_table import ClientPrivacy
 from fedring.v1 import federation_pb2 as pb
@@ -89,6 +89,7 @@ def _statement(command: pb.TrainCmd, number: int) -> bytes:
 def _keys(roster: bytes) -> Json:
     first, second = _secrets(0), _secrets(1)
     shared = keys.share_key(first.sealing, keys.public_key(second.sealing), roster, *_NAMES[:2])
+    shares = _counted(1, shamir.SHARE_BYTES), _counted(2, shamir.SHARE_BYTES)
     return {
         "client": _NAMES[0],
         "other": _NAMES[1],
@@ -101,8 +102,9 @@ def _keys(roster: bytes) -> Json:
         "share_key": shared.hex(),
         "pair_seed": keys.pair_seed(first.masking, keys.public_key(second.masking), roster, *_NAMES[:2]).hex(),
         "own_seed": keys.own_seed(first.own_mask, roster, _NAMES[0]).hex(),
-        "shares": [_counted(1, shamir.SHARE_BYTES).hex(), _counted(2, shamir.SHARE_BYTES).hex()],
-        "sealed": seal(shared, _counted(1, shamir.SHARE_BYTES), _counted(2, shamir.SHARE_BYTES)).hex(),
+        "shares": [share.hex() for share in shares],
+        "sealed": seal(shared, *shares).hex(),
+        "share_digests": share_digests(roster, *_NAMES[:2], *shares).hex(),
     }
 
 

@@ -20,7 +20,7 @@ from fedring.secure.levels import integers_of, open_blocks, to_levels
 from fedring.secure.limits import bits_of_sum
 from fedring.secure.masks import mask, wrap
 from fedring.secure.roster import Roster, check_roster, signed_keys
-from fedring.secure.sealing import seal, unseal
+from fedring.secure.sealing import seal, share_digests, unseal
 from fedring.secure.shamir import split
 from fedring.secure.signing import Proof, public_bytes, sign
 from fedring.secure.statements import survivors_statement, task_digest
@@ -106,24 +106,28 @@ class SecureClient:
     def send_shares(self) -> None:
         """Wait for the group, and send each member its shares of the client's secrets."""
         self.roster: Roster = check_roster(self.step("roster").roster, self.command, lambda _name, _proof: None)
-        count = len(self.roster.members)
-        masking = split(self._secrets.masking, self.roster.threshold, count)
-        own_mask = split(self._secrets.own_mask, self.roster.threshold, count)
+        masking, own_mask = self.split(self._secrets.masking), self.split(self._secrets.own_mask)
         shares = []
         for member, *pair in zip(self.roster.members, masking, own_mask, strict=True):
             if member.client_id == self.name:
                 self._opened[self.name] = (pair[0], pair[1])
                 continue
             key = share_key(self._secrets.sealing, member.sealing, self.roster.digest, self.name, member.client_id)
-            shares.append(wire.SealedShares(client_id=member.client_id, sealed=seal(key, *pair)))
+            digests = share_digests(self.roster.digest, self.name, member.client_id, pair[0], pair[1])
+            shares.append(wire.SealedShares(client_id=member.client_id, sealed=seal(key, *pair), digests=digests))
         self.call("SendShares", wire.SecureShares(round=self.command.round, shares=shares))
+
+    def split(self, secret: bytes) -> list[bytes]:
+        """Return a share of a secret for each member of the group."""
+        return split(secret, self.roster.threshold, len(self.roster.members))
 
     def take_peers(self) -> None:
         """Wait for the peers' shares."""
         for share in self.step("peers").peers.shares:
             member = self.roster.member(share.client_id)
             key = share_key(self._secrets.sealing, member.sealing, self.roster.digest, share.client_id, self.name)
-            self._opened[share.client_id] = unseal(key, share.sealed)
+            pair = self._opened[share.client_id] = unseal(key, share.sealed)
+            assert share.digests == share_digests(self.roster.digest, share.client_id, self.name, *pair)
         self.peers = [member.client_id for member in self.roster.members if member.client_id in self._opened]
 
     def integers(self) -> tuple[NDArray[np.int64], int]:

@@ -100,8 +100,8 @@ def peers_of(shares: Mapping[str, wire.SecureShares], receiver: str) -> wire.Sec
     """Return what all others that have sent shares have sealed for one client."""
     peers = wire.SecurePeers()
     for sender in sorted(set(shares) - {receiver}):
-        sealed = next(each.sealed for each in shares[sender].shares if each.client_id == receiver)
-        peers.shares.add(client_id=sender, sealed=sealed)
+        dealt = next(each for each in shares[sender].shares if each.client_id == receiver)
+        peers.shares.add(client_id=sender, sealed=dealt.sealed, digests=dealt.digests)
     return peers
 
 

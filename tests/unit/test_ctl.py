@@ -390,5 +390,11 @@ def test_a_round_shows_its_secure_aggregation(server: Server, flctl: Call) -> No
         out = flctl("rounds", "7")[1]
         assert "secure aggregation: 1 group, no client lost" in out
         assert "time of its steps: keys 0.50 s" in out
+        assert "wrong shares" not in out
+        ROUND.liars[:], ROUND.left_out[:] = ["ann"], ["bob", "cem"]
+        out = flctl("rounds", "7")[1]
+        assert "sent wrong shares (bad_share), and left out from now on: ann" in out
+        assert "left out for wrong shares in an earlier round: bob, cem" in out
     finally:
-        ROUND.ClearField("secure")
+        for field in ("secure", "liars", "left_out"):
+            ROUND.ClearField(field)

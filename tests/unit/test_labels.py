@@ -1,6 +1,7 @@
 """Labels of clients: their bounds, which clients a job takes, and what operators read while there are none."""
 
 import asyncio
+from dataclasses import replace
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,19 @@ def test_only_clients_with_the_labels_are_selected() -> None:
     state = after(Opened(1, RULES), state=here(a=EU, b=US, c=EU))
     assert ready(state, RULES) == ["a", "c"]
     assert due(state, 0) == Start(frozenset("ac"))
+
+
+def test_a_client_that_is_left_out_is_not_selected_whatever_its_labels() -> None:
+    rules = replace(RULES, left_out=frozenset("a"))
+    state = after(Opened(1, rules), state=here(a=EU, b=US, c=EU))
+    assert ready(state, rules) == ["c"]
+    assert due(state, 0) is None
+    text = RoundProgress().news(state, "round 1 of job 1", 1.0)[0]
+    assert text.endswith("; 1 of 3 clients here with site=eu; left out for wrong shares: a")
+    reason = why_abandoned(opened(), after(Abandoned("barrier_timeout"), state=state), ("a",), "h:1")
+    assert "left out for wrong shares: a; one more client is needed" in reason
+    state = after(Joined("d", EU), Matched("d"), state=state)
+    assert due(state, 0) == Start(frozenset("cd"))
 
 
 def test_a_round_waits_until_enough_clients_have_the_labels() -> None:

@@ -131,12 +131,21 @@ def _peers(group: Group, *names: str) -> wire.SecurePeers:
     return wire.SecurePeers(shares=[wire.SealedShares(client_id=name, sealed=sealed) for name in names])
 
 
+def _other_digests(group: Group) -> wire.SecurePeers:
+    """Return peers of which one has told the server other digests than those of the shares that it has sealed."""
+    peers = peers_of(group.shares, "c000")
+    digests = peers.shares[1].digests
+    peers.shares[1].digests = digests[:-1] + bytes([digests[-1] ^ 1])
+    return peers
+
+
 PEERS: dict[str, tuple[str, Callable[[Group], wire.SecurePeers]]] = {
     "that do not open": ("bad_share", lambda group: _sealed(group, lambda sealed: sealed[:-1] + b"x")),
     "of another": ("bad_share", _mixed),
     "truncated": ("bad_share", lambda group: _sealed(group, lambda sealed: sealed[:-1])),
     "empty": ("bad_share", lambda group: _sealed(group, lambda sealed: b"")),
     "too long": ("bad_share", lambda group: _sealed(group, lambda sealed: sealed + bytes(100_000))),
+    "other than their digests": ("bad_share", _other_digests),
     "too few": ("too_few_peers", lambda group: _peers(group, "c001")),
     "nobody": ("too_few_peers", lambda group: wire.SecurePeers()),
     "a stranger": ("bad_peers", lambda group: _peers(group, "c001", "c002", "x")),

@@ -87,6 +87,9 @@ def test_keys_and_seeds_are_derived_as_the_document_says() -> None:
     opened = ChaCha20Poly1305(bytes.fromhex(keys["share_key"])).decrypt(bytes(12), bytes.fromhex(keys["sealed"]), None)
     assert opened.hex() == "".join(keys["shares"])
     assert len(bytes.fromhex(keys["sealed"])) == 148
+    names = [bytes.fromhex(EXAMPLES["roster"]), keys["client"].encode(), keys["other"].encode()]
+    kinds = zip(("share of masking key", "share of own mask"), map(bytes.fromhex, keys["shares"]), strict=True)
+    assert b"".join(digest(kind, *names, share) for kind, share in kinds).hex() == keys["share_digests"]
 
 
 @each("shamir")

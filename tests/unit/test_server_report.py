@@ -70,3 +70,9 @@ def test_a_round_with_secure_aggregation_says_what_was_lost_in_which_step() -> N
     assert dict(message.secure.lost) == {"keys": 1, "shares": 0, "unmask": 2}
     assert dict(message.secure.seconds) == {"keys": 0.5}
     assert not round_message(RoundRow(4, 2, 1, "published", 1.5)).HasField("secure")
+
+
+def test_a_round_says_who_has_sent_wrong_shares_and_who_was_left_out_for_that() -> None:
+    message = round_message(RoundRow(4, 2, 1, "published", 1.5, stats={"liars": ["a"], "left_out": ["b", "c"]}))
+    assert (list(message.liars), list(message.left_out)) == (["a"], ["b", "c"])
+    assert not round_message(RoundRow(4, 2, 1, "published", 1.5)).liars

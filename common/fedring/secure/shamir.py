@@ -5,11 +5,11 @@ Any `threshold` shares of a secret give it back, and fewer say nothing about it.
 
 import secrets
 from collections.abc import Mapping
+from functools import lru_cache
 
 SECRET_BYTES = 32
 SHARE_BYTES = 66
-
-_PRIME = 2**521 - 1
+PRIME = 2**521 - 1
 
 
 class BadShares(ValueError):
@@ -26,7 +26,7 @@ def split(secret: bytes, threshold: int, count: int) -> list[bytes]:
     """
     if len(secret) != SECRET_BYTES or not 1 <= threshold <= count:
         raise ValueError(f"cannot split {len(secret)} bytes into {count} shares of which {threshold} are needed")
-    polynomial = [int.from_bytes(secret, "little"), *(secrets.randbelow(_PRIME) for _ in range(threshold - 1))]
+    polynomial = [int.from_bytes(secret, "little"), *(secrets.randbelow(PRIME) for _ in range(threshold - 1))]
     return [_at(polynomial, place).to_bytes(SHARE_BYTES, "little") for place in range(1, count + 1)]
 
 
@@ -41,23 +41,39 @@ def combine(shares: Mapping[int, bytes]) -> bytes:
             can also give a wrong secret.
     """
     values = {place: int.from_bytes(share, "little") for place, share in shares.items()}
-    if not values or any(value >= _PRIME for value in values.values()):
+    if not values or any(value >= PRIME for value in values.values()):
         raise BadShares("a share is not below 2^521 - 1")
-    total = 0
-    for place, value in values.items():
-        above = below = 1
-        for other in values:
-            if other != place:
-                above = above * other % _PRIME
-                below = below * (other - place) % _PRIME
-        total = (total + value * above * pow(below, -1, _PRIME)) % _PRIME
-    if total >= 2 ** (8 * SECRET_BYTES):
+    parts = zip(values.values(), _weights(tuple(values)), strict=True)
+    return secret_of(sum(value * weight for value, weight in parts) % PRIME)
+
+
+def secret_of(constant: int) -> bytes:
+    """Return the secret, 32 bytes, that a polynomial's constant stands for.
+
+    Raises:
+        BadShares: if it stands for none.
+    """
+    if constant >= 2 ** (8 * SECRET_BYTES):
         raise BadShares("the shares do not belong to one secret")
-    return total.to_bytes(SECRET_BYTES, "little")
+    return constant.to_bytes(SECRET_BYTES, "little")
+
+
+@lru_cache(maxsize=4)  # all secrets of a group are combined of shares at the same places
+def _weights(places: tuple[int, ...]) -> tuple[int, ...]:
+    """Return what the shares at these places count in the polynomial's value at 0 (Lagrange)."""
+    weights = []
+    for place in places:
+        above = below = 1
+        for other in places:
+            if other != place:
+                above = above * other % PRIME
+                below = below * (other - place) % PRIME
+        weights.append(above * pow(below, -1, PRIME) % PRIME)
+    return tuple(weights)
 
 
 def _at(polynomial: list[int], place: int) -> int:
     value = 0
     for coefficient in reversed(polynomial):
-        value = (value * place + coefficient) % _PRIME
+        value = (value * place + coefficient) % PRIME
     return value

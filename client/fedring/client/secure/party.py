@@ -26,7 +26,7 @@ from fedring.secure.levels import bits_of
 from fedring.secure.limits import fewest_survivors
 from fedring.secure.masks import mask, wrap
 from fedring.secure.roster import CheckIdentity, Roster, check_roster, signed_keys
-from fedring.secure.sealing import SEALED_BYTES, seal, unseal
+from fedring.secure.sealing import SEALED_BYTES, seal, share_digests, unseal
 from fedring.secure.shamir import SHARE_BYTES, split
 from fedring.secure.signing import BadProof, Proof, sign, verify
 from fedring.secure.statements import survivors_statement, task_digest
@@ -116,8 +116,8 @@ class Party:
 
         Raises:
             SecureError: "other_peers" if others were taken before, "too_few_peers" if they are fewer than the
-                threshold, "bad_peers" if they are not members of the group, "bad_share" if one does not open,
-                "privacy_policy" if they are too few for this site.
+                threshold, "bad_peers" if they are not members of the group, "bad_share" if one does not open or is not
+                what the server was told, "privacy_policy" if they are too few for this site.
             OSError: if the file cannot be written.
         """
         data = message.SerializeToString(deterministic=True)
@@ -309,7 +309,9 @@ class Party:
                 continue
             self._pair_seed(roster, member.client_id)  # refuses a key that cannot be used, while there is time
             key = share_key(secrets.sealing, member.sealing, roster.digest, me, member.client_id)
-            shares.shares.add(client_id=member.client_id, sealed=seal(key, masking[place], own_mask[place]))
+            pair = masking[place], own_mask[place]
+            digests = share_digests(roster.digest, me, member.client_id, *pair)
+            shares.shares.add(client_id=member.client_id, sealed=seal(key, *pair), digests=digests)
         return shares, own
 
     def _open(self, message: wire.SecurePeers) -> dict[str, tuple[bytes, bytes]]:
@@ -318,15 +320,17 @@ class Party:
         opened = {}
         for each in message.shares:
             if len(each.sealed) != SEALED_BYTES:
-                raise SecureError(
-                    "bad_share", f"the sealed shares of {each.client_id} are {len(each.sealed)} bytes long"
-                )
+                text = f"the sealed shares of {each.client_id} are {len(each.sealed)} bytes long"
+                raise SecureError("bad_share", text)
             sealing = roster.member(each.client_id).sealing
             key = share_key(self._record.sealing, sealing, roster.digest, each.client_id, me)
             try:
-                opened[each.client_id] = unseal(key, each.sealed)
+                pair = opened[each.client_id] = unseal(key, each.sealed)
             except SecureError as error:
                 raise SecureError(error.reason, f"{error}: {each.client_id} sealed it") from error
+            # Whoever gives out a share that the server was told otherwise would be taken for a liar.
+            if share_digests(roster.digest, each.client_id, me, *pair) != each.digests:
+                raise SecureError("bad_share", f"{each.client_id} has sealed other shares than it has told the server")
         return opened
 
     def _pair_seed(self, roster: Roster, peer: str) -> bytes:

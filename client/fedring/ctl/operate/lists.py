@@ -347,6 +347,10 @@ def _show_round(round_: pb.Round, output: Output) -> None:
         took = [f"{step} {duration(seconds)}" for step, seconds in round_.secure.seconds.items()]
         if took:
             print(f"time of its steps: {', '.join(took)}")
+    if round_.liars:
+        print(f"sent wrong shares (bad_share), and left out from now on: {', '.join(round_.liars)}")
+    if round_.left_out:
+        print(f"left out for wrong shares in an earlier round: {', '.join(round_.left_out)}")
     if round_.capped:
         print(f"counted for max_samples: {', '.join(round_.capped)}")
 

@@ -73,6 +73,8 @@ def round_summary(message: pb.Round, *, clients: bool = False) -> Summary:
         "stragglers": list(message.stragglers[:MOST_NAMES]),
         "clipped": list(message.clipped[:MOST_NAMES]),
         "capped": list(message.capped[:MOST_NAMES]),
+        "liars": list(message.liars[:MOST_NAMES]),
+        "left_out": list(message.left_out[:MOST_NAMES]),
         "warnings": list(message.warnings[:MOST_NAMES]),
         "accuracy": message.eval_correct / message.eval_classified if message.eval_classified else None,
         "loss": _finite(message.eval_loss_sum / message.eval_total) if message.eval_total else None,

@@ -44,6 +44,7 @@ class Rules:
 
     kind: str = "synchronous"  # the phases that it goes through: a key of machine.KINDS
     labels: Wanted = field(default_factory=lambda: MappingProxyType({}))  # of the clients that can take part
+    left_out: frozenset[str] = frozenset()  # clients that can not, whatever their labels
     min_clients: int = 1
     barrier: str = "matched"
     barrier_timeout: float = 600.0

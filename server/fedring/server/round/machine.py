@@ -198,8 +198,9 @@ def ready(state: State, rules: Rules) -> list[str]:
 
 
 def suitable(state: State, rules: Rules) -> list[str]:
-    """Return the clients with the labels that the round asks for, whether they are ready or not, sorted."""
-    return sorted(client for client, member in state.members.items() if match(member.labels, rules.labels))
+    """Return the clients that the round can select by their names and labels, whether they are ready or not, sorted."""
+    here = state.members.items()
+    return sorted(c for c, member in here if c not in rules.left_out and match(member.labels, rules.labels))
 
 
 def sample(candidates: list[str], round_: Round) -> list[str]:

@@ -31,6 +31,8 @@ class OpenRound:
     done: dict[str, Done] = field(default_factory=dict)  # what the workers of a group say of their work
     stalled: frozenset[str] = frozenset()  # as in the machine's Round
     stragglers: frozenset[str] = frozenset()  # clients that straggler_factor has left out
+    left_out: frozenset[str] = frozenset()  # clients that are not drawn: they sent wrong shares in an earlier round
+    liars: frozenset[str] = frozenset()  # clients that were proved to send wrong shares in this one
     guarded: Guard = field(default_factory=Guard)  # what the job's guards did to the accepted updates
     private: PrivateRound | None = None  # what differential privacy does to it; None = nothing, or not known yet
     secure: SecureState | None = None  # its secure aggregation; None = its job has none, or it has not started
@@ -89,13 +91,13 @@ class OpenRound:
                 "metrics": dict(update.metrics if update else done.metrics),
             }
         trained = combine((weight_of(self.job, row["num_samples"]), row["metrics"]) for row in clients.values())
-        waits_no_more = {"stalled": sorted(self.stalled), "stragglers": sorted(self.stragglers)}
+        named = {key: sorted(getattr(self, key)) for key in ("stalled", "stragglers", "left_out", "liars")}
         return {
             "seconds": seconds,
             "clients": clients,
             "metrics": with_origin("train", trained),
             "settings": {key: getattr(self.command, key) for key in self.job.scheduled} | (self.row.settings or {}),
             **(self.private.stats() if self.private else self.guarded.stats()),
-            **{key: names for key, names in waits_no_more.items() if names},
+            **{key: names for key, names in named.items() if names},
             **({"secure": self.secure.figures(self.accepted)} if self.secure else {}),
         }

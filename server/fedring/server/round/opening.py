@@ -11,7 +11,7 @@ from fedring.server.model.models import Models
 from fedring.server.model.strategy import HISTORY, StrategyError, past_round, with_settings
 from fedring.server.model.testset import TestSet
 from fedring.server.round import machine as rd
-from fedring.server.round.events import Abandoned, Closed, Failed, Opened, Phase, Resumed, Round
+from fedring.server.round.events import Abandoned, Closed, Failed, Opened, Phase, Resumed, Round, Rules
 from fedring.server.round.open_round import OpenRound
 from fedring.server.round.plan import round_command, rules_of
 from fedring.server.round.rounds import Rounds
@@ -109,7 +109,7 @@ class RoundOpener:
         updates = await facts.db(facts.store.updates_of, row.round)
         secure = await facts.db(facts.store.secure_round, row.round)
         open_ = await self._begin(replace(row, phase=Phase.TRAINING), spec, base, small)
-        rules = rules_of(open_.job, grace=self._config.lost_after_seconds)
+        rules = self._rules(open_)
         open_.accepted = {update.client_id: update for update in updates}
         open_.started = time.monotonic() - elapsed
         selected, delivered = frozenset(row.selected), frozenset(open_.accepted)
@@ -150,6 +150,9 @@ class RoundOpener:
             rounds.handle(Abandoned(error.reason))
             return False
         open_.secure = secure
+        for group in secure.state.groups:
+            for client in group.liars:
+                rounds.lied(client, "that was found before the restart")
         for client in sm.out(secure.state):
             rounds.handle(Failed(client, open_.row.round))
         if secure.state.accepted is not None:  # clients may have helped to remove masks: no update is added any more
@@ -179,8 +182,7 @@ class RoundOpener:
     ) -> None:
         """Let a round wait for its clients, or abandon it if its strategy has failed."""
         open_ = await self._begin(row, spec, base, small)
-        rules = rules_of(open_.job, grace=self._config.lost_after_seconds)
-        self._rounds.handle(Opened(row.round, rules, elapsed))
+        self._rounds.handle(Opened(row.round, self._rules(open_), elapsed))
         if failure is not None:
             log.error("round %d has no settings: %s", row.round, failure, exc_info=failure.__cause__)
             open_.failures.insert(0, str(failure))
@@ -198,5 +200,16 @@ class RoundOpener:
             maker = self._models.maker
             command.secure.CopyFrom(await self._facts.heavy(maker.secure_round, base, configured))
         open_ = OpenRound(row, configured, command, base, small)
+        if configured.secure_aggregation is not None:
+            open_.left_out = await self._facts.db(self._liars_before, row)
         self._rounds.begin(open_)
         return open_
+
+    def _rules(self, open_: OpenRound) -> Rules:
+        rules = rules_of(open_.job, grace=self._config.lost_after_seconds)
+        return replace(rules, left_out=open_.left_out)
+
+    def _liars_before(self, row: RoundRow) -> frozenset[str]:
+        """Return the clients that have sent wrong shares in an earlier round of the job; each round tells the next."""
+        rows = self._facts.store.rounds(1, row.job_id, row.round)
+        return frozenset(name for last in rows for key in ("left_out", "liars") for name in last.stats.get(key, ()))

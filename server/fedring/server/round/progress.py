@@ -58,7 +58,7 @@ def why_abandoned(open_: OpenRound, state: State, away: Iterable[str], listen: s
     if round_.reason == "barrier_timeout":
         rules = round_.rules
         # Nobody knows the labels of clients that are away.
-        known = {*rd.suitable(state, rules), *(() if rules.labels else away)}
+        known = {*rd.suitable(state, rules), *(() if rules.labels else away)} - rules.left_out
         missing = sorted(known - set(rd.ready(state, rules)))
         unknown = rules.min_clients - len(known)
         return f"barrier_timeout: {_readiness(state, rules)}{_without(missing)}{_to_start(unknown, rules, listen)}"
@@ -85,7 +85,8 @@ def _readiness(state: State, rules: Rules) -> str:
     if rules.labels:
         here = f"{suitable} of {counted(len(state.members), 'client')} here with" if suitable else "no client here has"
         labels = f"; {here} {shown(rules.labels)}"
-    return f"ready={have}/{expected} (min={rules.min_clients}, barrier {rules.barrier}){labels}"
+    left_out = f"; left out for wrong shares: {_listed(sorted(rules.left_out))}" if rules.left_out else ""
+    return f"ready={have}/{expected} (min={rules.min_clients}, barrier {rules.barrier}){labels}{left_out}"
 
 
 def _to_start(count: int, rules: Rules, listen: str) -> str:
@@ -100,6 +101,9 @@ def _to_start(count: int, rules: Rules, listen: str) -> str:
 
 
 def _without(missing: list[str]) -> str:
-    names = ", ".join(missing[:_MOST_NAMES])
-    more = f" and {len(missing) - _MOST_NAMES} more" if len(missing) > _MOST_NAMES else ""
-    return f", without {names}{more}" if missing else ""
+    return f", without {_listed(missing)}" if missing else ""
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return ", ".join(names[:_MOST_NAMES]) + more

@@ -52,6 +52,8 @@ def round_message(row: RoundRow, *, delivered: int | None = None) -> pb.Round:
         missing=[name for name in row.selected if name not in delivered_ids] if row.ended_at else [],
         clients=clients,
         secure=_progress(stats["secure"]) if "secure" in stats else None,
+        liars=stats.get("liars", ()),
+        left_out=stats.get("left_out", ()),
     )
 
 

@@ -157,6 +157,22 @@ class Rounds:
             self.group(gr.Closed(reason))
             self.open.retryable = self.open.retryable and reason not in _FAULTS_OF_THE_CODE
 
+    def lied(self, client: str, why: str) -> None:
+        """Note that a client was proved to have sent wrong shares: the job's later rounds go on without it.
+
+        Args:
+            client: the client.
+            why: a clause that says what it did.
+        """
+        open_ = self.open
+        if open_ is None or client in open_.liars:
+            return
+        open_.liars |= {client}
+        text = f"{open_.title}: bad_share: {client} sent wrong shares, and later rounds go on without it: {why}"
+        self._journal.write(
+            "client_lied", text, job_id=open_.row.job_id, client_id=client, state=self.message(clients=False)
+        )
+
     def stalls_at(self, session: Session) -> float:
         """Return when the client is stalled unless it makes progress before, monotonic seconds; inf means never."""
         if session.transfers or not session.reports_progress:

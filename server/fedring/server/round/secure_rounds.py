@@ -17,7 +17,6 @@ from random import SystemRandom
 from fedring.rpc.certificates import identity_of, load_authorities
 from fedring.rpc.errors import BadRequest, OtherMessage, Unavailable, UnknownRound
 from fedring.rpc.identity import Role
-from fedring.secure.errors import SecureError
 from fedring.secure.roster import Member
 from fedring.secure.signing import BadProof, Proof, check_chain
 from fedring.server.config import ServerConfig
@@ -32,7 +31,7 @@ from fedring.server.round.secure_state import KINDS, Message, SecureState, secur
 from fedring.server.round.sessions import Sessions
 from fedring.server.secure import events as ev
 from fedring.server.secure import machine as sm
-from fedring.server.secure.combining import masks_of
+from fedring.server.secure.combining import unmask
 from fedring.server.secure.events import Step
 from fedring.server.secure.groups import form_groups
 from fedring.server.state.facts import Facts
@@ -50,7 +49,7 @@ _STEPS: dict[type[Message], Step] = {
     wire.UnmaskShares: Step.UNMASK,
 }
 _MOST_BYTES = 1 << 16
-"""The longest message of a client: the shares of a group of 100, whose ids may have 128 letters, have 28 KB."""
+"""The longest message of a client: the shares of a group of 100, whose ids may have 128 letters, have 35 KB."""
 
 _COMMITS: dict[type[ev.Event], str] = {
     ev.Grouped: "roster",
@@ -260,14 +259,16 @@ class SecureRounds:
         self._rounds.tell("secure_clients_lost", f"{open_.title}: {text}")
 
     async def _combine(self, open_: OpenRound, secure: SecureState, place: int) -> None:
-        group = secure.state.groups[place]
-        roster, shares, bits = secure.rosters[place], secure.shares_of(place), secure.bits(place)
-        try:
-            masks = await self._facts.heavy(masks_of, roster, group.peers, group.survivors, shares, bits)
-        except SecureError as error:
-            log.error("round %d: %s", open_.row.round, error)
-            return await self._decide(open_, secure, ev.GroupFailed(place, error.reason))
-        secure.masks[place] = replace(masks, integers=secure.integers(place))
+        agreed, answers = secure.agreed(place), secure.shares_of(place)
+        done = await self._facts.heavy(unmask, agreed, answers, secure.bits(place))
+        for client in sorted(done.liars):
+            self._rounds.lied(client, done.liars[client])
+        if done.masks is None:
+            unknown = _listed(done.unknown)
+            log.error("round %d: too few shares of the secrets of %s are right", open_.row.round, unknown)
+            liars = tuple(sorted(done.liars))
+            return await self._decide(open_, secure, ev.GroupFailed(place, "bad_unmask_shares", liars))
+        secure.masks[place] = replace(done.masks, integers=secure.integers(place))
         self._handle(secure, ev.Combined(place))
 
     async def _give_up(self, open_: OpenRound, reason: str) -> None:
@@ -311,7 +312,9 @@ def _too_few(state: ev.State) -> str:
         answered, asked = len(state.keys), len(state.clients)
         return f"{answered} of {asked} clients have sent their keys in time, and {state.rules.fewest} are needed"
     left = sum(len(group.survivors or group.peers) for group in state.groups if not group.reason)
-    return f"the masks of {left} updates can be removed, and {state.rules.needed} updates are needed"
+    liars = sorted(name for group in state.groups for name in group.liars)
+    why = f": bad_share: {_listed(liars)} sent wrong shares" if liars else ""
+    return f"the masks of {left} updates can be removed, and {state.rules.needed} updates are needed{why}"
 
 
 def _listed(names: Sequence[str]) -> str:

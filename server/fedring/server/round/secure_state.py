@@ -11,13 +11,14 @@ from fedring.secure.errors import SecureError
 from fedring.secure.keys import draw_secrets, pair_seed
 from fedring.secure.levels import bits_of
 from fedring.secure.roster import CheckIdentity, Member, Roster, check_member
-from fedring.secure.sealing import SEALED_BYTES
+from fedring.secure.sealing import DIGEST_BYTES, SEALED_BYTES
 from fedring.secure.shamir import SHARE_BYTES
 from fedring.secure.signing import BadProof, verify
 from fedring.secure.statements import survivors_statement, task_digest
 from fedring.server.model.masked_sum import GroupMasks, PrivateIntegers, private_width, width_of
 from fedring.server.secure import events as ev
 from fedring.server.secure import machine as sm
+from fedring.server.secure.combining import Agreed
 from fedring.server.secure.events import Step
 from fedring.server.state.rows import SecureMessageRow, SecureRoundRow
 from fedring.train.job import Job
@@ -32,7 +33,7 @@ KINDS = {Step.KEYS: "keys", Step.SHARES: "shares", Step.SURVIVORS: "signature", 
 
 TOO_LATE = "too_late"
 
-_DURABLE = ("step", "members", "peers", "survivors", "signers", "reason")
+_DURABLE = ("step", "members", "peers", "survivors", "signers", "reason", "liars")
 
 
 def secure_rules(job: Job) -> ev.Rules | None:
@@ -70,7 +71,7 @@ class SecureState:
     seconds: dict[str, float] = field(default_factory=dict)
     _owners: dict[bytes, str] = field(default_factory=dict)  # the clients of the members' public keys
     _told: dict[tuple[int, Step], bytes] = field(default_factory=dict)
-    _sealed: dict[str, dict[str, bytes]] = field(default_factory=dict)
+    _dealt: dict[str, dict[str, wire.SealedShares]] = field(default_factory=dict)
 
     @cached_property
     def rosters(self) -> list[Roster]:
@@ -181,6 +182,7 @@ class SecureState:
                 others = [name for name in group.members if name != client]
                 _require([share.client_id for share in message.shares] == others, "the shares are for other clients")
                 _require_lengths([share.sealed for share in message.shares], SEALED_BYTES)
+                _require_lengths([share.digests for share in message.shares], 2 * DIGEST_BYTES)
             elif isinstance(message, wire.SurvivorsSignature):
                 text = survivors_statement(roster.digest, group.peers, group.survivors)
                 verify(roster.member(client).key, message.signature, text)
@@ -218,6 +220,12 @@ class SecureState:
         """Return what the signers of a group have sent to remove masks, by client."""
         sent, answered = self.messages[Step.UNMASK], self.state.groups[place].answered
         return {name: list(wire.UnmaskShares.FromString(sent[name]).shares) for name in sorted(answered)}
+
+    def agreed(self, place: int) -> Agreed:
+        """Return what the members of a group know of each other before its masks are removed."""
+        group = self.state.groups[place]
+        digests = {peer: {name: share.digests for name, share in self._dealt_by(peer).items()} for peer in group.peers}
+        return Agreed(self.rosters[place], group.peers, group.survivors, digests)
 
     def figures(self, accepted: Collection[str]) -> dict[str, Any]:
         """Return how far the secure aggregation is, as JSON; `accepted` names the clients whose updates are."""
@@ -267,13 +275,15 @@ class SecureState:
     def _sealed_for(self, client: str, peers: Sequence[str]) -> list[wire.SealedShares]:
         """Return what the other peers have sealed for a client, in the roster's order."""
         others = [peer for peer in peers if peer != client]
-        return [wire.SealedShares(client_id=peer, sealed=self._sealed_by(peer)[client]) for peer in others]
+        dealt = ((peer, self._dealt_by(peer)[client]) for peer in others)
+        return [wire.SealedShares(client_id=peer, sealed=each.sealed, digests=each.digests) for peer, each in dealt]
 
-    def _sealed_by(self, peer: str) -> dict[str, bytes]:
-        found = self._sealed.get(peer)
+    def _dealt_by(self, peer: str) -> dict[str, wire.SealedShares]:
+        """Return what a peer has sealed, by receiver."""
+        found = self._dealt.get(peer)
         if found is None:
             sent = wire.SecureShares.FromString(self.messages[Step.SHARES][peer]).shares
-            found = self._sealed[peer] = {share.client_id: share.sealed for share in sent}
+            found = self._dealt[peer] = {share.client_id: share for share in sent}
         return found
 
 
@@ -319,7 +329,8 @@ def _group(
     entry: Mapping[str, Any], messages: Mapping[Step, Mapping[str, bytes]], accepted: Collection[str], since: float
 ) -> ev.Group:
     members, peers, survivors, signers = (tuple(entry[key]) for key in ("members", "peers", "survivors", "signers"))
-    group = ev.Group(members, Step(entry["step"]), since, peers, survivors, signers, reason=entry["reason"])
+    ended = {"reason": entry["reason"], "liars": tuple(entry.get("liars", ()))}
+    group = ev.Group(members, Step(entry["step"]), since, peers, survivors, signers, **ended)
     if group.survivors and not set(group.survivors) <= set(accepted):
         group = replace(group, reason=group.reason or "damaged_blob")  # the server has stopped while it noted this
     sent = messages.get(group.step, {})

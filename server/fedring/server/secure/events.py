@@ -55,6 +55,7 @@ class Group:
     signers: tuple[str, ...] = ()  # survivors whose signatures have come in time
     answered: frozenset[str] = frozenset()  # clients that have answered in this step
     reason: str = ""  # why the group has failed; empty = it has not
+    liars: tuple[str, ...] = ()  # members that were proved to have sent wrong shares, if that let the group fail
 
     @property
     def threshold(self) -> int:
@@ -173,6 +174,7 @@ class GroupFailed:
 
     group: int
     reason: str
+    liars: tuple[str, ...] = ()  # members that were proved to have sent wrong shares
 
 
 @dataclass(frozen=True, slots=True)

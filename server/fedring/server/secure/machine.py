@@ -71,8 +71,8 @@ def apply(state: State, event: Event, now: float) -> State:
             return _next(state, place, Step.SURVIVORS, event, now, signers=signers)
         case Combined(place):
             return _next(state, place, Step.UNMASK, event, now)
-        case GroupFailed(place, reason):
-            return _replace(state, place, replace(state.groups[place], reason=reason))
+        case GroupFailed(place, reason, liars):
+            return _replace(state, place, replace(state.groups[place], reason=reason, liars=liars))
         case Delayed(seconds):
             groups = tuple(replace(group, since=group.since + seconds) for group in state.groups)
             return replace(state, since=state.since + seconds, groups=groups)

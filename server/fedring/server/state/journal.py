@@ -21,6 +21,7 @@ _LEVELS = {
     "update_accepted": logging.DEBUG,
     "update_refused": logging.WARNING,
     "client_failed": logging.WARNING,
+    "client_lied": logging.WARNING,
     "client_refused": logging.WARNING,
     "storage_failed": logging.ERROR,
     "blob_damaged": logging.ERROR,

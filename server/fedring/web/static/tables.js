@@ -8,7 +8,7 @@ import { lostIn, stepTimes } from "./privacy.js";
 const MOST_ROWS = 200;
 const GOOD = new Set(["round_published", "round_evaluated", "group_formed"]);
 const BAD = new Set([
-  "round_abandoned", "client_failed", "client_stalled", "round_stragglers", "client_lost", "client_refused", "update_refused", "group_lost", "storage_failed",
+  "round_abandoned", "client_failed", "client_lied", "client_stalled", "round_stragglers", "client_lost", "client_refused", "update_refused", "group_lost", "storage_failed",
   "blob_damaged",
 ]);
 const STATES = { watching: ["good", "ready"], joined: ["warn", "joining"], away: ["bad", "away"] };
@@ -52,7 +52,8 @@ export function showRounds(rounds, job) {
 
 // The clients whose updates the guards of the job have changed, how long secure aggregation took, and what went wrong.
 function guarded(round) {
-  const named = [["shortened to the job's bound", round.clipped], ["counted for max_samples", round.capped]];
+  const named = [["shortened to the job's bound", round.clipped], ["counted for max_samples", round.capped],
+    ["left out from now on for wrong shares", round.liars], ["left out for wrong shares before", round.left_out]];
   const told = named.filter(([, names]) => names?.length).map(([what, names]) => `${what}: ${names.join(", ")}`);
   return [...told, stepTimes(round), ...(round.warnings ?? [])].filter(Boolean).join("; ");
 }
