@@ -245,31 +245,32 @@ def test_a_job_that_is_strong_enough_is_taken(tmp_path: Path) -> None:
     assert refusal(SitePolicy.model_validate({}), Ledger(tmp_path), command(mode="pipeline", dp="")) == ""
 
 
-def test_the_ledger_charges_each_round_once_and_survives_a_restart(tmp_path: Path) -> None:
+def test_the_ledger_charges_each_update_once_and_survives_a_restart(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path)
     for number in (1, 1, 2):
-        ledger.charge(command(number))
-    ledger.charge(command(3, dp=""))
-    assert ledger.epsilon_with(command(2), 1e-5) == epsilon([1.0, 1.0], 1e-5)
+        ledger.charge(command(number), f"update {number}")
+    ledger.charge(command(3, dp=""), "update 3")
+    assert ledger.epsilon_with(command(2), 1e-5, update="update 2") == epsilon([1.0, 1.0], 1e-5)
     again = Ledger(tmp_path)
-    again.charge(command(2))  # the round before the restart
+    again.charge(command(2), "update 2")  # the one before the restart
     assert again.epsilon_with(command(3), 1e-5) == epsilon([1.0] * 3, 1e-5)
     policy = SitePolicy.model_validate({"max_epsilon": epsilon([1.0] * 3, 1e-5)})
     assert refusal(policy, again, command(3)) == ""
-    again.charge(command(3))
-    assert refusal(policy, again, command(3)) == ""  # it is asked for again
-    assert "above its privacy.max_epsilon" in refusal(policy, again, command(4))
+    again.charge(command(3), "update 3")
+    assert refusal(policy, again, command(3), update="update 3") == ""  # it is asked for again
+    for name in ("", "another update"):  # what is not made yet costs, too
+        assert "above its privacy.max_epsilon" in refusal(policy, again, command(3), update=name)
     restored, other = command(3), command(3)
     restored.epoch, other.model_digest = 1, "another model"
     weaker = command(3, dp=FIXED.model_copy(update={"noise_multiplier": 0.1}).model_dump_json())
     for asked in (restored, other, weaker):  # the noise is another one, or what is trained
-        assert "above its privacy.max_epsilon" in refusal(policy, again, asked)
+        assert "above its privacy.max_epsilon" in refusal(policy, again, asked, update="update 3")
 
 
 def test_the_ledger_counts_integers_with_skellam_noise_too(tmp_path: Path) -> None:
     charge = SkellamCharge(50.0, 100, 2500.0)
     (tmp_path / "privacy.json").write_text(json.dumps({"last": "", "rounds": {str(charge): 2, "1.0": 1}}))
-    Ledger(tmp_path).charge(command(7))
+    Ledger(tmp_path).charge(command(7), "update 7")
     rounds = json.loads((tmp_path / "privacy.json").read_text())["rounds"]
     assert rounds == {str(charge): 2, "1.0": 2}
     assert Ledger(tmp_path).epsilon_with(command(8), 1e-5) == epsilon([charge, charge, 1.0, 1.0, 1.0], 1e-5)
@@ -295,8 +296,9 @@ def test_a_damaged_ledger_is_not_taken_for_an_empty_one(text: str, tmp_path: Pat
 
 
 def test_the_ledger_is_written_whole(tmp_path: Path) -> None:
-    Ledger(tmp_path).charge(command(7))
-    assert json.loads((tmp_path / "privacy.json").read_text()) == {"last": "run 0 7  1.0", "rounds": {"1.0": 1}}
+    Ledger(tmp_path).charge(command(7), "update 7")
+    known = {"last": "run 0 7  1.0 update 7", "rounds": {"1.0": 1}}
+    assert json.loads((tmp_path / "privacy.json").read_text()) == known
     assert [path.name for path in tmp_path.iterdir()] == ["privacy.json"]
 
 

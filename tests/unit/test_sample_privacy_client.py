@@ -285,11 +285,11 @@ def test_the_account_is_kept_beside_that_of_whole_clients(tmp_path: Path) -> Non
     ledger = Ledger(tmp_path)
     assert ledger.sample_epsilon(1e-5) == 0.0
     ledger.charge_samples(command(1), STEPS)
-    ledger.charge(command(8, dp='{"noise_multiplier": 2.0}'))
+    ledger.charge(command(8, dp='{"noise_multiplier": 2.0}'), "update 8")
     ledger.charge_samples(command(1), STEPS)
     ledger.charge_samples(command(2), SampledSteps(0.2, 1.0, 5))
     for known in (ledger, Ledger(tmp_path)):
-        assert known.epsilon_with(command(8), 1e-5) == epsilon([2.0] * 4, 1e-5)
+        assert known.epsilon_with(command(8), 1e-5, update="update 8") == epsilon([2.0] * 4, 1e-5)
         assert known.sample_epsilon(1e-5, of=command(1)) == sampled_epsilon([STEPS, STEPS], 1e-5)
         total = sampled_epsilon([STEPS, STEPS, SampledSteps(0.2, 1.0, 5)], 1e-5)
         assert known.sample_epsilon(1e-5) == total

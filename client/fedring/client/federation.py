@@ -163,7 +163,7 @@ class Federation:
                     self._evaluate(work)
                     continue
                 why = refusal(self.config.privacy, self._spool.ledger, work.command)
-                if not self._delivery.settle(work, send=not why and self._may_send(work.command)):
+                if not self._delivery.settle(work, send=self._may_send(work.command)):
                     client_id, secure = self.config.client_id, self._secure
                     self._task = Task(work, self._link, self._models, self._spool, client_id, private, secure=secure)
                     mode = self._task.job.mode
@@ -195,11 +195,14 @@ class Federation:
         self._link.close()
 
     def _may_send(self, command: pb.TrainCmd) -> bool:
-        """Return whether an update in the spool may answer a command: masks cover one payload only."""
-        if not command.HasField("secure"):
-            return True
+        """Return whether an update in the spool may answer a command.
+
+        The site's limit may be reached, and this update charged. And masks cover one payload only.
+        """
         spooled = self._spool.pending()
-        return spooled is not None and spooled.offer.payload_digest == self._secure.bound(command)
+        if spooled is None or refusal(self.config.privacy, self._spool.ledger, command, update=spooled.offer.name):
+            return False
+        return not command.HasField("secure") or spooled.offer.payload_digest == self._secure.bound(command)
 
     def _sample_epsilon(self) -> float:
         try:

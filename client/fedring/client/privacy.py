@@ -104,10 +104,11 @@ class SitePolicy(BaseModel):
 class Ledger:
     """What the rounds cost that a client has delivered for, in a file that no server can change.
 
-    A round of a job with [dp] is charged before the update leaves the client for the first time, and once only. Noise
-    of the client's own is charged with the masks of its update, which cover one update only: a server could make a
-    client forget that it has finished a round, and begin it anew with other masks and other noise. A training of a job
-    with [sample_dp] is charged before its update is spooled: each has noise of its own.
+    An update for a job with [dp] is charged by its name, before it leaves the client for the first time. The same bytes
+    cost nothing when they are sent again. Another update of the same round costs again: a server could ask for a round
+    many times, and get many updates of one client. Noise of the client's own is charged with the masks of its update,
+    which cover one update only. A training of a job with [sample_dp] is charged before its update is spooled: each has
+    noise of its own.
 
     Args:
         folder: the state folder of the client.
@@ -142,9 +143,15 @@ class Ledger:
             ) from error
 
     def epsilon_with(
-        self, command: pb.TrainCmd, delta: float, charge: SkellamCharge | None = None, masks: bytes = b""
+        self,
+        command: pb.TrainCmd,
+        delta: float,
+        charge: SkellamCharge | None = None,
+        masks: bytes = b"",
+        *,
+        update: str = "",
     ) -> float:
-        """Return the epsilon of all rounds, among them that of the command, charged or not.
+        """Return the epsilon of all rounds, among them an update for the command, charged or not.
 
         Args:
             command: of the round.
@@ -152,6 +159,7 @@ class Ledger:
             charge: what noise of this client's own costs; None = about as much as Gaussian noise as the job says.
             masks: what names the masks of the update with this noise; empty = those that were charged last, if they
                 are of this round.
+            update: the name of the update, if the server adds the noise; empty = one that is not made yet.
 
         Raises:
             NoAccountant: if dp-accounting is not installed.
@@ -161,12 +169,16 @@ class Ledger:
         if charge is None and privacy is not None and privacy.by_clients:
             known = self._last.startswith(_name_of(command, ""))
         else:
-            known = self._last == _name_of(command, masks.hex() if charge else str(cost))
+            known = self._last == (_name_of(command, masks.hex()) if charge else _name_of(command, f"{cost} {update}"))
         more = [] if known or cost is None else [cost]
         return epsilon([*(each for each, count in self._counts.items() for _ in range(count)), *more], delta)
 
-    def charge(self, command: pb.TrainCmd) -> None:
-        """Note durably that an update goes out to which the server adds the noise, unless that was noted before.
+    def charge(self, command: pb.TrainCmd, update: str) -> None:
+        """Note durably that an update goes out to which the server adds the noise, unless it is the one noted last.
+
+        Args:
+            command: of the round.
+            update: the name of the update.
 
         Raises:
             OSError: if that is impossible.
@@ -174,7 +186,7 @@ class Ledger:
         privacy = dp_of(command.job)
         if privacy is not None and not privacy.by_clients:
             multiplier = privacy.noise_multiplier
-            self._charge(_name_of(command, str(multiplier)), multiplier)
+            self._charge(_name_of(command, f"{multiplier} {update}"), multiplier)
 
     def charge_own(self, command: pb.TrainCmd, charge: SkellamCharge, masks: bytes) -> None:
         """Note durably that an update with noise of this client's own goes out, unless that was noted before.
@@ -286,8 +298,15 @@ def own_noise_refusal(policy: SitePolicy, ledger: Ledger, command: pb.TrainCmd, 
     return _overspent(policy, ledger, command, plan.charge, masks)
 
 
-def refusal(policy: SitePolicy, ledger: Ledger, command: pb.TrainCmd) -> str:
-    """Return one sentence that says why a client does not take part in a round; "" if it does."""
+def refusal(policy: SitePolicy, ledger: Ledger, command: pb.TrainCmd, *, update: str = "") -> str:
+    """Return one sentence that says why a client does not take part in a round; "" if it does.
+
+    Args:
+        policy: What the site demands.
+        ledger: What the client has spent.
+        command: The command of the round.
+        update: The name of the update that would be sent; empty = it is not made yet.
+    """
     job = command.job
     privacy = dp_of(job)
     if job.dp and privacy is None:
@@ -340,7 +359,7 @@ def refusal(policy: SitePolicy, ledger: Ledger, command: pb.TrainCmd) -> str:
         )
     if 0 < policy.max_clip < privacy.clip:
         return f"this site's privacy.max_clip = {policy.max_clip:g} is below the job's dp.clip = {privacy.clip:g}"
-    return _overspent(policy, ledger, command)
+    return _overspent(policy, ledger, command, update=update)
 
 
 def check_policy(policy: SitePolicy) -> None:
@@ -378,11 +397,17 @@ def _written(policy: SitePolicy, key: str) -> str:
 
 
 def _overspent(
-    policy: SitePolicy, ledger: Ledger, command: pb.TrainCmd, charge: SkellamCharge | None = None, masks: bytes = b""
+    policy: SitePolicy,
+    ledger: Ledger,
+    command: pb.TrainCmd,
+    charge: SkellamCharge | None = None,
+    masks: bytes = b"",
+    *,
+    update: str = "",
 ) -> str:
     if not policy.max_epsilon:
         return ""
-    total = ledger.epsilon_with(command, policy.delta, charge, masks)
+    total = ledger.epsilon_with(command, policy.delta, charge, masks, update=update)
     if total <= policy.max_epsilon:
         return ""
     return (
