@@ -28,6 +28,18 @@ def create(path: Path) -> Any:
     return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "wb")
 
 
+def private_opener(path: str, flags: int) -> int:
+    """Open a file that only its owner may read, as the argument `opener` of open()."""
+    fd = os.open(path, flags | os.O_CLOEXEC, 0o600)
+    os.fchmod(fd, 0o600)  # An earlier version may have made it.
+    return fd
+
+
+def make_private(path: Path) -> None:
+    """Make an empty file that only its owner may read, for a library that writes it then."""
+    os.close(private_opener(str(path), os.O_WRONLY | os.O_CREAT | os.O_TRUNC))
+
+
 def write_durably(path: Path, data: bytes) -> None:
     """Write a whole file and sync it. Its name is durable once its folder has been synced, too."""
     with create(path) as file:

@@ -18,6 +18,8 @@ then the update is dropped; when it is refused, the update is dropped and the ol
 process may be killed between any two of these steps, and while it writes a file: the first eight bytes of an update are
 written last.
 
+Only the owner can read the files, which tell what was trained on.
+
 The file `update` is overwritten in place, and keeps its size when its update is accepted. If it were emptied then and
 written anew later, the file system would write it to the disk at once, which takes five times the processor's time.
 """
@@ -44,7 +46,7 @@ from fedring.client.transfer.private import PrivateState, PrivateValues
 from fedring.client.transfer.update import residual_of_update
 from fedring.codec.digest import Digest, update_name
 from fedring.daemon.crash import crashpoint
-from fedring.daemon.durable import sync
+from fedring.daemon.durable import make_private, private_opener, sync
 from fedring.privacy.account import SampledSteps
 from fedring.rpc.chunks import CHUNK_BYTES
 from fedring.v1 import federation_pb2 as pb
@@ -123,6 +125,7 @@ class Spool:
         self._left_file = folder / "update.residual"
         self._payload_file = folder / "update.payload"
         self.payload_part.unlink(missing_ok=True)  # It was being put together when the process was killed.
+        self._close_to_others()
         self._empty = False  # whether it certainly holds no update
         self._left = True  # whether the files that belong to an update may exist
         self._cached: tuple[str, bytes, Residual | None] | None = None  # run, schema hash, residual
@@ -248,12 +251,13 @@ class Spool:
         if residual is not None:
             noted = {"epoch": str(header.epoch), "round": str(header.round), "name": offer.name}
             metadata = {"run": header.run_id, "schema": residual_of_update(header).hex(), **noted}
+            make_private(self._left_file)
             save_file({_KEY: residual}, self._left_file, metadata)
             crashpoint("client_residual_spooled")
         self._empty = False
         head = offer.SerializeToString()
         prefix = _PREFIX.pack(_MAGIC, version, flags, len(head))
-        fd = os.open(self._update_file, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        fd = private_opener(str(self._update_file), os.O_WRONLY | os.O_CREAT)
         try:
             _write_all(fd, [_NONE, head, *parts])
             end = os.lseek(fd, 0, os.SEEK_CUR)
@@ -274,6 +278,7 @@ class Spool:
             payload: The file, in the folder of the spool. It is moved.
         """
         self.drop()
+        payload.chmod(0o600)
         payload.replace(self._payload_file)
         spooled = self.write(offer, [], None, version=_APART)
         return replace(spooled, path=self._payload_file, start=0)
@@ -333,6 +338,16 @@ class Spool:
             self.personal.drop()
         self._payload_file.unlink(missing_ok=True)
         self._empty, self._left = True, False
+
+    def _close_to_others(self) -> None:
+        """Let only the owner read what earlier versions have left, which others could read."""
+        for path in [
+            *self.folder.glob("*.safetensors"),
+            *self.folder.glob("update*"),
+            *self.folder.glob("checkpoints"),
+        ]:
+            with contextlib.suppress(OSError):  # Whoever made it can read it in any case.
+                path.chmod(0o700 if path.is_dir() else 0o600)
 
     def _was_sent_since(self, last: pb.LastAccepted) -> bool:
         """Return whether the server has accepted a newer update than the one that left the residual, or another one."""
