@@ -21,12 +21,14 @@ from fedring.daemon.tracing import span
 from fedring.data import DataError, Split, load_part, load_split
 from fedring.offers import Kind, named
 from fedring.train.arguments import read_arguments
+from fedring.train.batches import size_of
 from fedring.train.device import pick_device, threads_for
 from fedring.train.errors import SeamError, TrainError, TrainingStopped, failure_detail, failure_reason
 from fedring.train.evaluation import Counts, Evaluator, run_evaluator
 from fedring.train.loop import Loss, OptimizerFactory, train, warm_up
 from fedring.train.offered import Offered, collect
 from fedring.train.plan import Plan, TrainResult
+from fedring.train.private_check import check_private_training
 from fedring.train.private_loop import UNFIT, train_privately
 from fedring.train.sample_privacy_table import SamplePrivacy
 from fedring.train.seam import build_model, optimizer_factory
@@ -246,6 +248,8 @@ class DeclaredTrainer:
         if shared:  # Each worker of a group takes its share of all samples.
             part = Split(split.train, part.test, split.classes)
         log.info("loaded %s samples of the data set (partition_count=%s)", _size(part.train), config.partition_count)
+        if job.sample_dp:
+            check_private(whole, part.train, self._device)
         return replace(whole, split=part)
 
 
@@ -279,6 +283,24 @@ def load_job(job: pb.JobSpec, config: ClientConfig, offered: Offered, device: to
     )
 
 
+def check_private(loaded: LoadedJob, samples: Dataset[Any], device: torch.device) -> None:
+    """Check that a job with [sample_dp] can be trained here, before the server's values are loaded.
+
+    Args:
+        loaded: The job.
+        samples: The samples of a client; if there are none, the training says so.
+        device: Where to train.
+
+    Raises:
+        SeamError: If it cannot, for a reason that does not depend on what the samples say.
+        TrainError: If the first sample is not what a data set must hold.
+    """
+    if loaded.trainer is not None:
+        raise SeamError(UNFIT, "A trainer does not go with the job's [sample_dp].")
+    if size_of(samples):
+        check_private_training(loaded.model, samples, loss=loaded.loss, device=device)
+
+
 def train_locally(
     loaded: LoadedJob,
     samples: Dataset[Any],
@@ -300,7 +322,8 @@ def train_locally(
         progress: As for `fedring.train.loop.train`; a user's trainer cannot report how far it is.
         stopped: As for `fedring.train.loop.train`; a user's trainer does not ask.
         corrections: As for `fedring.train.loop.train`; None = the gradients are not corrected.
-        private: The noise of DP-SGD; None = single samples are not protected.
+        private: The noise of DP-SGD, for which check_private() has accepted the job; None = single samples are not
+            protected.
 
     Raises:
         TrainingStopped: If `stopped` returned True.
@@ -308,8 +331,8 @@ def train_locally(
         SeamError: If a user's trainer would have to correct the gradients, or something does not fit DP-SGD.
     """
     if private is not None:
-        if loaded.trainer is not None or corrections is not None:
-            raise SeamError(UNFIT, "Neither a trainer nor scaffold = true goes with the job's [sample_dp].")
+        if corrections is not None:
+            raise SeamError(UNFIT, "scaffold = true does not go with the job's [sample_dp].")
         return train_privately(
             loaded.model,
             samples,

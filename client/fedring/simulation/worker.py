@@ -20,7 +20,7 @@ from fedring.client.errors import UpdateRefused
 from fedring.client.loading import add_left_out
 from fedring.client.personal import figures_of, train_own
 from fedring.client.round_plan import plan_of
-from fedring.client.trainer import load_job, train_locally
+from fedring.client.trainer import check_private, load_job, train_locally
 from fedring.client.transfer.control import OwnControl
 from fedring.client.transfer.correction import Correction
 from fedring.client.transfer.download import HeldModel
@@ -48,7 +48,7 @@ from fedring.train.evaluation import Counts, run_evaluator
 from fedring.train.job import Job
 from fedring.train.loop import seeded, warm_up
 from fedring.train.offered import collect
-from fedring.train.private_loop import check_private_model, sampled_steps
+from fedring.train.private_loop import sampled_steps
 from fedring.train.state import fill, frozen_digest, has_frozen, read_tensors, read_vectors, write_tensors
 from fedring.train.state import split as split_tensors
 from fedring.v1 import federation_pb2 as pb
@@ -138,7 +138,7 @@ class Worker:
         ):  # so that a data callable that draws samples draws the same ones everywhere
             self._loaded = load_job(spec, config, offered, self._device)
         if job.sample_dp is not None:
-            check_private_model(self._loaded.model)
+            check_private(self._loaded, self._loaded.split.train, self._device)
         warm_up(self._device)
         split = self._loaded.split
         labels = labels_of(split.train, job.partition)
