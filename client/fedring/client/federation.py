@@ -15,7 +15,7 @@ from fedring.client.config import ClientConfig
 from fedring.client.errors import FederationClosed, Refused, RoundOver
 from fedring.client.evaluation import Evaluation
 from fedring.client.metrics import ClientMetrics
-from fedring.client.privacy import check_policy, may_count, refusal
+from fedring.client.privacy import check_policy, failed_too_often, is_covered, may_count, refusal
 from fedring.client.secure.desk import SecureDesk
 from fedring.client.secure.party import lost_update
 from fedring.client.session.inbox import EvaluationOrder
@@ -124,6 +124,7 @@ class Federation:
         self._secure = SecureDesk(self._link, config, self._spool.ledger)
         self._link.start(self._secure.run)
         self._task: Task | None = None
+        self._zeroed = 0  # rounds that have failed without a word to the server
         self._signal_taken = False
 
     def __enter__(self) -> Self:
@@ -137,6 +138,9 @@ class Federation:
             if isinstance(error, Exception) and not isinstance(error, Refused):
                 self._tell_failure(error)
         finally:
+            failed = self._zeroed + (self._task is not None and self._task.result == "zeroed")
+            if failed:
+                log.error("%d rounds have failed at this client, and the server got zeros for them", failed)
             self._link.close()
             self._link.join()
             self._resources.close()
@@ -153,6 +157,7 @@ class Federation:
         if self._task:
             self._task.leave()
             self._link.metrics.finished(self._task.result, self._task.train_seconds)
+            self._zeroed += self._task.result == "zeroed"
         self._task, private = None, self.config.private
         try:
             while True:
@@ -171,7 +176,7 @@ class Federation:
                         text = f"this client keeps private = {list(private)} to itself, which the mode {mode} cannot do"
                         self._task.fail("private_tensors", text)
                     elif why:
-                        self._task.fail("privacy_policy", why)
+                        self._refuse(self._task, why)
                     elif work.command.HasField("secure") and secure.bound(work.command):
                         self._task.fail_secure(lost_update(work.command.round))
                     elif mode in self._modes:
@@ -181,6 +186,13 @@ class Federation:
                         self._task.fail("unknown_mode", f"this client does not train in the mode {mode!r}")
         except FederationClosed:
             raise StopIteration from None
+
+    def _refuse(self, task: Task, why: str) -> None:
+        if failed_too_often(self.config.privacy, self._spool.ledger, task.command):
+            log.error("round %d of job %d is refused: %s", task.round, task.job.job_id, why)
+            task.fail("failed_rounds", why)
+        else:
+            task.fail("privacy_policy", why)
 
     @property
     def ids(self) -> dict[str, object]:
@@ -247,7 +259,8 @@ class Federation:
         """Report that the task's code has failed, so that the server does not wait for it."""
         if self._task and not self._task.done:
             try:
-                self._task.fail("train_error", f"{type(error).__name__}: {error}")
+                kind = type(error).__name__
+                self._task.fail("train_error", kind if is_covered(self._task.command) else f"{kind}: {error}")
                 self._link.call(lambda: self._link.session.flush(_FLUSH_SECONDS))
             except (FederationClosed, Refused):
                 pass  # The end of the session tells the server.

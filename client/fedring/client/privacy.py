@@ -1,9 +1,12 @@
-"""What a client demands of jobs, whatever the server says, and what it has spent of its privacy."""
+"""What a client demands of jobs, whatever the server says, and what it has spent of its privacy.
+
+Both are in one module, because most demands are limits of what may be spent.
+"""
 
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -27,6 +30,16 @@ _SAMPLE_NOISE = ("min_sample_noise_multiplier", "max_sample_epsilon")
 """The keys that demand noise of the client itself."""
 
 _JobKey = tuple[str, int]  # the run of the server, and the number of the job in it
+_KEEP_JOBS = 64
+
+
+class JobNote(NamedTuple):
+    """What a client remembers of a job whose updates are masked or noisy."""
+
+    failed: int = 0  # rounds in a row
+    samples: int = 0  # that its last update counted for; 0 = not known
+    epoch: int = 0  # of the last round that failed
+    round: int = 0  # its number; 0 = none has failed
 
 
 ClientName = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,128}$")]
@@ -71,6 +84,11 @@ class SitePolicy(BaseModel):
     delta: Annotated[float, Field(gt=0, lt=1)] = Field(
         1e-5, description="the delta that max_epsilon and max_sample_epsilon belong to"
     )
+    max_failed_rounds: Count = Field(
+        10,
+        description="after it has failed in so many rounds of a job in a row, this client takes no further part in it, "
+        "if the job has [secure_aggregation], [dp] or [sample_dp]: until then, the server gets zeros; 0 = no limit",
+    )
     require_secure_aggregation: bool = Field(
         False, description="only jobs with secure_aggregation, in which the server learns nothing but sums"
     )
@@ -102,7 +120,7 @@ class SitePolicy(BaseModel):
 
 
 class Ledger:
-    """What the rounds cost that a client has delivered for, in a file that no server can change.
+    """What the rounds cost that a client has delivered for, and how many have failed, in a file of the client's own.
 
     An update for a job with [dp] is charged by its name, before it leaves the client for the first time. The same bytes
     cost nothing when they are sent again. Another update of the same round costs again: a server could ask for a round
@@ -122,6 +140,7 @@ class Ledger:
         self._last = ""
         self._counts: dict[Charge, int] = {}
         self._samples: dict[tuple[_JobKey, float, float], int] = {}  # steps, by job, sampling rate and noise
+        self._jobs: dict[_JobKey, JobNote] = {}  # the newest last
         try:
             known = json.loads(self._path.read_text())
             self._last, counts = str(known["last"]), known["rounds"]
@@ -134,6 +153,11 @@ class Ledger:
             for entry in known.get("samples", []):
                 key, steps = _sample_entry(entry)
                 self._samples[key] = self._samples.get(key, 0) + steps
+            for entry in known.get("jobs", []):
+                note = JobNote(**{field: int(entry[field]) for field in JobNote._fields})
+                if min(note) < 0:
+                    raise ValueError(f"{entry} has a figure below 0")
+                self._jobs[str(entry["run"]), int(entry["job"])] = note
         except FileNotFoundError:
             pass
         except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
@@ -202,11 +226,8 @@ class Ledger:
         self._charge(_name_of(command, masks.hex()), charge)
 
     def _charge(self, name: str, cost: Charge) -> None:
-        if name == self._last:
-            return
-        counts = self._counts | {cost: self._counts.get(cost, 0) + 1}
-        self._write(name, counts, self._samples)
-        self._last, self._counts = name, counts
+        if name != self._last:
+            self._write(last=name, counts=self._counts | {cost: self._counts.get(cost, 0) + 1})
 
     def sample_epsilon(self, delta: float, *, of: pb.TrainCmd | None = None, more: SampledSteps | None = None) -> float:
         """Return the epsilon of this client's samples.
@@ -234,13 +255,47 @@ class Ledger:
             OSError: if that is impossible.
         """
         key = (_job_of(command), spent.rate, spent.noise_multiplier)
-        samples = self._samples | {key: self._samples.get(key, 0) + spent.steps}
-        self._write(self._last, self._counts, samples)
-        self._samples = samples
+        self._write(samples=self._samples | {key: self._samples.get(key, 0) + spent.steps})
+
+    def note_of(self, command: pb.TrainCmd) -> JobNote:
+        """Return what is known of the command's job."""
+        return self._jobs.get(_job_of(command), JobNote())
+
+    def note_failed(self, command: pb.TrainCmd) -> None:
+        """Note durably that one more round of a job in a row has failed, unless it was the last one that was noted.
+
+        Raises:
+            OSError: if that is impossible.
+        """
+        note, at = self.note_of(command), (command.epoch, command.round)
+        if at != (note.epoch, note.round):
+            self._note(command, JobNote(note.failed + 1, note.samples, *at))
+
+    def note_trained(self, command: pb.TrainCmd, samples: int) -> None:
+        """Note durably that a round was trained, and how many samples its update counts for, if it counts by them.
+
+        Raises:
+            OSError: if that is impossible.
+        """
+        self._note(command, JobNote(samples=samples if command.secure.max_weight else 0))
+
+    def _note(self, command: pb.TrainCmd, note: JobNote) -> None:
+        if note != self.note_of(command):
+            key = _job_of(command)
+            jobs = {job: each for job, each in self._jobs.items() if job != key} | {key: note}
+            self._write(jobs=dict(list(jobs.items())[-_KEEP_JOBS:]))
 
     def _write(
-        self, last: str, counts: Mapping[Charge, int], samples: Mapping[tuple[_JobKey, float, float], int]
+        self,
+        *,
+        last: str | None = None,
+        counts: dict[Charge, int] | None = None,
+        samples: dict[tuple[_JobKey, float, float], int] | None = None,
+        jobs: dict[_JobKey, JobNote] | None = None,
     ) -> None:
+        """Write the file durably with what is given, and use that from then on only."""
+        last, counts = self._last if last is None else last, self._counts if counts is None else counts
+        samples, jobs = self._samples if samples is None else samples, self._jobs if jobs is None else jobs
         known: dict[str, Any] = {
             "last": last,
             "rounds": {str(charge): count for charge, count in counts.items()},
@@ -250,7 +305,10 @@ class Ledger:
                 {"run": run, "job": job, "rate": rate, "noise_multiplier": multiplier, "steps": steps}
                 for ((run, job), rate, multiplier), steps in samples.items()
             ]
+        if jobs:
+            known["jobs"] = [{"run": run, "job": job, **note._asdict()} for (run, job), note in jobs.items()]
         replace_durably(self._path, json.dumps(known).encode())
+        self._last, self._counts, self._samples, self._jobs = last, counts, samples, jobs
 
 
 def _sample_entry(entry: Mapping[str, Any]) -> tuple[tuple[_JobKey, float, float], int]:
@@ -282,10 +340,25 @@ def sample_dp_of(job: pb.JobSpec) -> SamplePrivacy | None:
         return None
 
 
+def is_covered(command: pb.TrainCmd) -> bool:
+    """Return whether masks or noise cover what clients send in a round, so that a failure may not tell more."""
+    job = command.job
+    return job.mode == "federated" and (command.HasField("secure") or bool(job.dp) or bool(job.sample_dp))
+
+
 def may_count(policy: SitePolicy, job: pb.JobSpec) -> bool:
     """Return whether a client may tell how many of its samples a model gets right."""
     unsaid = job.dp or job.sample_dp or job.secure_aggregation
     return not (unsaid or policy.needs_noise or policy.needs_sample_noise or policy.needs_secure)
+
+
+def failed_too_often(policy: SitePolicy, ledger: Ledger, command: pb.TrainCmd) -> str:
+    """Return one sentence that says that too many rounds of a job have failed here, before this one; "" if not."""
+    most, note = policy.max_failed_rounds, ledger.note_of(command)
+    before = note.failed - ((note.epoch, note.round) == (command.epoch, command.round))
+    if not (most and is_covered(command) and before >= most):
+        return ""
+    return f"this client has failed in {most} rounds of this job in a row: its privacy.max_failed_rounds"
 
 
 def own_noise_refusal(policy: SitePolicy, ledger: Ledger, command: pb.TrainCmd, plan: IntegerPlan, masks: bytes) -> str:
@@ -309,6 +382,8 @@ def refusal(policy: SitePolicy, ledger: Ledger, command: pb.TrainCmd, *, update:
     """
     job = command.job
     privacy = dp_of(job)
+    if why := failed_too_often(policy, ledger, command):
+        return why
     if job.dp and privacy is None:
         return f"this client does not understand the job's dp = {job.dp[:200]}: it may be too old for it"
     sample = sample_dp_of(job)

@@ -1,7 +1,12 @@
-"""A round to train in, as the user's code sees it."""
+"""A round to train in, as the user's code sees it.
 
+The module is long because a task has few states and many ways to its end, which must not contradict each other: an
+update, an update that changes nothing, or a failure that the server is told.
+"""
+
+import logging
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,28 +15,35 @@ from torch import Tensor, nn
 from fedring.client.errors import BadModel, RoundOver, UpdateRefused, WrongModel
 from fedring.client.loading import Loaded, ModelLoader, check_frozen
 from fedring.client.metrics import ClientMetrics
+from fedring.client.privacy import is_covered
 from fedring.client.round_plan import plan_of
 from fedring.client.secure.desk import SecureDesk
 from fedring.client.session.inbox import Assignment
 from fedring.client.session.link import ServerLink
+from fedring.client.transfer.control import OwnControl
 from fedring.client.transfer.correction import Correction, corrected_update, load_correction
 from fedring.client.transfer.delivery import Delivery
 from fedring.client.transfer.fetch import ModelFetcher
 from fedring.client.transfer.partial import Sink
 from fedring.client.transfer.private import PrivateValues, check_finite, check_own, line_of
 from fedring.client.transfer.spool import Residual, Spool
-from fedring.client.transfer.update import TrainingReport, offer_of, residual_of
+from fedring.client.transfer.update import TrainingReport, Update, make_update, offer_of, residual_of, zero_update
 from fedring.codec import CodecError
 from fedring.codec.schema import Schema
 from fedring.privacy.account import SampledSteps
 from fedring.secure.errors import SecureError
 from fedring.train.arrays import Arrays, as_module
 from fedring.train.plan import Plan
-from fedring.train.state import read_tensors, read_vectors, schema_of
+from fedring.train.state import fill, read_tensors, read_vectors, schema_of
 from fedring.v1 import federation_pb2 as pb
 
 if TYPE_CHECKING:
     from fedring.workers.assembly import AssembledModel  # imports torch.distributed's collectives
+
+log = logging.getLogger(__name__)
+
+_NOT_LOADED = "nothing was loaded for this round: call load_into before the training"
+_NO_NOISE = "the job has [sample_dp], and only the training of fl-client adds its noise"
 
 
 class Task:
@@ -74,6 +86,8 @@ class Task:
         self._loader = ModelLoader(link, models, spool.private, private)
         self._loaded: Loaded | None = None
         self._loaded_at = 0.0
+        self._samples = 0  # that this client's updates count for, if that is known
+        self._spooled = False  # whether an update of this round was spooled, so that there may be no other
         self._correction: Correction | None = None
         self._corrected = False
 
@@ -102,7 +116,7 @@ class Task:
         """Whether the round has ended, so that further training would be wasted."""
         return bool(self._assignment.stop_reason)
 
-    def load_into(self, model: nn.Module | Arrays) -> None:
+    def load_into(self, model: nn.Module | Arrays, *, samples: int = 0) -> None:
         """Load the values that this round starts from into `model`.
 
         Private tensors get the values of this client's newest accepted update. Before there is one, they get those
@@ -110,6 +124,8 @@ class Task:
 
         Args:
             model: A torch module, or numpy arrays of floats by name, which are filled in place.
+            samples: How many samples this client trains on. If it fails in a job whose updates are masked, and counted
+                by their samples, it counts for so many all the same. 0 = for as many as in its last update of the job.
 
         Raises:
             WrongModel: If the model shares other tensors than those that are trained, or has other frozen values. The
@@ -125,8 +141,19 @@ class Task:
             raise
         if self.command.HasField("control"):
             self._correction = self._load_correction(self._loaded.parts.shared)
+        self._samples = samples
         self._loaded_at = time.perf_counter()
         self.link.session.begin(pb.ACTIVITY_TRAINING)
+
+    def start_again(self, model: nn.Module) -> None:
+        """Fill a module once more with the values that the training began with, and leave its private tensors.
+
+        Raises:
+            WrongModel: If nothing was loaded for this round.
+        """
+        if self._loaded is None:
+            raise WrongModel(_NOT_LOADED)
+        fill(model, self._loaded.parts.shared, self._loaded.start.vectors)
 
     @property
     def corrections(self) -> Mapping[str, Tensor] | None:
@@ -152,7 +179,7 @@ class Task:
     def not_frozen(self) -> Schema:
         """The tensors of the loaded model that training may change."""
         if self._loaded is None:
-            raise WrongModel("nothing was loaded for this round: call load_into before the training")
+            raise WrongModel(_NOT_LOADED)
         return self._loaded.parts.not_frozen
 
     def check_model(self, model: nn.Module) -> None:
@@ -228,7 +255,7 @@ class Task:
             ValueError: If a figure is out of range.
         """
         if self._loaded is None:
-            raise WrongModel("nothing was loaded for this round: call load_into before the training")
+            raise WrongModel(_NOT_LOADED)
         seconds = time.perf_counter() - self._loaded_at if train_seconds is None else train_seconds
         training = TrainingReport(samples, seconds, metrics or {})
         if self._correction is not None and not self._corrected:
@@ -236,9 +263,8 @@ class Task:
             self.fail("no_correction", detail)
             raise UpdateRefused("no_correction", detail)
         if self.job.sample_dp and not self.charged:
-            detail = "the job has [sample_dp], and only the training of fl-client adds its noise"
-            self.fail("no_sample_dp", detail)
-            raise UpdateRefused("no_sample_dp", detail)
+            self.fail("no_sample_dp", _NO_NOISE)
+            raise UpdateRefused("no_sample_dp", _NO_NOISE)
         self.train_seconds = seconds
         if reason := self._assignment.stop_reason:
             self.done = True
@@ -249,7 +275,8 @@ class Task:
             self._deliver(as_module(model), self._loaded, training, own)
             self.result = "accepted"
         except UpdateRefused:
-            self.result = "refused"
+            if self.result != "zeroed":
+                self.result = "refused"
             raise
 
     def submit_file(
@@ -273,7 +300,7 @@ class Task:
         if reason := self._assignment.stop_reason:
             raise RoundOver(reason)
         try:
-            self._check_size(sum(size for _, _, size in assembled.packets))
+            self._check_size(sum(size for _, _, size in assembled.packets), tell=self.fail)
             offer = offer_of(self.command, self._client_id, assembled.packets, assembled.payload_digest, training)
             spooled = self._spool.adopt(offer, assembled.path)
             self._delivery.send(spooled, self._assignment)
@@ -304,16 +331,25 @@ class Task:
             self.result = "trained"
         self.link.session.begin(pb.ACTIVITY_UNSPECIFIED)
 
-    def fail(self, reason: str, detail: str) -> None:
+    def fail(self, reason: str, detail: str, *, noise: nn.Module | None = None) -> None:
         """Report that this client has no update for this round.
+
+        If masks or noise cover what clients send in the job, and a model was loaded, the server is not told: which
+        clients fail, and how, may depend on their samples. It gets an update that changes nothing, with the full weight
+        of this client, and the reason stays in this client's log. This returns once the server has accepted it, or the
+        round has ended.
 
         Args:
             reason: A stable word.
             detail: A sentence for people.
+            noise: The model after a training with noise and without samples, which is sent then; None = zeros are.
         """
-        self.done, self.result = True, "failed"
-        self.link.session.begin(pb.ACTIVITY_UNSPECIFIED)
-        self._delivery.fail(self._assignment, reason, detail)
+        if self._loaded is None or not is_covered(self.command):
+            self._tell(reason, detail)
+        elif self.job.sample_dp and not self.charged:  # whatever has failed was not the training of fl-client
+            self._tell("no_sample_dp", _NO_NOISE)
+        elif not self._spooled:
+            self._send_nothing(self._loaded, reason, noise)
 
     def fail_secure(self, error: SecureError) -> None:
         """Report that this client does not go on with the secure aggregation of this round."""
@@ -326,6 +362,45 @@ class Task:
         mine = self._assignment
         if not (mine.undelivered or mine.accepted_name or mine.failure):
             mine.end_reason = mine.stop_reason
+
+    def _tell(self, reason: str, detail: str) -> None:
+        self.done, self.result = True, "failed"
+        self.link.session.begin(pb.ACTIVITY_UNSPECIFIED)
+        self._delivery.fail(self._assignment, reason, detail)
+
+    def _send_nothing(self, loaded: Loaded, reason: str, noise: nn.Module | None) -> None:
+        """Deliver an update that changes nothing in the place of a failure; private values stay as they are.
+
+        What goes wrong now does not depend on what was trained, so the server may be told.
+        """
+        log.error("round %d: the server gets an update that changes nothing, and not why (%s)", self.round, reason)
+        self.done, self.result = True, "zeroed"
+        self.metrics.hide(reason)
+        self.link.session.set_reporting(True)
+        try:
+            self.ledger.note_failed(self.command)
+            if over := self._assignment.stop_reason:
+                raise RoundOver(over)
+            update = self._nothing(loaded, noise)
+            self._check_size(sum(map(len, update.parts)), tell=self._tell)
+            self._send(update)
+        except SecureError as error:
+            self.fail_secure(error)
+        except OSError:
+            log.exception("round %d: what the server should get cannot be written", self.round)
+            self._tell("disk_failed", "this client cannot write to its state_dir")
+        except RoundOver as error:
+            log.warning("round %d takes no update from this client: %s", self.round, error)
+
+    def _nothing(self, loaded: Loaded, noise: nn.Module | None) -> Update:
+        command, residual = self.command, self._residual()
+        trained = None if noise is None else read_vectors(noise, loaded.parts.shared.names)
+        samples = self._samples or self.ledger.note_of(command).samples or 1
+        if command.HasField("secure"):
+            return self._secure.make_update(self._assignment, loaded.start, trained, samples, residual)
+        if trained is None:
+            return zero_update(command, self._client_id, loaded.base, residual)
+        return make_update(command, self._client_id, loaded.base, trained, TrainingReport(samples), residual)
 
     def _residual(self) -> Residual | None:
         line, last = line_of(self.command), self.link.connection.last_accepted
@@ -383,18 +458,32 @@ class Task:
         except CodecError as error:
             self.fail(error.reason, f"the trained model cannot be sent: {error}")
             raise UpdateRefused(error.reason, "the trained model cannot be sent") from error
-        self._check_size(sum(map(len, update.parts)))
+        self._check_size(sum(map(len, update.parts)), tell=self.fail)
+        if is_covered(command):
+            self.ledger.note_trained(command, training.samples)
+        self._send(update, private=private, control=control, personal=personal)
+
+    def _send(
+        self,
+        update: Update,
+        *,
+        private: PrivateValues | None = None,
+        control: OwnControl | None = None,
+        personal: PrivateValues | None = None,
+    ) -> None:
+        """Spool an update, and deliver it."""
         spooled = self._spool.write(
             update.offer, update.parts, update.residual, private=private, control=control, personal=personal
         )
-        if command.HasField("secure"):
+        self._spooled = True
+        if self.command.HasField("secure"):
             self._secure.bind(self._assignment, update.offer.payload_digest)
         self._delivery.send(spooled, self._assignment, update.residual)
 
-    def _check_size(self, size: int) -> None:
+    def _check_size(self, size: int, *, tell: Callable[[str, str], None]) -> None:
         """Refuse an update of `size` bytes that the server would refuse, before it is sent."""
         if size > self.command.max_update_bytes > 0:
             limit = f"max_update_bytes={self.command.max_update_bytes}"
             detail = f"the update has {size} bytes, more than {limit} of fl-server: raise that or use another encoding"
-            self.fail("too_large", detail)
+            tell("too_large", detail)
             raise UpdateRefused("too_large", detail)

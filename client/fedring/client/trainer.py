@@ -14,8 +14,8 @@ from fedring.client.config import ClientConfig
 from fedring.client.errors import Refused, RoundOver, WrongModel
 from fedring.client.evaluation import Evaluation
 from fedring.client.personal import personal_of, train_own, with_own
-from fedring.client.privacy import sample_dp_of
-from fedring.client.sample_privacy import charging
+from fedring.client.privacy import is_covered, sample_dp_of
+from fedring.client.sample_privacy import charging, spending
 from fedring.client.task import Task
 from fedring.daemon.tracing import span
 from fedring.data import DataError, Split, load_part, load_split
@@ -64,6 +64,15 @@ class LoadedJob:
     evaluator: Evaluator | None  # None = the built-in evaluation
 
 
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """Why a training failed, without the error itself, which would keep the memory of the training."""
+
+    reason: str
+    detail: str
+    quoting: str = ""  # the type of an error whose text is in the detail, and may quote a sample; empty = there is none
+
+
 class DeclaredTrainer:
     """Trains and evaluates with what a job names, if the configuration trusts it; owned by `main`."""
 
@@ -73,6 +82,7 @@ class DeclaredTrainer:
         self._device = pick_device(config.device)
         self._key = b""
         self._loaded: LoadedJob | None = None
+        self._reached = 0.0  # how far the newest training came
         self.in_users_code = False  # whether a user's trainer or evaluator runs, which may never check whether to stop
 
     def train(self, task: Task) -> None:
@@ -83,6 +93,12 @@ class DeclaredTrainer:
         Raises:
             Refused: If the server has refused this client for good.
         """
+        if failure := self._try(task):  # the memory that the error has held is free now
+            self._fail(task, failure)
+
+    def _try(self, task: Task) -> "_Failure | None":
+        """Train and submit; return why that failed, unless the task has told the server, or the round is over."""
+        self._reached = 0.0
         try:
             if not (self._config.trainer or task.job.trainer):  # a user's trainer cannot report how far it is
                 task.progress(0.0)
@@ -90,28 +106,33 @@ class DeclaredTrainer:
             with span("train", task.command.traceparent, round=task.round, client=self._config.client_id):
                 if task.job.mode != "federated":
                     self._train_in_group(loaded, task)
-                    return
-                task.load_into(loaded.model)
-                own = self._train_own(loaded, task) if task.job.personal else None
-                with charging(task, self._config.privacy, loaded.split.train):
+                    return None
+                size = self._size(loaded, task)  # all that may be told to the server of a covered job comes before this
+                spent = spending(task, self._config.privacy, size)
+                task.load_into(loaded.model, samples=self._counted(loaded, task, size))
+                with charging(task, spent, self._config.privacy.delta):
+                    own = self._train_own(loaded, task) if task.job.personal else None
                     result = self._train(loaded, task)
             task.submit(loaded.model, result.num_samples, result.metrics, result.seconds, own=own)
             log.info("round %d: update accepted", task.round, extra={"round": task.round, **result.metrics})
         except TrainingStopped:
             task.done = True  # The server has ended the round, and may have told the group before this client.
             log.info("round %d ended before this client had trained", task.round)
-        except WrongModel as error:  # the task has told the server
+        except WrongModel as error:  # the task has dealt with it
             log.error("round %d failed (%s): %s", task.round, error.reason, error)
             self._drop(error)
         except RoundOver as over:
             log.warning("round %d takes no update from this client: %s", task.round, over)
         except (SeamError, TrainError, DataError) as error:
-            self._fail(task, error.reason, str(error), quoting=error.__cause__ if type(error) is DataError else None)
+            log.error("round %d failed (%s): %s", task.round, error.reason, error)
+            cause = error.__cause__ if type(error) is DataError else None
+            return _Failure(error.reason, str(error), type(cause).__name__ if cause else "")
         except Refused:
             raise
         except Exception as error:  # the user's code may raise anything
             log.exception("round %d failed", task.round)
-            self._fail(task, failure_reason(error), failure_detail(error), quoting=error)
+            return _Failure(failure_reason(error), failure_detail(error), type(error).__name__)
+        return None
 
     def evaluate(self, evaluation: Evaluation) -> Counts:
         """Evaluate a model on this client's held-out samples. The stages of a pipeline have done so already.
@@ -169,6 +190,10 @@ class DeclaredTrainer:
         else:
             self._group_trainer.train(task, model, samples, loss=loss, optimizer=optimizer)
 
+    def _advance(self, task: Task, share: float) -> None:
+        self._reached = share
+        task.progress(share)
+
     def _train(self, loaded: LoadedJob, task: Task) -> TrainResult:
         if task.corrections is not None and self._config.optimizer:
             raise SeamError("no_correction", f"optimizer={self._config.optimizer} does not go with scaffold = true.")
@@ -179,7 +204,7 @@ class DeclaredTrainer:
                 loaded.split.train,
                 task.plan,
                 device=self._device,
-                progress=(lambda share: task.progress((1 + share) / 2)) if task.job.personal else task.progress,
+                progress=lambda share: self._advance(task, (1 + share) / 2 if task.job.personal else share),
                 stopped=lambda: task.cancelled,
                 corrections=task.corrections,
                 private=sample_dp_of(task.job),
@@ -207,12 +232,61 @@ class DeclaredTrainer:
             stopped=lambda: task.cancelled,
         )
 
-    def _fail(self, task: Task, reason: str, detail: str, *, quoting: BaseException | None) -> None:
-        """Report a failure; in jobs with [sample_dp], without the text of an error, which may quote a sample."""
-        log.error("round %d failed (%s): %s", task.round, reason, detail)
-        if task.job.sample_dp and quoting is not None:
-            detail = f"{type(quoting).__name__}; the log of this client says more"
-        task.fail(reason, detail)
+    def _size(self, loaded: LoadedJob, task: Task) -> int:
+        """Return the number of samples; 0 if nobody needs to know it.
+
+        Raises:
+            TrainError: With the reason no_data, if masks or noise cover what this client sends, and it has no samples:
+                then nothing of it can be told.
+        """
+        if not is_covered(task.command) or (loaded.trainer is not None and not hasattr(loaded.split.train, "__len__")):
+            return 0
+        size = size_of(loaded.split.train)
+        if not size and loaded.trainer is None:
+            raise TrainError("no_data", "This client has no samples to train on: give it some.")
+        return size
+
+    def _counted(self, loaded: LoadedJob, task: Task, size: int) -> int:
+        """Return for how many samples an update of this client counts, also if its training fails."""
+        drawn = size if task.job.sample_dp else min(size, task.plan.subset_size or size)
+        known = task.ledger.note_of(task.command).samples
+        return known or drawn if loaded.trainer is not None else drawn
+
+    def _fail(self, task: Task, failure: "_Failure") -> None:
+        """Report a failure; if masks or noise cover the job, without the text of an error, which may quote a sample."""
+        detail = failure.detail
+        if failure.quoting and is_covered(task.command):
+            detail = f"{failure.quoting}; the log of this client says more"
+        task.fail(failure.reason, detail, noise=self._noise(task, failure))
+
+    def _noise(self, task: Task, failure: "_Failure") -> nn.Module | None:
+        """Return the model after a training with the noise of [sample_dp] and without samples; None = without noise.
+
+        A training diverges by its noise and its learning rate, whatever the samples are: then this one would, too.
+        """
+        loaded, private = self._loaded, sample_dp_of(task.job)
+        if not task.charged or loaded is None or private is None or failure.reason == "diverged":
+            return None
+        try:
+            task.start_again(loaded.model)
+            train_privately(
+                loaded.model,
+                loaded.split.train,
+                task.plan,
+                private,
+                loss=loaded.loss,
+                optimizer_factory=loaded.optimizer,
+                device=self._device,
+                progress=lambda share: task.progress(max(share, self._reached)),
+                stopped=lambda: task.cancelled,
+                on_nothing=True,
+            )
+        except TrainingStopped:
+            return None  # The round has ended.
+        except (SeamError, TrainError) as error:
+            log.error("round %d: a training without samples failed, too: %s", task.round, error)
+            return None
+        return loaded.model
 
     def _drop(self, error: Exception) -> None:
         """Forget the loaded job after an error that says that its model has other frozen values: it is built anew."""

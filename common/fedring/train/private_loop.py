@@ -68,6 +68,7 @@ def train_privately(
     device: torch.device,
     progress: Callable[[float], None] = lambda share: None,
     stopped: Callable[[], bool] = lambda: False,
+    on_nothing: bool = False,
 ) -> TrainResult:
     """Train a model in place with DP-SGD. Nobody can repeat the result.
 
@@ -81,6 +82,7 @@ def train_privately(
         device: Where to train.
         progress: As for `fedring.train.loop.train`.
         stopped: As for `fedring.train.loop.train`.
+        on_nothing: Whether no sample is used, so that the model gets the noise of all steps, and nothing else.
 
     Returns:
         The means over the last epoch. They are not private, and must not leave the client.
@@ -103,14 +105,14 @@ def train_privately(
         gradients = SampleGradients(model, samples, loss, device)
         step = _Step(gradients, plan, privacy, optimizer_factory, taken.rate * size, Noise(secret, ["noise"]))
         tally, per_epoch = Tally(device), taken.steps // plan.epochs
-        every = max(1, per_epoch // _CHECKS_PER_EPOCH)
+        every, rate = max(1, per_epoch // _CHECKS_PER_EPOCH), 0.0 if on_nothing else taken.rate
         began = time.perf_counter()
         for number in range(taken.steps):
             if stopped():
                 raise TrainingStopped
             if number % per_epoch == 0:
                 tally.clear()
-            chosen = choice.uniform(number * size, (number + 1) * size) <= taken.rate
+            chosen = choice.uniform(number * size, (number + 1) * size) <= rate
             step(torch.from_numpy(chosen.nonzero()[0]), tally)
             if (number + 1) % every == 0 or number + 1 == taken.steps:
                 progress((number + 1) / taken.steps)
