@@ -109,7 +109,8 @@ class DeclaredTrainer:
                     return None
                 size = self._size(loaded, task)  # all that may be told to the server of a covered job comes before this
                 spent = spending(task, self._config.privacy, size)
-                task.load_into(loaded.model, samples=self._counted(loaded, task, size))
+                known = task.ledger.note_of(task.command).samples
+                task.load_into(loaded.model, samples=counted(loaded, task.command, size, known))
                 with charging(task, spent, self._config.privacy.delta):
                     own = self._train_own(loaded, task) if task.job.personal else None
                     result = self._train(loaded, task)
@@ -246,12 +247,6 @@ class DeclaredTrainer:
             raise TrainError("no_data", "This client has no samples to train on: give it some.")
         return size
 
-    def _counted(self, loaded: LoadedJob, task: Task, size: int) -> int:
-        """Return for how many samples an update of this client counts, also if its training fails."""
-        drawn = size if task.job.sample_dp else min(size, task.plan.subset_size or size)
-        known = task.ledger.note_of(task.command).samples
-        return known or drawn if loaded.trainer is not None else drawn
-
     def _fail(self, task: Task, failure: "_Failure") -> None:
         """Report a failure; if masks or noise cover the job, without the text of an error, which may quote a sample."""
         detail = failure.detail
@@ -269,24 +264,20 @@ class DeclaredTrainer:
             return None
         try:
             task.start_again(loaded.model)
-            train_privately(
-                loaded.model,
+            return add_noise_alone(
+                loaded,
                 loaded.split.train,
                 task.plan,
                 private,
-                loss=loaded.loss,
-                optimizer_factory=loaded.optimizer,
                 device=self._device,
                 progress=lambda share: task.progress(max(share, self._reached)),
                 stopped=lambda: task.cancelled,
-                on_nothing=True,
             )
         except TrainingStopped:
             return None  # The round has ended.
         except (SeamError, TrainError) as error:
             log.error("round %d: a training without samples failed, too: %s", task.round, error)
             return None
-        return loaded.model
 
     def _drop(self, error: Exception) -> None:
         """Forget the loaded job after an error that says that its model has other frozen values: it is built anew."""
@@ -433,6 +424,61 @@ def train_locally(
         stopped=stopped,
         corrections=corrections or {},
     )
+
+
+def add_noise_alone(
+    loaded: LoadedJob,
+    samples: Dataset[Any],
+    plan: Plan,
+    private: SamplePrivacy,
+    *,
+    device: torch.device,
+    progress: Callable[[float], None] = lambda share: None,
+    stopped: Callable[[], bool] = lambda: False,
+) -> nn.Module:
+    """Train the loaded model with the noise of DP-SGD, and on no sample: in the place of a training that has failed.
+
+    Args:
+        loaded: The job; its model holds the values that the round starts from.
+        samples: The samples of the client, whose number counts.
+        plan: How the job wants the model trained.
+        private: The noise.
+        device: Where to train.
+        progress: As for `fedring.train.loop.train`.
+        stopped: As for `fedring.train.loop.train`.
+
+    Returns:
+        The loaded model.
+
+    Raises:
+        TrainingStopped, TrainError, SeamError: As train_locally() does.
+    """
+    train_privately(
+        loaded.model,
+        samples,
+        plan,
+        private,
+        loss=loaded.loss,
+        optimizer_factory=loaded.optimizer,
+        device=device,
+        progress=progress,
+        stopped=stopped,
+        on_nothing=True,
+    )
+    return loaded.model
+
+
+def counted(loaded: LoadedJob, command: pb.TrainCmd, size: int, known: int) -> int:
+    """Return for how many samples an update of a client counts, also if its training fails.
+
+    Args:
+        loaded: The job.
+        command: The command of the round.
+        size: The number of samples of the client.
+        known: How many its last update counted for, if a user's trainer decides that; 0 = nobody knows.
+    """
+    drawn = size if command.job.sample_dp else min(size, command.subset_size or size)
+    return known or drawn if loaded.trainer is not None else drawn
 
 
 def _model_of(job: pb.JobSpec, config: ClientConfig) -> tuple[str, dict[str, Any], int]:
