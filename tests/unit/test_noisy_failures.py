@@ -15,6 +15,7 @@ from safetensors.numpy import load_file
 from scipy.stats import kstest
 from tests.unit.training_client import client, plug_in, user_module
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 from fedring.client import UpdateRefused, connect
 from fedring.codec import decode
@@ -150,6 +151,28 @@ def test_a_training_that_diverges_by_its_noise_delivers_zeros_and_is_charged(
         assert not sent(server).any()
     assert server.failures.empty()
     assert account(settings)["samples"][0]["steps"] == 1
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_server_cannot_choose_the_sample_whose_shape_is_looked_at(
+    server: "ScriptedServer", settings: dict[str, Any], module: ModuleType, model: nn.Module, seed: int
+) -> None:
+    class Uneven(Dataset[Any]):
+        def __len__(self) -> int:
+            return 8
+
+        def __getitem__(self, index: int) -> Any:
+            return torch.ones(100 if index else 200), 0
+
+    def uneven(root: Any, download: bool) -> Split:
+        return Split(Uneven(), Uneven(), 7)
+
+    with client(settings, partition_count=4, **parts(module, 0) | {"data": plug_in(module, uneven)}):
+        server.joins.get(timeout=SECONDS)
+        asked = job(sample_dp=SAMPLE_DP, partition="iid", seed=seed)
+        server.train(server.command(model, batch_size=2, job=asked))
+        assert sent(server).any()
+    assert server.failures.empty()
 
 
 def test_the_noise_of_a_failed_training_does_not_come_into_private_tensors(

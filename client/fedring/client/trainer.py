@@ -313,8 +313,8 @@ class DeclaredTrainer:
         if shared:  # Each worker of a group takes its share of all samples.
             part = Split(split.train, part.test, split.classes)
         log.info("loaded %s samples of the data set (partition_count=%s)", _size(part.train), config.partition_count)
-        if job.sample_dp:
-            check_private(whole, part.train, self._device)
+        if job.sample_dp:  # not with the part, whose first sample the server chooses
+            check_private(whole, split.train, self._device)
         return replace(whole, split=part)
 
 

@@ -227,6 +227,7 @@ class Worker:
         except (CodecError, FedringError, SecureError) as error:
             return Outcome(turn.client, None, failure=f"{client_id(turn.client)}: {error}")
         except Exception as error:  # such as a lack of memory
+            log.debug("%s sends nothing in round %d", client_id(turn.client), self._command.round, exc_info=True)
             return Outcome(turn.client, None, failure=f"{client_id(turn.client)}: {failure_detail(error)}")
         return Outcome(turn.client, row, samples, update.residual, own, personal, failure, spent)
 
