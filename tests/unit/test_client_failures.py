@@ -1,182 +1,63 @@
 """What a server with secure aggregation learns of clients whose training fails: nothing, from the first sample on."""
 
-import json
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file
-from tests.honest_clients import BLOCK, LEVELS, STEP, new_model
+from tests.honest_clients import STEP
 from tests.secure_server import SecureServer
 from tests.secure_sums import peers_of
-from tests.unit.training_client import client, plug_in, user_module
+from tests.unit.failing_clients import (
+    HOLDER,
+    NAMES,
+    SAMPLES,
+    Clients,
+    account,
+    ask,
+    check_nothing_seen,
+    end,
+    finish,
+    holds,
+    job,
+    overflowing,
+    running,
+    samples_of,
+    weighed,
+)
+from tests.unit.training_client import plug_in
 from torch import Tensor, nn
 
-from fedring.client import Federation, UpdateRefused, connect
-from fedring.client.task import Task
+from fedring.client import Federation
 from fedring.data import Samples, Split
 from fedring.train.losses import cross_entropy
 from fedring.v1 import federation_pb2 as pb
-from fedring.v1 import secure_pb2 as wire
-
-NAMES = ("ann", "bob", "cat")
-HOLDER = "cat"
-CLASS = 3
-"""The class that only the holder has samples of."""
-SAMPLES = 12
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture
-def server() -> Iterator[SecureServer]:
-    """Yield a server that listens. In the end, no client may have said two different things."""
-    with SecureServer() as server:
-        yield server
-    assert server.contradictions == []
-
-
-@pytest.fixture
-def module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """An empty module of the user."""
-    return user_module(monkeypatch)
-
-
-class Clients:
-    """Clients that train declared jobs in threads, each on samples of its own.
-
-    Args:
-        server: theirs.
-        folder: where their state folders are.
-        module: of the user, from which they take their model and their data.
-    """
-
-    def __init__(self, server: SecureServer, folder: Path, module: ModuleType) -> None:
-        self._server, self._module = server, module
-        self.folder = folder
-        self._stacks: dict[str, ExitStack] = {}
-
-    def start(self, name: str, **keys: Any) -> Federation:
-        """Start a client with further keys of its configuration, and wait until it is in session."""
-
-        def data(root: Any, download: bool) -> Split:
-            return Split(samples_of(name), samples_of(name), 7)
-
-        data.__name__ = f"data_of_{name}"
-        given: dict[str, Any] = {"server": self._server.address, "client_id": name, "state_dir": self.folder / name}
-        given |= {"data": plug_in(self._module, data), "model": plug_in(self._module, new_model)} | keys
-        self._stacks[name] = ExitStack()
-        federation = self._stacks[name].enter_context(client(given))
-        self._server.until(lambda: name in self._server.matched)
-        return federation
-
-    def start_all(self, **keys: Any) -> dict[str, Federation]:
-        """Start all clients."""
-        return {name: self.start(name, **keys) for name in NAMES}
-
-    def stop(self, name: str) -> None:
-        """Stop a client, and wait until the server knows."""
-        self._stacks.pop(name).close()
-        self._server.gone(name)
-
-    def close(self) -> None:
-        """Stop all clients that run."""
-        for stack in self._stacks.values():
-            stack.close()
-
-
-@pytest.fixture
-def clients(server: SecureServer, tmp_path: Path, module: ModuleType) -> Iterator[Clients]:
+def clients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Clients]:
     """Clients that are stopped in the end."""
-    clients = Clients(server, tmp_path, module)
-    yield clients
-    clients.close()
+    with running(tmp_path, monkeypatch) as clients:
+        yield clients
 
 
-def samples_of(name: str) -> Samples:
-    """Return the samples of a client; only the holder has some of its class."""
-    drawn = torch.Generator().manual_seed(sum(name.encode()))
-    labels = torch.arange(SAMPLES) % 3
-    labels[:4] = CLASS if name == HOLDER else 0
-    return Samples(torch.rand(SAMPLES, 5, generator=drawn), labels)
+@pytest.fixture
+def server(clients: Clients) -> SecureServer:
+    """Their server."""
+    return clients.server
 
 
-def overflowing() -> nn.Module:
-    """Return a model whose loss overflows on samples of one class."""
-    model = new_model()
-    assert isinstance(model, nn.Linear)
-    with torch.no_grad():
-        model.bias[CLASS] = -3e38
-    return model
-
-
-def job(number: int = 1, **fields: Any) -> pb.JobSpec:
-    given: dict[str, Any] = {"mode": "federated", "rounds": 9, "min_results": 3, "job_id": number, "model_args": "{}"}
-    given |= {"secure_aggregation": "{}", "loss": "fedring.train.losses:cross_entropy"}
-    return pb.JobSpec(**given | {"optimizer": "fedring.train.optimizers:sgd"} | fields)
-
-
-def weighed(**fields: Any) -> wire.SecureRound:
-    """Return a round in which updates count by their samples."""
-    scales = np.full(-(-42 // BLOCK), STEP, "<f4").tobytes()
-    given: dict[str, Any] = {"scales": scales, "block": BLOCK, "levels": LEVELS, "max_weight": 1000}
-    return wire.SecureRound(**given | fields)
-
-
-def ask(server: SecureServer, round_: int, **fields: Any) -> None:
-    """Ask all clients for a round, and wait until each has delivered or failed."""
-    server.begin(round_, NAMES, **{"job": job(), "secure": weighed()} | fields)
-    server.share(round_)
-    for name in NAMES:
-        server.step(name, round_, peers=peers_of(server.of(server.shares, round_), name))
-    server.until(lambda: len(server.of(server.payloads, round_)) + len(server.of(server.failures, round_)) == 3)
-
-
-def finish(server: SecureServer, round_: int) -> Any:
-    """Take a round to its end, and return the sum of all clients' integers."""
-    server.name_survivors(round_)
-    server.unmask(round_)
-    return server.total(round_)
-
-
-def end(server: SecureServer, round_: int) -> Any:
-    """Take a round to its end, tell all clients, and return the sum of all clients' integers."""
-    total = finish(server, round_)
-    for name in NAMES:
-        server.end(name, round_, "published")
-    return total
-
-
-def check_nothing_seen(server: SecureServer) -> None:
-    """Check that all clients have sent the same calls, in the same order, with the same fields of the same sizes."""
-    assert server.failures == {}
-    forms = [server.seen[name] for name in NAMES]
-    assert forms[0] == forms[1] == forms[2]
-    assert len(forms[0]) >= 4
-
-
-def account(folder: Path) -> dict[str, Any]:
-    known: dict[str, Any] = json.loads((folder / "privacy.json").read_text())
-    return known
+@pytest.fixture
+def module(clients: Clients) -> ModuleType:
+    """The module of the user."""
+    return clients.module
 
 
 # What fails: the model that the server sends, or code of the site, on samples of one class
-
-
-def holds(labels: Tensor) -> bool:
-    return bool((labels == CLASS).any())
 
 
 def failing_loss(error: type[Exception]) -> Callable[..., Any]:
@@ -366,81 +247,6 @@ def test_a_client_without_a_limit_goes_on(server: SecureServer, clients: Clients
     check_nothing_seen(server)
 
 
-# Scripts with a loop of their own
-
-
-class Script:
-    """A script of a user, in a thread, that fails in some rounds.
-
-    Args:
-        server: its server.
-        folder: where its state folder is.
-        way: how it fails.
-        samples: what it tells load_into() of its samples.
-    """
-
-    def __init__(self, server: SecureServer, folder: Path, way: str, samples: int = 0) -> None:
-        self._federation = connect(server=server.address, client_id=HOLDER, state_dir=folder / HOLDER)
-        self._way, self._samples = way, samples
-        self.raised: list[str] = []
-        self._thread = threading.Thread(target=self._run)
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._federation.close()
-        self._thread.join()
-
-    def _run(self) -> None:
-        try:
-            with self._federation as federation:
-                for task in federation:
-                    self._train(task)
-        except KeyError as error:
-            self.raised.append(repr(error))
-
-    def _train(self, task: Task) -> None:
-        model = new_model()
-        if task.round == 1:
-            task.load_into(model)
-            task.submit(model, samples=7)
-            return
-        if self._way != "before":
-            task.load_into(model, samples=self._samples)
-        match self._way:
-            case "fail" | "before":
-                task.fail("no_data", "Jane Doe is not among my patients")
-                task.fail("again", "which changes nothing")
-            case "raise":
-                raise KeyError("Jane Doe")
-            case "not finite":
-                nn.init.constant_(next(model.parameters()), torch.nan)
-                with pytest.raises(UpdateRefused, match="non_finite"):
-                    task.submit(model, samples=7)
-            case "nonsense":
-                with pytest.raises(ValueError, match="samples is 0"):
-                    task.submit(model, samples=0)
-
-
-@pytest.mark.parametrize("way", ["fail", "nothing", "raise", "not finite", "nonsense"])
-@pytest.mark.parametrize(("samples", "weight"), [(0, 7), (5, 5)], ids=["as-before", "as-told"])
-def test_a_script_that_fails_delivers_zeros_too(
-    server: SecureServer, clients: Clients, way: str, samples: int, weight: int
-) -> None:
-    for name in NAMES[:2]:
-        clients.start(name)
-    with Script(server, clients.folder, way, samples) as script:
-        ask(server, 1)
-        end(server, 1)
-        ask(server, 2)
-        check_nothing_seen(server)
-        if way != "raise":  # else the script is gone
-            assert finish(server, 2)[-1] == 2 * SAMPLES + weight
-    assert script.raised == (["KeyError('Jane Doe')"] if way == "raise" else [])
-
-
 # What may be told
 
 
@@ -462,16 +268,6 @@ def test_what_fails_before_the_model_is_there_is_told_without_the_text_of_errors
     assert server.failure(2, "cat") == "not_offered"
     assert ("Failure", "no_data", "ValueError; the log of this client says more") in server.seen["ann"]
     assert "Jane Doe" not in str(server.seen)
-
-
-def test_a_script_that_fails_before_the_model_is_there_says_so(server: SecureServer, clients: Clients) -> None:
-    for name in NAMES[:2]:
-        clients.start(name)
-    with Script(server, clients.folder, "before"):
-        ask(server, 1)
-        end(server, 1)
-        ask(server, 2)
-        assert server.failures == {(2, HOLDER): "again"}
 
 
 def test_without_masks_and_noise_a_failure_is_told(server: SecureServer, clients: Clients) -> None:

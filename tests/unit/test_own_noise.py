@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from pydantic import ValidationError
 from tests.secure_sums import Client, Group, command_of, names_of, survivors_of
 
-from fedring.client.privacy import LEDGER, Ledger, SitePolicy, own_noise_refusal, refusal
+from fedring.client.ledger import LEDGER, Ledger
+from fedring.client.privacy import SitePolicy, own_noise_refusal, refusal
 from fedring.client.secure.masked import private_integers
 from fedring.codec import CodecError
 from fedring.codec.masked import masked_packet

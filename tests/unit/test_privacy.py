@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from scipy.stats import kstest
 
-from fedring.client.privacy import Ledger, SitePolicy, refusal
+from fedring.client.ledger import Ledger
+from fedring.client.privacy import SitePolicy, refusal
 from fedring.control.failure import Failure
 from fedring.daemon.config import ConfigError
 from fedring.privacy.account import epsilon

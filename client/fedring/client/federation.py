@@ -15,7 +15,8 @@ from fedring.client.config import ClientConfig
 from fedring.client.errors import FederationClosed, Refused, RoundOver
 from fedring.client.evaluation import Evaluation
 from fedring.client.metrics import ClientMetrics
-from fedring.client.privacy import check_policy, failed_too_often, is_covered, may_count, refusal
+from fedring.client.privacy import check_policy, failed_too_often, may_count, refusal
+from fedring.client.promises import is_covered
 from fedring.client.secure.desk import SecureDesk
 from fedring.client.secure.party import lost_update
 from fedring.client.session.inbox import EvaluationOrder

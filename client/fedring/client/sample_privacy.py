@@ -4,7 +4,9 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from fedring.client.privacy import Ledger, SitePolicy, sample_dp_of
+from fedring.client.ledger import Ledger
+from fedring.client.privacy import SitePolicy
+from fedring.client.promises import sample_dp_of
 from fedring.client.task import Task
 from fedring.privacy.account import NoAccountant, SampledSteps
 from fedring.train.errors import TrainError, TrainingStopped

@@ -1,20 +1,19 @@
 """Trains as a job declares it: looks up the names in the job, and keeps model and data loaded from round to round."""
 
 import logging
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset
 
 from fedring.client.config import ClientConfig
 from fedring.client.errors import Refused, RoundOver, WrongModel
 from fedring.client.evaluation import Evaluation
+from fedring.client.local_training import LoadedJob, add_noise_alone, check_private, counted, train_locally
 from fedring.client.personal import personal_of, train_own, with_own
-from fedring.client.privacy import is_covered, sample_dp_of
+from fedring.client.promises import is_covered, sample_dp_of
 from fedring.client.sample_privacy import charging, spending
 from fedring.client.task import Task
 from fedring.daemon.tracing import span
@@ -24,16 +23,12 @@ from fedring.train.arguments import read_arguments
 from fedring.train.batches import size_of
 from fedring.train.device import pick_device, threads_for
 from fedring.train.errors import SeamError, TrainError, TrainingStopped, failure_detail, failure_reason
-from fedring.train.evaluation import Counts, Evaluator, run_evaluator
-from fedring.train.loop import Loss, OptimizerFactory, train, warm_up
+from fedring.train.evaluation import Counts, run_evaluator
+from fedring.train.loop import warm_up
 from fedring.train.offered import Offered, collect
-from fedring.train.plan import Plan, TrainResult
-from fedring.train.private_check import check_private_training
-from fedring.train.private_loop import UNFIT, train_privately
-from fedring.train.sample_privacy_table import SamplePrivacy
+from fedring.train.plan import TrainResult
 from fedring.train.seam import build_model, optimizer_factory
 from fedring.train.skeleton import build_skeleton
-from fedring.train.user_trainer import Trainer, run_trainer
 from fedring.v1 import federation_pb2 as pb
 
 if TYPE_CHECKING:
@@ -50,18 +45,6 @@ MODES = ("federated", "data_parallel", "pipeline")
 
 
 _WRONG_BASE = ("wrong_base", "frozen_changed")
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class LoadedJob:
-    """Everything that a job names, loaded."""
-
-    model: nn.Module
-    split: Split
-    loss: Loss
-    optimizer: OptimizerFactory
-    trainer: Trainer | None  # None = the built-in loop
-    evaluator: Evaluator | None  # None = the built-in evaluation
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,139 +329,6 @@ def load_job(job: pb.JobSpec, config: ClientConfig, offered: Offered, device: to
         offered.get("trainer", name["trainer"]) if name["trainer"] else None,
         offered.get("evaluator", name["evaluator"]) if name["evaluator"] else None,
     )
-
-
-def check_private(loaded: LoadedJob, samples: Dataset[Any], device: torch.device) -> None:
-    """Check that a job with [sample_dp] can be trained here, before the server's values are loaded.
-
-    Args:
-        loaded: The job.
-        samples: The samples of a client; if there are none, the training says so.
-        device: Where to train.
-
-    Raises:
-        SeamError: If it cannot, for a reason that does not depend on what the samples say.
-        TrainError: If the first sample is not what a data set must hold.
-    """
-    if loaded.trainer is not None:
-        raise SeamError(UNFIT, "A trainer does not go with the job's [sample_dp].")
-    if size_of(samples):
-        check_private_training(loaded.model, samples, loss=loaded.loss, device=device)
-
-
-def train_locally(
-    loaded: LoadedJob,
-    samples: Dataset[Any],
-    plan: Plan,
-    *,
-    device: torch.device,
-    progress: Callable[[float], None] = lambda share: None,
-    stopped: Callable[[], bool] = lambda: False,
-    corrections: Mapping[str, Tensor] | None = None,
-    private: SamplePrivacy | None = None,
-) -> TrainResult:
-    """Train the loaded model in place on one client's samples, with the built-in loop or the user's trainer.
-
-    Args:
-        loaded: The job; its model holds the values that the round starts from.
-        samples: The samples of the client.
-        plan: How the job wants the model trained.
-        device: Where to train.
-        progress: As for `fedring.train.loop.train`; a user's trainer cannot report how far it is.
-        stopped: As for `fedring.train.loop.train`; a user's trainer does not ask.
-        corrections: As for `fedring.train.loop.train`; None = the gradients are not corrected.
-        private: The noise of DP-SGD, for which check_private() has accepted the job; None = single samples are not
-            protected.
-
-    Raises:
-        TrainingStopped: If `stopped` returned True.
-        TrainError: If there are no samples, the training diverged, or the user's trainer reports nonsense.
-        SeamError: If a user's trainer would have to correct the gradients, or something does not fit DP-SGD.
-    """
-    if private is not None:
-        if corrections is not None:
-            raise SeamError(UNFIT, "scaffold = true does not go with the job's [sample_dp].")
-        return train_privately(
-            loaded.model,
-            samples,
-            plan,
-            private,
-            loss=loaded.loss,
-            optimizer_factory=loaded.optimizer,
-            device=device,
-            progress=progress,
-            stopped=stopped,
-        )
-    if corrections is not None and loaded.trainer is not None:
-        raise SeamError("no_correction", "A trainer does not correct its gradients, as the job's scaffold = true asks.")
-    if loaded.trainer is not None:
-        return run_trainer(loaded.trainer, loaded.model, samples, plan, device=device)
-    return train(
-        loaded.model,
-        samples,
-        plan,
-        loss=loaded.loss,
-        optimizer_factory=loaded.optimizer,
-        device=device,
-        progress=progress,
-        stopped=stopped,
-        corrections=corrections or {},
-    )
-
-
-def add_noise_alone(
-    loaded: LoadedJob,
-    samples: Dataset[Any],
-    plan: Plan,
-    private: SamplePrivacy,
-    *,
-    device: torch.device,
-    progress: Callable[[float], None] = lambda share: None,
-    stopped: Callable[[], bool] = lambda: False,
-) -> nn.Module:
-    """Train the loaded model with the noise of DP-SGD, and on no sample: in the place of a training that has failed.
-
-    Args:
-        loaded: The job; its model holds the values that the round starts from.
-        samples: The samples of the client, whose number counts.
-        plan: How the job wants the model trained.
-        private: The noise.
-        device: Where to train.
-        progress: As for `fedring.train.loop.train`.
-        stopped: As for `fedring.train.loop.train`.
-
-    Returns:
-        The loaded model.
-
-    Raises:
-        TrainingStopped, TrainError, SeamError: As train_locally() does.
-    """
-    train_privately(
-        loaded.model,
-        samples,
-        plan,
-        private,
-        loss=loaded.loss,
-        optimizer_factory=loaded.optimizer,
-        device=device,
-        progress=progress,
-        stopped=stopped,
-        on_nothing=True,
-    )
-    return loaded.model
-
-
-def counted(loaded: LoadedJob, command: pb.TrainCmd, size: int, known: int) -> int:
-    """Return for how many samples an update of a client counts, also if its training fails.
-
-    Args:
-        loaded: The job.
-        command: The command of the round.
-        size: The number of samples of the client.
-        known: How many its last update counted for, if a user's trainer decides that; 0 = nobody knows.
-    """
-    drawn = size if command.job.sample_dp else min(size, command.subset_size or size)
-    return known or drawn if loaded.trainer is not None else drawn
 
 
 def _model_of(job: pb.JobSpec, config: ClientConfig) -> tuple[str, dict[str, Any], int]:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from fedring.client.privacy import dp_of
+from fedring.client.promises import dp_of
 from fedring.client.secure.masked import level_integers, private_integers, update_of, zero_integers
 from fedring.client.transfer.download import HeldModel
 from fedring.client.transfer.update import Update

@@ -19,10 +19,11 @@ from torch import nn
 from fedring.client.config import ClientConfig
 from fedring.client.errors import UpdateRefused
 from fedring.client.loading import add_left_out
+from fedring.client.local_training import add_noise_alone, check_private, counted, train_locally
 from fedring.client.personal import figures_of, train_own
-from fedring.client.privacy import is_covered
+from fedring.client.promises import is_covered
 from fedring.client.round_plan import plan_of
-from fedring.client.trainer import add_noise_alone, check_private, counted, load_job, train_locally
+from fedring.client.trainer import load_job
 from fedring.client.transfer.control import OwnControl
 from fedring.client.transfer.correction import Correction
 from fedring.client.transfer.download import HeldModel

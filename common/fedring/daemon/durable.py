@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,13 @@ def private_opener(path: str, flags: int) -> int:
 def make_private(path: Path) -> None:
     """Make an empty file that only its owner may read, for a library that writes it then."""
     os.close(private_opener(str(path), os.O_WRONLY | os.O_CREAT | os.O_TRUNC))
+
+
+def close_to_others(folder: Path, *globs: str) -> None:
+    """Let only the owner read files and folders in a folder, if the owner is this process."""
+    for path in (path for glob in globs for path in folder.glob(glob)):
+        with suppress(OSError):
+            path.chmod(0o700 if path.is_dir() else 0o600)
 
 
 def write_durably(path: Path, data: bytes) -> None:

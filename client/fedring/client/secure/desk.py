@@ -18,7 +18,9 @@ from numpy.typing import NDArray
 
 from fedring.client.config import ClientConfig
 from fedring.client.errors import FederationClosed, RoundOver, UpdateRefused
-from fedring.client.privacy import Ledger, dp_of, own_noise_refusal, refusal
+from fedring.client.ledger import Ledger
+from fedring.client.privacy import own_noise_refusal, refusal
+from fedring.client.promises import dp_of
 from fedring.client.secure.identity import PeerCheck, load_signer
 from fedring.client.secure.masked import masked_update, masked_zero, private_update
 from fedring.client.secure.party import Party, Site

@@ -13,12 +13,10 @@
     personal-….safetensors, the client's own model, kept like private tensors; the second file belongs to the update, if
     update.personal         bit 3 of the flags is 1
 
-An update is spooled before its first byte is sent. When it is accepted, what belongs to it replaces the old files, and
-then the update is dropped; when it is refused, the update is dropped and the old ones stay. The
-process may be killed between any two of these steps, and while it writes a file: the first eight bytes of an update are
-written last.
-
-Only the owner can read the files, which tell what was trained on.
+Only the owner can read the files. An update is spooled before its first byte is sent. When it is accepted, what belongs
+to it replaces the old files, and then the update is dropped; when it is refused, the update is dropped and the old ones
+stay. The process may be killed between any two of these steps, and while it writes a file: the first eight bytes of an
+update are written last.
 
 The file `update` is overwritten in place, and keeps its size when its update is accepted. If it were emptied then and
 written anew later, the file system would write it to the disk at once, which takes five times the processor's time.
@@ -40,13 +38,13 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from fedring.client.privacy import Ledger
+from fedring.client.ledger import Ledger
 from fedring.client.transfer.control import ControlState, OwnControl
 from fedring.client.transfer.private import PrivateState, PrivateValues
 from fedring.client.transfer.update import residual_of_update
 from fedring.codec.digest import Digest, update_name
 from fedring.daemon.crash import crashpoint
-from fedring.daemon.durable import make_private, private_opener, sync
+from fedring.daemon.durable import close_to_others, make_private, private_opener, sync
 from fedring.privacy.account import SampledSteps
 from fedring.rpc.chunks import CHUNK_BYTES
 from fedring.v1 import federation_pb2 as pb
@@ -60,6 +58,7 @@ _PREFIX = struct.Struct("<2sBBI")
 _MAGIC, _VERSION, _APART = b"SP", 2, 3
 _NONE = bytes(_PREFIX.size)
 _FLAGS = 1, 2, 4, 8
+_KEPT = ("residual.*", "private-*", "personal-*", "control.*", "update", "update.*", "checkpoints")
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,12 +119,10 @@ class Spool:
         self.ledger = Ledger(folder)
         self.control = ControlState(folder)
         self.personal = PrivateState(folder, "personal")
-        self._residual_file = folder / "residual.safetensors"
-        self._update_file = folder / "update"
-        self._left_file = folder / "update.residual"
-        self._payload_file = folder / "update.payload"
+        self._residual_file, self._left_file = folder / "residual.safetensors", folder / "update.residual"
+        self._update_file, self._payload_file = folder / "update", folder / "update.payload"
         self.payload_part.unlink(missing_ok=True)  # It was being put together when the process was killed.
-        self._close_to_others()
+        close_to_others(folder, *_KEPT)  # what earlier versions have left
         self._empty = False  # whether it certainly holds no update
         self._left = True  # whether the files that belong to an update may exist
         self._cached: tuple[str, bytes, Residual | None] | None = None  # run, schema hash, residual
@@ -236,8 +233,8 @@ class Spool:
         header = pb.UpdateHeader.FromString(offer.header)
         leaves, *has = (each is not None for each in (residual, private, control, personal))
         flags = sum(bit for bit, present in zip(_FLAGS, (leaves, *has), strict=True) if present)
-        if flags:
-            self.drop()  # The old update must never be found together with what belongs to the new one.
+        if flags:  # The old update must never be found together with what belongs to the new one.
+            self.drop()
             self._left = True
         if private is not None:
             self.private.spool(private, offer.name)
@@ -286,7 +283,7 @@ class Spool:
     @property
     def payload_part(self) -> Path:
         """Where to write the payload of an update that is then adopted."""
-        return self._payload_file.with_name(self._payload_file.name + ".part")
+        return self.folder / "update.payload.part"
 
     def accept(self, spooled: Spooled, residual: Residual | None = None) -> None:
         """Note that the server has accepted the update: drop it, and keep what belongs to it.
@@ -338,16 +335,6 @@ class Spool:
             self.personal.drop()
         self._payload_file.unlink(missing_ok=True)
         self._empty, self._left = True, False
-
-    def _close_to_others(self) -> None:
-        """Let only the owner read what earlier versions have left, which others could read."""
-        for path in [
-            *self.folder.glob("*.safetensors"),
-            *self.folder.glob("update*"),
-            *self.folder.glob("checkpoints"),
-        ]:
-            with contextlib.suppress(OSError):  # Whoever made it can read it in any case.
-                path.chmod(0o700 if path.is_dir() else 0o600)
 
     def _was_sent_since(self, last: pb.LastAccepted) -> bool:
         """Return whether the server has accepted a newer update than the one that left the residual, or another one."""
