@@ -183,6 +183,21 @@ def test_a_failure_is_sent_again_after_a_restart_as_the_same_bytes(server: Secur
     ]
 
 
+def test_a_disk_that_is_full_is_told_and_ends_no_client(
+    server: SecureServer, clients: Clients, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError("no space left on the device of Jane Doe")
+
+    clients.start_all()
+    with monkeypatch.context() as patch:
+        patch.setattr("fedring.client.ledger.Ledger.note_failed", full)
+        ask(server, 1, model=overflowing())
+    assert ("Failure", "disk_failed", "the log of this client says more") in server.seen[HOLDER]
+    ask(server, 2)
+    assert finish(server, 2)[-1] == 3 * SAMPLES
+
+
 # What a client keeps
 
 

@@ -153,6 +153,20 @@ def test_a_training_that_diverges_by_its_noise_delivers_zeros_and_is_charged(
     assert account(settings)["samples"][0]["steps"] == 1
 
 
+def test_what_cannot_be_trained_even_without_samples_delivers_zeros_and_ends_no_client(
+    server: "ScriptedServer", settings: dict[str, Any], module: ModuleType, model: nn.Module
+) -> None:
+    def broken(parameters: Any, lr: float, momentum: float) -> Any:
+        raise ValueError("Jane Doe")
+
+    with client(settings, optimizer=plug_in(module, broken), **parts(module, 0, 1)):
+        server.joins.get(timeout=SECONDS)
+        for round_ in (1, 2):
+            server.train(server.command(model, round_=round_, batch_size=2, job=job(sample_dp=SAMPLE_DP)))
+            assert not sent(server).any()
+    assert server.failures.empty()
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_a_server_cannot_choose_the_sample_whose_shape_is_looked_at(
     server: "ScriptedServer", settings: dict[str, Any], module: ModuleType, model: nn.Module, seed: int

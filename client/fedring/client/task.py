@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from fedring.client.answer import Answers, check_size
-from fedring.client.errors import BadModel, RoundOver, UpdateRefused, WrongModel
+from fedring.client.errors import BadModel, Refused, RoundOver, UpdateRefused, WrongModel
 from fedring.client.loading import Loaded, ModelLoader
 from fedring.client.metrics import ClientMetrics
 from fedring.client.promises import is_covered
@@ -370,13 +370,15 @@ class Task:
             self._answers.send(self._answers.nothing(loaded, noise, samples))
         except SecureError as error:
             self.fail_secure(error)
-        except OSError:
-            log.exception("round %d: what the server should get cannot be written", self.round)
-            self._tell("disk_failed", "this client cannot write to its state_dir")
         except RoundOver as error:
             log.warning("round %d takes no update from this client: %s", self.round, error)
             if isinstance(error, UpdateRefused) and not self._answers.sent:
                 self._tell(error.reason, error.detail)
+        except Refused:
+            raise
+        except Exception as error:  # such as a full disk: it must not end the client
+            log.exception("round %d: the update that changes nothing cannot be sent", self.round)
+            self._tell("disk_failed" if isinstance(error, OSError) else "internal", "the log of this client says more")
 
     def _deliver(
         self, model: nn.Module, loaded: Loaded, training: TrainingReport, own: Mapping[str, Tensor] | None

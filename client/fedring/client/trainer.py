@@ -258,8 +258,8 @@ class DeclaredTrainer:
             )
         except TrainingStopped:
             return None  # The round has ended.
-        except (SeamError, TrainError) as error:
-            log.error("round %d: a training without samples failed, too: %s", task.round, error)
+        except Exception:  # the user's optimizer may raise anything
+            log.exception("round %d: a training without samples failed, too", task.round)
             return None
 
     def _drop(self, error: Exception) -> None:

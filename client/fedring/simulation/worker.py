@@ -253,7 +253,8 @@ class Worker:
         plan = plan_of(self._command, client_id(turn.client))
         try:
             return add_noise_alone(loaded, samples, plan, private, device=self._device)
-        except (SeamError, TrainError):
+        except Exception:  # the user's optimizer may raise anything
+            log.debug("%s failed without samples, too", client_id(turn.client), exc_info=True)
             return None
 
     def _begin(self, turn: Turn) -> HeldModel:
