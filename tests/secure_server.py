@@ -61,6 +61,7 @@ class SecureServer(
         self.signatures: dict[tuple[int, str], wire.SurvivorsSignature] = {}
         self.answers: dict[tuple[int, str], wire.UnmaskShares] = {}
         self.failures: dict[tuple[int, str], str] = {}  # the last reason
+        self.seen: dict[str, list[tuple[str, ...]]] = defaultdict(list)  # what each client has sent, in order
         self.said_twice: dict[str, int] = defaultdict(int)  # how often a call repeated a message, by its name
         self.contradictions: list[str] = []  # of clients that said something else than before
         self.lost_answers: set[str] = set()  # calls of which the next answer is lost
@@ -90,7 +91,13 @@ class SecureServer(
             assert self._known.wait_for(happened, SECONDS), self.failures
 
     def command(self, round_: int, model: nn.Module | None = None, **fields: Any) -> pb.TrainCmd:
-        """Return the command of a round that starts from a model; None = from that of all rounds."""
+        """Return the command of a round.
+
+        Args:
+            round_: the round.
+            model: what it starts from; None = that of all rounds.
+            fields: of the command.
+        """
         model = new_model() if model is None else model
         schema, vectors = schema_of(model), read_vectors(model)
         payload = encode(vectors.parameters, Encoding("fp32"))
@@ -268,6 +275,7 @@ class SecureServer(
         async for request in request_iterator:
             self._open(client, request.offer)
             header = pb.UpdateHeader.FromString(request.offer.header)
+            self.seen[client].append(("UpdateHeader", *_form(header)))
             assert [packet.encoding for packet in header.packets] == ["masked"]
             assert (header.train_seconds, len(header.metrics), header.packets[0].num_samples) == (0, 0, 1)
             self._take("PushSmallUpdates", self.payloads, (header.round, client), request.payload)
@@ -311,6 +319,7 @@ class SecureServer(
         self, call: str, messages: dict[tuple[int, str], Any], key: tuple[int, str], message: Any
     ) -> wire.SecureAck:
         """Note a message, which must be the same each time."""
+        self.seen[key[1]].append((call, *(_form(message) if isinstance(message, Message) else [str(len(message))])))
         if key in messages:
             self.said_twice[call] += 1
             if messages[key] != message:
@@ -352,6 +361,7 @@ class SecureServer(
             if request.matched:
                 self._note(lambda: self.matched.add(client))
             if request.HasField("failure"):
+                self.seen[client].append(("Failure", request.failure.reason, request.failure.detail))
                 self._note(partial(self.failures.update, {(request.failure.round, client): request.failure.reason}))
 
     def _client(self, context: Any) -> str:
@@ -360,6 +370,19 @@ class SecureServer(
         if self._newest.get(client) != _session(context):
             raise NoSession("join first")
         return client
+
+
+def _form(message: Message) -> list[str]:
+    """Return which fields a message has, and how many bytes each of them takes."""
+    return [f"{field.name} {len(_bytes_of(value))}" for field, value in message.ListFields()]
+
+
+def _bytes_of(value: Any) -> bytes:
+    if isinstance(value, Message):
+        return value.SerializeToString()
+    if isinstance(value, bytes | str):
+        return value if isinstance(value, bytes) else value.encode()
+    return b"".join(map(_bytes_of, value)) if hasattr(value, "__len__") else b"1"
 
 
 def _session(context: Any) -> str:

@@ -71,9 +71,26 @@ def fails_for_some(model: nn.Module, samples: Any, plan: Any) -> int:
     return len(samples)
 
 
+def adds_or_fails(model: nn.Module, samples: Any, plan: Any) -> int:
+    """Add 1 to all parameters; fail where the labels add up to an odd number."""
+    if sum(int(label) for _, label in samples) % 2:
+        raise RuntimeError("an odd sum")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+    return len(samples)
+
+
 def fails(model: nn.Module, samples: Any, plan: Any) -> int:
     """Fail always."""
     raise RuntimeError("this trainer never works")
+
+
+def cannot_count_to_9(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Return the loss of the digits from 0 to 8."""
+    if labels.max().item() == 9:
+        raise RuntimeError("a nine")
+    return nn.functional.cross_entropy(outputs, labels)
 
 
 def tells_threads(model: nn.Module, samples: Any, plan: Any) -> dict[str, float]:

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from fedring.client.config import ClientConfig
-from fedring.client.trainer import load_job, train_locally
+from fedring.client.local_training import train_locally
+from fedring.client.trainer import load_job
 from fedring.control.failure import Failure
 from fedring.data import Samples
 from fedring.privacy.account import SampledSteps, sampled_epsilon

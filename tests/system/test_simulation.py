@@ -133,6 +133,37 @@ def test_without_the_residuals_of_the_clients_the_models_would_differ(
     assert (tmp_path / "model.safetensors").read_bytes() != fleet_runs[name][0].read_bytes()
 
 
+def test_clients_that_fail_under_masks_make_the_same_model_here_and_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(CODE))
+    job: dict[str, Any] = {
+        "model": "fedring.train.models:vector", "model_args": {"size": 400}, "rounds": 1, "weights": "samples",
+        "min_clients": CLIENTS, "min_clients_to_aggregate": 7, "evaluate": False,
+        "secure_aggregation": {"block": 16, "step": 0.25, "first_norm": 20.0},
+    }  # fmt: skip
+    trainer = {"trainer": "user_simulation:adds_or_fails"}
+    with (
+        Fleet(tmp_path, {}, [{**trainer, "threads": 1}] * CLIENTS, env={"PYTHONPATH": str(CODE)}) as fleet,
+        Control(fleet.control) as control,
+    ):
+        until_watching(control, CLIENTS)
+        events = control.events()
+        job_id = control.start_job(job).job_id
+        for _ in control.follow_job(job_id, events):
+            pass
+        control.export_model(0, tmp_path / "model.safetensors")
+        (round_,) = control.rounds(job_id=job_id)
+        assert (round_.delivered, round_.selected) == (CLIENTS, CLIENTS)
+    report = simulate({**job, **trainer}, clients=CLIENTS, workers=1, threads=1, out=tmp_path / "out")
+    assert 0 < len(report["rounds"][0]["failures"]) < CLIENTS
+    ours, theirs = (load_file(folder / "model.safetensors") for folder in (tmp_path / "out", tmp_path))
+    assert {key: value.tobytes() for key, value in ours.items()} == {
+        key: value.tobytes() for key, value in theirs.items()
+    }
+    assert 0 < next(iter(ours.values())).mean() < 1
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(1200)  # Ray takes minutes to start on a busy machine
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")

@@ -79,6 +79,38 @@ def test_a_good_configuration_is_reported_and_no_folder_is_created(tmp_path: Pat
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.parametrize(
+    ("keys", "covered"),
+    [
+        (
+            ["min_clients=5"],
+            ["privacy.min_clients covers the number of updates", "no key of privacy demands masks or noise"],
+        ),
+        (
+            ["min_clients=5", "require_secure_aggregation=true", "max_clip=1", "max_epsilon=3"],
+            [
+                "privacy.min_clients covers",
+                "privacy.max_clip and privacy.max_epsilon cover what models reveal of this client as a whole; the",
+                "privacy.require_secure_aggregation covers that the server sees sums",
+            ],
+        ),
+        (["noise_by_clients=true"], ["privacy.noise_by_clients covers"]),
+        (
+            ["min_sample_noise_multiplier=1"],
+            ["privacy.min_sample_noise_multiplier covers what updates and models reveal"],
+        ),
+        (["max_failed_rounds=3"], []),
+    ],
+    ids=["clients", "several", "clients' noise", "samples", "nothing"],
+)
+def test_a_check_says_what_each_demand_covers(tmp_path: Path, keys: list[str], covered: list[str]) -> None:
+    code, output = run("--check-config", *(f"privacy.{key}" for key in keys), f"state_dir={tmp_path}")
+    lines = [line for line in output.splitlines() if "privacy" in line]
+    assert code == Exit.OK
+    assert len(lines) == len(covered)
+    assert all(line.startswith(start) for line, start in zip(lines, covered, strict=True)), lines
+
+
 @contextmanager
 def started(settings: dict[str, Any], *arguments: str) -> Iterator[Fork]:
     """Run the daemon, and kill it at the end."""

@@ -3,16 +3,21 @@
 import hashlib
 import os
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors import safe_open
 from safetensors.numpy import save_file
+from torch import nn
 
+from fedring.client.transfer.control import OwnControl
+from fedring.client.transfer.private import Line, PrivateValues
 from fedring.client.transfer.spool import Residual, Spool, Spooled
 from fedring.client.transfer.update import residual_of
 from fedring.codec.digest import name_of, update_name
+from fedring.train.state import schema_of
 from fedring.v1 import federation_pb2 as pb
 
 HASH = b"h" * 32
@@ -63,6 +68,53 @@ def test_an_offer_is_read_with_exactly_the_bytes_that_were_written(tmp_path: Pat
     assert pb.UpdateHeader.FromString(header).SerializeToString() != header
     assert (pending.offer, pending.offer.header) == (offer, header)
     assert (pending.header.run_id, pending.header.round, pending.header.total_bytes) == ("run", 3, 6)
+
+
+@pytest.fixture
+def _others_may_read() -> Iterator[None]:
+    """Let new files be readable by everybody, unless who makes them says otherwise."""
+    before = os.umask(0o022)
+    yield
+    os.umask(before)
+
+
+@pytest.mark.usefixtures("_others_may_read")
+def test_only_the_owner_can_read_what_a_client_keeps(tmp_path: Path) -> None:
+    line, linear = Line("run", HASH, (0, 0)), nn.Linear(2, 2)
+    values = PrivateValues(line, schema_of(linear), linear.state_dict())
+    control = OwnControl("line", "update", np.ones(4, np.float32))
+    spool, leaves = Spool(tmp_path), np.ones(4, np.float32)
+    seen: dict[str, int] = {}
+
+    def see() -> None:
+        for path in tmp_path.iterdir():
+            seen[path.name] = path.stat().st_mode & 0o777
+
+    for number in (1, 2):  # the second one replaces the first
+        offer = offer_of(b"abc", round_=number)
+        spooled = spool.write(offer, [b"abc"], leaves, private=values, control=control, personal=values)
+        see()
+        spool.private.begin(values)
+        spool.accept(spooled)
+        see()
+    spool.payload_part.write_bytes(b"abc")
+    spool.ledger.charge(pb.TrainCmd(job=pb.JobSpec(dp='{"noise_multiplier": 1.0}')), "update")
+    spool.adopt(offer_of(b"abc", round_=3), spool.payload_part)
+    see()
+    assert len(seen) == 11
+    assert set(seen.values()) == {0o600}
+
+
+@pytest.mark.usefixtures("_others_may_read")
+def test_what_an_earlier_version_has_left_is_closed_to_others(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    for name in ("update", "residual.safetensors", "update.private", "update.payload", "my notes"):
+        (tmp_path / name).touch()
+    Spool(tmp_path)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}
+    assert modes.pop("checkpoints") == 0o700
+    assert modes.pop("my notes") == 0o644  # not ours
+    assert set(modes.values()) == {0o600}
 
 
 @pytest.mark.parametrize("again", [True, False])

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from pydantic import ValidationError
 from tests.secure_sums import Client, Group, command_of, names_of, survivors_of
 
-from fedring.client.privacy import LEDGER, Ledger, SitePolicy, own_noise_refusal, refusal
+from fedring.client.ledger import LEDGER, Ledger
+from fedring.client.privacy import SitePolicy, own_noise_refusal, refusal
 from fedring.client.secure.masked import private_integers
 from fedring.codec import CodecError
 from fedring.codec.masked import masked_packet
@@ -257,7 +258,7 @@ def test_the_account_counts_what_the_group_costs_once_a_round(tmp_path: Path) ->
     ledger, plan = Ledger(tmp_path), table().plan(5, 1000, 4)
     for number in (1, 1, 2):
         ledger.charge_own(command(number), plan.charge, MASKS)
-        ledger.charge(command(number))  # what is sent again was charged before
+        ledger.charge(command(number), "update")  # what is sent again was charged before
     assert json.loads((tmp_path / LEDGER).read_text())["rounds"] == {str(plan.charge): 2}
     again = Ledger(tmp_path)
     assert again.epsilon_with(command(2), 1e-5) == epsilon([plan.charge] * 2, 1e-5)

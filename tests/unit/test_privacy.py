@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from scipy.stats import kstest
 
-from fedring.client.privacy import Ledger, SitePolicy, refusal
+from fedring.client.ledger import Ledger
+from fedring.client.privacy import SitePolicy, refusal
 from fedring.control.failure import Failure
 from fedring.daemon.config import ConfigError
 from fedring.privacy.account import epsilon
@@ -245,31 +246,32 @@ def test_a_job_that_is_strong_enough_is_taken(tmp_path: Path) -> None:
     assert refusal(SitePolicy.model_validate({}), Ledger(tmp_path), command(mode="pipeline", dp="")) == ""
 
 
-def test_the_ledger_charges_each_round_once_and_survives_a_restart(tmp_path: Path) -> None:
+def test_the_ledger_charges_each_update_once_and_survives_a_restart(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path)
     for number in (1, 1, 2):
-        ledger.charge(command(number))
-    ledger.charge(command(3, dp=""))
-    assert ledger.epsilon_with(command(2), 1e-5) == epsilon([1.0, 1.0], 1e-5)
+        ledger.charge(command(number), f"update {number}")
+    ledger.charge(command(3, dp=""), "update 3")
+    assert ledger.epsilon_with(command(2), 1e-5, update="update 2") == epsilon([1.0, 1.0], 1e-5)
     again = Ledger(tmp_path)
-    again.charge(command(2))  # the round before the restart
+    again.charge(command(2), "update 2")  # the one before the restart
     assert again.epsilon_with(command(3), 1e-5) == epsilon([1.0] * 3, 1e-5)
     policy = SitePolicy.model_validate({"max_epsilon": epsilon([1.0] * 3, 1e-5)})
     assert refusal(policy, again, command(3)) == ""
-    again.charge(command(3))
-    assert refusal(policy, again, command(3)) == ""  # it is asked for again
-    assert "above its privacy.max_epsilon" in refusal(policy, again, command(4))
+    again.charge(command(3), "update 3")
+    assert refusal(policy, again, command(3), update="update 3") == ""  # it is asked for again
+    for name in ("", "another update"):  # what is not made yet costs, too
+        assert "above its privacy.max_epsilon" in refusal(policy, again, command(3), update=name)
     restored, other = command(3), command(3)
     restored.epoch, other.model_digest = 1, "another model"
     weaker = command(3, dp=FIXED.model_copy(update={"noise_multiplier": 0.1}).model_dump_json())
     for asked in (restored, other, weaker):  # the noise is another one, or what is trained
-        assert "above its privacy.max_epsilon" in refusal(policy, again, asked)
+        assert "above its privacy.max_epsilon" in refusal(policy, again, asked, update="update 3")
 
 
 def test_the_ledger_counts_integers_with_skellam_noise_too(tmp_path: Path) -> None:
     charge = SkellamCharge(50.0, 100, 2500.0)
     (tmp_path / "privacy.json").write_text(json.dumps({"last": "", "rounds": {str(charge): 2, "1.0": 1}}))
-    Ledger(tmp_path).charge(command(7))
+    Ledger(tmp_path).charge(command(7), "update 7")
     rounds = json.loads((tmp_path / "privacy.json").read_text())["rounds"]
     assert rounds == {str(charge): 2, "1.0": 2}
     assert Ledger(tmp_path).epsilon_with(command(8), 1e-5) == epsilon([charge, charge, 1.0, 1.0, 1.0], 1e-5)
@@ -286,6 +288,8 @@ def test_the_ledger_counts_integers_with_skellam_noise_too(tmp_path: Path) -> No
         '{"last": "", "rounds": {"1": -1}}',
         '{"last": "", "rounds": {"skellam 1 1 0": 1}}',
         '{"last": "", "rounds": 3}',
+        '{"last": "", "rounds": {}, "jobs": [{"run": "run", "job": 1}]}',
+        '{"rounds": {}, "last": "", "jobs": [{"run":"","job":1,"failed": -1, "samples": 0, "epoch": 0, "round": 1}]}',
     ],
 )
 def test_a_damaged_ledger_is_not_taken_for_an_empty_one(text: str, tmp_path: Path) -> None:
@@ -295,9 +299,51 @@ def test_a_damaged_ledger_is_not_taken_for_an_empty_one(text: str, tmp_path: Pat
 
 
 def test_the_ledger_is_written_whole(tmp_path: Path) -> None:
-    Ledger(tmp_path).charge(command(7))
-    assert json.loads((tmp_path / "privacy.json").read_text()) == {"last": "run 0 7  1.0", "rounds": {"1.0": 1}}
+    Ledger(tmp_path).charge(command(7), "update 7")
+    known = {"last": "run 0 7  1.0 update 7", "rounds": {"1.0": 1}}
+    assert json.loads((tmp_path / "privacy.json").read_text()) == known
     assert [path.name for path in tmp_path.iterdir()] == ["privacy.json"]
+
+
+# How many rounds may fail
+
+
+def in_job(job: int, round_: int, *, epoch: int = 0, weighed: bool = False, covered: bool = True) -> pb.TrainCmd:
+    spec = pb.JobSpec(mode="federated", job_id=job, dp=FIXED.model_dump_json() if covered else "")
+    asked = pb.TrainCmd(run_id="run", epoch=epoch, round=round_, job=spec)
+    if weighed:
+        asked.secure.max_weight = 1000
+    return asked
+
+
+def test_failures_in_a_row_are_counted_for_each_job_and_outlive_the_process(tmp_path: Path) -> None:
+    policy, ledger = SitePolicy.model_validate({"max_failed_rounds": 2}), Ledger(tmp_path)
+    assert not policy.demands
+    for round_ in (1, 1, 2):  # one round twice
+        ledger.note_failed(in_job(1, round_))
+    ledger.note_failed(in_job(2, 3))
+    again = Ledger(tmp_path)
+    told = "this client has failed in 2 rounds of this job in a row: its privacy.max_failed_rounds"
+    assert refusal(policy, again, in_job(1, 3)) == told
+    assert refusal(policy, again, in_job(1, 2)) == ""  # its zeros may have to be sent again
+    assert refusal(policy, again, in_job(1, 2, epoch=1)) == told  # after the server was restored
+    for other in (in_job(2, 4), in_job(3, 5), in_job(1, 3, covered=False)):
+        assert refusal(policy, again, other) == ""
+    assert refusal(SitePolicy.model_validate({"max_failed_rounds": 0}), again, in_job(1, 3)) == ""
+    again.note_trained(in_job(1, 3), 50)
+    assert refusal(policy, Ledger(tmp_path), in_job(1, 4)) == ""
+
+
+def test_what_an_update_counts_for_is_kept_only_where_updates_are_weighed(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path)
+    ledger.note_trained(in_job(1, 1), 50)
+    assert not (tmp_path / "privacy.json").exists()
+    ledger.note_trained(in_job(1, 1, weighed=True), 50)
+    ledger.note_failed(in_job(1, 2, weighed=True))
+    assert Ledger(tmp_path).note_of(in_job(1, 3)).samples == 50
+    for job in range(2, 80):
+        ledger.note_failed(in_job(job, job))
+    assert [Ledger(tmp_path).note_of(in_job(job, 99)).failed for job in (1, 15, 16, 79)] == [0, 0, 1, 1]
 
 
 def test_a_simulation_ends_where_the_job_would(tmp_path: Path) -> None:

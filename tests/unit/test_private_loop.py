@@ -23,6 +23,7 @@ from fedring.train.losses import cross_entropy
 from fedring.train.models import digits_mlp, mnist_tanh_cnn
 from fedring.train.optimizers import sgd
 from fedring.train.plan import Plan, TrainResult
+from fedring.train.private_check import check_private_training
 from fedring.train.private_layers import unfit_layer
 from fedring.train.private_loop import train_privately
 from fedring.train.sample_privacy_table import SamplePrivacy
@@ -42,6 +43,8 @@ def train(
 ) -> TrainResult:
     plan = Plan(**{"batch_size": 4, "lr": 1.0, "momentum": 0.0} | keys)
     cpu = torch.device("cpu")
+    if len(samples):
+        check_private_training(model, samples, loss=loss, device=cpu)
     return train_privately(model, samples, plan, privacy, loss=loss, optimizer_factory=sgd, device=cpu)
 
 
@@ -125,7 +128,7 @@ def test_masks_of_dropout_do_not_follow_from_the_seed() -> None:
     for _ in range(2):
         masks.append([])
         train(Masked(), Samples(torch.ones(4, 64), torch.zeros(4)), loss=straight)
-    assert [len(each) for each in masks] == [3, 3]  # two to compare gradients, with the same mask, and a step
+    assert [len(each) for each in masks] == [4, 4]  # three to compare gradients, with the same mask, and a step
     assert len({mask.numpy().tobytes() for each in masks for mask in each}) == 3
 
 
@@ -245,12 +248,13 @@ def test_the_loss_is_asked_for_single_samples(way: str) -> None:
         if way == "item" and not labels[0].item() >= 0:  # vmap cannot do that
             raise AssertionError
         assert len(outputs) == 1
-        return (outputs - outputs.mean(0) if way == "coupled" else outputs).mean()
+        apart = (outputs - outputs.mean(0)).square().sum() if way == "coupled" else 0.0
+        return outputs.mean() + apart
 
+    inputs = torch.tensor([[0.1, 0.0, 0.0], [0.0, 0.2, 0.0], [0.0, 0.0, 0.3]])
     model = linear()
-    train(model, Samples(torch.full((4, 3), 0.1), torch.zeros(4)), loss=loss)
-    expected = 0.0 if way == "coupled" else -0.1
-    assert torch.allclose(weights(model), torch.full((3,), expected), atol=1e-5)
+    train(model, Samples(inputs, torch.zeros(3)), loss=loss)
+    assert torch.allclose(weights(model), -torch.tensor([0.1, 0.2, 0.3]) / 3, atol=1e-5)
 
 
 def test_a_training_that_diverges_says_so_of_the_model_alone() -> None:
@@ -337,6 +341,12 @@ def test_a_model_that_hides_single_samples_is_refused(model: nn.Module, sentence
     with pytest.raises(SeamError, match=re.escape(sentence)) as error:
         train(model, digits().train, batch_size=64)
     assert error.value.reason == "no_sample_dp"
+
+
+def test_a_buffer_that_only_real_samples_change_is_noticed_after_the_training() -> None:
+    plan, cpu = Plan(batch_size=64), torch.device("cpu")
+    with pytest.raises(SeamError, match="Training changes the buffer seen"):
+        train_privately(Counting(), digits().train, plan, QUIET, loss=cross_entropy, optimizer_factory=sgd, device=cpu)
 
 
 @pytest.mark.parametrize(

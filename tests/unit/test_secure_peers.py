@@ -13,8 +13,9 @@ from pydantic import ValidationError
 from tests.pki import Pki
 from tests.secure_sums import command_of, new_signer
 
+from fedring.client.ledger import Ledger
 from fedring.client.main import app
-from fedring.client.privacy import Ledger, SitePolicy, refusal
+from fedring.client.privacy import SitePolicy, refusal
 from fedring.client.secure.identity import KEY_FILE, PeerCheck, Signer, load_signer
 from fedring.daemon.config import ConfigError
 from fedring.rpc.identity import Role, uri_of

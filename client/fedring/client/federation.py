@@ -15,7 +15,8 @@ from fedring.client.config import ClientConfig
 from fedring.client.errors import FederationClosed, Refused, RoundOver
 from fedring.client.evaluation import Evaluation
 from fedring.client.metrics import ClientMetrics
-from fedring.client.privacy import check_policy, may_count, refusal
+from fedring.client.privacy import check_policy, failed_too_often, may_count, refusal
+from fedring.client.promises import is_covered
 from fedring.client.secret import kept_secret
 from fedring.client.secure.desk import SecureDesk
 from fedring.client.secure.party import lost_update
@@ -126,6 +127,7 @@ class Federation:
         self._secure = SecureDesk(self._link, config, self._spool.ledger, secret)
         self._link.start(self._secure.run)
         self._task: Task | None = None
+        self._zeroed = 0  # rounds that have failed without a word to the server
         self._signal_taken = False
 
     def __enter__(self) -> Self:
@@ -139,6 +141,9 @@ class Federation:
             if isinstance(error, Exception) and not isinstance(error, Refused):
                 self._tell_failure(error)
         finally:
+            failed = self._zeroed + (self._task is not None and self._task.result == "zeroed")
+            if failed:
+                log.error("%d rounds have failed at this client, and the server got zeros for them", failed)
             self._link.close()
             self._link.join()
             self._resources.close()
@@ -155,6 +160,7 @@ class Federation:
         if self._task:
             self._task.leave()
             self._link.metrics.finished(self._task.result, self._task.train_seconds)
+            self._zeroed += self._task.result == "zeroed"
         self._task, private = None, self.config.private
         try:
             while True:
@@ -165,7 +171,7 @@ class Federation:
                     self._evaluate(work)
                     continue
                 why = refusal(self.config.privacy, self._spool.ledger, work.command)
-                if not self._delivery.settle(work, send=not why and self._may_send(work.command)):
+                if not self._delivery.settle(work, send=self._may_send(work.command)):
                     client_id, secure = self.config.client_id, self._secure
                     self._task = Task(work, self._link, self._models, self._spool, client_id, private, secure=secure)
                     mode = self._task.job.mode
@@ -173,7 +179,7 @@ class Federation:
                         text = f"this client keeps private = {list(private)} to itself, which the mode {mode} cannot do"
                         self._task.fail("private_tensors", text)
                     elif why:
-                        self._task.fail("privacy_policy", why)
+                        self._refuse(self._task, why)
                     elif work.command.HasField("secure") and secure.bound(work.command):
                         self._task.fail_secure(lost_update(work.command.round))
                     elif mode in self._modes:
@@ -183,6 +189,13 @@ class Federation:
                         self._task.fail("unknown_mode", f"this client does not train in the mode {mode!r}")
         except FederationClosed:
             raise StopIteration from None
+
+    def _refuse(self, task: Task, why: str) -> None:
+        if failed_too_often(self.config.privacy, self._spool.ledger, task.command):
+            log.error("round %d of job %d is refused: %s", task.round, task.job.job_id, why)
+            task.fail("failed_rounds", why)
+        else:
+            task.fail("privacy_policy", why)
 
     @property
     def ids(self) -> dict[str, object]:
@@ -197,11 +210,14 @@ class Federation:
         self._link.close()
 
     def _may_send(self, command: pb.TrainCmd) -> bool:
-        """Return whether an update in the spool may answer a command: masks cover one payload only."""
-        if not command.HasField("secure"):
-            return True
+        """Return whether an update in the spool may answer a command.
+
+        The site's limit may be reached, and this update charged. And masks cover one payload only.
+        """
         spooled = self._spool.pending()
-        return spooled is not None and spooled.offer.payload_digest == self._secure.bound(command)
+        if spooled is None or refusal(self.config.privacy, self._spool.ledger, command, update=spooled.offer.name):
+            return False
+        return not command.HasField("secure") or spooled.offer.payload_digest == self._secure.bound(command)
 
     def _sample_epsilon(self) -> float:
         try:
@@ -246,7 +262,8 @@ class Federation:
         """Report that the task's code has failed, so that the server does not wait for it."""
         if self._task and not self._task.done:
             try:
-                self._task.fail("train_error", f"{type(error).__name__}: {error}")
+                kind = type(error).__name__
+                self._task.fail("train_error", kind if is_covered(self._task.command) else f"{kind}: {error}")
                 self._link.call(lambda: self._link.session.flush(_FLUSH_SECONDS))
             except (FederationClosed, Refused):
                 pass  # The end of the session tells the server.

@@ -83,13 +83,14 @@ def command(
 
             print(load_signer(loaded.config.tls, loaded.config.state_dir).fingerprint)
             raise typer.Exit
-        from fedring.client.startup_checks import check  # imports torch
+        from fedring.client.startup_checks import check, coverage  # imports torch
 
         check(loaded.config)
         if check_config:
             from fedring.client.trainer import offered_by
 
-            print(*offered_by(loaded.config).lines(), "the configuration is good", sep="\n")
+            offered, covered = offered_by(loaded.config).lines(), coverage(loaded.config.privacy)
+            print(*offered, *covered, "the configuration is good", sep="\n")
             raise typer.Exit
         code = serve(loaded)
     except ConfigError as error:

@@ -8,8 +8,18 @@ from fedring.daemon.metrics import Registry
 from fedring.rpc.metrics import CallMetrics
 from fedring.v1 import federation_pb2, rendezvous_pb2
 
-RESULTS = ("accepted", "trained", "refused", "failed", "over")
-"""The outcomes of a client's part in a round. "trained" means that another worker of the group delivers."""
+RESULTS = ("accepted", "trained", "refused", "failed", "zeroed", "over")
+"""The outcomes of a client's part in a round.
+
+"trained" means that another worker of the group delivers, "zeroed" that the client has failed, and that the server got
+an update that changes nothing in the place of the reason.
+"""
+
+HIDDEN = (
+    "bad_batch", "bad_result", "diverged", "frozen_changed", "no_update", "non_finite", "out_of_memory", "train_error",
+    "wrong_schema", "other",
+)  # fmt: skip
+"""The reasons of failures that the server is not told."""
 
 _SECONDS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0)
 
@@ -23,6 +33,8 @@ class ClientMetrics:
         self.calls = CallMetrics("client", new, files)
         text = "Rounds that this client was asked to train in, by what became of its part."
         self._rounds = new.counter("fl_client_rounds_total", text, result=RESULTS)
+        text = "Failures that the server was not told, because masks or noise cover what the client sends."
+        self._hidden = new.counter("fl_client_hidden_failures_total", text, reason=HIDDEN)
         text = "Seconds that the training of a round took."
         self._train_seconds = new.histogram("fl_client_train_seconds", text, _SECONDS)
         self.reconnects = new.counter("fl_client_reconnects_total", "Sessions after the first.")
@@ -43,6 +55,10 @@ class ClientMetrics:
         self.pipe = PipelineMetrics()
         for collector in (self.ring, self.pipe):
             new.register(collector)
+
+    def hide(self, reason: str) -> None:
+        """Count a failure that the server is not told."""
+        self._hidden.labels(reason if reason in HIDDEN else "other").inc()
 
     def finished(self, result: str, train_seconds: float | None) -> None:
         """Count the end of this client's part in a round.

@@ -1,33 +1,24 @@
-"""What a client demands of jobs, whatever the server says, and what it has spent of its privacy."""
+"""What a client demands of jobs, whatever the server says."""
 
-import json
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
+from fedring.client.ledger import Ledger
+from fedring.client.promises import dp_of, is_covered, sample_dp_of
 from fedring.daemon.config import ConfigError
-from fedring.daemon.durable import replace_durably
-from fedring.privacy.account import NoAccountant, SampledSteps, check_accountant, epsilon, sampled_epsilon
-from fedring.privacy.charges import Charge, SkellamCharge, charge_of
+from fedring.privacy.account import NoAccountant, check_accountant
+from fedring.privacy.charges import SkellamCharge
 from fedring.privacy.integer_plan import IntegerPlan
-from fedring.train.bounds import MAX_COUNT, Count, NonNegative
-from fedring.train.privacy_table import ClientPrivacy
+from fedring.train.bounds import Count, NonNegative
 from fedring.train.sample_privacy_table import SamplePrivacy
 from fedring.v1 import federation_pb2 as pb
-
-LEDGER = "privacy.json"
-_MAX_STEPS = 2**63 - 1
 
 _NOISE = ("min_noise_multiplier", "max_clip", "max_epsilon", "noise_by_clients")
 """The keys that demand noise for whole clients."""
 
 _SAMPLE_NOISE = ("min_sample_noise_multiplier", "max_sample_epsilon")
 """The keys that demand noise of the client itself."""
-
-_JobKey = tuple[str, int]  # the run of the server, and the number of the job in it
-
 
 ClientName = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,128}$")]
 Fingerprint = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -71,6 +62,11 @@ class SitePolicy(BaseModel):
     delta: Annotated[float, Field(gt=0, lt=1)] = Field(
         1e-5, description="the delta that max_epsilon and max_sample_epsilon belong to"
     )
+    max_failed_rounds: Count = Field(
+        10,
+        description="after it has failed in so many rounds of a job in a row, this client takes no further part in it, "
+        "if the job has [secure_aggregation], [dp] or [sample_dp]: until then, the server gets zeros; 0 = no limit",
+    )
     require_secure_aggregation: bool = Field(
         False, description="only jobs with secure_aggregation, in which the server learns nothing but sums"
     )
@@ -101,179 +97,19 @@ class SitePolicy(BaseModel):
         return bool(self.min_sample_noise_multiplier or self.max_sample_epsilon)
 
 
-class Ledger:
-    """What the rounds cost that a client has delivered for, in a file that no server can change.
-
-    A round of a job with [dp] is charged before the update leaves the client for the first time, and once only. Noise
-    of the client's own is charged with the masks of its update, which cover one update only: a server could make a
-    client forget that it has finished a round, and begin it anew with other masks and other noise. A training of a job
-    with [sample_dp] is charged before its update is spooled: each has noise of its own.
-
-    Args:
-        folder: the state folder of the client.
-
-    Raises:
-        ConfigError: if its file is damaged.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._path = folder / LEDGER
-        self._last = ""
-        self._counts: dict[Charge, int] = {}
-        self._samples: dict[tuple[_JobKey, float, float], int] = {}  # steps, by job, sampling rate and noise
-        try:
-            known = json.loads(self._path.read_text())
-            self._last, counts = str(known["last"]), known["rounds"]
-            self._counts = {charge_of(text): int(count) for text, count in counts.items()}
-            for charge, count in self._counts.items():
-                if isinstance(charge, float):
-                    ClientPrivacy.model_validate({"noise_multiplier": charge})
-                if not 0 < count <= MAX_COUNT:
-                    raise ValueError(f"{count} rounds")
-            for entry in known.get("samples", []):
-                key, steps = _sample_entry(entry)
-                self._samples[key] = self._samples.get(key, 0) + steps
-        except FileNotFoundError:
-            pass
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
-            raise ConfigError(
-                f"{self._path} says what privacy this client has spent, and cannot be read ({error}): restore it, or "
-                "remove it to begin at zero"
-            ) from error
-
-    def epsilon_with(
-        self, command: pb.TrainCmd, delta: float, charge: SkellamCharge | None = None, masks: bytes = b""
-    ) -> float:
-        """Return the epsilon of all rounds, among them that of the command, charged or not.
-
-        Args:
-            command: of the round.
-            delta: the probability that epsilon may fail.
-            charge: what noise of this client's own costs; None = about as much as Gaussian noise as the job says.
-            masks: what names the masks of the update with this noise; empty = those that were charged last, if they
-                are of this round.
-
-        Raises:
-            NoAccountant: if dp-accounting is not installed.
-        """
-        privacy = dp_of(command.job)
-        cost: Charge | None = charge or (privacy.noise_multiplier if privacy else None)
-        if charge is None and privacy is not None and privacy.by_clients:
-            known = self._last.startswith(_name_of(command, ""))
-        else:
-            known = self._last == _name_of(command, masks.hex() if charge else str(cost))
-        more = [] if known or cost is None else [cost]
-        return epsilon([*(each for each, count in self._counts.items() for _ in range(count)), *more], delta)
-
-    def charge(self, command: pb.TrainCmd) -> None:
-        """Note durably that an update goes out to which the server adds the noise, unless that was noted before.
-
-        Raises:
-            OSError: if that is impossible.
-        """
-        privacy = dp_of(command.job)
-        if privacy is not None and not privacy.by_clients:
-            multiplier = privacy.noise_multiplier
-            self._charge(_name_of(command, str(multiplier)), multiplier)
-
-    def charge_own(self, command: pb.TrainCmd, charge: SkellamCharge, masks: bytes) -> None:
-        """Note durably that an update with noise of this client's own goes out, unless that was noted before.
-
-        Args:
-            command: of the round.
-            charge: what the round costs.
-            masks: what names the masks of the update.
-
-        Raises:
-            OSError: if that is impossible.
-        """
-        self._charge(_name_of(command, masks.hex()), charge)
-
-    def _charge(self, name: str, cost: Charge) -> None:
-        if name == self._last:
-            return
-        counts = self._counts | {cost: self._counts.get(cost, 0) + 1}
-        self._write(name, counts, self._samples)
-        self._last, self._counts = name, counts
-
-    def sample_epsilon(self, delta: float, *, of: pb.TrainCmd | None = None, more: SampledSteps | None = None) -> float:
-        """Return the epsilon of this client's samples.
-
-        Args:
-            delta: The probability that epsilon may fail.
-            of: A command of the only job that counts; None = all jobs count.
-            more: Steps that count as well, though they are not charged.
-
-        Raises:
-            NoAccountant: if dp-accounting is not installed.
-        """
-        known = self._samples.items()
-        spent = [SampledSteps(rate, z, steps) for (job, rate, z), steps in known if of is None or job == _job_of(of)]
-        return sampled_epsilon([*spent, *([more] if more else [])], delta)
-
-    def has_charged(self, command: pb.TrainCmd) -> bool:
-        """Return whether a training of the command's job was charged to the samples before."""
-        return any(job == _job_of(command) for job, _, _ in self._samples)
-
-    def charge_samples(self, command: pb.TrainCmd, spent: SampledSteps) -> None:
-        """Note durably that an update of such a training may go out.
-
-        Raises:
-            OSError: if that is impossible.
-        """
-        key = (_job_of(command), spent.rate, spent.noise_multiplier)
-        samples = self._samples | {key: self._samples.get(key, 0) + spent.steps}
-        self._write(self._last, self._counts, samples)
-        self._samples = samples
-
-    def _write(
-        self, last: str, counts: Mapping[Charge, int], samples: Mapping[tuple[_JobKey, float, float], int]
-    ) -> None:
-        known: dict[str, Any] = {
-            "last": last,
-            "rounds": {str(charge): count for charge, count in counts.items()},
-        }
-        if samples:
-            known["samples"] = [
-                {"run": run, "job": job, "rate": rate, "noise_multiplier": multiplier, "steps": steps}
-                for ((run, job), rate, multiplier), steps in samples.items()
-            ]
-        replace_durably(self._path, json.dumps(known).encode())
-
-
-def _sample_entry(entry: Mapping[str, Any]) -> tuple[tuple[_JobKey, float, float], int]:
-    """Return the key and the steps of an entry of the account, checked."""
-    rate, multiplier, steps = float(entry["rate"]), float(entry["noise_multiplier"]), int(entry["steps"])
-    SamplePrivacy.model_validate({"noise_multiplier": multiplier})
-    if not (0 < rate <= 1 and 0 < steps <= _MAX_STEPS):
-        raise ValueError(f"{steps} steps with the sampling rate {rate:g}")
-    return ((str(entry["run"]), int(entry["job"])), rate, multiplier), steps
-
-
-def _job_of(command: pb.TrainCmd) -> _JobKey:
-    return command.run_id, command.job.job_id
-
-
-def dp_of(job: pb.JobSpec) -> ClientPrivacy | None:
-    """Return the differential privacy that a job promises; None if it promises none that this program understands."""
-    try:
-        return ClientPrivacy.model_validate_json(job.dp) if job.dp else None
-    except ValidationError:
-        return None
-
-
-def sample_dp_of(job: pb.JobSpec) -> SamplePrivacy | None:
-    """Return the noise that a job asks of each client; None if it asks for none that this program understands."""
-    try:
-        return SamplePrivacy.model_validate_json(job.sample_dp) if job.sample_dp else None
-    except ValidationError:
-        return None
-
-
 def may_count(policy: SitePolicy, job: pb.JobSpec) -> bool:
     """Return whether a client may tell how many of its samples a model gets right."""
     unsaid = job.dp or job.sample_dp or job.secure_aggregation
     return not (unsaid or policy.needs_noise or policy.needs_sample_noise or policy.needs_secure)
+
+
+def failed_too_often(policy: SitePolicy, ledger: Ledger, command: pb.TrainCmd) -> str:
+    """Return one sentence that says that too many rounds of a job have failed here, before this one; "" if not."""
+    most, note = policy.max_failed_rounds, ledger.note_of(command)
+    before = note.failed - ((note.epoch, note.round) == (command.epoch, command.round))
+    if not (most and is_covered(command) and before >= most):
+        return ""
+    return f"this client has failed in {most} rounds of this job in a row: its privacy.max_failed_rounds"
 
 
 def own_noise_refusal(policy: SitePolicy, ledger: Ledger, command: pb.TrainCmd, plan: IntegerPlan, masks: bytes) -> str:
@@ -286,10 +122,19 @@ def own_noise_refusal(policy: SitePolicy, ledger: Ledger, command: pb.TrainCmd, 
     return _overspent(policy, ledger, command, plan.charge, masks)
 
 
-def refusal(policy: SitePolicy, ledger: Ledger, command: pb.TrainCmd) -> str:
-    """Return one sentence that says why a client does not take part in a round; "" if it does."""
+def refusal(policy: SitePolicy, ledger: Ledger, command: pb.TrainCmd, *, update: str = "") -> str:
+    """Return one sentence that says why a client does not take part in a round; "" if it does.
+
+    Args:
+        policy: What the site demands.
+        ledger: What the client has spent.
+        command: The command of the round.
+        update: The name of the update that would be sent; empty = it is not made yet.
+    """
     job = command.job
     privacy = dp_of(job)
+    if why := failed_too_often(policy, ledger, command):
+        return why
     if job.dp and privacy is None:
         return f"this client does not understand the job's dp = {job.dp[:200]}: it may be too old for it"
     sample = sample_dp_of(job)
@@ -340,7 +185,7 @@ def refusal(policy: SitePolicy, ledger: Ledger, command: pb.TrainCmd) -> str:
         )
     if 0 < policy.max_clip < privacy.clip:
         return f"this site's privacy.max_clip = {policy.max_clip:g} is below the job's dp.clip = {privacy.clip:g}"
-    return _overspent(policy, ledger, command)
+    return _overspent(policy, ledger, command, update=update)
 
 
 def check_policy(policy: SitePolicy) -> None:
@@ -368,21 +213,23 @@ def _weak_for_samples(policy: SitePolicy, sample: SamplePrivacy | None) -> str:
     return ""
 
 
-def _name_of(command: pb.TrainCmd, noise: str) -> str:
-    return f"{command.run_id} {command.epoch} {command.round} {command.model_digest} {noise}"
-
-
 def _written(policy: SitePolicy, key: str) -> str:
     value = getattr(policy, key)
     return f"{key} = {'true' if value is True else format(value, 'g')}"
 
 
 def _overspent(
-    policy: SitePolicy, ledger: Ledger, command: pb.TrainCmd, charge: SkellamCharge | None = None, masks: bytes = b""
+    policy: SitePolicy,
+    ledger: Ledger,
+    command: pb.TrainCmd,
+    charge: SkellamCharge | None = None,
+    masks: bytes = b"",
+    *,
+    update: str = "",
 ) -> str:
     if not policy.max_epsilon:
         return ""
-    total = ledger.epsilon_with(command, policy.delta, charge, masks)
+    total = ledger.epsilon_with(command, policy.delta, charge, masks, update=update)
     if total <= policy.max_epsilon:
         return ""
     return (

@@ -1,43 +1,35 @@
-"""What a round of a job with [sample_dp] costs this client: checked before the training, and charged after it."""
+"""What a round of a job with [sample_dp] costs this client: checked before it is loaded, charged after the training."""
 
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
-from torch.utils.data import Dataset
-
-from fedring.client.privacy import Ledger, SitePolicy, sample_dp_of
+from fedring.client.ledger import Ledger
+from fedring.client.privacy import SitePolicy
+from fedring.client.promises import sample_dp_of
 from fedring.client.task import Task
 from fedring.privacy.account import NoAccountant, SampledSteps
-from fedring.train.batches import size_of
-from fedring.train.errors import SeamError, TrainError, TrainingStopped
+from fedring.train.errors import TrainError, TrainingStopped
 from fedring.train.private_loop import sampled_steps
 from fedring.v1 import federation_pb2 as pb
 
 log = logging.getLogger(__name__)
 
 
-@contextmanager
-def charging(task: Task, policy: SitePolicy, samples: Dataset[Any]) -> Iterator[None]:
-    """Charge the training of a round inside the context when it ends, before anything of it may leave this client.
-
-    A training that was stopped, or whose code does not fit, costs nothing. One that fails costs as much as any other,
-    because the server gets the reason. In a job without [sample_dp], this does nothing.
+def spending(task: Task, policy: SitePolicy, size: int) -> SampledSteps | None:
+    """Return what the training of a round will spend; None if the job has no [sample_dp].
 
     Args:
         task: The task.
         policy: What the site demands.
-        samples: The samples of this client.
+        size: The number of samples of this client, at least 1.
 
     Raises:
         TrainError: With the reason privacy_policy, if a limit would be passed, or no_accountant, if that is not known.
-        OSError: If the account cannot be written.
     """
     private = sample_dp_of(task.job)
-    if private is None or not (size := size_of(samples)):  # without samples, there is no training
-        yield
-        return
+    if private is None:
+        return None
     spent = sampled_steps(task.plan, private, size)
     try:
         why = overspent(policy, task.ledger, task.command, spent)
@@ -47,15 +39,34 @@ def charging(task: Task, policy: SitePolicy, samples: Dataset[Any]) -> Iterator[
         raise TrainError("privacy_policy", why)
     if private.delta * size >= 1:
         log.warning("sample_dp.delta = %g should be below 1 / the number of samples", private.delta)
+    return spent
+
+
+@contextmanager
+def charging(task: Task, spent: SampledSteps | None, delta: float) -> Iterator[None]:
+    """Charge the training of a round inside the context when it ends, before anything of it may leave this client.
+
+    A training that was stopped costs nothing. One that fails costs as much as any other, whatever the reason is.
+
+    Args:
+        task: The task.
+        spent: What it spends; None = nothing.
+        delta: For the log: what epsilon is told for.
+
+    Raises:
+        OSError: If the account cannot be written.
+    """
     try:
         yield
-    except (SeamError, TrainingStopped):  # Whether the code fits does not depend on single samples.
+    except TrainingStopped:
         raise
     except BaseException:
-        task.charge(spent)
+        if spent is not None:
+            task.charge(spent)
         raise
-    task.charge(spent)
-    _tell_spent(task.ledger, policy.delta)
+    if spent is not None:
+        task.charge(spent)
+        _tell_spent(task.ledger, delta)
 
 
 def overspent(policy: SitePolicy, ledger: Ledger, command: pb.TrainCmd, more: SampledSteps) -> str:

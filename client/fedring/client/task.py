@@ -1,5 +1,6 @@
 """A round to train in, as the user's code sees it."""
 
+import logging
 import time
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -7,31 +8,37 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from fedring.client.errors import BadModel, RoundOver, UpdateRefused, WrongModel
-from fedring.client.loading import Loaded, ModelLoader, check_frozen
+from fedring.client.answer import Answers, check_size
+from fedring.client.errors import BadModel, Refused, RoundOver, UpdateRefused, WrongModel
+from fedring.client.loading import Loaded, ModelLoader
 from fedring.client.metrics import ClientMetrics
+from fedring.client.promises import is_covered
 from fedring.client.round_plan import plan_of
 from fedring.client.secure.desk import SecureDesk
 from fedring.client.session.inbox import Assignment
 from fedring.client.session.link import ServerLink
-from fedring.client.transfer.correction import Correction, corrected_update, load_correction
+from fedring.client.transfer.correction import Correction
 from fedring.client.transfer.delivery import Delivery
 from fedring.client.transfer.fetch import ModelFetcher
 from fedring.client.transfer.partial import Sink
-from fedring.client.transfer.private import PrivateValues, check_finite, check_own, line_of
-from fedring.client.transfer.spool import Residual, Spool
-from fedring.client.transfer.update import TrainingReport, offer_of, residual_of
+from fedring.client.transfer.private import line_of
+from fedring.client.transfer.spool import Spool
+from fedring.client.transfer.update import TrainingReport, offer_of
 from fedring.codec import CodecError
 from fedring.codec.schema import Schema
 from fedring.privacy.account import SampledSteps
 from fedring.secure.errors import SecureError
 from fedring.train.arrays import Arrays, as_module
 from fedring.train.plan import Plan
-from fedring.train.state import read_tensors, read_vectors, schema_of
+from fedring.train.state import fill, schema_of
 from fedring.v1 import federation_pb2 as pb
 
 if TYPE_CHECKING:
     from fedring.workers.assembly import AssembledModel  # imports torch.distributed's collectives
+
+log = logging.getLogger(__name__)
+
+_NO_NOISE = "the job has [sample_dp], and only the training of fl-client adds its noise"
 
 
 class Task:
@@ -58,22 +65,21 @@ class Task:
         *,
         secure: SecureDesk,
     ) -> None:
-        self.command = assignment.command
-        self.link = link
+        self.command, self.link = assignment.command, link
         self.done = False
         self.result = "over"
         self.train_seconds: float | None = None
         self.ledger = spool.ledger
         self.charged = False
-        self._assignment = assignment
-        self._models = models
-        self._spool = spool
+        self._assignment, self._models, self._spool = assignment, models, spool
         self._delivery = Delivery(link, spool)
         self._client_id = client_id
         self._secure = secure
         self._loader = ModelLoader(link, models, spool.private, private)
         self._loaded: Loaded | None = None
         self._loaded_at = 0.0
+        self._samples = 0  # that this client's updates count for, if that is known
+        self._answers = Answers(assignment, link, spool, client_id, secure, self._delivery)
         self._correction: Correction | None = None
         self._corrected = False
 
@@ -102,7 +108,7 @@ class Task:
         """Whether the round has ended, so that further training would be wasted."""
         return bool(self._assignment.stop_reason)
 
-    def load_into(self, model: nn.Module | Arrays) -> None:
+    def load_into(self, model: nn.Module | Arrays, *, samples: int = 0) -> None:
         """Load the values that this round starts from into `model`.
 
         Private tensors get the values of this client's newest accepted update. Before there is one, they get those
@@ -110,6 +116,8 @@ class Task:
 
         Args:
             model: A torch module, or numpy arrays of floats by name, which are filled in place.
+            samples: How many samples this client trains on. If it fails in a job whose updates are masked, and counted
+                by their samples, it counts for so many all the same. 0 = for as many as in its last update of the job.
 
         Raises:
             WrongModel: If the model shares other tensors than those that are trained, or has other frozen values. The
@@ -118,15 +126,21 @@ class Task:
         """
         try:
             self._loaded = self._loader.load(
-                self.command, model, ended=lambda: self._assignment.stop_reason, left_out=self._waiting()
+                self.command, model, ended=lambda: self._assignment.stop_reason, left_out=self._answers.waiting()
             )
         except WrongModel as error:
             self.fail(error.reason, error.detail)
             raise
         if self.command.HasField("control"):
-            self._correction = self._load_correction(self._loaded.parts.shared)
+            self._correction = self._answers.correction(self._loaded.parts.shared, self._models)
+        self._samples = samples
         self._loaded_at = time.perf_counter()
         self.link.session.begin(pb.ACTIVITY_TRAINING)
+
+    def start_again(self, model: nn.Module) -> None:
+        """Fill the module once more with the values that the training began with, and leave its private tensors."""
+        loaded = self._what_is_loaded()
+        fill(model, loaded.parts.shared, loaded.start.vectors)
 
     @property
     def corrections(self) -> Mapping[str, Tensor] | None:
@@ -151,9 +165,7 @@ class Task:
     @property
     def not_frozen(self) -> Schema:
         """The tensors of the loaded model that training may change."""
-        if self._loaded is None:
-            raise WrongModel("nothing was loaded for this round: call load_into before the training")
-        return self._loaded.parts.not_frozen
+        return self._what_is_loaded().parts.not_frozen
 
     def check_model(self, model: nn.Module) -> None:
         """Compare a model, which may be without values, with the one that this round starts from.
@@ -227,8 +239,7 @@ class Task:
                 frozen tensors were changed.
             ValueError: If a figure is out of range.
         """
-        if self._loaded is None:
-            raise WrongModel("nothing was loaded for this round: call load_into before the training")
+        loaded = self._what_is_loaded()
         seconds = time.perf_counter() - self._loaded_at if train_seconds is None else train_seconds
         training = TrainingReport(samples, seconds, metrics or {})
         if self._correction is not None and not self._corrected:
@@ -236,20 +247,18 @@ class Task:
             self.fail("no_correction", detail)
             raise UpdateRefused("no_correction", detail)
         if self.job.sample_dp and not self.charged:
-            detail = "the job has [sample_dp], and only the training of fl-client adds its noise"
-            self.fail("no_sample_dp", detail)
-            raise UpdateRefused("no_sample_dp", detail)
-        self.train_seconds = seconds
+            self.fail("no_sample_dp", _NO_NOISE)
+            raise UpdateRefused("no_sample_dp", _NO_NOISE)
+        self.train_seconds, self.done = seconds, True
         if reason := self._assignment.stop_reason:
-            self.done = True
             raise RoundOver(reason)
-        self.done = True
         self.link.session.set_reporting(True)
         try:
-            self._deliver(as_module(model), self._loaded, training, own)
+            self._deliver(as_module(model), loaded, training, own)
             self.result = "accepted"
         except UpdateRefused:
-            self.result = "refused"
+            if self.result != "zeroed":
+                self.result = "refused"
             raise
 
     def submit_file(
@@ -259,9 +268,7 @@ class Task:
 
         Args:
             assembled: The file, which this moves to the spool.
-            samples: As for submit().
-            metrics: As for submit().
-            train_seconds: As for submit().
+            samples, metrics, train_seconds: As for submit().
 
         Raises:
             RoundOver: If the round has ended without this update.
@@ -272,13 +279,16 @@ class Task:
         self.train_seconds, self.done = train_seconds, True
         if reason := self._assignment.stop_reason:
             raise RoundOver(reason)
+        spooled = None
         try:
-            self._check_size(sum(size for _, _, size in assembled.packets))
+            check_size(self.command, sum(size for _, _, size in assembled.packets))
             offer = offer_of(self.command, self._client_id, assembled.packets, assembled.payload_digest, training)
             spooled = self._spool.adopt(offer, assembled.path)
             self._delivery.send(spooled, self._assignment)
             self.result = "accepted"
-        except UpdateRefused:
+        except UpdateRefused as error:
+            if spooled is None:
+                self.fail(error.reason, error.detail)
             self.result = "refused"
             raise
 
@@ -304,16 +314,25 @@ class Task:
             self.result = "trained"
         self.link.session.begin(pb.ACTIVITY_UNSPECIFIED)
 
-    def fail(self, reason: str, detail: str) -> None:
+    def fail(self, reason: str, detail: str, *, noise: nn.Module | None = None) -> None:
         """Report that this client has no update for this round.
+
+        If masks or noise cover what clients send in the job, and a model was loaded, the server is not told: which
+        clients fail, and how, may depend on their samples. It gets an update that changes nothing, with the full weight
+        of this client, and the reason stays in this client's log. This returns once the server has accepted it, or the
+        round has ended.
 
         Args:
             reason: A stable word.
             detail: A sentence for people.
+            noise: The model after a training with noise and without samples, which is sent then; None = zeros are.
         """
-        self.done, self.result = True, "failed"
-        self.link.session.begin(pb.ACTIVITY_UNSPECIFIED)
-        self._delivery.fail(self._assignment, reason, detail)
+        if self._loaded is None or not is_covered(self.command):
+            self._tell(reason, detail)
+        elif self.job.sample_dp and not self.charged:  # whatever has failed was not the training of fl-client
+            self._tell("no_sample_dp", _NO_NOISE)
+        elif not self._answers.sent:
+            self._send_nothing(self._loaded, reason, noise)
 
     def fail_secure(self, error: SecureError) -> None:
         """Report that this client does not go on with the secure aggregation of this round."""
@@ -327,74 +346,54 @@ class Task:
         if not (mine.undelivered or mine.accepted_name or mine.failure):
             mine.end_reason = mine.stop_reason
 
-    def _residual(self) -> Residual | None:
-        line, last = line_of(self.command), self.link.connection.last_accepted
-        schema = residual_of(self.command.schema_hash, masked=self.command.HasField("secure"))
-        return self._spool.residual(line.run_id, schema, last, after=line.after)
+    def _what_is_loaded(self) -> Loaded:
+        if self._loaded is None:
+            raise WrongModel("nothing was loaded for this round: call load_into before the training")
+        return self._loaded
 
-    def _waiting(self) -> Residual | None:
-        """Return what the training begins with, in addition to the model; None = nothing."""
-        uncharged = self.job.sample_dp and not self.ledger.has_charged(self.command)  # the charge drops the residual
-        return self._residual() if self.command.secure.blocks and not uncharged else None
+    def _tell(self, reason: str, detail: str) -> None:
+        self.done, self.result = True, "failed"
+        self.link.session.begin(pb.ACTIVITY_UNSPECIFIED)
+        self._delivery.fail(self._assignment, reason, detail)
 
-    def _load_correction(self, schema: Schema) -> Correction:
-        wanted, models, assignment = self.command.control, self._models, self._assignment
-        own = self._spool.control.load(self.command.run_id, wanted.line, schema.num_parameters)
-        link, ended = self.link, lambda: assignment.stop_reason
-        return load_correction(
-            wanted, schema, own, lambda digest, part: link.call(lambda: models.fetch_control(digest, part, ended))
-        )
+    def _send_nothing(self, loaded: Loaded, reason: str, noise: nn.Module | None) -> None:
+        """Deliver an update of nothing in the place of a failure. What goes wrong with that depends on no sample."""
+        log.error("round %d: the server gets an update that changes nothing, and not why (%s)", self.round, reason)
+        self.done, self.result = True, "zeroed"
+        self.metrics.hide(reason)
+        self.link.session.set_reporting(True)
+        try:
+            self.ledger.note_failed(self.command)
+            if over := self._assignment.stop_reason:
+                raise RoundOver(over)
+            samples = self._samples or self.ledger.note_of(self.command).samples or 1
+            self._answers.send(self._answers.nothing(loaded, noise, samples))
+        except SecureError as error:
+            self.fail_secure(error)
+        except RoundOver as error:
+            log.warning("round %d takes no update from this client: %s", self.round, error)
+            if isinstance(error, UpdateRefused) and not self._answers.sent:
+                self._tell(error.reason, error.detail)
+        except Refused:
+            raise
+        except Exception as error:  # such as a full disk: it must not end the client
+            log.exception("round %d: the update that changes nothing cannot be sent", self.round)
+            self._tell("disk_failed" if isinstance(error, OSError) else "internal", "the log of this client says more")
 
     def _deliver(
         self, model: nn.Module, loaded: Loaded, training: TrainingReport, own: Mapping[str, Tensor] | None
     ) -> None:
-        command, private_schema = self.command, loaded.parts.private
-        for part in (loaded.parts.shared, private_schema):  # by their names: training may freeze tensors, or free them
-            if clause := part.difference(schema_of(model, part.names)):
-                self.fail("wrong_schema", clause)
-                raise WrongModel(f"this model is not the one that was loaded: {clause}")
         try:
-            check_frozen(model, loaded)
-        except WrongModel as error:
-            self.fail(error.reason, error.detail)
-            raise
-        line, residual = line_of(command), self._residual()
-        try:
-            private = None
-            if private_schema.entries:
-                private = PrivateValues(line, private_schema, read_tensors(model, private_schema.names))
-                check_finite(private.tensors)
-            personal = None
-            if own is not None:
-                check_own(own, loaded.parts.not_frozen)
-                personal = PrivateValues(line, loaded.parts.not_frozen, own)
-                check_finite(own)
-            trained = read_vectors(model, loaded.parts.shared.names)
-            if command.HasField("secure"):
-                update = self._secure.make_update(self._assignment, loaded.start, trained, training.samples, residual)
-                control = None
-            else:
-                update, control = corrected_update(
-                    self._correction, command, self._client_id, loaded.base, trained, training, residual
-                )
+            answer = self._answers.trained(model, loaded, training, own, self._correction)
         except SecureError as error:
             self.fail_secure(error)
             raise UpdateRefused(error.reason, str(error)) from error
         except CodecError as error:
             self.fail(error.reason, f"the trained model cannot be sent: {error}")
             raise UpdateRefused(error.reason, "the trained model cannot be sent") from error
-        self._check_size(sum(map(len, update.parts)))
-        spooled = self._spool.write(
-            update.offer, update.parts, update.residual, private=private, control=control, personal=personal
-        )
-        if command.HasField("secure"):
-            self._secure.bind(self._assignment, update.offer.payload_digest)
-        self._delivery.send(spooled, self._assignment, update.residual)
-
-    def _check_size(self, size: int) -> None:
-        """Refuse an update of `size` bytes that the server would refuse, before it is sent."""
-        if size > self.command.max_update_bytes > 0:
-            limit = f"max_update_bytes={self.command.max_update_bytes}"
-            detail = f"the update has {size} bytes, more than {limit} of fl-server: raise that or use another encoding"
-            self.fail("too_large", detail)
-            raise UpdateRefused("too_large", detail)
+        except (WrongModel, UpdateRefused) as error:
+            self.fail(error.reason, error.detail)
+            raise
+        if is_covered(self.command):
+            self.ledger.note_trained(self.command, training.samples)
+        self._answers.send(answer)

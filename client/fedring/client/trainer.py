@@ -1,37 +1,34 @@
 """Trains as a job declares it: looks up the names in the job, and keeps model and data loaded from round to round."""
 
 import logging
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset
 
 from fedring.client.config import ClientConfig
 from fedring.client.errors import Refused, RoundOver, WrongModel
 from fedring.client.evaluation import Evaluation
+from fedring.client.local_training import LoadedJob, add_noise_alone, check_private, counted, train_locally
 from fedring.client.personal import personal_of, train_own, with_own
-from fedring.client.privacy import sample_dp_of
-from fedring.client.sample_privacy import charging
+from fedring.client.promises import is_covered, sample_dp_of
+from fedring.client.sample_privacy import charging, spending
 from fedring.client.task import Task
 from fedring.daemon.tracing import span
 from fedring.data import DataError, Split, load_part, load_split
 from fedring.offers import Kind, named
 from fedring.train.arguments import read_arguments
+from fedring.train.batches import size_of
 from fedring.train.device import pick_device, threads_for
 from fedring.train.errors import SeamError, TrainError, TrainingStopped, failure_detail, failure_reason
-from fedring.train.evaluation import Counts, Evaluator, run_evaluator
-from fedring.train.loop import Loss, OptimizerFactory, train, warm_up
+from fedring.train.evaluation import Counts, run_evaluator
+from fedring.train.loop import warm_up
 from fedring.train.offered import Offered, collect
-from fedring.train.plan import Plan, TrainResult
-from fedring.train.private_loop import UNFIT, train_privately
-from fedring.train.sample_privacy_table import SamplePrivacy
+from fedring.train.plan import TrainResult
 from fedring.train.seam import build_model, optimizer_factory
 from fedring.train.skeleton import build_skeleton
-from fedring.train.user_trainer import Trainer, run_trainer
 from fedring.v1 import federation_pb2 as pb
 
 if TYPE_CHECKING:
@@ -50,16 +47,13 @@ MODES = ("federated", "data_parallel", "pipeline")
 _WRONG_BASE = ("wrong_base", "frozen_changed")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class LoadedJob:
-    """Everything that a job names, loaded."""
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """Why a training failed, without the error itself, which would keep the memory of the training."""
 
-    model: nn.Module
-    split: Split
-    loss: Loss
-    optimizer: OptimizerFactory
-    trainer: Trainer | None  # None = the built-in loop
-    evaluator: Evaluator | None  # None = the built-in evaluation
+    reason: str
+    detail: str
+    quoting: str = ""  # the type of an error whose text is in the detail, and may quote a sample; empty = there is none
 
 
 class DeclaredTrainer:
@@ -71,6 +65,7 @@ class DeclaredTrainer:
         self._device = pick_device(config.device)
         self._key = b""
         self._loaded: LoadedJob | None = None
+        self._reached = 0.0  # how far the newest training came
         self.in_users_code = False  # whether a user's trainer or evaluator runs, which may never check whether to stop
 
     def train(self, task: Task) -> None:
@@ -81,6 +76,12 @@ class DeclaredTrainer:
         Raises:
             Refused: If the server has refused this client for good.
         """
+        if failure := self._try(task):  # the memory that the error has held is free now
+            self._fail(task, failure)
+
+    def _try(self, task: Task) -> "_Failure | None":
+        """Train and submit; return why that failed, unless the task has told the server, or the round is over."""
+        self._reached = 0.0
         try:
             if not (self._config.trainer or task.job.trainer):  # a user's trainer cannot report how far it is
                 task.progress(0.0)
@@ -88,28 +89,34 @@ class DeclaredTrainer:
             with span("train", task.command.traceparent, round=task.round, client=self._config.client_id):
                 if task.job.mode != "federated":
                     self._train_in_group(loaded, task)
-                    return
-                task.load_into(loaded.model)
-                own = self._train_own(loaded, task) if task.job.personal else None
-                with charging(task, self._config.privacy, loaded.split.train):
+                    return None
+                size = self._size(loaded, task)  # all that may be told to the server of a covered job comes before this
+                spent = spending(task, self._config.privacy, size)
+                known = task.ledger.note_of(task.command).samples
+                task.load_into(loaded.model, samples=counted(loaded, task.command, size, known))
+                with charging(task, spent, self._config.privacy.delta):
+                    own = self._train_own(loaded, task) if task.job.personal else None
                     result = self._train(loaded, task)
             task.submit(loaded.model, result.num_samples, result.metrics, result.seconds, own=own)
             log.info("round %d: update accepted", task.round, extra={"round": task.round, **result.metrics})
         except TrainingStopped:
             task.done = True  # The server has ended the round, and may have told the group before this client.
             log.info("round %d ended before this client had trained", task.round)
-        except WrongModel as error:  # the task has told the server
+        except WrongModel as error:  # the task has dealt with it
             log.error("round %d failed (%s): %s", task.round, error.reason, error)
             self._drop(error)
         except RoundOver as over:
             log.warning("round %d takes no update from this client: %s", task.round, over)
         except (SeamError, TrainError, DataError) as error:
-            self._fail(task, error.reason, str(error), quoting=error.__cause__ if type(error) is DataError else None)
+            log.error("round %d failed (%s): %s", task.round, error.reason, error)
+            cause = error.__cause__ if type(error) is DataError else None
+            return _Failure(error.reason, str(error), type(cause).__name__ if cause else "")
         except Refused:
             raise
         except Exception as error:  # the user's code may raise anything
             log.exception("round %d failed", task.round)
-            self._fail(task, failure_reason(error), failure_detail(error), quoting=error)
+            return _Failure(failure_reason(error), failure_detail(error), type(error).__name__)
+        return None
 
     def evaluate(self, evaluation: Evaluation) -> Counts:
         """Evaluate a model on this client's held-out samples. The stages of a pipeline have done so already.
@@ -167,6 +174,10 @@ class DeclaredTrainer:
         else:
             self._group_trainer.train(task, model, samples, loss=loss, optimizer=optimizer)
 
+    def _advance(self, task: Task, share: float) -> None:
+        self._reached = share
+        task.progress(share)
+
     def _train(self, loaded: LoadedJob, task: Task) -> TrainResult:
         if task.corrections is not None and self._config.optimizer:
             raise SeamError("no_correction", f"optimizer={self._config.optimizer} does not go with scaffold = true.")
@@ -177,7 +188,7 @@ class DeclaredTrainer:
                 loaded.split.train,
                 task.plan,
                 device=self._device,
-                progress=(lambda share: task.progress((1 + share) / 2)) if task.job.personal else task.progress,
+                progress=lambda share: self._advance(task, (1 + share) / 2 if task.job.personal else share),
                 stopped=lambda: task.cancelled,
                 corrections=task.corrections,
                 private=sample_dp_of(task.job),
@@ -205,12 +216,51 @@ class DeclaredTrainer:
             stopped=lambda: task.cancelled,
         )
 
-    def _fail(self, task: Task, reason: str, detail: str, *, quoting: BaseException | None) -> None:
-        """Report a failure; in jobs with [sample_dp], without the text of an error, which may quote a sample."""
-        log.error("round %d failed (%s): %s", task.round, reason, detail)
-        if task.job.sample_dp and quoting is not None:
-            detail = f"{type(quoting).__name__}; the log of this client says more"
-        task.fail(reason, detail)
+    def _size(self, loaded: LoadedJob, task: Task) -> int:
+        """Return the number of samples; 0 if nobody needs to know it.
+
+        Raises:
+            TrainError: With the reason no_data, if masks or noise cover what this client sends, and it has no samples:
+                then nothing of it can be told.
+        """
+        if not is_covered(task.command) or (loaded.trainer is not None and not hasattr(loaded.split.train, "__len__")):
+            return 0
+        size = size_of(loaded.split.train)
+        if not size and loaded.trainer is None:
+            raise TrainError("no_data", "This client has no samples to train on: give it some.")
+        return size
+
+    def _fail(self, task: Task, failure: "_Failure") -> None:
+        """Report a failure; if masks or noise cover the job, without the text of an error, which may quote a sample."""
+        detail = failure.detail
+        if failure.quoting and is_covered(task.command):
+            detail = f"{failure.quoting}; the log of this client says more"
+        task.fail(failure.reason, detail, noise=self._noise(task, failure))
+
+    def _noise(self, task: Task, failure: "_Failure") -> nn.Module | None:
+        """Return the model after a training with the noise of [sample_dp] and without samples; None = without noise.
+
+        A training diverges by its noise and its learning rate, whatever the samples are: then this one would, too.
+        """
+        loaded, private = self._loaded, sample_dp_of(task.job)
+        if not task.charged or loaded is None or private is None or failure.reason == "diverged":
+            return None
+        try:
+            task.start_again(loaded.model)
+            return add_noise_alone(
+                loaded,
+                loaded.split.train,
+                task.plan,
+                private,
+                device=self._device,
+                progress=lambda share: task.progress(max(share, self._reached)),
+                stopped=lambda: task.cancelled,
+            )
+        except TrainingStopped:
+            return None  # The round has ended.
+        except Exception:  # the user's optimizer may raise anything
+            log.exception("round %d: a training without samples failed, too", task.round)
+            return None
 
     def _drop(self, error: Exception) -> None:
         """Forget the loaded job after an error that says that its model has other frozen values: it is built anew."""
@@ -246,6 +296,8 @@ class DeclaredTrainer:
         if shared:  # Each worker of a group takes its share of all samples.
             part = Split(split.train, part.test, split.classes)
         log.info("loaded %s samples of the data set (partition_count=%s)", _size(part.train), config.partition_count)
+        if job.sample_dp:  # not with the part, whose first sample the server chooses
+            check_private(whole, split.train, self._device)
         return replace(whole, split=part)
 
 
@@ -276,65 +328,6 @@ def load_job(job: pb.JobSpec, config: ClientConfig, offered: Offered, device: to
         optimizer_factory(name["optimizer"], read_arguments(job.optimizer_args), offered),
         offered.get("trainer", name["trainer"]) if name["trainer"] else None,
         offered.get("evaluator", name["evaluator"]) if name["evaluator"] else None,
-    )
-
-
-def train_locally(
-    loaded: LoadedJob,
-    samples: Dataset[Any],
-    plan: Plan,
-    *,
-    device: torch.device,
-    progress: Callable[[float], None] = lambda share: None,
-    stopped: Callable[[], bool] = lambda: False,
-    corrections: Mapping[str, Tensor] | None = None,
-    private: SamplePrivacy | None = None,
-) -> TrainResult:
-    """Train the loaded model in place on one client's samples, with the built-in loop or the user's trainer.
-
-    Args:
-        loaded: The job; its model holds the values that the round starts from.
-        samples: The samples of the client.
-        plan: How the job wants the model trained.
-        device: Where to train.
-        progress: As for `fedring.train.loop.train`; a user's trainer cannot report how far it is.
-        stopped: As for `fedring.train.loop.train`; a user's trainer does not ask.
-        corrections: As for `fedring.train.loop.train`; None = the gradients are not corrected.
-        private: The noise of DP-SGD; None = single samples are not protected.
-
-    Raises:
-        TrainingStopped: If `stopped` returned True.
-        TrainError: If there are no samples, the training diverged, or the user's trainer reports nonsense.
-        SeamError: If a user's trainer would have to correct the gradients, or something does not fit DP-SGD.
-    """
-    if private is not None:
-        if loaded.trainer is not None or corrections is not None:
-            raise SeamError(UNFIT, "Neither a trainer nor scaffold = true goes with the job's [sample_dp].")
-        return train_privately(
-            loaded.model,
-            samples,
-            plan,
-            private,
-            loss=loaded.loss,
-            optimizer_factory=loaded.optimizer,
-            device=device,
-            progress=progress,
-            stopped=stopped,
-        )
-    if corrections is not None and loaded.trainer is not None:
-        raise SeamError("no_correction", "A trainer does not correct its gradients, as the job's scaffold = true asks.")
-    if loaded.trainer is not None:
-        return run_trainer(loaded.trainer, loaded.model, samples, plan, device=device)
-    return train(
-        loaded.model,
-        samples,
-        plan,
-        loss=loaded.loss,
-        optimizer_factory=loaded.optimizer,
-        device=device,
-        progress=progress,
-        stopped=stopped,
-        corrections=corrections or {},
     )
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
+from fedring.client.privacy import SitePolicy
 from fedring.client.transfer.control import OwnControl
 from fedring.codec import CodecError
 from fedring.control.failure import Failure
@@ -163,6 +164,8 @@ class _Run:
         (folder / "personal").mkdir()
         self._spent: dict[int, list[SampledSteps]] = {}  # what each client's samples have spent
         self._left_by: dict[int, tuple[str, str]] = {}  # the line and the update of each client's control variate
+        self._failed: dict[int, int] = {}  # how many trainings of a client have failed in a row, without being told
+        self._counted: dict[int, int] = {}  # for how many samples a client's last update counted
 
     def run(self, stack: ExitStack) -> None:
         """Run all rounds.
@@ -270,6 +273,8 @@ class _Run:
         work.command = command = round_command(work.job, row, self._model, run_id=RUN_ID, epoch=_EPOCH, most_bytes=0)
         names = machine.sample(self._candidates, Round(number, rules, Phase.WAITING, 0.0))
         work.selected, peers = len(names), dict[str, int]()
+        names, stopped = self._those_who_go_on(names)
+        work.failures += stopped
         if (secure := work.job.secure_aggregation) is not None:
             command.secure.CopyFrom(self._server.secure_round(self._model))
             work.groups = draw_groups(names, secure.group_size, command.seed)
@@ -277,10 +282,11 @@ class _Run:
         work.settings = {key: getattr(command, key) for key in work.job.scheduled}
         self._drawn.update(names)
         control = self._server.read_control(self._model) if command.control.digest else None
-        order = Order(command.SerializeToString(), self._vectors, control)
+        order, done = Order(command.SerializeToString(), self._vectors, control), len(stopped)
         for outcome in self._engine.train(order, self._turns(names, command.control.line, peers)):
             self._take(outcome, work)
-            share = (len(work.updates) + len(work.failures)) / work.selected
+            done += 1
+            share = done / work.selected
             self._show((number - 1 + share) / self._job.rounds, self._rows[-1] if self._rows else None)
 
     def _turns(self, names: list[str], line: str, peers: Mapping[str, int]) -> Iterator[Turn]:
@@ -291,16 +297,26 @@ class _Run:
             own = None if values is None else OwnControl(line, left_by, values)
             personal = self._personal_file(client)
             kept = personal.read_bytes() if personal.exists() else None
-            group = peers.get(client_id(client), 0)
-            yield Turn(client, self._residuals.get(client), own, kept, self._spent.get(client, ()), group)
+            group, samples = peers.get(client_id(client), 0), self._counted.get(client, 0)
+            yield Turn(client, self._residuals.get(client), own, kept, self._spent.get(client, ()), group, samples)
+
+    def _those_who_go_on(self, names: list[str]) -> tuple[list[str], list[str]]:
+        """Return the clients that take part, and why the others do not: too many of their rounds have failed."""
+        most = SitePolicy.model_validate({}).max_failed_rounds
+        stopped = {client_id(client) for client, failed in self._failed.items() if failed >= most}
+        why = f"has failed in {most} rounds in a row, and takes no further part"
+        return [name for name in names if name not in stopped], [f"{name} {why}" for name in names if name in stopped]
 
     def _personal_file(self, client: int) -> Path:
         return self._folder / "personal" / f"{client}.safetensors"
 
     def _take(self, outcome: Outcome, work: Work) -> None:
-        if outcome.update is None:
+        if outcome.failure:
             work.failures.append(outcome.failure)
+        if outcome.update is None:
             return
+        self._failed[outcome.client] = 0 if outcome.samples else self._failed.get(outcome.client, 0) + 1
+        self._counted[outcome.client] = outcome.samples or self._counted.get(outcome.client, 0)
         work.updates.append(outcome.update)
         if outcome.spent is not None:
             self._spent.setdefault(outcome.client, []).append(outcome.spent)

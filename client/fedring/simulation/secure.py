@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from fedring.client.privacy import dp_of
-from fedring.client.secure.masked import level_integers, private_integers, update_of
+from fedring.client.promises import dp_of
+from fedring.client.secure.masked import level_integers, private_integers, update_of, zero_integers
 from fedring.client.transfer.download import HeldModel
 from fedring.client.transfer.update import Update
 from fedring.codec.schema import Vectors
@@ -88,7 +88,7 @@ def make_unmasked_update(
     command: pb.TrainCmd,
     client: str,
     base: HeldModel,
-    trained: Vectors,
+    trained: Vectors | None,
     samples: int,
     residual: NDArray[np.float32] | None,
     clients: int,
@@ -99,7 +99,7 @@ def make_unmasked_update(
         command: the command that is answered.
         client: the id of the client that sends the update.
         base: the values that the training began with.
-        trained: the values that it ended with. Its parameters are overwritten.
+        trained: the values that it ended with. Its parameters are overwritten. None = the update changes nothing.
         samples: that were trained on.
         residual: what past updates left out, [num_parameters]; None = nothing.
         clients: of the client's group.
@@ -108,11 +108,16 @@ def make_unmasked_update(
         CodecError: "non_finite", if a value is not finite.
         SecureError: "bad_blocks", if the round does not fit the model.
     """
-    delta = np.subtract(trained.parameters, base.vectors.parameters, out=trained.parameters)
-    if private := _integers(command, clients, len(delta)):
-        bits = private.plan.bits
-        return update_of(command, client, wrap(private_integers(delta, private.plan, private.seed), bits), bits, None)
-    bits, integers = bits_of(command.secure, clients), level_integers(delta, command.secure, samples, residual)
+    length, delta = base.vectors.parameters.size, None
+    if trained is not None:
+        delta = np.subtract(trained.parameters, base.vectors.parameters, out=trained.parameters)
+    if private := _integers(command, clients, length):
+        bits, change = private.plan.bits, np.zeros(length, np.float32) if delta is None else delta
+        return update_of(command, client, wrap(private_integers(change, private.plan, private.seed), bits), bits, None)
+    bits = bits_of(command.secure, clients)
+    if delta is None:
+        return update_of(command, client, wrap(zero_integers(command.secure, length, samples), bits), bits, residual)
+    integers = level_integers(delta, command.secure, samples, residual)
     return update_of(command, client, wrap(integers, bits), bits, delta)
 
 

@@ -14,18 +14,21 @@ import numpy as np
 import torch
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
+from torch import nn
 
 from fedring.client.config import ClientConfig
 from fedring.client.errors import UpdateRefused
 from fedring.client.loading import add_left_out
+from fedring.client.local_training import add_noise_alone, check_private, counted, train_locally
 from fedring.client.personal import figures_of, train_own
+from fedring.client.promises import is_covered
 from fedring.client.round_plan import plan_of
 from fedring.client.secret import ClientSecret
-from fedring.client.trainer import load_job, train_locally
+from fedring.client.trainer import load_job
 from fedring.client.transfer.control import OwnControl
 from fedring.client.transfer.correction import Correction
 from fedring.client.transfer.download import HeldModel
-from fedring.client.transfer.update import TrainingReport, Update, make_update
+from fedring.client.transfer.update import TrainingReport, Update, make_update, zero_update
 from fedring.codec import CodecError
 from fedring.codec.digest import name_of
 from fedring.codec.schema import Vectors
@@ -45,13 +48,13 @@ from fedring.simulation.secure import make_unmasked_update, terms_of
 from fedring.simulation.vectors import Vector
 from fedring.train.batches import size_of
 from fedring.train.device import pick_device
-from fedring.train.errors import SeamError, TrainError, failure_detail
+from fedring.train.errors import SeamError, TrainError, failure_detail, failure_reason
 from fedring.train.evaluation import Counts, run_evaluator
 from fedring.train.job import Job
 from fedring.train.loop import seeded, warm_up
 from fedring.train.offered import collect
 from fedring.train.plan import Plan
-from fedring.train.private_loop import check_private_model, sampled_steps
+from fedring.train.private_loop import sampled_steps
 from fedring.train.state import fill, frozen_digest, has_frozen, read_tensors, read_vectors, write_tensors
 from fedring.train.state import split as split_tensors
 from fedring.v1 import federation_pb2 as pb
@@ -93,6 +96,7 @@ class Turn:
     personal: bytes | None = None  # its own model, as a safetensors file; None = there is none
     spent: Sequence[SampledSteps] = ()  # what its samples have spent
     peers: int = 0  # clients of its group of secure aggregation, with itself; 0 = there is none
+    samples: int = 0  # that its last update counted for; 0 = there was none
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -101,10 +105,11 @@ class Outcome:
 
     client: int
     update: UpdateRow | None  # with its payload; None if there is none
+    samples: int = 0  # that the update counts for; 0 = it changes nothing, because the training has failed
     residual: Vector | None = None  # what the update has left out
     own: OwnControl | None = None  # the control variate that the update has left
     personal: bytes = b""  # the client's own model, as a safetensors file; empty = there is none
-    failure: str = ""  # why there is no update, as one sentence
+    failure: str = ""  # why there is no update, or one that changes nothing, as one sentence
     spent: SampledSteps | None = None  # what the training has spent; None = the job has no [sample_dp]
 
 
@@ -142,7 +147,7 @@ class Worker:
         ):  # so that a data callable that draws samples draws the same ones everywhere
             self._loaded = load_job(spec, config, offered, self._device)
         if job.sample_dp is not None:
-            check_private_model(self._loaded.model)
+            check_private(self._loaded, self._loaded.split.train, self._device)
         warm_up(self._device)
         split = self._loaded.split
         labels = labels_of(split.train, job.partition)
@@ -204,17 +209,57 @@ class Worker:
 
     def _turn(self, turn: Turn) -> Outcome:
         try:
-            personal = self._train_own(turn) if self._personal else b""
             spent = self._spending(turn)
-            update, own = self._update(turn)
-            row = self._admit(turn, update)
-            return Outcome(turn.client, row, update.residual, own, personal, spent=spent)
-        except (SeamError, TrainError, DataError, CodecError, FedringError, SecureError, UpdateRefused) as error:
-            failure = str(error)
+        except TrainError as error:
+            return Outcome(turn.client, None, failure=f"{client_id(turn.client)}: {error}")
+        personal, own, samples = b"", None, 0
+        update, reason, failure = None, "", ""
+        try:
+            personal = self._train_own(turn) if self._personal else b""
+            update, own, samples = self._update(turn)
+        except (SeamError, TrainError, DataError, CodecError, SecureError, UpdateRefused) as error:
+            reason, failure = error.reason, str(error)
         except Exception as error:  # the user's code may raise anything
             log.debug("%s failed in round %d", client_id(turn.client), self._command.round, exc_info=True)
-            failure = failure_detail(error)
-        return Outcome(turn.client, None, failure=f"{client_id(turn.client)}: {failure}")
+            reason, failure = failure_reason(error), failure_detail(error)
+        failure = f"{client_id(turn.client)}: {failure}" if failure else ""
+        if update is None and not is_covered(self._command):
+            return Outcome(turn.client, None, failure=failure)
+        try:
+            if update is None:
+                update, personal = self._nothing(turn, reason), b""
+            row = self._admit(turn, update)
+        except (CodecError, FedringError, SecureError) as error:
+            return Outcome(turn.client, None, failure=f"{client_id(turn.client)}: {error}")
+        except Exception as error:  # such as a lack of memory
+            log.debug("%s sends nothing in round %d", client_id(turn.client), self._command.round, exc_info=True)
+            return Outcome(turn.client, None, failure=f"{client_id(turn.client)}: {failure_detail(error)}")
+        return Outcome(turn.client, row, samples, update.residual, own, personal, failure, spent)
+
+    def _nothing(self, turn: Turn, reason: str) -> Update:
+        """Make the update with which fl-client answers if its training has failed, and it may not say so."""
+        command, base, name = self._command, self._begin(turn), client_id(turn.client)
+        samples = counted(self._loaded, command, self.sizes[turn.client], turn.samples)
+        trained = None
+        if self._job.sample_dp is not None and (model := self._trained_on_nothing(turn, reason)):
+            trained = read_vectors(model, self._schema.names)
+        if turn.peers:
+            return make_unmasked_update(command, name, base, trained, samples, turn.residual, turn.peers)
+        if trained is None:
+            return zero_update(command, name, base, turn.residual)
+        return make_update(command, name, base, trained, TrainingReport(samples), turn.residual)
+
+    def _trained_on_nothing(self, turn: Turn, reason: str) -> nn.Module | None:
+        loaded, private = self._loaded, self._job.sample_dp
+        if private is None or reason == "diverged":
+            return None
+        samples = subset(loaded.split.train, self._parts[turn.client])
+        plan = plan_of(self._command, client_id(turn.client))
+        try:
+            return add_noise_alone(loaded, samples, plan, private, device=self._device)
+        except Exception:  # the user's optimizer may raise anything
+            log.debug("%s failed without samples, too", client_id(turn.client), exc_info=True)
+            return None
 
     def _begin(self, turn: Turn) -> HeldModel:
         """Fill the model with the values that the client's training begins with, and return them."""
@@ -263,8 +308,8 @@ class Worker:
             raise TrainError("privacy_policy", text)
         return spent
 
-    def _update(self, turn: Turn) -> tuple[Update, OwnControl | None]:
-        """Do what fl-client does between the command and the upload."""
+    def _update(self, turn: Turn) -> tuple[Update, OwnControl | None, int]:
+        """Do what fl-client does between the command and the upload; also return the number of samples."""
         loaded, command, base, name = self._loaded, self._command, self._begin(turn), client_id(turn.client)
         samples = subset(loaded.split.train, self._parts[turn.client])
         line = command.control.line
@@ -284,12 +329,11 @@ class Worker:
             raise UpdateRefused("frozen_changed", "the trainer has changed the values of frozen tensors")
         training = TrainingReport(result.num_samples, result.seconds, result.metrics)
         trained, used = read_vectors(loaded.model, self._schema.names), correction.used if correction else None
+        count = result.num_samples
         if turn.peers:
-            return make_unmasked_update(
-                command, name, base, trained, result.num_samples, turn.residual, turn.peers
-            ), None
+            return make_unmasked_update(command, name, base, trained, count, turn.residual, turn.peers), None, count
         update = make_update(command, name, base, trained, training, turn.residual, control=used)
-        return update, correction.after(update, command, result.num_samples) if correction else None
+        return update, correction.after(update, command, count) if correction else None, count
 
     def _admit(self, turn: Turn, update: Update) -> UpdateRow:
         client, command = turn.client, self._command

@@ -19,6 +19,7 @@ from fedring.codec import BUFFERS
 from fedring.codec.dense import dense_header
 from fedring.codec.digest import Digest
 from fedring.codec.schema import Entry, Schema
+from fedring.daemon.durable import private_opener
 from fedring.train.errors import TrainError, on_disk
 from fedring.workers.exchange import TAG, gather_integers
 from fedring.workers.state_file import PIECE, pieces
@@ -64,7 +65,7 @@ def assemble(
                     dist.send(piece, target, tag=TAG)
         return None
     requests = _Requests([(e, source) for e, _, source in _order(schema, owners) if source != target])
-    with on_disk(path), path.open("wb", buffering=0) as file:
+    with on_disk(path), open(path, "wb", buffering=0, opener=private_opener) as file:
         writer = _Writer(file, Digest(), Digest())
         packets: list[tuple[str, str, int]] = []
         for role, encoding, dtype in _VECTORS:

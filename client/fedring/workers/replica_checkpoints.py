@@ -101,7 +101,7 @@ class ReplicaCheckpoints:
         tensors, metadata = encode(content, self.job)
         try:
             if not self.folder.is_dir():
-                self.folder.mkdir(parents=True)
+                self.folder.mkdir(mode=0o700, parents=True)
                 sync(self.folder.parent)
             save_file(tensors, part, metadata=metadata)
             sync(part)

@@ -92,7 +92,7 @@ class StageCheckpoints:
             for other in root.iterdir():
                 if other.name != job:
                     delete(other)
-        self._folder.mkdir(parents=True, exist_ok=True)
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         for part in self._folder.glob("*.part"):  # It was being written when the process was killed.
             part.unlink()
 

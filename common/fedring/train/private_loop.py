@@ -35,11 +35,10 @@ UNFIT = "no_sample_dp"
 
 _GRADIENT_BYTES = 32 << 20  # of the gradients of single samples that are in memory at once
 _CHECKS_PER_EPOCH = 100  # how often an epoch reports its progress
-_SAMPLES = "grad_sample"  # the attribute of a parameter in which Opacus leaves the gradients of single samples
-_ADVICE = (
+SAMPLES = "grad_sample"  # the attribute of a parameter in which Opacus leaves the gradients of single samples
+ADVICE = (
     "DP-SGD needs layers that treat each sample of a batch alone, in the first dimension, and are called as layers."
 )
-_SAME = 1e-3  # by how much two gradients of one sample may differ, relative to their norm
 
 
 def sampled_steps(plan: Plan, privacy: SamplePrivacy, size: int) -> SampledSteps:
@@ -69,11 +68,12 @@ def train_privately(
     device: torch.device,
     progress: Callable[[float], None] = lambda share: None,
     stopped: Callable[[], bool] = lambda: False,
+    on_nothing: bool = False,
 ) -> TrainResult:
     """Train a model in place with DP-SGD. Nobody can repeat the result.
 
     Args:
-        model: Lies on `device`, and is trained there.
+        model: Lies on `device`, and is trained there. fedring.train.private_check must have accepted it.
         samples: As for `fedring.train.loop.train`.
         plan: Says how many epochs, which expected batch size, learning rate, momentum and mu. Its seed is not used.
         privacy: The noise, and the norm to which gradients are shortened.
@@ -82,6 +82,7 @@ def train_privately(
         device: Where to train.
         progress: As for `fedring.train.loop.train`.
         stopped: As for `fedring.train.loop.train`.
+        on_nothing: Whether no sample is used, so that the model gets the noise of all steps, and nothing else.
 
     Returns:
         The means over the last epoch. They are not private, and must not leave the client.
@@ -100,19 +101,18 @@ def train_privately(
     kept = {name: buffer.clone() for name, buffer in model.named_buffers()}
     model.train()
     # Masks of dropout must not follow from a seed that others know: a sample would change the masks of those after it.
-    with _sample_gradients(model), seeded(int.from_bytes(os.urandom(8), "little") >> 1, device):
-        gradients = _SampleGradients(model, samples, loss, device)
-        gradients.check(size)
+    with sample_gradients(model), seeded(int.from_bytes(os.urandom(8), "little") >> 1, device):
+        gradients = SampleGradients(model, samples, loss, device)
         step = _Step(gradients, plan, privacy, optimizer_factory, taken.rate * size, Noise(secret, ["noise"]))
         tally, per_epoch = Tally(device), taken.steps // plan.epochs
-        every = max(1, per_epoch // _CHECKS_PER_EPOCH)
+        every, rate = max(1, per_epoch // _CHECKS_PER_EPOCH), 0.0 if on_nothing else taken.rate
         began = time.perf_counter()
         for number in range(taken.steps):
             if stopped():
                 raise TrainingStopped
             if number % per_epoch == 0:
                 tally.clear()
-            chosen = choice.uniform(number * size, (number + 1) * size) <= taken.rate
+            chosen = choice.uniform(number * size, (number + 1) * size) <= rate
             step(torch.from_numpy(chosen.nonzero()[0]), tally)
             if (number + 1) % every == 0 or number + 1 == taken.steps:
                 progress((number + 1) / taken.steps)
@@ -123,7 +123,7 @@ def train_privately(
     return tally.result(size, seconds, taken.steps)
 
 
-class _SampleGradients:
+class SampleGradients:
     """Computes the gradients of single samples, which Opacus leaves in `grad_sample` of each parameter."""
 
     def __init__(self, model: nn.Module, samples: Dataset[Any], loss: Loss, device: torch.device) -> None:
@@ -142,64 +142,38 @@ class _SampleGradients:
         """
         if len(indices):
             inputs, labels = next(fetch(self._samples, [indices], self._device))
-            losses, outputs = self._backward(inputs, labels)
+            losses, outputs = self.backward(inputs, labels)
             tally.add(losses.mean(), outputs, labels)
         norms = torch.zeros(len(indices), device=self._device)
-        for found in self._found(len(indices)):
+        for found in self.found(len(indices)):
             norms += found.flatten(1).square().sum(1)
         broken = ~torch.isfinite(norms)
         if broken.any():  # A sample that is damaged must not say so by the failure of the whole training.
             for parameter in self.parameters:
-                getattr(parameter, _SAMPLES)[broken] = 0.0
+                getattr(parameter, SAMPLES)[broken] = 0.0
 
-    def check(self, size: int) -> None:
-        """Compare the gradients of a sample beside two others, and those of two samples with what torch computes.
-
-        Args:
-            size: The number of samples.
-
-        Raises:
-            SeamError: With the reason no_sample_dp, if a sample changes the gradient of another one.
-        """
-        if size < 2:
-            return
-        inputs, labels = next(fetch(self._samples, [torch.arange(2)], self._device))
-        of_first: list[list[Tensor]] = []
-        for pair in (torch.tensor([0, 1], device=self._device), torch.tensor([0, 0], device=self._device)):
-            chosen = {k: v[pair] for k, v in inputs.items()} if isinstance(inputs, dict) else inputs[pair]
-            with seeded(0, self._device):
-                self._backward(chosen, labels[pair])
-            found = list(self._found(2))
-            for (name, parameter), gradients in zip(self.named, found, strict=True):
-                if parameter.grad is not None:
-                    self._compare(name, gradients.sum(0), parameter.grad)
-                parameter.grad = None
-                setattr(parameter, _SAMPLES, None)
-            of_first.append([gradients[0] for gradients in found])
-        for (name, _), beside_another, beside_itself in zip(self.named, *of_first, strict=True):
-            self._compare(name, beside_another, beside_itself)
-
-    def _found(self, count: int) -> Iterator[Tensor]:
+    def found(self, count: int) -> Iterator[Tensor]:
         """Yield the gradients of single samples [count, ...] of each parameter; zeros if the model has not used it."""
         for name, parameter in self.named:
-            found: Tensor | None = getattr(parameter, _SAMPLES)
+            found: Tensor | None = getattr(parameter, SAMPLES)
             if found is None and parameter.grad is None:
                 found = parameter.new_zeros(count, *parameter.shape)
-                setattr(parameter, _SAMPLES, found)
+                setattr(parameter, SAMPLES, found)
             if found is None or len(found) != count:
-                raise SeamError(UNFIT, f"The parameter {name} has no gradients of single samples: {_ADVICE}")
+                raise SeamError(UNFIT, f"The parameter {name} has no gradients of single samples: {ADVICE}")
             yield found
 
-    def _compare(self, name: str, first: Tensor, second: Tensor) -> None:
-        difference, norm = float((first - second).norm()), float(second.norm())
-        if difference > _SAME * norm + 1e-6:
-            raise SeamError(UNFIT, f"The gradients of {name} for single samples depend on other samples: {_ADVICE}")
+    def backward(self, inputs: Inputs, labels: Tensor, *, alone: bool = False) -> tuple[Tensor, Tensor]:
+        """Compute gradients, and return the losses of single samples [n] and the outputs [n, ...].
 
-    def _backward(self, inputs: Inputs, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute gradients, and return the losses of single samples [n] and the outputs [n, ...]."""
+        Args:
+            inputs: [n, ...].
+            labels: [n, ...].
+            alone: Whether only the loss of the first sample has gradients.
+        """
         outputs = apply(self._model, inputs)
         losses = self._losses(outputs, labels)
-        losses.sum().backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        (losses[0] if alone else losses.sum()).backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         return losses, outputs
 
     def _losses(self, outputs: Tensor, labels: Tensor) -> Tensor:
@@ -221,7 +195,7 @@ class _Step:
 
     def __init__(
         self,
-        gradients: _SampleGradients,
+        gradients: SampleGradients,
         plan: Plan,
         privacy: SamplePrivacy,
         optimizer_factory: OptimizerFactory,
@@ -283,7 +257,7 @@ def check_private_model(model: nn.Module) -> None:
 
 
 @contextmanager
-def _sample_gradients(model: nn.Module) -> Iterator[None]:
+def sample_gradients(model: nn.Module) -> Iterator[None]:
     """Let Opacus compute gradients of single samples inside the context; afterwards the model is as it was."""
     check_private_model(model)
     sampler, _ = _opacus()
@@ -307,10 +281,14 @@ def _sample_gradients(model: nn.Module) -> Iterator[None]:
             vars(parameter).pop("summed_grad", None)
 
 
-def _check_trained(model: nn.Module, kept: dict[str, Tensor], plan: Plan) -> None:
+def check_buffers(model: nn.Module, kept: dict[str, Tensor]) -> None:
     for name, buffer in model.named_buffers():
         if name not in kept or not torch.equal(buffer, kept[name]):
             raise SeamError(UNFIT, f"Training changes the buffer {name}, which no noise covers: use other layers.")
+
+
+def _check_trained(model: nn.Module, kept: dict[str, Tensor], plan: Plan) -> None:
+    check_buffers(model, kept)
     if not all(torch.isfinite(parameter).all() for parameter in model.parameters()):
         raise TrainError("diverged", f"A parameter is not finite: use a learning rate below {plan.lr:g}.")
 

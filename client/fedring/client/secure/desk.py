@@ -18,10 +18,12 @@ from numpy.typing import NDArray
 
 from fedring.client.config import ClientConfig
 from fedring.client.errors import FederationClosed, RoundOver, UpdateRefused
-from fedring.client.privacy import Ledger, dp_of, own_noise_refusal, refusal
+from fedring.client.ledger import Ledger
+from fedring.client.privacy import own_noise_refusal, refusal
+from fedring.client.promises import dp_of
 from fedring.client.secret import ClientSecret
 from fedring.client.secure.identity import PeerCheck, load_signer
-from fedring.client.secure.masked import masked_update, private_update
+from fedring.client.secure.masked import masked_update, masked_zero, private_update
 from fedring.client.secure.party import Party, Site
 from fedring.client.secure.state import RoundName, SecureState, name_of
 from fedring.client.session.backoff import Backoff
@@ -107,7 +109,7 @@ class SecureDesk:
         self,
         assignment: Assignment,
         base: HeldModel,
-        trained: Vectors,
+        trained: Vectors | None,
         samples: int,
         residual: NDArray[np.float32] | None,
     ) -> Update:
@@ -118,7 +120,7 @@ class SecureDesk:
         Args:
             assignment: the round.
             base: the model that the training began with.
-            trained: the values that it ended with, which are overwritten.
+            trained: the values that it ended with, which are overwritten; None = the update changes nothing.
             samples: how many samples it was trained on.
             residual: what past updates left out, [num_parameters]; None = nothing.
 
@@ -129,6 +131,8 @@ class SecureDesk:
         """
         party, privacy = self.party(assignment), dp_of(assignment.command.job)
         if privacy is None:
+            if trained is None:
+                return masked_zero(party, base, samples, residual)
             return masked_update(party, base, trained, samples, residual)
         try:
             plan = privacy.plan(party.clients, base.vectors.parameters.size, party.command.job.min_results)

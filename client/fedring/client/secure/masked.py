@@ -45,7 +45,24 @@ def masked_update(
     return update_of(party.command, party.client_id, party.mask(integers), party.bits, delta)
 
 
-def private_update(party: Party, plan: IntegerPlan, base: HeldModel, trained: Vectors) -> Update:
+def masked_zero(party: Party, base: HeldModel, samples: int, residual: NDArray[np.float32] | None) -> Update:
+    """Make a masked update that changes nothing, and counts as much as any other of this client.
+
+    Args:
+        party: this client in the round; its peers are known.
+        base: the model that the training began with.
+        samples: how many samples this client's updates count for.
+        residual: what past updates left out, [num_parameters], which stays as it is; None = nothing.
+
+    Raises:
+        SecureError: as for masked_update.
+    """
+    _check_bare(base.vectors)
+    integers = zero_integers(party.command.secure, base.vectors.parameters.size, samples)
+    return update_of(party.command, party.client_id, party.mask(integers), party.bits, residual)
+
+
+def private_update(party: Party, plan: IntegerPlan, base: HeldModel, trained: Vectors | None) -> Update:
     """Make the masked update that leads from `base` to `trained`, with this client's share of the noise.
 
     It leaves no residual: what clipping and noise take away would come back later, outside of what was charged.
@@ -54,12 +71,14 @@ def private_update(party: Party, plan: IntegerPlan, base: HeldModel, trained: Ve
         party: this client in the round; its peers are known.
         plan: of its group.
         base: the model that the training began with.
-        trained: the values that it ended with, which are overwritten.
+        trained: the values that it ended with, which are overwritten; None = it changes nothing, but for the noise.
 
     Raises:
         CodecError: "non_finite", if a value is not finite.
         SecureError: if the model has buffers, the masks cannot be used, or the integers cannot be made.
     """
+    if trained is None:
+        trained = Vectors(base.vectors.parameters.copy(), base.vectors.buffers)
     integers = private_integers(_delta(base, trained), plan, party.task)
     return update_of(party.command, party.client_id, party.mask(integers, plan.bits), plan.bits, None)
 
@@ -86,6 +105,21 @@ def level_integers(
     return integers_of(levels, min(samples, secure.max_weight), secure.max_weight > 0)
 
 
+def zero_integers(secure: wire.SecureRound, length: int, samples: int) -> NDArray[np.int32]:
+    """Return an update that changes nothing as level_integers() returns others, [n], or [n + 1] with its full weight.
+
+    Args:
+        secure: what the command says of the round.
+        length: the number of parameters.
+        samples: how many samples the client's updates count for.
+
+    Raises:
+        SecureError: "bad_blocks", if the round does not fit the model.
+    """
+    levels = np.zeros(open_blocks(secure, length).count, np.int32)
+    return integers_of(levels, min(samples, secure.max_weight), secure.max_weight > 0)
+
+
 def private_integers(delta: NDArray[np.float32], plan: IntegerPlan, seed: bytes) -> NDArray[np.int64]:
     """Return an update as integers with noise from the operating system's randomness, [plan.padded].
 
@@ -106,9 +140,13 @@ def private_integers(delta: NDArray[np.float32], plan: IntegerPlan, seed: bytes)
         raise SecureError("rounding_failed", str(error)) from error
 
 
-def _delta(base: HeldModel, trained: Vectors) -> NDArray[np.float32]:
-    if trained.buffers.size:
+def _check_bare(vectors: Vectors) -> None:
+    if vectors.buffers.size:
         raise SecureError("has_buffers", "the buffers of a model are not masked: keep them private")
+
+
+def _delta(base: HeldModel, trained: Vectors) -> NDArray[np.float32]:
+    _check_bare(trained)
     return np.subtract(trained.parameters, base.vectors.parameters, out=trained.parameters)
 
 

@@ -45,7 +45,7 @@ class Delivery:
             RoundOver: If the server has not accepted the update.
             UpdateRefused: If it has refused the update for good.
         """
-        self._spool.ledger.charge(assignment.command)
+        self._spool.ledger.charge(assignment.command, spooled.offer.name)
         self._link.session.begin(pb.ACTIVITY_PUSHING)
         try:
             with span("upload", assignment.command.traceparent, round=assignment.command.round):

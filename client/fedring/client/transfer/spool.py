@@ -13,10 +13,10 @@
     personal-….safetensors, the client's own model, kept like private tensors; the second file belongs to the update, if
     update.personal         bit 3 of the flags is 1
 
-An update is spooled before its first byte is sent. When it is accepted, what belongs to it replaces the old files, and
-then the update is dropped; when it is refused, the update is dropped and the old ones stay. The
-process may be killed between any two of these steps, and while it writes a file: the first eight bytes of an update are
-written last.
+Only the owner can read the files. An update is spooled before its first byte is sent. When it is accepted, what belongs
+to it replaces the old files, and then the update is dropped; when it is refused, the update is dropped and the old ones
+stay. The process may be killed between any two of these steps, and while it writes a file: the first eight bytes of an
+update are written last.
 
 The file `update` is overwritten in place, and keeps its size when its update is accepted. If it were emptied then and
 written anew later, the file system would write it to the disk at once, which takes five times the processor's time.
@@ -38,13 +38,13 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from fedring.client.privacy import Ledger
+from fedring.client.ledger import Ledger
 from fedring.client.transfer.control import ControlState, OwnControl
 from fedring.client.transfer.private import PrivateState, PrivateValues
 from fedring.client.transfer.update import residual_of_update
 from fedring.codec.digest import Digest, update_name
 from fedring.daemon.crash import crashpoint
-from fedring.daemon.durable import sync
+from fedring.daemon.durable import close_to_others, make_private, private_opener, sync
 from fedring.privacy.account import SampledSteps
 from fedring.rpc.chunks import CHUNK_BYTES
 from fedring.v1 import federation_pb2 as pb
@@ -58,6 +58,7 @@ _PREFIX = struct.Struct("<2sBBI")
 _MAGIC, _VERSION, _APART = b"SP", 2, 3
 _NONE = bytes(_PREFIX.size)
 _FLAGS = 1, 2, 4, 8
+_KEPT = ("residual.*", "private-*", "personal-*", "control.*", "update", "update.*", "checkpoints")
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,11 +119,10 @@ class Spool:
         self.ledger = Ledger(folder)
         self.control = ControlState(folder)
         self.personal = PrivateState(folder, "personal")
-        self._residual_file = folder / "residual.safetensors"
-        self._update_file = folder / "update"
-        self._left_file = folder / "update.residual"
-        self._payload_file = folder / "update.payload"
+        self._residual_file, self._left_file = folder / "residual.safetensors", folder / "update.residual"
+        self._update_file, self._payload_file = folder / "update", folder / "update.payload"
         self.payload_part.unlink(missing_ok=True)  # It was being put together when the process was killed.
+        close_to_others(folder, *_KEPT)  # what earlier versions have left
         self._empty = False  # whether it certainly holds no update
         self._left = True  # whether the files that belong to an update may exist
         self._cached: tuple[str, bytes, Residual | None] | None = None  # run, schema hash, residual
@@ -233,8 +233,8 @@ class Spool:
         header = pb.UpdateHeader.FromString(offer.header)
         leaves, *has = (each is not None for each in (residual, private, control, personal))
         flags = sum(bit for bit, present in zip(_FLAGS, (leaves, *has), strict=True) if present)
-        if flags:
-            self.drop()  # The old update must never be found together with what belongs to the new one.
+        if flags:  # The old update must never be found together with what belongs to the new one.
+            self.drop()
             self._left = True
         if private is not None:
             self.private.spool(private, offer.name)
@@ -248,12 +248,13 @@ class Spool:
         if residual is not None:
             noted = {"epoch": str(header.epoch), "round": str(header.round), "name": offer.name}
             metadata = {"run": header.run_id, "schema": residual_of_update(header).hex(), **noted}
+            make_private(self._left_file)
             save_file({_KEY: residual}, self._left_file, metadata)
             crashpoint("client_residual_spooled")
         self._empty = False
         head = offer.SerializeToString()
         prefix = _PREFIX.pack(_MAGIC, version, flags, len(head))
-        fd = os.open(self._update_file, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        fd = private_opener(str(self._update_file), os.O_WRONLY | os.O_CREAT)
         try:
             _write_all(fd, [_NONE, head, *parts])
             end = os.lseek(fd, 0, os.SEEK_CUR)
@@ -274,6 +275,7 @@ class Spool:
             payload: The file, in the folder of the spool. It is moved.
         """
         self.drop()
+        payload.chmod(0o600)
         payload.replace(self._payload_file)
         spooled = self.write(offer, [], None, version=_APART)
         return replace(spooled, path=self._payload_file, start=0)
@@ -281,7 +283,7 @@ class Spool:
     @property
     def payload_part(self) -> Path:
         """Where to write the payload of an update that is then adopted."""
-        return self._payload_file.with_name(self._payload_file.name + ".part")
+        return self.folder / "update.payload.part"
 
     def accept(self, spooled: Spooled, residual: Residual | None = None) -> None:
         """Note that the server has accepted the update: drop it, and keep what belongs to it.

@@ -1,0 +1,240 @@
+"""The account of a client: what it has spent of its privacy, and which rounds have failed without a word of it."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fedring.client.promises import dp_of
+from fedring.daemon.config import ConfigError
+from fedring.daemon.durable import replace_durably
+from fedring.privacy.account import SampledSteps, epsilon, sampled_epsilon
+from fedring.privacy.charges import Charge, SkellamCharge, charge_of
+from fedring.train.bounds import MAX_COUNT
+from fedring.train.privacy_table import ClientPrivacy
+from fedring.train.sample_privacy_table import SamplePrivacy
+from fedring.v1 import federation_pb2 as pb
+
+LEDGER = "privacy.json"
+_MAX_STEPS = 2**63 - 1
+
+_JobKey = tuple[str, int]  # the run of the server, and the number of the job in it
+_KEEP_JOBS = 64
+
+
+class JobNote(NamedTuple):
+    """What a client remembers of a job whose updates are masked or noisy."""
+
+    failed: int = 0  # rounds in a row
+    samples: int = 0  # that its last update counted for; 0 = not known
+    epoch: int = 0  # of the last round that failed
+    round: int = 0  # its number; 0 = none has failed
+
+
+class Ledger:
+    """What the rounds cost that a client has delivered for, and how many have failed, in a file of the client's own.
+
+    An update for a job with [dp] is charged by its name, before it leaves the client for the first time. The same bytes
+    cost nothing when they are sent again. Another update of the same round costs again: a server could ask for a round
+    many times, and get many updates of one client. Noise of the client's own is charged with the masks of its update,
+    which cover one update only. A training of a job with [sample_dp] is charged before its update is spooled: each has
+    noise of its own.
+
+    Args:
+        folder: the state folder of the client.
+
+    Raises:
+        ConfigError: if its file is damaged.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / LEDGER
+        self._last = ""
+        self._counts: dict[Charge, int] = {}
+        self._samples: dict[tuple[_JobKey, float, float], int] = {}  # steps, by job, sampling rate and noise
+        self._jobs: dict[_JobKey, JobNote] = {}  # the newest last
+        try:
+            known = json.loads(self._path.read_text())
+            self._last, counts = str(known["last"]), known["rounds"]
+            self._counts = {charge_of(text): int(count) for text, count in counts.items()}
+            for charge, count in self._counts.items():
+                if isinstance(charge, float):
+                    ClientPrivacy.model_validate({"noise_multiplier": charge})
+                if not 0 < count <= MAX_COUNT:
+                    raise ValueError(f"{count} rounds")
+            for entry in known.get("samples", []):
+                key, steps = _sample_entry(entry)
+                self._samples[key] = self._samples.get(key, 0) + steps
+            for entry in known.get("jobs", []):
+                note = JobNote(**{field: int(entry[field]) for field in JobNote._fields})
+                if min(note) < 0:
+                    raise ValueError(f"{entry} has a figure below 0")
+                self._jobs[str(entry["run"]), int(entry["job"])] = note
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+            raise ConfigError(
+                f"{self._path} says what privacy this client has spent, and cannot be read ({error}): restore it, or "
+                "remove it to begin at zero"
+            ) from error
+
+    def epsilon_with(
+        self,
+        command: pb.TrainCmd,
+        delta: float,
+        charge: SkellamCharge | None = None,
+        masks: bytes = b"",
+        *,
+        update: str = "",
+    ) -> float:
+        """Return the epsilon of all rounds, among them an update for the command, charged or not.
+
+        Args:
+            command: of the round.
+            delta: the probability that epsilon may fail.
+            charge: what noise of this client's own costs; None = about as much as Gaussian noise as the job says.
+            masks: what names the masks of the update with this noise; empty = those that were charged last, if they
+                are of this round.
+            update: the name of the update, if the server adds the noise; empty = one that is not made yet.
+
+        Raises:
+            NoAccountant: if dp-accounting is not installed.
+        """
+        privacy = dp_of(command.job)
+        cost: Charge | None = charge or (privacy.noise_multiplier if privacy else None)
+        if charge is None and privacy is not None and privacy.by_clients:
+            known = self._last.startswith(_name_of(command, ""))
+        else:
+            known = self._last == (_name_of(command, masks.hex()) if charge else _name_of(command, f"{cost} {update}"))
+        more = [] if known or cost is None else [cost]
+        return epsilon([*(each for each, count in self._counts.items() for _ in range(count)), *more], delta)
+
+    def charge(self, command: pb.TrainCmd, update: str) -> None:
+        """Note durably that an update goes out to which the server adds the noise, unless it is the one noted last.
+
+        Args:
+            command: of the round.
+            update: the name of the update.
+
+        Raises:
+            OSError: if that is impossible.
+        """
+        privacy = dp_of(command.job)
+        if privacy is not None and not privacy.by_clients:
+            multiplier = privacy.noise_multiplier
+            self._charge(_name_of(command, f"{multiplier} {update}"), multiplier)
+
+    def charge_own(self, command: pb.TrainCmd, charge: SkellamCharge, masks: bytes) -> None:
+        """Note durably that an update with noise of this client's own goes out, unless that was noted before.
+
+        Args:
+            command: of the round.
+            charge: what the round costs.
+            masks: what names the masks of the update.
+
+        Raises:
+            OSError: if that is impossible.
+        """
+        self._charge(_name_of(command, masks.hex()), charge)
+
+    def _charge(self, name: str, cost: Charge) -> None:
+        if name != self._last:
+            self._write(last=name, counts=self._counts | {cost: self._counts.get(cost, 0) + 1})
+
+    def sample_epsilon(self, delta: float, *, of: pb.TrainCmd | None = None, more: SampledSteps | None = None) -> float:
+        """Return the epsilon of this client's samples.
+
+        Args:
+            delta: The probability that epsilon may fail.
+            of: A command of the only job that counts; None = all jobs count.
+            more: Steps that count as well, though they are not charged.
+
+        Raises:
+            NoAccountant: if dp-accounting is not installed.
+        """
+        known = self._samples.items()
+        spent = [SampledSteps(rate, z, steps) for (job, rate, z), steps in known if of is None or job == _job_of(of)]
+        return sampled_epsilon([*spent, *([more] if more else [])], delta)
+
+    def has_charged(self, command: pb.TrainCmd) -> bool:
+        """Return whether a training of the command's job was charged to the samples before."""
+        return any(job == _job_of(command) for job, _, _ in self._samples)
+
+    def charge_samples(self, command: pb.TrainCmd, spent: SampledSteps) -> None:
+        """Note durably that an update of such a training may go out.
+
+        Raises:
+            OSError: if that is impossible.
+        """
+        key = (_job_of(command), spent.rate, spent.noise_multiplier)
+        self._write(samples=self._samples | {key: self._samples.get(key, 0) + spent.steps})
+
+    def note_of(self, command: pb.TrainCmd) -> JobNote:
+        """Return what is known of the command's job."""
+        return self._jobs.get(_job_of(command), JobNote())
+
+    def note_failed(self, command: pb.TrainCmd) -> None:
+        """Note durably that one more round of a job in a row has failed, unless it was the last one that was noted.
+
+        Raises:
+            OSError: if that is impossible.
+        """
+        note, at = self.note_of(command), (command.epoch, command.round)
+        if at != (note.epoch, note.round):
+            self._note(command, JobNote(note.failed + 1, note.samples, *at))
+
+    def note_trained(self, command: pb.TrainCmd, samples: int) -> None:
+        """Note durably that a round was trained, and how many samples its update counts for, if it counts by them.
+
+        Raises:
+            OSError: if that is impossible.
+        """
+        self._note(command, JobNote(samples=samples if command.secure.max_weight else 0))
+
+    def _note(self, command: pb.TrainCmd, note: JobNote) -> None:
+        if note != self.note_of(command):
+            key = _job_of(command)
+            jobs = {job: each for job, each in self._jobs.items() if job != key} | {key: note}
+            self._write(jobs=dict(list(jobs.items())[-_KEEP_JOBS:]))
+
+    def _write(
+        self,
+        *,
+        last: str | None = None,
+        counts: dict[Charge, int] | None = None,
+        samples: dict[tuple[_JobKey, float, float], int] | None = None,
+        jobs: dict[_JobKey, JobNote] | None = None,
+    ) -> None:
+        """Write the file durably with what is given, and use that from then on only."""
+        last, counts = self._last if last is None else last, self._counts if counts is None else counts
+        samples, jobs = self._samples if samples is None else samples, self._jobs if jobs is None else jobs
+        known: dict[str, Any] = {
+            "last": last,
+            "rounds": {str(charge): count for charge, count in counts.items()},
+        }
+        if samples:
+            known["samples"] = [
+                {"run": run, "job": job, "rate": rate, "noise_multiplier": multiplier, "steps": steps}
+                for ((run, job), rate, multiplier), steps in samples.items()
+            ]
+        if jobs:
+            known["jobs"] = [{"run": run, "job": job, **note._asdict()} for (run, job), note in jobs.items()]
+        replace_durably(self._path, json.dumps(known).encode())
+        self._last, self._counts, self._samples, self._jobs = last, counts, samples, jobs
+
+
+def _sample_entry(entry: Mapping[str, Any]) -> tuple[tuple[_JobKey, float, float], int]:
+    """Return the key and the steps of an entry of the account, checked."""
+    rate, multiplier, steps = float(entry["rate"]), float(entry["noise_multiplier"]), int(entry["steps"])
+    SamplePrivacy.model_validate({"noise_multiplier": multiplier})
+    if not (0 < rate <= 1 and 0 < steps <= _MAX_STEPS):
+        raise ValueError(f"{steps} steps with the sampling rate {rate:g}")
+    return ((str(entry["run"]), int(entry["job"])), rate, multiplier), steps
+
+
+def _job_of(command: pb.TrainCmd) -> _JobKey:
+    return command.run_id, command.job.job_id
+
+
+def _name_of(command: pb.TrainCmd, noise: str) -> str:
+    return f"{command.run_id} {command.epoch} {command.round} {command.model_digest} {noise}"

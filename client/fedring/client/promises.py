@@ -1,0 +1,29 @@
+"""What a job promises of that which clients send: noise, masks, or neither."""
+
+from pydantic import ValidationError
+
+from fedring.train.privacy_table import ClientPrivacy
+from fedring.train.sample_privacy_table import SamplePrivacy
+from fedring.v1 import federation_pb2 as pb
+
+
+def dp_of(job: pb.JobSpec) -> ClientPrivacy | None:
+    """Return the differential privacy that a job promises; None if it promises none that this program understands."""
+    try:
+        return ClientPrivacy.model_validate_json(job.dp) if job.dp else None
+    except ValidationError:
+        return None
+
+
+def sample_dp_of(job: pb.JobSpec) -> SamplePrivacy | None:
+    """Return the noise that a job asks of each client; None if it asks for none that this program understands."""
+    try:
+        return SamplePrivacy.model_validate_json(job.sample_dp) if job.sample_dp else None
+    except ValidationError:
+        return None
+
+
+def is_covered(command: pb.TrainCmd) -> bool:
+    """Return whether masks or noise cover what clients send in a round, so that a failure may not tell more."""
+    job = command.job
+    return job.mode == "federated" and (command.HasField("secure") or bool(job.dp) or bool(job.sample_dp))

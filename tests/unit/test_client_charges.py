@@ -1,0 +1,107 @@
+"""What an update costs a client before a server that asks for the same round again and again."""
+
+import json
+import shutil
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from fedring.client import RoundOver, connect
+from fedring.rpc.errors import FedringError, Unavailable, UnknownRound
+from fedring.train.state import write_tensors
+from fedring.v1 import federation_pb2 as pb
+
+if TYPE_CHECKING:
+    from tests.scripted_server import ScriptedServer
+
+SECONDS = 60.0
+DP = '{"noise_multiplier": 1.0, "clip": 0.5, "adaptive": false}'
+JOB = pb.JobSpec(mode="federated", rounds=9, job_id=1, dp=DP)
+
+
+def charged(state_dir: Path) -> int:
+    known = json.loads((state_dir / "privacy.json").read_text())
+    return int(known["rounds"]["1.0"])
+
+
+def take_part(settings: dict[str, Any], server: "ScriptedServer", commands: list[pb.TrainCmd]) -> None:
+    """Answer commands, each with a step that is as long as its learning rate says."""
+    model = nn.Linear(3, 2)
+    with connect(**settings) as federation:
+        server.joins.get(timeout=SECONDS)
+        for command in commands:
+            server.train(command)
+            task = next(federation)
+            task.load_into(model)
+            write_tensors(model, {name: value + task.plan.lr for name, value in model.state_dict().items()})
+            with suppress(RoundOver):
+                task.submit(model, samples=1)
+
+
+def test_each_update_of_a_round_is_charged(server: "ScriptedServer", settings: dict[str, Any]) -> None:
+    spent: list[int] = []
+
+    def forget(header: pb.UpdateHeader) -> FedringError:
+        spent.append(charged(settings["state_dir"]))  # before the server has answered
+        return UnknownRound("there is no such round")
+
+    server.on_header = forget
+    asked = [server.command(nn.Linear(3, 2), lr=0.1 * number, job=JOB) for number in range(1, 9)]
+    take_part(settings, server, asked)
+    assert len({(offer.name, offer.payload_digest) for offer in server.offers.queue}) == 8
+    assert spent == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+@contextmanager
+def idle(settings: dict[str, Any], server: "ScriptedServer") -> Iterator[None]:
+    """Run a client in a thread that sends what it has, and learns nothing more."""
+    with connect(**settings) as federation:
+        thread = threading.Thread(target=lambda: list(federation))
+        thread.start()
+        server.joins.get(timeout=SECONDS)
+        yield
+        federation.close()
+        thread.join()
+
+
+def spool_one(settings: dict[str, Any], server: "ScriptedServer") -> pb.TrainCmd:
+    """Let a client charge and spool an update that the server does not take yet, and return its command."""
+    server.on_header = lambda header: Unavailable("not now")
+    take_part(settings, server, [server.command(nn.Linear(3, 2), job=JOB, deadline_seconds=1.0)])
+    server.on_header = lambda header: None
+    assert charged(settings["state_dir"]) == 1
+    return server.command(nn.Linear(3, 2), job=JOB)
+
+
+def test_the_same_update_is_charged_once_and_another_one_after_its_folder_was_copied_back(
+    server: "ScriptedServer", settings: dict[str, Any], tmp_path: Path
+) -> None:
+    folder, copy = settings["state_dir"], tmp_path / "copy"
+    command = spool_one(settings, server)
+    shutil.copytree(folder, copy)
+    with idle(settings, server):
+        server.train(command)
+        server.accepted.get(timeout=SECONDS)
+    assert charged(folder) == 1
+    shutil.rmtree(folder)
+    copy.rename(folder)
+    (folder / "update").unlink()
+    take_part(settings, server, [server.command(nn.Linear(3, 2), lr=0.2, job=JOB)])
+    assert charged(folder) == 2
+
+
+def test_a_client_at_its_limit_sends_what_is_charged_and_trains_nothing_more(
+    server: "ScriptedServer", settings: dict[str, Any]
+) -> None:
+    limited = settings | {"privacy": {"max_epsilon": 5.0}}  # one round costs 4.7
+    command = spool_one(limited, server)
+    with idle(limited, server):
+        server.train(command)
+        server.accepted.get(timeout=SECONDS)
+        server.train(server.command(nn.Linear(3, 2), round_=2, job=JOB))
+        assert server.failures.get(timeout=SECONDS).reason == "privacy_policy"
+    assert charged(settings["state_dir"]) == 1
