@@ -254,7 +254,7 @@ class Worker:
         if private is None or reason == "diverged":
             return None
         samples = subset(loaded.split.train, self._parts[turn.client])
-        plan = plan_of(self._command, client_id(turn.client))
+        plan = self._plan(turn)
         try:
             return add_noise_alone(loaded, samples, plan, private, device=self._device)
         except Exception:  # the user's optimizer may raise anything
