@@ -3,7 +3,7 @@
 The attackers know the honest updates of the round before they choose their own.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -31,8 +31,9 @@ from fedring.train.errors import TrainError
 from fedring.train.evaluation import evaluate
 from fedring.train.job import Job
 from fedring.train.loop import train
+from fedring.train.offered import Offered
 from fedring.train.plan import Plan
-from fedring.train.seam import build_model, optimizer_factory, resolve
+from fedring.train.seam import build_model, optimizer_factory
 from fedring.train.state import fill, read_vectors, schema_of
 from tests.attacks import formulas
 from tests.attacks.attacker import Attack, Attacker
@@ -64,12 +65,12 @@ class Result:
 class _Trainer:
     """Trains clients from the model of a round."""
 
-    def __init__(self, job: Job, trusted: Sequence[str]) -> None:
+    def __init__(self, job: Job, offered: Offered) -> None:
         self._job = job
-        self.model = build_model(job.model, job.model_args, job.seed, trusted)
+        self.model = build_model(job.model, job.model_args, job.seed, offered)
         self.schema = schema_of(self.model)
-        self._loss = resolve(job.loss, trusted)
-        self._optimizer = optimizer_factory(job.optimizer, job.optimizer_args, trusted)
+        self._loss = offered.get("loss", job.loss)
+        self._optimizer = optimizer_factory(job.optimizer, job.optimizer_args, offered)
 
     def delta(self, base: Vectors, samples: Samples, seed: int) -> Float32:
         """Return what a client that trains on these samples learns in a round, [D]."""
@@ -87,7 +88,12 @@ class _Trainer:
 
 
 def run(
-    job: Job, study: Study, attack: Attack, config: ServerConfig, after_round: Callable[[], None] = lambda: None
+    job: Job,
+    study: Study,
+    attack: Attack,
+    config: ServerConfig,
+    *,
+    z: float = 1.0,
 ) -> Result:
     """Run all rounds of a job under an attack, and return what its last model does.
 
@@ -95,19 +101,20 @@ def run(
         job: the job, with its rule.
         study: the clients' samples.
         attack: what the malicious clients do; "none" = what honest ones do.
-        config: names the trusted modules and the folder of the server's own samples.
-        after_round: called after each round.
+        config: names what is trusted, and the folder of the server's own samples.
+        z: as Attacker has it.
     """
-    trainer, ended = _Trainer(job, config.trusted), ""
+    ended = ""
     clients = len(study.honest) + len(study.malicious)
     with ExitStack() as stack:
         blobs = FileBlobs(Path(stack.enter_context(TemporaryDirectory())))
         stack.callback(blobs.close)
         executor = stack.enter_context(ThreadPoolExecutor(1))
         maker = ModelMaker(blobs, executor, config, "robust", ModelVersions(blobs))
+        trainer = _Trainer(job, maker.offered)
         attackers = [
-            Attacker(attack, samples, study.classes, study.bright, clients, len(study.malicious))
-            for samples in study.malicious
+            Attacker(attack, samples, study.classes, study.bright, clients, len(study.malicious), z, seed)
+            for seed, samples in enumerate(study.malicious)
         ]
         last_median = 0.0
         model = maker.first(job, 1)
@@ -125,7 +132,6 @@ def run(
             for name in {*files_of(model)} - {*files_of(made), ""}:
                 blobs.delete(name)
             model = made
-            after_round()
         last = _read(blobs, model)
         backdoor = formulas.triggered(study.test, study.bright)
         return Result(trainer.accuracy(last, study.test), trainer.accuracy(last, backdoor), ended)
