@@ -254,9 +254,9 @@ MUTANTS = {
         "tests/fault/test_restored_clients.py",
     ),
     "residual of before": Mutant(
-        "client/fedring/client/task.py",
-        "line.model, last, ",
-        "line.model, type(last)(), ",
+        "client/fedring/client/answer.py",
+        "line.run_id, schema, last, ",
+        "line.run_id, schema, type(last)(), ",
         "tests/fault/test_restored_clients.py",
     ),
     "accepted unheard": Mutant(

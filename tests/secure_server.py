@@ -373,7 +373,7 @@ class SecureServer(
 
 
 def _form(message: Message) -> list[str]:
-    """Return which fields a message has, and how many bytes each of them takes."""
+    """Return the fields of a message, each with its number of bytes."""
     return [f"{field.name} {len(_bytes_of(value))}" for field, value in message.ListFields()]
 
 

@@ -72,7 +72,7 @@ def fails_for_some(model: nn.Module, samples: Any, plan: Any) -> int:
 
 
 def adds_or_fails(model: nn.Module, samples: Any, plan: Any) -> int:
-    """Add 1 to all parameters; fail where the labels add up to an odd number."""
+    """Add 1 to all parameters; fail if the sum of the labels is odd."""
     if sum(int(label) for _, label in samples) % 2:
         raise RuntimeError("an odd sum")
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Clients of secure aggregation, one of which has samples of a class that the others lack, and what they are asked."""
+"""Clients of secure aggregation, one of which has a class that the others lack."""
 
 import json
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ SAMPLES = 12
 
 
 class Clients:
-    """Clients that train declared jobs in threads, each on samples of its own.
+    """Clients in threads, each on samples of its own.
 
     Args:
         server: theirs.
@@ -42,7 +42,7 @@ class Clients:
         self._stacks: dict[str, ExitStack] = {}
 
     def start(self, name: str, **keys: Any) -> Federation:
-        """Start a client with further keys of its configuration, and wait until it is in session."""
+        """Start a client with these keys, and wait until it is in session."""
 
         def data(root: Any, download: bool) -> Split:
             return Split(samples_of(name), samples_of(name), 7)
@@ -72,7 +72,7 @@ class Clients:
 
 @contextmanager
 def running(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Clients]:
-    """Run a server and its clients. In the end, no client may have said two different things."""
+    """Run a server and its clients, none of which may contradict itself."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -86,7 +86,7 @@ def running(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Clients]:
 
 
 def samples_of(name: str) -> Samples:
-    """Return the samples of a client; only the holder has some of its class."""
+    """Return a client's samples; only the holder has some of its class."""
     drawn = torch.Generator().manual_seed(sum(name.encode()))
     labels = torch.arange(SAMPLES) % 3
     labels[:4] = CLASS if name == HOLDER else 0
@@ -116,7 +116,7 @@ def weighed(**fields: Any) -> wire.SecureRound:
 
 
 def ask(server: SecureServer, round_: int, **fields: Any) -> None:
-    """Ask all clients for a round, and wait until each has delivered or failed."""
+    """Ask all clients for a round, and wait for their updates or failures."""
     server.begin(round_, NAMES, **{"job": job(), "secure": weighed()} | fields)
     server.share(round_)
     for name in NAMES:
@@ -125,14 +125,14 @@ def ask(server: SecureServer, round_: int, **fields: Any) -> None:
 
 
 def finish(server: SecureServer, round_: int) -> Any:
-    """Take a round to its end, and return the sum of all clients' integers."""
+    """Take a round to its end, and return the sum of all integers."""
     server.name_survivors(round_)
     server.unmask(round_)
     return server.total(round_)
 
 
 def end(server: SecureServer, round_: int) -> Any:
-    """Take a round to its end, tell all clients, and return the sum of all clients' integers."""
+    """Finish a round, tell all clients, and return the sum of all integers."""
     total = finish(server, round_)
     for name in NAMES:
         server.end(name, round_, "published")
@@ -140,7 +140,7 @@ def end(server: SecureServer, round_: int) -> Any:
 
 
 def check_nothing_seen(server: SecureServer) -> None:
-    """Check that all clients have sent the same calls, in the same order, with the same fields of the same sizes."""
+    """Check that all clients have sent the same calls, fields and sizes."""
     assert server.failures == {}
     forms = [server.seen[name] for name in NAMES]
     assert forms[0] == forms[1] == forms[2]

@@ -1,4 +1,4 @@
-"""What an update costs a client before a server that asks for the same round again and again."""
+"""The cost of updates for a server that asks for a round again and again."""
 
 import json
 import shutil
@@ -29,7 +29,7 @@ def charged(state_dir: Path) -> int:
 
 
 def take_part(settings: dict[str, Any], server: "ScriptedServer", commands: list[pb.TrainCmd]) -> None:
-    """Answer commands, each with a step that is as long as its learning rate says."""
+    """Answer commands, each with a step as long as its learning rate."""
     model = nn.Linear(3, 2)
     with connect(**settings) as federation:
         server.joins.get(timeout=SECONDS)
@@ -58,7 +58,7 @@ def test_each_update_of_a_round_is_charged(server: "ScriptedServer", settings: d
 
 @contextmanager
 def idle(settings: dict[str, Any], server: "ScriptedServer") -> Iterator[None]:
-    """Run a client in a thread that sends what it has, and learns nothing more."""
+    """Run a client in a thread that only sends its spooled update."""
     with connect(**settings) as federation:
         thread = threading.Thread(target=lambda: list(federation))
         thread.start()
@@ -69,7 +69,7 @@ def idle(settings: dict[str, Any], server: "ScriptedServer") -> Iterator[None]:
 
 
 def spool_one(settings: dict[str, Any], server: "ScriptedServer") -> pb.TrainCmd:
-    """Let a client charge and spool an update that the server does not take yet, and return its command."""
+    """Let a client charge and spool an update, and return its command."""
     server.on_header = lambda header: Unavailable("not now")
     take_part(settings, server, [server.command(nn.Linear(3, 2), job=JOB, deadline_seconds=1.0)])
     server.on_header = lambda header: None

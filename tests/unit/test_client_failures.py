@@ -1,4 +1,4 @@
-"""What a server with secure aggregation learns of clients whose training fails: nothing, from the first sample on."""
+"""A server with secure aggregation learns nothing of clients whose training fails."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -72,7 +72,7 @@ def test_an_offer_is_read_with_exactly_the_bytes_that_were_written(tmp_path: Pat
 
 @pytest.fixture
 def _others_may_read() -> Iterator[None]:
-    """Let new files be readable by everybody, unless who makes them says otherwise."""
+    """Let everybody read new files, unless their maker says otherwise."""
     before = os.umask(0o022)
     yield
     os.umask(before)

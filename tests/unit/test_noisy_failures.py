@@ -1,4 +1,4 @@
-"""What a server gets of clients whose training fails in jobs with noise and without masks."""
+"""Failed trainings in jobs with noise and without masks."""
 
 import json
 import threading
@@ -52,7 +52,7 @@ def job(**fields: Any) -> pb.JobSpec:
 
 
 def parts(module: ModuleType, *labels: int) -> dict[str, str]:
-    """Return what a client's configuration names: a model, and samples with these labels."""
+    """Return the names of a model, and of samples with these labels."""
 
     def linear() -> nn.Module:
         return nn.Linear(200, 7)

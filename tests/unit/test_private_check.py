@@ -1,4 +1,4 @@
-"""Which models DP-SGD refuses, and that this depends on no sample and on no value that a server has sent."""
+"""DP-SGD refuses models for reasons that depend on no sample and no server."""
 
 import re
 from typing import Any
@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 
 class Listed(Dataset[Any]):
-    """Samples as they are, such as pairs of a dict and a label."""
+    """Samples as they are, such as a dict and a label."""
 
     def __init__(self, *samples: Any) -> None:
         self.samples, self.read = samples, list[int]()
@@ -32,7 +32,7 @@ class Listed(Dataset[Any]):
 
 
 class Words(nn.Module):
-    """Classifies texts by their words; `mixing` = and by those of the other texts of a batch."""
+    """Classifies texts by their words; if `mixing`, also by those of others."""
 
     def __init__(self, *, mixing: bool) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Words(nn.Module):
 
 
 class Person(nn.Module):
-    """Takes numbers and the index of a town; `mixing` says which of them it mixes with those of other persons."""
+    """Takes numbers and a town; mixes one of them with those of other persons."""
 
     def __init__(self, *, mixing: str = "") -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What a server with secure aggregation learns of a script whose own loop fails: nothing, once it has the model."""
+"""A server with secure aggregation learns nothing of scripts that fail with its model."""
 
 import threading
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ def server(clients: Clients) -> SecureServer:
 
 
 class Script:
-    """A script of a user, in a thread, that fails in some rounds.
+    """A user's script in a thread, which fails in its second round.
 
     Args:
         server: its server.

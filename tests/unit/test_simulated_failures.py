@@ -1,4 +1,4 @@
-"""What simulated clients answer if their training fails, and masks or noise cover what they send."""
+"""Simulated clients whose training fails, in jobs with masks or noise."""
 
 from pathlib import Path
 from typing import Any

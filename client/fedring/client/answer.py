@@ -1,4 +1,4 @@
-"""What a client answers in a round: an update of a trained model, or one of nothing."""
+"""The answers of a client in a round: updates of trained models, or of nothing."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ from fedring.v1 import federation_pb2 as pb
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Answer:
-    """An update, and what belongs to it and stays with the client."""
+    """An update, and the values that stay with the client if it counts."""
 
     update: Update
     private: PrivateValues | None = None  # the private tensors; None = they stay as they are
@@ -70,7 +70,7 @@ class Answers:
         own: Mapping[str, Tensor] | None,
         correction: Correction | None,
     ) -> Answer:
-        """Return the update that leads from the loaded model to the trained one, and what belongs to it.
+        """Return the update that leads from the loaded model to the trained one.
 
         Args:
             model: The trained model.
@@ -110,7 +110,9 @@ class Answers:
         return Answer(update, private, control, personal)
 
     def nothing(self, loaded: Loaded, noise: nn.Module | None, samples: int) -> Answer:
-        """Return an update that changes nothing, and counts as much as others; what the client keeps stays as it is.
+        """Return an update that changes nothing, with the full weight of the client.
+
+        Private tensors and the client's own model stay as they are.
 
         Args:
             loaded: What the training began with.
@@ -153,7 +155,7 @@ class Answers:
         self._delivery.send(spooled, self._assignment, update.residual)
 
     def correction(self, schema: Schema, models: ModelFetcher) -> Correction:
-        """Return what corrects the gradients of the round.
+        """Return the correction of the round's gradients.
 
         Args:
             schema: The shared tensors.
@@ -171,7 +173,7 @@ class Answers:
         return load_correction(wanted, schema, own, fetch)
 
     def waiting(self) -> Residual | None:
-        """Return what the training begins with, in addition to the model; None = nothing."""
+        """Return the values that the training adds to the model; None = none."""
         job, ledger = self._command.job, self._spool.ledger
         uncharged = job.sample_dp and not ledger.has_charged(self._command)  # the charge drops the residual
         return self._residual() if self._command.secure.blocks and not uncharged else None
@@ -183,7 +185,7 @@ class Answers:
 
 
 def check_size(command: pb.TrainCmd, size: int) -> None:
-    """Check that the server of a command would not refuse an update of `size` bytes for its size.
+    """Check that an update of `size` bytes is not too large for the server.
 
     Raises:
         UpdateRefused: If it would.

@@ -1,4 +1,4 @@
-"""The account of a client: what it has spent of its privacy, and which rounds have failed without a word of it."""
+"""The account of a client: its spent privacy, and failures that nobody was told."""
 
 import json
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ _KEEP_JOBS = 64
 
 
 class JobNote(NamedTuple):
-    """What a client remembers of a job whose updates are masked or noisy."""
+    """A client's memory of a job whose updates are masked or noisy."""
 
     failed: int = 0  # rounds in a row
     samples: int = 0  # that its last update counted for; 0 = not known
@@ -32,7 +32,7 @@ class JobNote(NamedTuple):
 
 
 class Ledger:
-    """What the rounds cost that a client has delivered for, and how many have failed, in a file of the client's own.
+    """The cost of a client's updates, and its failures, in a file of its own.
 
     An update for a job with [dp] is charged by its name, before it leaves the client for the first time. The same bytes
     cost nothing when they are sent again. Another update of the same round costs again: a server could ask for a round
@@ -87,7 +87,7 @@ class Ledger:
         *,
         update: str = "",
     ) -> float:
-        """Return the epsilon of all rounds, among them an update for the command, charged or not.
+        """Return the epsilon of all rounds, with an update for the command.
 
         Args:
             command: of the round.
@@ -110,7 +110,9 @@ class Ledger:
         return epsilon([*(each for each, count in self._counts.items() for _ in range(count)), *more], delta)
 
     def charge(self, command: pb.TrainCmd, update: str) -> None:
-        """Note durably that an update goes out to which the server adds the noise, unless it is the one noted last.
+        """Charge durably an update that the server adds noise to.
+
+        The update that was charged last costs nothing.
 
         Args:
             command: of the round.
@@ -170,11 +172,13 @@ class Ledger:
         self._write(samples=self._samples | {key: self._samples.get(key, 0) + spent.steps})
 
     def note_of(self, command: pb.TrainCmd) -> JobNote:
-        """Return what is known of the command's job."""
+        """Return this client's memory of the command's job."""
         return self._jobs.get(_job_of(command), JobNote())
 
     def note_failed(self, command: pb.TrainCmd) -> None:
-        """Note durably that one more round of a job in a row has failed, unless it was the last one that was noted.
+        """Note durably that one more round of a job has failed.
+
+        The round that was noted last does not count again.
 
         Raises:
             OSError: if that is impossible.
@@ -184,7 +188,9 @@ class Ledger:
             self._note(command, JobNote(note.failed + 1, note.samples, *at))
 
     def note_trained(self, command: pb.TrainCmd, samples: int) -> None:
-        """Note durably that a round was trained, and how many samples its update counts for, if it counts by them.
+        """Note durably that a round was trained.
+
+        If updates count by their samples, also note for how many this one does.
 
         Raises:
             OSError: if that is impossible.
@@ -205,7 +211,7 @@ class Ledger:
         samples: dict[tuple[_JobKey, float, float], int] | None = None,
         jobs: dict[_JobKey, JobNote] | None = None,
     ) -> None:
-        """Write the file durably with what is given, and use that from then on only."""
+        """Write changed values durably, and use them from then on only."""
         last, counts = self._last if last is None else last, self._counts if counts is None else counts
         samples, jobs = self._samples if samples is None else samples, self._jobs if jobs is None else jobs
         known: dict[str, Any] = {

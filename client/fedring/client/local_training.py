@@ -1,4 +1,4 @@
-"""Trains a loaded job on the samples of one client, as fl-client and simulations do."""
+"""Trains a loaded job on the samples of one client."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -34,7 +34,9 @@ class LoadedJob:
 
 
 def check_private(loaded: LoadedJob, samples: Dataset[Any], device: torch.device) -> None:
-    """Check that a job with [sample_dp] can be trained here, before the server's values are loaded.
+    """Check that a job with [sample_dp] can be trained here.
+
+    This comes before the server's values are loaded, and is told to the server.
 
     Args:
         loaded: The job.
@@ -121,7 +123,9 @@ def add_noise_alone(
     progress: Callable[[float], None] = lambda share: None,
     stopped: Callable[[], bool] = lambda: False,
 ) -> nn.Module:
-    """Train the loaded model with the noise of DP-SGD, and on no sample: in the place of a training that has failed.
+    """Train the loaded model with the noise of DP-SGD, and on no sample.
+
+    This takes the place of a training that has failed.
 
     Args:
         loaded: The job; its model holds the values that the round starts from.
@@ -154,7 +158,7 @@ def add_noise_alone(
 
 
 def counted(loaded: LoadedJob, command: pb.TrainCmd, size: int, known: int) -> int:
-    """Return for how many samples an update of a client counts, also if its training fails.
+    """Return for how many samples a client counts, also if it fails.
 
     Args:
         loaded: The job.

@@ -1,4 +1,4 @@
-"""What a client demands of jobs, whatever the server says."""
+"""The demands of a site on jobs, which no server can change."""
 
 from typing import Annotated
 
@@ -104,7 +104,7 @@ def may_count(policy: SitePolicy, job: pb.JobSpec) -> bool:
 
 
 def failed_too_often(policy: SitePolicy, ledger: Ledger, command: pb.TrainCmd) -> str:
-    """Return one sentence that says that too many rounds of a job have failed here, before this one; "" if not."""
+    """Return one sentence if too many rounds of a job have failed here; else ""."""
     most, note = policy.max_failed_rounds, ledger.note_of(command)
     before = note.failed - ((note.epoch, note.round) == (command.epoch, command.round))
     if not (most and is_covered(command) and before >= most):
@@ -123,7 +123,7 @@ def own_noise_refusal(policy: SitePolicy, ledger: Ledger, command: pb.TrainCmd, 
 
 
 def refusal(policy: SitePolicy, ledger: Ledger, command: pb.TrainCmd, *, update: str = "") -> str:
-    """Return one sentence that says why a client does not take part in a round; "" if it does.
+    """Return why a client does not take part in a round; "" if it does.
 
     Args:
         policy: What the site demands.

@@ -1,4 +1,4 @@
-"""What a job promises of that which clients send: noise, masks, or neither."""
+"""The noise and the masks that a job promises for its clients' updates."""
 
 from pydantic import ValidationError
 
@@ -24,6 +24,6 @@ def sample_dp_of(job: pb.JobSpec) -> SamplePrivacy | None:
 
 
 def is_covered(command: pb.TrainCmd) -> bool:
-    """Return whether masks or noise cover what clients send in a round, so that a failure may not tell more."""
+    """Return whether masks or noise cover a round, so that failures are not told."""
     job = command.job
     return job.mode == "federated" and (command.HasField("secure") or bool(job.dp) or bool(job.sample_dp))

@@ -1,4 +1,4 @@
-"""What a round of a job with [sample_dp] costs this client: checked before it is loaded, charged after the training."""
+"""The cost of a round with [sample_dp]: checked before it, charged after the training."""
 
 import logging
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 def spending(task: Task, policy: SitePolicy, size: int) -> SampledSteps | None:
-    """Return what the training of a round will spend; None if the job has no [sample_dp].
+    """Return the cost of a round's training; None if the job has no [sample_dp].
 
     Args:
         task: The task.

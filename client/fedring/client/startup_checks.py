@@ -76,7 +76,7 @@ _COVERS = (
 
 
 def coverage(policy: SitePolicy) -> Iterator[str]:
-    """Yield what each key of [privacy] that is set covers, and what none of them does, one line for each."""
+    """Yield one line for each group of demands that a site makes: its coverage."""
     for keys, what in _COVERS:
         if set_ := [key for key in keys if getattr(policy, key)]:
             verb = "cover" if len(set_) > 1 else "covers"

@@ -138,7 +138,7 @@ class Task:
         self.link.session.begin(pb.ACTIVITY_TRAINING)
 
     def start_again(self, model: nn.Module) -> None:
-        """Fill the module once more with the values that the training began with, and leave its private tensors."""
+        """Fill the module again with the values of the start, except for private tensors."""
         loaded = self._what_is_loaded()
         fill(model, loaded.parts.shared, loaded.start.vectors)
 
@@ -357,7 +357,7 @@ class Task:
         self._delivery.fail(self._assignment, reason, detail)
 
     def _send_nothing(self, loaded: Loaded, reason: str, noise: nn.Module | None) -> None:
-        """Deliver an update of nothing in the place of a failure. What goes wrong with that depends on no sample."""
+        """Deliver an update of nothing; errors in that may be told, as no sample causes them."""
         log.error("round %d: the server gets an update that changes nothing, and not why (%s)", self.round, reason)
         self.done, self.result = True, "zeroed"
         self.metrics.hide(reason)

@@ -49,7 +49,7 @@ _WRONG_BASE = ("wrong_base", "frozen_changed")
 
 @dataclass(frozen=True, slots=True)
 class _Failure:
-    """Why a training failed, without the error itself, which would keep the memory of the training."""
+    """The reason of a failure, without the error, which would keep memory."""
 
     reason: str
     detail: str
@@ -80,7 +80,7 @@ class DeclaredTrainer:
             self._fail(task, failure)
 
     def _try(self, task: Task) -> "_Failure | None":
-        """Train and submit; return why that failed, unless the task has told the server, or the round is over."""
+        """Train and submit; return the failure that is still to be reported, if any."""
         self._reached = 0.0
         try:
             if not (self._config.trainer or task.job.trainer):  # a user's trainer cannot report how far it is
@@ -231,14 +231,14 @@ class DeclaredTrainer:
         return size
 
     def _fail(self, task: Task, failure: "_Failure") -> None:
-        """Report a failure; if masks or noise cover the job, without the text of an error, which may quote a sample."""
+        """Report a failure; in covered jobs without texts of errors, which may quote samples."""
         detail = failure.detail
         if failure.quoting and is_covered(task.command):
             detail = f"{failure.quoting}; the log of this client says more"
         task.fail(failure.reason, detail, noise=self._noise(task, failure))
 
     def _noise(self, task: Task, failure: "_Failure") -> nn.Module | None:
-        """Return the model after a training with the noise of [sample_dp] and without samples; None = without noise.
+        """Return the model after a training on noise alone; None = without noise.
 
         A training diverges by its noise and its learning rate, whatever the samples are: then this one would, too.
         """

@@ -301,7 +301,7 @@ class _Run:
             yield Turn(client, self._residuals.get(client), own, kept, self._spent.get(client, ()), group, samples)
 
     def _those_who_go_on(self, names: list[str]) -> tuple[list[str], list[str]]:
-        """Return the clients that take part, and why the others do not: too many of their rounds have failed."""
+        """Return the clients that go on, and a sentence for each other one."""
         most = SitePolicy.model_validate({}).max_failed_rounds
         stopped = {client_id(client) for client, failed in self._failed.items() if failed >= most}
         why = f"has failed in {most} rounds in a row, and takes no further part"

@@ -237,7 +237,7 @@ class Worker:
         return Outcome(turn.client, row, samples, update.residual, own, personal, failure, spent)
 
     def _nothing(self, turn: Turn, reason: str) -> Update:
-        """Make the update with which fl-client answers if its training has failed, and it may not say so."""
+        """Make the update with which fl-client answers in the place of a failure."""
         command, base, name = self._command, self._begin(turn), client_id(turn.client)
         samples = counted(self._loaded, command, self.sizes[turn.client], turn.samples)
         trained = None
@@ -309,7 +309,7 @@ class Worker:
         return spent
 
     def _update(self, turn: Turn) -> tuple[Update, OwnControl | None, int]:
-        """Do what fl-client does between the command and the upload; also return the number of samples."""
+        """Train and make an update, as fl-client does; also return the number of samples."""
         loaded, command, base, name = self._loaded, self._command, self._begin(turn), client_id(turn.client)
         samples = subset(loaded.split.train, self._parts[turn.client])
         line = command.control.line

@@ -32,19 +32,19 @@ def create(path: Path) -> Any:
 
 
 def private_opener(path: str, flags: int) -> int:
-    """Open a file that only its owner may read, as the argument `opener` of open()."""
+    """Open a file that only its owner may read, for open(opener=)."""
     fd = os.open(path, flags | os.O_CLOEXEC, 0o600)
     os.fchmod(fd, 0o600)  # An earlier version may have made it.
     return fd
 
 
 def make_private(path: Path) -> None:
-    """Make an empty file that only its owner may read, for a library that writes it then."""
+    """Make an empty file that only its owner may read."""
     os.close(private_opener(str(path), os.O_WRONLY | os.O_CREAT | os.O_TRUNC))
 
 
 def close_to_others(folder: Path, *globs: str) -> None:
-    """Let only the owner read files and folders in a folder, if the owner is this process."""
+    """Let only the owner read these files and folders in a folder."""
     for path in (path for glob in globs for path in folder.glob(glob)):
         with suppress(OSError):
             path.chmod(0o700 if path.is_dir() else 0o600)

@@ -1,4 +1,4 @@
-"""Whether a model can be trained with DP-SGD: it must treat each sample of a batch alone.
+"""Whether a model treats samples alone, as DP-SGD needs it.
 
 What the check finds is told to the server, and not charged. So it sees no data: two samples that are made up, of the
 shapes and types of the first one. And it sees none of the server's values, but weights that nobody has chosen: chosen
@@ -63,9 +63,10 @@ def check_private_training(model: nn.Module, samples: Dataset[Any], *, loss: Los
 
 
 def _made_up(first: Tensor, drawn: torch.Generator) -> Tensor:
-    """Return two samples [2, ...] like the first one [1, ...]: values from 0 to 1, or zeros, which any index may be.
+    """Return two samples [2, ...] like the first one [1, ...].
 
-    Two samples that are equal would not show all that a model does with both.
+    Numbers are from 0 to 1, and integers zeros, which any index may be. Two samples that are equal would not show all
+    that a model does with both.
     """
     shape = (2, *first.shape[1:])
     if first.is_floating_point() or first.is_complex():
@@ -75,7 +76,7 @@ def _made_up(first: Tensor, drawn: torch.Generator) -> Tensor:
 
 @contextmanager
 def _random_values(model: nn.Module, drawn: torch.Generator) -> Iterator[None]:
-    """Give a model random weights inside the context; afterwards it has its values again.
+    """Give a model random weights inside the context, and its own afterwards.
 
     Raises:
         SeamError: With the reason no_sample_dp, if a buffer has changed.
@@ -99,10 +100,10 @@ def _random_values(model: nn.Module, drawn: torch.Generator) -> Iterator[None]:
 
 
 def _compare_samples(gradients: SampleGradients, inputs: Inputs, labels: Tensor, device: torch.device) -> bool:
-    """Compare gradients of two samples; return False if they cannot be compared: not finite, or all zero.
+    """Compare gradients of two samples; return False if nobody can.
 
-    Those of both must add up to what torch computes, those of the first must not depend on what is beside it, and its
-    loss alone must have none with respect to the second.
+    They cannot be compared if they are not finite, or all zero. Those of both must add up to what torch computes, those
+    of the first must not depend on what is beside it, and its loss alone must have none with respect to the second.
 
     Args:
         gradients: Of the model.
@@ -128,7 +129,7 @@ def _compare_samples(gradients: SampleGradients, inputs: Inputs, labels: Tensor,
 def _gradients(
     gradients: SampleGradients, inputs: Inputs, labels: Tensor, device: torch.device, *, alone: bool = False
 ) -> list[Tensor]:
-    """Return the gradients of two samples, [2, ...] of each parameter; alone = of the loss of the first one."""
+    """Return the gradients of two samples, [2, ...]; alone = of the first loss."""
     with seeded(0, device):
         gradients.backward(inputs, labels, alone=alone)
     found = list(gradients.found(2))

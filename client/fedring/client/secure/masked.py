@@ -46,7 +46,7 @@ def masked_update(
 
 
 def masked_zero(party: Party, base: HeldModel, samples: int, residual: NDArray[np.float32] | None) -> Update:
-    """Make a masked update that changes nothing, and counts as much as any other of this client.
+    """Make a masked update that changes nothing, with the client's full weight.
 
     Args:
         party: this client in the round; its peers are known.
@@ -106,7 +106,9 @@ def level_integers(
 
 
 def zero_integers(secure: wire.SecureRound, length: int, samples: int) -> NDArray[np.int32]:
-    """Return an update that changes nothing as level_integers() returns others, [n], or [n + 1] with its full weight.
+    """Return the integers of an update that changes nothing, with its full weight.
+
+    They are [n], or [n + 1] if updates count by their weights, as from level_integers().
 
     Args:
         secure: what the command says of the round.

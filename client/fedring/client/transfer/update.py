@@ -79,7 +79,7 @@ def make_update(
 
 
 def zero_update(command: pb.TrainCmd, client_id: str, base: HeldModel, residual: NDArray[np.float32] | None) -> Update:
-    """Make an update that changes nothing, for a job whose updates say nothing else of the training.
+    """Make an update that changes nothing, for a job with noise.
 
     Args:
         command: The command that is answered; names the encoding.
