@@ -214,6 +214,7 @@ def test_a_script_that_may_not_train_says_the_same_whatever_has_failed(
     server: "ScriptedServer", settings: dict[str, Any], model: nn.Module, way: str
 ) -> None:
     def take_part() -> None:
+        waiting = threading.Thread(target=lambda: list(federation))
         with connect(**settings) as federation:
             server.joins.get(timeout=SECONDS)
             server.train(server.command(model, job=job(sample_dp=SAMPLE_DP)))
@@ -228,7 +229,6 @@ def test_a_script_that_may_not_train_says_the_same_whatever_has_failed(
                     with pytest.raises(UpdateRefused):
                         task.submit(model, samples=1)
                 case "nothing":
-                    waiting = threading.Thread(target=lambda: list(federation))
                     waiting.start()
             told.append(server.failures.get(timeout=SECONDS))
             federation.close()
