@@ -188,7 +188,7 @@ class Web(ThreadingHTTPServer):
                 handler.end_headers()
                 handler.wfile.write(answer)
 
-            def log_message(handler, *arguments: Any) -> None:
+            def log_message(handler, format: str, *arguments: Any) -> None:
                 """Stay silent."""
 
         super().__init__(("127.0.0.1", 0), Handler)
@@ -306,7 +306,8 @@ def test_what_is_offered_as_one_part_is_no_other(victim: Victim, part: str, name
 @pytest.mark.parametrize("name", [*ELSEWHERE[:6], *INSIDE[:6], "toolbox.attic:net", *LOOKALIKES])
 def test_nothing_else_is_called_to_evaluate_a_model(victim: Victim, name: str) -> None:
     for part in PARTS:
-        order = victim.server.evaluation(1, job=pb.JobSpec(**JOB | {part: name}))
+        asked: dict[str, Any] = JOB | {part: name}
+        order = victim.server.evaluation(1, job=pb.JobSpec(**asked))
         victim.server.send(pb.ServerEvent(evaluate=order))
         assert victim.server.evaluations.get(timeout=SECONDS).total == 0, part
 

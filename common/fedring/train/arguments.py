@@ -11,7 +11,6 @@ unions. A parameter with another one cannot be given by a job.
 
 import inspect
 import json
-import os
 import types
 from collections import abc
 from collections.abc import Callable, Mapping
@@ -158,7 +157,7 @@ def _declares_path(annotation: Any) -> bool:
 def _holds_path(annotation: Any) -> bool:
     """Return whether a path would be made of a value, or of something in it."""
     return any(
-        (isinstance(part, type) and issubclass(part, os.PathLike)) or any(map(_holds_path, get_args(part)))
+        (isinstance(part, type) and hasattr(part, "__fspath__")) or any(map(_holds_path, get_args(part)))
         for part in _parts(annotation)
         if get_origin(part) is not Literal
     )
@@ -187,7 +186,8 @@ def _plain(annotation: Any) -> Any:
         return annotation
     if (origin or annotation) in _CONTAINERS:
         plain = [each if each is ... else _plain(each) for each in inner]
-        return (origin or annotation)[tuple(plain)] if plain else annotation
+        container: Any = origin or annotation
+        return container[tuple(plain)] if plain else annotation
     raise TypeError(annotation)
 
 

@@ -214,7 +214,8 @@ def _named(name: str, module: ModuleType, attribute: str, kind: str) -> Iterator
     if not can_be_offered(value):
         detail = f"{name} is a {type(value).__name__}: name a function or a class, or define a function that calls it."
         raise SeamError("not_callable", detail)
-    for each in [of for of in KINDS if of == kind] or marks_of(value) or ("model",):
+    kinds: tuple[Kind, ...] = tuple(of for of in KINDS if of == kind) or marks_of(value) or ("model",)
+    for each in kinds:
         yield Offer(each, name, value, downloads=_WEIGHTS if _is_below(module.__name__, "torchvision") else frozenset())
 
 

@@ -240,7 +240,9 @@ def _check_best_by(job: Job, strategy: Strategy) -> None:
 
 def _names(job: Job) -> Iterator[tuple[str, Kind, str]]:
     """Return the keys, kinds and names of the parts of a job that clients use, except its model."""
-    yield from (("data", "data", job.data), ("loss", "loss", job.loss), ("optimizer", "optimizer", job.optimizer))
+    yield "data", "data", job.data
+    yield "loss", "loss", job.loss
+    yield "optimizer", "optimizer", job.optimizer
     if job.trainer:
         yield "trainer", "trainer", job.trainer
     if job.evaluator:
