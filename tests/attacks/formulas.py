@@ -1,12 +1,13 @@
 """What an attacker sends in the place of an honest update, or trains on in the place of its own samples.
 
-The omniscient attacks (`little_is_enough`, `inner_product`, `victim`) get the updates of all honest clients of the
-round, as in their papers: whoever defends must expect that attackers know what the others send.
+The omniscient attacks get the updates of all honest clients of the round, as in their papers: whoever defends must
+expect that attackers know what the others send.
 
 An update is the difference to the round's model, [D] float32; `honest` has the updates of the honest clients, [m, D].
 """
 
 from statistics import NormalDist
+from typing import Literal
 
 import numpy as np
 import torch
@@ -16,6 +17,10 @@ from torch import Tensor
 from fedring.data import Samples
 
 Float32 = NDArray[np.float32]
+Float64 = NDArray[np.float64]
+
+Direction = Literal["mean", "std", "sign"]
+"""What a malicious update goes against, away from the honest mean: this mean, the spread, or the signs of the mean."""
 
 MOST_SAMPLES = 1 << 40
 """The most samples that an update may report (docs/security.md); a client that inflates reports them."""
@@ -46,8 +51,107 @@ def little_is_enough(honest: Float32, clients: int, malicious: int) -> Float32:
         malicious: f, those that send the result.
     """
     supporters = clients // 2 + 1 - malicious
-    z = NormalDist().inv_cdf((clients - malicious - supporters) / (clients - malicious))
+    return little(honest, NormalDist().inv_cdf((clients - malicious - supporters) / (clients - malicious)))
+
+
+def little(honest: Float32, z: float) -> Float32:
+    """Return the mean of the honest updates minus z of their standard deviations, [D] (Baruch et al. 2019, section 3).
+
+    An attacker who knows more of the server than the paper supposes chooses z by trial.
+
+    Args:
+        honest: the honest updates, [m, D].
+        z: how many standard deviations; with 1, 16 % of honest values are further away on that side.
+    """
     return np.asarray(honest.mean(axis=0) - z * honest.std(axis=0), np.float32)
+
+
+def min_max(honest: Float32, direction: Direction = "mean") -> Float32:
+    """Return mean + gamma * p, with the largest gamma that keeps it inside the honest ones' diameter, [D].
+
+    No honest update is further from it than the two honest ones that are furthest apart (Shejwalkar and Houmansadr
+    2021, section IV, "Min-Max"). The paper finds gamma by bisection. Here it is the smallest root of m quadratic
+    equations, one for each honest update.
+
+    Args:
+        honest: the honest updates, [m, D].
+        direction: what p is the negative of.
+    """
+    centred, push = _centred(honest), _push(honest, direction)
+    most = _squared_distances(centred).max()
+    squares, along, square = (centred**2).sum(axis=1), centred @ push, float(push @ push)
+    if not square:
+        return np.asarray(honest.mean(axis=0), np.float32)
+    roots = (along + np.sqrt(along**2 + square * np.maximum(most - squares, 0.0))) / square
+    return np.asarray(honest.mean(axis=0) + roots.min() * push, np.float32)
+
+
+def min_sum(honest: Float32, direction: Direction = "mean") -> Float32:
+    """Return mean + gamma * p, with the largest gamma that keeps it as near to all as an honest one is, [D].
+
+    The sum of its squared distances to the honest updates is at most that of the honest update for which this sum is
+    largest (Shejwalkar and Houmansadr 2021, section IV, "Min-Sum"). Since the honest updates minus their mean add up to
+    zero, that is one equation: m gamma^2 |p|^2 = the largest sum - the sum of the mean.
+
+    Args:
+        honest: the honest updates, [m, D].
+        direction: what p is the negative of.
+    """
+    centred, push = _centred(honest), _push(honest, direction)
+    most, least = _squared_distances(centred).sum(axis=1).max(), (centred**2).sum()
+    square = len(honest) * float(push @ push)
+    gamma = np.sqrt(max(most - least, 0.0) / square) if square else 0.0
+    return np.asarray(honest.mean(axis=0) + gamma * push, np.float32)
+
+
+def _centred(honest: Float32) -> Float64:
+    centred: Float64 = np.asarray(honest, np.float64) - honest.mean(axis=0, dtype=np.float64)
+    return centred
+
+
+def _push(honest: Float32, direction: Direction) -> Float64:
+    """Return p of the paper, [D]: the negative of the mean at length 1, of the standard deviations, or of signs."""
+    mean: Float64 = honest.mean(axis=0, dtype=np.float64)
+    spread: Float64 = honest.std(axis=0, dtype=np.float64)
+    length = max(float(np.linalg.norm(mean)), 1e-30)
+    against: dict[Direction, Float64] = {"mean": mean / length, "std": spread, "sign": np.sign(mean)}
+    return -against[direction]
+
+
+def _squared_distances(vectors: Float64) -> Float64:
+    """Return the squared distances of all pairs, [m, m]."""
+    gram = vectors @ vectors.T
+    squares = np.diag(gram)
+    found: Float64 = np.maximum(squares[:, None] + squares[None, :] - 2 * gram, 0.0)
+    return found
+
+
+def beyond_the_ends(honest: Float32, generator: np.random.Generator, reach: float = 2.0) -> Float32:
+    """Return values just beyond the end of the honest ones, against the way that the model goes, [D].
+
+    Each value is drawn evenly between the lowest (or highest) honest one and `reach` times it, outwards: below them all
+    if their mean is positive, and above them all otherwise (Fang et al. 2020, section 4.3, full knowledge). It is
+    made against the trimmed mean, which then leaves out honest values on one side only.
+
+    Args:
+        honest: the honest updates, [m, D].
+        generator: draws; each malicious client sends values of its own.
+        reach: b of the paper, above 1.
+    """
+    low, high = honest.min(axis=0), honest.max(axis=0)
+    down = honest.mean(axis=0) > 0
+    end = np.where(down, low, high)
+    outwards = np.where(down, low < 0, high > 0)  # whether a multiple of the end is further out, and not further in
+    furthest = np.where(outwards, end * reach, end / reach)
+    return np.asarray(end + generator.random(end.shape) * (furthest - end), np.float32)
+
+
+def capped(update: Float32, norm: float) -> Float32:
+    """Return the update with this norm, longer or shorter than it was, [D]: a backdoor that no bound on norms cuts.
+
+    It is the norm bounded backdoor of Sun et al. 2019 for an attacker who knows the bound.
+    """
+    return np.asarray(update * (norm / max(float(np.linalg.norm(update)), 1e-30)), np.float32)
 
 
 def inner_product(honest: Float32, epsilon: float) -> Float32:

@@ -3,7 +3,7 @@
 The attackers know the honest updates of the round before they choose their own.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -88,7 +88,12 @@ class _Trainer:
 
 
 def run(
-    job: Job, study: Study, attack: Attack, config: ServerConfig, after_round: Callable[[], None] = lambda: None
+    job: Job,
+    study: Study,
+    attack: Attack,
+    config: ServerConfig,
+    *,
+    z: float = 1.0,
 ) -> Result:
     """Run all rounds of a job under an attack, and return what its last model does.
 
@@ -96,8 +101,8 @@ def run(
         job: the job, with its rule.
         study: the clients' samples.
         attack: what the malicious clients do; "none" = what honest ones do.
-        config: names the trusted modules and the folder of the server's own samples.
-        after_round: called after each round.
+        config: names what is trusted, and the folder of the server's own samples.
+        z: as Attacker has it.
     """
     ended = ""
     clients = len(study.honest) + len(study.malicious)
@@ -108,8 +113,8 @@ def run(
         maker = ModelMaker(blobs, executor, config, "robust", ModelVersions(blobs))
         trainer = _Trainer(job, maker.offered)
         attackers = [
-            Attacker(attack, samples, study.classes, study.bright, clients, len(study.malicious))
-            for samples in study.malicious
+            Attacker(attack, samples, study.classes, study.bright, clients, len(study.malicious), z, seed)
+            for seed, samples in enumerate(study.malicious)
         ]
         last_median = 0.0
         model = maker.first(job, 1)
@@ -127,7 +132,6 @@ def run(
             for name in {*files_of(model)} - {*files_of(made), ""}:
                 blobs.delete(name)
             model = made
-            after_round()
         last = _read(blobs, model)
         backdoor = formulas.triggered(study.test, study.bright)
         return Result(trainer.accuracy(last, study.test), trainer.accuracy(last, backdoor), ended)

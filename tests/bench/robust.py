@@ -4,8 +4,9 @@
 
 20 clients with 300 samples each, of which 4 are malicious, train a perceptron for 30 rounds. Each rule, with and
 without buckets of 2, meets each attack, with IID samples and with Dirichlet 0.5. The Dirichlet parts are those of the
-honest clients: attackers hold IID samples, and without an attack ("none") they are honest. With --cnn, a convolutional
-network meets three of the attacks, with three seeds. The updates are combined by the server's own code.
+honest clients: attackers hold IID samples, and without an attack ("none") they are honest. The adaptive attacks, which
+are tuned to what the honest clients send, are done with three seeds. With --cnn, a convolutional network meets three of
+the attacks, with three seeds. The updates are combined by the server's own code.
 """
 
 import argparse
@@ -32,7 +33,7 @@ from fedring.data.partition import parts
 from fedring.offers import named
 from fedring.server.config import ServerConfig
 from fedring.train.job import Job
-from tests.attacks.attacker import ATTACKS, Attack
+from tests.attacks.attacker import ADAPTIVE, ATTACKS, Attack
 from tests.attacks.rounds import Result, Study, run
 
 CLIENTS, MALICIOUS, SAMPLES = 20, 4, 300
@@ -40,6 +41,9 @@ HONEST = CLIENTS - MALICIOUS
 ROUNDS = 30
 RULES = ("mean", "centered_clip", "geometric_median", "multi_krum", "trimmed_mean", "fltrust")
 ALPHA = 0.5
+SEEDS = range(3)
+Z = (0.5, 1.0, 2.0, 4.0)
+"""Of the attack "tuned_little". The attacker takes the one that harms a rule most with the first seed."""
 CNN_RULES = ("centered_clip",)
 CNN_ATTACKS: tuple[Attack, ...] = ("none", "label_flip", "little_is_enough", "backdoor")
 _BRIGHT = 255.0
@@ -58,6 +62,7 @@ class Setting:
     seed: int = 0
     cnn: bool = False
     rounds: int = ROUNDS
+    z: float = 0.0  # of the attack "tuned_little"
 
 
 def mlp() -> nn.Module:
@@ -77,16 +82,18 @@ def settings(options: argparse.Namespace) -> Iterator[Setting]:
     Inflation is only for the mean: the other rules count each client once, so it would be `label_flip` again.
     """
     cnn, rounds = options.cnn, options.rounds
+    seeds, zs = options.seeds or SEEDS, options.z or Z
     attacks: Sequence[Attack] = options.attacks or (CNN_ATTACKS if cnn else ATTACKS)
     names = options.rules or (CNN_RULES if cnn else RULES)
     rules = [("mean", 1)] if cnn or "mean" in names else []
     rules += [
         (rule, size) for size, rule in product(options.bucketing or ((2,) if cnn else (2, 1)), names) if rule != "mean"
     ]
-    for (rule, size), partition, attack in product(rules, ("iid",) if cnn else ("iid", "dirichlet"), attacks):
+    for (rule, size), partition, attack in product(rules, ("iid",) if cnn else options.partitions, attacks):
         if rule == "mean" or attack != "inflation":
-            for seed in range(3 if cnn else 1):
-                yield Setting(rule, size, attack, partition, seed, cnn, rounds)
+            several = cnn or attack in ADAPTIVE
+            for seed, z in product(seeds if several else [0], zs if attack == "tuned_little" else [0.0]):
+                yield Setting(rule, size, attack, partition, seed, cnn, rounds, z)
     if not cnn and "none" in attacks:
         for seed, (rule, size) in product((1, 2), (("mean", 1), ("centered_clip", 2))):
             yield Setting(rule, size, "none", "iid", seed, cnn, rounds)
@@ -95,7 +102,8 @@ def settings(options: argparse.Namespace) -> Iterator[Setting]:
 def measure(setting: Setting, data_root: Path) -> Result:
     """Do one training; called in a process of its own."""
     torch.set_num_threads(1)
-    return run(_job(setting), _study(setting.partition, setting.seed, data_root), setting.attack, _config(data_root))
+    study = _study(setting.partition, setting.seed, data_root)
+    return run(_job(setting), study, setting.attack, _config(data_root), z=setting.z)
 
 
 def _job(setting: Setting) -> Job:
@@ -161,6 +169,9 @@ def main() -> None:
     parser.add_argument("--rules", type=lambda text: text.split(","), help="names, with commas between")
     parser.add_argument("--bucketing", type=int, nargs="*", help="sizes of buckets, 1 = none")
     parser.add_argument("--attacks", type=lambda text: text.split(","), help="names, with commas between")
+    parser.add_argument("--partitions", nargs="*", default=["iid", "dirichlet"], help="how samples are divided")
+    parser.add_argument("--seeds", type=int, nargs="*", help="of the adaptive attacks and of --cnn")
+    parser.add_argument("--z", type=float, nargs="*", help="of the attack tuned_little")
     parser.add_argument("--workers", type=int, default=2, help="trainings at a time")
     parser.add_argument("--output", type=Path, help="file for the results as JSON")
     parser.add_argument("--read", type=Path, nargs="*", help="files of earlier results, to print instead of training")
@@ -170,7 +181,9 @@ def main() -> None:
         options.rounds = 3
     if options.read:
         found = [row for path in options.read for row in json.loads(path.read_text(encoding="utf-8"))]
-        rows = list({tuple(row[field.name] for field in fields(Setting)): row for row in found}.values())
+        rows = list(
+            {tuple(row.get(field.name, field.default) for field in fields(Setting)): row for row in found}.values()
+        )
     else:
         rows = train_all(list(settings(options)), options.data_root, options.workers, options.output)
     table = tables(rows)
@@ -196,17 +209,21 @@ def train_all(wanted: Sequence[Setting], data_root: Path, workers: int, output: 
 
 
 def tables(rows: Sequence[dict[str, Any]]) -> str:
-    """Return the results for people, as Markdown: a table for each partition, and the means over seeds.
+    """Return the results for people, as Markdown: tables for each partition, and the means over seeds.
 
-    Cells have the accuracy of the last model in percent, and for backdoors their success behind a slash.
+    Cells have the accuracy of the last model in percent, and for backdoors their success behind a slash. Those of the
+    adaptive attacks are means over seeds, those of "tuned_little" with the z in parentheses.
     """
-    partitions = [name for name in ("iid", "dirichlet") if name in {row["partition"] for row in rows}]
-    parts = [_table([row for row in rows if row["partition"] == name], name) for name in partitions]
+    parts = []
+    for partition, adaptive in product(("iid", "dirichlet"), (False, True)):
+        some = [row for row in rows if row["partition"] == partition and (row["attack"] in ADAPTIVE) == adaptive]
+        parts += [_table(some, partition)] if some else []
     for rule in dict.fromkeys(row["rule"] for row in rows if row["seed"]):
         clean = [row for row in rows if (row["rule"], row["partition"], row["attack"]) == (rule, "iid", "none")]
         several = {row["bucketing"] for row in clean if row["seed"]}
         figures = [100 * row["accuracy"] for row in clean if row["bucketing"] in several]
-        parts.append(f"{rule} without attackers, {len(figures)} seeds: {mean(figures):.2f}\n" if figures else "")
+        if figures:
+            parts.append(f"{rule} without attackers, {len(figures)} seeds: {mean(figures):.2f}\n")
     return "\n".join(parts)
 
 
@@ -223,10 +240,16 @@ def _table(rows: Sequence[dict[str, Any]], partition: str) -> str:
 
 
 def _cell(rows: Sequence[dict[str, Any]]) -> str:
-    same = [row for row in rows if row["cnn"] or not row["seed"]]  # the seeds of the other rows have no attackers
+    # Other seeds without attackers are told beside the tables.
+    same = [row for row in rows if row["cnn"] or not row["seed"] or row["attack"] != "none"]
     if not same:
         return "-"
+    first = [row for row in same if not row["seed"]]
+    z = min(first, key=lambda row: row["accuracy"]).get("z", 0.0) if first else 0.0
+    same = [row for row in same if row.get("z", 0.0) == z]
     accuracy = f"{100 * mean(row['accuracy'] for row in same):.1f}"
+    if z:
+        return f"{accuracy} ({z:g})"
     if not rows[0]["attack"].endswith("backdoor"):
         return accuracy
     return f"{accuracy} / {100 * mean(row['backdoor'] for row in same):.0f}"

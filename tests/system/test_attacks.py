@@ -15,7 +15,7 @@ from fedring.train.evaluation import evaluate
 from fedring.train.losses import cross_entropy
 from fedring.train.models import digits_mlp
 from tests.attacks import formulas
-from tests.attacks.attacker import Attack, Attacker
+from tests.attacks.attacker import ADAPTIVE, Attack, Attacker
 from tests.attacks.clients import attack, attacker_session
 from tests.fleets import Control, Fleet, run_job, until_watching
 
@@ -89,6 +89,9 @@ def test_an_attack_spoils_the_mean_and_centered_clipping_holds(fleet: Fleet, tmp
     assert backdoor < 0.1
 
 
-def test_attackers_who_compute_what_the_others_send_take_part_in_every_round(fleet: Fleet, tmp_path: Path) -> None:
-    accuracy, _ = train_under(fleet, tmp_path, "inner_product", {"rule": "centered_clip"})
+@pytest.mark.parametrize("kind", ["inner_product", *ADAPTIVE])
+def test_attackers_who_compute_what_the_others_send_take_part_in_every_round(
+    fleet: Fleet, tmp_path: Path, kind: Attack
+) -> None:
+    accuracy, _ = train_under(fleet, tmp_path, kind, {"rule": "centered_clip"})
     assert accuracy > 0.8

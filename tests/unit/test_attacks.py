@@ -1,5 +1,7 @@
 """Attacks compute what their papers say. The figures with byzfl are those of byzfl 0.0.11 for the same updates."""
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
@@ -17,6 +19,104 @@ def test_a_little_is_enough_is_z_standard_deviations_below_the_mean() -> None:
     np.testing.assert_allclose(found, [2.32412131, 1.70569866, 3.03466872, -1.55208157], rtol=1e-6)
     # With 6 clients, of which 2 are malicious, 2 of 4 honest ones are needed as supporters, so that z = 0.
     np.testing.assert_allclose(formulas.little_is_enough(HONEST, clients=6, malicious=2), HONEST.mean(axis=0))
+
+
+def test_a_tuned_little_is_as_many_standard_deviations_as_the_attacker_likes() -> None:
+    found = formulas.little(HONEST, 2.0)
+    np.testing.assert_allclose(found, HONEST.mean(axis=0) - 2 * HONEST.std(axis=0), rtol=1e-6)
+    assert formulas.little(HONEST, 0.0).tolist() == HONEST.mean(axis=0).tolist()
+
+
+DIRECTIONS: list[formulas.Direction] = ["mean", "std", "sign"]
+
+
+def honest_of(seed: int) -> formulas.Float32:
+    """Return honest updates whose number, spread and mean differ with the seed."""
+    rng = np.random.default_rng(seed)
+    count, size = int(rng.integers(2, 12)), int(rng.integers(1, 60))
+    return np.asarray(rng.normal(rng.normal(0, 2, size), rng.gamma(1.0, 1.0, size), (count, size)), np.float32)
+
+
+def squared(honest: formulas.Float32, point: formulas.Float64) -> formulas.Float64:
+    """Return the squared distance of each honest update to a point, [m]."""
+    distances: formulas.Float64 = ((np.asarray(honest, np.float64) - point) ** 2).sum(axis=1)
+    return distances
+
+
+def step_of(honest: formulas.Float32, sent: formulas.Float32, direction: formulas.Direction) -> formulas.Float64:
+    """Return what was added to the mean; assert that it points where it should."""
+    mean = honest.mean(axis=0, dtype=np.float64)
+    against = {"mean": mean, "std": honest.std(axis=0, dtype=np.float64), "sign": np.sign(mean)}[direction]
+    step: formulas.Float64 = sent - mean
+    cosine = -step @ against / np.linalg.norm(step) / np.linalg.norm(against)
+    assert cosine == pytest.approx(1.0, abs=1e-4)
+    return step
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("seed", range(8))
+def test_min_max_goes_as_far_as_the_diameter_of_the_honest_lets_it(seed: int, direction: formulas.Direction) -> None:
+    honest = honest_of(seed)
+    diameter = max(squared(honest, each).max() for each in np.asarray(honest, np.float64))
+    sent = formulas.min_max(honest, direction)
+    step, mean = step_of(honest, sent, direction), honest.mean(axis=0, dtype=np.float64)
+    assert squared(honest, np.asarray(sent, np.float64)).max() <= diameter * (1 + 1e-5)
+    assert squared(honest, mean + 1.001 * step).max() > diameter
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("seed", range(8))
+def test_min_sum_is_as_far_from_all_as_the_honest_one_that_is_furthest_out(
+    seed: int, direction: formulas.Direction
+) -> None:
+    honest = honest_of(seed)
+    furthest = max(squared(honest, each).sum() for each in np.asarray(honest, np.float64))
+    sent = formulas.min_sum(honest, direction)
+    step, mean = step_of(honest, sent, direction), honest.mean(axis=0, dtype=np.float64)
+    assert squared(honest, np.asarray(sent, np.float64)).sum() <= furthest * (1 + 1e-5)
+    assert squared(honest, mean + 1.001 * step).sum() > furthest
+
+
+def test_min_max_and_min_sum_of_a_few_numbers_are_what_one_computes_by_hand() -> None:
+    # Within 3 of both 0 and 3 lie 0 to 3. Of {0, 1, 5}, the sum for 5 is 25 + 16, and 3 (m - 2)^2 + 14 = 41 for m = -1.
+    assert formulas.min_max(np.array([[0], [3]], np.float32)).tolist() == pytest.approx([0])
+    assert formulas.min_max(np.array([[0], [1], [5]], np.float32)).tolist() == pytest.approx([0])
+    assert formulas.min_sum(np.array([[0], [1], [5]], np.float32)).tolist() == pytest.approx([-1])
+
+
+@pytest.mark.parametrize("attack", [formulas.min_max, formulas.min_sum])
+def test_among_equal_updates_nothing_else_is_near_enough(
+    attack: Callable[[formulas.Float32], formulas.Float32],
+) -> None:
+    for value in (0.0, 2.0):
+        honest = np.full((3, 4), value, np.float32)
+        np.testing.assert_allclose(attack(honest), honest[0], atol=1e-6)
+
+
+def test_the_attack_on_the_trimmed_mean_is_just_beyond_all_honest_values() -> None:
+    honest = np.array([[2, -2, -1, 4], [4, -4, 3, -5]], np.float32)  # the model goes up, down, up, and down
+    sent = np.stack([formulas.beyond_the_ends(honest, np.random.default_rng(seed)) for seed in range(200)])
+    lowest, highest = sent.min(axis=0), sent.max(axis=0)
+    np.testing.assert_allclose(lowest, [1, -2, -2, 4], rtol=0.02)
+    np.testing.assert_allclose(highest, [2, -1, -1, 8], rtol=0.02)
+    assert (sent >= [1, -2, -2, 4]).all()
+    assert (sent <= [2, -1, -1, 8]).all()
+    assert len(np.unique(sent, axis=0)) == 200
+
+
+def test_the_trimmed_mean_goes_back_under_the_attack_that_is_made_for_it() -> None:
+    honest = honest_of(3)
+    sent = [formulas.beyond_the_ends(honest, np.random.default_rng(seed)) for seed in range(2)]
+    every = np.sort(np.vstack([honest, *sent]), axis=0)[2:-2]
+    assert ((every.mean(axis=0) - honest.mean(axis=0)) * np.sign(honest.mean(axis=0)) < 0).mean() > 0.9
+
+
+def test_a_capped_backdoor_has_the_norm_that_it_wants() -> None:
+    for update in (HONEST[0], 100 * HONEST[1], 1e-3 * HONEST[2]):
+        sent = formulas.capped(update, 2.9)
+        assert np.linalg.norm(sent) == pytest.approx(2.9, rel=1e-6)
+        np.testing.assert_allclose(sent / 2.9, update / np.linalg.norm(update), rtol=1e-5)
+    assert formulas.capped(np.zeros(3, np.float32), 2.9).tolist() == [0, 0, 0]
 
 
 def test_inner_product_manipulation_is_a_negative_multiple_of_the_mean() -> None:
@@ -67,6 +167,12 @@ def labels_as_update(samples: Samples) -> np.ndarray[tuple[int], np.dtype[np.flo
         ("backdoor", [60, 160], 2),
         ("quiet_backdoor", [3, 8], 2),
         ("inflation", [15, 0], 1 << 40),
+        ("tuned_little", [1.38196601, 0.12917131], 2),
+        ("min_max", [0.61585875, 0.492687], 2),
+        ("min_sum", [0.12508023, 0.10006419], 2),
+        ("trim", [0.68151915, 0], 2),
+        ("capped_backdoor", [3.174963, 8.466568], 2),
+        ("median_backdoor", [1.0948149, 2.9195063], 2),
     ],
 )
 def test_an_attacker_sends_what_its_attack_computes(attack: Attack, update: list[float], count: int) -> None:
