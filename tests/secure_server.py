@@ -81,9 +81,11 @@ class SecureServer(
         assert started.wait(SECONDS)
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Stop it. No client may have said two different things."""
         self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join()
+        assert kind or self.contradictions == []
 
     def until(self, happened: Callable[[], object]) -> None:
         """Wait until something has happened."""

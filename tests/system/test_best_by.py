@@ -63,12 +63,13 @@ def deliver_with(client: WireClient, effort: float) -> None:
 
 
 def kept(fleet: Fleet, control: Control) -> list[tuple[int, bool]]:
-    """Return the versions that are kept, and whether each is the best of its job, as flctl and the page are told."""
+    """Return the versions that are kept, and whether each is the best of its job, when flctl and the page agree.
+
+    The server may just be removing one, and the page may show what it read two seconds ago.
+    """
     while True:
         told = versions(control)
-        page, again = shown(fleet), versions(control)
-        if told == again:  # else the server has removed a version meanwhile
-            assert page == told
+        if shown(fleet) == told == versions(control):
             return told
 
 
