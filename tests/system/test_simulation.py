@@ -138,8 +138,8 @@ def test_clients_that_fail_under_masks_make_the_same_model_here_and_there(
 ) -> None:
     monkeypatch.syspath_prepend(str(CODE))
     job: dict[str, Any] = {
-        "model": "fedring.train.models:vector", "model_args": {"size": 400}, "rounds": 1, "weights": "samples",
-        "min_clients": CLIENTS, "min_clients_to_aggregate": 7, "evaluate": False,
+        "model": "fedring.train.models:vector", "model_args": {"size": 400}, "rounds": 1, "seed": 0,
+        "weights": "samples", "min_clients": CLIENTS, "min_clients_to_aggregate": 7, "evaluate": False,
         "secure_aggregation": {"block": 16, "step": 0.25, "first_norm": 20.0},
     }  # fmt: skip
     trainer = {"trainer": "user_simulation:adds_or_fails"}
