@@ -13,7 +13,7 @@ from tests.unit.test_masked_sum import masked
 from fedring.codec.digest import name_of
 from fedring.codec.masked import MASKED
 from fedring.daemon.config import ConfigError
-from fedring.secure.levels import integers_of, open_blocks, to_levels
+from fedring.secure.levels import open_blocks, to_integers
 from fedring.secure.limits import bits_of_sum
 from fedring.server.config import ServerConfig
 from fedring.server.model.masked_sum import GroupMasks
@@ -94,11 +94,10 @@ class Rounds:
         integers, total, weight = {}, np.zeros(blocks.count, np.int64), 0
         bits = bits_of_sum(len(clients), secure.levels, max(1, secure.max_weight))
         for number, client in enumerate(clients):
-            values = (rng.standard_normal(SIZE) * 0.05).astype(np.float32)
-            levels, own = to_levels(values, blocks, secure.levels), number + 1 if weighted else 1
-            integers[client] = integers_of(levels, own, weighted)
+            values, own = (rng.standard_normal(SIZE) * 0.05).astype(np.float32), number + 1 if weighted else 1
+            integers[client] = to_integers(values, secure, own).integers
             if client not in lost:
-                total += levels.astype(np.int64) * own
+                total += integers[client][: blocks.count]
                 weight += own
         masks, payloads = masked(integers, bits, [client for client in clients if client in lost])
         sums = np.zeros(SIZE)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from fedring.client.privacy import dp_of
+from fedring.client.privacy import SitePolicy, dp_of
 from fedring.client.secure.masked import level_integers, private_integers, update_of
 from fedring.client.transfer.download import HeldModel
 from fedring.client.transfer.update import Update
@@ -112,7 +112,8 @@ def make_unmasked_update(
     if private := _integers(command, clients, len(delta)):
         bits = private.plan.bits
         return update_of(command, client, wrap(private_integers(delta, private.plan, private.seed), bits), bits, None)
-    bits, integers = bits_of(command.secure, clients), level_integers(delta, command.secure, samples, residual)
+    bits, most = bits_of(command.secure, clients), SitePolicy().max_clipped_share
+    integers = level_integers(delta, command.secure, samples, residual, max_clipped_share=most)
     return update_of(command, client, wrap(integers, bits), bits, delta)
 
 

@@ -270,7 +270,8 @@ class SecureDesk:
             config.client_id, signer.proof, peers=config.privacy.peers, tls=config.tls, revoked=self._revoked
         )
         log.info("this client signs with the key of the fingerprint %s", signer.fingerprint)
-        return Site(config.client_id, signer, check, config.privacy.min_clients)
+        policy = config.privacy
+        return Site(config.client_id, signer, check, policy.min_clients, policy.max_clipped_share)
 
     def _answer(self, call: str, message: Message) -> None:
         """Begin to send a message, in the place of the same one that may be on its way."""

@@ -47,6 +47,7 @@ class Site:
     signer: Signer
     check_identity: CheckIdentity  # says who may be a peer
     min_clients: int = 0  # fewest clients of a group, and fewest survivors, that this site helps to add up
+    max_clipped_share: float = 1.0  # of an update's values; if more are too large for the round, it sends zeros
 
 
 class Party:
@@ -141,6 +142,11 @@ class Party:
         return self._site.client_id
 
     @property
+    def max_clipped_share(self) -> float:
+        """The share of an update's values that may be too large for the round."""
+        return self._site.max_clipped_share
+
+    @property
     def may_mask(self) -> bool:
         """Whether the peers are known."""
         return bool(self._record.peers)
@@ -169,7 +175,7 @@ class Party:
         """Return an update's integers with all masks of this client on them, [n] modulo 2^bits.
 
         Args:
-            integers: the levels, times the weight, or private integers [n].
+            integers: of the update, and its weight if weights count, or private integers [n].
             bits: of a masked value; 0 = as levels need.
 
         Raises:
