@@ -288,6 +288,15 @@ def test_a_block_with_little_change_keeps_a_step_of_an_eighth_of_the_mean() -> N
     assert scales[0] == pytest.approx(0.5 / 8, rel=0.01)
 
 
+def test_after_a_first_step_that_was_too_large_the_next_one_is_an_eighth_of_it() -> None:
+    job = spec()
+    blocks = open_blocks(secure_round(job, row(), None), SIZE)
+    spread = Spread(job, blocks, None)
+    spread.watch(0, np.zeros(SIZE))
+    finer = open_blocks(secure_round(job, row(), read_pace(spread)), SIZE)
+    np.testing.assert_allclose(finer.scales, blocks.scales / 8, rtol=1e-6)
+
+
 def test_steps_become_finer_when_all_levels_are_zero_and_stay_where_nothing_was_sent() -> None:
     job, before = spec({"keep_ratio": 0.1}), pace(np.linspace(1, 2, 79), 3)
     blocks = open_blocks(secure_round(job, row(), before), SIZE)
