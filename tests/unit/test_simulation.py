@@ -377,6 +377,23 @@ def test_a_change_that_waits_for_its_turn_is_not_made_twice(tmp_path: Path) -> N
     np.testing.assert_allclose(values, 1, atol=1e-6)
 
 
+@pytest.mark.parametrize(("first_norm", "wanted"), [(1e-6, 0.0), (20.0, 1.0)], ids=["tiny", "large"])
+def test_simulated_clients_send_zeros_if_steps_are_much_too_small(
+    first_norm: float, wanted: float, tmp_path: Path
+) -> None:
+    keys = {
+        **SECURE,
+        "model": "fedring.train.models:vector",
+        "model_args": {"size": 400},
+        "trainer": f"{HERE}:fills_with_ones",
+        "evaluate_on_server": False,
+        "secure_aggregation": {"first_norm": first_norm, "step": 0.25},
+    }
+    simulate({**JOB, **keys}, clients=6, workers=1, out=tmp_path)
+    (values,) = load_file(tmp_path / "model.safetensors").values()
+    np.testing.assert_allclose(values, wanted, atol=1e-6)
+
+
 def test_a_group_that_too_few_clients_are_left_of_does_not_count() -> None:
     keys = {**SECURE, "trainer": f"{HERE}:fails_for_some", "rounds": 1, "max_abandoned": 1}
     with pytest.raises(Failure, match="0 clients are left in groups that can be unmasked, and 5 are needed"):
