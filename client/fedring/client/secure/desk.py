@@ -127,7 +127,8 @@ class SecureDesk:
         """
         party, privacy = self.party(assignment), dp_of(assignment.command.job)
         if privacy is None:
-            return masked_update(party, base, trained, samples, residual)
+            most = self._config.privacy.max_clipped_share
+            return masked_update(party, base, trained, samples, residual, max_clipped_share=most)
         try:
             plan = privacy.plan(party.clients, base.vectors.parameters.size, party.command.job.min_results)
             if why := own_noise_refusal(self._config.privacy, self._ledger, party.command, plan, party.masks):
@@ -270,8 +271,7 @@ class SecureDesk:
             config.client_id, signer.proof, peers=config.privacy.peers, tls=config.tls, revoked=self._revoked
         )
         log.info("this client signs with the key of the fingerprint %s", signer.fingerprint)
-        policy = config.privacy
-        return Site(config.client_id, signer, check, policy.min_clients, policy.max_clipped_share)
+        return Site(config.client_id, signer, check, config.privacy.min_clients)
 
     def _answer(self, call: str, message: Message) -> None:
         """Begin to send a message, in the place of the same one that may be on its way."""

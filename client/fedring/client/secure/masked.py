@@ -29,6 +29,8 @@ def masked_update(
     trained: Vectors,
     samples: int,
     residual: NDArray[np.float32] | None,
+    *,
+    max_clipped_share: float,
 ) -> Update:
     """Make the masked update that leads from `base` to `trained`, plus the residual.
 
@@ -38,14 +40,14 @@ def masked_update(
         trained: the values that it ended with, which are overwritten.
         samples: how many samples it was trained on.
         residual: what past updates left out, [num_parameters]; None = nothing.
+        max_clipped_share: above which share of cut values zeros are sent, and all of the update is left out.
 
     Raises:
         CodecError: "non_finite", if a value is not finite.
         SecureError: if the round's levels or its masks cannot be used.
     """
     delta = _delta(base, trained)
-    most = party.max_clipped_share
-    integers = level_integers(delta, party.command.secure, samples, residual, max_clipped_share=most)
+    integers = level_integers(delta, party.command.secure, samples, residual, max_clipped_share=max_clipped_share)
     return update_of(party.command, party.client_id, party.mask(integers), party.bits, delta)
 
 

@@ -47,7 +47,6 @@ class Site:
     signer: Signer
     check_identity: CheckIdentity  # says who may be a peer
     min_clients: int = 0  # fewest clients of a group, and fewest survivors, that this site helps to add up
-    max_clipped_share: float = 1.0  # of an update's values; if more are too large for the round, it sends zeros
 
 
 class Party:
@@ -140,11 +139,6 @@ class Party:
     def client_id(self) -> str:
         """The client."""
         return self._site.client_id
-
-    @property
-    def max_clipped_share(self) -> float:
-        """The share of an update's values that may be too large for the round."""
-        return self._site.max_clipped_share
 
     @property
     def may_mask(self) -> bool:
