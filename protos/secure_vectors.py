@@ -10,7 +10,7 @@ from fedring.privacy.integer_plan import BLOCK
 from fedring.privacy.integers import decode_sum
 from fedring.privacy.rotation import Rotation
 from fedring.secure import keys, masks, shamir
-from fedring.secure.levels import integers_of, open_blocks, to_levels
+from fedring.secure.levels import to_integers
 from fedring.secure.limits import bits_of_sum
 from fedring.secure.sealing import seal, share_digests
 from fedring.secure.statements import CONTEXT, roster_digest, survivors_statement, task_digest
@@ -48,6 +48,9 @@ def render() -> Json:
             _levels("all blocks, the last one short", [], 0, 1),
             _levels("the first and the last block, weighted", [0, 2], 1000, 30),
             _levels("a weight above the largest", [1], 20, 30),
+            _levels(
+                "a small weight, and integers that are cut to the range of all weights", [1, 2], 20, 3, (0.05, 0.1)
+            ),
         ],
         "private_integers": [
             _private("as many bits as are needed", 5, 1000, 4),
@@ -132,11 +135,13 @@ def _packet(bits: int, count: int) -> Json:
     return {"bits": bits, "values": values, "encoded": b"".join(parts).hex()}
 
 
-def _levels(shows: str, sent: Sequence[int], most: int, weight: int) -> Json:
+def _levels(
+    shows: str, sent: Sequence[int], most: int, weight: int, steps: Sequence[float] = (0.5, 0.1, 2.0**-20)
+) -> Json:
     length, block, clients = 40, 16, 8
     flags = np.zeros(3, np.bool_)
     flags[list(sent)] = True
-    scales = np.array([0.5, 0.1, 2.0**-20][: len(sent) or 3], "<f4")
+    scales = np.array(steps[: len(sent) or 3], "<f4")
     secure = wire.SecureRound(
         scales=scales.tobytes(),
         blocks=np.packbits(flags, bitorder="little").tobytes() if sent else b"",
@@ -146,8 +151,7 @@ def _levels(shows: str, sent: Sequence[int], most: int, weight: int) -> Json:
     )
     values = (np.arange(length, dtype=np.float32) - 11) / np.float32(8)
     told = values.tolist()
-    levels = to_levels(values, open_blocks(secure, length), 7)
-    integers = integers_of(levels, min(weight, most), most > 0)
+    integers = to_integers(values, secure, weight).integers
     bits = bits_of_sum(clients, 7, max(1, most))
     return {
         "shows": shows,

@@ -61,7 +61,7 @@ def render() -> Json:
     """Return the content of vectors.json."""
     return {
         "about": ABOUT,
-        "protocol": 2,
+        "protocol": 3,
         "names": [_named(size) for size in (0, 1, 1024, 1025, 102400)],
         "schemas": [_schema(text) for text in SCHEMAS],
         "refused_schemas": [{"shows": shows, "json": text} for shows, text in OTHER_SPELLINGS.items()],

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from fedring.client import RoundOver, Task, connect
-from fedring.secure.levels import open_blocks, to_levels
+from fedring.secure.levels import to_integers
 from fedring.v1 import secure_pb2 as wire
 
 SECONDS = 60.0  # a timeout that is long enough even if the machine does nothing for a while
@@ -35,8 +35,7 @@ def learned(client: str, round_: int) -> NDArray[np.float32]:
 
 def levels_of(secure: wire.SecureRound, client: str, round_: int) -> NDArray[np.int32]:
     """Return the integers that a client sends in a round, without masks, [42]."""
-    values = learned(client, round_)
-    return to_levels(values, open_blocks(secure, values.size), secure.levels)
+    return to_integers(learned(client, round_), secure, 1).integers
 
 
 class HonestClient:

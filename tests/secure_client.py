@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 from fedring.codec.masked import masked_packet
 from fedring.privacy.integers import encode_private
 from fedring.secure.keys import draw_secrets, own_seed, pair_seed, share_key
-from fedring.secure.levels import integers_of, open_blocks, to_levels
-from fedring.secure.limits import bits_of_sum
+from fedring.secure.levels import bits_of, open_blocks, to_integers
 from fedring.secure.masks import mask, wrap
 from fedring.secure.roster import Roster, check_roster, signed_keys
 from fedring.secure.sealing import seal, share_digests, unseal
@@ -133,11 +132,8 @@ class SecureClient:
     def integers(self) -> tuple[NDArray[np.int64], int]:
         """Return the integers that are masked, and the bits of each."""
         secure = self.command.secure
-        blocks = open_blocks(secure, len(self.update))
-        weight = min(self.samples, secure.max_weight or 1)
-        levels = integers_of(to_levels(self.update.copy(), blocks, secure.levels), weight, secure.max_weight > 0)
-        bits = bits_of_sum(len(self.roster.members), secure.levels, secure.max_weight or 1)
-        return levels.astype(np.int64), bits
+        integers = to_integers(self.update.copy(), secure, self.samples).integers
+        return integers.astype(np.int64), bits_of(secure, len(self.roster.members))
 
     def masked(self) -> bytes:
         """Return the payload of the masked update."""

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from fedring.secure.levels import open_blocks, to_levels
+from fedring.secure.levels import open_blocks, to_integers
 from fedring.v1 import federation_pb2 as pb
 from tests.call_proxy import CallProxy
 from tests.damage import ask
@@ -123,7 +123,7 @@ def check_models(state: Path, commands: dict[int, pb.TrainCmd]) -> int:
         for name in names:
             secure, index = commands[number].secure, int(name.removeprefix("client-"))
             blocks, values = open_blocks(secure, SIZE), (before + lesson_of(index, number, SIZE)) - before + left[index]
-            levels = to_levels(values, blocks, secure.levels)
+            levels = to_integers(values, secure, 1).integers
             left[index] = values
             places = (blocks.indices[:, None] * blocks.block + np.arange(blocks.block)).reshape(-1)[: blocks.count]
             total[places] += levels * np.repeat(blocks.scales, blocks.block)[: blocks.count].astype(np.float64)

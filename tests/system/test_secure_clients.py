@@ -77,6 +77,28 @@ def test_updates_count_by_their_samples_up_to_the_largest_weight(
         assert np.array_equal(total, [*wanted, 3 * weight])
 
 
+def test_a_server_with_tiny_steps_learns_no_signs(server: SecureServer, clients: dict[str, HonestClient]) -> None:
+    tiny = round_of(max_weight=1000)
+    tiny.scales = np.full(blocks_of(SIZE, BLOCK), 1e-9, "<f4").tobytes()
+    total = server.run_round(1, NAMES, secure=tiny)
+    assert np.array_equal(total, [0] * SIZE + [30])  # zeros of the weight that each client always has
+    total = server.run_round(2, NAMES, secure=round_of(max_weight=1000))
+    kept = [learned(name, 1) + learned(name, 2) for name in NAMES]
+    assert np.array_equal(total, [*(10 * np.sum(kept, axis=0) / STEP), 30])
+
+
+def test_a_site_says_how_much_of_its_update_may_be_cut(server: SecureServer, tmp_path: Path) -> None:
+    small = round_of()
+    small.scales = np.full(blocks_of(SIZE, BLOCK), STEP / 2, "<f4").tobytes()  # values of 4 to 7 steps are cut
+    limits = dict(zip(NAMES, (0.0, 0.9, 1.0), strict=True))
+    with ExitStack() as stack:
+        for name, limit in limits.items():
+            stack.enter_context(HonestClient(server.address, name, tmp_path, privacy={"max_clipped_share": limit}))
+        total = server.run_round(1, NAMES, secure=small)
+        sent = [np.clip(learned(name, 1) / (STEP / 2), -LEVELS, LEVELS) for name in NAMES[1:]]
+        assert np.array_equal(total, np.sum(sent, axis=0))
+
+
 def test_a_long_update_is_shortened_before_it_is_masked(server: SecureServer, clients: dict[str, HonestClient]) -> None:
     total = server.run_round(1, NAMES, secure=round_of(clip=1.0))
     vectors = [learned(name, 1) for name in NAMES]

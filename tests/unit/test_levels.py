@@ -1,4 +1,4 @@
-"""Levels: what a client sends of an update, and what it keeps."""
+"""Integers: what a client sends of an update, and what it keeps."""
 
 from typing import Any
 
@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from fedring.codec.errors import CodecError
 from fedring.codec.masked import MaskedPacket, Width, masked_packet, packed_size
 from fedring.secure.errors import SecureError
-from fedring.secure.levels import integers_of, open_blocks, shorten, to_levels
-from fedring.secure.limits import bits_of_sum
+from fedring.secure.levels import bits_of, largest_of, open_blocks, shorten, to_integers, weight_of
 from fedring.secure.masks import wrap
 from fedring.v1 import secure_pb2 as wire
 
@@ -31,8 +30,8 @@ def test_levels_and_what_is_left_are_the_values_exactly(length: int, seed: int, 
     bitmap = np.packbits(flags, bitorder="little").tobytes()
     secure = wire.SecureRound(scales=scales.tobytes(), blocks=bitmap, block=block, levels=1000)
     values = (rng.standard_normal(length) * 10 * 2.0**power).astype(np.float32)
-    before, blocks = values.astype(np.float64), open_blocks(secure, length)
-    levels = to_levels(values, blocks, 1000)
+    before = values.astype(np.float64)
+    levels = to_integers(values, secure, 1).integers
     told = np.zeros(length)
     sent = np.repeat(flags, block)[:length]
     told[sent] = levels * np.repeat(scales.astype(np.float64), block)[: len(levels)]
@@ -42,17 +41,88 @@ def test_levels_and_what_is_left_are_the_values_exactly(length: int, seed: int, 
 
 def test_values_are_rounded_to_the_nearest_level_and_cut_to_the_largest() -> None:
     values = np.array([0.24, 0.25, 0.26, 0.75, -0.26, 3.5, 3.9, -100, 1e38], np.float32)
-    levels = to_levels(values, open_blocks(a_round(1), 9), 7)
-    assert levels.tolist() == [0, 0, 1, 2, -1, 7, 7, -7, 7]
+    rounded = to_integers(values, a_round(1), 1)
+    assert rounded.integers.tolist() == [0, 0, 1, 2, -1, 7, 7, -7, 7]
     assert values[7] == -96.5
+    assert rounded.clipped_share == 3 / 9
+
+
+@pytest.mark.parametrize("weight", [1, 3, 379, 871, 1000])
+@pytest.mark.parametrize("power", [-90, 0, 60])
+def test_whatever_a_weight_is_integers_and_what_is_left_are_the_values(weight: int, power: int) -> None:
+    rng = np.random.default_rng(weight)
+    secure = a_round(4, block=64, max_weight=1000)
+    secure.scales = (rng.uniform(0.5, 2, 4) * 2.0**power).astype("<f4").tobytes()
+    values = (rng.standard_normal(250) * 2.0**power).astype(np.float32)
+    before = values.astype(np.float64)
+    rounded = to_integers(values, secure, weight)
+    assert rounded.clipped_share == 0
+    assert rounded.integers[-1] == weight
+    steps = np.repeat(np.frombuffer(secure.scales, "<f4").astype(np.float64), 64)[:250] / weight
+    lost = rounded.integers[:-1] * steps + values - before
+    assert np.all(np.abs(lost) <= 2.0**-24 * np.abs(values) + 2.0**-50 * np.abs(before))
+    assert np.all(np.abs(values) <= 0.51 * steps)
+
+
+@pytest.mark.parametrize("weight", [1, 379, 1000, 5000])
+def test_the_range_of_the_integers_says_nothing_of_the_weight(weight: int) -> None:
+    values = np.array([1e9, -1e9, 1e38, 0], np.float32)
+    rounded = to_integers(values, a_round(1, max_weight=1000), weight)
+    assert rounded.integers[:-1].tolist() == [7000, -7000, 7000, 0]
+    assert rounded.integers[-1] == min(weight, 1000)
+    assert values[0] == pytest.approx(1e9 - 3500 / min(weight, 1000))
+
+
+def test_a_range_that_float32_does_not_hold_is_not_left() -> None:
+    secure = a_round(1, levels=3, max_weight=5_596_701)
+    assert largest_of(secure) == 16_790_103 < int(np.float32(largest_of(secure)))
+    assert to_integers(np.array([1e9, -1e9], np.float32), secure, 5).integers.tolist() == [16_790_102, -16_790_102, 5]
+
+
+def test_an_update_of_which_too_much_would_be_cut_stays_and_zeros_go_out() -> None:
+    values = np.array([100, -100, 100, 0.5, 0, 0, 0, 0], np.float32)  # 3 of the 4 values that are not 0
+    before = values.copy()
+    rounded = to_integers(values, a_round(1, max_weight=10), 10, max_clipped_share=0.74)
+    assert (rounded.clipped_share, rounded.zeroed) == (0.75, True)
+    assert rounded.integers.tolist() == [0] * 8 + [10]
+    np.testing.assert_array_equal(values, before)
+    rounded = to_integers(values, a_round(1, max_weight=10), 10, max_clipped_share=0.75)
+    assert (rounded.clipped_share, rounded.zeroed) == (0.75, False)
+    assert rounded.integers.tolist() == [70, -70, 70, 10, 0, 0, 0, 0, 10]
+
+
+@pytest.mark.parametrize("length", [100, 4 * 65_536 + 40])
+def test_only_values_that_are_sent_count_as_cut(length: int) -> None:
+    total = -(-length // 32)
+    flags = np.arange(total) % 2 == 1
+    values = np.where(np.repeat(flags, 32)[:length], 1.0, 100.0).astype(np.float32)
+    values[32] = 50.0
+    bitmap = np.packbits(flags, bitorder="little").tobytes()
+    secure = a_round(int(flags.sum()), block=32, blocks=bitmap)
+    sent = int(np.repeat(flags, 32)[:length].sum())
+    assert to_integers(values, secure, 1).clipped_share == 1 / sent
+
+
+def test_an_update_of_zeros_is_not_cut() -> None:
+    assert to_integers(np.zeros(40, np.float32), a_round(3), 1, max_clipped_share=0.0).clipped_share == 0
+
+
+def test_an_update_without_samples_has_no_weight() -> None:
+    assert weight_of(a_round(3), 5) == 1
+    assert weight_of(a_round(3, max_weight=4), 5) == 4
+    with pytest.raises(ValueError, match="0 samples"):
+        to_integers(np.zeros(40, np.float32), a_round(3), 0)
 
 
 def test_values_that_are_not_finite_are_refused_and_nothing_is_changed() -> None:
     values = np.ones(40, np.float32)
     values[39] = np.inf
     with pytest.raises(CodecError, match="non_finite"):
-        to_levels(values, open_blocks(a_round(3), 40), 7)
+        to_integers(values, a_round(3), 1)
     assert values[:39].tolist() == [1.0] * 39
+    values[39], values[0] = 1.0, np.nan
+    with pytest.raises(CodecError, match="non_finite"):  # in a block that is not sent
+        to_integers(values, a_round(1, blocks=b"\2"), 1)
 
 
 @pytest.mark.parametrize(
@@ -65,6 +135,7 @@ def test_values_that_are_not_finite_are_refused_and_nothing_is_changed() -> None
         a_round(1, block=16384),
         a_round(3, levels=0),
         a_round(3, levels=40000),
+        a_round(3, levels=2048, max_weight=1 << 20),
         a_round(2, blocks=b"\7"),
         a_round(4, blocks=b"\x0f"),
         a_round(3, blocks=b"\7\0"),
@@ -80,12 +151,6 @@ def test_a_round_that_does_not_fit_the_model_is_refused(secure: wire.SecureRound
     with pytest.raises(SecureError) as caught:
         open_blocks(secure, 40)
     assert caught.value.reason == "bad_blocks"
-
-
-def test_a_weight_multiplies_the_levels_and_comes_last() -> None:
-    levels = np.array([1, -7, 0], np.int32)
-    assert integers_of(levels, 30, weighted=True).tolist() == [30, -210, 0, 30]
-    assert integers_of(levels, 30, weighted=False).tolist() == [1, -7, 0]
 
 
 def test_an_update_is_shortened_to_its_bound_and_never_made_longer() -> None:
@@ -106,8 +171,8 @@ def test_eight_clients_send_few_bytes(sent: float, most: float) -> None:
     secure = wire.SecureRound(
         scales=scales, blocks=np.packbits(flags, bitorder="little").tobytes(), block=block, levels=7
     )
-    levels = to_levels(np.ones(length, np.float32), open_blocks(secure, length), 7)
-    bits = bits_of_sum(8, 7)
+    levels = to_integers(np.ones(length, np.float32), secure, 1).integers
+    bits = bits_of(secure, 8)
     assert bits == 7
     payload = b"".join(masked_packet(wrap(levels, bits), bits))
     assert len(payload) <= most * 4 * length

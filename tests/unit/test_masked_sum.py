@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from fedring.codec.masked import masked_packet
-from fedring.secure.levels import integers_of, open_blocks, to_levels
-from fedring.secure.limits import bits_of_sum
+from fedring.secure.levels import bits_of, open_blocks, to_integers
 from fedring.secure.masks import mask, wrap
 from fedring.server.model.contributions import Contribution
 from fedring.server.model.masked_sum import BadSum, GroupMasks, open_groups, width_of
@@ -83,17 +82,13 @@ def read_in_pieces(contribution: Contribution, length: int, cuts: Sequence[int])
 
 
 def expected(
-    levels: Mapping[str, NDArray[np.int32]],
-    weights: Mapping[str, int],
-    who: Sequence[str],
-    secure: wire.SecureRound,
-    length: int,
+    integers: Mapping[str, NDArray[np.int32]], who: Sequence[str], secure: wire.SecureRound, length: int
 ) -> NDArray[np.float64]:
-    """Return the sum of the plain levels, [length]."""
+    """Return the sum of the plain integers times their steps, [length]."""
     blocks = open_blocks(secure, length)
     total = np.zeros(blocks.count, np.int64)
     for client in who:
-        total += levels[client].astype(np.int64) * weights[client]
+        total += integers[client][: blocks.count]
     places = (blocks.indices[:, None] * blocks.block + np.arange(blocks.block)).reshape(-1)
     places = places[places < length]
     values = np.zeros(length)
@@ -128,19 +123,15 @@ def test_the_sum_of_a_hundred_clients_is_exact(sent: Sequence[int]) -> None:
 def check_sum(count: int, losses: int, secure: wire.SecureRound, length: int, cuts: Sequence[int], seed: int) -> None:
     rng = np.random.default_rng(seed)
     clients = [f"client-{number}" for number in rng.permutation(count)]
-    blocks, weighted = open_blocks(secure, length), secure.max_weight > 0
-    weights = {client: int(rng.integers(1, secure.max_weight + 1)) if weighted else 1 for client in clients}
-    levels = {
-        client: to_levels(rng.standard_normal(length).astype(np.float32) * 5, blocks, secure.levels)
-        for client in clients
-    }
-    integers = {client: integers_of(levels[client], weights[client], weighted) for client in clients}
-    bits = bits_of_sum(count, secure.levels, max(1, secure.max_weight))
+    weights = {client: int(rng.integers(1, (secure.max_weight or 1) + 1)) for client in clients}
+    updates = {client: rng.standard_normal(length).astype(np.float32) * 5 for client in clients}
+    integers = {client: to_integers(updates[client], secure, weights[client]).integers for client in clients}
+    bits = bits_of(secure, count)
     group, payloads = masked(integers, bits, lost=clients[:losses])
     assert all(payload.size == width_of(secure, length, bits).bytes for payload in payloads.values())
     (contribution,) = open_groups([group], secure, payloads, length)
     assert contribution.weight == sum(weights[client] for client in group.clients)
-    wanted = expected(levels, weights, group.clients, secure, length)
+    wanted = expected(integers, group.clients, secure, length)
     np.testing.assert_array_equal(read_in_pieces(contribution, length, cuts), wanted)
 
 
@@ -159,6 +150,18 @@ def test_a_sum_beyond_what_the_clients_may_send_is_refused_with_the_group() -> N
     with pytest.raises(BadSum, match="the group of c0 has a value beyond 21") as caught:
         read_in_pieces(contribution, 16, [])
     assert (caught.value.reason, caught.value.group) == ("bad_sum", "c0")
+
+
+def test_clients_of_small_weights_may_fill_the_range_of_the_largest() -> None:
+    group, payloads = plain_group([[35] * 16 + [1]] * 3)
+    (contribution,) = open_groups([group], a_round(16, most=5), payloads, 16)
+    assert contribution.weight == 3
+    step = float(open_blocks(a_round(16), 16).scales[0])
+    np.testing.assert_array_equal(read_in_pieces(contribution, 16, []), 105 * step)
+    group, payloads = plain_group([[35] * 16 + [1], [35] * 16 + [1], [36] * 16 + [1]])
+    (contribution,) = open_groups([group], a_round(16, most=5), payloads, 16)
+    with pytest.raises(BadSum, match="beyond 105"):
+        read_in_pieces(contribution, 16, [])
 
 
 @pytest.mark.parametrize("weights", [(0, 0, 0), (5, 5, 6), (-1, 1, -1)], ids=["none", "too-large", "negative"])

@@ -13,7 +13,7 @@ from tests.unit.test_masked_sum import masked
 from fedring.codec.digest import name_of
 from fedring.codec.masked import MASKED
 from fedring.daemon.config import ConfigError
-from fedring.secure.levels import integers_of, open_blocks, to_levels
+from fedring.secure.levels import open_blocks, to_integers
 from fedring.secure.limits import bits_of_sum
 from fedring.server.config import ServerConfig
 from fedring.server.model.masked_sum import GroupMasks
@@ -94,11 +94,10 @@ class Rounds:
         integers, total, weight = {}, np.zeros(blocks.count, np.int64), 0
         bits = bits_of_sum(len(clients), secure.levels, max(1, secure.max_weight))
         for number, client in enumerate(clients):
-            values = (rng.standard_normal(SIZE) * 0.05).astype(np.float32)
-            levels, own = to_levels(values, blocks, secure.levels), number + 1 if weighted else 1
-            integers[client] = integers_of(levels, own, weighted)
+            values, own = (rng.standard_normal(SIZE) * 0.05).astype(np.float32), number + 1 if weighted else 1
+            integers[client] = to_integers(values, secure, own).integers
             if client not in lost:
-                total += levels.astype(np.int64) * own
+                total += integers[client][: blocks.count]
                 weight += own
         masks, payloads = masked(integers, bits, [client for client in clients if client in lost])
         sums = np.zeros(SIZE)
@@ -287,6 +286,15 @@ def test_a_block_with_little_change_keeps_a_step_of_an_eighth_of_the_mean() -> N
     changes[0] = 1e-20
     scales = open_blocks(secure_round(spec(), row(), pace(changes)), SIZE).scales
     assert scales[0] == pytest.approx(0.5 / 8, rel=0.01)
+
+
+def test_after_a_first_step_that_was_too_large_the_next_one_is_an_eighth_of_it() -> None:
+    job = spec()
+    blocks = open_blocks(secure_round(job, row(), None), SIZE)
+    spread = Spread(job, blocks, None)
+    spread.watch(0, np.zeros(SIZE))
+    finer = open_blocks(secure_round(job, row(), read_pace(spread)), SIZE)
+    np.testing.assert_allclose(finer.scales, blocks.scales / 8, rtol=1e-6)
 
 
 def test_steps_become_finer_when_all_levels_are_zero_and_stay_where_nothing_was_sent() -> None:

@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives.ciphers.algorithms import AES
 from cryptography.hazmat.primitives.ciphers.modes import CTR
 
 from fedring.secure import shamir
-from fedring.secure.levels import integers_of, open_blocks, to_levels
+from fedring.secure.levels import to_integers
 from fedring.secure.masks import pack, packed_size, unpack
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1 import secure_pb2 as wire
@@ -137,19 +137,20 @@ def test_an_update_becomes_the_stated_integers(example: dict[str, Any]) -> None:
     scales = list(struct.unpack(f"<{len(secure.scales) // 4}f", secure.scales))
     values, integers, left = example["values"], [], []
     weight = min(example["samples"], secure.max_weight) if secure.max_weight else 1
+    largest = secure.levels * max(1, secure.max_weight)
     for place, value in enumerate(values):
         block = place // secure.block
         if secure.blocks and not secure.blocks[block // 8] >> block % 8 & 1:
             left.append(value)
             continue
         scale = scales[sum(secure.blocks[n // 8] >> n % 8 & 1 for n in range(block)) if secure.blocks else block]
-        level = int(np.rint(np.float32(value) / np.float32(scale)).clip(-secure.levels, secure.levels))
-        integers.append(weight * level)
-        left.append(float(np.float32(value - scale * level)))
+        integer = int(np.rint(np.float32(value) / np.float32(scale) * np.float32(weight)).clip(-largest, largest))
+        integers.append(integer)
+        left.append(float(np.float32(value - integer * (scale / weight))))
     integers += [weight] if secure.max_weight else []
     assert integers == example["integers"]
     assert left == example["residual"]
-    bits = (2 * example["clients"] * max(1, secure.max_weight) * secure.levels).bit_length()
+    bits = (2 * example["clients"] * largest).bit_length()
     assert bits == example["bits"]
     packed = b"".join(
         plain_pack([value % 2**bits for value in integers[start : start + 8]], bits)
@@ -163,11 +164,10 @@ def test_an_update_becomes_the_stated_integers(example: dict[str, Any]) -> None:
 def test_fedring_makes_the_stated_integers(example: dict[str, Any]) -> None:
     secure = wire.SecureRound.FromString(bytes.fromhex(example["round"]))
     values = np.array(example["values"], np.float32)
-    levels = to_levels(values, open_blocks(secure, len(values)), secure.levels)
-    weight = min(example["samples"], secure.max_weight)
-    assert integers_of(levels, weight, secure.max_weight > 0).tolist() == example["integers"]
+    integers = to_integers(values, secure, example["samples"]).integers
+    assert integers.tolist() == example["integers"]
     assert values.tolist() == example["residual"]
-    data = pack(integers_of(levels, weight, secure.max_weight > 0).astype("<u4"), example["bits"])
+    data = pack(integers.astype("<u4"), example["bits"])
     assert example["encoded_without_masks"][32:] == data.tobytes().hex()
 
 

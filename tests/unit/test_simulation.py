@@ -368,18 +368,23 @@ def test_secure_aggregation_is_simulated_in_all_its_forms(keys: dict[str, Any]) 
     assert report["accuracy"] > 0.3
 
 
-def test_a_change_that_waits_for_its_turn_is_not_made_twice(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("table", "wanted"),
+    [({"keep_ratio": 0.5, "block": 16, "first_norm": 20.0}, 1.0), ({"first_norm": 1e-6}, 0.0)],
+    ids=["a change that waits for its turn is not made twice", "zeros are sent if steps are much too small"],
+)
+def test_what_clients_keep_is_simulated(table: dict[str, Any], wanted: float, tmp_path: Path) -> None:
     keys = {
         **SECURE,
         "model": "fedring.train.models:vector",
         "model_args": {"size": 400},
         "trainer": f"{HERE}:fills_with_ones",
         "evaluate_on_server": False,
-        "secure_aggregation": {"keep_ratio": 0.5, "block": 16, "step": 0.25, "first_norm": 20.0},
+        "secure_aggregation": {"step": 0.25, **table},
     }
     simulate({**JOB, **keys}, clients=6, workers=1, out=tmp_path)
     (values,) = load_file(tmp_path / "model.safetensors").values()
-    np.testing.assert_allclose(values, 1, atol=1e-6)
+    np.testing.assert_allclose(values, wanted, atol=1e-6)
 
 
 def test_a_group_that_too_few_clients_are_left_of_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,6 +70,12 @@ class SitePolicy(BaseModel):
     require_secure_aggregation: bool = Field(
         False, description="only jobs with secure_aggregation, in which the server learns nothing but sums"
     )
+    max_clipped_share: Annotated[float, Field(ge=0, le=1)] = Field(
+        0.9,
+        description="with secure_aggregation, share of an update's values other than 0 that may be too large for the "
+        "levels of the round, which say no more of them than their signs; above it, this client sends zeros with its "
+        "ordinary weight, and keeps the update for a round with larger steps; 1 = any share",
+    )
     peers: dict[ClientName, Fingerprint] = Field(
         default_factory=dict,
         description="the only clients with which this one adds up updates, and the fingerprints of their keys, such as "

@@ -10,12 +10,13 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from fedring.client.privacy import SitePolicy
 from fedring.client.promises import dp_of
-from fedring.client.secure.masked import level_integers, private_integers, update_of, zero_integers
+from fedring.client.secure.masked import level_integers, private_integers, update_of
 from fedring.client.transfer.download import HeldModel
 from fedring.client.transfer.update import Update
 from fedring.codec.schema import Vectors
-from fedring.secure.levels import bits_of
+from fedring.secure.levels import bits_of, zero_integers
 from fedring.secure.limits import fewest_survivors, group_count, threshold
 from fedring.secure.masks import wrap
 from fedring.secure.statements import task_digest
@@ -117,7 +118,8 @@ def make_unmasked_update(
     bits = bits_of(command.secure, clients)
     if delta is None:
         return update_of(command, client, wrap(zero_integers(command.secure, length, samples), bits), bits, residual)
-    integers = level_integers(delta, command.secure, samples, residual)
+    most = SitePolicy().max_clipped_share
+    integers = level_integers(delta, command.secure, samples, residual, max_clipped_share=most)
     return update_of(command, client, wrap(integers, bits), bits, delta)
 
 

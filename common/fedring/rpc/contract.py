@@ -2,7 +2,7 @@
 
 import re
 
-PROTOCOL = 2
+PROTOCOL = 3
 """The version of the protocol that this software speaks (JoinRequest.protocol)."""
 
 SESSION_KEY = "fl-session"

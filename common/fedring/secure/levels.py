@@ -1,11 +1,16 @@
-"""The values of secure aggregation: an update as integers of a few levels, on steps that all clients share.
+"""The values of secure aggregation: an update as integers, on steps that all clients share.
 
 The parameters are cut into blocks of neighbouring values. A round sends some blocks or all of them, and each has one
-step s: the value v becomes the level x = v / s, rounded to the nearest integer, halves to even, and cut to what the
-levels hold. What the levels do not say stays with the client: the residual v - s x, and the values of blocks that are
-not sent. In a round that leaves blocks out, a client trains from the model plus its residual. If it trained from the
-model alone, in which a block has not moved, it would repeat the change that it keeps already, and the sum of both would
-go much too far.
+step s. In an update of the weight w, the value v becomes the integer x = w v / s, rounded to the nearest, halves to
+even, and cut to what the round's levels L and its largest weight W hold: -L W to L W, for every client alike.
+
+The weight counts before the rounding. Unequal weights that multiply a few levels afterwards make a knapsack of their
+sum, which opens: only one choice of levels gives it. Integers on one grid, in one range, have nothing of that.
+
+What the integers do not say stays with the client: the residual v - s x / w, and the values of blocks that are not
+sent. In a round that leaves blocks out, a client trains from the model plus its residual. If it trained from the model
+alone, in which a block has not moved, it would repeat the change that it keeps already, and the sum of both would go
+much too far.
 """
 
 from dataclasses import dataclass
@@ -14,19 +19,20 @@ from math import sqrt
 import numpy as np
 from numpy.typing import NDArray
 
-from fedring.codec.source import check_finite
+from fedring.codec.errors import CodecError
 from fedring.secure.errors import SecureError
 from fedring.secure.limits import bits_of_sum
 from fedring.v1 import secure_pb2 as wire
 
 MIN_BLOCK, MAX_BLOCK = 16, 8192
 MAX_LEVELS = 32767
+MAX_INTEGER = 2**31 - 1
 
 _AT_A_TIME = 1 << 16
 """Values that are rounded at a time: they fit into a processor's cache."""
 
 _TINY, _LARGEST = 2.0**-126, 2.0**112
-"""The smallest and the largest step: its largest level, times a weight, still fits into float32."""
+"""The smallest and the largest step."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,7 +79,7 @@ def open_blocks(secure: wire.SecureRound, length: int) -> Blocks:
     """
     block, total = secure.block, 0
     possible = MIN_BLOCK <= block <= MAX_BLOCK and not block & (block - 1) and 1 <= secure.levels <= MAX_LEVELS
-    if possible and length > 0:
+    if possible and length > 0 and largest_of(secure) <= MAX_INTEGER:
         total = blocks_of(length, block)
     if not total or len(secure.blocks) not in (0, -(-total // 8)) or len(secure.scales) % 4:
         raise SecureError("bad_blocks", f"blocks of {block} with {secure.levels} levels do not fit {length} parameters")
@@ -107,69 +113,159 @@ def shorten(values: NDArray[np.float32], clip: float) -> None:
         values *= np.float32(clip / sqrt(square))
 
 
+def largest_of(secure: wire.SecureRound) -> int:
+    """Return the largest integer on each side of zero that a client may send in a round, whatever its weight."""
+    return secure.levels * (secure.max_weight or 1)
+
+
+def weight_of(secure: wire.SecureRound, samples: int) -> int:
+    """Return the weight of an update that was trained on so many samples, at least 1."""
+    if samples < 1:
+        raise ValueError(f"an update of {samples} samples has no weight")
+    return min(samples, secure.max_weight or 1)
+
+
 def bits_of(secure: wire.SecureRound, clients: int) -> int:
     """Return the bits of a masked value in a round, in a group of so many clients."""
     return bits_of_sum(clients, secure.levels, secure.max_weight or 1)
 
 
-def to_levels(values: NDArray[np.float32], blocks: Blocks, levels: int) -> NDArray[np.int32]:
-    """Return the levels of all values that are sent, [blocks.count].
+@dataclass(frozen=True, slots=True, eq=False)
+class Rounded:
+    """An update as integers."""
+
+    integers: NDArray[np.int32]  # of the values that are sent, and then the weight if weights count, [n] or [n + 1]
+    clipped_share: float  # of the values that are sent and are not 0, how many are too large for the range
+    zeroed: bool  # whether these were too many, so that all integers but the weight are 0
+
+
+def to_integers(
+    values: NDArray[np.float32], secure: wire.SecureRound, samples: int, *, max_clipped_share: float = 1.0
+) -> Rounded:
+    """Round an update to the integers whose sum over clients the server learns.
 
     Args:
-        values: the parameters' change, [blocks.length]. It becomes what the client keeps for its next update: what the
-            levels leave out, exactly wherever a level was not cut to the largest one, and rounded to float32 elsewhere;
-            values that are not sent stay as they are.
-        blocks: which values are sent.
-        levels: the largest level on each side of zero.
+        values: the parameters' change, [n]. It becomes what the client keeps for its next update: what the integers
+            leave out, computed in float64 and rounded to float32; values that are not sent stay as they are.
+        secure: what the command says of the round.
+        samples: how many samples the client was trained on, at least 1.
+        max_clipped_share: of the values that are sent and are not 0. If more would be cut, nothing is told: each
+            integer but the weight is 0, and `values` stays as it is.
 
     Raises:
         CodecError: "non_finite", if a value is not finite; then `values` is not changed.
+        SecureError: "bad_blocks", if the round does not fit the model.
     """
-    if values.shape != (blocks.length,):
-        raise ValueError(f"{values.shape} are not {blocks.length} parameters")
-    check_finite(values)
-    found = np.empty(blocks.count, np.int32)
+    blocks, weight, largest = open_blocks(secure, values.size), weight_of(secure, samples), largest_of(secure)
+    found, share = zero_integers(secure, values.size, samples), _clipped_share(values, blocks, (largest + 0.5) / weight)
+    zeroed = share > max_clipped_share
+    if not zeroed:
+        _round_all(values, blocks, weight, largest, found[: blocks.count])
+    return Rounded(found, share, zeroed)
+
+
+def zero_integers(secure: wire.SecureRound, length: int, samples: int) -> NDArray[np.int32]:
+    """Return the integers of an update that changes nothing, and counts as much as any other.
+
+    Args:
+        secure: what the command says of the round.
+        length: the number of parameters.
+        samples: how many samples the client's updates count for, at least 1.
+
+    Raises:
+        SecureError: "bad_blocks", if the round does not fit the model.
+    """
+    count = open_blocks(secure, length).count
+    found = np.zeros(count + (secure.max_weight > 0), np.int32)
+    found[count:] = weight_of(secure, samples)
+    return found
+
+
+def _clipped_share(values: NDArray[np.float32], blocks: Blocks, steps: float) -> float:
+    """Return how many of the values that are sent and are not 0 are longer than so many steps, as a share.
+
+    Raises:
+        CodecError: "non_finite", if any value is not finite, sent or not.
+    """
+    edges = np.full(blocks_of(blocks.length, blocks.block), np.nan, np.float32)  # of blocks that are not sent
+    with np.errstate(over="ignore"):
+        edges[blocks.indices] = blocks.scales * np.float64(steps)
+    whole, at_once = blocks.length // blocks.block, _AT_A_TIME // blocks.block
+    table, last = values[: whole * blocks.block].reshape(-1, blocks.block), values[None, whole * blocks.block :]
+    counts = [
+        _count(table[low : low + at_once], edges[:whole][low : low + at_once]) for low in range(0, whole, at_once)
+    ]
+    if last.size:
+        counts.append(_count(last, edges[whole:]))
+    cut, live = (sum(column) for column in zip(*counts, strict=True))
+    return cut / live if live else 0.0
+
+
+def _count(rows: NDArray[np.float32], edges: NDArray[np.float32]) -> tuple[int, int]:
+    """Return how many values of rows [n, m] are beyond their row's edge [n], and how many are not 0."""
+    sizes = np.abs(rows)
+    longest = sizes.max()
+    if not np.isfinite(longest):
+        raise CodecError("non_finite")
+    sent = ~np.isnan(edges)
+    if not sent.all():
+        sizes, edges = sizes[sent], edges[sent]
+    # Mostly, no value is beyond any edge, which is seen faster than that each is below its own.
+    cut = int(np.count_nonzero(sizes > edges[:, None])) if (longest > edges).any() else 0
+    return cut, int(np.count_nonzero(sizes > 0))
+
+
+def _round_all(
+    values: NDArray[np.float32], blocks: Blocks, weight: int, largest: int, found: NDArray[np.int32]
+) -> None:
+    """Write the integers of all values that are sent to `found`, and replace the values by what is left."""
     block = blocks.block
     whole = len(blocks.indices) - (blocks.count % block != 0)  # blocks that are not cut by the end of the model
     table = values[: blocks.length // block * block].reshape(-1, block)
     out = found[: whole * block].reshape(-1, block)
-    step = max(1, _AT_A_TIME // block)
+    step = _AT_A_TIME // block
+    grid = _Grid(weight, _not_above(largest), np.empty((2, step, block)))
     for low in range(0, whole, step):
         high = min(low + step, whole)
         scales = blocks.scales[low:high, None]
         if blocks.all_sent:
-            _round(table[low:high], scales, levels, out[low:high])
+            _round(table[low:high], scales, grid, out[low:high])
         else:
             rows = table[blocks.indices[low:high]]
-            _round(rows, scales, levels, out[low:high])
+            _round(rows, scales, grid, out[low:high])
             table[blocks.indices[low:high]] = rows
     if whole < len(blocks.indices):
-        _round(values[len(table) * block :], blocks.scales[-1:], levels, found[whole * block :])
-    return found
+        _round(values[None, len(table) * block :], blocks.scales[-1:, None], grid, found[None, whole * block :])
 
 
-def integers_of(levels: NDArray[np.int32], weight: int, weighted: bool) -> NDArray[np.int32]:
-    """Return the integers whose sum over clients the server learns, [n], or [n + 1] if weights count.
+@dataclass(frozen=True, slots=True, eq=False)
+class _Grid:
+    """How values become integers."""
 
-    Args:
-        levels: of the values that are sent, [n].
-        weight: of the update.
-        weighted: whether updates count by their weights, which then come last. Otherwise `weight` is not used.
-    """
-    if not weighted:
-        return levels
-    integers = np.empty(len(levels) + 1, np.int32)
-    np.multiply(levels, weight, out=integers[:-1])
-    integers[-1] = weight
-    return integers
+    weight: int
+    largest: np.float32
+    room: NDArray[np.float64]  # that is written over, [2, rows, values of a block]: to allocate it takes longer
 
 
-def _round(values: NDArray[np.float32], scales: NDArray[np.float32], levels: int, out: NDArray[np.int32]) -> None:
-    """Write the levels of values to `out`, and replace the values by what is left."""
+def _round(values: NDArray[np.float32], scales: NDArray[np.float32], grid: _Grid, out: NDArray[np.int32]) -> None:
+    """Write the integers of rows of values to `out`, and replace the values by what is left."""
     with np.errstate(over="ignore"):
         found = values / scales
+        if grid.weight != 1:
+            found *= np.float32(grid.weight)
     np.rint(found, out=found)
-    np.clip(found, -levels, levels, out=found)
+    np.clip(found, -grid.largest, grid.largest, out=found)
     out[...] = found
-    # In float64, because the product of a step and a level does not always fit into float32.
-    values -= np.multiply(found, scales, dtype=np.float64)
+    # In float64, because the product of a step and an integer does not always fit into float32.
+    told, left = grid.room[:, : values.shape[0], : values.shape[1]]
+    told[...] = found
+    told *= scales.astype(np.float64) / grid.weight
+    left[...] = values
+    left -= told
+    values[...] = left
+
+
+def _not_above(largest: int) -> np.float32:
+    """Return the largest float32 that is not above an integer."""
+    bound = np.float32(largest)
+    return bound if int(bound) <= largest else np.nextafter(bound, np.float32(0))

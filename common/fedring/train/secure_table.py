@@ -23,8 +23,9 @@ class SecureAggregation(BaseModel):
         7,
         ge=1,
         le=32767,
-        description="levels on each side of zero to which the values of an update are rounded; with [dp], dp.bits says "
-        "how finely they are, and levels, step, first_norm and block are not used",
+        description="levels on each side of zero that the values of an update are rounded to; with weights = "
+        '"samples", updates of a larger weight are rounded more finely; with [dp], dp.bits says how finely they are, '
+        "and levels, step, first_norm and block are not used",
     )
     step: Positive = Field(
         1.0, le=1000, description="distance between two levels, in units of the root mean square of the last aggregate"
@@ -41,7 +42,11 @@ class SecureAggregation(BaseModel):
         "they were sent; what is not sent waits in each client, which trains on it",
     )
     max_weight: int = Field(
-        1000, ge=1, le=1 << 20, description='largest weight of one client\'s update, with weights = "samples"'
+        1000,
+        ge=1,
+        le=1 << 20,
+        description='largest weight of one client\'s update, with weights = "samples"; whatever its weight, a client '
+        "adds at most levels times max_weight steps to a sum",
     )
     group_size: int = Field(
         0,

@@ -76,7 +76,7 @@ export class Client {
   async #beInSession(begun) {
     const session = (this.session = new Session(this.options));
     const reply = await session.join({
-      ...{ client_id: this.id, protocol: 2, software: 'fedring-node-example/1', resume_secret: this.keep.secret },
+      ...{ client_id: this.id, protocol: 3, software: 'fedring-node-example/1', resume_secret: this.keep.secret },
       startup_seconds: (this.startup ??= process.uptime()),
     });
     this.keep.saveSecret(reply.resume_secret);

@@ -133,7 +133,8 @@ class SecureDesk:
         if privacy is None:
             if trained is None:
                 return masked_zero(party, base, samples, residual)
-            return masked_update(party, base, trained, samples, residual)
+            most = self._config.privacy.max_clipped_share
+            return masked_update(party, base, trained, samples, residual, max_clipped_share=most)
         try:
             plan = privacy.plan(party.clients, base.vectors.parameters.size, party.command.job.min_results)
             if why := own_noise_refusal(self._config.privacy, self._ledger, party.command, plan, party.masks):

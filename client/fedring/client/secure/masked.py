@@ -1,5 +1,6 @@
 """Makes the masked update of a trained model: the integers that the server adds up, under this client's masks."""
 
+import logging
 import os
 
 import numpy as np
@@ -15,9 +16,11 @@ from fedring.privacy.integer_plan import IntegerPlan
 from fedring.privacy.integers import RoundingFailed, encode_private
 from fedring.privacy.keystream import SECRET_BYTES
 from fedring.secure.errors import SecureError
-from fedring.secure.levels import integers_of, open_blocks, shorten, to_levels
+from fedring.secure.levels import shorten, to_integers, zero_integers
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1 import secure_pb2 as wire
+
+log = logging.getLogger(__name__)
 
 
 def masked_update(
@@ -26,6 +29,8 @@ def masked_update(
     trained: Vectors,
     samples: int,
     residual: NDArray[np.float32] | None,
+    *,
+    max_clipped_share: float,
 ) -> Update:
     """Make the masked update that leads from `base` to `trained`, plus the residual.
 
@@ -35,13 +40,14 @@ def masked_update(
         trained: the values that it ended with, which are overwritten.
         samples: how many samples it was trained on.
         residual: what past updates left out, [num_parameters]; None = nothing.
+        max_clipped_share: above which share of cut values zeros are sent, and all of the update is left out.
 
     Raises:
         CodecError: "non_finite", if a value is not finite.
         SecureError: if the round's levels or its masks cannot be used.
     """
     delta = _delta(base, trained)
-    integers = level_integers(delta, party.command.secure, samples, residual)
+    integers = level_integers(delta, party.command.secure, samples, residual, max_clipped_share=max_clipped_share)
     return update_of(party.command, party.client_id, party.mask(integers), party.bits, delta)
 
 
@@ -84,7 +90,12 @@ def private_update(party: Party, plan: IntegerPlan, base: HeldModel, trained: Ve
 
 
 def level_integers(
-    delta: NDArray[np.float32], secure: wire.SecureRound, samples: int, residual: NDArray[np.float32] | None
+    delta: NDArray[np.float32],
+    secure: wire.SecureRound,
+    samples: int,
+    residual: NDArray[np.float32] | None,
+    *,
+    max_clipped_share: float,
 ) -> NDArray[np.int32]:
     """Return an update as the integers that are added up, [n], or [n + 1] if updates count by their weights.
 
@@ -93,6 +104,8 @@ def level_integers(
         secure: what the command says of the round.
         samples: how many samples the client was trained on.
         residual: what past updates left out, [num_parameters]; None = nothing.
+        max_clipped_share: above which share of cut values the integers say nothing but the weight, and `delta` keeps
+            the whole update.
 
     Raises:
         CodecError: "non_finite", if a value is not finite.
@@ -101,25 +114,14 @@ def level_integers(
     shorten(delta, secure.clip)
     if residual is not None:
         delta += residual
-    levels = to_levels(delta, open_blocks(secure, delta.size), secure.levels)
-    return integers_of(levels, min(samples, secure.max_weight), secure.max_weight > 0)
-
-
-def zero_integers(secure: wire.SecureRound, length: int, samples: int) -> NDArray[np.int32]:
-    """Return the integers of an update that changes nothing, with its full weight.
-
-    They are [n], or [n + 1] if updates count by their weights, as from level_integers().
-
-    Args:
-        secure: what the command says of the round.
-        length: the number of parameters.
-        samples: how many samples the client's updates count for.
-
-    Raises:
-        SecureError: "bad_blocks", if the round does not fit the model.
-    """
-    levels = np.zeros(open_blocks(secure, length).count, np.int32)
-    return integers_of(levels, min(samples, secure.max_weight), secure.max_weight > 0)
+    rounded = to_integers(delta, secure, samples, max_clipped_share=max_clipped_share)
+    if rounded.zeroed:
+        log.warning(
+            "%.1f %% of this update is too large for the round's levels, and privacy.max_clipped_share = %g: zeros are "
+            "sent, and the update waits for a round with larger steps (secure_aggregation.first_norm, step, levels)",
+            *(100 * rounded.clipped_share, max_clipped_share),
+        )
+    return rounded.integers
 
 
 def private_integers(delta: NDArray[np.float32], plan: IntegerPlan, seed: bytes) -> NDArray[np.int64]:

@@ -171,7 +171,7 @@ class Party:
         """Return an update's integers with all masks of this client on them, [n] modulo 2^bits.
 
         Args:
-            integers: the levels, times the weight, or private integers [n].
+            integers: of the update, and its weight if weights count, or private integers [n].
             bits: of a masked value; 0 = as levels need.
 
         Raises:

@@ -19,7 +19,7 @@ from fedring.codec.chunks import spread
 from fedring.codec.masked import MaskedPacket, Width, word_type
 from fedring.privacy.integer_plan import IntegerPlan
 from fedring.privacy.integers import decode_sum
-from fedring.secure.levels import Blocks, open_blocks
+from fedring.secure.levels import Blocks, largest_of, open_blocks
 from fedring.secure.masks import GROUP, mask, unwrap
 from fedring.server.model.contributions import Contribution
 from fedring.v1 import secure_pb2 as wire
@@ -152,7 +152,7 @@ class MaskedSum(Decoder):
             if not 1 <= found <= clients * secure.max_weight:
                 raise BadSum(group.name, f"has the weight {found}, which {clients} clients cannot have")
             self.weight = float(found)
-        self._most = int(self.weight) * secure.levels
+        self._most = clients * largest_of(secure)
 
     def add(self, start: int, stop: int, out: NDArray[np.float64], weight: float) -> None:
         """See Decoder.add; BadSum if a value of the sum is impossible."""

@@ -30,7 +30,11 @@ _FLOOR = 1 / 8
 """No block counts for less than if it changed by this share of the root mean square over all blocks."""
 
 _SHRINK = 1 / 8
-"""A block's spread becomes at most so much smaller from round to round, because levels that are all zero say little."""
+"""A block's spread becomes at most so much smaller from round to round, because integers that are all zero say little.
+
+A block that is sent for the first time has what was expected of it as its spread before. If it had none, a first step
+that is too large for all values would be followed by one that is too small for any.
+"""
 
 _SMALLEST, _LARGEST = 1e-30, 1e30
 
@@ -69,7 +73,7 @@ def secure_round(job: Job, base: ModelRow, pace: Pace | None) -> wire.SecureRoun
     """
     table = _table(job)
     known = _first_pace(table, base.parameters) if pace is None else pace
-    expected = known.gathered(table.first_norm / sqrt(base.parameters))
+    expected = known.gathered(_first_change(table, base.parameters))
     total = len(expected)
     sent = np.arange(total)
     if table.keep_ratio < 1:
@@ -122,7 +126,9 @@ class Spread:
     def __init__(self, job: Job, blocks: Blocks, before: Pace | None) -> None:
         self._blocks = blocks
         self._before = _first_pace(_table(job), blocks.length) if before is None else before
-        self._squares = np.zeros(len(self._before.changes), np.float64)
+        known, expected = self._before.changes, self._before.gathered(_first_change(_table(job), blocks.length))
+        self._changes = np.where(known > 0, known.astype(np.float64), expected / self._before.waiting)
+        self._squares = np.zeros(len(expected), np.float64)
 
     def watch(self, start: int, delta: NDArray[np.float64]) -> None:
         """Take the piece of the combined delta that begins at `start` into account.
@@ -141,7 +147,7 @@ class Spread:
         sizes = np.minimum(block, self._blocks.length - sent * block)
         found = np.sqrt(self._squares[sent] / sizes) / self._before.waiting[sent]
         changes = self._before.changes.astype(np.float64)
-        changes[sent] = np.maximum(found, _SHRINK * changes[sent]).clip(_SMALLEST, _LARGEST)
+        changes[sent] = np.maximum(found, _SHRINK * self._changes[sent]).clip(_SMALLEST, _LARGEST)
         waiting = np.minimum(self._before.waiting, _LONGEST) + 1
         waiting[sent] = 1
         return _HEADER.pack(block) + changes.astype("<f4").tobytes() + waiting.astype("<u4").tobytes()
@@ -156,6 +162,11 @@ def _table(job: Job) -> SecureAggregation:
 def _first_pace(table: SecureAggregation, parameters: int) -> Pace:
     total = blocks_of(parameters, table.block)
     return Pace(np.zeros(total, np.float32), np.ones(total, np.uint32))
+
+
+def _first_change(table: SecureAggregation, parameters: int) -> float:
+    """Return the root mean square that is expected of the first change."""
+    return table.first_norm / sqrt(parameters)
 
 
 def _choose(expected: NDArray[np.float64], count: int, seed: int) -> NDArray[np.int64]:
