@@ -34,7 +34,9 @@ MIXED = ("small", "tiny")
 
 def product(values: Float32, secure: wire.SecureRound, weight: int) -> Integers:
     """Make integers as clients do, whatever share of the values is cut."""
-    return level_integers(values, secure, weight, None, max_clipped_share=1.0)[: len(values)].astype(np.int64)
+    return level_integers(values, secure, weight, None, dither=b"", max_clipped_share=1.0)[: len(values)].astype(
+        np.int64
+    )
 
 
 def clipped_share(scene: Scene) -> float:

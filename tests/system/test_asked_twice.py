@@ -201,8 +201,8 @@ def test_a_base_that_differs_in_one_value_is_another_one_and_only_noise_hides_th
     update = pupils[VICTIM].updates[1]
     error, correlation = error_of(found, update), np.corrcoef(found, update)[0, 1]
     print(f"the largest error is {error:.2f} steps, the correlation {correlation:.3f}")
-    assert correlation > 0.5
     if batch_size == 8:
         assert error > 2
-    else:  # all samples are in one batch: nothing is drawn but how values are rounded
-        assert error <= 1 + len(OTHERS)
+        assert correlation > 0.5
+    else:  # all samples are in one batch: nothing is drawn but how values are rounded, each to one of two neighbours
+        assert 1 < error < 1 + len(OTHERS)

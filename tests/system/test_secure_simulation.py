@@ -18,7 +18,7 @@ JOB: dict[str, Any] = {
     "batch_size": 16,
     "min_clients": CLIENTS,
     "min_clients_to_aggregate": 4,
-    "weights": "uniform",
+    "weights": "samples",
     "evaluate": False,
     "secure_aggregation": {"keep_ratio": 0.5, "block": 16, "step_seconds": 60},
 }

@@ -30,7 +30,9 @@ STEPS = {"honest": 1.0, "small": 0.1, "tiny": 1e-4, "huge": 30.0}  # times those
 
 def product(values: Float32, secure: wire.SecureRound, weight: int) -> Integers:
     """Make integers as clients do, whatever share of the values is cut."""
-    return level_integers(values, secure, weight, None, max_clipped_share=1.0)[: len(values)].astype(np.int64)
+    return level_integers(values, secure, weight, None, dither=b"", max_clipped_share=1.0)[: len(values)].astype(
+        np.int64
+    )
 
 
 @cache

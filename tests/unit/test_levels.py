@@ -103,6 +103,43 @@ def test_only_values_that_are_sent_count_as_cut(length: int) -> None:
     assert to_integers(values, secure, 1).clipped_share == 1 / sent
 
 
+KEY = bytes(range(32))
+
+
+def test_a_dither_is_repeated_with_its_key_only_and_moves_no_whole_number() -> None:
+    length = 3 * 2**16 + 5  # several pieces and a block that is cut
+    scales = np.ones(-(-length // 16), "<f4").tobytes()
+    secure = wire.SecureRound(scales=scales, block=16, levels=7, max_weight=10)
+    values = np.random.default_rng(0).normal(0, 2, length).astype(np.float32)
+    first, again, other, none = (
+        to_integers(values.copy(), secure, 10, dither=key).integers for key in (KEY, KEY, KEY[::-1], b"")
+    )
+    assert first.tolist() == again.tolist()
+    for integers in (other, none):
+        assert 0.1 < np.mean(first != integers) < 0.9
+    assert np.abs(first - none).max() == 1
+    whole = np.rint(values)
+    assert to_integers(whole.copy(), secure, 1, dither=KEY).integers[:-1].tolist() == np.clip(whole, -70, 70).tolist()
+
+
+def test_a_dithered_value_is_right_in_the_mean_and_what_it_leaves_out_stays() -> None:
+    secure = wire.SecureRound(scales=np.ones(4096, "<f4").tobytes(), block=16, levels=7)
+    for value in (0.25, -3.6):
+        values = np.full(65536, value, np.float32)
+        integers = to_integers(values, secure, 1, dither=KEY).integers
+        assert set(integers.tolist()) == {int(np.floor(value)), int(np.ceil(value))}
+        assert integers.mean() == pytest.approx(value, abs=0.01)
+        np.testing.assert_allclose(values + integers, value, rtol=1e-6)
+
+
+def test_a_dither_is_the_same_whichever_blocks_are_whole() -> None:
+    values = np.random.default_rng(1).normal(0, 2, 40).astype(np.float32)
+    dense = to_integers(values.copy(), a_round(3), 1, dither=KEY).integers
+    sparse = to_integers(values.copy(), a_round(2, blocks=b"\5"), 1, dither=KEY).integers
+    assert sparse[:16].tolist() == dense[:16].tolist()
+    assert len(sparse) == 24
+
+
 def test_an_update_of_zeros_is_not_cut() -> None:
     assert to_integers(np.zeros(40, np.float32), a_round(3), 1, max_clipped_share=0.0).clipped_share == 0
 

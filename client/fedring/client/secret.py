@@ -26,8 +26,8 @@ from fedring.secure.statements import digest_of
 from fedring.v1 import federation_pb2 as pb
 
 SECRET_FILE = "secret"
-TRAINING = "training"
-"""The purpose of the seed of a training."""
+TRAINING, DITHER = "training", "dither"
+"""The purposes: the seed of a training, and the dither that is added to its update before that is rounded."""
 
 _SALT = b"fedring client secret 1"
 _SET_ASIDE = (

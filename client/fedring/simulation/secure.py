@@ -93,6 +93,7 @@ def make_unmasked_update(
     samples: int,
     residual: NDArray[np.float32] | None,
     clients: int,
+    dither: bytes,
 ) -> Update:
     """Make the update that leads from `base` to `trained`, plus the residual, as a client does before it masks it.
 
@@ -104,6 +105,7 @@ def make_unmasked_update(
         samples: that were trained on.
         residual: what past updates left out, [num_parameters]; None = nothing.
         clients: of the client's group.
+        dither: 32 bytes that it follows from, for this update only.
 
     Raises:
         CodecError: "non_finite", if a value is not finite.
@@ -119,7 +121,7 @@ def make_unmasked_update(
     if delta is None:
         return update_of(command, client, wrap(zero_integers(command.secure, length, samples), bits), bits, residual)
     most = SitePolicy().max_clipped_share
-    integers = level_integers(delta, command.secure, samples, residual, max_clipped_share=most)
+    integers = level_integers(delta, command.secure, samples, residual, dither=dither, max_clipped_share=most)
     return update_of(command, client, wrap(integers, bits), bits, delta)
 
 

@@ -23,7 +23,7 @@ from fedring.client.local_training import add_noise_alone, check_private, counte
 from fedring.client.personal import figures_of, train_own
 from fedring.client.promises import is_covered
 from fedring.client.round_plan import plan_of
-from fedring.client.secret import ClientSecret
+from fedring.client.secret import DITHER, ClientSecret
 from fedring.client.trainer import load_job
 from fedring.client.transfer.control import OwnControl
 from fedring.client.transfer.correction import Correction
@@ -244,7 +244,7 @@ class Worker:
         if self._job.sample_dp is not None and (model := self._trained_on_nothing(turn, reason)):
             trained = read_vectors(model, self._schema.names)
         if turn.peers:
-            return make_unmasked_update(command, name, base, trained, samples, turn.residual, turn.peers)
+            return self._unmasked(turn, base, trained, samples)
         if trained is None:
             return zero_update(command, name, base, turn.residual)
         return make_update(command, name, base, trained, TrainingReport(samples), turn.residual)
@@ -271,9 +271,17 @@ class Worker:
             return add_left_out(self._loaded.model, self._base, turn.residual)
         return self._base
 
+    def _unmasked(self, turn: Turn, base: HeldModel, trained: Vectors | None, samples: int) -> Update:
+        command, name = self._command, client_id(turn.client)
+        dither = self._secret_of(name).derive(command, DITHER)
+        return make_unmasked_update(command, name, base, trained, samples, turn.residual, turn.peers, dither)
+
     def _plan(self, turn: Turn) -> Plan:
         name = client_id(turn.client)
-        return plan_of(self._command, name, ClientSecret(lambda: client_secret(self._secret, name)))
+        return plan_of(self._command, name, self._secret_of(name))
+
+    def _secret_of(self, name: str) -> ClientSecret:
+        return ClientSecret(lambda: client_secret(self._secret, name))
 
     def _put_frozen_back(self) -> None:
         if self._frozen:  # a client's trainer may have changed them
@@ -331,7 +339,7 @@ class Worker:
         trained, used = read_vectors(loaded.model, self._schema.names), correction.used if correction else None
         count = result.num_samples
         if turn.peers:
-            return make_unmasked_update(command, name, base, trained, count, turn.residual, turn.peers), None, count
+            return self._unmasked(turn, base, trained, count), None, count
         update = make_update(command, name, base, trained, training, turn.residual, control=used)
         return update, correction.after(update, command, count) if correction else None, count
 

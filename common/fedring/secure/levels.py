@@ -2,7 +2,9 @@
 
 The parameters are cut into blocks of neighbouring values. A round sends some blocks or all of them, and each has one
 step s. In an update of the weight w, the value v becomes the integer x = w v / s, rounded to the nearest, halves to
-even, and cut to what the round's levels L and its largest weight W hold: -L W to L W, for every client alike.
+even, and cut to what the round's levels L and its largest weight W hold: -L W to L W, for every client alike. A
+dither between -1/2 and 1/2 is added before, which nobody else can compute: so two sums of nearly the same updates
+differ by more than these do.
 
 The weight counts before the rounding. Unequal weights that multiply a few levels afterwards make a knapsack of their
 sum, which opens: only one choice of levels gives it. Integers on one grid, in one range, have nothing of that.
@@ -22,6 +24,7 @@ from numpy.typing import NDArray
 from fedring.codec.errors import CodecError
 from fedring.secure.errors import SecureError
 from fedring.secure.limits import bits_of_sum
+from fedring.secure.masks import mask
 from fedring.v1 import secure_pb2 as wire
 
 MIN_BLOCK, MAX_BLOCK = 16, 8192
@@ -140,7 +143,12 @@ class Rounded:
 
 
 def to_integers(
-    values: NDArray[np.float32], secure: wire.SecureRound, samples: int, *, max_clipped_share: float = 1.0
+    values: NDArray[np.float32],
+    secure: wire.SecureRound,
+    samples: int,
+    *,
+    dither: bytes = b"",
+    max_clipped_share: float = 1.0,
 ) -> Rounded:
     """Round an update to the integers whose sum over clients the server learns.
 
@@ -149,6 +157,7 @@ def to_integers(
             leave out, computed in float64 and rounded to float32; values that are not sent stay as they are.
         secure: what the command says of the round.
         samples: how many samples the client was trained on, at least 1.
+        dither: 32 bytes that it follows from, for this update only; empty = none.
         max_clipped_share: of the values that are sent and are not 0. If more would be cut, nothing is told: each
             integer but the weight is 0, and `values` stays as it is.
 
@@ -160,7 +169,7 @@ def to_integers(
     found, share = zero_integers(secure, values.size, samples), _clipped_share(values, blocks, (largest + 0.5) / weight)
     zeroed = share > max_clipped_share
     if not zeroed:
-        _round_all(values, blocks, weight, largest, found[: blocks.count])
+        _round_all(values, blocks, _Grid(weight, _not_above(largest), dither), found[: blocks.count])
     return Rounded(found, share, zeroed)
 
 
@@ -215,49 +224,68 @@ def _count(rows: NDArray[np.float32], edges: NDArray[np.float32]) -> tuple[int, 
     return cut, int(np.count_nonzero(sizes > 0))
 
 
-def _round_all(
-    values: NDArray[np.float32], blocks: Blocks, weight: int, largest: int, found: NDArray[np.int32]
-) -> None:
-    """Write the integers of all values that are sent to `found`, and replace the values by what is left."""
-    block = blocks.block
-    whole = len(blocks.indices) - (blocks.count % block != 0)  # blocks that are not cut by the end of the model
-    table = values[: blocks.length // block * block].reshape(-1, block)
-    out = found[: whole * block].reshape(-1, block)
-    step = _AT_A_TIME // block
-    grid = _Grid(weight, _not_above(largest), np.empty((2, step, block)))
-    for low in range(0, whole, step):
-        high = min(low + step, whole)
-        scales = blocks.scales[low:high, None]
-        if blocks.all_sent:
-            _round(table[low:high], scales, grid, out[low:high])
-        else:
-            rows = table[blocks.indices[low:high]]
-            _round(rows, scales, grid, out[low:high])
-            table[blocks.indices[low:high]] = rows
-    if whole < len(blocks.indices):
-        _round(values[None, len(table) * block :], blocks.scales[-1:, None], grid, found[None, whole * block :])
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class _Grid:
     """How values become integers."""
 
     weight: int
     largest: np.float32
-    room: NDArray[np.float64]  # that is written over, [2, rows, values of a block]: to allocate it takes longer
+    dither: bytes
 
 
-def _round(values: NDArray[np.float32], scales: NDArray[np.float32], grid: _Grid, out: NDArray[np.int32]) -> None:
+def _round_all(values: NDArray[np.float32], blocks: Blocks, grid: _Grid, found: NDArray[np.int32]) -> None:
+    """Write the integers of all values that are sent to `found`, and replace the values by what is left."""
+    block = blocks.block
+    whole = len(blocks.indices) - (blocks.count % block != 0)  # blocks that are not cut by the end of the model
+    table = values[: blocks.length // block * block].reshape(-1, block)
+    out = found[: whole * block].reshape(-1, block)
+    step = _AT_A_TIME // block
+    room = np.empty((2, step, block))  # that is written over: to allocate it takes longer
+    for low in range(0, whole, step):
+        high = min(low + step, whole)
+        scales, dither = blocks.scales[low:high, None], _dither(grid.dither, low * block, high * block)
+        if blocks.all_sent:
+            _round(table[low:high], scales, grid, dither, out[low:high], room)
+        else:
+            rows = table[blocks.indices[low:high]]
+            _round(rows, scales, grid, dither, out[low:high], room)
+            table[blocks.indices[low:high]] = rows
+    if whole < len(blocks.indices):
+        rows, dither = values[None, len(table) * block :], _dither(grid.dither, whole * block, blocks.count)
+        _round(rows, blocks.scales[-1:, None], grid, dither, found[None, whole * block :], room)
+
+
+def _dither(key: bytes, start: int, stop: int) -> NDArray[np.float32] | None:
+    """Return the dither of the values from `start` to `stop` of those that are sent, [stop - start]."""
+    if not key:
+        return None
+    found = mask(key, 16, start, stop).astype(np.float32)
+    # The middles of 2^16 equal cells: never 1/2, which would move a value that is an integer already.
+    found += np.float32(0.5 - 2**15)
+    found *= np.float32(2**-16)
+    return found
+
+
+def _round(
+    values: NDArray[np.float32],
+    scales: NDArray[np.float32],
+    grid: _Grid,
+    dither: NDArray[np.float32] | None,
+    out: NDArray[np.int32],
+    room: NDArray[np.float64],
+) -> None:
     """Write the integers of rows of values to `out`, and replace the values by what is left."""
     with np.errstate(over="ignore"):
         found = values / scales
         if grid.weight != 1:
             found *= np.float32(grid.weight)
+    if dither is not None:
+        found += dither.reshape(found.shape)
     np.rint(found, out=found)
     np.clip(found, -grid.largest, grid.largest, out=found)
     out[...] = found
     # In float64, because the product of a step and an integer does not always fit into float32.
-    told, left = grid.room[:, : values.shape[0], : values.shape[1]]
+    told, left = room[:, : values.shape[0], : values.shape[1]]
     told[...] = found
     told *= scales.astype(np.float64) / grid.weight
     left[...] = values

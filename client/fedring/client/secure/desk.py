@@ -21,7 +21,7 @@ from fedring.client.errors import FederationClosed, RoundOver, UpdateRefused
 from fedring.client.ledger import Ledger
 from fedring.client.privacy import own_noise_refusal, refusal
 from fedring.client.promises import dp_of
-from fedring.client.secret import ClientSecret
+from fedring.client.secret import DITHER, ClientSecret
 from fedring.client.secure.identity import PeerCheck, load_signer
 from fedring.client.secure.masked import masked_update, masked_zero, private_update
 from fedring.client.secure.party import Party, Site
@@ -133,8 +133,8 @@ class SecureDesk:
         if privacy is None:
             if trained is None:
                 return masked_zero(party, base, samples, residual)
-            most = self._config.privacy.max_clipped_share
-            return masked_update(party, base, trained, samples, residual, max_clipped_share=most)
+            dither, most = self.secret.derive(assignment.command, DITHER), self._config.privacy.max_clipped_share
+            return masked_update(party, base, trained, samples, residual, dither=dither, max_clipped_share=most)
         try:
             plan = privacy.plan(party.clients, base.vectors.parameters.size, party.command.job.min_results)
             if why := own_noise_refusal(self._config.privacy, self._ledger, party.command, plan, party.masks):

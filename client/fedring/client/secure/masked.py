@@ -30,6 +30,7 @@ def masked_update(
     samples: int,
     residual: NDArray[np.float32] | None,
     *,
+    dither: bytes,
     max_clipped_share: float,
 ) -> Update:
     """Make the masked update that leads from `base` to `trained`, plus the residual.
@@ -40,14 +41,15 @@ def masked_update(
         trained: the values that it ended with, which are overwritten.
         samples: how many samples it was trained on.
         residual: what past updates left out, [num_parameters]; None = nothing.
+        dither: 32 bytes that it follows from, for this update only.
         max_clipped_share: above which share of cut values zeros are sent, and all of the update is left out.
 
     Raises:
         CodecError: "non_finite", if a value is not finite.
         SecureError: if the round's levels or its masks cannot be used.
     """
-    delta = _delta(base, trained)
-    integers = level_integers(delta, party.command.secure, samples, residual, max_clipped_share=max_clipped_share)
+    delta, secure = _delta(base, trained), party.command.secure
+    integers = level_integers(delta, secure, samples, residual, dither=dither, max_clipped_share=max_clipped_share)
     return update_of(party.command, party.client_id, party.mask(integers), party.bits, delta)
 
 
@@ -95,6 +97,7 @@ def level_integers(
     samples: int,
     residual: NDArray[np.float32] | None,
     *,
+    dither: bytes,
     max_clipped_share: float,
 ) -> NDArray[np.int32]:
     """Return an update as the integers that are added up, [n], or [n + 1] if updates count by their weights.
@@ -104,6 +107,7 @@ def level_integers(
         secure: what the command says of the round.
         samples: how many samples the client was trained on.
         residual: what past updates left out, [num_parameters]; None = nothing.
+        dither: 32 bytes that it follows from, for this update only.
         max_clipped_share: above which share of cut values the integers say nothing but the weight, and `delta` keeps
             the whole update.
 
@@ -114,7 +118,7 @@ def level_integers(
     shorten(delta, secure.clip)
     if residual is not None:
         delta += residual
-    rounded = to_integers(delta, secure, samples, max_clipped_share=max_clipped_share)
+    rounded = to_integers(delta, secure, samples, dither=dither, max_clipped_share=max_clipped_share)
     if rounded.zeroed:
         log.warning(
             "%.1f %% of this update is too large for the round's levels, and privacy.max_clipped_share = %g: zeros are "
