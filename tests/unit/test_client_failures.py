@@ -314,15 +314,21 @@ def test_what_fails_before_the_model_is_there_is_told_without_the_text_of_errors
     def empty(root: Any, download: bool) -> Split:
         return Split(Samples(torch.zeros(0, 5), torch.zeros(0, dtype=torch.int64)), samples_of("ann"), 7)
 
+    def uneven(root: Any, download: bool) -> Split:
+        return Split(Samples(torch.zeros(41, 5), torch.zeros(42)), samples_of("ann"), 7)
+
     clients.start("ann", data=plug_in(module, data_of_nobody))
     clients.start("bob", data=plug_in(module, empty))
-    clients.start("cat")
+    clients.start("cat", data=plug_in(module, uneven))
     server.begin(1, NAMES, job=job())
     assert server.failure(1, "ann") == server.failure(1, "bob") == "no_data"
+    assert server.failure(1, "cat") == "bad_samples"
     server.begin(2, NAMES, job=job(loss="os:getcwd"))
-    assert server.failure(2, "cat") == "not_offered"
+    assert server.failure(2, "bob") == "not_offered"
     assert ("Failure", "no_data", "ValueError; the log of this client says more") in server.seen["ann"]
+    assert ("Failure", "bad_samples", "DataError; the log of this client says more") in server.seen["cat"]
     assert "Jane Doe" not in str(server.seen)
+    assert "41 inputs" not in str(server.seen)
 
 
 def test_without_masks_and_noise_a_failure_is_told(server: SecureServer, clients: Clients) -> None:
