@@ -62,6 +62,7 @@ class SecureServer(
         self.answers: dict[tuple[int, str], wire.UnmaskShares] = {}
         self.failures: dict[tuple[int, str], str] = {}  # the last reason
         self.seen: dict[str, list[tuple[str, ...]]] = defaultdict(list)  # what each client has sent, in order
+        self.progress: dict[str, list[float]] = defaultdict(list)  # that the heartbeats of each client tell
         self.said_twice: dict[str, int] = defaultdict(int)  # how often a call repeated a message, by its name
         self.contradictions: list[str] = []  # of clients that said something else than before
         self.lost_answers: set[str] = set()  # calls of which the next answer is lost
@@ -362,6 +363,7 @@ class SecureServer(
         async for request in requests:
             if request.matched:
                 self._note(lambda: self.matched.add(client))
+            self._note(partial(self.progress[client].append, request.progress))
             if request.HasField("failure"):
                 self.seen[client].append(("Failure", request.failure.reason, request.failure.detail))
                 self._note(partial(self.failures.update, {(request.failure.round, client): request.failure.reason}))

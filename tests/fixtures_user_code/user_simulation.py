@@ -48,6 +48,14 @@ def few(root: Path | None, download: bool, count: int) -> Split:
     return Split(Subset(split.train, torch.randperm(1000)[:count].tolist()), split.test, split.classes)
 
 
+@offers("data")
+def nines(root: Path | None, download: bool) -> Split:
+    """Return the digits that are nines."""
+    split = digits(root, download)
+    assert isinstance(split.train, Samples)
+    return Split(split.train.subset((split.train.labels == 9).nonzero()[:, 0].numpy()), split.test, split.classes)
+
+
 def add_number(model: nn.Module, samples: Any, plan: Any) -> dict[str, float]:
     """Add the number of the round to each parameter, instead of a training."""
     with torch.no_grad():

@@ -60,6 +60,9 @@ def module(clients: Clients) -> ModuleType:
 # What fails: the model that the server sends, or code of the site, on samples of one class
 
 
+DP = '{"noise_multiplier": 1.0, "clip": 0.5, "adaptive": false}'
+
+
 def failing_loss(error: type[Exception]) -> Callable[..., Any]:
     def loss(outputs: Tensor, labels: Tensor) -> Tensor:
         if holds(labels):
@@ -114,6 +117,28 @@ def test_a_failure_looks_like_any_other_update_and_changes_nothing(
 def hidden(federation: Federation, reason: str) -> float | None:
     value = "fl_client_hidden_failures_total"
     return federation._link.metrics.registry.get_sample_value(value, {"reason": reason})
+
+
+def test_while_a_client_waits_for_others_its_progress_does_not_tell_that_it_has_failed(
+    server: SecureServer, clients: Clients
+) -> None:
+    clients.start_all()
+    server.begin(1, NAMES, model=overflowing(), job=job(), secure=weighed())
+    server.share(1)
+    server.until(lambda: all(server.progress[name][-1:] == [1.0] for name in NAMES))
+    assert server.failures == {}
+
+
+def test_a_trainer_that_fails_reports_no_progress_either(
+    server: SecureServer, clients: Clients, module: ModuleType
+) -> None:
+    federations = clients.start_all(trainer=plug_in(module, failing_trainer("bad_result")))
+    server.begin(1, NAMES, job=job(), secure=weighed())
+    server.share(1)
+    server.until(lambda: hidden(federations[HOLDER], "bad_result") == 1)
+    before = len(server.progress[HOLDER])
+    server.until(lambda: len(server.progress[HOLDER]) >= before + 2)
+    assert {share for name in NAMES for share in server.progress[name]} == {0.0}
 
 
 def test_if_all_fail_the_sum_is_zero_with_their_full_weight(
@@ -198,6 +223,21 @@ def test_a_disk_that_is_full_is_told_and_ends_no_client(
     assert finish(server, 2)[-1] == 3 * SAMPLES
 
 
+def test_an_update_that_cannot_be_charged_is_not_sent_and_the_server_need_not_wait_for_it(
+    server: SecureServer, clients: Clients, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError("no space left on the device of Jane Doe")
+
+    monkeypatch.setattr("fedring.client.ledger.Ledger.charge", full)
+    clients.start(HOLDER)
+    command = server.command(1, job=job(secure_aggregation="", dp=DP), encoding=pb.Encoding(name="fp32"))
+    command.ClearField("secure")
+    server.train(HOLDER, command)
+    assert server.failure(1, HOLDER) == "disk_failed"
+    assert server.offered == {}
+
+
 # What a client keeps
 
 
@@ -274,15 +314,21 @@ def test_what_fails_before_the_model_is_there_is_told_without_the_text_of_errors
     def empty(root: Any, download: bool) -> Split:
         return Split(Samples(torch.zeros(0, 5), torch.zeros(0, dtype=torch.int64)), samples_of("ann"), 7)
 
+    def uneven(root: Any, download: bool) -> Split:
+        return Split(Samples(torch.zeros(41, 5), torch.zeros(42)), samples_of("ann"), 7)
+
     clients.start("ann", data=plug_in(module, data_of_nobody))
     clients.start("bob", data=plug_in(module, empty))
-    clients.start("cat")
+    clients.start("cat", data=plug_in(module, uneven))
     server.begin(1, NAMES, job=job())
     assert server.failure(1, "ann") == server.failure(1, "bob") == "no_data"
+    assert server.failure(1, "cat") == "bad_samples"
     server.begin(2, NAMES, job=job(loss="os:getcwd"))
-    assert server.failure(2, "cat") == "not_offered"
+    assert server.failure(2, "bob") == "not_offered"
     assert ("Failure", "no_data", "ValueError; the log of this client says more") in server.seen["ann"]
+    assert ("Failure", "bad_samples", "DataError; the log of this client says more") in server.seen["cat"]
     assert "Jane Doe" not in str(server.seen)
+    assert "41 inputs" not in str(server.seen)
 
 
 def test_without_masks_and_noise_a_failure_is_told(server: SecureServer, clients: Clients) -> None:

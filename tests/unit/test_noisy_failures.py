@@ -127,7 +127,7 @@ def test_with_noise_of_its_own_a_failed_training_delivers_the_noise_and_is_charg
     server: "ScriptedServer", settings: dict[str, Any], module: ModuleType, model: nn.Module, label: int
 ) -> None:
     loss = plug_in(module, failing)
-    with client(settings, loss=loss, **parts(module, 0, label, label, 1)):
+    with client(settings, loss=loss, **parts(module, *[label] * 4)):
         server.joins.get(timeout=SECONDS)
         noisy: dict[str, Any] = {"batch_size": 2, "epochs": 3, "lr": 0.5, "momentum": 0.0}
         server.train(server.command(model, **noisy, job=job(sample_dp=SAMPLE_DP)))
@@ -140,6 +140,23 @@ def test_with_noise_of_its_own_a_failed_training_delivers_the_noise_and_is_charg
         assert kstest(values / deviation, "norm").pvalue > 1e-6
     else:
         assert np.abs(values).max() > 0
+
+
+OWN = '{"method": "ditto", "mu": 0.1, "epochs": 1}'
+
+
+@pytest.mark.parametrize("personal", ["", OWN], ids=["without", "with-own-model"])
+def test_with_noise_of_its_own_one_sample_does_not_decide_whether_the_others_count(
+    server: "ScriptedServer", settings: dict[str, Any], module: ModuleType, model: nn.Module, personal: str
+) -> None:
+    too_large = 7  # a label that the model has no output for
+    with client(settings, **parts(module, *[0] * 100, too_large)):
+        server.joins.get(timeout=SECONDS)
+        asked = job(sample_dp='{"noise_multiplier": 0.1, "max_grad_norm": 0.5}', personal=personal)
+        server.train(server.command(model, batch_size=101, lr=1.0, momentum=0.0, job=asked))
+        values = sent(server)
+    assert server.failures.empty()
+    assert np.linalg.norm(values) == pytest.approx(0.5 * 100 / 101, rel=0.05)  # the noise alone has a norm of 0.02
 
 
 def test_a_training_that_diverges_by_its_noise_delivers_zeros_and_is_charged(
@@ -196,7 +213,7 @@ def test_the_noise_of_a_failed_training_does_not_come_into_private_tensors(
         return nn.Sequential(nn.Linear(200, 4), nn.Linear(4, 7))
 
     private = job(sample_dp=SAMPLE_DP, private=["1.*"])
-    names = parts(module, 0, CLASS) | {"model": plug_in(module, halves), "loss": plug_in(module, failing)}
+    names = parts(module, CLASS, CLASS) | {"model": plug_in(module, halves), "loss": plug_in(module, failing)}
     with client(settings, **names):
         server.joins.get(timeout=SECONDS)
         server.train(server.command(halves(), names=["0.weight", "0.bias"], job=private))

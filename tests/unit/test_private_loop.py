@@ -184,6 +184,65 @@ def test_a_sample_that_is_not_finite_counts_as_none() -> None:
     assert torch.allclose(weights(model), -torch.tensor([0.1, 0.1, 0.0]), atol=1e-5)
 
 
+@pytest.mark.parametrize("way", ["loss", "model", "backward", "data"])
+def test_a_sample_that_raises_an_error_counts_as_none(way: str) -> None:
+    def raise_for(values: Tensor, where: str) -> None:
+        if way == where and (values > 8).any():
+            raise KeyError("Jane Doe")
+
+    class Backward(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, values: Tensor) -> Tensor:
+            ctx.save_for_backward(values)
+            return values.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *given: Tensor) -> Tensor:
+            raise_for(ctx.saved_tensors[0], "backward")
+            return given[0]
+
+    class Picky(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = linear(), linear(1)
+            nn.init.ones_(self.last.get_parameter("weight"))
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            hidden = self.first(inputs)
+            raise_for(inputs, "model")
+            hidden = Backward.apply(hidden + inputs.sum(1, keepdim=True))  # type: ignore[no-untyped-call]  # torch's
+            outputs: Tensor = self.last(hidden)
+            return outputs
+
+    class Partly(Samples):
+        def batch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+            raise_for(self.inputs[indices], "data")
+            return super().batch(indices)
+
+    def loss(outputs: Tensor, labels: Tensor) -> Tensor:
+        if way == "loss" and labels.item() == 9:
+            raise KeyError("Jane Doe")
+        return outputs.mean()
+
+    inputs, labels = torch.full((5, 3), 0.1), torch.zeros(5)
+    inputs[[1, 4]] = labels[[1, 4], None] = 9.0
+    model = Picky()
+    result = train(model, Partly(inputs, labels), loss=loss, batch_size=5)
+    assert torch.allclose(weights(model), torch.tensor([-0.06, -0.06, -0.06, 1 - 0.18]), atol=1e-5)
+    assert result.num_samples == 5
+
+
+def test_if_all_samples_raise_errors_the_training_does(caplog: pytest.LogCaptureFixture) -> None:
+    def loss(outputs: Tensor, labels: Tensor) -> Tensor:
+        if labels.item() == 9:
+            raise KeyError("Jane Doe")
+        return outputs.mean()
+
+    with pytest.raises(KeyError, match="Jane Doe"):
+        train(linear(), Samples(torch.ones(4, 3), torch.full((4,), 9.0)), loss=loss, epochs=2)
+    assert "8 samples raised an error in the training, and count as zeros" in caplog.text
+
+
 def test_steps_without_samples_and_parameters_without_use_get_noise_alone() -> None:
     class Partly(nn.Module):
         def __init__(self) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Self
 
+import numpy as np
 import pytest
 import torch
 from tests.honest_clients import new_model
@@ -79,12 +80,15 @@ class Script:
                 nn.init.constant_(next(model.parameters()), torch.nan)
                 with pytest.raises(UpdateRefused, match="non_finite"):
                     task.submit(model, samples=7)
+            case "no array":
+                with pytest.raises(ValueError, match="weight is of the kind"):
+                    task.submit({"weight": np.zeros(3, np.int64)}, samples=7)
             case "nonsense":
                 with pytest.raises(ValueError, match="samples is 0"):
                     task.submit(model, samples=0)
 
 
-@pytest.mark.parametrize("way", ["fail", "nothing", "raise", "not finite", "nonsense"])
+@pytest.mark.parametrize("way", ["fail", "nothing", "raise", "not finite", "no array", "nonsense"])
 @pytest.mark.parametrize(("samples", "weight"), [(0, 7), (5, 5)], ids=["as-before", "as-told"])
 def test_a_script_that_fails_delivers_zeros_too(
     server: SecureServer, clients: Clients, way: str, samples: int, weight: int

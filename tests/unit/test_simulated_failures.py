@@ -54,7 +54,8 @@ def test_a_failure_under_masks_or_noise_changes_nothing_and_counts_in_full(
 
 def test_a_failure_with_noise_of_a_clients_own_adds_noise_and_is_charged() -> None:
     keys: dict[str, Any] = {"weights": "uniform", "evaluate": False, "evaluate_on_server": False}
-    keys |= {"loss": f"{HERE}:cannot_count_to_9", "sample_dp": {"noise_multiplier": 1.0, "max_grad_norm": 0.5}}
+    keys |= {"data": f"{HERE}:nines", "loss": f"{HERE}:cannot_count_to_9"}
+    keys |= {"sample_dp": {"noise_multiplier": 1.0, "max_grad_norm": 0.5}}
     report = simulate({**JOB, **keys}, clients=6, workers=1)
     (row,) = report["rounds"]
     assert row["clients"] == 6

@@ -138,7 +138,7 @@ class Answers:
 
         Raises:
             RoundOver: If the server has not accepted it; UpdateRefused, if it never will.
-            OSError: If it cannot be written; then nothing was sent.
+            OSError: If it cannot be written or charged; then nothing was sent.
         """
         update = answer.update
         spooled = self._spool.write(
@@ -149,6 +149,7 @@ class Answers:
             control=answer.control,
             personal=answer.personal,
         )
+        self._spool.ledger.charge(self._command, update.offer.name)  # which may fail; the delivery charges nothing then
         self.sent = True
         if self._command.HasField("secure"):
             self._secure.bind(self._assignment, update.offer.payload_digest)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from fedring.codec.schema import Schema
-from fedring.train.errors import SeamError, TrainError
+from fedring.train.errors import SeamError, TrainingStopped
 from fedring.train.evaluation import Counts
 from fedring.train.loop import Loss, OptimizerFactory, train
 from fedring.train.metrics import MAX_METRICS
@@ -43,9 +43,10 @@ def train_own(
     progress: Callable[[float], None] = lambda share: None,
     stopped: Callable[[], bool] = lambda: False,
 ) -> dict[str, Tensor] | None:
-    """Train a client's own model, and return its tensors by name, on the CPU; None if the training diverged.
+    """Train a client's own model, and return its tensors by name, on the CPU; None if the training failed.
 
-    The round goes on without it then, and the client keeps the own model that it had.
+    The round goes on without it then, and the client keeps the own model that it had: no noise covers this training, so
+    its end must not decide what the server gets.
 
     Args:
         model: Holds the values that the round starts from, and holds them again afterwards.
@@ -62,7 +63,6 @@ def train_own(
 
     Raises:
         TrainingStopped: If `stopped` returned True.
-        TrainError: If there are no samples.
     """
     rounds_model = read_tensors(model, schema.names)
     if start is not None and how.method == "ditto":
@@ -80,10 +80,11 @@ def train_own(
             towards=rounds_model,
         )
         own = read_tensors(model, schema.names)
-    except TrainError as error:
-        if error.reason != "diverged":
-            raise
-        own = {}
+    except TrainingStopped:
+        raise
+    except Exception as error:  # the user's code may raise anything
+        log.warning("the training of this client's own model failed: it keeps the one that it had", exc_info=error)
+        return None
     finally:
         write_tensors(model, rounds_model)
     if own and all(torch.isfinite(tensor).all() for tensor in own.values()):

@@ -79,6 +79,7 @@ class Task:
         self._loaded: Loaded | None = None
         self._loaded_at = 0.0
         self._samples = 0  # that this client's updates count for, if that is known
+        self._tells_progress = False
         self._answers = Answers(assignment, link, spool, client_id, secure, self._delivery)
         self._correction: Correction | None = None
         self._corrected = False
@@ -210,6 +211,7 @@ class Task:
         From the first call to the end of the round, a client that reports nothing new for the job's
         stalled_after_seconds counts as stalled. A training that never calls this may take until the deadline.
         """
+        self._tells_progress = True
         self.link.session.set_reporting(True)
         self.link.session.advance(share)
 
@@ -259,6 +261,11 @@ class Task:
         except UpdateRefused:
             if self.result != "zeroed":
                 self.result = "refused"
+            raise
+        except RoundOver:
+            raise
+        except Exception:  # such as a full disk: then whoever handles it reports a failure
+            self.done = self._answers.sent
             raise
 
     def submit_file(
@@ -361,6 +368,8 @@ class Task:
         log.error("round %d: the server gets an update that changes nothing, and not why (%s)", self.round, reason)
         self.done, self.result = True, "zeroed"
         self.metrics.hide(reason)
+        if self._tells_progress:  # Heartbeats would tell where it has failed, until all peers are known.
+            self.progress(1.0)
         self.link.session.set_reporting(True)
         try:
             self.ledger.note_failed(self.command)

@@ -109,8 +109,8 @@ class DeclaredTrainer:
             log.warning("round %d takes no update from this client: %s", task.round, over)
         except (SeamError, TrainError, DataError) as error:
             log.error("round %d failed (%s): %s", task.round, error.reason, error)
-            cause = error.__cause__ if type(error) is DataError else None
-            return _Failure(error.reason, str(error), type(cause).__name__ if cause else "")
+            about_data = isinstance(error, DataError)  # its text may count samples, or quote one
+            return _Failure(error.reason, str(error), type(error.__cause__ or error).__name__ if about_data else "")
         except Refused:
             raise
         except Exception as error:  # the user's code may raise anything

@@ -30,6 +30,8 @@ from fedring.train.private_layers import unfit_layer
 from fedring.train.sample_privacy_table import SamplePrivacy
 from fedring.train.tally import Tally
 
+log = logging.getLogger(__name__)
+
 UNFIT = "no_sample_dp"
 """The reason for which a job with [sample_dp] is not trained: something does not fit DP-SGD."""
 
@@ -91,6 +93,7 @@ def train_privately(
         TrainingStopped: If `stopped` returned True.
         TrainError: With the reason no_data, if there are no samples, or diverged, if a parameter is not finite.
         SeamError: With the reason no_opacus, if Opacus is not installed, or no_sample_dp, if the model does not fit.
+        Exception: That of the first sample, if every sample that was drawn has raised one.
     """
     size = size_of(samples)
     if size == 0:
@@ -117,6 +120,7 @@ def train_privately(
             if (number + 1) % every == 0 or number + 1 == taken.steps:
                 progress((number + 1) / taken.steps)
         seconds = time.perf_counter() - began
+    gradients.check()
     _check_trained(model, kept, plan)
     if tally.total == 0:  # none was drawn
         return TrainResult(size, seconds=seconds, steps=taken.steps)
@@ -133,17 +137,23 @@ class SampleGradients:
         self.parameters = [parameter for _, parameter in self.named]
         values = sum(parameter.numel() for parameter in self.parameters)
         self.most = max(1, _GRADIENT_BYTES // (4 * max(1, values)))  # samples at once
+        self._computed = self._left_out = 0  # samples
+        self._first_error: Exception | None = None
 
     def __call__(self, indices: Tensor, tally: Tally) -> None:
         """Leave [n, ...] in `grad_sample` of each parameter, for the samples `indices` [n] int64; n may be 0.
 
-        Raises:
-            SeamError: With the reason no_sample_dp, if the model hides the gradients of single samples.
+        A sample that raises an error counts as zeros, and so does one whose gradients are not finite: if it ended the
+        training, all other samples would be missing in the update, too, and everybody would see that.
         """
-        if len(indices):
-            inputs, labels = next(fetch(self._samples, [indices], self._device))
-            losses, outputs = self.backward(inputs, labels)
-            tally.add(losses.mean(), outputs, labels)
+        try:
+            self._compute(indices, tally)
+            failed = False
+        except Exception:  # the model, the loss and the samples may raise anything
+            log.debug("a batch raised an error: its samples are computed one by one", exc_info=True)
+            failed = True
+        if failed:  # not in the handler: the error keeps the memory of the batch
+            self._compute_alone(indices, tally)
         norms = torch.zeros(len(indices), device=self._device)
         for found in self.found(len(indices)):
             norms += found.flatten(1).square().sum(1)
@@ -151,6 +161,53 @@ class SampleGradients:
         if broken.any():  # A sample that is damaged must not say so by the failure of the whole training.
             for parameter in self.parameters:
                 getattr(parameter, SAMPLES)[broken] = 0.0
+
+    def check(self) -> None:
+        """Log how many samples were left out, and raise the first error if there was no other sample.
+
+        Then the model has nothing but its noise, and the site should know.
+        """
+        if self._first_error is not None:
+            log.warning("%d samples raised an error in the training, and count as zeros", self._left_out)
+            if not self._computed:
+                raise self._first_error
+
+    def _compute(self, indices: Tensor, tally: Tally) -> None:
+        if len(indices):
+            inputs, labels = next(fetch(self._samples, [indices], self._device))
+            losses, outputs = self.backward(inputs, labels)
+            for _ in self.found(len(indices)):  # raises an error if there are none
+                pass
+            tally.add(losses.mean(), outputs, labels)
+            self._computed += len(indices)
+
+    def _compute_alone(self, indices: Tensor, tally: Tally) -> None:
+        """Compute the gradients of each sample in a batch of its own; those of samples that raise errors are zeros."""
+        gradients = [p.new_zeros(len(indices), *p.shape) for p in self.parameters]
+        for place, index in enumerate(indices):
+            self._forget()
+            try:
+                self._compute(index[None], tally)
+                for each, found in zip(gradients, self.found(1), strict=True):
+                    each[place] = found[0]
+            except Exception as error:
+                if self._first_error is None:
+                    log.warning("a sample raised an error in the training, and counts as zeros", exc_info=error)
+                    self._first_error = error.with_traceback(None)
+                self._left_out += 1
+        self._forget()
+        for parameter, each in zip(self.parameters, gradients, strict=True):
+            setattr(parameter, SAMPLES, each)
+
+    def _forget(self) -> None:
+        """Remove what Opacus has noted of a batch, which an error may have ended in the middle."""
+        for module in self._model.modules():
+            _forget_batch(module)
+        for parameter in self.parameters:
+            parameter.grad = None
+            setattr(parameter, SAMPLES, None)
+            vars(parameter)["_forward_counter"] = 0
+            vars(parameter).pop("_current_grad_sample", None)
 
     def found(self, count: int) -> Iterator[Tensor]:
         """Yield the gradients of single samples [count, ...] of each parameter; zeros if the model has not used it."""
@@ -274,11 +331,15 @@ def sample_gradients(model: nn.Module) -> Iterator[None]:
         for attributes in replacing:
             attributes["inplace"] = True
         for module in model.modules():
-            for name in ("activations", "max_batch_len"):
-                vars(module).pop(name, None)
+            _forget_batch(module)
         for parameter in model.parameters():
             parameter.grad = None
             vars(parameter).pop("summed_grad", None)
+
+
+def _forget_batch(module: nn.Module) -> None:
+    for name in ("activations", "max_batch_len"):
+        vars(module).pop(name, None)
 
 
 def check_buffers(model: nn.Module, kept: dict[str, Tensor]) -> None:
