@@ -10,8 +10,8 @@ goes on from the one before. SQLite reads up to the first frame that does not fi
 what follows. So one flipped bit undoes every later commit.
 
 Three kinds of frames may follow the end of a sound log: old ones with other salts, because a log is written again from
-its beginning; those of a transaction that was rolled back, none of which ends a commit; and those of the last commit, if
-the power failed before its sync. Everything else was committed, and is lost.
+its beginning; those of a transaction that was rolled back, none of which ends a commit; and those of the last commit,
+if the power failed before its sync. Everything else was committed, and is lost.
 """
 
 import struct
