@@ -63,7 +63,6 @@ def open_state(
     store = SqlStore(database_url(folder), log_bytes=log_bytes)
     if is_older:
         store.begin_epoch()  # a start that is killed before this finds the damage again
-    store.shorten_log()  # what a rolled back or torn commit has left there would look like damage beside new commits
     if adopt and not beside:
         # The draft comes first, which means nothing by itself, then the database. A start that is killed in between
         # is simply repeated.
@@ -78,6 +77,7 @@ def open_state(
             store.set_state_id(draft)
         (blobs / _DRAFT).replace(blobs / STATE_ID)
         files.sync()
+    store.shorten_log()  # without what a torn commit has left there, which could look like damage beside new commits
     return store, files
 
 

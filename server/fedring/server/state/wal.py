@@ -53,41 +53,45 @@ def scan(read: Read, size: int) -> Scan:
         return Scan(0)
     if (log := _Log.of(read(0, _HEADER.size))) is None:
         return Scan(0, "its header")
-    commits, before, end = 0, log.checksum, _End()
+    commits, before, end = 0, log.checksum, None
     for number in range((size - _HEADER.size) // log.frame_bytes):
         frame = _Frame(read(_HEADER.size + number * log.frame_bytes, log.frame_bytes))
         computed = log.checksum_of(frame, before)
-        if not end.at:
-            if log.fits(frame, computed):
-                commits += frame.ends_commit
-                before = computed
-                continue
-            end = _End(number + 1, log.is_one_bit_off(frame, before), log.is_of_this_log(frame) and frame.ends_commit)
-        # A frame after the end fits what is written in the one before, or what should have been written there.
-        elif log.fits(frame, computed) or log.fits(frame, log.checksum_of(frame, end.computed)):
-            end.frames += 1
-            end.commits += frame.ends_commit
-        before, end.computed = frame.checksum, computed
-        if end.is_damage:
+        if end is not None:
+            # A frame after the end fits what is written in the one before, or what should have been written there.
+            end.add(frame, log, log.fits(frame, computed) or log.fits(frame, log.checksum_of(frame, end.computed)))
+            end.computed = computed
+        elif log.fits(frame, computed):
+            commits += frame.ends_commit
+        else:
+            end = _End(number + 1, computed, log.is_one_bit_off(frame, before), log.ends_commit(frame))
+        if end is not None and end.is_damage:
             return Scan(commits, f"frame {end.at}")
+        before = frame.checksum
     return Scan(commits)
 
 
 @dataclass(slots=True)
 class _End:
-    """The first frame that does not fit, and the frames after it that fit each other."""
+    """The first frame that does not fit, and what the frames after it tell."""
 
-    at: int = 0  # its number, from 1; 0 = all frames fit so far
-    one_bit_off: bool = False
-    ends_commit: bool = False
-    frames: int = 0
+    at: int  # its number, from 1
+    computed: Checksum  # what the frame read last should have had
+    one_bit_off: bool
+    after_commit: bool  # the frame read last ends a commit, or did so before it was damaged
     commits: int = 0
-    computed: Checksum = (0, 0)  # what the frame read last should have had
+    goes_on: bool = False  # some frame fits behind the end of a commit
+
+    def add(self, frame: "_Frame", log: "_Log", fits: bool) -> None:
+        """Take note of the next frame."""
+        self.goes_on |= fits and self.after_commit
+        self.commits += fits and frame.ends_commit
+        self.after_commit = log.ends_commit(frame)
 
     @property
     def is_damage(self) -> bool:
-        """Whether a power loss cannot have left this: it spares a bit's neighbours, and all commits but the last."""
-        return self.one_bit_off or self.commits > 1 or (self.ends_commit and self.frames > 0)
+        """Whether a power loss cannot have left this: it spares all commits but the last, and no single bit."""
+        return self.one_bit_off or self.commits > 1 or self.goes_on
 
 
 class _Frame:
@@ -125,13 +129,13 @@ class _Log:
         """The length of a frame."""
         return _FRAME.size + self.page_bytes
 
-    def is_of_this_log(self, frame: _Frame) -> bool:
-        """Whether a frame is none of an earlier log in the same file."""
-        return frame.salts == self.salts
+    def ends_commit(self, frame: _Frame) -> bool:
+        """Whether a frame ends a commit, and is none of an earlier log in the same file."""
+        return frame.ends_commit and frame.salts == self.salts
 
     def fits(self, frame: _Frame, computed: Checksum) -> bool:
         """Whether a frame is sound if this is its checksum."""
-        return frame.has_page and self.is_of_this_log(frame) and frame.checksum == computed
+        return frame.has_page and frame.salts == self.salts and frame.checksum == computed
 
     def checksum_of(self, frame: _Frame, before: Checksum) -> Checksum:
         """Return the checksum of a frame that follows one with the checksum `before`."""
