@@ -83,7 +83,7 @@ def check_flip(prepared: PreparedState, folder: Path, number: int) -> None:
     if kind == "update" or (kind == "row" and not running):  # a running server has the row in memory
         assert f"without {'a' if kind == 'update' else 'b'}" in outcome
     if kind == "wal" and not running:
-        assert outcome[0].startswith("refuses to start: fl-server: lost_commits: facts.sqlite-wal is damaged"), outcome
+        assert "lost_commits: facts.sqlite-wal is damaged" in outcome[0], outcome
     if kind in HARMLESS:
         assert "completed" in outcome
         assert not any(word.startswith("refuse") for word in outcome)
