@@ -7,20 +7,24 @@ it must be.
 
 import os
 import random
+import re
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+import grpc
 import pytest
 
 from fedring.control.failure import Failure
 from fedring.daemon.exits import Exit
 from tests.conftest import REPEATED
 from tests.damage import ask, flip
+from tests.fault.faulty_fleet import SECONDS
 from tests.fault.prepared_state import KINDS, LAST, NAMES, ROUNDS, PreparedState, differences, file_of, prepare, span_of
 from tests.fault.served_models import Downloads, deliver_missing_update, read_all_versions
 from tests.fleets import Fleet
+from tests.system.wire import Refused
 from tests.waiting import until
 
 SEED = int(os.environ.get("FL_TEST_SEED", "0")) or random.SystemRandom().randrange(1, 1 << 31)
@@ -75,6 +79,11 @@ def check_flip(prepared: PreparedState, folder: Path, number: int) -> None:
 
     try:
         outcome = run_damaged(fleet, prepared, kind, damage, running=running)
+    except (Failure, Refused, grpc.RpcError):  # it has met a row that it cannot read
+        if kind not in FACTS or fleet.server.wait(SECONDS) != Exit.FAILED:
+            raise
+        (end,) = re.findall("cannot go on: [^(]*", fleet.server.log.read_text())
+        outcome = [f"ends: {end}"]
     finally:
         fleet.server.kill()
         fleet.server.close()
