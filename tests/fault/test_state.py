@@ -5,7 +5,7 @@ import shutil
 import sqlite3
 import time
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
@@ -17,6 +17,8 @@ from tests.damage import ask
 from tests.fault.faulty_fleet import SECONDS
 from tests.fleets import Control, Fleet
 from tests.system.wire import SIZE, WireClient, deliver, outcome, run
+
+ROUNDS_OF_LOG = 12
 
 
 def train(fleet: Fleet) -> None:
@@ -171,6 +173,27 @@ def test_what_was_put_aside_is_deleted_some_days_later(state: Path, tmp_path: Pa
         fleet.server.kill()
     with Fleet(tmp_path, {"keep_unnamed_days": 0}):
         assert list((state / "unnamed").iterdir()) == []
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_the_log_is_emptied_after_each_round_that_was_published(tmp_path: Path, reads: bool) -> None:
+    log = tmp_path / "state" / "server" / "facts.sqlite-wal"
+    with (
+        Fleet(tmp_path, {"database_log_bytes": 1 << 30}) as fleet,
+        Control(fleet.control) as control,
+        ExitStack() as stack,
+    ):
+        client = stack.enter_context(WireClient(fleet.listen, "a"))
+        if reads:
+            reader = stack.enter_context(closing(sqlite3.connect(log.with_name("facts.sqlite"), isolation_level=None)))
+            reader.execute("BEGIN")
+            reader.execute("SELECT * FROM meta").fetchall()
+        job_id, events = run(control, rounds=ROUNDS_OF_LOG)
+        for _ in range(ROUNDS_OF_LOG):
+            deliver(client)
+        assert outcome(control, job_id, events).state == "completed"
+        # A round writes some ten pages of 16 KiB and more.
+        assert (log.stat().st_size > ROUNDS_OF_LOG * 10 * (1 << 14)) == reads
 
 
 def damage_schema(state: Path) -> None:
