@@ -53,45 +53,22 @@ def scan(read: Read, size: int) -> Scan:
         return Scan(0)
     if (log := _Log.of(read(0, _HEADER.size))) is None:
         return Scan(0, "its header")
-    commits, before, end = 0, log.checksum, None
-    for number in range((size - _HEADER.size) // log.frame_bytes):
-        frame = _Frame(read(_HEADER.size + number * log.frame_bytes, log.frame_bytes))
-        computed = log.checksum_of(frame, before)
-        if end is not None:
-            # A frame after the end fits what is written in the one before, or what should have been written there.
-            end.add(frame, log, log.fits(frame, computed) or log.fits(frame, log.checksum_of(frame, end.computed)))
-            end.computed = computed
-        elif log.fits(frame, computed):
+    commits, before, end, after_commit = 0, log.checksum, 0, False
+    for number in range(1, (size - _HEADER.size) // log.frame_bytes + 1):
+        frame = _Frame(read(_HEADER.size + (number - 1) * log.frame_bytes, log.frame_bytes))
+        fits = log.fits(frame, before)
+        if not end and fits:
             commits += frame.ends_commit
-        else:
-            end = _End(number + 1, computed, log.is_one_bit_off(frame, before), log.ends_commit(frame))
-        if end is not None and end.is_damage:
-            return Scan(commits, f"frame {end.at}")
-        before = frame.checksum
+        elif not end:
+            end = number
+            # A power loss leaves half a frame, or none of it, but not all except one bit.
+            if log.is_one_bit_off(frame, before):
+                return Scan(commits, f"frame {end}")
+        elif fits and after_commit:  # a commit is synced before the next one is written
+            return Scan(commits, f"frame {end}")
+        after_commit = log.ends_commit(frame)
+        before = frame.checksum  # as it is written there, so that frames after the end are found to fit each other
     return Scan(commits)
-
-
-@dataclass(slots=True)
-class _End:
-    """The first frame that does not fit, and what the frames after it tell."""
-
-    at: int  # its number, from 1
-    computed: Checksum  # what the frame read last should have had
-    one_bit_off: bool
-    after_commit: bool  # the frame read last ends a commit, or did so before it was damaged
-    commits: int = 0
-    goes_on: bool = False  # some frame fits behind the end of a commit
-
-    def add(self, frame: "_Frame", log: "_Log", fits: bool) -> None:
-        """Take note of the next frame."""
-        self.goes_on |= fits and self.after_commit
-        self.commits += fits and frame.ends_commit
-        self.after_commit = log.ends_commit(frame)
-
-    @property
-    def is_damage(self) -> bool:
-        """Whether a power loss cannot have left this: it spares all commits but the last, and no single bit."""
-        return self.one_bit_off or self.commits > 1 or self.goes_on
 
 
 class _Frame:
@@ -133,13 +110,9 @@ class _Log:
         """Whether a frame ends a commit, and is none of an earlier log in the same file."""
         return frame.ends_commit and frame.salts == self.salts
 
-    def fits(self, frame: _Frame, computed: Checksum) -> bool:
-        """Whether a frame is sound if this is its checksum."""
-        return frame.has_page and frame.salts == self.salts and frame.checksum == computed
-
-    def checksum_of(self, frame: _Frame, before: Checksum) -> Checksum:
-        """Return the checksum of a frame that follows one with the checksum `before`."""
-        return _sums(self._summed(frame), before)
+    def fits(self, frame: _Frame, before: Checksum) -> bool:
+        """Whether a frame is sound behind one with the checksum `before`."""
+        return frame.has_page and frame.salts == self.salts and frame.checksum == _sums(self._summed(frame), before)
 
     def is_one_bit_off(self, frame: _Frame, before: Checksum) -> bool:
         """Whether a frame would fit after `before` if one of its bits was the other one."""
