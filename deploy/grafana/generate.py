@@ -208,6 +208,7 @@ PROCESS = Dashboard(
         "Disks and certificates": (
             Panel("Free disk", "percentunit",
                   {"{{instance}}": "fl_server_disk_free_bytes / fl_server_disk_size_bytes"}),
+            Panel("Log of the database", "bytes", {"{{instance}}": "fl_server_database_log_bytes"}),
             Panel("Unsent updates", "bytes", {"{{instance}}": "fl_client_spool_bytes"}),
             Panel("Time until certificates end", "s", {
                 "{{instance}}": "fl_server_certificate_expiry_timestamp_seconds - time()",

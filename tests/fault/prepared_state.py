@@ -14,6 +14,7 @@ import safetensors.numpy
 from numpy.typing import NDArray
 
 from fedring.codec import Encoding, decode, encode
+from fedring.codec.digest import name_of
 from fedring.v1 import federation_pb2 as pb
 from tests.damage import ask
 from tests.fault.faulty_fleet import wait_for
@@ -29,7 +30,7 @@ LAST = ROUNDS + 1
 RATE, MOMENTUM = 0.5, 0.9  # of the server's optimizer; to multiply by a power of two rounds nothing
 KINDS = (
     "model", "header", "update", "row", "delta", "residual", "optimizer",
-    "facts", "wal", "shm", "state_id", "lock", "partial",
+    "facts", "wal", "shm", "state_id", "lock", "partial", "unnamed",
 )  # fmt: skip
 """Kinds of damage: to a blob, to an update in its row, anywhere in the database's files, and to the small files."""
 
@@ -90,6 +91,8 @@ def prepare(folder: Path) -> PreparedState:
         fleet.server.kill()
     for copy in (prepared.state, prepared.known):
         shutil.copytree(folder / "state" / "server", copy)
+    (prepared.state / "unnamed").mkdir()
+    (prepared.state / "unnamed" / name_of(b"unnamed")).write_bytes(b"unnamed")
     for version in range(1, LAST):
         prepared.models[version] = np.frombuffer(prepared.blob("blob", version).read_bytes()[-4 * SIZE :], "<f4")
     return prepared
@@ -135,6 +138,8 @@ def file_of(prepared: PreparedState, state: Path, kind: str, rng: random.Random)
     if kind == "partial":
         (path,) = (state / "partial").glob(f"{ROUNDS}-*")
         return path
+    if kind == "unnamed":
+        return state / "unnamed" / name_of(b"unnamed")
     if kind == "update":
         return state / "blobs" / prepared.updates["a"].digest
     if kind == "delta":

@@ -23,7 +23,7 @@ from tests.fleets import Control, Fleet
 from tests.system.wire import Refused, WireClient
 from tests.waiting import until
 
-DAMAGED = ("damaged_blob", "is damaged")
+DAMAGED = ("damaged_blob", "is damaged", "malformed database schema")
 MISSING = ("unknown_model", "is not kept", "keeps no model")
 """What the sentences of refusals contain: for damaged versions, and for versions that were never published."""
 

@@ -1,9 +1,11 @@
 """A state folder whose parts are missing, exchanged, or in use: the server refuses it and changes nothing."""
 
+import os
 import shutil
 import sqlite3
+import time
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,8 @@ from tests.damage import ask
 from tests.fault.faulty_fleet import SECONDS
 from tests.fleets import Control, Fleet
 from tests.system.wire import SIZE, WireClient, deliver, outcome, run
+
+ROUNDS_OF_LOG = 12
 
 
 def train(fleet: Fleet) -> None:
@@ -48,9 +52,10 @@ def files(state: Path) -> dict[str, int]:
     return {str(path.relative_to(state)): path.stat().st_size for path in (state / "blobs").rglob("*")}
 
 
-def refusal(folder: Path) -> str:
+def refusal(folder: Path, *flags: str) -> str:
     """Start a server, which must refuse its state; return the last line of its log."""
     fleet = Fleet(folder)
+    fleet.server.flags = list(flags)
     (folder / "logs").mkdir(exist_ok=True)
     fleet.server.start()
     assert fleet.server.wait(SECONDS) == Exit.CONFIG, fleet.server.tail()
@@ -104,6 +109,91 @@ def test_a_state_with_missing_or_foreign_parts_is_refused_and_not_changed(
     assert words in last
     assert "Nothing was changed" in last
     assert files(state) == before
+
+
+@pytest.fixture
+def older(state: Path, states: Path, tmp_path: Path) -> Path:
+    """Train another round on the state, and put the database from before that round back."""
+    with Fleet(tmp_path) as fleet:
+        train(fleet)
+        fleet.server.kill()
+    exchange_facts(state, states / "one" / "state" / "server")
+    return state
+
+
+@pytest.mark.parametrize("given", [(), ("--check-config",), ("--check-config", "--accept-older")])
+def test_a_database_that_does_not_know_the_newest_model_is_refused(
+    older: Path, tmp_path: Path, given: tuple[str, ...]
+) -> None:
+    before = files(older)
+    words = refusal(tmp_path, *given)
+    assert "is a model of round 2, which the database does not know" in words
+    assert "fl-server --accept-older falls back to round 1 with 1 accepted updates and model 2" in words
+    assert files(older) == before
+    assert not (older / "unnamed").exists()
+
+
+def test_an_older_database_is_accepted_in_a_new_epoch_and_the_models_that_it_lost_are_kept(
+    older: Path, tmp_path: Path
+) -> None:
+    lost = sorted(files(older))
+    fleet = Fleet(tmp_path)
+    fleet.server.flags = ["--accept-older"]
+    with fleet:
+        words = fleet.server.log.read_text()
+        train(fleet)
+        fleet.server.flags = []
+        fleet.restart_server()
+        train(fleet)
+    assert "goes on all the same: lost_commits: blobs/" in words
+    ((epoch,),) = ask(older, "SELECT value FROM meta WHERE name = 'epoch'")
+    assert int(str(epoch)) > 0
+    unnamed = {path.name for path in (older / "unnamed").iterdir()}
+    assert unnamed
+    assert {f"blobs/{name}" for name in unnamed} <= set(lost)
+    assert ask(older, "SELECT version FROM models ORDER BY version") == [(1,), (2,), (3,), (4,)]
+
+
+def test_a_model_whose_row_was_never_committed_is_put_aside_at_the_next_start(state: Path, tmp_path: Path) -> None:
+    """So a kill between the two leaves it. Its round is known, so nothing was lost."""
+    ask(state, "DELETE FROM models WHERE version = 2")
+    with Fleet(tmp_path) as fleet:
+        train(fleet)
+    assert len(list((state / "unnamed").iterdir())) >= 1
+
+
+def test_what_was_put_aside_is_deleted_some_days_later(state: Path, tmp_path: Path) -> None:
+    (state / "unnamed").mkdir()
+    for name, days in (("old", 8), ("new", 6)):
+        (state / "unnamed" / name).touch()
+        then = time.time() - days * 86_400
+        os.utime(state / "unnamed" / name, (then, then))
+    with Fleet(tmp_path) as fleet:
+        assert [path.name for path in (state / "unnamed").iterdir()] == ["new"]
+        fleet.server.kill()
+    with Fleet(tmp_path, {"keep_unnamed_days": 0}):
+        assert list((state / "unnamed").iterdir()) == []
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_the_log_is_emptied_after_each_round_that_was_published(tmp_path: Path, reads: bool) -> None:
+    log = tmp_path / "state" / "server" / "facts.sqlite-wal"
+    with (
+        Fleet(tmp_path, {"database_log_bytes": 1 << 30}) as fleet,
+        Control(fleet.control) as control,
+        ExitStack() as stack,
+    ):
+        client = stack.enter_context(WireClient(fleet.listen, "a"))
+        if reads:
+            reader = stack.enter_context(closing(sqlite3.connect(log.with_name("facts.sqlite"), isolation_level=None)))
+            reader.execute("BEGIN")
+            reader.execute("SELECT * FROM meta").fetchall()
+        job_id, events = run(control, rounds=ROUNDS_OF_LOG)
+        for _ in range(ROUNDS_OF_LOG):
+            deliver(client)
+        assert outcome(control, job_id, events).state == "completed"
+        # A round writes some ten pages of 16 KiB and more.
+        assert (log.stat().st_size > ROUNDS_OF_LOG * 10 * (1 << 14)) == reads
 
 
 def damage_schema(state: Path) -> None:

@@ -81,6 +81,7 @@ def test_the_metrics_count_a_jobs_rounds_and_updates(
     assert page("grpc_server_in_flight_calls", grpc_method="TrainCmdService/Watch") == 2
     assert 0 < page("fl_server_disk_free_bytes") <= page("fl_server_disk_size_bytes")
     assert page("fl_server_last_fsync_seconds") > 0
+    assert 0 <= page("fl_server_database_log_bytes") < 4 << 20
     assert eventually(address, lambda page: page("fl_server_event_loop_lag_seconds_count") > 0)
 
 

@@ -3,6 +3,7 @@
 import errno
 import hashlib
 import os
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -102,6 +103,11 @@ class TestBlobs:
         assert caught.value.reason == "missing_blob"
         current.close()
 
+    def test_unnamed_are_all_blobs_but_those_to_keep(self, blobs: Blobs) -> None:
+        one, other = sealed(blobs, b"one"), sealed(blobs, b"other")
+        assert blobs.unnamed([]) == sorted([one, other])
+        assert blobs.unnamed([one]) == [other]
+
     def test_an_open_reader_outlives_the_blob(self, blobs: Blobs) -> None:
         digest = sealed(blobs, b"model")
         with blobs.reader(digest) as blob:
@@ -161,6 +167,20 @@ def test_blobs_that_are_named_by_sha256_are_treated_like_all_others(files: FileB
         files.reader(orphan)
     files.delete(named)
     assert [path.name for path in (tmp_path / "blobs").iterdir()] == [new]
+
+
+def test_what_is_swept_lies_in_a_folder_of_its_own_until_it_is_old(files: FileBlobs, tmp_path: Path) -> None:
+    files.forget_unnamed(0.0)
+    digest = sealed(files, b"orphan")
+    old = time.time() - 1e6
+    os.utime(tmp_path / "blobs" / digest, (old, old))
+    assert files.sweep(()) == 1
+    files.forget_unnamed(3600.0)
+    assert (tmp_path / "unnamed" / digest).read_bytes() == b"orphan", "its time is that of the sweep"
+    assert sealed(files, b"orphan") == digest
+    assert files.sweep(()) == 1
+    files.forget_unnamed(-1.0)
+    assert list((tmp_path / "unnamed").iterdir()) == []
 
 
 @pytest.mark.parametrize(("number", "reason"), [(errno.ENOSPC, "disk_full"), (errno.EIO, "disk_error")])

@@ -34,7 +34,7 @@ class Clock:
 @pytest.fixture(autouse=True)
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock(NOW + 0.5)
-    monkeypatch.setattr("fedring.server.state.backup.restore.time", clock)
+    monkeypatch.setattr("fedring.server.state.database.time", clock)
     return clock
 
 

@@ -79,6 +79,14 @@ class ServerConfig(BaseSettings):
     keep_rounds: PositiveInt = Field(
         10_000, description="newest rounds whose facts to keep: some 250 bytes for each client of a round"
     )
+    keep_unnamed_days: NonNegativeInt = Field(
+        7, description="how long unnamed/ keeps files that the database did not name at a start"
+    )
+    database_log_bytes: int = Field(
+        4 << 20,
+        ge=1 << 16,
+        description="length of the database's log at which it is emptied, unless it is being read",
+    )
     drain_seconds: Seconds = Field(10.0, description="time that calls in progress have to end when the server stops")
 
     log_style: Literal["auto", "text", "json"] = Field("auto", description="auto = text on a terminal, else JSON")
@@ -88,6 +96,11 @@ class ServerConfig(BaseSettings):
     job: Job = Field(
         default_factory=lambda: Job.model_validate({}), description="defaults of every job, and the job of start-round"
     )
+
+    @property
+    def unnamed_seconds(self) -> float:
+        """How long unnamed/ keeps files."""
+        return 86_400.0 * self.keep_unnamed_days
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -115,6 +115,9 @@ def fl_server(
     drop_damaged: Annotated[
         bool, typer.Option("--drop-damaged", help="forget models of which a file is damaged, and start without them")
     ] = False,
+    accept_older: Annotated[
+        bool, typer.Option("--accept-older", help="go on although the database has lost its newest facts")
+    ] = False,
     version: Annotated[bool, typer.Option("--version", help="print the version and exit")] = False,
 ) -> None:
     """Run the command line: load and check the configuration, then serve."""
@@ -130,7 +133,8 @@ def fl_server(
         set_up_logs(loaded.config.log_style, loaded.config.log_level)
         check(loaded.config)
         with ExitStack() as stack:
-            code = asyncio.run(_serve(loaded, stack, check_only=check_config, drop_damaged=drop_damaged))
+            changes = {"drop_damaged": drop_damaged, "accept_older": accept_older} if not check_config else {}
+            code = asyncio.run(_serve(loaded, stack, check_only=check_config, **changes))
     except (ConfigError, StorageError, FsyncFailed, SeamError) as error:
         print(f"fl-server: {error}", file=sys.stderr)
         later = isinstance(error, StorageFailed | FsyncFailed)  # nothing is wrong with the configuration
@@ -144,13 +148,20 @@ def load(arguments: Sequence[str], flags: Mapping[str, object]) -> Loaded[Server
     return load_config(ServerConfig, file, overrides=overrides, flags=flags)
 
 
-async def _serve(loaded: Loaded[ServerConfig], stack: ExitStack, *, check_only: bool, drop_damaged: bool) -> int:
+async def _serve(
+    loaded: Loaded[ServerConfig],
+    stack: ExitStack,
+    *,
+    check_only: bool,
+    drop_damaged: bool = False,
+    accept_older: bool = False,
+) -> int:
     config = loaded.config
     origins = ", ".join(sorted(set(loaded.origins.values()))) or "defaults"
     where = f"clients at {config.listen}, flctl at {config.control_listen}, state in {config.state_dir}"
     log.info("fl-server of %s, %s, configuration from %s", SOFTWARE, where, origins)
     set_up_tracing("fl-server")
-    parts = await recover(config, stack, sweep=not check_only, drop_damaged=drop_damaged and not check_only)
+    parts = await recover(config, stack, sweep=not check_only, drop_damaged=drop_damaged, accept_older=accept_older)
     log_always(lambda: parts.rounds.ids)
     metrics = parts.metrics
     metrics.min_clients.set(config.job.min_clients)

@@ -13,6 +13,7 @@ from fedring.server.round.sessions import Sessions
 from fedring.server.state.facts import Facts
 from fedring.server.state.failures import StorageError, StorageFailed
 from fedring.server.state.identity import open_state
+from fedring.server.state.log_check import older
 
 log = logging.getLogger(__name__)
 
@@ -21,24 +22,29 @@ _LATER = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 """Errors that are no fault of the configuration: another start may go well."""
 
 
-async def recover(config: ServerConfig, stack: ExitStack, *, sweep: bool, drop_damaged: bool) -> Parts:
+async def recover(
+    config: ServerConfig, stack: ExitStack, *, sweep: bool, drop_damaged: bool = False, accept_older: bool = False
+) -> Parts:
     """Open the state folder, which nobody else may use until `stack` is closed.
 
     Args:
         config: names the folder.
         stack: takes what must be let go of in the end.
-        sweep: remove the files that nothing names, never before the newest model was found to be there, and end the
+        sweep: put aside the files that nothing names, never before the newest model was found to be there, and end the
             rounds of jobs that do not run; without it, this is only a look.
         drop_damaged: forget models of which a file is damaged, instead of refusing to start without the newest.
+        accept_older: go on, in a new epoch, if the database has lost commits, instead of refusing to start.
 
     Raises:
-        ConfigError: if the folder cannot be used, is in use, or holds parts of two states.
+        ConfigError: if the folder cannot be used, is in use, holds parts of two states, or has lost commits.
         DamagedModel: if the newest model is missing or cut short.
         StorageFailed: if the disk fails.
     """
     try:
         stack.enter_context(StateLock(config.state_dir))
-        store, blobs = open_state(config.state_dir, adopt=sweep)
+        store, blobs = open_state(
+            config.state_dir, adopt=sweep, accept_older=accept_older, log_bytes=config.database_log_bytes
+        )
     except StorageFailed:
         raise
     except (OSError, StorageError) as error:
@@ -52,11 +58,13 @@ async def recover(config: ServerConfig, stack: ExitStack, *, sweep: bool, drop_d
     parts = assemble(config, facts, models, sessions)
     if drop_damaged:
         await _drop_damaged(parts)
+    await _find_lost_models(parts, config, accept=accept_older)
     open_round = await reload(parts, end_orphans=sweep)
     if sweep:
         resumable = _resumable(facts, open_round) if open_round else []
         if swept := await facts.db(blobs.sweep, await facts.db(store.named_blobs), resumable):
-            log.info("swept %d files that nothing names", swept)
+            log.info("put aside %d files that nothing names", swept)
+        await facts.db(blobs.forget_unnamed, config.unnamed_seconds)
     return parts
 
 
@@ -80,6 +88,25 @@ async def reload(parts: Parts, *, end_orphans: bool = True) -> int:
         await parts.runner.privacy.forget(but=interrupted)
     rounds.recovering = interrupted is not None
     return interrupted.round if interrupted else 0
+
+
+async def _find_lost_models(parts: Parts, config: ServerConfig, *, accept: bool) -> None:
+    """Look for models of rounds that the database does not know: the row of a round comes before its model.
+
+    Raises:
+        StorageError: "lost_commits", if there is one; with `accept`, a new epoch begins instead.
+    """
+    facts, store = parts.facts, parts.facts.store
+    newest = max((row.round for row in await facts.db(store.rounds, 1)), default=0)
+    unnamed = await facts.db(facts.blobs.unnamed, await facts.db(store.named_blobs))
+    made = [(await facts.heavy(parts.models.versions.round_of, name, store.run_id), name) for name in unnamed]
+    number, name = max(made, default=(0, ""))
+    if number > newest:
+        error = older(config.state_dir, f"blobs/{name} is a model of round {number}, which the database does not know")
+        if not accept:
+            raise error
+        log.warning("goes on all the same: %s", error)
+        await facts.db(store.begin_epoch)
 
 
 async def _drop_damaged(parts: Parts) -> None:

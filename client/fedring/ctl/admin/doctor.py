@@ -68,6 +68,7 @@ def _examine_server(config: ServerConfig) -> Iterator[Check]:
         "control_listen", config.control_listen, service=doctor_checks.FOR_FLCTL, tls=config.tls
     )
     yield from doctor_checks.check_state_dir(config.state_dir)
+    yield from doctor_checks.check_database(config.state_dir)
     yield from check_names(config)
 
 

@@ -144,6 +144,18 @@ def check_state_dir(path: Path) -> Iterator[Check]:
         )
 
 
+def check_database(state_dir: Path) -> Iterator[Check]:
+    """Check that the database of a server that does not run has lost no commits, if there is one."""
+    from fedring.server.state.failures import StorageError
+    from fedring.server.state.log_check import check_log_at_rest  # imports the database
+
+    if state_dir.is_dir():
+        try:
+            check_log_at_rest(state_dir)
+        except (OSError, StorageError) as error:
+            yield Check("database", Level.FAIL, str(error), "restore a backup, or see docs/deployment.md")
+
+
 def _serves(address: str, service: str, tls: Tls) -> bool:
     """Return whether the server itself serves at the address; with TLS, whether it shows the server's certificate."""
     if tls.cert is None or not encrypts(address, tls):

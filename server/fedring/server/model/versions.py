@@ -145,6 +145,17 @@ class ModelVersions:
         advice = f"start a job with start = {other}, or restore a backup" if other else "restore a backup"
         return DamagedModel(row, damage, advice)
 
+    def round_of(self, digest: str, run_id: str) -> int:
+        """Return the number of the round that made the model in a blob; 0 if it is no such model of this run."""
+        try:
+            with self._blobs.reader(digest) as blob:
+                model = ModelReader(blob)
+                if not model.schema.num_parameters or model.metadata.get("run_id") != run_id:
+                    return 0
+                return int(model.metadata.get("round", "0"))
+        except (CodecError, StorageError, ValueError, RecursionError):  # it may hold anything that a client has sent
+            return 0
+
     def _is_sound(self, digest: str) -> bool:
         try:
             with self._blobs.reader(digest) as blob:

@@ -111,6 +111,8 @@ async def evaluation(
 async def prune(facts: Facts, models: Models, config: ServerConfig, open_: OpenRound | None) -> None:
     """Delete models, updates and rounds that are older than the configuration keeps, except the base of `open_`."""
     keep = (config.keep_models, config.keep_update_rounds, config.keep_rounds, config.keep_jobs)
+    await facts.db(facts.store.shorten_log)
+    await facts.db(facts.blobs.forget_unnamed, config.unnamed_seconds)
     if await facts.db(facts.prune, *keep):
         kept = await facts.db(facts.store.models, _ALL)
         base = {open_.base.version} if open_ else set()

@@ -154,6 +154,8 @@ class Metrics:
         self._disk_size = new.gauge("fl_server_disk_size_bytes", "What the disk of the state folder can hold in all.")
         text = "1 while nothing can be kept, because the disk is full or fails; else 0."
         self._failing = new.gauge("fl_server_storage_failing", text)
+        text = "Length of the database's log, which is emptied after rounds and from database_log_bytes on."
+        self._log_bytes = new.gauge("fl_server_database_log_bytes", text)
         text = "What the newest commit of accepted updates took to be on the disk."
         self._fsync = new.gauge("fl_server_last_fsync_seconds", text)
 
@@ -164,6 +166,7 @@ class Metrics:
             self._clients.labels(name).set_function(partial(_clients, state, name))
         self._queue.set_function(lambda: facts.waiting)
         self._fsync.set_function(lambda: facts.commit_seconds)
+        self._log_bytes.set_function(facts.store.log_bytes)
         self._failing.set_function(lambda: bool(facts.storage.fault))
         self._disk_free.set_function(partial(_disk, facts, "free"))
         self._disk_size.set_function(partial(_disk, facts, "total"))

@@ -73,7 +73,7 @@ class Blobs(Protocol):
     """Bytes that are named by their digest, and partials: bytes that are still being written.
 
     A sealed blob is complete, durable and has the digest that it is named by, so a row may name it. A blob that no row
-    names is garbage, which `sweep` removes.
+    names is put aside by `sweep`, and removed some days later, because the row may have been lost.
     """
 
     def open_partial(self, name: str, *, fresh: bool = False) -> Partial:
@@ -132,8 +132,19 @@ class Blobs(Protocol):
         """Remove all partials whose names begin with `prefix`. Those that are open can be written to, to no effect."""
         ...
 
+    def unnamed(self, keep: Collection[str]) -> list[str]:
+        """Return the names of all blobs but those to keep, in order."""
+        ...
+
     def sweep(self, keep: Collection[str], keep_partials: Collection[str] = ()) -> int:
-        """Remove all blobs and closed partials but those to keep; not between `seal_many` and the rows' commit."""
+        """Put aside all blobs but those to keep, and remove closed partials; return how many.
+
+        Not between `seal_many` and the rows' commit.
+        """
+        ...
+
+    def forget_unnamed(self, seconds: float) -> None:
+        """Remove what was put aside longer ago than this."""
         ...
 
     def probe(self, size: int) -> None:

@@ -1,12 +1,13 @@
 """Blobs as files: `blobs/<digest>` and, until they are complete, `partial/<name>`.
 
 The law: a file below blobs/ is complete, synced, and has the digest that it is named by. So a row may name a blob as
-soon as `seal_many` has returned, and never before. A blob that no row names is garbage, which `sweep` removes.
+soon as `seal_many` has returned, and never before. `sweep` moves a blob that no row names to `unnamed/<digest>`.
 """
 
 import errno
 import os
 import re
+import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
@@ -16,7 +17,7 @@ from fedring.codec.digest import Digest, is_name, name_of
 from fedring.daemon.crash import crashpoint
 from fedring.server.state.blob_interfaces import DiskSpace, Partial
 from fedring.server.state.failures import FsyncFailed, StorageError, StorageFailed
-from fedring.server.state.files import BLOBS, PARTIAL
+from fedring.server.state.files import BLOBS, PARTIAL, UNNAMED
 
 FSYNC_THREADS = 16  # concurrent fsyncs share the commits of the file system's journal
 _REREAD_BYTES = 1 << 20
@@ -142,7 +143,7 @@ class FileBlobs:
 
     def __init__(self, root: Path, *, durable: bool = True) -> None:
         self._durable = durable
-        self._root, self._partial, self._blobs = root, root / PARTIAL, root / BLOBS
+        self._root, self._partial, self._blobs, self._unnamed = root, root / PARTIAL, root / BLOBS, root / UNNAMED
         self._open: set[str] = set()
         for folder in (self._partial, self._blobs):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -220,12 +221,27 @@ class FileBlobs:
                 (self._partial / name).unlink(missing_ok=True)
 
     def sweep(self, keep: Collection[str], keep_partials: Collection[str] = ()) -> int:
-        kept, kept_partials = set(keep), set(keep_partials) | self._open
-        garbage = [path for path in self._blobs.iterdir() if is_name(path.name) and path.name not in kept]
-        garbage += [path for path in self._partial.iterdir() if path.name not in kept_partials]
-        for path in garbage:
+        kept_partials = set(keep_partials) | self._open
+        blobs = [self._blobs / name for name in self.unnamed(keep)]
+        partials = [path for path in self._partial.iterdir() if path.name not in kept_partials]
+        if blobs:
+            self._unnamed.mkdir(mode=0o700, exist_ok=True)
+        for path in blobs:
+            os.utime(path)  # its time is that of the sweep
+            path.replace(self._unnamed / path.name)
+        for path in partials:  # no client was told that the server has them
             path.unlink(missing_ok=True)
-        return len(garbage)
+        return len(blobs) + len(partials)
+
+    def unnamed(self, keep: Collection[str]) -> list[str]:
+        kept = set(keep)
+        return sorted(path.name for path in self._blobs.iterdir() if is_name(path.name) and path.name not in kept)
+
+    def forget_unnamed(self, seconds: float) -> None:
+        limit = time.time() - seconds
+        for path in self._unnamed.iterdir() if self._unnamed.exists() else ():
+            if path.stat().st_mtime <= limit:
+                path.unlink(missing_ok=True)
 
     def probe(self, size: int) -> None:
         path = self._partial / "probe"

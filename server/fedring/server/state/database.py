@@ -2,9 +2,11 @@
 
 import re
 import sqlite3
+import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from json import JSONDecodeError
 from pathlib import Path
 from secrets import token_hex
@@ -179,6 +181,9 @@ SECRET = "secret"
 _VERSION = "schema_version"
 _EPOCH = re.compile("[0-9]{1,18}")  # it fits into a column of the database and into a message, and can still grow
 _BUSY_MILLISECONDS = 10_000
+LOG_BYTES = 4 << 20
+"""How long the log beside a database may become before SQLite empties it, unless somebody reads it."""
+
 _PAGE_BYTES = 1 << 14  # with pages of 4 KiB, a small update of 40 KB would take two writes for each page
 _FSYNC_ERRORS = ("SQLITE_IOERR_FSYNC", "SQLITE_IOERR_DIR_FSYNC")
 
@@ -190,23 +195,24 @@ UNREADABLE = (DBAPIError, JSONDecodeError, UnicodeDecodeError)
 class StoreError(StorageError):
     """The database cannot be used, or does not allow a change.
 
-    Its reasons are "newer_state", "corrupt", "no_backup" and "database".
+    Its reasons are "newer_state", "corrupt", "lost_commits", "no_backup" and "database".
     """
 
 
-def open_database(url: str, migrations: Sequence[Migration] = MIGRATIONS) -> Engine:
+def open_database(url: str, migrations: Sequence[Migration] = MIGRATIONS, *, log_bytes: int = LOG_BYTES) -> Engine:
     """Open a database. It is created if it is empty, and migrated after a backup if it has an older schema.
 
     Args:
         url: where it is, as SQLAlchemy writes it.
         migrations: the steps from schema version 1 to the newest.
+        log_bytes: how long SQLite's log may become.
 
     Raises:
         StoreError: "newer_state" if a newer version has written it, "corrupt" if it is damaged, "no_backup" if it
             cannot be copied before it is migrated.
         StorageFailed: if the disk is full or failed.
     """
-    engine = _engine(url)
+    engine = _engine(url, log_bytes)
     try:
         with engine.begin() as connection:
             found = _read_version(connection)
@@ -261,6 +267,33 @@ def epoch_in(found: Mapping[str, str]) -> int:
     return int(text)
 
 
+def next_epoch(*found: Mapping[str, str]) -> int:
+    """Return an epoch above those in tables `meta`: a time, so that two that follow the same one differ.
+
+    Raises:
+        StoreError: "corrupt", if one of those is not a number that could have been written there.
+    """
+    return max(int(time.time()), *(epoch_in(each) + 1 for each in found))
+
+
+def shorten_log(engine: Engine) -> None:
+    """Move what is in SQLite's log into the database, and empty the log unless somebody reads from it.
+
+    Raises:
+        sqlite3.Error: if that fails.
+    """
+    raw = engine.raw_connection()  # a checkpoint cannot run in a transaction
+    try:
+        cursor = raw.cursor()
+        cursor.execute("PRAGMA busy_timeout = 0")  # readers are not waited for: a backup may read for minutes
+        try:
+            cursor.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+        finally:
+            cursor.execute(f"PRAGMA busy_timeout = {_BUSY_MILLISECONDS}")
+    finally:
+        raw.close()
+
+
 def translate(error: Exception) -> StorageError | FsyncFailed:
     """Return the error that stands for an exception of SQLAlchemy."""
     return meaning_of(error.orig if isinstance(error, DBAPIError) else error)
@@ -280,16 +313,16 @@ def meaning_of(error: BaseException | None) -> StorageError | FsyncFailed:
     return StoreError("corrupt" if name in ("SQLITE_NOTADB", "SQLITE_CORRUPT") else "database", str(error))
 
 
-def _engine(url: str) -> Engine:
+def _engine(url: str, log_bytes: int) -> Engine:
     if make_url(url).get_backend_name() != "sqlite":
         return create_engine(url)
     engine = create_engine(url, poolclass=StaticPool, connect_args={"check_same_thread": False})
-    event.listen(engine, "connect", _configure)
+    event.listen(engine, "connect", partial(_configure, log_bytes=log_bytes))
     event.listen(engine, "begin", _begin)
     return engine
 
 
-def _configure(connection: sqlite3.Connection, _record: object) -> None:
+def _configure(connection: sqlite3.Connection, _record: object, *, log_bytes: int) -> None:
     connection.isolation_level = None  # `_begin` begins transactions: sqlite3 would leave reads outside of them
     for pragma in (
         f"page_size = {_PAGE_BYTES}",  # it takes effect in a new database only
@@ -298,6 +331,12 @@ def _configure(connection: sqlite3.Connection, _record: object) -> None:
         "synchronous = FULL",  # with NORMAL a power loss may undo a commit
         "foreign_keys = ON",
         "secure_delete = OFF",  # Debian's SQLite would overwrite removed updates with zeros
+    ):
+        connection.execute(f"PRAGMA {pragma}").close()
+    ((page_bytes,),) = connection.execute("PRAGMA page_size")
+    for pragma in (
+        f"wal_autocheckpoint = {max(1, log_bytes // page_bytes)}",  # after a commit, without waiting for readers
+        f"journal_size_limit = {log_bytes}",  # after a reader has kept the log from being emptied
     ):
         connection.execute(f"PRAGMA {pragma}").close()
 

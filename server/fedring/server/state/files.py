@@ -4,11 +4,12 @@ facts.sqlite         the database
 blobs/<digest>       what the database names
 blobs/state_id       the id of the state that both belong to
 partial/<name>       what is still being written
+unnamed/<name>       blobs that the database did not name at a start, and damaged logs, for some days
 """
 
 from pathlib import Path
 
-FACTS, BLOBS, PARTIAL, STATE_ID = "facts.sqlite", "blobs", "partial", "state_id"
+FACTS, BLOBS, PARTIAL, UNNAMED, STATE_ID = "facts.sqlite", "blobs", "partial", "unnamed", "state_id"
 
 
 def database_url(folder: Path) -> str:

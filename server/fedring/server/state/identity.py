@@ -4,6 +4,7 @@ A random id lies in the database and, as `blobs/state_id`, beside the blobs. Wit
 exchanged would name none of the blobs, and all of them would be swept.
 """
 
+import logging
 import re
 import sqlite3
 import uuid
@@ -15,30 +16,39 @@ from fedring.daemon.config import ConfigError
 from fedring.daemon.durable import write_durably
 from fedring.server.state.backup.exchange import refuse_pending
 from fedring.server.state.blobs import FileBlobs
-from fedring.server.state.database import meaning_of
+from fedring.server.state.database import LOG_BYTES, StoreError, meaning_of
 from fedring.server.state.failures import StorageError
 from fedring.server.state.files import BLOBS, FACTS, STATE_ID, database_url
+from fedring.server.state.log_check import check_log, check_log_at_rest, keep_log
 from fedring.server.state.rows import TokenRow
 from fedring.server.state.store import SqlStore
+
+log = logging.getLogger(__name__)
 
 _DRAFT = f"{STATE_ID}.new"
 _HEX = re.compile(r"[0-9a-f]{32}")
 _ADVICE = "Restore a backup (flctl restore), or give the server an empty folder. Nothing was changed."
 
 
-def open_state(folder: Path, *, adopt: bool = True) -> tuple[SqlStore, FileBlobs]:
+def open_state(
+    folder: Path, *, adopt: bool = True, accept_older: bool = False, log_bytes: int = LOG_BYTES
+) -> tuple[SqlStore, FileBlobs]:
     """Open the database and the blobs of a state folder, or create them in an empty one.
 
     Args:
         folder: the state folder, which the caller has locked (StateLock).
         adopt: give an id to a state that has none: a new one, or one of an older version.
+        accept_older: go on with what a damaged log leaves of the database, in a new epoch.
+        log_bytes: how long the database's log may become.
 
     Raises:
-        StorageError: "wrong_state" if one of the two is missing or belongs to another state; nothing was changed then.
-            Another reason if the database or the disk cannot be used.
+        StorageError: "wrong_state" if one of the two is missing or belongs to another state, "lost_commits" if the
+            database's log is damaged; nothing was changed then. Another reason if the database or the disk cannot be
+            used.
         ConfigError: if a restore into the folder was interrupted.
     """
     refuse_pending(folder)
+    is_older = _has_lost_commits(folder, accept=accept_older)  # before SQLite, which would end the log in silence
     blobs = folder / BLOBS
     version, stored = _peek(folder / FACTS)
     beside, draft = read_id(blobs / STATE_ID), _read_draft(blobs / _DRAFT)
@@ -50,7 +60,9 @@ def open_state(folder: Path, *, adopt: bool = True) -> tuple[SqlStore, FileBlobs
             what = f"{BLOBS}/ is missing or belongs to another state"
         raise StorageError("wrong_state", f"{what}. {_ADVICE}")
     files = FileBlobs(folder)
-    store = SqlStore(database_url(folder))
+    store = SqlStore(database_url(folder), log_bytes=log_bytes)
+    if is_older:
+        store.begin_epoch()  # a start that is killed before this finds the damage again
     if adopt and not beside:
         # The draft comes first, which means nothing by itself, then the database. A start that is killed in between
         # is simply repeated.
@@ -65,6 +77,7 @@ def open_state(folder: Path, *, adopt: bool = True) -> tuple[SqlStore, FileBlobs
             store.set_state_id(draft)
         (blobs / _DRAFT).replace(blobs / STATE_ID)
         files.sync()
+    store.shorten_log()  # without what a torn commit has left there, which could look like damage beside new commits
     return store, files
 
 
@@ -73,11 +86,12 @@ def add_token_offline(folder: Path, row: TokenRow) -> None:
 
     Raises:
         ConfigError: if there is no such folder, or a restore into it was interrupted.
-        StorageError: if the database cannot be used.
+        StorageError: if the database cannot be used, or its log is damaged.
     """
     if not folder.is_dir():
         raise ConfigError(f"there is no folder {folder}: give the server's state_dir")
     refuse_pending(folder)
+    check_log_at_rest(folder)
     store = SqlStore(database_url(folder))
     try:
         store.add_token(row)
@@ -102,6 +116,18 @@ def read_id(path: Path) -> str:
     return text
 
 
+def _has_lost_commits(folder: Path, *, accept: bool) -> bool:
+    try:
+        check_log(folder / FACTS)
+    except StoreError as error:
+        if not accept:
+            raise
+        log.warning("goes on all the same: %s", error)
+        keep_log(folder)
+        return True
+    return False
+
+
 def _read_draft(path: Path) -> str:
     """Return the id in the draft; empty if there is no draft, or an incomplete one."""
     text = path.read_text(errors="replace").strip() if path.exists() else ""
@@ -118,7 +144,7 @@ def _peek(facts: Path) -> tuple[int, str]:
     if not facts.exists():
         return 0, ""
     try:
-        with closing(sqlite3.connect(f"{facts.absolute().as_uri()}?mode=rw", uri=True)) as connection:
+        with closing(sqlite3.connect(f"{facts.absolute().as_uri()}?mode=ro", uri=True)) as connection:
             version = int(connection.execute("PRAGMA user_version").fetchone()[0])
             row = connection.execute("SELECT value FROM meta WHERE name = 'state_id'").fetchone() if version else None
     except (sqlite3.Error, UnicodeDecodeError) as error:  # the second is raised for damaged error messages

@@ -285,6 +285,18 @@ class Store(Protocol):
         """
         ...
 
+    def begin_epoch(self) -> None:
+        """Count rounds from now on in a new epoch, because the newest facts were lost."""
+        ...
+
+    def shorten_log(self) -> None:
+        """Keep what the store needs on the disk beside the facts themselves short; called when a round has ended."""
+        ...
+
+    def log_bytes(self) -> int:
+        """Return how much that is now, in bytes; called from any thread."""
+        ...
+
     def named_blobs(self) -> set[str]:
         """Return the names of all blobs that a row names."""
         ...

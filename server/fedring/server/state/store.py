@@ -1,5 +1,6 @@
 """The facts of a run in a database that SQLAlchemy knows."""
 
+import sqlite3
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -24,7 +25,19 @@ from sqlalchemy import (
 
 from fedring.daemon.crash import crashpoint
 from fedring.server.state import known, secure_rows
-from fedring.server.state.database import SECRET, UNREADABLE, backup, epoch_in, open_database, translate
+from fedring.server.state.database import (
+    EPOCH,
+    LOG_BYTES,
+    SECRET,
+    UNREADABLE,
+    backup,
+    epoch_in,
+    meaning_of,
+    next_epoch,
+    open_database,
+    shorten_log,
+    translate,
+)
 from fedring.server.state.interfaces import Acceptance, Pruned
 from fedring.server.state.pruning import STATES, remove_models, remove_updates_and_rounds
 from fedring.server.state.ratings import best_of_each_job
@@ -62,13 +75,14 @@ class SqlStore:
     Args:
         url: the database: "sqlite:///path", or "sqlite://" for one in memory.
         keep_events: how many of the newest events are kept.
+        log_bytes: how long SQLite's log may become.
 
     Raises:
         StoreError: "newer_state" if a newer version has written the database, "corrupt" if it is damaged.
     """
 
-    def __init__(self, url: str, *, keep_events: int = KEEP_EVENTS) -> None:
-        self._engine = open_database(url)
+    def __init__(self, url: str, *, keep_events: int = KEEP_EVENTS, log_bytes: int = LOG_BYTES) -> None:
+        self._engine = open_database(url, log_bytes=log_bytes)
         self._keep_events = keep_events
         with self._transaction() as connection:
             found = dict(connection.execute(select(meta.c.name, meta.c.value)).all())
@@ -340,6 +354,25 @@ class SqlStore:
             rows = _rows(connection, select(models), ModelRow)
             removed += remove_models(connection, rows, _rules(connection), newest=keep_models, jobs_kept=keep_jobs)
             return Pruned(removed, frozenset(before - _named(connection)))
+
+    def begin_epoch(self) -> None:
+        with self._transaction() as connection:
+            epoch = next_epoch({EPOCH: str(self.epoch)})
+            connection.execute(delete(meta).where(meta.c.name == EPOCH))
+            connection.execute(insert(meta), {"name": EPOCH, "value": str(epoch)})
+        self.epoch = epoch
+
+    def shorten_log(self) -> None:
+        try:
+            shorten_log(self._engine)
+        except sqlite3.Error as error:
+            raise meaning_of(error) from error
+
+    def log_bytes(self) -> int:
+        try:
+            return Path(f"{self._engine.url.database}-wal").stat().st_size
+        except OSError:  # there is none yet, or the database is in memory
+            return 0
 
     def named_blobs(self) -> set[str]:
         with self._transaction() as connection:

@@ -31,7 +31,9 @@ from fedring.server.state.backup.contents import (
     schema_version,
 )
 from fedring.server.state.backup.exchange import refuse_pending
+from fedring.server.state.failures import StorageError
 from fedring.server.state.files import BLOBS, FACTS, STATE_ID
+from fedring.server.state.log_check import check_log_at_rest
 from fedring.version import SOFTWARE
 
 _ATTEMPTS = 10
@@ -79,6 +81,10 @@ def _check_state(state_dir: Path) -> None:
     facts = state_dir / FACTS
     if not facts.is_file() or not facts.stat().st_size:
         raise ConfigError(f"there is no state in {state_dir}: give the server's state_dir")
+    try:
+        check_log_at_rest(state_dir)
+    except StorageError as error:
+        raise BackupError(f"{state_dir} cannot be copied: {error}") from error
 
 
 def _check_target(state_dir: Path, target: Path) -> None:

@@ -6,7 +6,6 @@ are the two exchanged (`fedring.server.state.backup.exchange`).
 
 import shutil
 import sqlite3
-import time
 from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass
@@ -29,7 +28,7 @@ from fedring.server.state.backup.contents import (
     parse_manifest,
     read_contents,
 )
-from fedring.server.state.database import EPOCH, StoreError, epoch_in
+from fedring.server.state.database import EPOCH, StoreError, next_epoch
 from fedring.server.state.files import BLOBS, FACTS, STATE_ID
 
 _ORIGIN = "restored_from"  # in the table `meta`: the manifest's digest of the database that was restored
@@ -115,9 +114,9 @@ def _begin_epoch(facts: Path, manifest: Manifest, replaced: Mapping[str, str]) -
     A backup can be restored twice. The epoch is a time, so that the two restores differ.
     """
     try:
-        epoch = max(int(time.time()), epoch_in(_meta(facts)) + 1)
+        epoch = next_epoch(_meta(facts))
         with suppress(StoreError):  # a damaged state may be replaced
-            epoch = max(epoch, epoch_in(replaced) + 1)
+            epoch = max(epoch, next_epoch(replaced))
         values = {EPOCH: str(epoch), _ORIGIN: manifest.facts_digest}
         with closing(sqlite3.connect(facts)) as connection:
             connection.executemany("INSERT OR REPLACE INTO meta (name, value) VALUES (?, ?)", values.items())

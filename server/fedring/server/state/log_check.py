@@ -1,0 +1,99 @@
+"""The check of the database's log, which comes before SQLite opens it, and what is said of a damaged one."""
+
+import fcntl
+import os
+import shutil
+import sqlite3
+import time
+from contextlib import closing
+from pathlib import Path
+
+from fedring.server.state.blobs import storage_error
+from fedring.server.state.database import StoreError
+from fedring.server.state.files import FACTS, UNNAMED
+from fedring.server.state.wal import scan
+
+ACCEPT_OLDER = "fl-server --accept-older"
+_STATE = """
+    SELECT coalesce(max(round), 0), coalesce((SELECT max(version) FROM models), 0),
+    (SELECT count(*) FROM updates WHERE round = (SELECT max(round) FROM rounds)) FROM rounds
+"""
+
+
+def check_log(facts: Path) -> None:
+    """Return if SQLite reads all commits in the log of a database that nobody uses.
+
+    Raises:
+        StoreError: "lost_commits", if it would forget some. Nothing was changed.
+        StorageFailed: if the disk fails.
+    """
+    if damage := _damage_of(log_of(facts)):
+        what = f"{log_of(facts).name} is damaged at {damage}, so all commits from there on are lost"
+        raise older(facts.parent, what)
+
+
+def check_log_at_rest(folder: Path) -> None:
+    """Check the log in a state folder as `check_log` does, unless a server uses it, which has checked it."""
+    if _is_used(folder):
+        return
+    try:
+        check_log(folder / FACTS)
+    except StoreError:
+        if not _is_used(folder):  # or else a server has begun to write the log while it was read
+            raise
+
+
+def older(folder: Path, what: str) -> StoreError:
+    """Return the error of a database that has lost commits; `what` says how that was found out."""
+    newest = _newest(folder / FACTS)
+    other = f", or go on without them: {ACCEPT_OLDER} falls back to {newest}" if newest else ""
+    text = f"{what}, perhaps with updates that clients were told are accepted: restore a backup (flctl restore){other}"
+    return StoreError("lost_commits", f"{text}. Nothing was changed.")
+
+
+def keep_log(folder: Path) -> None:
+    """Copy the log, which is damaged, to where it lies for some days."""
+    (folder / UNNAMED).mkdir(mode=0o700, exist_ok=True)
+    log = log_of(folder / FACTS)
+    shutil.copy(log, folder / UNNAMED / f"{log.name}-{time.time_ns()}")
+
+
+def log_of(facts: Path) -> Path:
+    """Return the path of a database's log, which need not exist."""
+    return facts.with_name(f"{facts.name}-wal")
+
+
+def _is_used(folder: Path) -> bool:
+    """Return whether a server has locked a state folder (StateLock)."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)  # at once, because no server could start meanwhile
+    return False
+
+
+def _damage_of(log: Path) -> str:
+    """Return the place of the damage in a log; empty if there is none."""
+    try:
+        with log.open("rb", buffering=0) as file:
+            fd = file.fileno()
+            # A server that has just started may make the log shorter: what is missing then is no frame.
+            return scan(lambda offset, size: os.pread(fd, size, offset).ljust(size, b"\0"), os.fstat(fd).st_size).damage
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        raise storage_error(error) from error
+
+
+def _newest(facts: Path) -> str:
+    """Return what SQLite finds in a database that has lost commits, for people; empty if it cannot read it."""
+    try:
+        with closing(sqlite3.connect(f"{facts.absolute().as_uri()}?mode=ro", uri=True)) as connection:
+            number, version, updates = connection.execute(_STATE).fetchone()
+    except (sqlite3.Error, UnicodeDecodeError):
+        return ""
+    round_ = f"round {number} with {updates} accepted updates" if number else "no round"
+    return f"{round_} and {f'model {version}' if version else 'no model'}"
