@@ -53,9 +53,9 @@ SERVER_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.server_handshake_timeout_ms", 20_000),
     # So does a connection without calls. A channel that is used later connects again by itself.
     ("grpc.max_connection_idle_ms", 600_000),
-    # Each call takes memory before a handler sees who makes it: 20,000 of one connection left 44 MB. No client has more
-    # than some ten at once, and proxies that are told a limit open another connection (HAProxy and Envoy do).
-    ("grpc.max_concurrent_streams", 1024),
+    # Each call takes some 25 kB, and 20,000 of one connection left 44 MB. No client has more than some ten at once, and
+    # proxies that are told a limit open another connection (HAProxy and Envoy do).
+    ("grpc.max_concurrent_streams", 512),
 ]
 
 

@@ -145,9 +145,7 @@ class Callers:
                 continue
             if self._talks_idly(each):
                 self._accuse(each.peer, each.address, now)
-            # What was open before the block and has done nothing wrong stays.
-            late = now <= self._blocked.get(each.address, 0) <= self._first_seen[each.number] + BLOCK_SECONDS
-            if each.peer in self._guilty or (late and not self._calls(each)):
+            if each.peer in self._guilty or self._is_late(each, now):
                 doomed.append(each)
             else:
                 by_address.setdefault(each.address, []).append(each)
@@ -177,6 +175,13 @@ class Callers:
     def _accuse(self, name: str, address: Address, now: float) -> None:
         self._guilty.add(name)
         self._blocked[address] = now + BLOCK_SECONDS
+
+    def _is_late(self, each: Connection, now: float) -> bool:
+        """Return whether a connection was made while its address was blocked. What was open before stays."""
+        until = self._blocked.get(each.address)
+        if until is None or now >= until or self._calls(each):
+            return False
+        return self._first_seen[each.number] >= until - BLOCK_SECONDS
 
     def _talks_idly(self, seen: Connection) -> bool:
         """Return whether a connection has sent much since the last look, but no call: pings, or settings."""
