@@ -34,7 +34,7 @@ def test_the_soft_limit_is_raised_as_far_as_is_wanted_and_allowed_and_never_lowe
 
 @pytest.mark.parametrize("limit", [64, 256, 1024, 4096, 1 << 20])
 def test_files_have_at_least_half_of_a_small_limit_and_no_more_than_the_limit_is_given_away(limit: int) -> None:
-    config = ServerConfig()
+    config = ServerConfig.model_validate({})
     parts = shares(config, limit)
     assert parts.total <= limit
     assert parts.files >= min(limit // 2, wanted(config).files)
@@ -42,13 +42,13 @@ def test_files_have_at_least_half_of_a_small_limit_and_no_more_than_the_limit_is
 
 
 def test_a_limit_that_cannot_hold_all_clients_is_told_with_the_numbers() -> None:
-    (check,) = check_descriptors(ServerConfig(), 1024)
+    (check,) = check_descriptors(ServerConfig.model_validate({}), 1024)
     assert check.level is Level.WARN
     assert "may open 1024" in check.found
     assert "max_clients = 1000" in check.found
     assert "LimitNOFILE" in check.advice
-    assert not [*check_descriptors(ServerConfig(), 4096)]
-    assert not [*check_descriptors(ServerConfig(max_clients=100), 1024)]
+    assert not [*check_descriptors(ServerConfig.model_validate({}), 4096)]
+    assert not [*check_descriptors(ServerConfig.model_validate({"max_clients": 100}), 1024)]
 
 
 @pytest.mark.usefixtures("_limit_restored")

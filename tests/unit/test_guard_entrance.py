@@ -36,6 +36,9 @@ class Service(rpc.TrainCmdServiceServicer):
         async for _ in request_iterator:
             yield pb.ServerEvent(heartbeat=pb.Heartbeat())
 
+    async def ReportEvaluation(self, request: pb.EvaluationReport, context: Any) -> pb.EvaluationAck:
+        return pb.EvaluationAck()
+
 
 @asynccontextmanager
 async def serving(callers: Callers, *, message_seconds: float = SECONDS) -> AsyncIterator[tuple[int, Entrance]]:

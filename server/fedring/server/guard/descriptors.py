@@ -54,6 +54,6 @@ def check_descriptors(config: ServerConfig, limit: int) -> Iterator[Check]:
             Level.WARN,
             f"this process may open {limit} files and connections, which leaves {fit} connections, "
             f"but max_clients = {config.max_clients} needs {needed}",
-            "raise the limit (ulimit -n, LimitNOFILE= in a unit, --ulimit nofile= of a container), or lower "
+            "raise the limit (ulimit -n, LimitNOFILE= in a unit, ulimits of a container), or lower "
             "max_clients or max_transfers",
         )
