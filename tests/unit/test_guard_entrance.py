@@ -1,10 +1,14 @@
 """The entrance of a port: strangers with raw sockets lose their connections, and everybody else is answered."""
 
 import asyncio
+import fcntl
 import socket
 import struct
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +20,7 @@ from fedring.rpc.channel import make_server
 from fedring.rpc.errors import reason_in, reason_of
 from fedring.server.guard.callers import MOST_RESETS, Callers
 from fedring.server.guard.entrance import Entrance
-from fedring.server.guard.sockets import address_of, connections_of, dropping
+from fedring.server.guard.sockets import address_of, block, connections_of, dropping
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1 import federation_pb2_grpc as rpc
 
@@ -134,6 +138,20 @@ async def test_connections_beyond_those_of_one_address_are_closed() -> None:
             assert done
         assert len(connections_of(port)) == 3
         assert await joins(port)
+
+
+async def test_to_look_at_the_connections_leaves_the_locks_of_files(tmp_path: Path) -> None:
+    attempt = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'r+b'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+    path = tmp_path / "database"
+    with path.open("w+b") as file:
+        fcntl.lockf(file, fcntl.LOCK_EX)
+        async with serving(Callers(100, 100)) as (port, _):
+            with dial(port):
+                assert await joins(port)
+                assert connections_of(port)
+                block(port, [address_of(STRANGER)])
+        other = await asyncio.to_thread(subprocess.run, [sys.executable, "-c", attempt, path], capture_output=True)
+        assert b"BlockingIOError" in other.stderr
 
 
 async def test_calls_beyond_those_of_one_address_are_refused_with_a_reason() -> None:

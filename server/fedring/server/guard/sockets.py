@@ -10,11 +10,10 @@ import os
 import socket
 import struct
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv6Network, ip_address
 from pathlib import Path
-from stat import S_ISSOCK
 
 Address = IPv4Address | IPv6Network
 """A caller's address. Of IPv6 it is the first half, since a host can choose the other half freely."""
@@ -60,7 +59,7 @@ def connections_of(port: int) -> list[Connection]:
     """Return the connections to a port of this process."""
     found = []
     for own in _sockets(port):
-        with own, suppress(OSError):
+        with suppress(OSError):
             host, caller, *_ = own.getpeername()
             data = own.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_RECEIVED.size)
             received = _BYTES_RECEIVED.unpack(data)[0] if len(data) == _BYTES_RECEIVED.size else 0
@@ -73,7 +72,7 @@ def end(port: int, numbers: Iterable[int]) -> int:
     """End the connections of these numbers, and return how many there were."""
     wanted, ended = set(numbers), 0
     for own in _sockets(port) if wanted else ():
-        with own, suppress(OSError):
+        with suppress(OSError):
             if os.fstat(own.fileno()).st_ino in wanted:
                 own.shutdown(socket.SHUT_RDWR)
                 ended += 1
@@ -95,15 +94,14 @@ def block(port: int, addresses: Sequence[Address]) -> None:
     program = dropping(addresses[:MOST_FILTERED])
     packed = array.array("B", b"".join(struct.pack("=HBBI", *instruction) for instruction in program))
     for own in _sockets(port):
-        with own:
-            if not own.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                continue
-            if addresses:
-                place = struct.pack("@HP", len(program), packed.buffer_info()[0])
-                own.setsockopt(socket.SOL_SOCKET, _ATTACH_FILTER, place)
-            else:
-                with suppress(FileNotFoundError):  # there was no filter
-                    own.setsockopt(socket.SOL_SOCKET, _DETACH_FILTER, 0)
+        if not own.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            continue
+        if addresses:
+            place = struct.pack("@HP", len(program), packed.buffer_info()[0])
+            own.setsockopt(socket.SOL_SOCKET, _ATTACH_FILTER, place)
+        else:
+            with suppress(FileNotFoundError):  # there was no filter
+                own.setsockopt(socket.SOL_SOCKET, _DETACH_FILTER, 0)
 
 
 def dropping(addresses: Iterable[Address]) -> list[Instruction]:
@@ -136,18 +134,14 @@ def dropping(addresses: Iterable[Address]) -> list[Instruction]:
 
 
 def _sockets(port: int) -> Iterator[socket.socket]:
-    """Yield duplicates of the sockets that belong to a port; whoever takes one closes it."""
+    """Yield the sockets that belong to a port. They belong to gRPC, so none of them may be closed."""
     for entry in _FOLDER.iterdir():
-        # A descriptor may be closed, and its number given to another file, at any time. So all questions are asked of
-        # a duplicate, which stays what it is.
-        with suppress(OSError), ExitStack() as stack:
-            copy = os.dup(int(entry.name))
-            stack.callback(os.close, copy)
-            if not S_ISSOCK(os.fstat(copy).st_mode):
-                continue
-            own = socket.socket(fileno=copy)
-            if own.family in (socket.AF_INET, socket.AF_INET6) and own.getsockname()[1] == port:
-                stack.pop_all()
-                yield own
-            else:
-                own.detach()  # the stack closes it
+        # There must be no duplicate of a descriptor here. To close a duplicate of a file drops all locks that this
+        # process has on the file, and another process could then take away the log of SQLite's database.
+        with suppress(OSError):  # it is no socket, or was closed meanwhile
+            own = socket.socket(fileno=int(entry.name))
+            try:
+                if own.family in (socket.AF_INET, socket.AF_INET6) and own.getsockname()[1] == port:
+                    yield own
+            finally:
+                own.detach()
