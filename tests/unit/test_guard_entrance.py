@@ -150,8 +150,8 @@ async def test_to_look_at_the_connections_leaves_the_locks_of_files(tmp_path: Pa
                 assert await joins(port)
                 assert connections_of(port)
                 block(port, [address_of(STRANGER)])
-        other = await asyncio.to_thread(subprocess.run, [sys.executable, "-c", attempt, path], capture_output=True)
-        assert b"BlockingIOError" in other.stderr
+        other = await asyncio.create_subprocess_exec(sys.executable, "-c", attempt, path, stderr=subprocess.PIPE)
+        assert b"BlockingIOError" in (await other.communicate())[1]
 
 
 async def test_calls_beyond_those_of_one_address_are_refused_with_a_reason() -> None:
