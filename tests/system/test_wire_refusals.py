@@ -2,6 +2,7 @@
 
 import socket
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -200,14 +201,16 @@ class TestRefusalsOfGrpcItself:
             else:
                 assert refusal(lambda: next(stream)).reason == "unknown_model"  # noqa: B023  # called now
 
-    def test_more_calls_than_a_port_serves(self, server: Fleet) -> None:
-        request = control_pb.WatchEventsRequest()
-        with grpc.insecure_channel(server.control) as channel:
+    def test_more_calls_than_a_port_serves(self, tmp_path: Path) -> None:
+        request, status = control_pb.WatchEventsRequest(), control_pb.GetStatusRequest()
+        with (
+            Fleet(tmp_path, {"exempt_addresses": ["127.0.0.1"]}) as server,
+            grpc.insecure_channel(server.control) as channel,
+        ):
             stub = ControlServiceStub(channel)
             streams = [stub.WatchEvents(request, timeout=SECONDS) for _ in range(80)]  # the port serves 64
             for stream in streams:
                 stream.initial_metadata()  # now the call is served or refused
-            status = control_pb.GetStatusRequest()
             self.check(
                 lambda: stub.GetStatus(status, timeout=SECONDS),
                 StatusCode.RESOURCE_EXHAUSTED,

@@ -1,8 +1,12 @@
 """The page that Prometheus reads: its address, who may read it, and its content."""
 
 import importlib.util
+import socket
+import threading
 import urllib.error
 import urllib.request
+from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,6 +15,7 @@ from tests.conftest import ROOT
 from tests.metrics_page import Page
 
 from fedring.client.config import ClientConfig
+from fedring.daemon import metrics
 from fedring.daemon.config import ConfigError
 from fedring.daemon.metrics import Registry, serving
 from fedring.server.config import ServerConfig
@@ -72,3 +77,34 @@ def test_the_page_that_documents_all_metrics_is_up_to_date() -> None:
     spec.loader.exec_module(page)
     target: Path = page.TARGET
     assert target.read_text(encoding="utf-8") == page.render()
+
+
+def test_connections_that_say_nothing_take_no_more_than_their_places_and_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "CONNECTION_SECONDS", 0.1)
+    before = threading.active_count()
+    with serving("127.0.0.1:0", Registry()) as address, ExitStack() as stack:
+        host, _, port = address.partition(":")
+        dial = partial(socket.create_connection, (host, int(port)), timeout=60.0)
+        lines = [stack.enter_context(dial()) for _ in range(3 * metrics.MOST_PER_ADDRESS)]
+        for line in lines:
+            with suppress(ConnectionError):
+                line.sendall(b"GET /metrics HTTP/1.1\r\nHo")
+        for line in lines:
+            with suppress(ConnectionError):
+                assert line.recv(1) == b""  # closed at once, or when its time was over
+            assert threading.active_count() <= before + 1 + metrics.MOST_PER_ADDRESS
+        assert Page(address)("fl_build_info", version=VERSION) == 1
+
+
+def test_one_address_leaves_places_for_others() -> None:
+    with serving("127.0.0.1:0", Registry()) as address, ExitStack() as stack:
+        host, _, port = address.partition(":")
+        place = (host, int(port))
+        lines = [
+            stack.enter_context(socket.create_connection(place, timeout=60.0, source_address=("127.0.0.2", 0)))
+            for _ in range(metrics.MOST_CONNECTIONS)
+        ]
+        for line in lines[metrics.MOST_PER_ADDRESS :]:
+            with suppress(ConnectionError):
+                assert line.recv(1) == b""
+        assert Page(address)("fl_build_info", version=VERSION) == 1

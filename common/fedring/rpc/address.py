@@ -5,6 +5,7 @@ The types are for fields of a configuration. They check the port, because gRPC i
 
 import re
 from collections.abc import Callable
+from ipaddress import ip_network
 from typing import Annotated
 
 from pydantic import AfterValidator
@@ -63,6 +64,14 @@ def _check_name(text: str) -> str:
     return text
 
 
+def _check_network(text: str) -> str:
+    try:
+        ip_network(text)
+    except ValueError as error:
+        raise ValueError(f"{text!r} is no IP address or network, such as 10.0.0.5 or 10.0.0.0/8") from error
+    return text
+
+
 def _unless_empty(check: Callable[[str], str]) -> AfterValidator:
     return AfterValidator(lambda text: check(text) if text else text)
 
@@ -75,3 +84,5 @@ HostName = Annotated[str, AfterValidator(_check_name)]
 """The name of a host, without a port."""
 HostOrEmpty = Annotated[str, _unless_empty(_check_host)]
 """A host, with or without a port: "name", "name:port", "[::1]", "[::1]:port"; or nothing."""
+Network = Annotated[str, AfterValidator(_check_network)]
+"""An IP address, or a network of them: "10.0.0.5", "10.0.0.0/8", "fd00::/8"."""

@@ -49,9 +49,13 @@ SERVER_OPTIONS: list[tuple[str, Any]] = [
     # each upload. With this limit a line with a delay of 100 ms still carries 40 MB/s.
     ("grpc.http2.bdp_probe", 0),
     ("grpc.http2.lookahead_bytes", 4 << 20),
-    # grpc.max_concurrent_streams is deliberately not set. 20,000 concurrent calls make the server 20 to 75 MB larger,
-    # and the next 20,000 make it no larger. A limit of 256 would prevent that for one connection but not for 20. And
-    # where a proxy sends the calls of many clients over one connection, calls beyond the limit would wait silently.
+    # Half a handshake or half a preface ends after this time; gRPC's default is 120 s.
+    ("grpc.server_handshake_timeout_ms", 20_000),
+    # So does a connection without calls. A channel that is used later connects again by itself.
+    ("grpc.max_connection_idle_ms", 600_000),
+    # Each call takes some 25 kB, and 20,000 of one connection left 44 MB. No client has more than some ten at once, and
+    # proxies that are told a limit open another connection (HAProxy and Envoy do).
+    ("grpc.max_concurrent_streams", 512),
 ]
 
 
@@ -95,9 +99,24 @@ def open_sync_channel(address: str, tls: Tls = PLAINTEXT, token: str = "") -> gr
     return grpc.secure_channel(address, channel_credentials(tls, token), options=CLIENT_OPTIONS)
 
 
-def make_server(interceptors: Sequence[aio.ServerInterceptor], *, max_streams: int, tls: Tls = PLAINTEXT) -> aio.Server:
-    """Return a server, still without services and ports, that serves at most `max_streams` calls at once."""
+def make_server(
+    interceptors: Sequence[aio.ServerInterceptor],
+    *,
+    max_streams: int,
+    tls: Tls = PLAINTEXT,
+    max_connections: int | None = None,
+) -> aio.Server:
+    """Return a server, still without services and ports.
+
+    Args:
+        interceptors: In the order in which they see a call.
+        max_streams: How many calls it serves at once.
+        tls: The certificates.
+        max_connections: How many connections it takes; others are closed at once. None = any number.
+    """
     options = SERVER_OPTIONS + (_AGING if tls.on else [])
+    if max_connections is not None:
+        options = [*options, ("grpc.max_allowed_incoming_connections", max_connections)]
     return aio.server(interceptors=interceptors, options=options, maximum_concurrent_rpcs=max_streams)
 
 

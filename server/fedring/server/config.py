@@ -6,7 +6,7 @@ from typing import Literal, Self
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from fedring.rpc.address import Address, AddressOrEmpty, HostName, TcpAddressOrEmpty
+from fedring.rpc.address import Address, AddressOrEmpty, HostName, Network, TcpAddressOrEmpty
 from fedring.rpc.channel import encrypts, is_loopback
 from fedring.rpc.metrics import check_metrics_address
 from fedring.rpc.tls import Tls
@@ -66,6 +66,14 @@ class ServerConfig(BaseSettings):
     no_progress_seconds: Seconds = Field(30.0, description="longest pause within an upload or a download")
 
     max_clients: PositiveInt = Field(1000, description="sessions that may be open at once")
+    max_connections_per_address: PositiveInt = Field(
+        256, description="connections of one IP address (of IPv6, of its first half) to each of the two ports"
+    )
+    exempt_addresses: list[Network] = Field(
+        [],
+        description="IP addresses and networks, such as 10.0.0.0/8, to which no limit of one address applies: "
+        "proxies, sites behind one address, load tests",
+    )
     max_transfers: PositiveInt = Field(
         128, description="uploads, and as many downloads, at once; at most 4 MiB of memory each"
     )

@@ -19,7 +19,9 @@ os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # before grpc is imported; our 
 import typer
 from grpc import aio
 
+from fedring.daemon.checks import refuse_failed
 from fedring.daemon.config import ConfigError, Loaded, describe, load_config, split_arguments
+from fedring.daemon.descriptors import raise_limit
 from fedring.daemon.exits import Exit
 from fedring.daemon.logs import log_always, set_up_logs
 from fedring.daemon.memory import bound_arenas
@@ -33,6 +35,7 @@ from fedring.rpc.health import Health, health_port
 from fedring.rpc.metrics import CountCalls
 from fedring.rpc.tls import ends_at
 from fedring.server.config import ServerConfig
+from fedring.server.guard.descriptors import Shares, check_descriptors, shares, wanted
 from fedring.server.guard.ports import Security
 from fedring.server.operator.control import ControlService
 from fedring.server.operator.privacy_spent import PrivacySpent
@@ -161,21 +164,24 @@ async def _serve(
     where = f"clients at {config.listen}, flctl at {config.control_listen}, state in {config.state_dir}"
     log.info("fl-server of %s, %s, configuration from %s", SOFTWARE, where, origins)
     set_up_tracing("fl-server")
+    limit = raise_limit(wanted(config).total)
+    refuse_failed(check_descriptors(config, limit))
     parts = await recover(config, stack, sweep=not check_only, drop_damaged=drop_damaged, accept_older=accept_older)
     log_always(lambda: parts.rounds.ids)
     metrics = parts.metrics
     metrics.min_clients.set(config.job.min_clients)
-    security = Security(config, parts.facts, stack)
+    most = shares(config, limit)
+    security = Security(config, parts.facts, stack, most)
     await security.tokens.load()
     metrics.guard.read(security.tally)
     metrics.certificate_expiry.set_function(lambda: ends_at(config.tls) or nan)
-    public, control = _servers(parts, security, config)
+    public, control = _servers(parts, security, config, most)
     health = Health(reflection=config.reflection)
     health.serve_on(public, *_PUBLIC_SERVICES)
     health.serve_on(control, *_CONTROL_SERVICES)
     addresses = {
-        "listen": security.bind(public, config.listen),
-        "control": security.bind(control, config.control_listen),
+        "listen": security.bind_public(public),
+        "control": security.bind_control(control),
     }
     if metrics_address := stack.enter_context(serving(config.metrics_listen, metrics.registry)):
         addresses["metrics"] = metrics_address
@@ -211,16 +217,22 @@ async def _serve(
     others = [
         look_after_storage(parts, health),
         security.look_after_revocations(),
+        security.look_after_connections(),
         spent.run(),
         *(page.run() for page in pages),
     ]
     return await _until_stopped(parts, others, stop=stop, drain=drain, drain_seconds=config.drain_seconds)
 
 
-def _servers(parts: Parts, security: Security, config: ServerConfig) -> tuple[aio.Server, aio.Server]:
+def _servers(parts: Parts, security: Security, config: ServerConfig, most: Shares) -> tuple[aio.Server, aio.Server]:
     """Make the server that clients call and the one that flctl calls, behind their guards."""
     guards = [CountCalls(parts.metrics.calls), Boundary()]
-    public = make_server([*guards, security.public, TraceCalls()], max_streams=4 * config.max_clients, tls=config.tls)
+    public = make_server(
+        [*guards, security.public_entrance, security.public, TraceCalls()],
+        max_streams=4 * config.max_clients,
+        tls=config.tls,
+        max_connections=most.public,
+    )
     commands = TrainCmdService(parts, config, SOFTWARE)
     federation_pb2_grpc.add_TrainCmdServiceServicer_to_server(commands, public)
     downloads = ModelBlobService(parts, config)
@@ -228,7 +240,12 @@ def _servers(parts: Parts, security: Security, config: ServerConfig) -> tuple[ai
     rendezvous_pb2_grpc.add_RendezvousServiceServicer_to_server(RendezvousService(parts, config), public)
     secure_pb2_grpc.add_SecureAggregationServiceServicer_to_server(SecureAggregationService(parts), public)
     add_update_service(ClientUpdateService(parts, config), public)
-    control = make_server([*guards, security.control, TraceCalls()], max_streams=64, tls=config.tls)
+    control = make_server(
+        [*guards, security.control_entrance, security.control, TraceCalls()],
+        max_streams=64,
+        tls=config.tls,
+        max_connections=most.control,
+    )
     operate = ControlService(parts, downloads, config, VERSION, refused=security.tally.counts)
     control_pb2_grpc.add_ControlServiceServicer_to_server(operate, control)
     control_pb2_grpc.add_TokenServiceServicer_to_server(TokenService(security.tokens, parts.sessions), control)

@@ -59,6 +59,7 @@ class AuthCounts:
         self.refused: Counter[str] = Counter(dict.fromkeys(REASONS, 0))
         self.handshakes = 0
         self.connections = 0
+        self.ended = 0  # connections that did not keep to a limit
         self._peers: OrderedDict[str, None] = OrderedDict()  # the newest connections on which a call came
 
     def begin_handshake(self) -> None:

@@ -17,6 +17,9 @@ from fedring.rpc.revocation import Revocations
 from fedring.rpc.tls import check_tls, server_credentials
 from fedring.server.config import ServerConfig
 from fedring.server.guard.auth import Auth, AuthCounts, PortPolicy
+from fedring.server.guard.callers import Callers
+from fedring.server.guard.descriptors import Shares
+from fedring.server.guard.entrance import Entrance
 from fedring.server.operator.tokens import Tokens
 from fedring.server.state.facts import Facts
 
@@ -25,12 +28,13 @@ log = logging.getLogger(__name__)
 _FILE_BYTES = 4 << 20
 _FILES = 5  # older files of the audit log that are kept
 _LOOK_SECONDS = 1.0
+_FEW_CALLS = 48  # of one address at once; the port for flctl serves 64
 
 
 class Security:
     """Guards the port for clients and the port for flctl, and counts what both refuse."""
 
-    def __init__(self, config: ServerConfig, facts: Facts, stack: ExitStack) -> None:
+    def __init__(self, config: ServerConfig, facts: Facts, stack: ExitStack, most: Shares) -> None:
         self._config = config
         self.tokens = Tokens(facts)
         self.tally = AuthCounts()
@@ -39,11 +43,21 @@ class Security:
         warn_of_insecurity(config)
         audit = AuditLog(config.state_dir / "audit.jsonl")
         stack.callback(audit.close)
+        # One address may have half of the calls. A port for few clients has room for more calls than it serves at once.
+        self.public_entrance = self._entrance(max(2 * config.max_clients, _FEW_CALLS), most.public)
+        self.control_entrance = self._entrance(_FEW_CALLS, most.control)
         self.public = Auth(self._policy(config.listen, local=not config.tokens), audit, self.tally)
         self.control = Auth(self._policy(config.control_listen, local=True), audit, self.tally)
 
-    def bind(self, server: aio.Server, address: str) -> str:
-        """Bind a server to an address. Returns the address with its port; ConfigError if that cannot be done."""
+    def bind_public(self, server: aio.Server) -> str:
+        """Bind the server that clients call. Returns its address with its port; ConfigError if that cannot be done."""
+        return self.public_entrance.listen_at(self._bind(server, self._config.listen))
+
+    def bind_control(self, server: aio.Server) -> str:
+        """Bind the server that flctl calls, in the same way."""
+        return self.control_entrance.listen_at(self._bind(server, self._config.control_listen))
+
+    def _bind(self, server: aio.Server, address: str) -> str:
         plain = not encrypts(address, self._config.tls)
         others = os.umask(S_IRWXG | S_IRWXO)  # only its user may use a Unix socket
         try:
@@ -58,12 +72,24 @@ class Security:
             os.umask(others)
         return address if address.startswith("unix:") else f"{address.rpartition(':')[0]}:{port}"
 
+    async def look_after_connections(self) -> None:
+        """End connections that do not keep to the limits of both ports."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self.public_entrance.look_after_connections())
+            tasks.create_task(self.control_entrance.look_after_connections())
+
     async def look_after_revocations(self) -> None:
         """End the calls in progress of everybody whose certificate is revoked, soon after the list says so."""
         while self._config.tls.crl:
             self.public.end_revoked()
             self.control.end_revoked()
             await asyncio.sleep(_LOOK_SECONDS)
+
+    def _entrance(self, most_calls: int, connections: int) -> Entrance:
+        config = self._config
+        most_connections = min(config.max_connections_per_address, connections // 2)
+        callers = Callers(most_calls, most_connections, config.exempt_addresses, self.tally)
+        return Entrance(callers, config.no_progress_seconds)
 
     def _policy(self, address: str, *, local: bool) -> PortPolicy:
         """Return what callers of a port must show; with `local`, nothing if they call from this host in plaintext."""

@@ -25,6 +25,11 @@ class GuardCounts(Protocol):
         """Connections on which a call came."""
         ...
 
+    @property
+    def ended(self) -> int:
+        """Connections that did not keep to a limit of their address, and were ended."""
+        ...
+
 
 class GuardMetrics(Collector):
     """The counts of both ports' guards, read when Prometheus asks."""
@@ -49,3 +54,5 @@ class GuardMetrics(Collector):
         yield CounterMetricFamily("fl_server_handshakes_total", text, tally.handshakes if tally else 0)
         text = "Connections on which a call came."
         yield CounterMetricFamily("fl_server_connections_total", text, tally.connections if tally else 0)
+        text = "Connections that were ended because they did not keep to a limit of one address."
+        yield CounterMetricFamily("fl_server_ended_connections_total", text, tally.ended if tally else 0)

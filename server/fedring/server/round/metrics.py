@@ -43,7 +43,8 @@ REJECTIONS = (
     "bad_indices", "bad_metrics", "bad_packets", "bad_request", "bad_samples", "bad_scale", "bad_update", "bomb",
     "corrupt", "database", "digest_mismatch", "disk_error", "disk_full", "internal", "missing_blob", "mixed_kinds",
     "newer_state", "no_sample_dp", "non_finite", "not_a_worker", "not_allowed", "not_masked", "not_selected",
-    "out_of_range", "overloaded", "partial_busy", "round_closed", "too_large", "truncated", "unknown_encoding",
+    "out_of_range", "overloaded", "partial_busy", "round_closed", "too_large", "too_many_files", "truncated",
+    "unknown_encoding",
     "unknown_round", "wrong_client", "wrong_control", "wrong_length", "wrong_model", "wrong_schema", "wrong_size",
     "wrong_width", "other",
 )

@@ -23,6 +23,7 @@ FSYNC_THREADS = 16  # concurrent fsyncs share the commits of the file system's j
 _REREAD_BYTES = 1 << 20
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
 
 
 class FilePartial:
@@ -305,7 +306,10 @@ def _fsync(fd: int) -> None:
 
 
 def _sync_folder(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        raise storage_error(error) from error
     try:
         _fsync(fd)
     finally:
@@ -316,4 +320,6 @@ def storage_error(error: OSError) -> StorageError:
     """Return what an error of the operating system means for the state: is the disk full, does it fail?"""
     if isinstance(error, FileNotFoundError):
         return StorageError("missing_blob", str(error))
+    if error.errno in _NO_DESCRIPTOR:  # nothing is wrong with the disk, and connections that end give descriptors back
+        return StorageFailed("too_many_files", str(error))
     return StorageFailed("disk_full" if error.errno in _FULL else "disk_error", str(error))

@@ -23,7 +23,10 @@ class StorageError(Exception):
 
 
 class StorageFailed(StorageError, Overloaded):
-    """The disk is full ("disk_full") or failed ("disk_error"). Nothing was changed, and a later attempt may succeed."""
+    """The disk is full ("disk_full") or failed ("disk_error"), or no descriptor is left ("too_many_files").
+
+    Nothing was changed, and a later attempt may succeed.
+    """
 
 
 class FsyncFailed(Exception):

@@ -1,0 +1,118 @@
+"""The interceptor through which each call of a port enters: limits by address, before anything is done for the call.
+
+It goes after the Boundary, and before the interceptor that checks who calls.
+"""
+
+import asyncio
+import inspect
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from grpc import aio
+
+from fedring.rpc.errors import BadRequest, Stalled
+from fedring.rpc.handlers import FACTORY
+from fedring.server.guard.callers import Callers
+from fedring.server.guard.sockets import Address, block, connections_of, end
+
+log = logging.getLogger(__name__)
+
+_LOOK_SECONDS = 1.0
+
+
+class Entrance(aio.ServerInterceptor):
+    """Admits the calls of one port, and ends the connections that do not keep to its limits.
+
+    gRPC reads the message of a unary call before it calls a handler. So a caller could begin calls without a message
+    and cancel them, and no handler would ever learn who it was. Here, all calls are taken as streams of messages: the
+    handler runs as soon as the call begins.
+
+    Args:
+        callers: What the callers have asked so far, and their limits.
+        message_seconds: How long the only message of a call may take.
+    """
+
+    def __init__(self, callers: Callers, message_seconds: float) -> None:
+        self._callers = callers
+        self._message_seconds = message_seconds
+        self._port = 0
+        self._blocked: list[Address] = []  # which the listeners drop
+        self._filters = True  # until the system turns out to have none
+
+    def listen_at(self, address: str) -> str:
+        """Look after connections to this "host:port", and return it. Unix sockets have no such connections."""
+        self._port = 0 if address.startswith("unix:") else int(address.rpartition(":")[2])
+        return address
+
+    async def look_after_connections(self) -> None:
+        """End connections and block addresses, also of callers that never make a call."""
+        while self._port:
+            self._look()
+            await asyncio.sleep(_LOOK_SECONDS)
+
+    async def intercept_service(self, continuation: Callable[..., Awaitable[Any]], handler_call_details: Any) -> Any:
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return None
+        kind, _ = FACTORY[handler.request_streaming, handler.response_streaming]
+        inner, streams = getattr(handler, kind), handler.request_streaming
+        _, factory = FACTORY[True, handler.response_streaming]
+
+        async def call(requests: AsyncIterator[Any], context: Any) -> Any:
+            with self._admitted(context.peer()):
+                return await inner(requests if streams else await self._only(requests), context)
+
+        async def generate(requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
+            with self._admitted(context.peer()):
+                async for response in inner(requests if streams else await self._only(requests), context):
+                    yield response
+
+        return factory(
+            generate if inspect.isasyncgenfunction(inner) else call,
+            request_deserializer=handler.request_deserializer,
+            response_serializer=handler.response_serializer,
+        )
+
+    @contextmanager
+    def _admitted(self, peer: str) -> Iterator[None]:
+        """Run the body of a call, and note how it ended."""
+        now = asyncio.get_running_loop().time
+        call, reset = self._callers.begin(peer, now()), False
+        try:
+            yield
+        except (asyncio.CancelledError, GeneratorExit):
+            reset = True
+            raise
+        finally:
+            if self._callers.end(call, now(), reset=reset) and self._port:
+                self._look()
+
+    async def _only(self, messages: AsyncIterator[Any]) -> Any:
+        """Return the message of a call that has one."""
+        try:
+            async with asyncio.timeout(self._message_seconds):
+                return await anext(messages)
+        except StopAsyncIteration:
+            raise BadRequest("the call has no message") from None
+        except TimeoutError:
+            raise Stalled(f"no message came for {self._message_seconds:g} s") from None
+
+    def _look(self) -> None:
+        """Look at all connections, end those that must go, and let the listener drop who may not come again."""
+        now = asyncio.get_running_loop().time()
+        doomed = self._callers.look(connections_of(self._port), now)
+        before, self._blocked = self._blocked, self._callers.blocked(now)
+        if self._blocked != before and self._filters:
+            try:
+                block(self._port, self._blocked)
+            except OSError as error:
+                self._filters = False
+                log.warning("this system cannot block addresses, so their connections end soon after: %s", error)
+        if doomed:
+            end(self._port, [each.number for each in doomed])
+        if fresh := set(self._blocked) - set(before):
+            names = ", ".join(sorted(map(str, fresh))[:10])
+            text = "ended %d connections to port %d; for a while no new ones from %s"
+            log.warning(text, len(doomed), self._port, names)
