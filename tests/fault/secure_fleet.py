@@ -8,7 +8,7 @@ from typing import Any
 from fedring.ctl.process import Process
 from tests.conftest import path_to
 from tests.fault.faulty_fleet import FaultyFleet, wait_for
-from tests.fleets import Control, until_watching
+from tests.fleets import Control, give_secrets, until_watching
 from tests.system.wire import vector_job
 from tests.waiting import until
 
@@ -17,6 +17,8 @@ TRUSTED = {"trusted": ["fedring", "user_trainers"]}
 SERVER = -1
 """The server among daemons that are named by numbers; the others are clients."""
 KILLED = 137
+SECRET = bytes(range(32))
+"""From which the secrets of all clients follow: two fleets round in the same way."""
 
 
 def secure_job(clients: int, **keys: Any) -> dict[str, Any]:
@@ -40,6 +42,7 @@ class SecureFleet(FaultyFleet):
 
     def __init__(self, folder: Path, clients: int, settings: Mapping[str, Any] | None = None) -> None:
         super().__init__(folder, TRUSTED | dict(settings or {}), [TRUSTED] * clients, env=path_to(HERE))
+        give_secrets(folder, clients, SECRET)
         self.state = Path(self.server.settings["state_dir"])
         self.folders = [Path(client.settings["state_dir"]) for client in self.clients]
         for number, client in enumerate(self.clients):

@@ -7,19 +7,22 @@ covers two updates, and no key seals two texts.
 import os
 import random
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from fedring.client.secret import DITHER, ClientSecret
 from fedring.secure.levels import open_blocks, to_integers
+from fedring.simulation import client_secret
 from fedring.v1 import federation_pb2 as pb
 from tests.call_proxy import CallProxy
 from tests.damage import ask
 from tests.fault.faulty_fleet import wait_for
 from tests.fault.residuals import stored_model
-from tests.fault.secure_fleet import SecureFleet, secure_job
+from tests.fault.secure_fleet import SECRET, SecureFleet, secure_job
 from tests.fault.secure_record import Record
 from tests.fault.test_kills import KEEP_ALL, wait
 from tests.fault.user_trainers import lesson_of
@@ -123,7 +126,8 @@ def check_models(state: Path, commands: dict[int, pb.TrainCmd]) -> int:
         for name in names:
             secure, index = commands[number].secure, int(name.removeprefix("client-"))
             blocks, values = open_blocks(secure, SIZE), (before + lesson_of(index, number, SIZE)) - before + left[index]
-            levels = to_integers(values, secure, 1).integers
+            dither = ClientSecret(partial(client_secret, SECRET, name)).derive(commands[number], DITHER)
+            levels = to_integers(values, secure, 1, dither=dither).integers
             left[index] = values
             places = (blocks.indices[:, None] * blocks.block + np.arange(blocks.block)).reshape(-1)[: blocks.count]
             total[places] += levels * np.repeat(blocks.scales, blocks.block)[: blocks.count].astype(np.float64)

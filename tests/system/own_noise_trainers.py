@@ -11,9 +11,9 @@ from fedring.offers import offers
 
 @offers("trainer")
 def lost_if_told(model: nn.Module, samples: Any, plan: Any) -> int:
-    """Change the model a little; fail where FL_TEST_LOST is set."""
+    """Change the model a little; end the whole client where FL_TEST_LOST is set."""
     if os.environ.get("FL_TEST_LOST"):
-        raise RuntimeError("this client is told to fail")
+        os._exit(1)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.001)

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fedring.client.secret import DITHER, kept_secret
 from fedring.client.secure.state import FOLDER
-from fedring.secure.levels import blocks_of
+from fedring.secure.levels import blocks_of, shorten, to_integers
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1 import secure_pb2 as wire
 from tests.honest_clients import BLOCK, LEVELS, STEP, HonestClient, learned
@@ -101,9 +102,13 @@ def test_a_site_says_how_much_of_its_update_may_be_cut(server: SecureServer, tmp
 
 def test_a_long_update_is_shortened_before_it_is_masked(server: SecureServer, clients: dict[str, HonestClient]) -> None:
     total = server.run_round(1, NAMES, secure=round_of(clip=1.0))
-    vectors = [learned(name, 1) for name in NAMES]
-    wanted = [np.rint(vector / np.linalg.norm(vector) / STEP) for vector in vectors]
-    assert np.array_equal(total, np.sum(wanted, axis=0))
+    wanted = np.zeros(SIZE, np.int64)
+    for name, client in clients.items():
+        vector, dither = learned(name, 1), kept_secret(client.state_dir).derive(server.commands[1], DITHER)
+        shorten(vector, 1.0)
+        assert np.linalg.norm(vector) == pytest.approx(1.0)
+        wanted += to_integers(vector, server.commands[1].secure, 1, dither=dither).integers
+    assert total.tolist() == wanted.tolist()
 
 
 def test_an_update_that_is_lost_after_its_masks_were_bound_ends_the_round(

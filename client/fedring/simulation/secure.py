@@ -120,7 +120,7 @@ def make_unmasked_update(
     bits = bits_of(command.secure, clients)
     if delta is None:
         return update_of(command, client, wrap(zero_integers(command.secure, length, samples), bits), bits, residual)
-    most = SitePolicy().max_clipped_share
+    most = SitePolicy.model_validate({}).max_clipped_share
     integers = level_integers(delta, command.secure, samples, residual, dither=dither, max_clipped_share=most)
     return update_of(command, client, wrap(integers, bits), bits, delta)
 

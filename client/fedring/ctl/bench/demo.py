@@ -217,8 +217,8 @@ def _wait(fleet: Fleet) -> None:
     died = threading.Event()
     fleet.on_death(died.set)
     place = f"the page is at {fleet.web}, and flctl reaches the server with -s {fleet.control}"
-    stderr_console().print(f"the server and the clients go on until Ctrl-C: {place}", soft_wrap=True)
     with suppress(KeyboardInterrupt):
+        stderr_console().print(f"the server and the clients go on until Ctrl-C: {place}", soft_wrap=True)
         wait(died)
         raise fleet.failure() or Failure("a daemon has ended")
 
