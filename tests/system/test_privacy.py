@@ -14,6 +14,7 @@ from fedring.simulation import simulate
 from fedring.v1 import federation_pb2 as pb
 from tests.conftest import path_to
 from tests.fleets import Control, Fleet, run_job, until_watching
+from tests.ledgers import account_in
 from tests.metrics_page import Page
 from tests.system.wire import Refused, WireClient, parameters, payload_of, vector_job
 from tests.waiting import SECONDS, until
@@ -155,12 +156,12 @@ def test_a_site_refuses_what_is_weaker_than_its_policy_and_keeps_its_own_account
         assert "privacy.min_noise_multiplier = 1 demands a job with [dp]" in open_.reason
         private = run_job(control, job | dp)
         assert private.state == "completed"
-        ledger = tmp_path / "state" / "client-1" / "privacy.json"
-        assert json.loads(ledger.read_text())["rounds"] == {"1.0": 1}
+        folder = tmp_path / "state" / "client-1"
+        assert account_in(folder)["rounds"] == {"1.0": 1}
         two = run_job(control, job | dp | {"rounds": 2})
         assert two.rounds_done == 1
         assert "above its privacy.max_epsilon = 9" in two.reason
-        assert json.loads(ledger.read_text())["rounds"] == {"1.0": 2}
+        assert account_in(folder)["rounds"] == {"1.0": 2}
         round_ = control.rounds(job_id=private.job_id)[0]
         assert {client.num_samples for client in round_.clients} == {1}
         assert not any(client.metrics for client in round_.clients)

@@ -21,6 +21,7 @@ from fedring.train.plan import Plan
 from fedring.train.private_loop import sampled_steps
 from tests.conftest import path_to
 from tests.fleets import Control, Fleet, run_job, until_watching
+from tests.ledgers import account_in
 from tests.metrics_page import Page, address_of
 
 PRIVATE: dict[str, Any] = {"weights": "uniform", "evaluate": False, "evaluate_on_server": True, "max_abandoned": 1}
@@ -60,7 +61,7 @@ def test_clients_train_privately_and_keep_an_account_that_the_server_does_not_se
         shown = Page(address_of(fleet.clients[1]))("fl_client_sample_epsilon")
         assert shown == pytest.approx(spent(SIZES[1], 3), rel=0.02)
         for number in (0, 1):
-            ledger = json.loads((tmp_path / "state" / f"client-{number}" / "privacy.json").read_text())
+            ledger = account_in(tmp_path / "state" / f"client-{number}")
             (entry,) = ledger["samples"]
             assert (entry["job"], entry["steps"]) == (done.job_id, 3 * 4 * 6)
             assert entry["rate"] == pytest.approx(128 / 719, rel=0.01)

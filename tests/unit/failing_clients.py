@@ -1,6 +1,5 @@
 """Clients of secure aggregation, one of which has a class that the others lack."""
 
-import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from tests.honest_clients import BLOCK, LEVELS, STEP, new_model
+from tests.ledgers import account_in
 from tests.secure_server import SecureServer
 from tests.secure_sums import peers_of
 from tests.unit.training_client import client, plug_in, user_module
@@ -149,7 +149,7 @@ def check_nothing_seen(server: SecureServer) -> None:
 
 
 def account(folder: Path) -> dict[str, Any]:
-    known: dict[str, Any] = json.loads((folder / "privacy.json").read_text())
+    known: dict[str, Any] = account_in(folder)
     return known
 
 

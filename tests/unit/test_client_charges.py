@@ -1,6 +1,5 @@
 """The cost of updates for a server that asks for a round again and again."""
 
-import json
 import shutil
 import threading
 from collections.abc import Iterator
@@ -8,9 +7,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pytest
+from tests.damage import flip
+from tests.ledgers import account_in
 from torch import nn
 
 from fedring.client import RoundOver, connect
+from fedring.client.ledger import LEDGER, Ledger
+from fedring.daemon.config import ConfigError
 from fedring.rpc.errors import FedringError, Unavailable, UnknownRound
 from fedring.train.state import write_tensors
 from fedring.v1 import federation_pb2 as pb
@@ -24,7 +28,7 @@ JOB = pb.JobSpec(mode="federated", rounds=9, job_id=1, dp=DP)
 
 
 def charged(state_dir: Path) -> int:
-    known = json.loads((state_dir / "privacy.json").read_text())
+    known = account_in(state_dir)
     return int(known["rounds"]["1.0"])
 
 
@@ -105,3 +109,23 @@ def test_a_client_at_its_limit_sends_what_is_charged_and_trains_nothing_more(
         server.train(server.command(nn.Linear(3, 2), round_=2, job=JOB))
         assert server.failures.get(timeout=SECONDS).reason == "privacy_policy"
     assert charged(settings["state_dir"]) == 1
+
+
+def test_an_account_of_an_earlier_version_is_adopted_once_and_then_has_a_digest(tmp_path: Path) -> None:
+    command = pb.TrainCmd(run_id="run", round=8, job=JOB)
+    (tmp_path / LEDGER).write_text('{"last": "run 0 7 ", "rounds": {"1.0": 3}}')
+    before = Ledger(tmp_path).epsilon_with(command, 1e-5)
+    assert account_in(tmp_path)["rounds"] == {"1.0": 3}
+    assert Ledger(tmp_path).epsilon_with(command, 1e-5) == before > 0
+
+
+def test_no_flipped_bit_of_the_account_lets_a_client_spend_more(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path)
+    for number in range(12):
+        ledger.charge(pb.TrainCmd(run_id="run", round=number, job=JOB), f"update {number}")
+    for bit in range(8 * (tmp_path / LEDGER).stat().st_size):
+        flip(tmp_path / LEDGER, bit)
+        with pytest.raises(ConfigError, match=r"cannot be read \((its digest is another one|Expecting)"):
+            Ledger(tmp_path)
+        flip(tmp_path / LEDGER, bit)
+    assert account_in(tmp_path)["rounds"] == {"1.0": 12}

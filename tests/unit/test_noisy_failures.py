@@ -1,6 +1,5 @@
 """Failed trainings in jobs with noise and without masks."""
 
-import json
 import threading
 from contextlib import nullcontext
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
 from scipy.stats import kstest
+from tests.ledgers import account_in
 from tests.unit.training_client import client, plug_in, user_module
 from torch import Tensor, nn
 from torch.utils.data import Dataset
@@ -86,7 +86,7 @@ def sent(server: "ScriptedServer", encoding: str = "fp32") -> NDArray[np.float32
 
 
 def account(settings: dict[str, Any]) -> dict[str, Any]:
-    known: dict[str, Any] = json.loads((settings["state_dir"] / "privacy.json").read_text())
+    known: dict[str, Any] = account_in(settings["state_dir"])
     return known
 
 

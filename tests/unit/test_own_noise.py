@@ -1,6 +1,5 @@
 """Noise that the clients of secure aggregation add: jobs, plans, what a round costs, sums, and what a site demands."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from random import Random
@@ -13,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from pydantic import ValidationError
+from tests.ledgers import account_in
 from tests.secure_sums import Client, Group, command_of, names_of, survivors_of
 
-from fedring.client.ledger import LEDGER, Ledger
+from fedring.client.ledger import Ledger
 from fedring.client.privacy import SitePolicy, own_noise_refusal, refusal
 from fedring.client.secure.masked import private_integers
 from fedring.codec import CodecError
@@ -259,7 +259,7 @@ def test_the_account_counts_what_the_group_costs_once_a_round(tmp_path: Path) ->
     for number in (1, 1, 2):
         ledger.charge_own(command(number), plan.charge, MASKS)
         ledger.charge(command(number), "update")  # what is sent again was charged before
-    assert json.loads((tmp_path / LEDGER).read_text())["rounds"] == {str(plan.charge): 2}
+    assert account_in(tmp_path)["rounds"] == {str(plan.charge): 2}
     again = Ledger(tmp_path)
     assert again.epsilon_with(command(2), 1e-5) == epsilon([plan.charge] * 2, 1e-5)
     assert again.epsilon_with(command(2), 1e-5, plan.charge, MASKS) == epsilon([plan.charge] * 2, 1e-5)
@@ -273,7 +273,7 @@ def test_a_round_that_a_server_makes_a_client_begin_anew_is_charged_anew(tmp_pat
     assert own_noise_refusal(limited, ledger, command(), plan, MASKS) == ""
     assert "above its privacy.max_epsilon" in own_noise_refusal(limited, ledger, command(), plan, others)
     ledger.charge_own(command(), plan.charge, others)
-    assert json.loads((tmp_path / LEDGER).read_text())["rounds"] == {str(plan.charge): 2}
+    assert account_in(tmp_path)["rounds"] == {str(plan.charge): 2}
 
 
 def test_a_site_that_demands_noise_does_not_rely_on_all_clients_unless_it_says_so(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 from scipy.stats import kstest
+from tests.ledgers import account_in
 
 from fedring.client.ledger import Ledger
 from fedring.client.privacy import SitePolicy, refusal
@@ -272,7 +273,7 @@ def test_the_ledger_counts_integers_with_skellam_noise_too(tmp_path: Path) -> No
     charge = SkellamCharge(50.0, 100, 2500.0)
     (tmp_path / "privacy.json").write_text(json.dumps({"last": "", "rounds": {str(charge): 2, "1.0": 1}}))
     Ledger(tmp_path).charge(command(7), "update 7")
-    rounds = json.loads((tmp_path / "privacy.json").read_text())["rounds"]
+    rounds = account_in(tmp_path)["rounds"]
     assert rounds == {str(charge): 2, "1.0": 2}
     assert Ledger(tmp_path).epsilon_with(command(8), 1e-5) == epsilon([charge, charge, 1.0, 1.0, 1.0], 1e-5)
 
@@ -301,7 +302,7 @@ def test_a_damaged_ledger_is_not_taken_for_an_empty_one(text: str, tmp_path: Pat
 def test_the_ledger_is_written_whole(tmp_path: Path) -> None:
     Ledger(tmp_path).charge(command(7), "update 7")
     known = {"last": "run 0 7  1.0 update 7", "rounds": {"1.0": 1}}
-    assert json.loads((tmp_path / "privacy.json").read_text()) == known
+    assert account_in(tmp_path) == known
     assert [path.name for path in tmp_path.iterdir()] == ["privacy.json"]
 
 

@@ -103,7 +103,7 @@ def test_the_file_is_for_its_owner_only_and_replaced_as_a_whole(
         raise OSError("the disk is full")
 
     with monkeypatch.context() as patch:
-        patch.setattr(released_module, "replace_durably", full)
+        patch.setattr(released_module, "replace_with_digest", full)
         guard = sums(folder, base="another")
         with pytest.raises(OSError, match="full"):
             guard.note(NAMES)

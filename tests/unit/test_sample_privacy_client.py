@@ -1,6 +1,5 @@
 """What a client does with jobs with [sample_dp]: its account, its limits, and what it never sends."""
 
-import json
 import sys
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from tests.ledgers import account_in
 from tests.unit import training_client
 from torch import Tensor, nn
 
@@ -68,7 +68,7 @@ def client(settings: dict[str, Any], **keys: Any) -> AbstractContextManager[Fede
 
 
 def samples_in(settings: dict[str, Any]) -> list[dict[str, Any]]:
-    entries: list[dict[str, Any]] = json.loads((settings["state_dir"] / "privacy.json").read_text())["samples"]
+    entries: list[dict[str, Any]] = account_in(settings["state_dir"])["samples"]
     return entries
 
 
@@ -325,7 +325,7 @@ def test_the_account_is_kept_beside_that_of_whole_clients(tmp_path: Path) -> Non
         assert known.sample_epsilon(1e-5) == total
         assert known.sample_epsilon(1e-5, more=STEPS) > total
         assert [known.has_charged(command(number)) for number in (1, 2, 3)] == [True, True, False]
-    assert json.loads(path.read_text())["rounds"] == {"2.0": 4}
+    assert account_in(tmp_path)["rounds"] == {"2.0": 4}
     assert [each.name for each in tmp_path.iterdir()] == ["privacy.json"]
 
 
@@ -345,7 +345,7 @@ def test_a_charge_that_cannot_be_written_is_no_charge(tmp_path: Path, monkeypatc
         raise OSError("no space left")
 
     ledger = Ledger(tmp_path)
-    monkeypatch.setattr("fedring.client.ledger.replace_durably", full)
+    monkeypatch.setattr("fedring.client.ledger.replace_with_digest", full)
     with pytest.raises(OSError, match="no space left"):
         ledger.charge_samples(command(), STEPS)
     assert not ledger.has_charged(command())

@@ -33,6 +33,7 @@ from fedring.privacy.account import NoAccountant
 from fedring.rpc.contract import MAX_FIGURE
 from fedring.rpc.tls import ends_at
 from fedring.train.arrays import Arrays
+from fedring.train.errors import failure_reason
 from fedring.train.evaluation import Counts, counts_of
 from fedring.train.metrics import sendable_metrics
 from fedring.v1 import federation_pb2 as pb
@@ -114,7 +115,7 @@ class Federation:
         metrics.certificate_expiry.set_function(lambda: ends_at(config.tls) or nan)
         metrics.sample_epsilon.set_function(self._sample_epsilon)
         with ExitStack() as stack:
-            stack.enter_context(StateLock(config.state_dir))
+            stack.enter_context(StateLock(config.state_dir, client=config.client_id))
             check_policy(config.privacy)
             self._spool = Spool(config.state_dir)  # It deletes what another client in this folder may be writing.
             secret = kept_secret(config.state_dir)
@@ -263,7 +264,7 @@ class Federation:
         if self._task and not self._task.done:
             try:
                 kind = type(error).__name__
-                self._task.fail("train_error", kind if is_covered(self._task.command) else f"{kind}: {error}")
+                self._task.fail(failure_reason(error), kind if is_covered(self._task.command) else f"{kind}: {error}")
                 self._link.call(lambda: self._link.session.flush(_FLUSH_SECONDS))
             except (FederationClosed, Refused):
                 pass  # The end of the session tells the server.

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from fedring.client.promises import dp_of
 from fedring.daemon.config import ConfigError
-from fedring.daemon.durable import replace_durably
+from fedring.daemon.durable import replace_with_digest, text_after_digest
 from fedring.privacy.account import SampledSteps, epsilon, sampled_epsilon
 from fedring.privacy.charges import Charge, SkellamCharge, charge_of
 from fedring.train.bounds import MAX_COUNT
@@ -40,6 +40,8 @@ class Ledger:
     which cover one update only. A training of a job with [sample_dp] is charged before its update is spooled: each has
     noise of its own.
 
+    The file has the SHA-256 of what follows in its first line. That of an earlier version has none: it gets one.
+
     Args:
         folder: the state folder of the client.
 
@@ -54,7 +56,9 @@ class Ledger:
         self._samples: dict[tuple[_JobKey, float, float], int] = {}  # steps, by job, sampling rate and noise
         self._jobs: dict[_JobKey, JobNote] = {}  # the newest last
         try:
-            known = json.loads(self._path.read_text())
+            data = self._path.read_bytes()
+            adopted = data.startswith(b"{")  # no digest does
+            known = json.loads(data if adopted else text_after_digest(data))
             self._last, counts = str(known["last"]), known["rounds"]
             self._counts = {charge_of(text): int(count) for text, count in counts.items()}
             for charge, count in self._counts.items():
@@ -70,6 +74,8 @@ class Ledger:
                 if min(note) < 0:
                     raise ValueError(f"{entry} has a figure below 0")
                 self._jobs[str(entry["run"]), int(entry["job"])] = note
+            if adopted:
+                self._write()
         except FileNotFoundError:
             pass
         except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
@@ -225,7 +231,7 @@ class Ledger:
             ]
         if jobs:
             known["jobs"] = [{"run": run, "job": job, **note._asdict()} for (run, job), note in jobs.items()]
-        replace_durably(self._path, json.dumps(known).encode())
+        replace_with_digest(self._path, json.dumps(known).encode())
         self._last, self._counts, self._samples, self._jobs = last, counts, samples, jobs
 
 

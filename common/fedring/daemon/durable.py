@@ -1,6 +1,7 @@
 """Durability: what must be on the disk before anybody relies on it."""
 
 import contextlib
+import hashlib
 import os
 import secrets
 import shutil
@@ -82,3 +83,20 @@ def replace_durably(path: Path, data: bytes) -> None:
     write_durably(new, data)
     new.replace(path)
     sync(path.parent)
+
+
+def replace_with_digest(path: Path, text: bytes) -> None:
+    """Replace a file durably by a line with the SHA-256 of a text, and the text."""
+    replace_durably(path, hashlib.sha256(text).hexdigest().encode() + b"\n" + text)
+
+
+def text_after_digest(data: bytes) -> bytes:
+    """Return the text of a file that replace_with_digest() has written.
+
+    Raises:
+        ValueError: If the digest is that of another text.
+    """
+    digest, _, text = data.partition(b"\n")
+    if hashlib.sha256(text).hexdigest().encode() != digest:
+        raise ValueError("its digest is another one")
+    return text

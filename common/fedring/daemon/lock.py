@@ -1,4 +1,4 @@
-"""The lock that lets only one process use a state folder."""
+"""The lock that lets only one process use a state folder, and only one client."""
 
 import fcntl
 import os
@@ -7,6 +7,7 @@ from types import TracebackType
 from typing import Self
 
 from fedring.daemon.config import ConfigError
+from fedring.daemon.durable import replace_with_digest, text_after_digest
 
 
 class StateInUse(ConfigError):
@@ -22,9 +23,17 @@ class StateLock:
 
     The folder itself is locked, which nobody can delete from under its owner. The file `lock` in it says who that is,
     and is locked, too, as versions before 0.2 lock nothing else.
+
+    Args:
+        folder: The state folder, which is made if it is missing.
+        client: The client that owns it; the first one is noted in its file `client`. Empty = it is no client's.
+
+    Raises:
+        StateInUse: If another process uses it.
+        ConfigError: If it cannot be used, or is another client's.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, client: str = "") -> None:
         self._fds: list[int] = []
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -41,6 +50,12 @@ class StateLock:
             raise ConfigError(f"state_dir {folder} cannot be used: {error.strerror}") from error
         os.ftruncate(self._fds[-1], 0)
         os.pwrite(self._fds[-1], f"{os.getpid()}\n".encode(), 0)
+        if client:
+            try:
+                _claim(folder, client)
+            except ConfigError:
+                self.release()
+                raise
 
     def release(self) -> None:
         """Let another process use the folder."""
@@ -52,3 +67,29 @@ class StateLock:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.release()
+
+
+def _claim(folder: Path, client: str) -> None:
+    """Note whose folder this is, or check it: a copy would send again what its owner has sent, or still sends.
+
+    Raises:
+        ConfigError: If it is another client's, or nobody can tell.
+    """
+    path = folder / "client"
+    try:
+        known = text_after_digest(path.read_bytes()).decode()
+    except FileNotFoundError:
+        try:
+            replace_with_digest(path, client.encode())
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{path} says whose folder this is, and cannot be read ({error}): delete it if it is {client}'s"
+        ) from error
+    else:
+        if known != client:
+            raise ConfigError(
+                f"state_dir {folder} is that of the client {known}, and this one is {client}: give it a folder of its "
+                f"own. If {known} is called {client} now, and this is not a copy of its folder, delete {path}"
+            )

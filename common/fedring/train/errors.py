@@ -1,10 +1,13 @@
 """The errors between the names in a job and a trained model; each text is one sentence that also says what to do."""
 
+import errno
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
+
+_OF_THE_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
 
 
 class SeamError(Exception):
@@ -47,11 +50,13 @@ def on_disk(path: Path) -> Iterator[None]:
 
 
 def failure_reason(error: Exception) -> str:
-    """Return the reason for an error of the user's code: "out_of_memory" or "train_error".
+    """Return the reason for an error in a training: "out_of_memory", "disk_failed" or "train_error".
 
     They differ in what follows: another worker may have enough memory, but an error of the code happens everywhere.
     """
-    return "out_of_memory" if isinstance(error, MemoryError | torch.OutOfMemoryError) else "train_error"
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return "out_of_memory"
+    return "disk_failed" if isinstance(error, OSError) and error.errno in _OF_THE_DISK else "train_error"
 
 
 def failure_detail(error: BaseException) -> str:

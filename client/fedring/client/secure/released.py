@@ -26,7 +26,7 @@ from pathlib import Path
 
 from fedring.daemon.config import ConfigError
 from fedring.daemon.crash import crashpoint
-from fedring.daemon.durable import replace_durably
+from fedring.daemon.durable import replace_with_digest, text_after_digest
 from fedring.daemon.wording import counted
 from fedring.secure.errors import SecureError
 from fedring.secure.limits import MIN_GROUP
@@ -58,9 +58,7 @@ class Released:
         self._bases: dict[str, list[int]] = {}
         self._size = 0
         try:
-            digest, _, text = self._path.read_bytes().partition(b"\n")
-            if hashlib.sha256(text).hexdigest().encode() != digest:
-                raise ValueError("its digest is another one")
+            text = text_after_digest(self._path.read_bytes())
             known = json.loads(text)
             self._clients = {name: place for place, name in enumerate(known["clients"])}
             self._sets, self._bases, self._size = known["sets"], known["bases"], len(text)
@@ -110,7 +108,7 @@ class Released:
             known = {"clients": list(clients), "sets": sets, "bases": bases}
             text = json.dumps(known, separators=(",", ":")).encode()
             self._path.parent.mkdir(mode=0o700, exist_ok=True)
-            replace_durably(self._path, hashlib.sha256(text).hexdigest().encode() + b"\n" + text)
+            replace_with_digest(self._path, text)
             self._clients, self._sets, self._bases, self._size = clients, sets, bases, len(text)
 
 

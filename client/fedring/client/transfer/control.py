@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from fedring.daemon.durable import make_private, sync
+from fedring.client.transfer.tensor_files import save_private
+from fedring.daemon.durable import sync
 
 log = logging.getLogger(__name__)
 
@@ -68,8 +69,7 @@ class ControlState:
     def spool(self, control: OwnControl, run_id: str) -> None:
         """Write the control variate that the update leaves which is about to be spooled, durably."""
         metadata = {"run": run_id, "line": control.line, "update": control.left_by}
-        make_private(self._update_file)
-        save_file({_KEY: control.values}, self._update_file, metadata)
+        save_private(save_file, self._update_file, {_KEY: control.values}, metadata)
         sync(self._update_file)
 
     def accept(self) -> None:

@@ -17,6 +17,8 @@ log = logging.getLogger(__name__)
 _MAY_BE_WANTED = ("next_round", "deadline")
 """The reasons to stop sending an update which do not mean that the server no longer wants it. A server that sends a
 command for another round may have been restored, and may ask for this update later."""
+_OF_THE_VALUES = "out_of_range"
+"""The reason for which a server refuses an update because of its values, which the residual is added to."""
 _NOT_A_WORKER = "not_a_worker"
 """The reason for which a server refuses an update of a group that was lost meanwhile. A new group trains the round."""
 
@@ -52,8 +54,12 @@ class Delivery:
                 self._push(spooled, lambda: assignment.stop_reason, assignment.deadline)
         except UpdateRefused as error:
             self._spool.drop()
+            detail = error.detail
+            # A bit that the disk has flipped in a residual would keep this client out for ever.
+            if error.reason == _OF_THE_VALUES and self._spool.end_residual("an update with it is out of range"):
+                detail += "; what past updates have left out is dropped"
             if spooled.parts or not isinstance(error, DamagedSpool):  # An update of an earlier process is made again.
-                self.fail(assignment, error.reason, error.detail)
+                self.fail(assignment, error.reason, detail)
             raise
         except RoundOver as error:
             given_up = isinstance(error, GivenUp) and error.reason in _MAY_BE_WANTED

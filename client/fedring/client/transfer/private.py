@@ -23,9 +23,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from fedring.client.transfer.tensor_files import save_private
 from fedring.codec.errors import CodecError
 from fedring.codec.schema import Schema
-from fedring.daemon.durable import make_private, sync
+from fedring.daemon.durable import sync
 from fedring.train.state import read_tensors
 from fedring.v1 import federation_pb2 as pb
 
@@ -196,8 +197,7 @@ class PrivateState:
 
 
 def _write(path: Path, values: PrivateValues, update: str) -> None:
-    make_private(path)
-    save_file(dict(values.tensors), path, _metadata(values.line, values.schema) | {_UPDATE: update})
+    save_private(save_file, path, values.tensors, _metadata(values.line, values.schema) | {_UPDATE: update})
     sync(path)
 
 

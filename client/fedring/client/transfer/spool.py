@@ -41,10 +41,11 @@ from safetensors.numpy import save_file
 from fedring.client.ledger import Ledger
 from fedring.client.transfer.control import ControlState, OwnControl
 from fedring.client.transfer.private import PrivateState, PrivateValues
+from fedring.client.transfer.tensor_files import save_private
 from fedring.client.transfer.update import residual_of_update
 from fedring.codec.digest import Digest, update_name
 from fedring.daemon.crash import crashpoint
-from fedring.daemon.durable import close_to_others, make_private, private_opener, sync
+from fedring.daemon.durable import close_to_others, private_opener, sync
 from fedring.privacy.account import SampledSteps
 from fedring.rpc.chunks import CHUNK_BYTES
 from fedring.v1 import federation_pb2 as pb
@@ -57,6 +58,7 @@ Residual = NDArray[np.float32]  # [num_parameters]
 _PREFIX = struct.Struct("<2sBBI")
 _MAGIC, _VERSION, _APART = b"SP", 2, 3
 _NONE = bytes(_PREFIX.size)
+_LARGEST = 1e30  # No server takes an update with a larger value.
 _FLAGS = 1, 2, 4, 8
 _KEPT = ("residual.*", "private-*", "personal-*", "control.*", "update", "update.*", "checkpoints")
 
@@ -248,8 +250,7 @@ class Spool:
         if residual is not None:
             noted = {"epoch": str(header.epoch), "round": str(header.round), "name": offer.name}
             metadata = {"run": header.run_id, "schema": residual_of_update(header).hex(), **noted}
-            make_private(self._left_file)
-            save_file({_KEY: residual}, self._left_file, metadata)
+            save_private(save_file, self._left_file, {_KEY: residual}, metadata)
             crashpoint("client_residual_spooled")
         self._empty = False
         head = offer.SerializeToString()
@@ -322,6 +323,15 @@ class Spool:
         self.drop()
         crashpoint("client_noted")
 
+    def end_residual(self, why: str) -> bool:
+        """Drop the residual, if there is one; return whether there was. The next update begins without it."""
+        if not self._residual_file.exists():
+            return False
+        log.warning("dropped the residual of past updates: %s", why)
+        self._residual_file.unlink()
+        self._cached = None
+        return True
+
     def drop(self) -> None:
         """Drop the update, if there is one. The residual stays as it was before."""
         if self._empty:
@@ -361,9 +371,12 @@ class Spool:
                 metadata = file.metadata() or {}
                 if (metadata.get("run"), metadata.get("schema")) == (run_id, schema_hash.hex()):
                     residual: Residual = file.get_tensor(_KEY)
-                    self._noted = _noted_in(metadata)
-                    return residual
-                why = "another run" if metadata.get("run") != run_id else "another model"
+                    if np.abs(residual).max(initial=0) <= _LARGEST:
+                        self._noted = _noted_in(metadata)
+                        return residual
+                    why = "a damaged file (a value is not finite, or beyond 1e30)"
+                else:
+                    why = "another run" if metadata.get("run") != run_id else "another model"
         except SafetensorError as error:
             why = f"a damaged file ({error})"
         log.info("dropped the residual of %s", why)
