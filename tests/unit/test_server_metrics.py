@@ -225,14 +225,16 @@ class Tally:
     refused: dict[str, int]
     handshakes: int
     connections: int
+    ended: int
 
 
 def test_refusals_handshakes_and_connections_are_exported_as_the_guard_counted_them(metrics: Metrics) -> None:
-    metrics.guard.read(Tally({"bad_token": 2, "not_operator": 0}, handshakes=5, connections=3))
+    metrics.guard.read(Tally({"bad_token": 2, "not_operator": 0}, handshakes=5, connections=3, ended=2))
     assert value(metrics, "fl_server_auth_refusals_total", reason="bad_token") == 2
     assert value(metrics, "fl_server_auth_refusals_total", reason="not_operator") == 0
     assert value(metrics, "fl_server_handshakes_total") == 5
     assert value(metrics, "fl_server_connections_total") == 3
+    assert value(metrics, "fl_server_ended_connections_total") == 2
 
 
 def test_epsilon_is_not_known_at_first(metrics: Metrics) -> None:
