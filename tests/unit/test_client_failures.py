@@ -290,8 +290,12 @@ def test_a_client_stops_after_so_many_failures_in_a_row_and_says_no_more(
     told = "this client has failed in 2 rounds of this job in a row: its privacy.max_failed_rounds"
     assert server.seen[HOLDER][-1] == ("Failure", "failed_rounds", told)
     assert "3 rounds have failed at this client, and the server got zeros for them" in caplog.text
-    ask(server, 7, job=job(2))  # another job
-    finish(server, 7)
+    for round_ in (7, 8, 9):  # of another job, on the same day
+        ask(server, round_, model=overflowing(), job=job(2))
+        end(server, round_)
+    ask(server, 10, job=job(2))
+    finish(server, 10)
+    assert [seen for seen in server.seen[HOLDER] if seen[0] == "Failure"] == [("Failure", "failed_rounds", told)] * 2
 
 
 def test_a_client_without_a_limit_goes_on(server: SecureServer, clients: Clients) -> None:

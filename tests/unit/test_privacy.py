@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from pydantic import ValidationError
 from scipy.stats import kstest
 from tests.ledgers import account_in
 
-from fedring.client.ledger import Ledger
+from fedring.client.ledger import TELL_SECONDS, Ledger
 from fedring.client.privacy import SitePolicy, refusal
 from fedring.control.failure import Failure
 from fedring.daemon.config import ConfigError
@@ -333,6 +334,24 @@ def test_failures_in_a_row_are_counted_for_each_job_and_outlive_the_process(tmp_
     assert refusal(SitePolicy.model_validate({"max_failed_rounds": 0}), again, in_job(1, 3)) == ""
     again.note_trained(in_job(1, 3), 50)
     assert refusal(policy, Ledger(tmp_path), in_job(1, 4)) == ""
+
+
+def test_failures_are_told_of_one_job_a_day(tmp_path: Path) -> None:
+    ledger, began = Ledger(tmp_path), 1_800_000_000.0
+    assert ledger.may_tell(in_job(1, 3), began)
+    ledger.note_told(in_job(1, 3), began)
+    ledger.note_trained(in_job(1, 4), 50)
+    ledger.note_told(in_job(1, 5), began + 1000)
+    again = Ledger(tmp_path)
+    assert again.may_tell(in_job(1, 5), began + 1000)
+    assert not again.may_tell(in_job(2, 6), began + TELL_SECONDS - 1)
+    assert again.may_tell(in_job(2, 6), began + TELL_SECONDS)
+    policy = SitePolicy.model_validate({"max_failed_rounds": 1})
+    again.note_told(in_job(3, 7), time.time())
+    for job in (3, 4):
+        again.note_failed(in_job(job, 7 + job))
+    assert refusal(policy, again, in_job(3, 20)).startswith("this client has failed in 1 rounds of this job")
+    assert refusal(policy, again, in_job(4, 20)) == ""
 
 
 def test_what_an_update_counts_for_is_kept_only_where_updates_are_weighed(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import logging
 import signal
 import threading
+import time
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import ExitStack
 from math import nan
@@ -194,7 +195,13 @@ class Federation:
     def _refuse(self, task: Task, why: str) -> None:
         if failed_too_often(self.config.privacy, self._spool.ledger, task.command):
             log.error("round %d of job %d is refused: %s", task.round, task.job.job_id, why)
-            task.fail("failed_rounds", why)
+            try:
+                self._spool.ledger.note_told(task.command, time.time())
+            except OSError as error:
+                log.error("the account cannot be written, so the server does not learn this: %s", error)
+                task.fail("disk_failed", "the log of this client says more")
+            else:
+                task.fail("failed_rounds", why)
         else:
             task.fail("privacy_policy", why)
 

@@ -18,6 +18,9 @@ from fedring.v1 import federation_pb2 as pb
 LEDGER = "privacy.json"
 _MAX_STEPS = 2**63 - 1
 
+TELL_SECONDS = 86_400
+"""After a client has told that it failed in a job, it does not tell that of another one for so long."""
+
 _JobKey = tuple[str, int]  # the run of the server, and the number of the job in it
 _KEEP_JOBS = 64
 
@@ -55,6 +58,7 @@ class Ledger:
         self._counts: dict[Charge, int] = {}
         self._samples: dict[tuple[_JobKey, float, float], int] = {}  # steps, by job, sampling rate and noise
         self._jobs: dict[_JobKey, JobNote] = {}  # the newest last
+        self._told: tuple[_JobKey, int] | None = None  # of which job the failures were told last, and when
         try:
             data = self._path.read_bytes()
             adopted = data.startswith(b"{")  # no digest does
@@ -74,6 +78,8 @@ class Ledger:
                 if min(note) < 0:
                     raise ValueError(f"{entry} has a figure below 0")
                 self._jobs[str(entry["run"]), int(entry["job"])] = note
+            if told := known.get("told"):
+                self._told = (str(told["run"]), int(told["job"])), int(told["at"])
             if adopted:
                 self._write()
         except FileNotFoundError:
@@ -193,6 +199,29 @@ class Ledger:
         if at != (note.epoch, note.round):
             self._note(command, JobNote(note.failed + 1, note.samples, *at))
 
+    def may_tell(self, command: pb.TrainCmd, now: float) -> bool:
+        """Return whether the server may learn that a job has failed here too often.
+
+        It could start many jobs, each of which fails for other samples. So it learns that of one a day.
+
+        Args:
+            command: Of the job.
+            now: The time, in seconds since 1970.
+        """
+        if self._told is None:
+            return True
+        job, at = self._told
+        return job == _job_of(command) or not 0 <= now - at < TELL_SECONDS
+
+    def note_told(self, command: pb.TrainCmd, now: float) -> None:
+        """Note durably that the server is about to learn that a job has failed here too often.
+
+        Raises:
+            OSError: if that is impossible.
+        """
+        if self._told is None or self._told[0] != _job_of(command):
+            self._write(told=(_job_of(command), int(now)))
+
     def note_trained(self, command: pb.TrainCmd, samples: int) -> None:
         """Note durably that a round was trained.
 
@@ -216,10 +245,12 @@ class Ledger:
         counts: dict[Charge, int] | None = None,
         samples: dict[tuple[_JobKey, float, float], int] | None = None,
         jobs: dict[_JobKey, JobNote] | None = None,
+        told: tuple[_JobKey, int] | None = None,
     ) -> None:
         """Write changed values durably, and use them from then on only."""
         last, counts = self._last if last is None else last, self._counts if counts is None else counts
         samples, jobs = self._samples if samples is None else samples, self._jobs if jobs is None else jobs
+        told = told or self._told
         known: dict[str, Any] = {
             "last": last,
             "rounds": {str(charge): count for charge, count in counts.items()},
@@ -231,8 +262,11 @@ class Ledger:
             ]
         if jobs:
             known["jobs"] = [{"run": run, "job": job, **note._asdict()} for (run, job), note in jobs.items()]
+        if told:
+            (run, job), at = told
+            known["told"] = {"run": run, "job": job, "at": at}
         replace_with_digest(self._path, json.dumps(known).encode())
-        self._last, self._counts, self._samples, self._jobs = last, counts, samples, jobs
+        self._last, self._counts, self._samples, self._jobs, self._told = last, counts, samples, jobs, told
 
 
 def _sample_entry(entry: Mapping[str, Any]) -> tuple[tuple[_JobKey, float, float], int]:

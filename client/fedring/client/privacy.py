@@ -1,5 +1,6 @@
 """The demands of a site on jobs, which no server can change."""
 
+import time
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -65,10 +66,11 @@ class SitePolicy(BaseModel):
     max_failed_rounds: Count = Field(
         10,
         description="after it has failed in so many rounds of a job in a row, this client takes no further part in it, "
-        "if the job has [secure_aggregation], [dp] or [sample_dp]: until then, the server gets zeros; 0 = no limit",
+        "if the job has [secure_aggregation], [dp] or [sample_dp]: until then, the server gets zeros. "
+        "It says so of one job a day, and goes on with zeros in others; 0 = no limit",
     )
     require_secure_aggregation: bool = Field(
-        False, description="only jobs with secure_aggregation, in which the server learns nothing but sums"
+        False, description="only jobs with secure_aggregation, in which the server sees sums of updates and no update"
     )
     max_clipped_share: Annotated[float, Field(ge=0, le=1)] = Field(
         0.9,
@@ -110,10 +112,10 @@ def may_count(policy: SitePolicy, job: pb.JobSpec) -> bool:
 
 
 def failed_too_often(policy: SitePolicy, ledger: Ledger, command: pb.TrainCmd) -> str:
-    """Return one sentence if too many rounds of a job have failed here; else ""."""
+    """Return one sentence if too many rounds of a job have failed here, and the server may know; else ""."""
     most, note = policy.max_failed_rounds, ledger.note_of(command)
     before = note.failed - ((note.epoch, note.round) == (command.epoch, command.round))
-    if not (most and is_covered(command) and before >= most):
+    if not (most and is_covered(command) and before >= most and ledger.may_tell(command, time.time())):
         return ""
     return f"this client has failed in {most} rounds of this job in a row: its privacy.max_failed_rounds"
 
