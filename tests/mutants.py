@@ -325,6 +325,73 @@ MUTANTS = {
     "drain of a unit": Mutant(
         "deploy/systemd/fl-server.service", "TimeoutStopSec=30s", "TimeoutStopSec=10s", "tests/deploy/test_systemd.py"
     ),
+    # What a server, a stranger or a disk may not do.
+    "dither": Mutant(
+        "client/fedring/client/secure/desk.py",
+        "self.secret.derive(assignment.command, DITHER)",
+        "bytes(32)",
+        "tests/system/test_asked_twice.py",
+    ),
+    "simulated dither": Mutant(
+        "client/fedring/simulation/worker.py",
+        "self._secret_of(name).derive(command, DITHER)",
+        "bytes(32)",
+        "tests/system/test_secure_simulation.py",
+    ),
+    "weights before rounding": Mutant(
+        "common/fedring/secure/levels.py",
+        "        if grid.weight != 1:\n            found *=",
+        "        np.rint(found, out=found)\n        if grid.weight != 1:\n            found *=",
+        "tests/unit/test_knapsack.py",
+    ),
+    "asked twice": Mutant(
+        "client/fedring/client/secure/released.py",
+        "len(differing) < self._least:",
+        "len(differing) < 1:",
+        "tests/system/test_asked_twice.py",
+    ),
+    "failures that are told": Mutant(
+        "client/fedring/client/task.py",
+        "if self._loaded is None or not is_covered(self.command):",
+        "if True:",
+        "tests/unit/test_client_failures.py",
+    ),
+    "charge by name": Mutant(
+        "client/fedring/client/ledger.py",
+        'self._charge(_name_of(command, f"{multiplier} {update}"), multiplier)',
+        'self._charge(_name_of(command, f"{multiplier}"), multiplier)',
+        "tests/unit/test_client_charges.py",
+    ),
+    "wrong shares": Mutant(
+        "server/fedring/server/round/opening.py",
+        "return replace(rules, left_out=open_.left_out)",
+        "return rules",
+        "tests/fault/test_secure_liars.py",
+    ),
+    "digest of the account": Mutant(
+        "common/fedring/daemon/durable.py",
+        "if hashlib.sha256(text).hexdigest().encode() != digest:",
+        "if len(digest) != 64:",
+        "tests/unit/test_client_charges.py",
+    ),
+    "copied folder": Mutant(
+        "common/fedring/daemon/lock.py",
+        "if known != client:",
+        "if not known:",
+        "tests/fault/test_client_disk.py",
+    ),
+    "damaged log": Mutant(
+        "server/fedring/server/state/wal.py",
+        "elif fits and after_commit:",
+        "elif fits and not before:",
+        "tests/unit/test_lost_commits.py",
+    ),
+    "path below data_root": Mutant(
+        "common/fedring/train/arguments.py",
+        "if not path.is_relative_to(folder):",
+        "if not path:",
+        "tests/unit/test_arguments.py",
+    ),
 }
 
 
