@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.fft import irfft, rfft
 from numpy.typing import NDArray
-from scipy.fft import irfft, next_fast_len, rfft
+from scipy.fft import next_fast_len
 from torch.utils.data import Dataset
 
 from fedring.codec.schema import Vectors
@@ -120,7 +121,7 @@ def _chance_below(edges: NDArray[np.float64], sizes: NDArray[np.floating]) -> ND
 
 def best_answers(sums: Integers, clients: Sequence[Known]) -> Integers:
     """Return the most probable answer about each client's part of each sum, [clients, sums]."""
-    size = next_fast_len(2 * sum(int(np.abs(client.sent).max()) for client in clients) + 1)
+    size = int(next_fast_len(2 * sum(int(np.abs(client.sent).max()) for client in clients) + 1) or 0)
 
     def spectrum(client: Known, chosen: NDArray[np.bool_] | slice = slice(None)) -> NDArray[np.complex128]:
         return np.asarray(rfft(np.bincount(client.sent[chosen] % size, client.chances[chosen], size)), np.complex128)
@@ -208,15 +209,16 @@ def second_round(
     held = parts(partition, labels[pool], count=len(sizes), alpha=0.3, seed=seed)
     own = [subset(samples, pool[drawn.permutation(part)[:size]]) for part, size in zip(held, sizes, strict=True)]
     schema, base = schema_of(model), read_vectors(model)
-    before = start = base.parameters.copy()
-    for round_ in range(2):
+    start = base.parameters.copy()
+
+    def trained(round_: int) -> Float32:
         updates = np.empty((len(own), len(start)), np.float32)
         for number, part in enumerate(own):
             fill(model, schema, Vectors(start.copy(), base.buffers))
             plan = Plan(seed=1000 * round_ + number)
             train(model, part, plan, loss=cross_entropy, optimizer_factory=sgd, device=torch.device("cpu"))
             updates[number] = read_vectors(model).parameters - start
-        before, start = start, (start + np.average(updates, axis=0, weights=sizes)).astype(np.float32)
-        if round_ == 0:
-            steps = honest_steps(start - before)
-    return updates, steps
+        return updates
+
+    before, start = start, (start + np.average(trained(0), axis=0, weights=sizes)).astype(np.float32)
+    return trained(1), honest_steps(start - before)
