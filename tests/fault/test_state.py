@@ -13,7 +13,7 @@ import pytest
 from fedring.daemon.exits import Exit
 from fedring.train import load_model
 from fedring.train.models import vector
-from tests.damage import ask
+from tests.damage import ask, write
 from tests.fault.faulty_fleet import SECONDS
 from tests.fleets import Control, Fleet
 from tests.system.wire import SIZE, WireClient, deliver, outcome, run
@@ -93,8 +93,8 @@ def exchange_blobs(state: Path, other: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lose_facts, "facts.sqlite is missing or empty"),
-        (empty_facts, "facts.sqlite is missing or empty"),
+        (lose_facts, "facts.sqlite is missing, empty or new"),
+        (empty_facts, "facts.sqlite is missing, empty or new"),
         (exchange_facts, "belong to different states"),
         (lose_blobs, "blobs/ is missing or belongs to another state"),
         (exchange_blobs, "belong to different states"),
@@ -206,7 +206,7 @@ def damage_value(state: Path) -> None:
 
 
 def test_a_newest_model_whose_row_has_no_valid_blob_name_is_refused(state: Path, tmp_path: Path) -> None:
-    ask(state, "UPDATE models SET blob = upper(blob)")
+    write(state, "UPDATE models SET blob = upper(blob)")
     last = refusal(tmp_path)
     assert "model 2 is damaged" in last
     assert "is missing" in last
@@ -221,54 +221,51 @@ def test_a_database_with_an_unreadable_value_is_refused(
     assert "corrupt: the database is damaged (" in refusal(tmp_path)
 
 
-def make_schema_3(state: Path) -> None:
-    """Turn the state into one of schema 3, which has no id yet."""
+def forget_id(state: Path) -> None:
+    """Remove the id on both sides, as if a database had been lost and another one made."""
     (state / "blobs" / "state_id").unlink()
-    with closing(sqlite3.connect(state / "facts.sqlite")) as database:
-        database.execute("DELETE FROM meta WHERE name = 'state_id'")
-        database.execute("ALTER TABLE rounds DROP COLUMN seconds_left")
-        database.execute("PRAGMA user_version = 3")
-        database.commit()
+    ask(state, "DELETE FROM meta WHERE name = 'state_id'")
 
 
-def test_a_state_without_an_id_gets_one_once(state: Path, tmp_path: Path) -> None:
-    make_schema_3(state)
-    with Fleet(tmp_path) as fleet:
-        train(fleet)
-        ((stored,),) = ask(state, "SELECT value FROM meta WHERE name = 'state_id'")
-        assert (state / "blobs" / "state_id").read_text().strip() == stored
-        fleet.restart_server()
-        train(fleet)
+def test_a_database_without_the_id_of_its_blobs_is_refused(state: Path, tmp_path: Path) -> None:
     ask(state, "DELETE FROM meta WHERE name = 'state_id'")
     assert "belong to different states" in refusal(tmp_path)
+    forget_id(state)
+    assert "facts.sqlite is missing, empty or new" in refusal(tmp_path)
 
 
 def test_the_blobs_of_a_state_without_id_and_database_are_not_deleted(state: Path, tmp_path: Path) -> None:
-    make_schema_3(state)
+    forget_id(state)
     lose_facts(state, state)
     before = files(state)
-    assert "facts.sqlite is missing or empty" in refusal(tmp_path)
+    assert "facts.sqlite is missing, empty or new" in refusal(tmp_path)
     assert files(state) == before
 
 
-@pytest.mark.parametrize("written", ["half a draft", "draft", "draft and row"])
-def test_a_killed_first_start_can_be_repeated(written: str, tmp_path: Path) -> None:
-    with Fleet(tmp_path) as fleet:
+def killed_first_start(written: str, folder: Path) -> Path:
+    """Make what a first start leaves that is killed when so much of the state's id is written."""
+    with Fleet(folder) as fleet:
         fleet.server.kill()
-    state = tmp_path / "state" / "server"
+    state = folder / "state" / "server"
     (state / "blobs" / "state_id").rename(state / "blobs" / "state_id.new")
     if written == "half a draft":
         (state / "blobs" / "state_id.new").write_text("0123")
     if written != "draft and row":
         ask(state, "DELETE FROM meta WHERE name = 'state_id'")
+    return state
+
+
+@pytest.mark.parametrize("written", ["half a draft", "draft", "draft and row"])
+def test_a_killed_first_start_can_be_repeated(written: str, tmp_path: Path) -> None:
+    state = killed_first_start(written, tmp_path)
     with Fleet(tmp_path) as fleet:
         train(fleet)
         assert (state / "blobs" / "state_id").exists()
         assert not (state / "blobs" / "state_id.new").exists()
 
 
-def test_check_config_does_not_change_the_state(state: Path, tmp_path: Path) -> None:
-    make_schema_3(state)
+def test_check_config_does_not_change_the_state(tmp_path: Path) -> None:
+    state = killed_first_start("draft", tmp_path)
     fleet = Fleet(tmp_path)
     fleet.server.flags = ["--check-config"]
     fleet.server.start()

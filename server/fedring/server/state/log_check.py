@@ -9,7 +9,7 @@ from contextlib import closing
 from pathlib import Path
 
 from fedring.server.state.blobs import storage_error
-from fedring.server.state.database import StoreError
+from fedring.server.state.failures import StoreError
 from fedring.server.state.files import FACTS, UNNAMED
 from fedring.server.state.wal import scan
 

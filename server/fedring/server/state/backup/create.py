@@ -193,7 +193,7 @@ def _snapshot(state_dir: Path, copy: Path) -> Contents:
     except FileNotFoundError:
         beside = ""
     if not beside and not contents.state_id:
-        raise ConfigError(f"the state in {state_dir} was written by an older version: start fl-server on it once")
+        raise ConfigError(f"the state in {state_dir} has no id yet: start fl-server on it once")
     if beside != contents.state_id:
         raise ConfigError(f"{FACTS} and {BLOBS}/ in {state_dir} belong to different states: restore a backup")
     return contents
