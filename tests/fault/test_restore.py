@@ -56,7 +56,7 @@ def a_blob(copy: Path) -> Path:
 def check_restored(state: Path, copy: Path) -> int:
     """Assert that the state has the contents of the backup `copy` and names it; return the epoch of its rounds."""
     found, wanted = rows(state), rows(copy)
-    meta, before = dict(found.pop("meta")), dict(wanted.pop("meta"))
+    meta, before = ({name: value for name, value, _ in each.pop("meta")} for each in (found, wanted))
     epoch = int(meta["epoch"])
     assert meta == before | {"epoch": str(epoch), "restored_from": digest_of(copy / "facts.sqlite")}
     assert found == wanted
@@ -243,7 +243,7 @@ def test_flctl_says_what_was_restored(made: Path, state: Path) -> None:
 
 def epoch_of(folder: Path) -> int:
     """Return the epoch in the database of a restored state."""
-    return int(dict(rows(folder)["meta"])["epoch"])
+    return int({name: value for name, value, _ in rows(folder)["meta"]}["epoch"])
 
 
 def refuses_to_start(state: Path) -> bool:

@@ -4,6 +4,7 @@ import re
 import sqlite3
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -199,7 +200,7 @@ def test_a_damaged_row_is_named_refused_when_it_is_read_and_never_given_a_new_di
         store.updates_of(2)
     with pytest.raises(StoreError, match="corrupt"):  # not "already accepted", of which nothing is certain
         store.accept_updates([an_update(2, "ann")])
-    for attempt in (lambda: store.set_job_state(1, "failed"), lambda: store.job(1)):
+    for attempt in (partial(store.set_job_state, 1, "failed"), partial(store.job, 1)):
         with pytest.raises(StoreError, match="the row of job_id 1 in the table jobs"):
             attempt()
     store.close()
@@ -207,7 +208,8 @@ def test_a_damaged_row_is_named_refused_when_it_is_read_and_never_given_a_new_di
 
 def test_numbers_keep_their_digests_whatever_the_database_makes_of_them(tmp_path: Path) -> None:
     store = SqlStore(f"sqlite:///{tmp_path / 'facts.sqlite'}")
-    job = store.create_job(JobRow(0, "digits", {"a": -0.0, "b": 1, 2: "\ud800"}, True, 2))
+    spec: dict[Any, Any] = {"a": -0.0, "b": 1, 2: "\ud800"}
+    job = store.create_job(JobRow(0, "digits", spec, True, 2))
     number = a_round(store, job).round
     rows = [replace(an_update(number, name), norm=norm, train_seconds=3) for name, norm in (("a", -0.0), ("b", 1e300))]
     store.accept_updates(rows)
