@@ -39,7 +39,7 @@ def write(state: Path, query: str, *values: object) -> None:
             if ROW_DIGEST in table.c:
                 columns = [column for column in table.c if column.name != ROW_DIGEST]
                 for row in connection.execute(select(*columns)).mappings().all():
-                    sealed.put(connection, kind(**row))
+                    sealed.put(connection, sealed.row_of(kind, dict(row)))
 
 
 def set_epoch(state: Path, epoch: object) -> None:

@@ -1,60 +1,63 @@
 """Rows on their way to and from the database, each with a digest of its own.
 
-The law: a row that `rows_of` returns has the values that it was made with. The digest covers the kind of the row and
-all its fields, except those that are marked UNCOVERED, and lies in the row's last column. SQLite checks its own
-structure, but not values; without digests, a flipped bit would become another number of samples, or another charge.
+The law: a row that `rows_of` returns has the values that it was made with. The digest covers the name of the table and
+all columns as they are stored, except those that are marked UNCOVERED, and lies in the row's last column. SQLite checks
+its own structure, but not values; without digests, a flipped bit would become another number of samples, or another
+charge.
 
 Every row is written by `values_of` and read by `rows_of`. What changes a row reads it first (`change`), so that no
 damaged row gets a new digest.
 """
 
-import json
-from collections.abc import Callable
+import math
+import struct
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from operator import attrgetter
 from typing import Any, TypeVar, get_type_hints
 
 from blake3 import blake3
 from sqlalchemy import ColumnElement, Connection, Select, and_, insert, select, update
+from sqlalchemy.exc import OperationalError
 
 from fedring.server.state.failures import StoreError
 from fedring.server.state.files import FACTS
-from fedring.server.state.rows import PacketSpec
-from fedring.server.state.tables import ROW_DIGEST, TABLE_OF
+from fedring.server.state.tables import ROW_DIGEST, TABLE_OF, Convert, kind_of
 
 Row = TypeVar("Row")
 
 _DIGEST_BYTES = 16
-_UNREADABLE = (ValueError, TypeError, RecursionError)  # what JSON that is not what was written can lead to
 
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """What is known of a kind of rows."""
+    """How rows of a kind are stored."""
 
+    table: str
     names: tuple[str, ...]  # of all fields
-    covered: tuple[tuple[str, Callable[[Any], Any] | None], ...]  # names, and what makes a number one of its column
-    has_digest: bool
-
-
-def row_digest(row: Any) -> bytes:
-    """Return the digest of a row: it depends on nothing but the values, whatever the database makes of them."""
-    found = [type(row).__name__]
-    for name, number in _FORMS[type(row)].covered:
-        value = getattr(row, name)
-        found.append(value if number is None or value is None else number(value))
-    return blake3(_to_text(found).encode()).digest(_DIGEST_BYTES)
+    values: Convert  # from a row to the values of all fields
+    covered: tuple[str, ...]  # the fields that the digest covers; empty for a table without digests
+    numbers: tuple[str, ...]  # those of them that are numbers
+    texts: tuple[str, ...]  # the others, text or bytes
+    layout: struct.Struct  # of the numbers, and of the lengths of the texts
+    to_stored: tuple[tuple[str, Convert], ...]  # by name, what makes a field's value one that a column gives back
+    from_stored: tuple[tuple[str, Convert], ...]
 
 
 def values_of(row: Any) -> dict[str, Any]:
-    """Return the values of all columns for a row."""
+    """Return the values of all columns for a row, as they are stored."""
     form = _FORMS[type(row)]
-    values = {name: getattr(row, name) for name in form.names}
-    if form.has_digest:
-        values[ROW_DIGEST] = row_digest(row)
-    return values
+    stored = dict(zip(form.names, form.values(row), strict=True))
+    for name, convert in form.to_stored:
+        stored[name] = convert(stored[name])
+    if form.covered:
+        stored[ROW_DIGEST] = _digest(form, stored)
+    return stored
 
 
-def rows_of(connection: Connection, query: Select[Any], kind: type[Row]) -> list[Row]:
+def rows_of(
+    connection: Connection, query: Select[Any], kind: type[Row], parameters: Mapping[str, Any] | None = None
+) -> list[Row]:
     """Return the rows that a query finds. It may leave out columns that the digest does not cover.
 
     Raises:
@@ -62,16 +65,26 @@ def rows_of(connection: Connection, query: Select[Any], kind: type[Row]) -> list
     """
     form, rows = _FORMS[kind], []
     try:
-        for mapping in connection.execute(query).mappings():
-            values = dict(mapping)
-            digest = values.pop(ROW_DIGEST, None)
-            row = kind(**values)
-            if form.has_digest and row_digest(row) != digest:
-                raise _damaged(kind, row)
-            rows.append(row)
-    except _UNREADABLE as error:
-        raise _damaged(kind) from error
+        result = connection.execute(query, parameters)
+        names = tuple(result.keys())
+        for found in result:
+            stored = dict(zip(names, found, strict=True))
+            if form.covered and stored.pop(ROW_DIGEST) != _digest(form, stored):
+                raise _damaged(kind, stored)
+            rows.append(row_of(kind, stored))
+    except OperationalError as error:
+        if "decode to UTF-8" in str(error.orig):
+            raise _damaged(kind) from error
+        raise
     return rows
+
+
+def row_of(kind: type[Row], stored: Mapping[str, Any]) -> Row:
+    """Return the row of values as they are stored, unchecked."""
+    values = dict(stored)
+    for name, convert in _FORMS[kind].from_stored:
+        values[name] = convert(values[name])
+    return kind(**values)
 
 
 def add(connection: Connection, *rows: Any) -> None:
@@ -103,43 +116,41 @@ def check_all(connection: Connection) -> None:
         StoreError: "corrupt", if one is not what was written.
     """
     for kind, form in _FORMS.items():
-        wanted = {ROW_DIGEST, *(name for name, _ in form.covered)}
-        if form.has_digest:
-            rows_of(connection, select(*(column for column in TABLE_OF[kind].c if column.name in wanted)), kind)
+        if form.covered:
+            rows_of(connection, select(*(TABLE_OF[kind].c[name] for name in (*form.covered, ROW_DIGEST))), kind)
+
+
+def _digest(form: _Form, stored: Mapping[str, Any]) -> bytes:
+    # Binary, because to write numbers as text would take several times as long. No column holds a NaN: it is NULL here.
+    numbers = [math.nan if stored[name] is None else stored[name] for name in form.numbers]
+    texts = [stored[name] for name in form.texts]
+    parts = [text.encode() if isinstance(text, str) else text or b"" for text in texts]
+    lengths = [-1 if text is None else len(part) for text, part in zip(texts, parts, strict=True)]
+    head = form.layout.pack(*numbers, *lengths)
+    return blake3(b"".join((form.table.encode(), head, *parts))).digest(_DIGEST_BYTES)
 
 
 def _form(kind: type[Any]) -> _Form:
-    hints, columns = get_type_hints(kind), fields(kind)
-    covered = [field.name for field in columns if field.metadata.get("covered", True)]
-    form = tuple((name, _number(hints[name])) for name in covered)
-    return _Form(tuple(field.name for field in columns), form, ROW_DIGEST in TABLE_OF[kind].c)
-
-
-def _number(hint: Any) -> Callable[[Any], Any] | None:
-    """Return what turns a number into the one that a column of this type gives back; None for no number."""
-    if hint in (float, float | None):
-        return _real  # the column returns 1.0 for 1
-    return int if hint in (int, int | None) else None
-
-
-def _real(value: float) -> float:
-    return float(value) + 0.0  # SQLite keeps no sign of zero
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, PacketSpec):
-        return [value.vector, value.kind, value.encoding, value.offset, value.bytes]
-    return bytes(value).hex()
+    hints, own, table = get_type_hints(kind), fields(kind), TABLE_OF[kind]
+    names = tuple(field.name for field in own)
+    covered = tuple(field.name for field in own if field.metadata.get("covered", True))
+    kinds = {name: kind_of(hints[name])[0] for name in names}
+    to_stored = tuple((name, kind.to_stored) for name, kind in kinds.items() if kind.to_stored)
+    from_stored = tuple((name, kind.from_stored) for name, kind in kinds.items() if kind.from_stored)
+    codes = {name: {int: "q", float: "d"}.get(table.c[name].type.python_type, "") for name in covered}
+    numbers, texts = (tuple(name for name in covered if bool(codes[name]) is wanted) for wanted in (True, False))
+    layout = struct.Struct(f"<{''.join(codes[name] for name in numbers)}{len(texts)}q")
+    covered = covered if ROW_DIGEST in table.c else ()
+    return _Form(table.name, names, attrgetter(*names), covered, numbers, texts, layout, to_stored, from_stored)
 
 
 _FORMS = {kind: _form(kind) for kind in TABLE_OF}
-_to_text = json.JSONEncoder(separators=(",", ":"), default=_plain).encode
 
 
-def _damaged(kind: type[Any], row: Any = None) -> StoreError:
+def _damaged(kind: type[Any], stored: Mapping[str, Any] | None = None) -> StoreError:
     """Return the error of a row that is not what was written; None if even its key cannot be read."""
     table = TABLE_OF[kind]
-    key = ", ".join(f"{column.name} {getattr(row, column.name)!r}" for column in table.primary_key) if row else ""
+    key = ", ".join(f"{column.name} {stored[column.name]!r}" for column in table.primary_key) if stored else ""
     which = f"the row of {key}" if key else "a row"
     text = f"the database is damaged ({which} in the table {table.name} of {FACTS} is not what was written)"
     return StoreError("corrupt", f"{text}: restore a backup (flctl restore)")

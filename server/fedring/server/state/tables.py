@@ -5,7 +5,9 @@ Rows are values, which several threads share. So the columns are made here, of t
 """
 
 import json
-from dataclasses import fields
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import lru_cache
 from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -13,7 +15,6 @@ from sqlalchemy import (
     REAL,
     BigInteger,
     Column,
-    Dialect,
     Double,
     ForeignKey,
     Index,
@@ -24,7 +25,7 @@ from sqlalchemy import (
     Text,
     UniqueConstraint,
 )
-from sqlalchemy.types import TypeDecorator, TypeEngine
+from sqlalchemy.types import TypeEngine
 
 from fedring.server.state.rows import (
     ChargeRow,
@@ -45,47 +46,18 @@ from fedring.server.state.rows import (
 ROW_DIGEST = "row_digest"
 """The column of a row's own digest (`fedring.server.state.sealed`)."""
 
-_to_json = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
+Convert = Callable[[Any], Any]
 
 
-class _Json(TypeDecorator[Any]):
-    impl = Text
-    cache_ok = True
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """How the values of a field are stored."""
 
-    def process_bind_param(self, value: Any, dialect: Dialect) -> str:
-        return _to_json(value)
-
-    def process_result_value(self, value: str | None, dialect: Dialect) -> Any:
-        return json.loads(value or "null")
+    column: type[TypeEngine[Any]] | TypeEngine[Any]
+    to_stored: Convert | None = None  # makes a value one that the column gives back as it is; None = it is one
+    from_stored: Convert | None = None
 
 
-class _Names(_Json):
-    cache_ok = True
-
-    def process_result_value(self, value: str | None, dialect: Dialect) -> Any:
-        return tuple(json.loads(value or "[]"))
-
-
-class _Packets(_Json):
-    cache_ok = True
-
-    def process_bind_param(self, value: Any, dialect: Dialect) -> str:
-        return _to_json([(p.vector, p.kind, p.encoding, p.offset, p.bytes) for p in value])
-
-    def process_result_value(self, value: str | None, dialect: Dialect) -> Any:
-        return tuple(PacketSpec(*packet) for packet in json.loads(value or "[]"))
-
-
-_KINDS: dict[Any, type[TypeEngine[Any]] | TypeEngine[Any]] = {
-    int: BigInteger().with_variant(Integer(), "sqlite"),  # STRICT knows INTEGER, REAL, TEXT and BLOB only
-    float: Double().with_variant(REAL(), "sqlite"),
-    str: Text,
-    bytes: LargeBinary,
-    dict: _Json,
-    list: _Json,
-    tuple[str, ...]: _Names,
-    tuple[PacketSpec, ...]: _Packets,
-}
 METADATA = MetaData()
 
 
@@ -104,14 +76,14 @@ def _table(name: str, row: type, *keys: str, digest: bool = True, numbered: bool
     columns = [
         Column(
             field.name,
-            _KINDS[kind],
+            kind.column,
             *(ForeignKey(refers[field.name]) for _ in range(field.name in refers)),
             primary_key=field.name in keys,
             nullable=nullable,
             autoincrement=numbered and field.name in keys,
         )
         for field in fields(row)
-        for kind, nullable in [_kind_of(hints[field.name])]
+        for kind, nullable in [kind_of(hints[field.name])]
     ]
     if digest:
         columns.append(Column(ROW_DIGEST, LargeBinary, nullable=False))
@@ -120,13 +92,45 @@ def _table(name: str, row: type, *keys: str, digest: bool = True, numbered: bool
     return table
 
 
-def _kind_of(hint: Any) -> tuple[Any, bool]:
-    """Return the key in _KINDS for the type of a field, and whether its column may be NULL."""
-    choices = [choice for choice in get_args(hint) if choice is not NoneType] if NoneType in get_args(hint) else [hint]
-    (kind,) = choices
-    kind = get_origin(kind) if get_origin(kind) in (dict, list) else kind
-    return kind, kind is not hint and kind not in (dict, list)  # JSON has a null of its own
+def kind_of(hint: Any) -> tuple[Kind, bool]:
+    """Return how a field of this type is stored, and whether its column may be NULL."""
+    optional = NoneType in get_args(hint)
+    (bare,) = [choice for choice in get_args(hint) if choice is not NoneType] if optional else [hint]
+    kind = _KINDS[get_origin(bare) if get_origin(bare) in (dict, list) else bare]
+    return kind, optional and kind is not _JSON  # which has a null of its own
 
+
+def _real(value: float | None) -> float | None:
+    """Return the number that a column of real numbers gives back: 1.0 for 1, and no sign of zero."""
+    return None if value is None else float(value) + 0.0
+
+
+@lru_cache  # most clients of a round lay their payloads out in the same way
+def _packets_to_json(packets: tuple[PacketSpec, ...]) -> str:
+    return _to_json([(p.vector, p.kind, p.encoding, p.offset, p.bytes) for p in packets])
+
+
+@lru_cache
+def _packets_of(text: str) -> tuple[PacketSpec, ...]:
+    return tuple(PacketSpec(*packet) for packet in json.loads(text))
+
+
+def _names_of(text: str) -> tuple[str, ...]:
+    return tuple(json.loads(text))
+
+
+_to_json = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
+_JSON = Kind(Text, _to_json, json.loads)
+_KINDS: dict[Any, Kind] = {
+    int: Kind(BigInteger().with_variant(Integer(), "sqlite"), int),  # STRICT knows INTEGER, REAL, TEXT and BLOB only
+    float: Kind(Double().with_variant(REAL(), "sqlite"), _real),
+    str: Kind(Text),
+    bytes: Kind(LargeBinary),
+    dict: _JSON,
+    list: _JSON,
+    tuple[str, ...]: Kind(Text, _to_json, _names_of),
+    tuple[PacketSpec, ...]: Kind(Text, _packets_to_json, _packets_of),
+}
 
 meta = _table("meta", MetaRow, "name")
 jobs = _table("jobs", JobRow, "job_id", numbered=True, others=[UniqueConstraint("idempotency_key")])

@@ -32,7 +32,7 @@ from fedring.server.state.database import EPOCH, next_epoch
 from fedring.server.state.failures import StoreError
 from fedring.server.state.files import BLOBS, FACTS, STATE_ID
 from fedring.server.state.rows import MetaRow
-from fedring.server.state.sealed import row_digest
+from fedring.server.state.sealed import values_of
 
 _ORIGIN = "restored_from"  # in the table `meta`: the manifest's digest of the database that was restored
 
@@ -122,7 +122,7 @@ def _begin_epoch(facts: Path, manifest: Manifest, replaced: Mapping[str, str]) -
             epoch = max(epoch, next_epoch(replaced))
         rows = (MetaRow(EPOCH, str(epoch)), MetaRow(_ORIGIN, manifest.facts_digest))
         with closing(sqlite3.connect(facts)) as connection:
-            values = [(row.name, row.value, row_digest(row)) for row in rows]
+            values = [tuple(values_of(row).values()) for row in rows]
             connection.executemany("INSERT OR REPLACE INTO meta (name, value, row_digest) VALUES (?, ?, ?)", values)
             connection.commit()
     except StoreError as error:
