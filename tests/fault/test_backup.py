@@ -15,7 +15,7 @@ import pytest
 from fedring.codec.digest import name_of
 from fedring.daemon.config import ConfigError
 from fedring.daemon.exits import Exit
-from fedring.server.state.backup.contents import BackupError, read_contents
+from fedring.server.state.backup.contents import BackupError, digest_of, read_contents
 from fedring.server.state.backup.create import back_up
 from fedring.server.state.backup.restore import restore
 from fedring.server.state.database import SCHEMA
@@ -174,6 +174,22 @@ def test_a_backup_of_a_damaged_update_in_a_row_fails(state: Path, tmp_path: Path
     write(state, "UPDATE updates SET blob = '', payload = ? WHERE round = 3", payload)
     with pytest.raises(BackupError, match=r"the update of a in round 3, in facts\.sqlite, does not hold"):
         back_up(state, tmp_path / "copy")
+
+
+def test_a_backup_and_a_restore_of_a_changed_row_fail(state: Path, tmp_path: Path) -> None:
+    back_up(state, tmp_path / "copy")
+    change = "UPDATE updates SET num_samples = num_samples + 1 WHERE round = 3"
+    ask(tmp_path / "copy", change)
+    manifest = json.loads((tmp_path / "copy" / "backup.json").read_text())
+    changed = manifest | {"facts_digest": digest_of(tmp_path / "copy" / "facts.sqlite")}
+    (tmp_path / "copy" / "backup.json").write_text(json.dumps(changed))
+    ask(state, change)
+    words = "the row of round 3, client_id 'a' in the table updates"
+    with pytest.raises(BackupError, match=words):
+        restore(tmp_path / "copy", tmp_path / "new")
+    with pytest.raises(BackupError, match=words):
+        back_up(state, tmp_path / "again")
+    assert not (tmp_path / "again").exists()
 
 
 def test_a_backup_of_a_damaged_database_fails(state: Path, tmp_path: Path) -> None:

@@ -46,6 +46,7 @@ ELSEWHERE = {
         "wrong_state",
         "older_state",
         "newer_state",
+        "lost_commits",
         "no_backup",
         "missing_model",
         "unreadable",

@@ -172,7 +172,7 @@ def full(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("table", "column"), columns_with_digest(), ids=".".join)
+@pytest.mark.parametrize(("table", "column"), columns_with_digest())
 def test_a_value_that_is_not_what_was_written_is_noticed_at_the_start(
     table: str, column: str, full: Path, tmp_path: Path
 ) -> None:
