@@ -13,7 +13,9 @@ import pytest
 from fedring.daemon.exits import Exit
 from fedring.train import load_model
 from fedring.train.models import vector
+from tests import forks
 from tests.damage import ask, write
+from tests.fault import state_folder
 from tests.fault.faulty_fleet import SECONDS
 from tests.fleets import Control, Fleet
 from tests.system.wire import SIZE, WireClient, deliver, outcome, run
@@ -219,6 +221,29 @@ def test_a_database_with_an_unreadable_value_is_refused(
     ask(state, "PRAGMA wal_checkpoint(TRUNCATE)")
     change(state)
     assert "corrupt: the database is damaged (" in refusal(tmp_path)
+
+
+def make_0_1_0(state: Path) -> None:
+    """Turn the state into one of fedring 0.1.0, whose tables lack the digests of rows."""
+    for (table,) in ask(state, "SELECT name FROM sqlite_master WHERE sql LIKE '%row_digest%'"):
+        ask(state, f"ALTER TABLE {table} DROP COLUMN row_digest")
+    ask(state, "PRAGMA user_version = 13")
+
+
+@pytest.mark.parametrize("flags", [(), ("--accept-older",), ("--drop-damaged",), ("--check-config",)], ids=str)
+def test_a_state_of_fedring_0_1_0_is_refused_and_not_changed(
+    flags: tuple[str, ...], state: Path, tmp_path: Path
+) -> None:
+    make_0_1_0(state)
+    before = state_folder.files(state)
+    last = refusal(tmp_path, *flags)
+    assert "older_state: the state was written by fedring 0.1.0 or before (schema 13)" in last
+    assert "go on with fedring 0.1.0, or give the server an empty folder; nothing was changed" in last
+    for words in (("backup", tmp_path / "copy"), ("token", "create", "--name", "ann", "--role", "operator")):
+        done = forks.run("fedring.ctl.main", *words, "--state-dir", state, timeout=SECONDS)
+        assert done.returncode not in (0, 1), done.stderr
+        assert "fedring 0.1.0" in done.stderr
+    assert state_folder.files(state) == before
 
 
 def forget_id(state: Path) -> None:

@@ -19,7 +19,7 @@ from fedring.server.state.blobs import FileBlobs
 from fedring.server.state.database import LOG_BYTES, check_schema, meaning_of
 from fedring.server.state.failures import StorageError, StoreError
 from fedring.server.state.files import BLOBS, FACTS, STATE_ID, database_url
-from fedring.server.state.log_check import check_log, check_log_at_rest, keep_log
+from fedring.server.state.log_check import check_log, check_log_at_rest, keep_log, log_of
 from fedring.server.state.rows import TokenRow
 from fedring.server.state.store import SqlStore
 
@@ -87,17 +87,27 @@ def add_token_offline(folder: Path, row: TokenRow) -> None:
 
     Raises:
         ConfigError: if there is no such folder, or a restore into it was interrupted.
-        StorageError: if the database cannot be used, or its log is damaged.
+        StorageError: if the database cannot be used, is another version's, or its log is damaged.
     """
     if not folder.is_dir():
         raise ConfigError(f"there is no folder {folder}: give the server's state_dir")
     refuse_pending(folder)
-    check_log_at_rest(folder)
+    check_at_rest(folder)
     store = SqlStore(database_url(folder))
     try:
         store.add_token(row)
     finally:
         store.close()
+
+
+def check_at_rest(folder: Path) -> None:
+    """Return if this program reads the database in a state folder, and its log is sound, or a server uses it.
+
+    Raises:
+        StorageError: if not. Nothing was changed.
+    """
+    check_log_at_rest(folder)
+    _peek(folder / FACTS)
 
 
 def read_id(path: Path) -> str:
@@ -140,8 +150,10 @@ def _peek(facts: Path) -> tuple[int, str]:
     """Return the database's schema version, 0 if there is no database, and its state id, empty if it has none."""
     if not facts.exists():
         return 0, ""
+    # Without a log, nobody writes to the database. SQLite would make an empty log even to read it.
+    alone = "" if log_of(facts).exists() else "&immutable=1"
     try:
-        with closing(sqlite3.connect(f"{facts.absolute().as_uri()}?mode=ro", uri=True)) as connection:
+        with closing(sqlite3.connect(f"{facts.absolute().as_uri()}?mode=ro{alone}", uri=True)) as connection:
             version = int(connection.execute("PRAGMA user_version").fetchone()[0])
             if version:
                 check_schema(version)
