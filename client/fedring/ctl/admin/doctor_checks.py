@@ -147,7 +147,7 @@ def check_state_dir(path: Path) -> Iterator[Check]:
 def check_database(state_dir: Path) -> Iterator[Check]:
     """Check that the database of a server is this version's and has lost no commits, if there is one."""
     from fedring.server.state.failures import StorageError
-    from fedring.server.state.identity import check_at_rest  # imports the database
+    from fedring.server.state.log_check import check_at_rest  # imports the database
 
     if state_dir.is_dir():
         try:

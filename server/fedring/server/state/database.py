@@ -21,6 +21,9 @@ from fedring.server.state.tables import METADATA, meta
 SCHEMA = 14
 """The version of the tables. Another one is refused: until 1.0.0, no version of fedring reads another's tables."""
 
+OTHER_VERSION = ("older_state", "newer_state")
+"""The reasons of a StoreError that another version's tables lead to."""
+
 EPOCH = "epoch"
 """The name of the epoch in the table `meta`."""
 

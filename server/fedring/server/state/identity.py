@@ -6,9 +6,7 @@ exchanged would name none of the blobs, and all of them would be swept.
 
 import logging
 import re
-import sqlite3
 import uuid
-from contextlib import closing
 from pathlib import Path
 
 from fedring.codec.digest import is_name
@@ -16,10 +14,10 @@ from fedring.daemon.config import ConfigError
 from fedring.daemon.durable import write_durably
 from fedring.server.state.backup.exchange import refuse_pending
 from fedring.server.state.blobs import FileBlobs
-from fedring.server.state.database import LOG_BYTES, check_schema, meaning_of
+from fedring.server.state.database import LOG_BYTES
 from fedring.server.state.failures import StorageError, StoreError
 from fedring.server.state.files import BLOBS, FACTS, STATE_ID, database_url
-from fedring.server.state.log_check import check_log, check_log_at_rest, keep_log, log_of
+from fedring.server.state.log_check import check_at_rest, check_log, keep_log, peek
 from fedring.server.state.rows import TokenRow
 from fedring.server.state.store import SqlStore
 
@@ -52,7 +50,7 @@ def open_state(
     if lost and not accept_older:
         raise lost
     blobs = folder / BLOBS
-    version, stored = _peek(folder / FACTS)
+    version, stored = peek(folder / FACTS)
     if lost:
         log.warning("goes on all the same: %s", lost)
         keep_log(folder)
@@ -100,16 +98,6 @@ def add_token_offline(folder: Path, row: TokenRow) -> None:
         store.close()
 
 
-def check_at_rest(folder: Path) -> None:
-    """Return if this program reads the database in a state folder, and its log is sound, or a server uses it.
-
-    Raises:
-        StorageError: if not. Nothing was changed.
-    """
-    check_log_at_rest(folder)
-    _peek(folder / FACTS)
-
-
 def read_id(path: Path) -> str:
     """Return the id in a file; empty if there is no file.
 
@@ -144,20 +132,3 @@ def _read_draft(path: Path) -> str:
 def holds_blobs(blobs: Path) -> bool:
     """Return whether there is a blob in the folder, which need not exist."""
     return blobs.is_dir() and any(is_name(path.name) for path in blobs.iterdir())
-
-
-def _peek(facts: Path) -> tuple[int, str]:
-    """Return the database's schema version, 0 if there is no database, and its state id, empty if it has none."""
-    if not facts.exists():
-        return 0, ""
-    # Without a log, nobody writes to the database. SQLite would make an empty log even to read it.
-    alone = "" if log_of(facts).exists() else "&immutable=1"
-    try:
-        with closing(sqlite3.connect(f"{facts.absolute().as_uri()}?mode=ro{alone}", uri=True)) as connection:
-            version = int(connection.execute("PRAGMA user_version").fetchone()[0])
-            if version:
-                check_schema(version)
-            row = connection.execute("SELECT value FROM meta WHERE name = 'state_id'").fetchone() if version else None
-    except (sqlite3.Error, UnicodeDecodeError) as error:  # the second is raised for damaged error messages
-        raise meaning_of(error) from error
-    return version, str(row[0]) if row else ""
