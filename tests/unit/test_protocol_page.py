@@ -42,7 +42,14 @@ ELSEWHERE = {
     *("bad_role", "bad_name", "bad_duration", "unknown_token", "not_operator"),  # only flctl receives these
     *("unknown_job", "other_job", "bad_job", "bad_event_id", "no_round", "unknown_client", "client_is_here"),
     *("no_residual", "bad_schema", "bad_model", "bad_encoding"),  # when a model is created, loaded or exported
-    *("wrong_state", "newer_state", "no_backup", "missing_model", "unreadable"),  # at the start, or only in the log
+    *(
+        "wrong_state",
+        "newer_state",
+        "no_backup",
+        "missing_model",
+        "lost_commits",
+        "unreadable",
+    ),  # at the start, or only in the log
     *("bad_update", "not_allowed"),  # the default reasons of their classes, which no error has
 }
 """Reasons in the code that clients never receive."""
