@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from fedring.client.privacy import own_noise_refusal, refusal
 from fedring.client.promises import dp_of
 from fedring.client.secret import DITHER, ClientSecret
 from fedring.client.secure.identity import PeerCheck, load_signer
-from fedring.client.secure.masked import masked_update, masked_zero, private_update
+from fedring.client.secure.masked import MaskedUpdates
 from fedring.client.secure.party import Party, Site
 from fedring.client.secure.state import RoundName, SecureState, name_of
 from fedring.client.session.backoff import Backoff
@@ -130,11 +131,10 @@ class SecureDesk:
             RoundOver: if the round ended before.
         """
         party, privacy = self.party(assignment), dp_of(assignment.command.job)
+        make = partial(MaskedUpdates, party.command, party.client_id, party.mask)
         if privacy is None:
-            if trained is None:
-                return masked_zero(party, base, samples, residual)
             dither, most = self.secret.derive(assignment.command, DITHER), self._config.privacy.max_clipped_share
-            return masked_update(party, base, trained, samples, residual, dither=dither, max_clipped_share=most)
+            return make(party.bits, dither=dither, max_clipped_share=most).make(base, trained, samples, residual)
         try:
             plan = privacy.plan(party.clients, base.vectors.parameters.size, party.command.job.min_results)
             if why := own_noise_refusal(self._config.privacy, self._ledger, party.command, plan, party.masks):
@@ -144,7 +144,7 @@ class SecureDesk:
             raise SecureError("no_plan", f"this client cannot add its share of the noise: {error}") from error
         except OSError as error:
             raise SecureError("secure_state", f"what the update costs cannot be noted: {error}") from error
-        return private_update(party, plan, base, trained)
+        return make(plan.bits, plan).make(base, trained, samples, residual)
 
     def bind(self, assignment: Assignment, payload: str) -> None:
         """Bind the masks of a round to one payload, which may be sent then. It belongs to the user's thread.
