@@ -76,7 +76,9 @@ def test_without_damage_all_updates_are_there(state: Path) -> None:
     assert accepted(state) == (CLIENTS, 0)
 
 
-def test_no_flipped_bit_in_the_log_undoes_an_accepted_update_in_silence_but_in_the_last_commit(killed: Path, tmp_path: Path) -> None:
+def test_a_flipped_bit_undoes_no_accepted_update_in_silence_but_in_the_last_commit(
+    killed: Path, tmp_path: Path
+) -> None:
     rng = random.Random(SEED)
     for number in range(FLIPS):
         shutil.rmtree(tmp_path / str(number - 1), ignore_errors=True)

@@ -13,8 +13,8 @@ Three kinds of frames may follow the end of a sound log: old ones with other sal
 its beginning; those of a transaction that was rolled back, none of which ends a commit; and those of the last commit,
 if the power failed before its sync. Everything else was committed, and is lost.
 
-So the last commit tells nothing. Even a single wrong bit there may be a write that was cut short: below it lies what was
-written there before, such as the same page with another number in it.
+So the last commit tells nothing. Even a single wrong bit there may be a write that was cut short: below it lies what
+was written there before, such as the same page with another number in it.
 """
 
 import struct
