@@ -68,14 +68,23 @@ def test_a_connection_that_lets_as_many_calls_end_may_cancel_any_number() -> Non
     assert callers.blocked(0.0) == []
 
 
-@pytest.mark.parametrize("asks_again", [False, True])
-def test_a_connection_that_breaks_with_many_old_calls_is_no_flood(asks_again: bool) -> None:
+@pytest.mark.parametrize(
+    ("began", "asked", "broke"),
+    [
+        (0.0, WINDOW_SECONDS + 1, WINDOW_SECONDS + 1),
+        (0.0, None, WINDOW_SECONDS + 1),
+        (WINDOW_SECONDS - 1, WINDOW_SECONDS + 1, WINDOW_SECONDS + 2),
+    ],
+)
+def test_a_connection_that_breaks_with_many_old_calls_is_no_flood(
+    began: float, asked: float | None, broke: float
+) -> None:
     callers = Callers(10 * MOST_RESETS, 10)
-    calls = [callers.begin(PEER, 0.0) for _ in range(5 * MOST_RESETS)]
-    if asks_again:
-        ask(callers, 1, now=WINDOW_SECONDS + 1)
-    assert not any(callers.end(call, WINDOW_SECONDS + 1, reset=True) for call in calls)
-    assert callers.blocked(WINDOW_SECONDS + 1) == []
+    calls = [callers.begin(PEER, began) for _ in range(5 * MOST_RESETS)]
+    if asked is not None:
+        ask(callers, 1, now=asked)
+    assert not any(callers.end(call, broke, reset=True) for call in calls)
+    assert callers.blocked(broke) == []
 
 
 def test_one_address_has_so_many_calls_at_once_over_all_its_connections() -> None:

@@ -123,5 +123,5 @@ class Entrance(aio.ServerInterceptor):
             connection.end()
         if fresh := set(self._blocked) - set(before):
             names = ", ".join(sorted(map(str, fresh))[:10])
-            text = "ended %d connections to port %d; for a while no new ones from %s"
+            text = "ended %d connections to port %d; for a while no new ones from %s (see exempt_addresses)"
             log.warning(text, len(doomed), port.number, names)
