@@ -2,6 +2,8 @@
 
 import asyncio
 import fcntl
+import os
+import resource
 import socket
 import struct
 import subprocess
@@ -13,14 +15,15 @@ from typing import Any
 
 import pytest
 from grpc import StatusCode, aio
-from tests.floods import JOIN, PING, PREFACE, SETTINGS, pings, resets
+from tests.floods import JOIN, PING, PREFACE, SETTINGS, frame, headers, pings, resets
+from tests.waiting import until
 
 from fedring.rpc.boundary import Boundary
 from fedring.rpc.channel import make_server
 from fedring.rpc.errors import reason_in, reason_of
 from fedring.server.guard.callers import MOST_RESETS, Callers
 from fedring.server.guard.entrance import Entrance
-from fedring.server.guard.sockets import address_of, block, connections_of, dropping
+from fedring.server.guard.sockets import Port, address_of, dropping, peer_of
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1 import federation_pb2_grpc as rpc
 
@@ -123,7 +126,7 @@ async def test_an_exempt_address_may_cancel_as_much_as_it_likes() -> None:
             line.sendall(b"".join(next(stream) for _ in range(9 * MOST_RESETS)))
             await asyncio.to_thread(until_answered, line)
             assert callers.blocked(asyncio.get_running_loop().time()) == []
-            assert [each.address for each in connections_of(port)] == [address_of(STRANGER)]
+            assert [each.address for each in Port(port).connections()] == [address_of(STRANGER)]
 
 
 async def test_connections_beyond_those_of_one_address_are_closed() -> None:
@@ -136,7 +139,7 @@ async def test_connections_beyond_those_of_one_address_are_closed() -> None:
         while len(done) < 2:
             done, _ = await asyncio.wait(ended, timeout=SECONDS, return_when=asyncio.FIRST_COMPLETED)
             assert done
-        assert len(connections_of(port)) == 3
+        assert len(Port(port).connections()) == 3
         assert await joins(port)
 
 
@@ -148,10 +151,62 @@ async def test_to_look_at_the_connections_leaves_the_locks_of_files(tmp_path: Pa
         async with serving(Callers(100, 100)) as (port, _):
             with dial(port):
                 assert await joins(port)
-                assert connections_of(port)
-                block(port, [address_of(STRANGER)])
+                found = Port(port)
+                assert found.connections()
+                found.block([address_of(STRANGER)])
         other = await asyncio.create_subprocess_exec(sys.executable, "-c", attempt, path, stderr=subprocess.PIPE)
         assert b"BlockingIOError" in (await other.communicate())[1]
+
+
+async def test_each_socket_is_asked_only_once_whose_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving(Callers(100, 100)) as (port, _):
+        found = Port(port)
+        with dial(port) as line, dial(port) as other:
+            await asyncio.to_thread(until, lambda: len(found.connections()) == 2)
+            before = found.connections()
+            with monkeypatch.context() as patch:
+                patch.delattr(Port, "_identify")
+                assert found.connections() == before
+            other.close()
+            await asyncio.to_thread(until, lambda: len(found.connections()) == 1)
+            (left,) = found.connections()
+            assert left in before
+            assert left.peer == peer_of(STRANGER, line.getsockname()[1])
+
+
+async def test_a_server_without_descriptors_goes_on_and_looks_again_later(caplog: pytest.LogCaptureFixture) -> None:
+    callers = Callers(100, 100)
+    async with serving(callers) as (port, _), aio.insecure_channel(f"{HONEST}:{port}") as channel:
+        stub = rpc.TrainCmdServiceStub(channel)
+        assert await stub.Join(pb.JoinRequest(client_id="a"))
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        lowest = os.dup(0)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))  # all below are taken
+        try:
+            await asyncio.to_thread(until, lambda: "cannot look at the connections" in caplog.text)
+            assert await stub.Join(pb.JoinRequest(client_id="a"))
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            os.close(lowest)
+        await asyncio.wait_for(until_closed(dial(port), resets()), SECONDS)
+        assert callers.blocked(asyncio.get_running_loop().time())
+
+
+async def test_an_upload_that_is_refused_is_no_flood() -> None:
+    callers = Callers(100, 100)
+    async with serving(callers) as (port, _):
+        found = Port(port)
+        with dial(port) as line:
+            line.sendall(PREFACE + SETTINGS + headers(1, "/fedring.v1.Nothing/Upload"))  # which nobody serves
+            chunk = frame(0, 0, 1, bytes(1 << 14))
+            line.sendall(3 * chunk)  # as much as may be on its way
+            await asyncio.to_thread(until_answered, line)
+            (connection,) = found.connections()
+            assert callers.look([connection], 0.0) == []
+            line.sendall(8 * chunk)
+            await asyncio.to_thread(until, lambda: connection.traffic()[0] >= 11 << 14)
+            assert callers.look([connection], 1.0) == []
+            assert callers.blocked(1.0) == []
 
 
 async def test_calls_beyond_those_of_one_address_are_refused_with_a_reason() -> None:
