@@ -23,7 +23,7 @@ from fedring.client.ledger import Ledger
 from fedring.client.privacy import own_noise_refusal, refusal
 from fedring.client.promises import dp_of
 from fedring.client.secret import DITHER, ClientSecret
-from fedring.client.secure.identity import PeerCheck, load_signer
+from fedring.client.secure.identity import PeerCheck, check_own_key, load_signer
 from fedring.client.secure.masked import MaskedUpdates
 from fedring.client.secure.party import Party, Site
 from fedring.client.secure.state import RoundName, SecureState, name_of
@@ -63,23 +63,31 @@ class SecureDesk:
     """The client's part in rounds with secure aggregation; owned by Federation.
 
     Args:
-        link: the session to the server.
         config: the configuration.
         ledger: what this client has spent of its privacy.
         secret: the client's own, from which all follows that others must not be able to repeat.
 
     Raises:
-        ConfigError: if what is kept of finished rounds, or the list of revoked certificates, cannot be read.
+        ConfigError: if what is kept of finished rounds, the client's key, or the list of revoked certificates, cannot
+            be read.
     """
 
-    def __init__(self, link: ServerLink, config: ClientConfig, ledger: Ledger, secret: ClientSecret) -> None:
-        self._link, self._config, self._ledger, self.secret = link, config, ledger, secret
+    _link: ServerLink
+
+    def __init__(self, config: ClientConfig, ledger: Ledger, secret: ClientSecret) -> None:
+        self._config, self._ledger, self.secret = config, ledger, secret
         self._state = SecureState(config.state_dir)
+        check_own_key(config.tls, config.state_dir)  # damage is told at the start, not in each round
         self._revoked = Revocations(config.tls.crl, config.tls.ca)
         self._party: Party | None = None
         self._changed = asyncio.Condition()
         self._sending: dict[str, asyncio.Task[None]] = {}
         self._sends: asyncio.TaskGroup
+
+    def start(self, link: ServerLink) -> None:
+        """Take the events of a session from now on, on its event loop."""
+        self._link = link
+        link.start(self.run)
 
     async def run(self) -> None:
         """Answer events until the session ends. It runs on the session's event loop."""
