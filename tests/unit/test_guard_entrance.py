@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,12 @@ async def test_a_flood_on_one_connection_is_ended_and_others_are_answered(flood_
         assert await joins(port)
 
 
+async def test_resets_are_ended_before_the_next_look_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedring.server.guard.entrance._LOOK_SECONDS", 2 * SECONDS)
+    async with serving(Callers(100, 100)) as (port, _):
+        await asyncio.wait_for(until_closed(dial(port), resets()), SECONDS)
+
+
 async def test_a_blocked_address_cannot_connect_again_and_others_can() -> None:
     callers = Callers(100, 100)
     async with serving(callers) as (port, _):
@@ -172,6 +179,12 @@ async def test_each_socket_is_asked_only_once_whose_it_is(monkeypatch: pytest.Mo
             (left,) = found.connections()
             assert left in before
             assert left.peer == peer_of(STRANGER, line.getsockname()[1])
+            former = replace(left, number=left.number + 1)  # the descriptor has become another connection's
+            former.end()
+            assert former.traffic() == (0, 0)
+            assert found.connections() == [left]
+            line.sendall(PREFACE + SETTINGS)
+            await asyncio.to_thread(until_answered, line)
 
 
 async def test_a_server_without_descriptors_goes_on_and_looks_again_later(caplog: pytest.LogCaptureFixture) -> None:
