@@ -231,7 +231,7 @@ class PlainFleet(FlippedFleet):
     def check_folder(self) -> set[str]:
         """See FlippedFleet."""
         kept, own, words = residual_of(self.folder, SIZE), _private(self.folder), set[str]()
-        begun_with = [word for word, left in self._residuals.items() if np.array_equal(left, kept)]
+        begun_with = [word for word, left in self._residuals.items() if left is not None and np.array_equal(left, kept)]
         assert begun_with, "the client keeps what no update has left"
         words.add(begun_with[0])
         if (differing := np.count_nonzero(own != self._own)) == 1:
