@@ -259,10 +259,9 @@ def _dither(key: bytes, start: int, stop: int) -> NDArray[np.float32] | None:
     """Return the dither of the values from `start` to `stop` of those that are sent, [stop - start]."""
     if not key:
         return None
-    found = mask(key, 16, start, stop).astype(np.float32)
-    # The middles of 2^16 equal cells: never 1/2, which would move a value that is an integer already.
-    found += np.float32(0.5 - 2**15)
-    found *= np.float32(2**-16)
+    # The middles of 256 equal cells: never 1/2, which would move a value that is an integer already.
+    found = np.multiply(mask(key, 8, start, stop), np.float32(2**-8), dtype=np.float32)
+    found += np.float32(2**-9 - 0.5)
     return found
 
 
