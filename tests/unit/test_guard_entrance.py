@@ -9,7 +9,7 @@ import struct
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterable
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -148,6 +148,32 @@ async def test_connections_beyond_those_of_one_address_are_closed() -> None:
             assert done
         assert len(Port(port).connections()) == 3
         assert await joins(port)
+
+
+async def test_connections_beyond_those_of_the_port_are_closed_from_whatever_address_they_come() -> None:
+    server = make_server([Boundary()], max_streams=10, max_connections=3)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    with ExitStack() as stack:
+        lines = [stack.enter_context(dial(port, f"127.0.0.{number}")) for number in range(2, 5)]
+        for line in lines:
+            line.sendall(PREFACE + SETTINGS)
+            await asyncio.to_thread(until_answered, line)
+        await asyncio.wait_for(until_closed(dial(port, "127.0.0.5")), 10.0)  # before a handshake would end
+        for line in lines:
+            await asyncio.to_thread(until_answered, line)
+    await server.stop(None)
+
+
+async def test_a_connection_is_told_how_many_calls_it_may_make_at_once() -> None:
+    async with serving(Callers(100, 100)) as (port, _):
+        with dial(port) as line:
+            line.sendall(PREFACE + SETTINGS)
+            read = b""
+            while struct.pack(">HI", 3, 512) not in read:  # SETTINGS_MAX_CONCURRENT_STREAMS
+                more = await asyncio.to_thread(line.recv, 1 << 16)
+                assert more
+                read += more
 
 
 async def test_to_look_at_the_connections_leaves_the_locks_of_files(tmp_path: Path) -> None:
