@@ -20,7 +20,7 @@ from fedring.client.client_round import ClientRound
 from fedring.client.config import ClientConfig
 from fedring.client.errors import UpdateRefused
 from fedring.client.loading import add_left_out
-from fedring.client.local_training import add_noise_alone, check_private, counted, train_locally
+from fedring.client.local_training import check_private, counted, train_locally
 from fedring.client.personal import figures_of, train_own
 from fedring.client.promises import is_covered
 from fedring.client.round_plan import plan_of
@@ -253,7 +253,8 @@ class Worker:
         samples = subset(loaded.split.train, self._parts[turn.client])
         plan = self._plan(turn)
         try:
-            return add_noise_alone(loaded, samples, plan, private, device=self._device)
+            train_locally(loaded, samples, plan, device=self._device, private=private, on_nothing=True)
+            return loaded.model
         except Exception:  # the user's optimizer may raise anything
             log.debug("%s failed without samples, too", client_id(turn.client), exc_info=True)
             return None
