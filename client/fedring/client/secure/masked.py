@@ -31,7 +31,7 @@ Cover = Callable[[NDArray[np.signedinteger], int], Words]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MaskedUpdates:
-    """The way in which a client's change becomes integers in one round, and these a payload.
+    """Makes the masked updates of one client in one round.
 
     fl-client covers the integers with masks. The simulation does without, as masks cancel in a sum.
     """

@@ -327,7 +327,7 @@ class Spool:
         crashpoint("client_noted")
 
     def end_residual(self, why: str) -> bool:
-        """Drop the residual, if there is one; return whether there was. The next update begins without it."""
+        """Drop the residual; return whether there was one."""
         if not self._residual_file.exists():
             return False
         log.warning("dropped the residual of past updates: %s", why)
