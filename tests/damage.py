@@ -2,6 +2,7 @@
 
 import random
 import sqlite3
+import struct
 from contextlib import closing
 from pathlib import Path
 
@@ -21,6 +22,15 @@ def flip(path: Path, bit: int | None = None, *, seed: int = 0) -> int:
         file.seek(bit // 8)
         file.write(bytes([byte ^ 1 << bit % 8]))
     return bit
+
+
+def last_commit_of(log: Path) -> int:
+    """Return where the last commit begins in a sound log of a database."""
+    data = log.read_bytes()
+    frame = 24 + struct.unpack_from(">I", data, 8)[0]
+    starts = [at for at in range(32, len(data), frame) if data[at + 8 : at + 16] == data[16:24]]
+    ends = [at + frame for at in starts if struct.unpack_from(">I", data, at + 4)[0]]
+    return ends[-2] if len(ends) > 1 else 32
 
 
 def ask(state: Path, query: str, *values: object) -> list[tuple[object, ...]]:

@@ -237,8 +237,8 @@ MUTANTS = {
     ),
     "base of a spooled update": Mutant(
         "client/fedring/client/transfer/delivery.py",
-        "if (header.run_id, header.round, header.base_digest) == assignment.round_key:",
-        "if (header.run_id, header.round) == assignment.round_key[:2]:",
+        "(header.run_id, header.round, header.base_digest) == assignment.round_key:",
+        "(header.run_id, header.round) == assignment.round_key[:2]:",
         "tests/fault/test_restored_clients.py",
     ),
     "held model": Mutant(
@@ -392,10 +392,16 @@ MUTANTS = {
         "if not known:",
         "tests/fault/test_client_disk.py",
     ),
+    "upload taken for a flood": Mutant(
+        "server/fedring/server/guard/callers.py",
+        "(min(received, answered) > MOST_IDLE_BYTES",
+        "(received > MOST_IDLE_BYTES",
+        "tests/unit/test_guard_entrance.py",
+    ),
     "damaged log": Mutant(
         "server/fedring/server/state/wal.py",
-        "elif fits and after_commit:",
-        "elif fits and not before:",
+        "if end and after_commit and (fits",
+        "if end and not before and (fits",
         "tests/unit/test_lost_commits.py",
     ),
     "path below data_root": Mutant(

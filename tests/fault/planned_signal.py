@@ -50,6 +50,14 @@ def workers_and_step(event: pb.Event) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
+def steps_left_by(step: int) -> tuple[int, int]:
+    """Return the steps that a group may have done when a worker is killed in the pass `step`, from 1.
+
+    The killed worker has done `step - 1`, but its last bytes of that step may not have left its process.
+    """
+    return step - 2, step - 1
+
+
 def seed_that_selects(client: int, workers: int) -> int:
     """Return a job seed for which the first round selects `client` among its `workers` of `workers + 1` clients."""
     names = [f"client-{number}" for number in range(workers + 1)]

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from fedring.codec import Encoding, decode, encode
 from fedring.codec.digest import name_of
 from fedring.v1 import federation_pb2 as pb
-from tests.damage import ask
+from tests.damage import ask, last_commit_of
 from tests.fault.faulty_fleet import wait_for
 from tests.fault.update_log import Update, random_update
 from tests.fleets import Control, Fleet
@@ -155,6 +155,8 @@ def span_of(prepared: PreparedState, path: Path, kind: str) -> tuple[int, int]:
     if kind == "row":
         payload = prepared.updates["b"].payload
         return data.index(payload), len(payload)
+    if kind == "wal":  # damage in the last commit may be a write that was cut short
+        return 0, last_commit_of(path)
     return 0, len(data) - 4 * SIZE if kind == "header" else len(data)
 
 

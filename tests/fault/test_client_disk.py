@@ -1,5 +1,6 @@
 """A client's disk that is full, or has flipped bits, and a folder that was copied under another name."""
 
+import json
 import resource
 from pathlib import Path
 
@@ -9,9 +10,11 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from tests import forks
+from tests.fault.faulty_fleet import FaultyFleet
 from tests.fault.residual_fleet import ResidualFleet, residual_job
-from tests.fault.residuals import SMALL, residual_of
-from tests.fleets import Control, Fleet, until_watching
+from tests.fault.residuals import SMALL, has_spooled_update, residual_of
+from tests.fleets import Control, Fleet, run_job, until_watching
+from tests.waiting import until
 
 LARGE = 9e29
 """A value that no damage can be told by, but two of them are too much for an update."""
@@ -73,6 +76,32 @@ def test_a_damaged_residual_costs_one_round_at_most(values: dict[int, float], tm
         assert fleet.clients[0].log.read_text().count("dropped the residual") == 1
         fleet.wait_until_known()
         assert np.abs(residual_of(fleet.folders[0], SMALL)).max() < 1e20
+
+
+def test_a_damaged_residual_ends_before_a_training_begins_with_it(tmp_path: Path) -> None:
+    keys = {"weights": "uniform", "subset_size": 64, "evaluate": False, "start": "newest", "deadline_seconds": 240}
+    job = {
+        "min_clients": 3,
+        "min_clients_to_aggregate": 3,
+        "secure_aggregation": {"step_seconds": 120, "keep_ratio": 0.5},
+        **keys,
+    }
+    with FaultyFleet(tmp_path, {}, [{}] * 3) as fleet, Control(fleet.control) as control:
+        client, folder = fleet.clients[0], Path(fleet.clients[0].settings["state_dir"])
+        until_watching(control, 3)
+        assert run_job(control, job).state == "completed"
+        until(lambda: (folder / "residual.safetensors").exists() and not has_spooled_update(folder))
+        client.kill()
+        until(lambda: "client-0 is gone" in fleet.server.log.read_text())
+        put_into_residual(folder, {3: LARGE})
+        client.start()
+        until_watching(control, 3)
+        assert run_job(control, job).state == "completed"
+        lines = [json.loads(line) for line in client.log.read_text().splitlines()]
+        dropped = [each["text"] for each in lines if "it is far larger than the model" in each["text"]]
+        losses = [each["loss"] for each in lines if each["text"] == "round 2: update accepted"]
+        assert len(dropped) == 1
+        assert losses[0] < 100
 
 
 def test_a_disk_that_takes_no_update_is_reported_as_the_disk(tmp_path: Path) -> None:

@@ -78,3 +78,28 @@ def lesson(model: nn.Module, samples: Any, plan: Any) -> int:
         learned = lesson_of(int(os.environ["FL_TEST_CLIENT"]), plan.round, values.numel())
         values.add_(torch.from_numpy(learned).view_as(values))
     return 1
+
+
+class Halves(nn.Module):
+    """A model with a tensor that a job may share, and one that it may keep private."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.values = nn.Parameter(torch.zeros(size))
+        self.own = nn.Parameter(torch.zeros(size))
+
+
+@offers("model")
+def halves(size: int) -> nn.Module:
+    """Build a model of zeros with both tensors, and no forward."""
+    return Halves(size)
+
+
+@offers("trainer")
+def counted(model: Halves, samples: Any, plan: Any) -> int:
+    """Add `delta_of` this round to the shared values, and 1 to the private ones."""
+    with torch.no_grad():
+        delta = delta_of(int(os.environ["FL_TEST_CLIENT"]), plan.round, model.values.numel())
+        model.values.add_(torch.from_numpy(delta))
+        model.own.add_(1)
+    return 1

@@ -1,6 +1,5 @@
 """Rounds whose clients add the noise of differential privacy, with real daemons: models, charges, kills."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fedring.client.ledger import LEDGER
 from fedring.privacy.account import epsilon
 from fedring.privacy.charges import charge_of
 from fedring.secure.limits import honest_survivors
@@ -16,6 +16,7 @@ from fedring.v1 import federation_pb2 as pb
 from tests.conftest import path_to
 from tests.damage import ask
 from tests.fleets import Control, Fleet, until_watching
+from tests.ledgers import account_in
 from tests.secure_client import NoisyClient
 from tests.system.wire import SIZE, Refused, outcome, parameters, run
 
@@ -212,6 +213,6 @@ def test_five_daemons_of_which_one_is_lost_and_one_is_killed_publish_and_say_wha
         assert charge in [str(dp.plan(clients, size, 4).charge) for clients in (4, 5)]
         spent = control.privacy()
         assert spent.epsilon == pytest.approx(epsilon([charge_of(str(charge))], 1e-5), rel=1e-9)
-        ledgers = [tmp_path / "state" / f"client-{number}" / "privacy.json" for number in range(5)]
-        rounds = [json.loads(path.read_text())["rounds"] for path in ledgers if path.exists()]
+        folders = [tmp_path / "state" / f"client-{number}" for number in range(5)]
+        rounds = [account_in(folder)["rounds"] for folder in folders if (folder / LEDGER).exists()]
         assert rounds == [{charge: 1}] * 4

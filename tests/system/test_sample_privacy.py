@@ -1,6 +1,5 @@
 """Jobs with differential privacy for single samples, with real daemons, and what such a training reaches on MNIST."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +7,7 @@ import pytest
 import torch
 
 from fedring.client.config import ClientConfig
+from fedring.client.ledger import LEDGER
 from fedring.client.local_training import train_locally
 from fedring.client.trainer import load_job
 from fedring.control.failure import Failure
@@ -81,12 +81,12 @@ def test_a_client_stops_by_itself_at_its_limits_and_refuses_what_is_weaker(tmp_p
             assert (refused.state, refused.rounds_done) == ("failed", 0)
             assert "privacy_policy" in refused.reason
             assert reason in refused.reason
-        ledger = tmp_path / "state" / "client-1" / "privacy.json"
-        assert not ledger.exists()
+        folder = tmp_path / "state" / "client-1"
+        assert not (folder / LEDGER).exists()
         ended = run_job(control, JOB)
         assert ended.rounds_done == 2
         assert "above its privacy.max_sample_epsilon = " in ended.reason
-        assert sum(entry["steps"] for entry in json.loads(ledger.read_text())["samples"]) == 2 * 4 * 6
+        assert sum(entry["steps"] for entry in account_in(folder)["samples"]) == 2 * 4 * 6
 
 
 def test_a_model_with_batch_norm_is_refused_when_it_is_queued(tmp_path: Path) -> None:

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.damage import flip
 
 from fedring.client.round_plan import own_seed, plan_of
 from fedring.client.secret import SECRET_FILE, ClientSecret, kept_secret
 from fedring.daemon.config import ConfigError
+from fedring.daemon.durable import text_after_digest
 from fedring.secure.statements import CONTEXT
 from fedring.simulation import client_secret, simulate
 from fedring.v1 import federation_pb2 as pb
@@ -103,7 +105,7 @@ def test_a_secret_is_made_once_and_only_when_it_is_needed(tmp_path: Path) -> Non
     assert not folder.exists()
     first = secret.derive(command(), "training")
     file = folder / SECRET_FILE
-    assert (len(file.read_bytes()), stat.S_IMODE(file.stat().st_mode)) == (32, 0o600)
+    assert (len(text_after_digest(file.read_bytes())), stat.S_IMODE(file.stat().st_mode)) == (32, 0o600)
     assert [each.name for each in folder.iterdir()] == [SECRET_FILE]
     assert {other.derive(command(), "training"), kept_secret(folder).derive(command(), "training")} == {first}
 
@@ -130,8 +132,36 @@ def test_a_damaged_secret_is_an_error_at_the_start(tmp_path: Path, data: bytes) 
     file = tmp_path / SECRET_FILE
     file.write_bytes(data)
     file.chmod(0o600)
-    with pytest.raises(ConfigError, match="in the place of 32"):
+    with pytest.raises(ConfigError, match=f"{SECRET_FILE} says .* restore it, or remove it"):
         kept_secret(tmp_path)
+
+
+def test_each_flipped_bit_of_the_secret_is_noticed_at_the_start(tmp_path: Path) -> None:
+    first = kept_secret(tmp_path).derive(command(), "training")
+    file = tmp_path / SECRET_FILE
+    for bit in range(8 * file.stat().st_size):
+        flip(file, bit)
+        with pytest.raises(ConfigError, match="cannot be used"):
+            kept_secret(tmp_path)
+        flip(file, bit)
+    assert kept_secret(tmp_path).derive(command(), "training") == first
+
+
+def test_a_secret_of_an_earlier_version_stays_and_gets_a_digest(tmp_path: Path) -> None:
+    file = tmp_path / SECRET_FILE
+    file.write_bytes(SECRET)
+    file.chmod(0o600)
+    known = kept_secret(tmp_path).derive(command(), "training")
+    assert known == ClientSecret(lambda: SECRET).derive(command(), "training")
+    assert text_after_digest(file.read_bytes()) == SECRET
+    assert kept_secret(tmp_path).derive(command(), "training") == known
+
+
+def test_damage_to_the_secret_does_not_change_what_a_running_client_trains(tmp_path: Path) -> None:
+    first = kept_secret(tmp_path).derive(command(), "training")
+    running = kept_secret(tmp_path)
+    flip(tmp_path / SECRET_FILE)
+    assert running.derive(command(), "training") == first
 
 
 def test_a_secret_that_everybody_can_read_is_an_error_at_the_start(tmp_path: Path) -> None:

@@ -204,6 +204,21 @@ def test_a_residual_that_was_placed_before_a_kill_is_kept_whatever_the_server_sa
     np.testing.assert_array_equal(residual(again, last), np.full(4, 2.0, np.float32))
 
 
+@pytest.mark.parametrize("value", [3e38, -2e30, np.inf, np.nan])
+def test_a_residual_with_which_no_update_could_be_sent_ends_at_once(
+    tmp_path: Path, value: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    spool, left = Spool(tmp_path), np.array([1.0, value, 0.0, 0.0], np.float32)
+    offer = offer_of(b"abc")
+    spool.accept(spool.write(offer, [b"abc"], left), left)
+    assert caplog.text.count("dropped the residual of past updates") == 1
+    assert residual(spool) is None
+    assert residual(Spool(tmp_path)) is None
+    second = np.full(4, -1e30, np.float32)  # as much as a server takes
+    spool.accept(spool.write(offer_of(b"abc", round_=2), [b"abc"], second), second)
+    np.testing.assert_array_equal(residual(spool), second)
+
+
 @pytest.mark.parametrize(("run", "schema"), [("other", HASH), ("run", b"x" * 32)])
 def test_a_residual_of_another_run_or_model_is_dropped(tmp_path: Path, run: str, schema: bytes) -> None:
     spool = Spool(tmp_path)

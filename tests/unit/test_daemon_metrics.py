@@ -96,7 +96,9 @@ def test_connections_that_say_nothing_take_no_more_than_their_places_and_end(mon
         assert Page(address)("fl_build_info", version=VERSION) == 1
 
 
-def test_one_address_leaves_places_for_others() -> None:
+def test_one_address_leaves_places_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "CONNECTION_SECONDS", 3600.0)  # so that only those without a place are closed
+    before = threading.active_count()
     with serving("127.0.0.1:0", Registry()) as address, ExitStack() as stack:
         host, _, port = address.partition(":")
         place = (host, int(port))
@@ -107,4 +109,5 @@ def test_one_address_leaves_places_for_others() -> None:
         for line in lines[metrics.MOST_PER_ADDRESS :]:
             with suppress(ConnectionError):
                 assert line.recv(1) == b""
+        assert threading.active_count() <= before + 1 + metrics.MOST_PER_ADDRESS
         assert Page(address)("fl_build_info", version=VERSION) == 1

@@ -1,20 +1,40 @@
 """What callers may ask of a port: resets, calls at once, connections, and addresses to which no limit applies."""
 
+from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv6Network, ip_address
 
 import pytest
 
 from fedring.rpc.errors import Overloaded
-from fedring.server.guard.callers import BLOCK_SECONDS, MOST_IDLE_BYTES, MOST_RESETS, WINDOW_SECONDS, Callers, named
-from fedring.server.guard.sockets import Connection, address_of, peer_of
+from fedring.server.guard.callers import (
+    BLOCK_SECONDS,
+    MOST_IDLE_BYTES,
+    MOST_RESETS,
+    MOST_UNASKED_BYTES,
+    WINDOW_SECONDS,
+    Callers,
+    named,
+)
+from fedring.server.guard.sockets import Connection, Traffic, address_of, peer_of
 
 HOST = "10.0.0.7"
 PEER = f"ipv4:{HOST}:1000"
 
 
-def connection(port: int, *, host: str = HOST, received: int = 0) -> Connection:
+@dataclass(frozen=True, slots=True)
+class Line(Connection):
+    """A connection whose traffic is given."""
+
+    received: int = 0
+    answered: int = 0
+
+    def traffic(self) -> Traffic:
+        return self.received, self.answered
+
+
+def connection(port: int, *, host: str = HOST, received: int = 0, answered: int = 0) -> Connection:
     """Return a connection whose socket has the number of its port."""
-    return Connection(port, address_of(host), peer_of(host, port), received)
+    return Line(0, port, address_of(host), peer_of(host, port), received, answered)
 
 
 def reset(callers: Callers, times: int, *, peer: str = PEER, now: float = 0.0) -> int:
@@ -48,11 +68,23 @@ def test_a_connection_that_lets_as_many_calls_end_may_cancel_any_number() -> Non
     assert callers.blocked(0.0) == []
 
 
-def test_a_connection_that_breaks_with_many_old_calls_is_no_flood() -> None:
+@pytest.mark.parametrize(
+    ("began", "asked", "broke"),
+    [
+        (0.0, WINDOW_SECONDS + 1, WINDOW_SECONDS + 1),
+        (0.0, None, WINDOW_SECONDS + 1),
+        (WINDOW_SECONDS - 1, WINDOW_SECONDS + 1, WINDOW_SECONDS + 2),
+    ],
+)
+def test_a_connection_that_breaks_with_many_old_calls_is_no_flood(
+    began: float, asked: float | None, broke: float
+) -> None:
     callers = Callers(10 * MOST_RESETS, 10)
-    calls = [callers.begin(PEER, 0.0) for _ in range(5 * MOST_RESETS)]
-    ask(callers, 1, now=WINDOW_SECONDS + 1)
-    assert not any(callers.end(call, WINDOW_SECONDS + 1, reset=True) for call in calls)
+    calls = [callers.begin(PEER, began) for _ in range(5 * MOST_RESETS)]
+    if asked is not None:
+        ask(callers, 1, now=asked)
+    assert not any(callers.end(call, broke, reset=True) for call in calls)
+    assert callers.blocked(broke) == []
 
 
 def test_one_address_has_so_many_calls_at_once_over_all_its_connections() -> None:
@@ -81,20 +113,45 @@ def test_what_was_open_before_an_address_was_blocked_stays_and_what_comes_later_
     callers = Callers(10, 10)
     assert callers.look([connection(1), connection(1000)], 0.0) == []
     reset(callers, MOST_RESETS + 1, now=1.0)
-    assert callers.look([connection(1), connection(2), connection(1000)], 2.0) == [connection(1000), connection(2)]
+    assert callers.look([connection(1), connection(2), connection(1000)], 2.0) == [connection(2), connection(1000)]
     assert callers.look([connection(3)], 2.0 + BLOCK_SECONDS) == []
 
 
 def test_a_connection_that_sends_much_and_asks_nothing_is_ended() -> None:
+    def line(times: int) -> Connection:
+        return connection(1000, received=times * MOST_IDLE_BYTES, answered=times * MOST_IDLE_BYTES)
+
     callers = Callers(10, 10)
-    assert callers.look([connection(1000, received=MOST_IDLE_BYTES)], 0.0) == []
+    assert callers.look([line(1)], 0.0) == []
     call = callers.begin(PEER, 0.0)
-    assert callers.look([connection(1000, received=5 * MOST_IDLE_BYTES)], 1.0) == []  # its call brings bytes
+    assert callers.look([line(5)], 1.0) == []  # its call brings bytes
     callers.end(call, 1.0, reset=False)
-    assert callers.look([connection(1000, received=9 * MOST_IDLE_BYTES)], 2.0) == [
-        connection(1000, received=9 * MOST_IDLE_BYTES)
-    ]
-    assert callers.blocked(2.0) == [IPv4Address(HOST)]
+    assert callers.look([line(9)], 2.0) == []
+    assert callers.look([line(11)], 3.0) == [line(11)]
+    assert callers.blocked(3.0) == [IPv4Address(HOST)]
+
+
+def test_the_rest_of_an_upload_that_was_refused_and_of_a_download_that_was_served_are_no_flood() -> None:
+    callers = Callers(10, 10)
+    ask(callers, 1)
+    assert callers.look([connection(1000)], 0.0) == []
+    assert callers.look([connection(1000, received=MOST_UNASKED_BYTES)], 1.0) == []
+    assert callers.look([connection(1000, received=MOST_UNASKED_BYTES, answered=1 << 30)], 2.0) == []
+    much = connection(1000, received=2 * MOST_UNASKED_BYTES + 1, answered=1 << 30)
+    assert callers.look([much], 3.0) == [much]
+
+
+def test_what_is_known_of_a_connection_is_forgotten_with_it() -> None:
+    callers = Callers(10, 10)
+    held = callers.begin(PEER, 0.0)
+    for port in range(5000):
+        ask(callers, 1, peer=f"ipv4:{HOST}:{port}")
+    callers.look([connection(7)], 0.0)
+    assert len(callers._accounts) == 2
+    callers.end(held, 1.0, reset=True)
+    callers.look([], 1.0)
+    assert not callers._accounts
+    assert not callers._open_calls
 
 
 @pytest.mark.parametrize(
@@ -111,7 +168,8 @@ def test_no_limit_applies_to_an_exempt_address(exempt: str, host: str, peer: str
     assert reset(callers, 2 * MOST_RESETS, peer=peer) == 0
     for _ in range(5):
         callers.begin(peer, 0.0)
-    assert callers.look([connection(port, host=host, received=1 << 30) for port in range(9)], 0.0) == []
+    lines = [connection(port, host=host, received=1 << 30, answered=1 << 30) for port in range(9)]
+    assert callers.look(lines, 0.0) == []
     assert callers.blocked(0.0) == []
 
 

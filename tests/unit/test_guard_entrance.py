@@ -2,25 +2,29 @@
 
 import asyncio
 import fcntl
+import os
+import resource
 import socket
 import struct
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterable
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from grpc import StatusCode, aio
-from tests.floods import JOIN, PING, PREFACE, SETTINGS, pings, resets
+from tests.floods import JOIN, PING, PREFACE, SETTINGS, frame, headers, pings, resets
+from tests.waiting import until
 
 from fedring.rpc.boundary import Boundary
 from fedring.rpc.channel import make_server
 from fedring.rpc.errors import reason_in, reason_of
 from fedring.server.guard.callers import MOST_RESETS, Callers
 from fedring.server.guard.entrance import Entrance
-from fedring.server.guard.sockets import address_of, block, connections_of, dropping
+from fedring.server.guard.sockets import Port, address_of, dropping, peer_of
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1 import federation_pb2_grpc as rpc
 
@@ -105,6 +109,12 @@ async def test_a_flood_on_one_connection_is_ended_and_others_are_answered(flood_
         assert await joins(port)
 
 
+async def test_resets_are_ended_before_the_next_look_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedring.server.guard.entrance._LOOK_SECONDS", 2 * SECONDS)
+    async with serving(Callers(100, 100)) as (port, _):
+        await asyncio.wait_for(until_closed(dial(port), resets()), SECONDS)
+
+
 async def test_a_blocked_address_cannot_connect_again_and_others_can() -> None:
     callers = Callers(100, 100)
     async with serving(callers) as (port, _):
@@ -123,7 +133,7 @@ async def test_an_exempt_address_may_cancel_as_much_as_it_likes() -> None:
             line.sendall(b"".join(next(stream) for _ in range(9 * MOST_RESETS)))
             await asyncio.to_thread(until_answered, line)
             assert callers.blocked(asyncio.get_running_loop().time()) == []
-            assert [each.address for each in connections_of(port)] == [address_of(STRANGER)]
+            assert [each.address for each in Port(port).connections()] == [address_of(STRANGER)]
 
 
 async def test_connections_beyond_those_of_one_address_are_closed() -> None:
@@ -136,8 +146,34 @@ async def test_connections_beyond_those_of_one_address_are_closed() -> None:
         while len(done) < 2:
             done, _ = await asyncio.wait(ended, timeout=SECONDS, return_when=asyncio.FIRST_COMPLETED)
             assert done
-        assert len(connections_of(port)) == 3
+        assert len(Port(port).connections()) == 3
         assert await joins(port)
+
+
+async def test_connections_beyond_those_of_the_port_are_closed_from_whatever_address_they_come() -> None:
+    server = make_server([Boundary()], max_streams=10, max_connections=3)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    with ExitStack() as stack:
+        lines = [stack.enter_context(dial(port, f"127.0.0.{number}")) for number in range(2, 5)]
+        for line in lines:
+            line.sendall(PREFACE + SETTINGS)
+            await asyncio.to_thread(until_answered, line)
+        await asyncio.wait_for(until_closed(dial(port, "127.0.0.5")), 10.0)  # before a handshake would end
+        for line in lines:
+            await asyncio.to_thread(until_answered, line)
+    await server.stop(None)
+
+
+async def test_a_connection_is_told_how_many_calls_it_may_make_at_once() -> None:
+    async with serving(Callers(100, 100)) as (port, _):
+        with dial(port) as line:
+            line.sendall(PREFACE + SETTINGS)
+            read = b""
+            while struct.pack(">HI", 3, 512) not in read:  # SETTINGS_MAX_CONCURRENT_STREAMS
+                more = await asyncio.to_thread(line.recv, 1 << 16)
+                assert more
+                read += more
 
 
 async def test_to_look_at_the_connections_leaves_the_locks_of_files(tmp_path: Path) -> None:
@@ -148,10 +184,68 @@ async def test_to_look_at_the_connections_leaves_the_locks_of_files(tmp_path: Pa
         async with serving(Callers(100, 100)) as (port, _):
             with dial(port):
                 assert await joins(port)
-                assert connections_of(port)
-                block(port, [address_of(STRANGER)])
+                found = Port(port)
+                assert found.connections()
+                found.block([address_of(STRANGER)])
         other = await asyncio.create_subprocess_exec(sys.executable, "-c", attempt, path, stderr=subprocess.PIPE)
         assert b"BlockingIOError" in (await other.communicate())[1]
+
+
+async def test_each_socket_is_asked_only_once_whose_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving(Callers(100, 100)) as (port, _):
+        found = Port(port)
+        with dial(port) as line, dial(port) as other:
+            await asyncio.to_thread(until, lambda: len(found.connections()) == 2)
+            before = found.connections()
+            with monkeypatch.context() as patch:
+                patch.delattr(Port, "_identify")
+                assert found.connections() == before
+            other.close()
+            await asyncio.to_thread(until, lambda: len(found.connections()) == 1)
+            (left,) = found.connections()
+            assert left in before
+            assert left.peer == peer_of(STRANGER, line.getsockname()[1])
+            former = replace(left, number=left.number + 1)  # the descriptor has become another connection's
+            former.end()
+            assert former.traffic() == (0, 0)
+            assert found.connections() == [left]
+            line.sendall(PREFACE + SETTINGS)
+            await asyncio.to_thread(until_answered, line)
+
+
+async def test_a_server_without_descriptors_goes_on_and_looks_again_later(caplog: pytest.LogCaptureFixture) -> None:
+    callers = Callers(100, 100)
+    async with serving(callers) as (port, _), aio.insecure_channel(f"{HONEST}:{port}") as channel:
+        stub = rpc.TrainCmdServiceStub(channel)
+        assert await stub.Join(pb.JoinRequest(client_id="a"))
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        lowest = os.dup(0)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))  # all below are taken
+        try:
+            await asyncio.to_thread(until, lambda: "cannot look at the connections" in caplog.text)
+            assert await stub.Join(pb.JoinRequest(client_id="a"))
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            os.close(lowest)
+        await asyncio.wait_for(until_closed(dial(port), resets()), SECONDS)
+        assert callers.blocked(asyncio.get_running_loop().time())
+
+
+async def test_an_upload_that_is_refused_is_no_flood() -> None:
+    callers = Callers(100, 100)
+    async with serving(callers) as (port, _):
+        found = Port(port)
+        with dial(port) as line:
+            line.sendall(PREFACE + SETTINGS + headers(1, "/fedring.v1.Nothing/Upload"))  # which nobody serves
+            chunk = frame(0, 0, 1, bytes(1 << 14))
+            line.sendall(3 * chunk)  # as much as may be on its way
+            await asyncio.to_thread(until_answered, line)
+            (connection,) = found.connections()
+            assert callers.look([connection], 0.0) == []
+            line.sendall(8 * chunk)
+            await asyncio.to_thread(until, lambda: connection.traffic()[0] >= 11 << 14)
+            assert callers.look([connection], 1.0) == []
+            assert callers.blocked(1.0) == []
 
 
 async def test_calls_beyond_those_of_one_address_are_refused_with_a_reason() -> None:

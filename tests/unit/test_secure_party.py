@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.damage import flip
 from tests.secure_sums import (
     LEVELS,
     Client,
@@ -28,6 +29,7 @@ from fedring.client.secure import party as party_module
 from fedring.client.secure.party import Party
 from fedring.client.secure.state import FOLDER, SecureState, name_of
 from fedring.daemon.config import ConfigError
+from fedring.daemon.durable import text_after_digest
 from fedring.secure import masks as masks_module
 from fedring.secure import sealing as sealing_module
 from fedring.secure.limits import threshold
@@ -241,11 +243,33 @@ def test_a_damaged_list_of_finished_rounds_is_an_error_at_the_start(tmp_path: Pa
         SecureState(tmp_path)
 
 
+def test_each_flipped_bit_of_the_list_of_finished_rounds_is_noticed(tmp_path: Path) -> None:
+    name = name_of(command_of(round_=7, epoch=2))
+    SecureState(tmp_path).finish(name)
+    file = tmp_path / FOLDER / "finished.json"
+    for bit in range(8 * file.stat().st_size):
+        flip(file, bit)
+        with pytest.raises(ConfigError, match="finished"):
+            SecureState(tmp_path)
+        flip(file, bit)
+    assert SecureState(tmp_path).finished(name)
+
+
+def test_a_list_of_finished_rounds_of_an_earlier_version_stays_and_gets_a_digest(tmp_path: Path) -> None:
+    name = name_of(command_of(round_=7, epoch=2))
+    SecureState(tmp_path).finish(name)
+    file = tmp_path / FOLDER / "finished.json"
+    text = text_after_digest(file.read_bytes())
+    file.write_bytes(text)
+    assert SecureState(tmp_path).finished(name)
+    assert text_after_digest(file.read_bytes()) == text
+
+
 def test_only_the_newest_runs_are_remembered(tmp_path: Path) -> None:
     state = SecureState(tmp_path)
     for run in range(260):
         state.finish(name_of(command_of(run=f"run-{run}")))
-    assert len(json.loads((tmp_path / FOLDER / "finished.json").read_text())) == 256
+    assert len(json.loads(text_after_digest((tmp_path / FOLDER / "finished.json").read_bytes()))) == 256
     assert state.finished(name_of(command_of(run="run-259")))
 
 

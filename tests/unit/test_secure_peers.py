@@ -10,14 +10,16 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric import ed25519, rsa, x25519
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from pydantic import ValidationError
+from tests.damage import flip
 from tests.pki import Pki
 from tests.secure_sums import command_of, new_signer
 
 from fedring.client.ledger import Ledger
 from fedring.client.main import app
 from fedring.client.privacy import SitePolicy, refusal
-from fedring.client.secure.identity import KEY_FILE, PeerCheck, Signer, load_signer
+from fedring.client.secure.identity import KEY_FILE, PeerCheck, Signer, check_own_key, load_signer
 from fedring.daemon.config import ConfigError
+from fedring.daemon.durable import text_after_digest
 from fedring.rpc.identity import Role, uri_of
 from fedring.rpc.revocation import Revocations
 from fedring.rpc.tls import PLAINTEXT, Tls
@@ -63,6 +65,24 @@ def test_a_damaged_key_is_not_replaced_because_others_may_have_pinned_it(tmp_pat
     with pytest.raises(ConfigError, match=KEY_FILE):
         load_signer(PLAINTEXT, tmp_path)
     assert (tmp_path / KEY_FILE).read_bytes() == before
+
+
+def test_each_flipped_bit_of_the_key_is_noticed(tmp_path: Path) -> None:
+    first = load_signer(PLAINTEXT, tmp_path).fingerprint
+    for bit in range(8 * (tmp_path / KEY_FILE).stat().st_size):
+        flip(tmp_path / KEY_FILE, bit)
+        with pytest.raises(ConfigError, match=KEY_FILE):
+            check_own_key(PLAINTEXT, tmp_path)
+        flip(tmp_path / KEY_FILE, bit)
+    assert load_signer(PLAINTEXT, tmp_path).fingerprint == first
+
+
+def test_a_key_of_an_earlier_version_stays_and_gets_a_digest(tmp_path: Path) -> None:
+    first = load_signer(PLAINTEXT, tmp_path).fingerprint
+    pem = text_after_digest((tmp_path / KEY_FILE).read_bytes())
+    (tmp_path / KEY_FILE).write_bytes(pem)
+    assert load_signer(PLAINTEXT, tmp_path).fingerprint == first
+    assert text_after_digest((tmp_path / KEY_FILE).read_bytes()) == pem
 
 
 def test_a_key_that_others_can_read_is_refused(tmp_path: Path) -> None:

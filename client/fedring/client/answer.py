@@ -2,22 +2,24 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor, nn
 
+from fedring.client.client_round import ClientRound
 from fedring.client.errors import UpdateRefused, WrongModel
 from fedring.client.loading import Loaded, check_frozen
 from fedring.client.secure.desk import SecureDesk
 from fedring.client.session.inbox import Assignment
 from fedring.client.session.link import ServerLink
 from fedring.client.transfer.control import OwnControl
-from fedring.client.transfer.correction import Correction, corrected_update, load_correction
+from fedring.client.transfer.correction import Correction, load_correction
 from fedring.client.transfer.delivery import Delivery
 from fedring.client.transfer.download import HeldModel
 from fedring.client.transfer.fetch import ModelFetcher
 from fedring.client.transfer.private import PrivateValues, check_finite, check_own, line_of
 from fedring.client.transfer.spool import Residual, Spool
-from fedring.client.transfer.update import TrainingReport, Update, make_update, residual_of, zero_update
+from fedring.client.transfer.update import TrainingReport, Update, residual_of
 from fedring.codec.schema import Schema
 from fedring.train.state import read_tensors, read_vectors, schema_of
 from fedring.v1 import federation_pb2 as pb
@@ -99,13 +101,8 @@ class Answers:
             check_own(own, parts.not_frozen)
             personal = PrivateValues(line, parts.not_frozen, own)
             check_finite(own)
-        trained, residual, control = read_vectors(model, parts.shared.names), self._residual(), None
-        if command.HasField("secure"):
-            update = self._secure.make_update(self._assignment, loaded.start, trained, training.samples, residual)
-        else:
-            update, control = corrected_update(
-                correction, command, self._client_id, loaded.base, trained, training, residual
-            )
+        values = read_vectors(model, parts.shared.names)
+        update, control = self._round(loaded, correction).trained(values, training, self._residual())
         check_size(command, sum(map(len, update.parts)))
         return Answer(update, private, control, personal)
 
@@ -122,15 +119,9 @@ class Answers:
         Raises:
             SecureError, UpdateRefused, RoundOver: As trained() does, for reasons that depend on no sample.
         """
-        command, base, residual = self._command, loaded.base, self._residual()
-        trained = None if noise is None else read_vectors(noise, loaded.parts.shared.names)
-        if command.HasField("secure"):
-            update = self._secure.make_update(self._assignment, loaded.start, trained, samples, residual)
-        elif trained is None:
-            update = zero_update(command, self._client_id, base, residual)
-        else:
-            update = make_update(command, self._client_id, base, trained, TrainingReport(samples), residual)
-        check_size(command, sum(map(len, update.parts)))
+        values = None if noise is None else read_vectors(noise, loaded.parts.shared.names)
+        update = self._round(loaded).nothing(values, samples, self._residual())
+        check_size(self._command, sum(map(len, update.parts)))
         return Answer(update)
 
     def send(self, answer: Answer) -> None:
@@ -178,6 +169,11 @@ class Answers:
         job, ledger = self._command.job, self._spool.ledger
         uncharged = job.sample_dp and not ledger.has_charged(self._command)  # the charge drops the residual
         return self._residual() if self._command.secure.blocks and not uncharged else None
+
+    def _round(self, loaded: Loaded, correction: Correction | None = None) -> ClientRound:
+        command = self._command
+        mask = partial(self._secure.make_update, self._assignment) if command.HasField("secure") else None
+        return ClientRound(command, self._client_id, loaded.start, mask, correction)
 
     def _residual(self) -> Residual | None:
         line, last = line_of(self._command), self._link.connection.last_accepted

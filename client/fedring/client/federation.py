@@ -120,14 +120,15 @@ class Federation:
             check_policy(config.privacy)
             self._spool = Spool(config.state_dir)  # It deletes what another client in this folder may be writing.
             secret = kept_secret(config.state_dir)
+            # All that may end the start comes before the session: the server would give a round to a client that ends.
+            self._secure = SecureDesk(config, self._spool.ledger, secret)
             if address := stack.enter_context(serving(config.metrics_listen, metrics.registry)):
                 log.info("Prometheus can read metrics at %s", address, extra={"metrics": address})
             self._link = ServerLink(config, metrics, evaluates=on_evaluate is not None, tell=tell)
             self._resources = stack.pop_all()
         self._models = ModelFetcher(self._link.connection, self._link.session.advance)
         self._delivery = Delivery(self._link, self._spool)
-        self._secure = SecureDesk(self._link, config, self._spool.ledger, secret)
-        self._link.start(self._secure.run)
+        self._secure.start(self._link)
         self._task: Task | None = None
         self._zeroed = 0  # rounds that have failed without a word to the server
         self._signal_taken = False

@@ -214,7 +214,7 @@ class Ledger:
         return job == _job_of(command) or not 0 <= now - at < TELL_SECONDS
 
     def note_told(self, command: pb.TrainCmd, now: float) -> None:
-        """Note durably that the server is about to learn that a job has failed here too often.
+        """Note durably that the server is about to learn of a failing job.
 
         Raises:
             OSError: if that is impossible.

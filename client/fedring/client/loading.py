@@ -4,6 +4,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
+import numpy as np
 from torch import nn
 
 from fedring.client.errors import WrongModel
@@ -20,6 +21,7 @@ from fedring.v1 import federation_pb2 as pb
 
 _KEPT = "private_tensors"  # the reason to refuse a job that would share what this client keeps to itself
 _SHOWN = 20  # the most names in an error
+_FAR = 1000  # What updates leave out is a part of what was learned, which is not so much larger than the model.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -114,6 +116,14 @@ def add_left_out(model: nn.Module, base: HeldModel, left_out: Residual) -> HeldM
     """
     fill(model, base.schema, Vectors(base.vectors.parameters + left_out, base.vectors.buffers))
     return HeldModel(base.digest, base.schema, read_vectors(model, base.schema.names))  # rounded to the tensors' dtypes
+
+
+def is_spoiled(loaded: Loaded) -> bool:
+    """Return whether a training would begin far beyond its model, as it only does with a damaged residual."""
+    if loaded.start is loaded.base:
+        return False
+    sizes = [float(np.abs(held.vectors.parameters).max(initial=1)) for held in (loaded.base, loaded.start)]
+    return not sizes[1] <= _FAR * sizes[0]  # nor if it is not finite
 
 
 def _check_kept(model: nn.Module, shared: Schema, private: Collection[str]) -> None:

@@ -63,6 +63,7 @@ def train_locally(
     stopped: Callable[[], bool] = lambda: False,
     corrections: Mapping[str, Tensor] | None = None,
     private: SamplePrivacy | None = None,
+    on_nothing: bool = False,
 ) -> TrainResult:
     """Train the loaded model in place on one client's samples, with the built-in loop or the user's trainer.
 
@@ -76,6 +77,7 @@ def train_locally(
         corrections: As for `fedring.train.loop.train`; None = the gradients are not corrected.
         private: The noise of DP-SGD, for which check_private() has accepted the job; None = single samples are not
             protected.
+        on_nothing: With `private`: whether to train with the noise alone, in the place of a training that has failed.
 
     Raises:
         TrainingStopped: If `stopped` returned True.
@@ -95,6 +97,7 @@ def train_locally(
             device=device,
             progress=progress,
             stopped=stopped,
+            on_nothing=on_nothing,
         )
     if corrections is not None and loaded.trainer is not None:
         raise SeamError("no_correction", "A trainer does not correct its gradients, as the job's scaffold = true asks.")
@@ -111,50 +114,6 @@ def train_locally(
         stopped=stopped,
         corrections=corrections or {},
     )
-
-
-def add_noise_alone(
-    loaded: LoadedJob,
-    samples: Dataset[Any],
-    plan: Plan,
-    private: SamplePrivacy,
-    *,
-    device: torch.device,
-    progress: Callable[[float], None] = lambda share: None,
-    stopped: Callable[[], bool] = lambda: False,
-) -> nn.Module:
-    """Train the loaded model with the noise of DP-SGD, and on no sample.
-
-    This takes the place of a training that has failed.
-
-    Args:
-        loaded: The job; its model holds the values that the round starts from.
-        samples: The samples of the client, whose number counts.
-        plan: How the job wants the model trained.
-        private: The noise.
-        device: Where to train.
-        progress: As for `fedring.train.loop.train`.
-        stopped: As for `fedring.train.loop.train`.
-
-    Returns:
-        The loaded model.
-
-    Raises:
-        TrainingStopped, TrainError, SeamError: As train_locally() does.
-    """
-    train_privately(
-        loaded.model,
-        samples,
-        plan,
-        private,
-        loss=loaded.loss,
-        optimizer_factory=loaded.optimizer,
-        device=device,
-        progress=progress,
-        stopped=stopped,
-        on_nothing=True,
-    )
-    return loaded.model
 
 
 def counted(loaded: LoadedJob, command: pb.TrainCmd, size: int, known: int) -> int:

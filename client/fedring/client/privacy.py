@@ -112,7 +112,7 @@ def may_count(policy: SitePolicy, job: pb.JobSpec) -> bool:
 
 
 def failed_too_often(policy: SitePolicy, ledger: Ledger, command: pb.TrainCmd) -> str:
-    """Return one sentence if too many rounds of a job have failed here, and the server may know; else ""."""
+    """Return a sentence if the server may learn of a failing job; else ""."""
     most, note = policy.max_failed_rounds, ledger.note_of(command)
     before = note.failed - ((note.epoch, note.round) == (command.epoch, command.round))
     if not (most and is_covered(command) and before >= most and ledger.may_tell(command, time.time())):

@@ -2,7 +2,7 @@
 
 In a job with masks or noise, whoever could compute how a client has trained could subtract that, and one update would
 be left of a sum. So the client's random choices follow from a secret of its own, 32 bytes in the file `secret` of its
-state folder, and from the task:
+state folder, after a line with their SHA-256, and from the task:
 
     HKDF-SHA256(secret, salt = "fedring client secret 1", info = PURPOSE | digest of the task)
 
@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from fedring.daemon.config import ConfigError
-from fedring.daemon.durable import create_durably
+from fedring.daemon.durable import create_durably, replace_with_digest, text_after_digest, with_digest
 from fedring.privacy.keystream import SECRET_BYTES
 from fedring.rpc.certificates import read_secretly
 from fedring.secure.statements import digest_of
@@ -73,7 +73,8 @@ def kept_secret(state_dir: Path) -> ClientSecret:
     """
     path = state_dir / SECRET_FILE
     if path.exists():
-        _read(path)
+        secret = _read(path)  # once: later damage of the file must not change what is trained
+        return ClientSecret(lambda: secret)
     return ClientSecret(lambda: _read_or_make(path))
 
 
@@ -99,17 +100,24 @@ def work_digest(command: pb.TrainCmd) -> bytes:
 def _read_or_make(path: Path) -> bytes:
     if not path.exists():
         try:
-            create_durably(path, os.urandom(SECRET_BYTES))
+            create_durably(path, with_digest(os.urandom(SECRET_BYTES)))
         except OSError as error:
             raise ConfigError(f"cannot write {path}: {error.strerror}") from error
     return _read(path)
 
 
 def _read(path: Path) -> bytes:
-    secret = read_secretly(path)
-    if len(secret) != SECRET_BYTES:
+    data = read_secretly(path)
+    try:
+        if len(data) == SECRET_BYTES:  # of an earlier version, or by hand
+            replace_with_digest(path, data)
+            return data
+        secret = text_after_digest(data)
+        if len(secret) != SECRET_BYTES:
+            raise ValueError(f"it holds {len(secret)} bytes in the place of {SECRET_BYTES}")
+    except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{path} holds {len(secret)} bytes in the place of {SECRET_BYTES}: restore it, or remove it, and this "
-            "client trains the same tasks in another way from then on"
-        )
+            f"{path} says how this client makes its random choices, and cannot be used ({error}): restore it, or "
+            "remove it, and this client trains the same tasks in another way from then on"
+        ) from error
     return secret

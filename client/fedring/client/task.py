@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fedring.client.answer import Answers, check_size
 from fedring.client.errors import BadModel, Refused, RoundOver, UpdateRefused, WrongModel
-from fedring.client.loading import Loaded, ModelLoader
+from fedring.client.loading import Loaded, ModelLoader, is_spoiled
 from fedring.client.metrics import ClientMetrics
 from fedring.client.promises import is_covered
 from fedring.client.round_plan import plan_of
@@ -22,7 +22,7 @@ from fedring.client.transfer.delivery import Delivery
 from fedring.client.transfer.fetch import ModelFetcher
 from fedring.client.transfer.partial import Sink
 from fedring.client.transfer.private import line_of
-from fedring.client.transfer.spool import Spool
+from fedring.client.transfer.spool import Residual, Spool
 from fedring.client.transfer.update import TrainingReport, offer_of
 from fedring.codec import CodecError
 from fedring.codec.schema import Schema
@@ -126,9 +126,10 @@ class Task:
             RoundOver: If the round has ended, or the model cannot be fetched.
         """
         try:
-            self._loaded = self._loader.load(
-                self.command, model, ended=lambda: self._assignment.stop_reason, left_out=self._answers.waiting()
-            )
+            self._loaded = self._load(model, self._answers.waiting())
+            if is_spoiled(self._loaded):
+                self._spool.end_residual("it is far larger than the model, and no training can begin with it")
+                self._loaded = self._load(model, None)
         except WrongModel as error:
             self.fail(error.reason, error.detail)
             raise
@@ -352,6 +353,9 @@ class Task:
         mine = self._assignment
         if not (mine.undelivered or mine.accepted_name or mine.failure):
             mine.end_reason = mine.stop_reason
+
+    def _load(self, model: nn.Module | Arrays, left_out: Residual | None) -> Loaded:
+        return self._loader.load(self.command, model, ended=lambda: self._assignment.stop_reason, left_out=left_out)
 
     def _what_is_loaded(self) -> Loaded:
         if self._loaded is None:

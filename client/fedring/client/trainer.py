@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fedring.client.config import ClientConfig
 from fedring.client.errors import Refused, RoundOver, WrongModel
 from fedring.client.evaluation import Evaluation
-from fedring.client.local_training import LoadedJob, add_noise_alone, check_private, counted, train_locally
+from fedring.client.local_training import LoadedJob, check_private, counted, train_locally
 from fedring.client.personal import personal_of, train_own, with_own
 from fedring.client.promises import is_covered, sample_dp_of
 from fedring.client.sample_privacy import charging, spending
@@ -247,15 +247,17 @@ class DeclaredTrainer:
             return None
         try:
             task.start_again(loaded.model)
-            return add_noise_alone(
+            train_locally(
                 loaded,
                 loaded.split.train,
                 task.plan,
-                private,
                 device=self._device,
                 progress=lambda share: task.progress(max(share, self._reached)),
                 stopped=lambda: task.cancelled,
+                private=private,
+                on_nothing=True,
             )
+            return loaded.model
         except TrainingStopped:
             return None  # The round has ended.
         except Exception:  # the user's optimizer may raise anything

@@ -7,16 +7,11 @@ clients that all live in this process.
 import random
 from collections.abc import Iterable, Sequence
 
-import numpy as np
-from numpy.typing import NDArray
-
 from fedring.client.privacy import SitePolicy
 from fedring.client.promises import dp_of
-from fedring.client.secure.masked import level_integers, private_integers, update_of
+from fedring.client.secure.masked import MaskedUpdates
 from fedring.client.transfer.download import HeldModel
-from fedring.client.transfer.update import Update
-from fedring.codec.schema import Vectors
-from fedring.secure.levels import bits_of, zero_integers
+from fedring.secure.levels import bits_of
 from fedring.secure.limits import fewest_survivors, group_count, threshold
 from fedring.secure.masks import wrap
 from fedring.secure.statements import task_digest
@@ -85,44 +80,21 @@ def terms_of(command: pb.TrainCmd, base: HeldModel, clients: int) -> upload.Term
     )
 
 
-def make_unmasked_update(
-    command: pb.TrainCmd,
-    client: str,
-    base: HeldModel,
-    trained: Vectors | None,
-    samples: int,
-    residual: NDArray[np.float32] | None,
-    clients: int,
-    dither: bytes,
-) -> Update:
-    """Make the update that leads from `base` to `trained`, plus the residual, as a client does before it masks it.
+def unmasked_updates(command: pb.TrainCmd, client: str, dimension: int, clients: int, dither: bytes) -> MaskedUpdates:
+    """Return how a client makes its updates, as it does before it masks them.
 
     Args:
-        command: the command that is answered.
-        client: the id of the client that sends the update.
-        base: the values that the training began with.
-        trained: the values that it ended with. Its parameters are overwritten. None = the update changes nothing.
-        samples: that were trained on.
-        residual: what past updates left out, [num_parameters]; None = nothing.
-        clients: of the client's group.
-        dither: 32 bytes that it follows from, for this update only.
-
-    Raises:
-        CodecError: "non_finite", if a value is not finite.
-        SecureError: "bad_blocks", if the round does not fit the model.
+        command: The command that is answered.
+        client: The id of the client.
+        dimension: Number of parameters.
+        clients: Of the client's group.
+        dither: 32 bytes that it follows from, for one update only.
     """
-    length, delta = base.vectors.parameters.size, None
-    if trained is not None:
-        delta = np.subtract(trained.parameters, base.vectors.parameters, out=trained.parameters)
-    if private := _integers(command, clients, length):
-        bits, change = private.plan.bits, np.zeros(length, np.float32) if delta is None else delta
-        return update_of(command, client, wrap(private_integers(change, private.plan, private.seed), bits), bits, None)
-    bits = bits_of(command.secure, clients)
-    if delta is None:
-        return update_of(command, client, wrap(zero_integers(command.secure, length, samples), bits), bits, residual)
+    if private := _integers(command, clients, dimension):
+        return MaskedUpdates(command, client, wrap, private.plan.bits, private.plan)
     most = SitePolicy.model_validate({}).max_clipped_share
-    integers = level_integers(delta, command.secure, samples, residual, dither=dither, max_clipped_share=most)
-    return update_of(command, client, wrap(integers, bits), bits, delta)
+    bits = bits_of(command.secure, clients)
+    return MaskedUpdates(command, client, wrap, bits, dither=dither, max_clipped_share=most)
 
 
 def _integers(command: pb.TrainCmd, clients: int, dimension: int) -> PrivateIntegers | None:

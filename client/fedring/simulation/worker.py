@@ -16,10 +16,11 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import nn
 
+from fedring.client.client_round import ClientRound
 from fedring.client.config import ClientConfig
 from fedring.client.errors import UpdateRefused
 from fedring.client.loading import add_left_out
-from fedring.client.local_training import add_noise_alone, check_private, counted, train_locally
+from fedring.client.local_training import check_private, counted, train_locally
 from fedring.client.personal import figures_of, train_own
 from fedring.client.promises import is_covered
 from fedring.client.round_plan import plan_of
@@ -28,7 +29,7 @@ from fedring.client.trainer import load_job
 from fedring.client.transfer.control import OwnControl
 from fedring.client.transfer.correction import Correction
 from fedring.client.transfer.download import HeldModel
-from fedring.client.transfer.update import TrainingReport, Update, make_update, zero_update
+from fedring.client.transfer.update import TrainingReport, Update
 from fedring.codec import CodecError
 from fedring.codec.digest import name_of
 from fedring.codec.schema import Vectors
@@ -44,7 +45,7 @@ from fedring.server.state.rows import UpdateRow
 from fedring.server.update import upload
 from fedring.server.update.admission import check_payload
 from fedring.simulation.secret import client_secret
-from fedring.simulation.secure import make_unmasked_update, terms_of
+from fedring.simulation.secure import terms_of, unmasked_updates
 from fedring.simulation.vectors import Vector
 from fedring.train.batches import size_of
 from fedring.train.device import pick_device
@@ -238,16 +239,12 @@ class Worker:
 
     def _nothing(self, turn: Turn, reason: str) -> Update:
         """Make the update with which fl-client answers in the place of a failure."""
-        command, base, name = self._command, self._begin(turn), client_id(turn.client)
-        samples = counted(self._loaded, command, self.sizes[turn.client], turn.samples)
-        trained = None
+        start = self._begin(turn)
+        samples = counted(self._loaded, self._command, self.sizes[turn.client], turn.samples)
+        noise = None
         if self._job.sample_dp is not None and (model := self._trained_on_nothing(turn, reason)):
-            trained = read_vectors(model, self._schema.names)
-        if turn.peers:
-            return self._unmasked(turn, base, trained, samples)
-        if trained is None:
-            return zero_update(command, name, base, turn.residual)
-        return make_update(command, name, base, trained, TrainingReport(samples), turn.residual)
+            noise = read_vectors(model, self._schema.names)
+        return self._round(turn, start).nothing(noise, samples, turn.residual)
 
     def _trained_on_nothing(self, turn: Turn, reason: str) -> nn.Module | None:
         loaded, private = self._loaded, self._job.sample_dp
@@ -256,7 +253,8 @@ class Worker:
         samples = subset(loaded.split.train, self._parts[turn.client])
         plan = self._plan(turn)
         try:
-            return add_noise_alone(loaded, samples, plan, private, device=self._device)
+            train_locally(loaded, samples, plan, device=self._device, private=private, on_nothing=True)
+            return loaded.model
         except Exception:  # the user's optimizer may raise anything
             log.debug("%s failed without samples, too", client_id(turn.client), exc_info=True)
             return None
@@ -271,10 +269,12 @@ class Worker:
             return add_left_out(self._loaded.model, self._base, turn.residual)
         return self._base
 
-    def _unmasked(self, turn: Turn, base: HeldModel, trained: Vectors | None, samples: int) -> Update:
-        command, name = self._command, client_id(turn.client)
-        dither = self._secret_of(name).derive(command, DITHER)
-        return make_unmasked_update(command, name, base, trained, samples, turn.residual, turn.peers, dither)
+    def _round(self, turn: Turn, start: HeldModel, correction: Correction | None = None) -> ClientRound:
+        command, name, mask = self._command, client_id(turn.client), None
+        if turn.peers:
+            dither = self._secret_of(name).derive(command, DITHER)
+            mask = unmasked_updates(command, name, self._schema.num_parameters, turn.peers, dither).make
+        return ClientRound(command, name, start, mask, correction)
 
     def _plan(self, turn: Turn) -> Plan:
         name = client_id(turn.client)
@@ -318,9 +318,9 @@ class Worker:
 
     def _update(self, turn: Turn) -> tuple[Update, OwnControl | None, int]:
         """Train and make an update, as fl-client does; also return the number of samples."""
-        loaded, command, base, name = self._loaded, self._command, self._begin(turn), client_id(turn.client)
+        loaded, start = self._loaded, self._begin(turn)
         samples = subset(loaded.split.train, self._parts[turn.client])
-        line = command.control.line
+        line = self._command.control.line
         correction = Correction(self._schema, line, self._control, turn.own) if line else None
         corrections = correction.by_name() if correction else None
         result = train_locally(
@@ -336,12 +336,9 @@ class Worker:
         if loaded.trainer and not has_frozen(loaded.model, self._frozen_schema, self._frozen_digest):
             raise UpdateRefused("frozen_changed", "the trainer has changed the values of frozen tensors")
         training = TrainingReport(result.num_samples, result.seconds, result.metrics)
-        trained, used = read_vectors(loaded.model, self._schema.names), correction.used if correction else None
-        count = result.num_samples
-        if turn.peers:
-            return self._unmasked(turn, base, trained, count), None, count
-        update = make_update(command, name, base, trained, training, turn.residual, control=used)
-        return update, correction.after(update, command, count) if correction else None, count
+        values = read_vectors(loaded.model, self._schema.names)
+        update, own = self._round(turn, start, correction).trained(values, training, turn.residual)
+        return update, own, result.num_samples
 
     def _admit(self, turn: Turn, update: Update) -> UpdateRow:
         client, command = turn.client, self._command

@@ -85,13 +85,18 @@ def replace_durably(path: Path, data: bytes) -> None:
     sync(path.parent)
 
 
+def with_digest(text: bytes) -> bytes:
+    """Return a line with the SHA-256 of a text, and the text."""
+    return hashlib.sha256(text).hexdigest().encode() + b"\n" + text
+
+
 def replace_with_digest(path: Path, text: bytes) -> None:
-    """Replace a file durably by a line with the SHA-256 of a text, and the text."""
-    replace_durably(path, hashlib.sha256(text).hexdigest().encode() + b"\n" + text)
+    """Replace a file durably by `with_digest` of a text."""
+    replace_durably(path, with_digest(text))
 
 
 def text_after_digest(data: bytes) -> bytes:
-    """Return the text of a file that replace_with_digest() has written.
+    """Return the text of which `with_digest` has made this.
 
     Raises:
         ValueError: If the digest is that of another text.

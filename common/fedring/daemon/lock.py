@@ -70,7 +70,9 @@ class StateLock:
 
 
 def _claim(folder: Path, client: str) -> None:
-    """Note whose folder this is, or check it: a copy would send again what its owner has sent, or still sends.
+    """Note or check the owner of a state folder.
+
+    A copy would send its owner's residual a second time.
 
     Raises:
         ConfigError: If it is another client's, or nobody can tell.

@@ -117,12 +117,12 @@ def shorten(values: NDArray[np.float32], clip: float) -> None:
 
 
 def largest_of(secure: wire.SecureRound) -> int:
-    """Return the largest integer on each side of zero that a client may send in a round, whatever its weight."""
+    """Return the largest integer of any client in a round."""
     return secure.levels * (secure.max_weight or 1)
 
 
 def weight_of(secure: wire.SecureRound, samples: int) -> int:
-    """Return the weight of an update that was trained on so many samples, at least 1."""
+    """Return the weight of an update of `samples` samples, at least 1."""
     if samples < 1:
         raise ValueError(f"an update of {samples} samples has no weight")
     return min(samples, secure.max_weight or 1)
@@ -174,7 +174,7 @@ def to_integers(
 
 
 def zero_integers(secure: wire.SecureRound, length: int, samples: int) -> NDArray[np.int32]:
-    """Return the integers of an update that changes nothing, and counts as much as any other.
+    """Return the integers of an update of zeros, with its full weight.
 
     Args:
         secure: what the command says of the round.
@@ -191,7 +191,7 @@ def zero_integers(secure: wire.SecureRound, length: int, samples: int) -> NDArra
 
 
 def _clipped_share(values: NDArray[np.float32], blocks: Blocks, steps: float) -> float:
-    """Return how many of the values that are sent and are not 0 are longer than so many steps, as a share.
+    """Return the share of sent, nonzero values beyond so many steps.
 
     Raises:
         CodecError: "non_finite", if any value is not finite, sent or not.
@@ -211,7 +211,7 @@ def _clipped_share(values: NDArray[np.float32], blocks: Blocks, steps: float) ->
 
 
 def _count(rows: NDArray[np.float32], edges: NDArray[np.float32]) -> tuple[int, int]:
-    """Return how many values of rows [n, m] are beyond their row's edge [n], and how many are not 0."""
+    """Count the values of rows [n, m] beyond the rows' edges [n], and those other than 0."""
     sizes = np.abs(rows)
     longest = sizes.max()
     if not np.isfinite(longest):
@@ -234,7 +234,7 @@ class _Grid:
 
 
 def _round_all(values: NDArray[np.float32], blocks: Blocks, grid: _Grid, found: NDArray[np.int32]) -> None:
-    """Write the integers of all values that are sent to `found`, and replace the values by what is left."""
+    """Write the integers of sent values to `found`; leave the rest in `values`."""
     block = blocks.block
     whole = len(blocks.indices) - (blocks.count % block != 0)  # blocks that are not cut by the end of the model
     table = values[: blocks.length // block * block].reshape(-1, block)
@@ -256,13 +256,12 @@ def _round_all(values: NDArray[np.float32], blocks: Blocks, grid: _Grid, found: 
 
 
 def _dither(key: bytes, start: int, stop: int) -> NDArray[np.float32] | None:
-    """Return the dither of the values from `start` to `stop` of those that are sent, [stop - start]."""
+    """Return the dither of the sent values `start` to `stop`, [stop - start]."""
     if not key:
         return None
-    found = mask(key, 16, start, stop).astype(np.float32)
-    # The middles of 2^16 equal cells: never 1/2, which would move a value that is an integer already.
-    found += np.float32(0.5 - 2**15)
-    found *= np.float32(2**-16)
+    # The middles of 256 equal cells: never 1/2, which would move a value that is an integer already.
+    found = np.multiply(mask(key, 8, start, stop), np.float32(2**-8), dtype=np.float32)
+    found += np.float32(2**-9 - 0.5)
     return found
 
 
@@ -274,7 +273,7 @@ def _round(
     out: NDArray[np.int32],
     room: NDArray[np.float64],
 ) -> None:
-    """Write the integers of rows of values to `out`, and replace the values by what is left."""
+    """Write the integers of rows to `out`; leave the rest in `values`."""
     with np.errstate(over="ignore"):
         found = values / scales
         if grid.weight != 1:

@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,8 +23,8 @@ from fedring.client.ledger import Ledger
 from fedring.client.privacy import own_noise_refusal, refusal
 from fedring.client.promises import dp_of
 from fedring.client.secret import DITHER, ClientSecret
-from fedring.client.secure.identity import PeerCheck, load_signer
-from fedring.client.secure.masked import masked_update, masked_zero, private_update
+from fedring.client.secure.identity import PeerCheck, check_own_key, load_signer
+from fedring.client.secure.masked import MaskedUpdates
 from fedring.client.secure.party import Party, Site
 from fedring.client.secure.state import RoundName, SecureState, name_of
 from fedring.client.session.backoff import Backoff
@@ -62,23 +63,31 @@ class SecureDesk:
     """The client's part in rounds with secure aggregation; owned by Federation.
 
     Args:
-        link: the session to the server.
         config: the configuration.
         ledger: what this client has spent of its privacy.
         secret: the client's own, from which all follows that others must not be able to repeat.
 
     Raises:
-        ConfigError: if what is kept of finished rounds, or the list of revoked certificates, cannot be read.
+        ConfigError: if what is kept of finished rounds, the client's key, or the list of revoked certificates, cannot
+            be read.
     """
 
-    def __init__(self, link: ServerLink, config: ClientConfig, ledger: Ledger, secret: ClientSecret) -> None:
-        self._link, self._config, self._ledger, self.secret = link, config, ledger, secret
+    _link: ServerLink
+
+    def __init__(self, config: ClientConfig, ledger: Ledger, secret: ClientSecret) -> None:
+        self._config, self._ledger, self.secret = config, ledger, secret
         self._state = SecureState(config.state_dir)
+        check_own_key(config.tls, config.state_dir)  # damage is told at the start, not in each round
         self._revoked = Revocations(config.tls.crl, config.tls.ca)
         self._party: Party | None = None
         self._changed = asyncio.Condition()
         self._sending: dict[str, asyncio.Task[None]] = {}
         self._sends: asyncio.TaskGroup
+
+    def start(self, link: ServerLink) -> None:
+        """Take the events of a session from now on, on its event loop."""
+        self._link = link
+        link.start(self.run)
 
     async def run(self) -> None:
         """Answer events until the session ends. It runs on the session's event loop."""
@@ -130,11 +139,10 @@ class SecureDesk:
             RoundOver: if the round ended before.
         """
         party, privacy = self.party(assignment), dp_of(assignment.command.job)
+        make = partial(MaskedUpdates, party.command, party.client_id, party.mask)
         if privacy is None:
-            if trained is None:
-                return masked_zero(party, base, samples, residual)
             dither, most = self.secret.derive(assignment.command, DITHER), self._config.privacy.max_clipped_share
-            return masked_update(party, base, trained, samples, residual, dither=dither, max_clipped_share=most)
+            return make(party.bits, dither=dither, max_clipped_share=most).make(base, trained, samples, residual)
         try:
             plan = privacy.plan(party.clients, base.vectors.parameters.size, party.command.job.min_results)
             if why := own_noise_refusal(self._config.privacy, self._ledger, party.command, plan, party.masks):
@@ -144,7 +152,7 @@ class SecureDesk:
             raise SecureError("no_plan", f"this client cannot add its share of the noise: {error}") from error
         except OSError as error:
             raise SecureError("secure_state", f"what the update costs cannot be noted: {error}") from error
-        return private_update(party, plan, base, trained)
+        return make(plan.bits, plan).make(base, trained, samples, residual)
 
     def bind(self, assignment: Assignment, payload: str) -> None:
         """Bind the masks of a round to one payload, which may be sent then. It belongs to the user's thread.

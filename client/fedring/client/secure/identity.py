@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from fedring.daemon.config import ConfigError
-from fedring.daemon.durable import create_durably
+from fedring.daemon.durable import create_durably, replace_with_digest, text_after_digest, with_digest
 from fedring.rpc.certificates import identity_of, load_authorities, load_pair, read_secretly
 from fedring.rpc.identity import Role
 from fedring.rpc.revocation import Revocations, serial_of
@@ -56,6 +56,17 @@ def load_signer(tls: Tls, state_dir: Path) -> Signer:
     except BadProof as error:
         raise ConfigError(f"{tls.cert} cannot be shown to other clients: {error}") from error
     return Signer(key, proof)
+
+
+def check_own_key(tls: Tls, state_dir: Path) -> None:
+    """Check the key in the state folder, if there is one and it is what this client signs with.
+
+    Raises:
+        ConfigError: if it cannot be used.
+    """
+    path = state_dir / KEY_FILE
+    if path.exists() and not (tls.cert and tls.key):
+        _own_key(path)
 
 
 class PeerCheck:
@@ -109,10 +120,21 @@ def _own_key(path: Path) -> PrivateKey:
     if not path.exists():
         pem = Ed25519PrivateKey.generate().private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
         try:
-            create_durably(path, pem)
+            create_durably(path, with_digest(pem))
         except OSError as error:
             raise ConfigError(f"cannot write {path}: {error.strerror}") from error
-    return _private_key(read_secretly(path), path)
+    data = read_secretly(path)
+    if data.startswith(b"-----"):  # of an earlier version, or by hand
+        key = _private_key(data, path)
+        try:
+            replace_with_digest(path, data)
+        except OSError as error:
+            raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+        return key
+    try:
+        return _private_key(text_after_digest(data), path)
+    except ValueError as error:
+        raise ConfigError(f"{path} is damaged ({error}): restore it; other sites may have pinned it") from error
 
 
 def _private_key(pem: bytes, path: Path) -> PrivateKey:

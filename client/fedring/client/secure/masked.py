@@ -2,11 +2,12 @@
 
 import logging
 import os
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fedring.client.secure.party import Party
 from fedring.client.transfer.download import HeldModel
 from fedring.client.transfer.update import Update, masked_offer
 from fedring.codec import CodecError, Vectors
@@ -17,78 +18,65 @@ from fedring.privacy.integers import RoundingFailed, encode_private
 from fedring.privacy.keystream import SECRET_BYTES
 from fedring.secure.errors import SecureError
 from fedring.secure.levels import shorten, to_integers, zero_integers
+from fedring.secure.statements import task_digest
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1 import secure_pb2 as wire
 
 log = logging.getLogger(__name__)
 
 
-def masked_update(
-    party: Party,
-    base: HeldModel,
-    trained: Vectors,
-    samples: int,
-    residual: NDArray[np.float32] | None,
-    *,
-    dither: bytes,
-    max_clipped_share: float,
-) -> Update:
-    """Make the masked update that leads from `base` to `trained`, plus the residual.
+Cover = Callable[[NDArray[np.signedinteger], int], Words]
+"""Makes the words of a payload of integers and of the bits of each: with a client's masks, or without any."""
 
-    Args:
-        party: this client in the round; its peers are known.
-        base: the model that the training began with.
-        trained: the values that it ended with, which are overwritten.
-        samples: how many samples it was trained on.
-        residual: what past updates left out, [num_parameters]; None = nothing.
-        dither: 32 bytes that it follows from, for this update only.
-        max_clipped_share: above which share of cut values zeros are sent, and all of the update is left out.
 
-    Raises:
-        CodecError: "non_finite", if a value is not finite.
-        SecureError: if the round's levels or its masks cannot be used.
+@dataclass(frozen=True, slots=True, eq=False)
+class MaskedUpdates:
+    """Makes the masked updates of one client in one round.
+
+    fl-client covers the integers with masks. The simulation does without, as masks cancel in a sum.
     """
-    delta, secure = _delta(base, trained), party.command.secure
-    integers = level_integers(delta, secure, samples, residual, dither=dither, max_clipped_share=max_clipped_share)
-    return update_of(party.command, party.client_id, party.mask(integers), party.bits, delta)
 
+    command: pb.TrainCmd
+    client_id: str
+    cover: Cover
+    bits: int  # of a value
+    plan: IntegerPlan | None = None  # of the noise of the group's clients; None = levels, without noise
+    dither: bytes = b""  # 32 bytes that the dither of levels follows from, for one update only
+    max_clipped_share: float = 1.0  # of values that are cut; above it, levels are zeros
 
-def masked_zero(party: Party, base: HeldModel, samples: int, residual: NDArray[np.float32] | None) -> Update:
-    """Make a masked update that changes nothing, with the client's full weight.
+    def make(
+        self, base: HeldModel, trained: Vectors | None, samples: int, residual: NDArray[np.float32] | None
+    ) -> Update:
+        """Make the update that leads from `base` to `trained`, plus the residual.
 
-    Args:
-        party: this client in the round; its peers are known.
-        base: the model that the training began with.
-        samples: how many samples this client's updates count for.
-        residual: what past updates left out, [num_parameters], which stays as it is; None = nothing.
+        With noise, it leaves no residual: what clipping and noise take away would come back later, uncharged.
 
-    Raises:
-        SecureError: as for masked_update.
-    """
-    _check_bare(base.vectors)
-    integers = zero_integers(party.command.secure, base.vectors.parameters.size, samples)
-    return update_of(party.command, party.client_id, party.mask(integers), party.bits, residual)
+        Args:
+            base: The model that the training began with.
+            trained: The values that it ended with, which are overwritten; None = the update changes nothing, and counts
+                as much as any other.
+            samples: How many samples it was trained on.
+            residual: What past updates left out, [num_parameters]; None = nothing.
 
-
-def private_update(party: Party, plan: IntegerPlan, base: HeldModel, trained: Vectors | None) -> Update:
-    """Make the masked update that leads from `base` to `trained`, with this client's share of the noise.
-
-    It leaves no residual: what clipping and noise take away would come back later, outside of what was charged.
-
-    Args:
-        party: this client in the round; its peers are known.
-        plan: of its group.
-        base: the model that the training began with.
-        trained: the values that it ended with, which are overwritten; None = it changes nothing, but for the noise.
-
-    Raises:
-        CodecError: "non_finite", if a value is not finite.
-        SecureError: if the model has buffers, the masks cannot be used, or the integers cannot be made.
-    """
-    if trained is None:
-        trained = Vectors(base.vectors.parameters.copy(), base.vectors.buffers)
-    integers = private_integers(_delta(base, trained), plan, party.task)
-    return update_of(party.command, party.client_id, party.mask(integers, plan.bits), plan.bits, None)
+        Raises:
+            CodecError: "non_finite", if a value is not finite.
+            SecureError: If the model has buffers, or the round's levels or the masks cannot be used.
+        """
+        if base.vectors.buffers.size:
+            raise SecureError("has_buffers", "the buffers of a model are not masked: keep them private")
+        integers: NDArray[np.signedinteger]
+        if self.plan is not None:
+            integers, left = private_integers(_change(base, trained), self.plan, task_digest(self.command)), None
+        elif trained is None:
+            integers = zero_integers(self.command.secure, base.vectors.parameters.size, samples)
+            left = residual
+        else:
+            left = _change(base, trained)
+            most = self.max_clipped_share
+            integers = level_integers(
+                left, self.command.secure, samples, residual, dither=self.dither, max_clipped_share=most
+            )
+        return update_of(self.command, self.client_id, self.cover(integers, self.bits), self.bits, left)
 
 
 def level_integers(
@@ -148,13 +136,10 @@ def private_integers(delta: NDArray[np.float32], plan: IntegerPlan, seed: bytes)
         raise SecureError("rounding_failed", str(error)) from error
 
 
-def _check_bare(vectors: Vectors) -> None:
-    if vectors.buffers.size:
-        raise SecureError("has_buffers", "the buffers of a model are not masked: keep them private")
-
-
-def _delta(base: HeldModel, trained: Vectors) -> NDArray[np.float32]:
-    _check_bare(trained)
+def _change(base: HeldModel, trained: Vectors | None) -> NDArray[np.float32]:
+    """Return the change of the parameters, [num_parameters], which overwrites the trained ones."""
+    if trained is None:
+        return np.zeros_like(base.vectors.parameters)
     return np.subtract(trained.parameters, base.vectors.parameters, out=trained.parameters)
 
 

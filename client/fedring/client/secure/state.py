@@ -2,7 +2,8 @@
 
     RUN-EPOCH-ROUND.json    one round: its secrets, and each message that was taken or is about to be sent. RUN is a
                             digest of the run's id. The first line is the SHA-256 of the others.
-    finished.json           the newest round of each run whose secrets are gone, and why it ended
+    finished.json           the newest round of each run whose secrets are gone, and why it ended. The first line is the
+                            SHA-256 of the others; a file of an earlier version has none, and gets it
     released.json           for which survivors masks were removed: see `released`
 
 Only the owner can read the files. A file is replaced as a whole and durably, before anything that depends on it leaves
@@ -23,7 +24,7 @@ from typing import NamedTuple
 from fedring.client.secure.released import Released
 from fedring.daemon.config import ConfigError
 from fedring.daemon.crash import crashpoint
-from fedring.daemon.durable import replace_durably, sync
+from fedring.daemon.durable import replace_with_digest, sync, text_after_digest
 from fedring.secure.errors import SecureError
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1 import secure_pb2 as wire
@@ -99,8 +100,13 @@ class SecureState:
         self._finished: dict[str, Finished] = {}
         self._lock = threading.Lock()  # a round that is over must not be written again
         try:
-            for run, (epoch, round_, reason) in json.loads(self._file.read_text()).items():
+            data = self._file.read_bytes()
+            adopted = data.startswith(b"{")  # no digest does
+            text = data if adopted else text_after_digest(data)
+            for run, (epoch, round_, reason) in json.loads(text).items():
                 self._finished[str(run)] = Finished(int(epoch), int(round_), str(reason))
+            if adopted:
+                replace_with_digest(self._file, text)
         except FileNotFoundError:
             pass
         except (OSError, ValueError, TypeError, AttributeError) as error:
@@ -125,10 +131,7 @@ class SecureState:
         if self.finished(name):
             return None
         try:
-            digest, _, text = self._path(name).read_bytes().partition(b"\n")
-            if hashlib.sha256(text).hexdigest().encode() != digest:
-                raise ValueError("its digest is another one")
-            known = json.loads(text)
+            known = json.loads(text_after_digest(self._path(name).read_bytes()))
             return RoundRecord(**{field.name: base64.b64decode(known[field.name]) for field in fields(RoundRecord)})
         except FileNotFoundError:
             return None
@@ -160,7 +163,7 @@ class SecureState:
             if self.finished(name):
                 raise SecureError("replayed_round", f"round {name.round} is over for this client")
             self._folder.mkdir(mode=0o700, exist_ok=True)
-            replace_durably(self._path(name), hashlib.sha256(text).hexdigest().encode() + b"\n" + text)
+            replace_with_digest(self._path(name), text)
 
     def finish(self, name: RoundName, reason: str = "") -> None:
         """Note durably that a round is over, and remove its secrets.
@@ -202,7 +205,7 @@ class SecureState:
         finished = {each: at for each, at in self._finished.items() if each != run} | {run: last}
         finished = dict(list(finished.items())[-_KEEP_RUNS:])
         self._folder.mkdir(mode=0o700, exist_ok=True)
-        replace_durably(self._file, json.dumps(finished).encode())
+        replace_with_digest(self._file, json.dumps(finished).encode())
         self._finished = finished
 
     def _rounds(self) -> Iterator[tuple[Path, str, Finished]]:

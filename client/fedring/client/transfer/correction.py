@@ -10,8 +10,8 @@ from torch import Tensor
 
 from fedring.client.transfer.control import OwnControl
 from fedring.client.transfer.download import HeldModel
-from fedring.client.transfer.update import TrainingReport, Update, make_update
-from fedring.codec import CodecError, Vectors, decode
+from fedring.client.transfer.update import Update
+from fedring.codec import CodecError, decode
 from fedring.codec.schema import Schema
 from fedring.train.scaffold import local_steps, next_own
 from fedring.v1 import federation_pb2 as pb
@@ -32,21 +32,6 @@ def load_correction(
     if wanted.digest:
         control = fetch(wanted.digest, schema.without_buffers).vectors.parameters
     return Correction(schema, wanted.line, control, own)
-
-
-def corrected_update(
-    correction: "Correction | None",
-    command: pb.TrainCmd,
-    client_id: str,
-    base: HeldModel,
-    trained: Vectors,
-    training: TrainingReport,
-    residual: NDArray[np.float32] | None,
-) -> tuple[Update, OwnControl | None]:
-    """Return an update as `make_update` does, and the control variate that it leaves, if gradients were corrected."""
-    used = correction.used if correction else None
-    update = make_update(command, client_id, base, trained, training, residual, control=used)
-    return update, correction.after(update, command, training.samples) if correction else None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

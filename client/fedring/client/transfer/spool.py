@@ -317,11 +317,14 @@ class Spool:
             self._cached = None if residual is None else (*key, residual)
             header = spooled.header
             self._noted = pb.LastAccepted(epoch=header.epoch, round=header.round, name=spooled.offer.name)
+            # A server that chose enormous steps has done this: no later update with such a residual could be sent.
+            if residual is not None and not _may_be_sent(residual):
+                self.end_residual("a value is not finite, or beyond 1e30")
         self.drop()
         crashpoint("client_noted")
 
     def end_residual(self, why: str) -> bool:
-        """Drop the residual, if there is one; return whether there was. The next update begins without it."""
+        """Drop the residual; return whether there was one."""
         if not self._residual_file.exists():
             return False
         log.warning("dropped the residual of past updates: %s", why)
@@ -368,7 +371,7 @@ class Spool:
                 metadata = file.metadata() or {}
                 if (metadata.get("run"), metadata.get("schema")) == (run_id, schema_hash.hex()):
                     residual: Residual = file.get_tensor(_KEY)
-                    if np.abs(residual).max(initial=0) <= _LARGEST:
+                    if _may_be_sent(residual):
                         self._noted = _noted_in(metadata)
                         return residual
                     why = "a damaged file (a value is not finite, or beyond 1e30)"
@@ -379,6 +382,11 @@ class Spool:
         log.info("dropped the residual of %s", why)
         self._residual_file.unlink()
         return None
+
+
+def _may_be_sent(residual: Residual) -> bool:
+    """Return whether an update can be sent with this; NaN makes both comparisons false."""
+    return bool(residual.max(initial=0) <= _LARGEST and residual.min(initial=0) >= -_LARGEST)
 
 
 def _name_matches(offer: pb.UpdateOffer) -> bool:

@@ -1,7 +1,7 @@
 """Makes an update of a trained model: pure functions of arrays."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -76,20 +76,6 @@ def make_update(
         packets[1].bytes = len(parts[-1])
     offer = _offer(command, client_id, packets, name_of(*parts), training, control)
     return Update(offer, parts, left_out)
-
-
-def zero_update(command: pb.TrainCmd, client_id: str, base: HeldModel, residual: NDArray[np.float32] | None) -> Update:
-    """Make an update that changes nothing, for a job with noise.
-
-    Args:
-        command: The command that is answered; names the encoding.
-        client_id: The client that sends the update.
-        base: The model that the training began with.
-        residual: What past updates left out, [num_parameters], which stays as it is; None = nothing.
-    """
-    same = Vectors(base.vectors.parameters.copy(), base.vectors.buffers)
-    made = make_update(command, client_id, base, same, TrainingReport(samples=1), None)
-    return replace(made, residual=residual)
 
 
 def offer_of(

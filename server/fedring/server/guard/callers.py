@@ -4,10 +4,10 @@ A call that its caller cancels soon costs the caller two small frames, and the s
 connection that cancels more than it lets end is ended, and its address is blocked. Nothing here performs I/O.
 """
 
-from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from ipaddress import IPv4Network, IPv6Network, ip_network
+from operator import itemgetter
 from typing import Protocol
 from urllib.parse import unquote
 
@@ -18,31 +18,36 @@ WINDOW_SECONDS = 10.0
 MOST_RESETS = 100
 """Calls that a connection may cancel within a window, even if it lets none end."""
 MOST_IDLE_BYTES = 1 << 16
-"""Bytes that a connection may send between two looks while it makes no call. A handshake takes a tenth of it."""
+"""Bytes that a connection without a call may send, and have answered, between two looks.
+
+A handshake takes a tenth of it. An upload that has just begun, or was refused, brings megabytes but few answers.
+"""
+MOST_UNASKED_BYTES = 1 << 24
+"""Bytes that it may send if they are not answered: four times what gRPC takes in before a handler reads."""
 BLOCK_SECONDS = 30.0
-_MOST_KNOWN = 1 << 16
 
 
 @dataclass(slots=True)
 class _Account:
     """A connection, by what it has asked."""
 
-    address: Address | None  # None for a Unix socket
+    address: Address | None  # None for a Unix socket, and for an exempt address
     open_calls: int = 0
     window: float = 0.0  # when it began
     begun: int = 0  # calls of this window
     reset: int = 0  # of these, how many were cancelled
     calls: int = 0  # since the connection was made
-    seen: tuple[int, int] = (0, 0)  # bytes and calls, when it was last looked at
+    guilty: bool = False  # so it is to be ended
+    first_seen: float | None = None  # by a look
+    seen: tuple[int, int, int] = (0, 0, 0)  # traffic and calls, at the last look at which no call was open
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
     """A call in progress, for `Callers.end`."""
 
-    name: str  # of its connection
     account: _Account
-    window: float
+    began: float
 
 
 class Tally(Protocol):
@@ -66,12 +71,10 @@ class Callers:
     most_connections: int
     exempt: Sequence[str] = ()
     tally: Tally | None = None
-    _accounts: OrderedDict[str, _Account] = field(default_factory=OrderedDict)
+    _accounts: dict[str, _Account] = field(default_factory=dict)  # of open connections, by name
     _open_calls: dict[Address, int] = field(default_factory=dict)
     _blocked: dict[Address, float] = field(default_factory=dict)  # until when
     _full: set[Address] = field(default_factory=set)
-    _guilty: set[str] = field(default_factory=set)  # connections that are to be ended
-    _first_seen: dict[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._networks = [ip_network(text) for text in self.exempt]
@@ -95,16 +98,16 @@ class Callers:
         account.begun += 1
         account.calls += 1
         if address is not None:
-            if name in self._guilty:
+            if account.guilty:
                 text = f"this connection cancels more calls than it lets end: come back in {BLOCK_SECONDS:g} s"
                 raise Overloaded(text, reason="too_many_resets")
             if self._open_calls.get(address, 0) >= self.most_calls:
-                self._note_reset(name, account, now)  # who goes on regardless is treated alike
+                self._note_reset(account, address, now)  # who goes on regardless is treated alike
                 text = f"{self.most_calls} calls of {address} are in progress: see exempt_addresses"
                 raise Overloaded(text, reason="too_many_calls")
             self._open_calls[address] = self._open_calls.get(address, 0) + 1
         account.open_calls += 1
-        return Call(name, account, account.window)
+        return Call(account, now)
 
     def end(self, call: Call, now: float, *, reset: bool) -> bool:
         """Note that a call has ended.
@@ -126,34 +129,37 @@ class Callers:
         if not self._open_calls[address]:
             del self._open_calls[address]
         # A connection that breaks cancels all its calls. Those that have lasted for some time are no resets.
-        if not reset or call.window != account.window:
+        if not reset or call.began < account.window or now - call.began > WINDOW_SECONDS:
             return False
-        return self._note_reset(call.name, account, now)
+        return self._note_reset(account, address, now)
 
-    def look(self, connections: Iterable[Connection], now: float) -> list[Connection]:
+    def look(self, connections: Sequence[Connection], now: float) -> list[Connection]:
         """Look at all connections of the port, and return those that are to be ended.
 
         Beyond most_connections of one address, the newest end, those without a call first.
         """
-        there = sorted(connections, key=lambda each: self._first_seen.setdefault(each.number, now))
-        numbers = {each.number for each in there}
-        self._first_seen = {number: at for number, at in self._first_seen.items() if number in numbers}
+        there = {each.peer for each in connections}
+        self._accounts = {
+            name: account for name, account in self._accounts.items() if account.open_calls or name in there
+        }
         doomed: list[Connection] = []
-        by_address: dict[Address, list[Connection]] = {}
-        for each in there:
-            if self._is_exempt(each.address):
+        by_address: dict[Address, list[tuple[bool, float, Connection]]] = {}
+        for each in connections:
+            account = self._account(each.peer, each.address)
+            if account.address is None:
                 continue
-            if self._talks_idly(each):
-                self._accuse(each.peer, each.address, now)
-            if each.peer in self._guilty or self._is_late(each, now):
+            if account.first_seen is None:
+                account.first_seen = now
+            if _talks_idly(account, each):
+                self._accuse(account, each.address, now)
+            if account.guilty or self._is_late(account, account.first_seen, each.address, now):
                 doomed.append(each)
             else:
-                by_address.setdefault(each.address, []).append(each)
+                by_address.setdefault(each.address, []).append((not account.calls, account.first_seen, each))
         for same in by_address.values():
-            same.sort(key=lambda each: not self._calls(each))
-            doomed += same[self.most_connections :]
+            same.sort(key=itemgetter(0, 1))
+            doomed += [each for _, _, each in same[self.most_connections :]]
         self._full = {address for address, same in by_address.items() if len(same) >= self.most_connections}
-        self._guilty &= {each.peer for each in there}
         if self.tally:
             self.tally.ended += len(doomed)
         return doomed
@@ -163,53 +169,42 @@ class Callers:
         self._blocked = {address: until for address, until in self._blocked.items() if until > now}
         return [*self._blocked, *(self._full - self._blocked.keys())]
 
-    def _note_reset(self, name: str, account: _Account, now: float) -> bool:
+    def _note_reset(self, account: _Account, address: Address, now: float) -> bool:
         """Count a reset, and return whether it was one too many."""
         account.reset += 1
-        if account.reset <= MOST_RESETS or 2 * account.reset <= account.begun or name in self._guilty:
+        if account.reset <= MOST_RESETS or 2 * account.reset <= account.begun or account.guilty:
             return False
-        if account.address is not None:
-            self._accuse(name, account.address, now)
+        self._accuse(account, address, now)
         return True
 
-    def _accuse(self, name: str, address: Address, now: float) -> None:
-        self._guilty.add(name)
+    def _accuse(self, account: _Account, address: Address, now: float) -> None:
+        account.guilty = True
         self._blocked[address] = now + BLOCK_SECONDS
 
-    def _is_late(self, each: Connection, now: float) -> bool:
+    def _is_late(self, account: _Account, first_seen: float, address: Address, now: float) -> bool:
         """Return whether a connection was made while its address was blocked. What was open before stays."""
-        until = self._blocked.get(each.address)
-        if until is None or now >= until or self._calls(each):
+        until = self._blocked.get(address)
+        if until is None or now >= until or account.calls:
             return False
-        return self._first_seen[each.number] >= until - BLOCK_SECONDS
-
-    def _talks_idly(self, seen: Connection) -> bool:
-        """Return whether a connection has sent much since the last look, but no call: pings, or settings."""
-        account = self._account(seen.peer, seen.address)
-        received, calls = account.seen
-        account.seen = (seen.received, account.calls)
-        return not account.open_calls and account.calls == calls and seen.received - received > MOST_IDLE_BYTES
-
-    def _calls(self, connection: Connection) -> int:
-        account = self._accounts.get(connection.peer)
-        return account.calls if account else 0
+        return first_seen >= until - BLOCK_SECONDS
 
     def _account(self, name: str, address: Address | None) -> _Account:
         if name not in self._accounts:
             limited = address is not None and not self._is_exempt(address)
             self._accounts[name] = _Account(address if limited else None)
-            if len(self._accounts) > _MOST_KNOWN:
-                self._forget_one()
         return self._accounts[name]
-
-    def _forget_one(self) -> None:
-        """Forget the oldest connection that has no call in progress."""
-        oldest = next((peer for peer, account in self._accounts.items() if not account.open_calls), None)
-        if oldest is not None:
-            del self._accounts[oldest]
 
     def _is_exempt(self, address: Address) -> bool:
         return any(_holds(network, address) for network in self._networks)
+
+
+def _talks_idly(account: _Account, seen: Connection) -> bool:
+    """Return whether a connection has said much since the last look, but made no call: pings, or settings."""
+    if account.open_calls:
+        return False
+    before, account.seen = account.seen, (*seen.traffic(), account.calls)
+    received, answered, calls = (after - so_far for after, so_far in zip(account.seen, before, strict=True))
+    return not calls and (min(received, answered) > MOST_IDLE_BYTES or received > MOST_UNASKED_BYTES)
 
 
 def _holds(network: IPv4Network | IPv6Network, address: Address) -> bool:

@@ -15,7 +15,7 @@ from grpc import aio
 from fedring.rpc.errors import BadRequest, Stalled
 from fedring.rpc.handlers import FACTORY
 from fedring.server.guard.callers import Callers
-from fedring.server.guard.sockets import Address, block, connections_of, end
+from fedring.server.guard.sockets import Address, Port
 
 log = logging.getLogger(__name__)
 
@@ -37,19 +37,21 @@ class Entrance(aio.ServerInterceptor):
     def __init__(self, callers: Callers, message_seconds: float) -> None:
         self._callers = callers
         self._message_seconds = message_seconds
-        self._port = 0
+        self._port: Port | None = None
+        self._sees = True  # until no descriptor is left to look with
         self._blocked: list[Address] = []  # which the listeners drop
         self._filters = True  # until the system turns out to have none
 
     def listen_at(self, address: str) -> str:
         """Look after connections to this "host:port", and return it. Unix sockets have no such connections."""
-        self._port = 0 if address.startswith("unix:") else int(address.rpartition(":")[2])
+        if not address.startswith("unix:"):
+            self._port = Port(int(address.rpartition(":")[2]))
         return address
 
     async def look_after_connections(self) -> None:
         """End connections and block addresses, also of callers that never make a call."""
         while self._port:
-            self._look()
+            self._look(self._port)
             await asyncio.sleep(_LOOK_SECONDS)
 
     async def intercept_service(self, continuation: Callable[..., Awaitable[Any]], handler_call_details: Any) -> Any:
@@ -87,7 +89,7 @@ class Entrance(aio.ServerInterceptor):
             raise
         finally:
             if self._callers.end(call, now(), reset=reset) and self._port:
-                self._look()
+                self._look(self._port)
 
     async def _only(self, messages: AsyncIterator[Any]) -> Any:
         """Return the message of a call that has one."""
@@ -99,20 +101,27 @@ class Entrance(aio.ServerInterceptor):
         except TimeoutError:
             raise Stalled(f"no message came for {self._message_seconds:g} s") from None
 
-    def _look(self) -> None:
+    def _look(self, port: Port) -> None:
         """Look at all connections, end those that must go, and let the listener drop who may not come again."""
         now = asyncio.get_running_loop().time()
-        doomed = self._callers.look(connections_of(self._port), now)
+        try:
+            doomed = self._callers.look(port.connections(), now)
+        except OSError as error:
+            if self._sees:
+                log.warning("cannot look at the connections to port %d: %s", port.number, error)
+            self._sees = False
+            return
+        self._sees = True
         before, self._blocked = self._blocked, self._callers.blocked(now)
         if self._blocked != before and self._filters:
             try:
-                block(self._port, self._blocked)
+                port.block(self._blocked)
             except OSError as error:
                 self._filters = False
                 log.warning("this system cannot block addresses, so their connections end soon after: %s", error)
-        if doomed:
-            end(self._port, [each.number for each in doomed])
+        for connection in doomed:
+            connection.end()
         if fresh := set(self._blocked) - set(before):
             names = ", ".join(sorted(map(str, fresh))[:10])
-            text = "ended %d connections to port %d; for a while no new ones from %s"
-            log.warning(text, len(doomed), self._port, names)
+            text = "ended %d connections to port %d; for a while no new ones from %s (see exempt_addresses)"
+            log.warning(text, len(doomed), port.number, names)

@@ -10,16 +10,18 @@ import os
 import socket
 import struct
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv6Network, ip_address
-from pathlib import Path
 
 Address = IPv4Address | IPv6Network
 """A caller's address. Of IPv6 it is the first half, since a host can choose the other half freely."""
 
-_FOLDER = Path("/dev/fd")
-_BYTES_RECEIVED = struct.Struct("=128xQ")  # the place of tcpi_bytes_received in TCP_INFO
+Traffic = tuple[int, int]
+"""Bytes that a connection has brought, and those of the answers that have arrived."""
+
+_FOLDER = "/dev/fd"
+_TRAFFIC = struct.Struct("=120xQQ")  # the places of tcpi_bytes_acked and tcpi_bytes_received in TCP_INFO
 _ATTACH_FILTER, _DETACH_FILTER = 26, 27  # of Linux; Python has no names for them
 _LOAD_BYTE, _LOAD_WORD, _SHIFT_RIGHT, _JUMP, _JUMP_IF_EQUAL, _RETURN = 0x30, 0x20, 0x74, 0x05, 0x15, 0x06
 _NETWORK_HEADER = 0xFFF00000  # SKF_NET_OFF
@@ -33,12 +35,31 @@ Instruction = tuple[int, int, int, int]  # code, how far to jump if true, and if
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """One connection to a port, as it was when it was looked at."""
+    """One connection to a port."""
 
+    fd: int
     number: int  # of its socket, which no other open socket has
     address: Address
     peer: str  # the other end, as `peer_of` writes it
-    received: int  # bytes so far
+
+    def traffic(self) -> Traffic:
+        """Return its traffic so far; none once it has gone."""
+        with suppress(OSError), _borrowed(self.fd) as own:
+            data = own.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TRAFFIC.size)
+            if len(data) == _TRAFFIC.size and self._is(own):
+                answered, received = _TRAFFIC.unpack(data)
+                return received, answered
+        return 0, 0
+
+    def end(self) -> None:
+        """End it, unless it has gone."""
+        with suppress(OSError), _borrowed(self.fd) as own:
+            if self._is(own):
+                own.shutdown(socket.SHUT_RDWR)
+
+    def _is(self, own: socket.socket) -> bool:
+        """Whether the descriptor is still this connection's."""
+        return os.fstat(own.fileno()).st_ino == self.number
 
 
 def peer_of(host: str, port: int) -> str:
@@ -55,53 +76,72 @@ def address_of(host: str) -> Address:
     return found.ipv4_mapped or IPv6Network((int(found) >> 64 << 64, 64))
 
 
-def connections_of(port: int) -> list[Connection]:
-    """Return the connections to a port of this process."""
-    found = []
-    for own in _sockets(port):
-        with suppress(OSError):
-            host, caller, *_ = own.getpeername()
-            data = own.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_RECEIVED.size)
-            received = _BYTES_RECEIVED.unpack(data)[0] if len(data) == _BYTES_RECEIVED.size else 0
-            number = os.fstat(own.fileno()).st_ino
-            found.append(Connection(number, address_of(host), peer_of(host, caller), received))
-    return found
+class Port:
+    """The sockets of a port of this process.
 
-
-def end(port: int, numbers: Iterable[int]) -> int:
-    """End the connections of these numbers, and return how many there were."""
-    wanted, ended = set(numbers), 0
-    for own in _sockets(port) if wanted else ():
-        with suppress(OSError):
-            if os.fstat(own.fileno()).st_ino in wanted:
-                own.shutdown(socket.SHUT_RDWR)
-                ended += 1
-    return ended
-
-
-def block(port: int, addresses: Sequence[Address]) -> None:
-    """Let the listeners of a port drop what comes from these addresses, and from no others.
-
-    Connections that exist already are not affected.
-
-    Args:
-        port: Of this process.
-        addresses: At most the first MOST_FILTERED count.
-
-    Raises:
-        OSError: If the system has no such filters.
+    A socket is asked once whose it is: to ask 2,000 of them took a third of a second.
     """
-    program = dropping(addresses[:MOST_FILTERED])
-    packed = array.array("B", b"".join(struct.pack("=HBBI", *instruction) for instruction in program))
-    for own in _sockets(port):
-        if not own.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-            continue
-        if addresses:
-            place = struct.pack("@HP", len(program), packed.buffer_info()[0])
-            own.setsockopt(socket.SOL_SOCKET, _ATTACH_FILTER, place)
-        else:
-            with suppress(FileNotFoundError):  # there was no filter
-                own.setsockopt(socket.SOL_SOCKET, _DETACH_FILTER, 0)
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self._known: dict[int, tuple[tuple[int, int], Connection | None]] = {}  # by descriptor, with its inode
+
+    def connections(self) -> list[Connection]:
+        """Look at all descriptors, and return the connections.
+
+        Raises:
+            OSError: If the descriptors cannot be listed, for example because there is none left.
+        """
+        found = {}
+        with os.scandir(_FOLDER) as entries:
+            for entry in entries:
+                fd = int(entry.name)
+                try:
+                    status = os.fstat(fd)
+                except OSError:  # it was closed meanwhile
+                    continue
+                inode = status.st_dev, status.st_ino
+                known = self._known.get(fd)
+                found[fd] = known if known and known[0] == inode else (inode, self._identify(fd, status.st_ino))
+        self._known = found
+        return [connection for _, connection in found.values() if connection]
+
+    def block(self, addresses: Sequence[Address]) -> None:
+        """Let the listeners that the last look has seen drop what comes from these addresses, and from no others.
+
+        Connections that exist already are not affected.
+
+        Args:
+            addresses: At most the first MOST_FILTERED count.
+
+        Raises:
+            OSError: If the system has no such filters.
+        """
+        program = dropping(addresses[:MOST_FILTERED])
+        packed = array.array("B", b"".join(struct.pack("=HBBI", *instruction) for instruction in program))
+        for fd in [fd for fd, (_, connection) in self._known.items() if connection is None and self._listens(fd)]:
+            with _borrowed(fd) as own:
+                if addresses:
+                    place = struct.pack("@HP", len(program), packed.buffer_info()[0])
+                    own.setsockopt(socket.SOL_SOCKET, _ATTACH_FILTER, place)
+                else:
+                    with suppress(FileNotFoundError):  # there was no filter
+                        own.setsockopt(socket.SOL_SOCKET, _DETACH_FILTER, 0)
+
+    def _identify(self, fd: int, number: int) -> Connection | None:
+        with suppress(OSError), _borrowed(fd) as own:  # it is no socket, or a listener, which has no other end
+            if self._owns(own):
+                host, caller, *_ = own.getpeername()
+                return Connection(fd, number, address_of(host), peer_of(host, caller))
+        return None
+
+    def _listens(self, fd: int) -> bool:
+        with suppress(OSError), _borrowed(fd) as own:
+            return self._owns(own) and bool(own.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+        return False
+
+    def _owns(self, own: socket.socket) -> bool:
+        return own.family in (socket.AF_INET, socket.AF_INET6) and bool(own.getsockname()[1] == self.number)
 
 
 def dropping(addresses: Iterable[Address]) -> list[Instruction]:
@@ -133,15 +173,15 @@ def dropping(addresses: Iterable[Address]) -> list[Instruction]:
     ]
 
 
-def _sockets(port: int) -> Iterator[socket.socket]:
-    """Yield the sockets that belong to a port. They belong to gRPC, so none of them may be closed."""
-    for entry in _FOLDER.iterdir():
-        # There must be no duplicate of a descriptor here. To close a duplicate of a file drops all locks that this
-        # process has on the file, and another process could then take away the log of SQLite's database.
-        with suppress(OSError):  # it is no socket, or was closed meanwhile
-            own = socket.socket(fileno=int(entry.name))
-            try:
-                if own.family in (socket.AF_INET, socket.AF_INET6) and own.getsockname()[1] == port:
-                    yield own
-            finally:
-                own.detach()
+@contextmanager
+def _borrowed(fd: int) -> Iterator[socket.socket]:
+    """Lend a socket, which belongs to gRPC and must not be closed; OSError if it is none.
+
+    There must be no duplicate of a descriptor here. To close a duplicate of a file drops all locks that this process
+    has on the file, and another process could then take away the log of SQLite's database.
+    """
+    own = socket.socket(fileno=fd)
+    try:
+        yield own
+    finally:
+        own.detach()

@@ -35,13 +35,12 @@ def check_log(facts: Path) -> None:
 
 def check_log_at_rest(folder: Path) -> None:
     """Check the log in a state folder as `check_log` does, unless a server uses it, which has checked it."""
-    if _is_used(folder):
-        return
     try:
         check_log(folder / FACTS)
     except StoreError:
-        if not _is_used(folder):  # or else a server has begun to write the log while it was read
-            raise
+        if _is_used(folder):  # it writes the log while this reads it
+            return
+        check_log(folder / FACTS)  # it may have ended only now
 
 
 def check_at_rest(folder: Path) -> None:
@@ -99,7 +98,7 @@ def _is_used(folder: Path) -> bool:
     except BlockingIOError:
         return True
     finally:
-        os.close(fd)  # at once, because no server could start meanwhile
+        os.close(fd)  # at once, because no server can start meanwhile
     return False
 
 

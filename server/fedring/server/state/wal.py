@@ -12,6 +12,9 @@ what follows. So one flipped bit undoes every later commit.
 Three kinds of frames may follow the end of a sound log: old ones with other salts, because a log is written again from
 its beginning; those of a transaction that was rolled back, none of which ends a commit; and those of the last commit,
 if the power failed before its sync. Everything else was committed, and is lost.
+
+So the last commit tells nothing. Even a single wrong bit there may be a write that was cut short: below it lies what
+was written there before, such as the same page with another number in it.
 """
 
 import struct
@@ -53,21 +56,21 @@ def scan(read: Read, size: int) -> Scan:
         return Scan(0)
     if (log := _Log.of(read(0, _HEADER.size))) is None:
         return Scan(0, "its header")
-    commits, before, end, after_commit = 0, log.checksum, 0, False
+    commits, end = 0, 0
+    before = expected = log.checksum
+    after_commit = False
     for number in range(1, (size - _HEADER.size) // log.frame_bytes + 1):
         frame = _Frame(read(_HEADER.size + (number - 1) * log.frame_bytes, log.frame_bytes))
         fits = log.fits(frame, before)
-        if not end and fits:
-            commits += frame.ends_commit
-        elif not end:
-            end = number
-            # A power loss leaves half a frame, or none of it, but not all except one bit.
-            if log.is_one_bit_off(frame, before):
-                return Scan(commits, f"frame {end}")
-        elif fits and after_commit:  # a commit is synced before the next one is written
+        # A commit is synced before the next one is written, which goes on from the checksum at its end. If the damage
+        # is in that checksum, it goes on from the one that should be there.
+        if end and after_commit and (fits or log.fits(frame, expected)):
             return Scan(commits, f"frame {end}")
-        after_commit = log.ends_commit(frame)
-        before = frame.checksum  # as it is written there, so that frames after the end are found to fit each other
+        if not fits:
+            end = end or number
+        commits += fits and frame.ends_commit and not end
+        # Frames after the end go on from what is written there, so that they are found to fit each other.
+        before, expected, after_commit = frame.checksum, log.sums(frame, before), frame.ends_commit
     return Scan(commits)
 
 
@@ -106,37 +109,13 @@ class _Log:
         """The length of a frame."""
         return _FRAME.size + self.page_bytes
 
-    def ends_commit(self, frame: _Frame) -> bool:
-        """Whether a frame ends a commit, and is none of an earlier log in the same file."""
-        return frame.ends_commit and frame.salts == self.salts
-
     def fits(self, frame: _Frame, before: Checksum) -> bool:
         """Whether a frame is sound behind one with the checksum `before`."""
-        return frame.has_page and frame.salts == self.salts and frame.checksum == _sums(self._summed(frame), before)
+        return frame.has_page and frame.salts == self.salts and frame.checksum == self.sums(frame, before)
 
-    def is_one_bit_off(self, frame: _Frame, before: Checksum) -> bool:
-        """Whether a frame would fit after `before` if one of its bits was the other one."""
-        words = self._summed(frame)
-        computed = _sums(words, before)
-        salts, checksum = _distance(frame.salts, self.salts), _distance(frame.checksum, computed)
-        if salts + checksum == 1:
-            return True
-        if salts:
-            return False
-        # A bit adds its power of two, or takes it away, times the word's weight in each sum.
-        first, second = ((ours - found) & _MASK for ours, found in zip(frame.checksum, computed, strict=True))
-        weights = _weights(len(words))
-        for power in range(32):
-            bit = np.uint32(1 << power)
-            changes = np.where(words & bit, np.uint32(-(1 << power) & _MASK), bit)
-            if np.any((weights[0] * changes == first) & (weights[1] * changes == second)):
-                return True
-        return False
-
-    def _summed(self, frame: _Frame) -> NDArray[np.uint32]:
-        """Return the words of a frame that its checksum covers, [2 + page_bytes / 4]."""
-        covered = frame.data[:8] + frame.data[_FRAME.size :]
-        return np.frombuffer(covered, self.words).astype(np.uint32)
+    def sums(self, frame: _Frame, before: Checksum) -> Checksum:
+        """Return the checksum of a frame behind one with the checksum `before`."""
+        return _sums(np.frombuffer(frame.data[:8] + frame.data[_FRAME.size :], self.words), before)
 
 
 def _sums(words: NDArray[np.uint32], before: Checksum) -> Checksum:
@@ -158,8 +137,3 @@ def _weights(count: int) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
         numbers.append((numbers[-1] + numbers[-2]) & _MASK)
     fibonacci = np.array(numbers[: count + 1], np.uint32)[::-1]
     return fibonacci[1:], fibonacci[:-1]
-
-
-def _distance(one: tuple[int, int], other: tuple[int, int]) -> int:
-    """Return in how many bits two pairs of words differ."""
-    return sum((a ^ b).bit_count() for a, b in zip(one, other, strict=True))
