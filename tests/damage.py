@@ -6,6 +6,12 @@ import struct
 from contextlib import closing
 from pathlib import Path
 
+from sqlalchemy import NullPool, create_engine, select
+
+from fedring.server.state import sealed
+from fedring.server.state.files import database_url
+from fedring.server.state.tables import ROW_DIGEST, TABLE_OF
+
 
 def flip(path: Path, bit: int | None = None, *, seed: int = 0) -> int:
     """Flip one bit of the file, by default one that `seed` chooses; return its number."""
@@ -33,6 +39,22 @@ def ask(state: Path, query: str, *values: object) -> list[tuple[object, ...]]:
         rows: list[tuple[object, ...]] = database.execute(query, values).fetchall()
         database.commit()
     return rows
+
+
+def write(state: Path, query: str, *values: object) -> None:
+    """Run a query on the database of a state, and give each row the digest of its values, as the server does."""
+    ask(state, query, *values)
+    with create_engine(database_url(state), poolclass=NullPool).begin() as connection:
+        for kind, table in TABLE_OF.items():
+            if ROW_DIGEST in table.c:
+                columns = [column for column in table.c if column.name != ROW_DIGEST]
+                for row in connection.execute(select(*columns)).mappings().all():
+                    sealed.put(connection, sealed.row_of(kind, dict(row)))
+
+
+def set_epoch(state: Path, epoch: object) -> None:
+    """Set the epoch in the database of a state, as `flctl restore` does."""
+    write(state, "INSERT OR REPLACE INTO meta VALUES ('epoch', ?, x'')", str(epoch))
 
 
 def model_file(state: Path, version: int) -> Path:

@@ -113,7 +113,7 @@ MUTANTS = {
     "lock": Mutant("common/fedring/daemon/lock.py", "fcntl.LOCK_EX", "fcntl.LOCK_SH", "tests/fault/test_processes.py"),
     "commit": Mutant(
         "server/fedring/server/state/store.py",
-        "                connection.execute(insert(updates), new)\n",
+        "                sealed.add(connection, *new)\n",
         "                pass\n",
         "tests/fault/test_store_kill.py",
     ),
@@ -297,6 +297,18 @@ MUTANTS = {
         "                self._twice = True\n",
         "                pass\n",
         "tests/unit/test_server_checked.py",
+    ),
+    "digest of a row": Mutant(
+        "server/fedring/server/state/sealed.py",
+        "stored.pop(ROW_DIGEST) != _digest(form, stored)",
+        "not stored.pop(ROW_DIGEST)",
+        "tests/unit/test_store_sqlite.py",
+    ),
+    "rows of a backup": Mutant(
+        "server/fedring/server/state/backup/contents.py",
+        "            check_all(reader)\n",
+        "            pass\n",
+        "tests/fault/test_backup.py",
     ),
     "state id": Mutant(
         "server/fedring/server/state/identity.py",

@@ -161,7 +161,7 @@ def span_of(prepared: PreparedState, path: Path, kind: str) -> tuple[int, int]:
 
 
 def differences(prepared: PreparedState, state: Path) -> list[str]:
-    """Return how the values in the database in `state` differ from the right ones, or what SQLite finds wrong."""
+    """Return which values in the database in `state` are not the right ones, or what SQLite finds wrong."""
     copy = state.with_name("compared")
     shutil.copytree(state, copy)
     try:
@@ -169,9 +169,8 @@ def differences(prepared: PreparedState, state: Path) -> list[str]:
         if sound != "ok":
             return [f"integrity_check: {sound}"]
         before, after = values(prepared.known), values(copy)
-        changed = sorted(key for key in before.keys() | after.keys() if before.get(key) != after.get(key))
-        return [f"{len(changed)} values differ", *changed[:4]]
-    except sqlite3.Error as error:
+        return sorted(key for key in before.keys() | after.keys() if before.get(key) != after.get(key))
+    except (sqlite3.Error, UnicodeDecodeError) as error:
         return [f"SQLite: {error}"]
     finally:
         shutil.rmtree(copy)

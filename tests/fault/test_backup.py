@@ -15,13 +15,14 @@ import pytest
 from fedring.codec.digest import name_of
 from fedring.daemon.config import ConfigError
 from fedring.daemon.exits import Exit
-from fedring.server.state.backup.contents import BackupError, read_contents
+from fedring.server.state.backup.contents import BackupError, digest_of, read_contents
 from fedring.server.state.backup.create import back_up
 from fedring.server.state.backup.restore import restore
+from fedring.server.state.database import SCHEMA
 from fedring.server.state.store import SqlStore
 from fedring.server.state.tables import METADATA
 from tests import forks
-from tests.damage import ask, flip, model_file
+from tests.damage import ask, flip, model_file, write
 from tests.fault.state_folder import JOB, SIZE, blob_kinds, is_complete, make_state_with_open_round, push, rows
 from tests.fleets import Control, Fleet
 from tests.system.wire import WireClient, deliver, parameters, run
@@ -141,7 +142,7 @@ def test_a_backup_gives_up_when_the_server_prunes_faster_than_it_copies(state: P
             old, data = model_file(state, version), os.urandom(1000)
             name = name_of(data)
             (state / "blobs" / name).write_bytes(data)
-            ask(state, "UPDATE models SET blob = ?, bytes = ? WHERE version = ?", name, len(data), version)
+            write(state, "UPDATE models SET blob = ?, bytes = ? WHERE version = ?", name, len(data), version)
             old.unlink()
 
     with pytest.raises(BackupError, match="raise keep_models") as caught:
@@ -170,9 +171,25 @@ def test_a_backup_of_a_damaged_blob_fails(query: str, words: str, how: str, stat
 
 def test_a_backup_of_a_damaged_update_in_a_row_fails(state: Path, tmp_path: Path) -> None:
     payload = os.urandom(100)
-    ask(state, "UPDATE updates SET blob = '', payload = ? WHERE round = 3", payload)
+    write(state, "UPDATE updates SET blob = '', payload = ? WHERE round = 3", payload)
     with pytest.raises(BackupError, match=r"the update of a in round 3, in facts\.sqlite, does not hold"):
         back_up(state, tmp_path / "copy")
+
+
+def test_a_backup_and_a_restore_of_a_changed_row_fail(state: Path, tmp_path: Path) -> None:
+    back_up(state, tmp_path / "copy")
+    change = "UPDATE updates SET num_samples = num_samples + 1 WHERE round = 3"
+    ask(tmp_path / "copy", change)
+    manifest = json.loads((tmp_path / "copy" / "backup.json").read_text())
+    changed = manifest | {"facts_digest": digest_of(tmp_path / "copy" / "facts.sqlite")}
+    (tmp_path / "copy" / "backup.json").write_text(json.dumps(changed))
+    ask(state, change)
+    words = "the row of round 3, client_id 'a' in the table updates"
+    with pytest.raises(BackupError, match=words):
+        restore(tmp_path / "copy", tmp_path / "new")
+    with pytest.raises(BackupError, match=words):
+        back_up(state, tmp_path / "again")
+    assert not (tmp_path / "again").exists()
 
 
 def test_a_backup_of_a_damaged_database_fails(state: Path, tmp_path: Path) -> None:
@@ -250,7 +267,7 @@ def test_a_folder_that_is_not_a_usable_state_is_not_backed_up(state: Path, tmp_p
     ask(state, "PRAGMA user_version = 99")
     with pytest.raises(ConfigError, match="schema 99"):
         back_up(state, tmp_path / "copy")
-    ask(state, "PRAGMA user_version = 4")
+    ask(state, f"PRAGMA user_version = {SCHEMA}")
     (state / "blobs" / "state_id").write_text("0" * 32)
     with pytest.raises(ConfigError, match="belong to different states"):
         back_up(state, tmp_path / "copy")

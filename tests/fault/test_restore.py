@@ -21,7 +21,7 @@ from fedring.server.state.backup.restore import restore
 from fedring.server.state.failures import StorageError
 from fedring.server.state.identity import open_state
 from tests import forks
-from tests.damage import ask, flip
+from tests.damage import ask, flip, set_epoch, write
 from tests.fault.faulty_fleet import SECONDS
 from tests.fault.state_folder import files, is_complete, make_state_with_open_round, rows
 from tests.fleets import Control, Fleet
@@ -56,7 +56,7 @@ def a_blob(copy: Path) -> Path:
 def check_restored(state: Path, copy: Path) -> int:
     """Assert that the state has the contents of the backup `copy` and names it; return the epoch of its rounds."""
     found, wanted = rows(state), rows(copy)
-    meta, before = dict(found.pop("meta")), dict(wanted.pop("meta"))
+    meta, before = ({name: value for name, value, _ in each.pop("meta")} for each in (found, wanted))
     epoch = int(meta["epoch"])
     assert meta == before | {"epoch": str(epoch), "restored_from": digest_of(copy / "facts.sqlite")}
     assert found == wanted
@@ -87,12 +87,12 @@ def set_newer_schema(copy: Path) -> None:
 
 
 def damage_epoch(copy: Path) -> None:
-    ask(copy, "INSERT INTO meta VALUES ('epoch', '-1')")
+    set_epoch(copy, -1)
     update_digest(copy)
 
 
 def name_blob_outside(copy: Path) -> None:
-    ask(copy, "UPDATE models SET blob = '../../state_id' WHERE version = 1")
+    write(copy, "UPDATE models SET blob = '../../state_id' WHERE version = 1")
     update_digest(copy)
 
 
@@ -193,13 +193,13 @@ def test_the_epoch_is_later_than_that_of_the_replaced_state_even_if_the_clock_is
 @pytest.mark.parametrize("epoch", ["x", "9" * 30, "9" * 5000, "\u0661"], ids=["no number", "large", "long", "arabic"])
 def test_a_state_whose_epoch_is_damaged_can_be_replaced(made: Path, state: Path, epoch: str) -> None:
     began = int(time.time())
-    ask(state, "INSERT INTO meta VALUES ('epoch', ?)", epoch)
+    set_epoch(state, epoch)
     restore(made / "copy", state, replace=True)
     assert began <= check_restored(state, made / "copy") <= time.time()
 
 
 def test_a_database_with_an_unreadable_epoch_is_refused_as_damaged(state: Path) -> None:
-    ask(state, "INSERT INTO meta VALUES ('epoch', 'x')")
+    set_epoch(state, "x")
     with pytest.raises(StorageError, match="the database is damaged") as caught:
         open_state(state)
     assert caught.value.reason == "corrupt"
@@ -243,7 +243,7 @@ def test_flctl_says_what_was_restored(made: Path, state: Path) -> None:
 
 def epoch_of(folder: Path) -> int:
     """Return the epoch in the database of a restored state."""
-    return int(dict(rows(folder)["meta"])["epoch"])
+    return int({name: value for name, value, _ in rows(folder)["meta"]}["epoch"])
 
 
 def refuses_to_start(state: Path) -> bool:

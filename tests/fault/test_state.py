@@ -13,7 +13,9 @@ import pytest
 from fedring.daemon.exits import Exit
 from fedring.train import load_model
 from fedring.train.models import vector
-from tests.damage import ask
+from tests import forks
+from tests.damage import ask, write
+from tests.fault import state_folder
 from tests.fault.faulty_fleet import SECONDS
 from tests.fleets import Control, Fleet
 from tests.system.wire import SIZE, WireClient, deliver, outcome, run
@@ -93,8 +95,8 @@ def exchange_blobs(state: Path, other: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lose_facts, "facts.sqlite is missing or empty"),
-        (empty_facts, "facts.sqlite is missing or empty"),
+        (lose_facts, "facts.sqlite is missing, empty or new"),
+        (empty_facts, "facts.sqlite is missing, empty or new"),
         (exchange_facts, "belong to different states"),
         (lose_blobs, "blobs/ is missing or belongs to another state"),
         (exchange_blobs, "belong to different states"),
@@ -206,7 +208,7 @@ def damage_value(state: Path) -> None:
 
 
 def test_a_newest_model_whose_row_has_no_valid_blob_name_is_refused(state: Path, tmp_path: Path) -> None:
-    ask(state, "UPDATE models SET blob = upper(blob)")
+    write(state, "UPDATE models SET blob = upper(blob)")
     last = refusal(tmp_path)
     assert "model 2 is damaged" in last
     assert "is missing" in last
@@ -221,54 +223,72 @@ def test_a_database_with_an_unreadable_value_is_refused(
     assert "corrupt: the database is damaged (" in refusal(tmp_path)
 
 
-def make_schema_3(state: Path) -> None:
-    """Turn the state into one of schema 3, which has no id yet."""
+def make_0_1_0(state: Path) -> None:
+    """Turn the state into one of fedring 0.1.0, whose tables lack the digests of rows."""
+    for (table,) in ask(state, "SELECT name FROM sqlite_master WHERE sql LIKE '%row_digest%'"):
+        ask(state, f"ALTER TABLE {table} DROP COLUMN row_digest")
+    ask(state, "PRAGMA user_version = 13")
+
+
+@pytest.mark.parametrize("flags", [(), ("--accept-older",), ("--drop-damaged",), ("--check-config",)], ids=str)
+def test_a_state_of_fedring_0_1_0_is_refused_and_not_changed(
+    flags: tuple[str, ...], state: Path, tmp_path: Path
+) -> None:
+    make_0_1_0(state)
+    before = state_folder.files(state)
+    last = refusal(tmp_path, *flags)
+    assert "older_state: the state was written by fedring 0.1.0 or before (schema 13)" in last
+    assert "go on with fedring 0.1.0, or give the server an empty folder; nothing was changed" in last
+    for words in (("backup", tmp_path / "copy"), ("token", "create", "--name", "ann", "--role", "operator")):
+        done = forks.run("fedring.ctl.main", *words, "--state-dir", state, timeout=SECONDS)
+        assert done.returncode not in (0, 1), done.stderr
+        assert "fedring 0.1.0" in done.stderr
+    assert state_folder.files(state) == before
+
+
+def forget_id(state: Path) -> None:
+    """Remove the id on both sides, as if a database had been lost and another one made."""
     (state / "blobs" / "state_id").unlink()
-    with closing(sqlite3.connect(state / "facts.sqlite")) as database:
-        database.execute("DELETE FROM meta WHERE name = 'state_id'")
-        database.execute("ALTER TABLE rounds DROP COLUMN seconds_left")
-        database.execute("PRAGMA user_version = 3")
-        database.commit()
-
-
-def test_a_state_without_an_id_gets_one_once(state: Path, tmp_path: Path) -> None:
-    make_schema_3(state)
-    with Fleet(tmp_path) as fleet:
-        train(fleet)
-        ((stored,),) = ask(state, "SELECT value FROM meta WHERE name = 'state_id'")
-        assert (state / "blobs" / "state_id").read_text().strip() == stored
-        fleet.restart_server()
-        train(fleet)
     ask(state, "DELETE FROM meta WHERE name = 'state_id'")
-    assert "belong to different states" in refusal(tmp_path)
+
+
+def test_a_database_without_the_id_of_its_blobs_is_refused(state: Path, tmp_path: Path) -> None:
+    forget_id(state)
+    assert "facts.sqlite is missing, empty or new" in refusal(tmp_path)
 
 
 def test_the_blobs_of_a_state_without_id_and_database_are_not_deleted(state: Path, tmp_path: Path) -> None:
-    make_schema_3(state)
+    forget_id(state)
     lose_facts(state, state)
     before = files(state)
-    assert "facts.sqlite is missing or empty" in refusal(tmp_path)
+    assert "facts.sqlite is missing, empty or new" in refusal(tmp_path)
     assert files(state) == before
 
 
-@pytest.mark.parametrize("written", ["half a draft", "draft", "draft and row"])
-def test_a_killed_first_start_can_be_repeated(written: str, tmp_path: Path) -> None:
-    with Fleet(tmp_path) as fleet:
+def killed_first_start(written: str, folder: Path) -> Path:
+    """Make what a first start leaves that is killed when so much of the state's id is written."""
+    with Fleet(folder) as fleet:
         fleet.server.kill()
-    state = tmp_path / "state" / "server"
+    state = folder / "state" / "server"
     (state / "blobs" / "state_id").rename(state / "blobs" / "state_id.new")
     if written == "half a draft":
         (state / "blobs" / "state_id.new").write_text("0123")
     if written != "draft and row":
         ask(state, "DELETE FROM meta WHERE name = 'state_id'")
+    return state
+
+
+@pytest.mark.parametrize("written", ["half a draft", "draft", "draft and row"])
+def test_a_killed_first_start_can_be_repeated(written: str, tmp_path: Path) -> None:
+    state = killed_first_start(written, tmp_path)
     with Fleet(tmp_path) as fleet:
         train(fleet)
         assert (state / "blobs" / "state_id").exists()
         assert not (state / "blobs" / "state_id.new").exists()
 
 
-def test_check_config_does_not_change_the_state(state: Path, tmp_path: Path) -> None:
-    make_schema_3(state)
+def test_check_config_does_not_change_the_state(tmp_path: Path) -> None:
+    state = killed_first_start("draft", tmp_path)
     fleet = Fleet(tmp_path)
     fleet.server.flags = ["--check-config"]
     fleet.server.start()

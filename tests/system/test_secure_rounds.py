@@ -10,7 +10,7 @@ import pytest
 from fedring.v1 import control_pb2
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1 import secure_pb2 as wire
-from tests.damage import ask
+from tests.damage import ask, set_epoch
 from tests.fleets import Control, Fleet
 from tests.secure_client import CALLS, STEPS, SecureClient, mean_of
 from tests.system.wire import SIZE, Refused, WireClient, outcome, parameters, published_version, run
@@ -175,7 +175,7 @@ def test_a_restored_server_does_not_go_on_with_a_secure_round(
     each(clients, "send_keys")
     server.server.kill()
     state = server.directory / "state" / "server"
-    ask(state, "INSERT INTO meta VALUES ('epoch', '1')")
+    set_epoch(state, 1)
     server.start_server()
     with Control(server.control) as again:
         for _ in again.follow_job(job_id):

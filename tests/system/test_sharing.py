@@ -14,7 +14,7 @@ from fedring.train.files import load_model
 from fedring.train.offered import collect
 from fedring.train.seam import build_model
 from fedring.v1 import control_pb2
-from tests.damage import ask
+from tests.damage import ask, write
 from tests.fleets import Control, Fleet, run_job, until_watching
 from tests.proxy import Proxy
 from tests.system import user_models
@@ -222,7 +222,7 @@ def test_a_job_does_not_go_on_from_a_model_that_was_trained_on_another_base(
     assert (job.state, job.rounds_done) == ("failed", 0)
     assert f"version {version} was trained with other values" in job.reason
     assert completed(control, {**there, "start": "fresh"}).start_version == version + 1
-    ask(Path(fleet.server.settings["state_dir"]), "UPDATE models SET frozen_digest = ''")
+    write(Path(fleet.server.settings["state_dir"]), "UPDATE models SET frozen_digest = ''")
     for _ in range(2):
         assert completed(control, here).start_version > version + 1
     with pytest.raises(Failure, match="was trained with other values"):  # the last one says what it was trained on

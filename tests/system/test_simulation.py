@@ -4,10 +4,8 @@ import importlib.util
 import json
 import os
 import signal
-import sqlite3
 import subprocess
 import sys
-from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ from fedring.daemon.exits import Exit
 from fedring.server.state.store import SqlStore
 from fedring.simulation import simulate
 from tests.conftest import ROOT
+from tests.damage import write
 from tests.fleets import PATIENCE, Control, Fleet, until_watching
 from tests.waiting import until
 
@@ -63,9 +62,7 @@ def without_secret(folder: Path) -> None:
     folder.mkdir(parents=True)
     store = SqlStore(f"sqlite:///{folder / 'facts.sqlite'}")
     store.close()
-    with closing(sqlite3.connect(folder / "facts.sqlite")) as connection:
-        connection.execute("UPDATE meta SET value = '' WHERE name = 'secret'")
-        connection.commit()
+    write(folder, "UPDATE meta SET value = '' WHERE name = 'secret'")
 
 
 @pytest.fixture(scope="module")

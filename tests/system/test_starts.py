@@ -16,7 +16,7 @@ from fedring.train.seam import build_model
 from fedring.train.state import read_vectors
 from fedring.v1 import control_pb2
 from fedring.v1 import federation_pb2 as pb
-from tests.damage import ask
+from tests.damage import set_epoch
 from tests.fleets import Control, Fleet, run_job, until_watching
 from tests.system.wire import (
     SIZE,
@@ -112,7 +112,7 @@ def test_a_line_of_models_that_begins_after_a_restore_is_another_one_although_ro
         for epoch in (0, 7):
             if epoch:
                 fleet.server.kill()
-                ask(state, "INSERT INTO meta VALUES ('epoch', ?)", str(epoch))  # as `flctl restore` does
+                set_epoch(state, epoch)
                 fleet.start_server()
             with Control(fleet.control) as control, WireClient(fleet.listen) as client:
                 for start in ("newest", "fresh"):

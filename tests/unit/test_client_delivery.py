@@ -1,7 +1,5 @@
 """What a client does with an update that it finds in the spool: it sends it, asks about it, or keeps it."""
 
-import hashlib
-import struct
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -248,22 +246,6 @@ def test_a_join_reply_that_names_another_update_says_nothing_about_the_spooled_o
     assert link.connection.last_accepted == last
     assert Spool(spool.folder).pending() is None
     assert spool.residual(RUN, HASH, last) is None  # the residual of round 6 was sent along in round 7
-
-
-@pytest.mark.parametrize("known", [True, False])
-def test_an_update_of_protocol_1_in_the_spool_counts_as_accepted_if_the_server_names_it(
-    server: "ScriptedServer", link: ServerLink, spool: Spool, delivery: Delivery, known: bool
-) -> None:
-    header = pb.UpdateHeader(run_id=RUN, round=7, schema_hash=HASH, total_bytes=6).SerializeToString()
-    old = struct.pack("<2sBBI", b"SP", 1, 1, len(header)) + header + PAYLOAD
-    (spool.folder / "update").write_bytes(old)
-    name = hashlib.sha256(PAYLOAD).hexdigest()
-    if known:
-        join_again(server, link, pb.LastAccepted(round=7, name=name))
-    assert not delivery.settle(assignment(round=8))
-    assert len(server.upload_calls) == (0 if known else 1)
-    assert server.accepted.empty()
-    assert_gone(spool, NEW if known else OLD)
 
 
 def test_the_server_is_not_asked_about_an_update_of_another_run(

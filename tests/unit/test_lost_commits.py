@@ -16,7 +16,7 @@ from fedring.daemon.checks import Level
 from fedring.daemon.lock import StateLock
 from fedring.server.state.backup.contents import BackupError
 from fedring.server.state.backup.create import back_up
-from fedring.server.state.database import StoreError
+from fedring.server.state.failures import StoreError
 from fedring.server.state.identity import add_token_offline, open_state
 from fedring.server.state.log_check import check_log_at_rest
 from fedring.server.state.rows import TokenRow

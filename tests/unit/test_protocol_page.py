@@ -44,10 +44,11 @@ ELSEWHERE = {
     *("no_residual", "bad_schema", "bad_model", "bad_encoding"),  # when a model is created, loaded or exported
     *(
         "wrong_state",
+        "older_state",
         "newer_state",
+        "lost_commits",
         "no_backup",
         "missing_model",
-        "lost_commits",
         "unreadable",
     ),  # at the start, or only in the log
     *("bad_update", "not_allowed"),  # the default reasons of their classes, which no error has

@@ -12,9 +12,8 @@ from fedring.server.model.models import Models
 from fedring.server.parts import assemble
 from fedring.server.round.sessions import Sessions
 from fedring.server.state.blobs import FileBlobs
-from fedring.server.state.database import StoreError
 from fedring.server.state.facts import Facts
-from fedring.server.state.failures import FsyncFailed
+from fedring.server.state.failures import FsyncFailed, StoreError
 from fedring.server.state.rows import JobRow
 from fedring.server.state.store import SqlStore
 from fedring.train.job import Job

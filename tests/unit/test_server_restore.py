@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+from tests.damage import set_epoch
 from tests.unit.rows import a_job, a_model, a_round, an_update
 
 from fedring.codec.digest import name_of
@@ -73,12 +74,6 @@ def epoch_of(folder: Path) -> int:
 def meta(folder: Path) -> dict[str, str]:
     with closing(sqlite3.connect(folder / "facts.sqlite")) as connection:
         return dict(connection.execute("SELECT name, value FROM meta"))
-
-
-def set_epoch(folder: Path, epoch: str) -> None:
-    with closing(sqlite3.connect(folder / "facts.sqlite")) as connection:
-        connection.execute("INSERT OR REPLACE INTO meta (name, value) VALUES ('epoch', ?)", (epoch,))
-        connection.commit()
 
 
 def test_a_restored_state_is_that_of_the_backup_in_a_new_epoch(backup: Path, tmp_path: Path) -> None:

@@ -1,17 +1,16 @@
 """Rounds with a real store and real blobs: events that happen at the same time do no harm."""
 
 import asyncio
-import sqlite3
 import threading
 import time
 from collections.abc import AsyncIterator
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from tests.damage import set_epoch
 from tests.unit.host import ONES, SIZE, Host, running, spec
 
 from fedring.codec.digest import name_of
@@ -209,9 +208,7 @@ async def test_a_small_payload_with_many_values_is_not_checked_in_the_event_loop
 
 async def test_commands_and_their_updates_have_the_epoch_of_the_state(tmp_path: Path) -> None:
     SqlStore(f"sqlite:///{tmp_path / 'facts.sqlite'}").close()
-    with closing(sqlite3.connect(tmp_path / "facts.sqlite")) as connection:
-        connection.execute("INSERT INTO meta (name, value) VALUES ('epoch', '1700000000')")
-        connection.commit()
+    set_epoch(tmp_path, 1_700_000_000)
     async with running(tmp_path) as host:
         session = host.join("a")
         await host.jobs.start(spec(), "")

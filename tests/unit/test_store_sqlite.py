@@ -1,22 +1,31 @@
-"""The store in SQLite: its file, its migrations, and what a state of an earlier version becomes."""
+"""The store in SQLite: its file, its tables, and the digests of its rows."""
 
 import re
 import sqlite3
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import Connection, Engine, event, select, text
+from sqlalchemy import Engine, event, text
+from tests.damage import ask
 from tests.unit.rows import a_job, a_model, a_round, an_update
 
-from fedring.server.state.database import StoreError, open_database
-from fedring.server.state.failures import StorageError
-from fedring.server.state.interfaces import Acceptance
-from fedring.server.state.rows import EvaluationRow, JobRow, LastAccepted
+from fedring.server.state.database import SCHEMA, open_database
+from fedring.server.state.failures import StorageError, StoreError
+from fedring.server.state.identity import open_state
+from fedring.server.state.rows import (
+    ChargeRow,
+    EvaluationRow,
+    JobRow,
+    SecureMessageRow,
+    SecureRoundRow,
+    TokenRow,
+)
 from fedring.server.state.store import SqlStore
-from fedring.server.state.tables import meta
+from fedring.server.state.tables import METADATA, ROW_DIGEST
 
 
 def test_facts_and_the_run_id_outlive_the_process(tmp_path: Path) -> None:
@@ -69,60 +78,28 @@ def test_neither_accepting_nor_pruning_reads_whole_tables(tmp_path: Path) -> Non
     engine.dispose()
 
 
-def test_a_newer_state_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("schema", "reason", "words"),
+    [
+        (SCHEMA + 1, "newer_state", f"newer version: schema {SCHEMA + 1}, this program knows {SCHEMA}"),
+        (SCHEMA - 1, "older_state", f"written by fedring 0.1.0 or before \\(schema {SCHEMA - 1}\\)"),
+        (1, "older_state", "go on with fedring 0.1.0"),
+    ],
+)
+def test_the_tables_of_another_version_are_refused(schema: int, reason: str, words: str, tmp_path: Path) -> None:
     file = tmp_path / "facts.sqlite"
-    SqlStore(f"sqlite:///{file}").close()
-    connection = sqlite3.connect(file)
-    connection.execute("PRAGMA user_version = 14")
-    connection.close()
-    with pytest.raises(StoreError, match="newer version: schema 14, this program knows 13") as caught:
+    with closing(sqlite3.connect(file)) as connection:
+        connection.execute("CREATE TABLE jobs (job_id INTEGER)")
+        connection.execute(f"PRAGMA user_version = {schema}")
+    before = file.read_bytes()
+    with pytest.raises(StoreError, match=words) as caught:
+        open_state(tmp_path)
+    assert caught.value.reason == reason
+    assert file.read_bytes() == before
+    with pytest.raises(StoreError, match=words):
         SqlStore(f"sqlite:///{file}")
-    assert caught.value.reason == "newer_state"
-
-
-def test_an_older_state_is_migrated_after_a_backup(tmp_path: Path) -> None:
-    url = f"sqlite:///{tmp_path / 'facts.sqlite'}"
-    open_database(url, ()).dispose()
-
-    def rename(connection: Connection) -> None:
-        connection.execute(meta.update().values(value="migrated"))
-
-    for _ in range(2):
-        engine = open_database(url, (rename,))
-        with engine.begin() as connection:
-            assert connection.execute(select(meta.c.value)).scalar() == "migrated"
-            assert connection.execute(text("PRAGMA user_version")).scalar() == 2
-        engine.dispose()
-    copy = open_database(f"sqlite:///{tmp_path / 'facts.sqlite.v1.bak'}", ())
-    with copy.begin() as connection:
-        assert connection.execute(select(meta.c.value)).scalar() != "migrated"
-    copy.dispose()
-
-
-def test_a_state_of_schema_version_1_gets_a_table_of_tokens(tmp_path: Path) -> None:
-    url = f"sqlite:///{tmp_path / 'facts.sqlite'}"
-    engine = open_database(url, ())
-    with engine.begin() as connection:
-        connection.execute(text("DROP TABLE tokens"))  # schema version 1 did not have it
-    engine.dispose()
-    store = SqlStore(url)
-    assert store.tokens() == []
-    store.close()
-
-
-def test_a_failed_migration_changes_nothing(tmp_path: Path) -> None:
-    url = f"sqlite:///{tmp_path / 'facts.sqlite'}"
-    open_database(url, ()).dispose()
-
-    def fail(connection: Connection) -> None:
-        connection.execute(meta.update().values(value="half"))
-        raise RuntimeError("interrupted")
-
-    with pytest.raises(RuntimeError):
-        open_database(url, (fail,))
-    store = SqlStore(url)
-    assert store.run_id != "half"
-    store.close()
+    with closing(sqlite3.connect(file)) as connection:
+        assert connection.execute("SELECT name FROM sqlite_master").fetchall() == [("jobs",)]
 
 
 def test_a_file_that_is_not_a_database_is_reported_as_corrupt(tmp_path: Path) -> None:
@@ -145,197 +122,99 @@ def test_a_backup_is_a_complete_store(tmp_path: Path) -> None:
     store.close()
 
 
-OLD = """
-CREATE TABLE meta (name TEXT NOT NULL, value TEXT NOT NULL, PRIMARY KEY (name)) STRICT;
-CREATE TABLE jobs (
-    job_id INTEGER NOT NULL PRIMARY KEY AUTOINCREMENT, name TEXT NOT NULL, spec TEXT NOT NULL, rounds INTEGER NOT NULL,
-    created_at REAL NOT NULL, state TEXT NOT NULL, reason TEXT NOT NULL, rounds_done INTEGER NOT NULL,
-    idempotency_key TEXT, UNIQUE (idempotency_key)) STRICT;
-CREATE TABLE models (
-    version INTEGER NOT NULL, round INTEGER NOT NULL, digest TEXT NOT NULL, blob TEXT NOT NULL,
-    schema_hash TEXT NOT NULL, parameters INTEGER NOT NULL, bytes INTEGER NOT NULL, created_at REAL NOT NULL,
-    base_version INTEGER NOT NULL, delta_blob TEXT NOT NULL, delta_packets TEXT NOT NULL, residual_blob TEXT NOT NULL,
-    optimizer_blob TEXT NOT NULL, PRIMARY KEY (version)) STRICT;
-CREATE TABLE evaluations (
-    version INTEGER NOT NULL, client_id TEXT NOT NULL, round INTEGER NOT NULL, correct INTEGER NOT NULL,
-    total INTEGER NOT NULL, loss_sum REAL NOT NULL, PRIMARY KEY (version, client_id)) STRICT;
-CREATE TABLE events (
-    id INTEGER NOT NULL, at REAL NOT NULL, kind TEXT NOT NULL, text TEXT NOT NULL, job_id INTEGER NOT NULL,
-    round INTEGER NOT NULL, client_id TEXT NOT NULL, PRIMARY KEY (id)) STRICT;
-CREATE TABLE rounds (
-    round INTEGER NOT NULL PRIMARY KEY AUTOINCREMENT, job_id INTEGER NOT NULL, job_round INTEGER NOT NULL,
-    phase TEXT NOT NULL, started_at REAL NOT NULL, base_version INTEGER NOT NULL, model_version INTEGER NOT NULL,
-    reason TEXT NOT NULL, selected TEXT NOT NULL, ended_at REAL, stats TEXT NOT NULL{seconds_left},
-    FOREIGN KEY(job_id) REFERENCES jobs (job_id)) STRICT;
-CREATE INDEX rounds_by_job ON rounds (job_id);
-CREATE TABLE updates (
-    round INTEGER NOT NULL, client_id TEXT NOT NULL, digest TEXT NOT NULL, packets TEXT NOT NULL,
-    num_samples INTEGER NOT NULL, total_bytes INTEGER NOT NULL, train_seconds REAL NOT NULL, norm REAL NOT NULL,
-    accepted_at REAL NOT NULL, metrics TEXT NOT NULL, blob TEXT NOT NULL, payload BLOB NOT NULL,
-    PRIMARY KEY (round, client_id), FOREIGN KEY(round) REFERENCES rounds (round)) STRICT;
-INSERT INTO meta VALUES ('run_id', 'the run'), ('state_id', 'the state');
-INSERT INTO jobs VALUES (1, 'digits', '{{"lr": 0.5}}', 3, 1.5, 'running', '', 1, NULL);
-INSERT INTO rounds (
-    round, job_id, job_round, phase, started_at, base_version, model_version, reason, selected, ended_at, stats)
-    VALUES (1, 1, 1, 'published', 2.5, 1, 2, '', '["ann","bob"]', 9.0, '{{}}'),
-    (2, 1, 2, 'training', 3.5, 2, 0, '', '["ann","bob"]', NULL, '{{}}');
-INSERT INTO updates VALUES (1, 'ann', '{ann}', '[]', 5, 9, 0.5, 2.5, 3.5, '{{}}', '{ann}', x''),
-    (1, 'bob', '{bob}', '[]', 5, 9, 0.5, 2.5, 3.5, '{{}}', '', x'01'),
-    (2, 'ann', '{again}', '[]', 5, 9, 0.5, 2.5, 3.5, '{{}}', '', x'02');
-INSERT INTO models VALUES (1, 0, '{first}', '{first}', 'cd', 10, 99, 4.5, 0, '', '[]', '', ''),
-    (2, 1, '{second}', '{second}', 'cd', 10, 99, 4.5, 1, '{ann}', '[]', '', ''),
-    (7, 1, '{third}', '{third}', 'cd', 10, 99, 4.5, 6, '{ann}', '[]', '', '');
-"""
-TOKENS = """
-CREATE TABLE tokens (
-    token_id TEXT NOT NULL, digest TEXT NOT NULL, role TEXT NOT NULL, name TEXT NOT NULL, created_at REAL NOT NULL,
-    expires_at REAL, revoked_at REAL, PRIMARY KEY (token_id)) STRICT;
-"""
-CLIENTS = """
-CREATE TABLE clients (client_id TEXT NOT NULL, pruned_updates INTEGER NOT NULL, PRIMARY KEY (client_id)) STRICT;
-INSERT INTO clients VALUES ('bob', 3), ('eve', 2);
-"""
-DIGESTS = {name: letters * 32 for name, letters in zip(("ann", "bob", "again"), ("a1", "b0", "a2"), strict=True)}
-DIGESTS |= {name: letters * 32 for name, letters in zip(("first", "second", "third"), ("01", "02", "07"), strict=True)}
+UNCOVERED = {("rounds", "seconds_left"), ("updates", "payload")}
 
 
-def database_of(version: int, file: Path) -> None:
-    """Write the database of a program of that schema version."""
-    script = OLD.format(seconds_left=", seconds_left REAL" if version > 3 else "", **DIGESTS)
-    with closing(sqlite3.connect(file)) as connection:
-        connection.executescript(script + (TOKENS if version > 1 else "") + (CLIENTS if version > 2 else ""))
-        connection.execute(f"PRAGMA user_version = {version}")
-
-
-@pytest.mark.parametrize("version", [1, 2, 3, 4])
-def test_a_state_of_protocol_1_keeps_the_names_of_its_updates_and_models(tmp_path: Path, version: int) -> None:
-    database_of(version, tmp_path / "facts.sqlite")
-    secrets = set[str]()
-    for _ in range(2):
-        store = SqlStore(f"sqlite:///{tmp_path / 'facts.sqlite'}")
-        assert (store.run_id, store.epoch) == ("the run", 0)
-        rows = [*store.updates_of(1), *store.updates_of(2)]
-        assert [(row.client_id, row.name, row.epoch) for row in rows] == [
-            ("ann", DIGESTS["ann"], 0),
-            ("bob", DIGESTS["bob"], 0),
-            ("ann", DIGESTS["again"], 0),
-        ]
-        assert [row.digest for row in rows] == [row.name for row in rows]
-        assert store.accepted_name(1, "ann") == DIGESTS["ann"]
-        assert store.last_accepted() == {
-            "ann": LastAccepted(0, 2, DIGESTS["again"]),
-            "bob": LastAccepted(0, 1, DIGESTS["bob"]),
-        }
-        assert store.update_counts() == {"ann": 2, "bob": 4, "eve": 2} if version > 2 else {"ann": 2, "bob": 1}
-        bases = {model.version: (model.digest, model.base_digest) for model in store.models()}
-        assert bases == {
-            1: (DIGESTS["first"], ""),
-            2: (DIGESTS["second"], DIGESTS["first"]),
-            7: (DIGESTS["third"], ""),  # its base is not kept any more
-        }
-        assert (store.rounds()[0].seconds_left, store.tokens()) == (None, [])
-        assert [row.settings for row in store.rounds()] == [{}, {}]
-        secrets.add(store.secret)
-        store.close()
-    assert [len(secret) for secret in secrets] == [32]
-    with closing(sqlite3.connect(tmp_path / f"facts.sqlite.v{version}.bak")) as copy:
-        assert copy.execute("PRAGMA user_version").fetchone() == (version,)
-
-
-def test_a_state_of_protocol_1_can_be_continued(tmp_path: Path) -> None:
-    database_of(4, tmp_path / "facts.sqlite")
-    store = SqlStore(f"sqlite:///{tmp_path / 'facts.sqlite'}")
-    rows = [an_update(2, "ann"), an_update(2, "bob")]
-    assert store.accept_updates(rows) == [Acceptance.OTHER, Acceptance.NEW]
-    (opened,) = [row for row in store.rounds() if row.ended_at is None]
-    store.publish(replace(a_model(8, number=2), base_version=2), replace(opened, phase="published", ended_at=9.5))
-    store.prune(keep_models=1, keep_update_rounds=0, keep_rounds=99)
-    assert store.last_accepted() == {
-        "ann": LastAccepted(0, 2, DIGESTS["again"]),
-        "bob": LastAccepted(0, 2, rows[1].name),
-    }
-    assert store.update_counts() == {"ann": 2, "bob": 5, "eve": 2}
-    store.close()
-
-
-def test_evaluations_of_older_states_have_an_accuracy_over_all_samples(tmp_path: Path) -> None:
-    database_of(4, tmp_path / "facts.sqlite")
-    with closing(sqlite3.connect(tmp_path / "facts.sqlite")) as connection:
-        connection.execute("INSERT INTO evaluations VALUES (2, 'ann', 1, 3, 4, 2.0), (2, 'bob', 1, 1, 4, 6.0)")
-        connection.commit()
-    store = SqlStore(f"sqlite:///{tmp_path / 'facts.sqlite'}")
-    summed = store.evaluation_sum(2)
-    assert summed is not None
-    assert (summed.accuracy, summed.loss, summed.metrics) == (0.5, 1.0, {})
-    store.add_evaluation(EvaluationRow(1, 2, "ann", 0, 4, 2.0, classified=0, metrics={"f1": 0.5}))
-    store.add_evaluation(EvaluationRow(1, 2, "bob", 0, 12, 6.0, classified=0, metrics={"f1": 0.9}))
-    summed = store.evaluation_sum(2)
-    assert summed is not None
-    assert (summed.accuracy, summed.loss) == (None, 0.5)
-    assert summed.metrics == {"f1": pytest.approx(0.8)}
-    store.close()
-
-
-def test_a_state_from_before_jobs_said_what_they_start_from_learns_whose_its_models_are(tmp_path: Path) -> None:
-    file = tmp_path / "facts.sqlite"
-    store = SqlStore(f"sqlite:///{file}")
-    job = a_job(store)
-    opened = a_round(store, job)
+def filled(folder: Path) -> None:
+    """Make a database with a row, or more, in each table that has digests."""
+    store = SqlStore(f"sqlite:///{folder / 'facts.sqlite'}")
+    job = a_job(store, key="once")
+    done, opened = a_round(store, job), a_round(store, job)
     store.publish(a_model(1))
-    store.publish(a_model(2, number=opened.round), replace(opened, phase="published", ended_at=9.0))
-    for client, correct in (("ann", 3), ("bob", 6)):
-        store.add_evaluation(EvaluationRow(opened.round, 2, client, correct, 10, 5.0))
-    store.add_evaluation(EvaluationRow(opened.round, 2, "", 10, 10, 0.0))  # the server's own
+    store.accept_updates([an_update(done.round, "ann"), replace(an_update(done.round, "bob"), payload=b"bytes")])
+    ended = replace(done, phase="published", model_version=2, ended_at=9.0, selected=("ann",), stats={"a": [1, 2.5]})
+    store.publish(a_model(2, number=done.round), ended, ChargeRow(done.round, job.job_id, 1.5, 0.25, 8.0))
+    store.add_evaluation(EvaluationRow(done.round, 2, "ann", 3, 4, 2.0, 4, {"f1": 0.5}))
+    store.add_token(TokenRow("t", "ab", "operator", "ann", 1.0))
+    store.prune(keep_models=2, keep_update_rounds=0, keep_rounds=9)
+    store.accept_updates([an_update(opened.round, "ann")])
+    store.save_secure_round(SecureRoundRow(opened.round, 2, [{"members": ["ann"]}]), "start")
+    store.add_secure_message(SecureMessageRow(opened.round, "ann", "keys", b"1"))
     store.close()
-    with closing(sqlite3.connect(file)) as connection:
-        for table, columns in (
-            ("jobs", ("start_version", "residual_after", "residual_epoch")),
-            ("models", ("job_id", "metrics", "frozen_digest")),
-        ):
-            for column in columns:
-                connection.execute(f"ALTER TABLE {table} DROP COLUMN {column}")
-        connection.execute("PRAGMA user_version = 5")
-    for _ in range(2):
-        store = SqlStore(f"sqlite:///{file}")
-        found = [(row.version, row.job_id, row.metrics) for row in store.models()]
-        assert found == [(2, job.job_id, {"eval/accuracy": 0.45, "eval/loss": 0.5}), (1, 0, {})]
-        row = store.job(job.job_id)
-        assert row is not None
-        assert (row.start_version, row.residual_after, row.residual_epoch) == (0, 0, 0)
-        store.close()
-    assert (tmp_path / "facts.sqlite.v5.bak").exists()
 
 
-def test_the_models_of_older_states_get_the_metrics_of_their_rounds(tmp_path: Path) -> None:
+def changed(value: object) -> object:
+    """Return a value that differs little, as after a flipped bit; of JSON, one that is JSON, too."""
+    match value:
+        case None:
+            return 1
+        case str() if value[:1] in ("[", "{") and len(value) > 2:
+            return value.replace("1", "3") if "1" in value else value.replace("0", "2", 1).replace("a", "b", 1)
+        case str():
+            return value[:-1] + chr(ord(value[-1]) ^ 1) if value and value[:1] not in ("[", "{") else None
+        case bytes():
+            return bytes([value[0] ^ 1, *value[1:]]) if value else b"1"
+        case int() | float():
+            return value + 1
+    raise TypeError(value)
+
+
+def columns_with_digest() -> list[tuple[str, str]]:
+    tables = [table for table in METADATA.sorted_tables if ROW_DIGEST in table.c]
+    return [(table.name, column.name) for table in tables for column in table.c]
+
+
+@pytest.fixture(scope="module")
+def full(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("full")
+    filled(folder)
+    SqlStore(f"sqlite:///{folder / 'facts.sqlite'}").close()
+    return folder
+
+
+@pytest.mark.parametrize(("table", "column"), columns_with_digest())
+def test_a_value_that_is_not_what_was_written_is_noticed_at_the_start(
+    table: str, column: str, full: Path, tmp_path: Path
+) -> None:
     file = tmp_path / "facts.sqlite"
-    store = SqlStore(f"sqlite:///{file}")
-    job = store.create_job(JobRow(0, "digits", {"best_by": "max eval/f1"}, 9, 1.5))
-    metrics = [{"eval/f1": 0.9, "eval/accuracy": 0.5}, {"eval/f1": 0.1, "eval/accuracy": 0.7}]
-    for version, known in enumerate(metrics, start=1):
-        opened = a_round(store, job)
-        ended = replace(opened, phase="published", ended_at=9.0, stats={"metrics": known})
-        store.publish(replace(a_model(version, number=opened.round), job_id=job.job_id), ended)
-        store.add_evaluation(EvaluationRow(opened.round, version, "ann", 5, 10, 5.0))
-    store.publish(replace(a_model(3, number=99), job_id=job.job_id))  # its round is not kept, nor is an evaluation
-    store.close()
-    with closing(sqlite3.connect(file)) as connection:
-        connection.execute("ALTER TABLE models DROP COLUMN metrics")
-        for column, value in (("accuracy", 0.25), ("loss", 3.0)):
-            connection.execute(f"ALTER TABLE models ADD COLUMN {column} REAL")
-            connection.execute(f"UPDATE models SET {column} = ?", (value,))
-        connection.execute("PRAGMA user_version = 7")
+    file.write_bytes((full / "facts.sqlite").read_bytes())
+    ((value, row),) = ask(tmp_path, f"SELECT {column}, max(rowid) FROM {table}")
+    with closing(sqlite3.connect(file)) as connection:  # without foreign keys
+        new = changed(value)
+        connection.execute(f"UPDATE {table} SET {column} = ? WHERE rowid = ?", ("x" if new is None else new, row))
         connection.commit()
-    for _ in range(2):
-        store = SqlStore(f"sqlite:///{file}")
-        assert {row.version: row.metrics for row in store.models()} == {
-            1: {**metrics[0], "eval/loss": 3.0},
-            2: {**metrics[1], "eval/loss": 3.0},
-            3: {"server/accuracy": 0.25, "server/loss": 3.0},
-        }
-        assert store.best_versions() == {1}
-        store.close()
-    assert (tmp_path / "facts.sqlite.v7.bak").exists()
-    with closing(sqlite3.connect(file)) as old, closing(sqlite3.connect(tmp_path / "new.sqlite")) as new:
-        SqlStore(f"sqlite:///{tmp_path / 'new.sqlite'}").close()
-        columns = [{row[1:4] for row in each.execute("PRAGMA table_info(models)")} for each in (old, new)]
-    assert columns[0] == columns[1]
+    if (table, column) in UNCOVERED:
+        SqlStore(f"sqlite:///{file}").close()
+        return
+    with pytest.raises(StoreError, match=rf"the table {table} of facts\.sqlite .*: restore a backup") as caught:
+        SqlStore(f"sqlite:///{file}")
+    assert caught.value.reason == "corrupt"
+
+
+def test_a_damaged_row_is_named_refused_when_it_is_read_and_never_given_a_new_digest(tmp_path: Path) -> None:
+    filled(tmp_path)
+    store = SqlStore(f"sqlite:///{tmp_path / 'facts.sqlite'}")
+    ask(tmp_path, "UPDATE jobs SET rounds = rounds + 1")
+    ask(tmp_path, "UPDATE updates SET num_samples = 63 WHERE client_id = 'ann'")
+    with pytest.raises(StoreError, match=r"the row of round 2, client_id 'ann' in the table updates of facts\.sqlite"):
+        store.updates_of(2)
+    with pytest.raises(StoreError, match="corrupt"):  # not "already accepted", of which nothing is certain
+        store.accept_updates([an_update(2, "ann")])
+    for attempt in (partial(store.set_job_state, 1, "failed"), partial(store.job, 1)):
+        with pytest.raises(StoreError, match="the row of job_id 1 in the table jobs"):
+            attempt()
+    store.close()
+
+
+def test_numbers_keep_their_digests_whatever_the_database_makes_of_them(tmp_path: Path) -> None:
+    store = SqlStore(f"sqlite:///{tmp_path / 'facts.sqlite'}")
+    spec: dict[Any, Any] = {"a": -0.0, "b": 1, 2: "\ud800"}
+    job = store.create_job(JobRow(0, "digits", spec, True, 2))
+    number = a_round(store, job).round
+    rows = [replace(an_update(number, name), norm=norm, train_seconds=3) for name, norm in (("a", -0.0), ("b", 1e300))]
+    store.accept_updates(rows)
+    store.close()
+    store = SqlStore(f"sqlite:///{tmp_path / 'facts.sqlite'}")
+    assert store.updates_of(number) == rows
+    assert store.job(1) == replace(job, spec={"a": -0.0, "b": 1, "2": "\ud800"})
+    store.close()

@@ -23,13 +23,11 @@ written anew later, the file system would write it to the disk at once, which ta
 """
 
 import contextlib
-import hashlib
 import logging
 import os
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from io import BufferedReader
 from pathlib import Path
 
 import numpy as np
@@ -188,11 +186,10 @@ class Spool:
                     return None
                 magic, version, flags, length = _PREFIX.unpack(prefix)
                 leaves, *has = (bool(flags & bit) for bit in _FLAGS)
-                if magic != _MAGIC or version not in (1, _VERSION, _APART):
+                if magic != _MAGIC or version not in (_VERSION, _APART):
                     raise struct.error
-                head = file.read(length)
-                offer = pb.UpdateOffer.FromString(head) if version != 1 else _offer_of_version_1(head, file)
-                if version != 1 and not _name_matches(offer):  # The server could not be asked about it.
+                offer = pb.UpdateOffer.FromString(file.read(length))
+                if not _name_matches(offer):  # The server could not be asked about it.
                     raise struct.error
                 header = pb.UpdateHeader.FromString(offer.header)
                 if version == _APART and self._payload_file.stat().st_size == header.total_bytes:
@@ -390,12 +387,6 @@ class Spool:
 def _may_be_sent(residual: Residual) -> bool:
     """Return whether an update can be sent with this; NaN makes both comparisons false."""
     return bool(residual.max(initial=0) <= _LARGEST and residual.min(initial=0) >= -_LARGEST)
-
-
-def _offer_of_version_1(header: bytes, payload: BufferedReader) -> pb.UpdateOffer:
-    """Return an offer for an update of protocol 1. Servers may know it by its SHA-256, but accept it no more."""
-    name = hashlib.file_digest(payload, "sha256").hexdigest()
-    return pb.UpdateOffer(header=header, payload_digest=name, name=name)
 
 
 def _name_matches(offer: pb.UpdateOffer) -> bool:

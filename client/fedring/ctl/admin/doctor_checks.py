@@ -145,13 +145,13 @@ def check_state_dir(path: Path) -> Iterator[Check]:
 
 
 def check_database(state_dir: Path) -> Iterator[Check]:
-    """Check that the database of a server that does not run has lost no commits, if there is one."""
+    """Check that the database of a server is this version's and has lost no commits, if there is one."""
     from fedring.server.state.failures import StorageError
-    from fedring.server.state.log_check import check_log_at_rest  # imports the database
+    from fedring.server.state.log_check import check_at_rest  # imports the database
 
     if state_dir.is_dir():
         try:
-            check_log_at_rest(state_dir)
+            check_at_rest(state_dir)
         except (OSError, StorageError) as error:
             yield Check("database", Level.FAIL, str(error), "restore a backup, or see docs/deployment.md")
 

@@ -36,6 +36,13 @@ class FsyncFailed(Exception):
     """
 
 
+class StoreError(StorageError):
+    """The database cannot be used, or does not allow a change.
+
+    Its reasons are "older_state", "newer_state", "corrupt", "lost_commits", "no_backup" and "database".
+    """
+
+
 class DamagedBlob(StorageError, FedringError):
     """The bytes of a blob, or of an update in a row, do not have the digest that they are named by.
 

@@ -6,9 +6,7 @@ exchanged would name none of the blobs, and all of them would be swept.
 
 import logging
 import re
-import sqlite3
 import uuid
-from contextlib import closing
 from pathlib import Path
 
 from fedring.codec.digest import is_name
@@ -16,10 +14,10 @@ from fedring.daemon.config import ConfigError
 from fedring.daemon.durable import write_durably
 from fedring.server.state.backup.exchange import refuse_pending
 from fedring.server.state.blobs import FileBlobs
-from fedring.server.state.database import LOG_BYTES, StoreError, meaning_of
-from fedring.server.state.failures import StorageError
+from fedring.server.state.database import LOG_BYTES
+from fedring.server.state.failures import StorageError, StoreError
 from fedring.server.state.files import BLOBS, FACTS, STATE_ID, database_url
-from fedring.server.state.log_check import check_log, check_log_at_rest, keep_log
+from fedring.server.state.log_check import check_at_rest, check_log, keep_log, peek
 from fedring.server.state.rows import TokenRow
 from fedring.server.state.store import SqlStore
 
@@ -37,23 +35,28 @@ def open_state(
 
     Args:
         folder: the state folder, which the caller has locked (StateLock).
-        adopt: give an id to a state that has none: a new one, or one of an older version.
+        adopt: give an id to a state that has none, because it is new.
         accept_older: go on with what a damaged log leaves of the database, in a new epoch.
         log_bytes: how long the database's log may become.
 
     Raises:
-        StorageError: "wrong_state" if one of the two is missing or belongs to another state, "lost_commits" if the
-            database's log is damaged; nothing was changed then. Another reason if the database or the disk cannot be
-            used.
+        StorageError: "wrong_state" if one of the two is missing or belongs to another state, "older_state" or
+            "newer_state" if another version has written it, "lost_commits" if the database's log is damaged; nothing
+            was changed then. Another reason if the database or the disk cannot be used.
         ConfigError: if a restore into the folder was interrupted.
     """
     refuse_pending(folder)
-    is_older = _has_lost_commits(folder, accept=accept_older)  # before SQLite, which would end the log in silence
+    lost = _lost_commits(folder)  # before SQLite, which would end the log in silence
+    if lost and not accept_older:
+        raise lost
     blobs = folder / BLOBS
-    version, stored = _peek(folder / FACTS)
+    version, stored = peek(folder / FACTS)
+    if lost:
+        log.warning("goes on all the same: %s", lost)
+        keep_log(folder)
     beside, draft = read_id(blobs / STATE_ID), _read_draft(blobs / _DRAFT)
-    if not version and (beside or holds_blobs(blobs)):
-        raise StorageError("wrong_state", f"{FACTS} is missing or empty, but {BLOBS}/ holds a state. {_ADVICE}")
+    if (not version and beside) or (not stored and holds_blobs(blobs)):
+        raise StorageError("wrong_state", f"{FACTS} is missing, empty or new, but {BLOBS}/ holds a state. {_ADVICE}")
     if stored != beside and not (stored == draft and not beside):
         what = f"{FACTS} and {BLOBS}/ belong to different states"
         if not beside:
@@ -61,16 +64,12 @@ def open_state(
         raise StorageError("wrong_state", f"{what}. {_ADVICE}")
     files = FileBlobs(folder)
     store = SqlStore(database_url(folder), log_bytes=log_bytes)
-    if is_older:
+    if lost:
         store.begin_epoch()  # a start that is killed before this finds the damage again
     if adopt and not beside:
         # The draft comes first, which means nothing by itself, then the database. A start that is killed in between
         # is simply repeated.
         if not stored:
-            # If the database names none of the blobs, it is a new one, and the old one was lost.
-            if version and holds_blobs(blobs) and not store.named_blobs():
-                store.close()
-                raise StorageError("wrong_state", f"{FACTS} names none of the files in {BLOBS}/. {_ADVICE}")
             draft = uuid.uuid4().hex
             write_durably(blobs / _DRAFT, f"{draft}\n".encode())
             files.sync()
@@ -86,12 +85,12 @@ def add_token_offline(folder: Path, row: TokenRow) -> None:
 
     Raises:
         ConfigError: if there is no such folder, or a restore into it was interrupted.
-        StorageError: if the database cannot be used, or its log is damaged.
+        StorageError: if the database cannot be used, is another version's, or its log is damaged.
     """
     if not folder.is_dir():
         raise ConfigError(f"there is no folder {folder}: give the server's state_dir")
     refuse_pending(folder)
-    check_log_at_rest(folder)
+    check_at_rest(folder)
     store = SqlStore(database_url(folder))
     try:
         store.add_token(row)
@@ -116,16 +115,12 @@ def read_id(path: Path) -> str:
     return text
 
 
-def _has_lost_commits(folder: Path, *, accept: bool) -> bool:
+def _lost_commits(folder: Path) -> StoreError | None:
     try:
         check_log(folder / FACTS)
     except StoreError as error:
-        if not accept:
-            raise
-        log.warning("goes on all the same: %s", error)
-        keep_log(folder)
-        return True
-    return False
+        return error
+    return None
 
 
 def _read_draft(path: Path) -> str:
@@ -137,16 +132,3 @@ def _read_draft(path: Path) -> str:
 def holds_blobs(blobs: Path) -> bool:
     """Return whether there is a blob in the folder, which need not exist."""
     return blobs.is_dir() and any(is_name(path.name) for path in blobs.iterdir())
-
-
-def _peek(facts: Path) -> tuple[int, str]:
-    """Return the database's schema version, 0 if there is no database, and its state id, empty if it has none."""
-    if not facts.exists():
-        return 0, ""
-    try:
-        with closing(sqlite3.connect(f"{facts.absolute().as_uri()}?mode=ro", uri=True)) as connection:
-            version = int(connection.execute("PRAGMA user_version").fetchone()[0])
-            row = connection.execute("SELECT value FROM meta WHERE name = 'state_id'").fetchone() if version else None
-    except (sqlite3.Error, UnicodeDecodeError) as error:  # the second is raised for damaged error messages
-        raise meaning_of(error) from error
-    return version, str(row[0]) if row else ""

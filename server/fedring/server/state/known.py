@@ -7,9 +7,10 @@ forgotten.
 
 from collections import Counter
 
-from sqlalchemy import ColumnElement, Connection, Select, delete, func, insert, select
+from sqlalchemy import ColumnElement, Connection, Select, delete, func, select
 
-from fedring.server.state.rows import LastAccepted
+from fedring.server.state import sealed
+from fedring.server.state.rows import ClientRow, LastAccepted
 from fedring.server.state.tables import clients, evaluations, rounds, updates
 
 _KEPT = select(updates.c.client_id, func.count()).group_by(updates.c.client_id)
@@ -60,17 +61,12 @@ def remember(connection: Connection, old: ColumnElement[bool]) -> None:
         _PRUNED_LAST.where(clients.c.client_id.in_(pruned)).add_columns(clients.c.client_id),
     )
     rows = [
-        {
-            "client_id": client,
-            "pruned_updates": counts[client] + count,
-            "last_epoch": newest[client].epoch,
-            "last_round": newest[client].round,
-            "last_name": newest[client].name,
-        }
+        ClientRow(client, counts[client] + count, last.epoch, last.round, last.name)
         for client, count in pruned.items()
+        for last in [newest[client]]
     ]
     connection.execute(delete(clients).where(clients.c.client_id.in_(pruned)))
-    connection.execute(insert(clients), rows)
+    sealed.add(connection, *rows)
 
 
 def _newest(connection: Connection, *queries: Select[int, int, str, str]) -> dict[str, LastAccepted]:

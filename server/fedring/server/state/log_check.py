@@ -1,4 +1,4 @@
-"""The check of the database's log, which comes before SQLite opens it, and what is said of a damaged one."""
+"""The checks of a database before it is opened: of its version, and of its log."""
 
 import fcntl
 import os
@@ -9,7 +9,8 @@ from contextlib import closing
 from pathlib import Path
 
 from fedring.server.state.blobs import storage_error
-from fedring.server.state.database import StoreError
+from fedring.server.state.database import check_schema, meaning_of
+from fedring.server.state.failures import StoreError
 from fedring.server.state.files import FACTS, UNNAMED
 from fedring.server.state.wal import scan
 
@@ -40,6 +41,33 @@ def check_log_at_rest(folder: Path) -> None:
         if _is_used(folder):  # it writes the log while this reads it
             return
         check_log(folder / FACTS)  # it may have ended only now
+
+
+def check_at_rest(folder: Path) -> None:
+    """Return if this program reads the database in a state folder, and its log is sound, or a server uses it.
+
+    Raises:
+        StorageError: if not. Nothing was changed.
+    """
+    check_log_at_rest(folder)
+    peek(folder / FACTS)
+
+
+def peek(facts: Path) -> tuple[int, str]:
+    """Return the database's schema version, 0 if there is no database, and its state id, empty if it has none."""
+    if not facts.exists():
+        return 0, ""
+    # Without a log, nobody writes to the database. SQLite would make an empty log even to read it.
+    alone = "" if log_of(facts).exists() else "&immutable=1"
+    try:
+        with closing(sqlite3.connect(f"{facts.absolute().as_uri()}?mode=ro{alone}", uri=True)) as connection:
+            version = int(connection.execute("PRAGMA user_version").fetchone()[0])
+            if version:
+                check_schema(version)
+            row = connection.execute("SELECT value FROM meta WHERE name = 'state_id'").fetchone() if version else None
+    except (sqlite3.Error, UnicodeDecodeError) as error:  # the second is raised for damaged error messages
+        raise meaning_of(error) from error
+    return version, str(row[0]) if row else ""
 
 
 def older(folder: Path, what: str) -> StoreError:

@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 
-from sqlalchemy import Connection, delete, or_, select, update
+from sqlalchemy import Connection, delete, or_, select
 
-from fedring.server.state import known
+from fedring.server.state import known, sealed
 from fedring.server.state.ratings import versions_to_keep
-from fedring.server.state.rows import ModelRow
+from fedring.server.state.rows import JobRow, ModelRow
 from fedring.server.state.tables import evaluations, jobs, models, rounds, updates
 from fedring.train.start import version_of
 
@@ -44,12 +44,11 @@ def remove_models(
     """
     bases = connection.execute(select(rounds.c.base_version).where(rounds.c.ended_at.is_(None))).scalars()
     waiting = jobs.c.state.in_(("queued", "running")) & (jobs.c.rounds_done == 0)
-    starts = connection.execute(select(jobs.c.start_version, jobs.c.spec).where(waiting)).all()
-    wanted = {version or version_of(str(spec.get("start", ""))) for version, spec in starts}
+    starts = sealed.rows_of(connection, select(jobs).where(waiting), JobRow)
+    wanted = {job.start_version or version_of(str(job.spec.get("start", ""))) for job in starts}
     kept, complete = versions_to_keep(rows, rules, newest=newest, jobs=jobs_kept, bases=wanted.union(bases))
     removed = connection.execute(delete(models).where(models.c.version.not_in(kept))).rowcount
     connection.execute(delete(evaluations).where(evaluations.c.version.not_in(kept)))
     stale = models.c.version.not_in(complete) & or_(*(column != "" for column in STATES))
-    none = {**{column.name: "" for column in STATES}, "control_digest": ""}
-    connection.execute(update(models).where(stale).values(none))
+    sealed.change(connection, ModelRow, stale, control_digest="", **{column.name: "" for column in STATES})
     return removed

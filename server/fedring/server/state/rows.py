@@ -1,10 +1,12 @@
 """The facts that fl-server keeps, as values.
 
-Digests are names (`fedring.codec.digest`). Times are wall-clock seconds since 1970, for people.
+Each row here is also the definition of a table: `fedring.server.state.tables` makes a column of each field. Digests are
+names (`fedring.codec.digest`). Times are wall-clock seconds since 1970, for people.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Literal
 
 from fedring.privacy.charges import Charge, charge_of
@@ -12,8 +14,19 @@ from fedring.privacy.charges import Charge, charge_of
 Vector = Literal["parameters", "buffers"]
 Kind = Literal["weights", "delta"]
 
+UNCOVERED = MappingProxyType({"covered": False})
+"""Marks a field that the digest of its row does not cover (`fedring.server.state.sealed`)."""
+
 KEEP_EVENTS = 10_000
 """How many of the newest events a store keeps: clients come and go, even while no round ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class MetaRow:
+    """A fact about the whole database: its run, its secret, its epoch."""
+
+    name: str
+    value: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +73,8 @@ class RoundRow:
     selected: tuple[str, ...] = ()
     ended_at: float | None = None
     stats: dict[str, Any] = field(default_factory=dict)
-    seconds_left: float | None = None  # until its phase ends, if the server is killed; None = the whole phase
+    # Until its phase ends, if the server is killed; None = the whole phase. It is noted every few seconds.
+    seconds_left: float | None = field(default=None, metadata=UNCOVERED)
     # What the job's own strategy has chosen for the round, by the job's keys; None = nothing yet, or it has failed.
     settings: dict[str, float] | None = field(default_factory=dict)
 
@@ -81,9 +95,21 @@ class UpdateRow:
     accepted_at: float
     metrics: dict[str, float] = field(default_factory=dict)
     blob: str = ""  # the payload's blob; empty for a small payload
-    payload: bytes = b""  # a small payload: in the row it needs no sync of its own
+    # A small payload: in the row it needs no sync of its own. `digest` is that of its bytes.
+    payload: bytes = field(default=b"", metadata=UNCOVERED)
     epoch: int = 0  # in which it was accepted; its header may name one from before a restore
     control_previous: str = ""  # the update that left the client's control variate which it has used (SCAFFOLD)
+
+
+@dataclass(frozen=True, slots=True)
+class ClientRow:
+    """A client's accepted updates that were pruned: their number, and the newest one."""
+
+    client_id: str
+    pruned_updates: int
+    last_epoch: int
+    last_round: int
+    last_name: str
 
 
 @dataclass(frozen=True, slots=True, order=True)

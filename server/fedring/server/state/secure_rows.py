@@ -3,14 +3,12 @@
 Nothing of it is secret from the server, and all of it goes with the end of its round.
 """
 
-from sqlalchemy import Connection, delete, insert, select
+from sqlalchemy import Connection, delete, select
 
+from fedring.server.state import sealed
 from fedring.server.state.interfaces import Acceptance
 from fedring.server.state.rows import SecureMessageRow, SecureRoundRow
 from fedring.server.state.tables import rounds, secure_messages, secure_rounds
-
-_MESSAGE = ("round", "client_id", "kind", "body")
-_DECISIONS = ("round", "epoch", "groups")
 
 
 def add_message(connection: Connection, row: SecureMessageRow) -> Acceptance:
@@ -20,30 +18,29 @@ def add_message(connection: Connection, row: SecureMessageRow) -> Acceptance:
         & (secure_messages.c.client_id == row.client_id)
         & (secure_messages.c.kind == row.kind)
     )
-    known = connection.execute(select(secure_messages.c.body).where(same)).scalar()
-    if known is not None:
-        return Acceptance.ALREADY if known == row.body else Acceptance.OTHER
-    connection.execute(insert(secure_messages), {name: getattr(row, name) for name in _MESSAGE})
+    if known := sealed.rows_of(connection, select(secure_messages).where(same), SecureMessageRow):
+        return Acceptance.ALREADY if known == [row] else Acceptance.OTHER
+    sealed.add(connection, row)
     return Acceptance.NEW
 
 
 def messages_of(connection: Connection, number: int) -> list[SecureMessageRow]:
     """Return the messages of a round, sorted by client and kind."""
     query = select(secure_messages).where(secure_messages.c.round == number)
-    found = connection.execute(query.order_by(secure_messages.c.client_id, secure_messages.c.kind)).mappings()
-    return [SecureMessageRow(**row) for row in found]
+    ordered = query.order_by(secure_messages.c.client_id, secure_messages.c.kind)
+    return sealed.rows_of(connection, ordered, SecureMessageRow)
 
 
 def save_decisions(connection: Connection, row: SecureRoundRow) -> None:
     """Keep what was decided in a round, in place of what was kept of it before."""
     connection.execute(delete(secure_rounds).where(secure_rounds.c.round == row.round))
-    connection.execute(insert(secure_rounds), {name: getattr(row, name) for name in _DECISIONS})
+    sealed.add(connection, row)
 
 
 def decisions_of(connection: Connection, number: int) -> SecureRoundRow | None:
     """Return what was decided in a round; None if nothing is kept of it."""
-    found = connection.execute(select(secure_rounds).where(secure_rounds.c.round == number)).mappings().first()
-    return SecureRoundRow(**found) if found is not None else None
+    query = select(secure_rounds).where(secure_rounds.c.round == number)
+    return next(iter(sealed.rows_of(connection, query, SecureRoundRow)), None)
 
 
 def forget_ended(connection: Connection) -> None:

@@ -4,27 +4,15 @@ import sqlite3
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import replace
 from math import fsum
 from pathlib import Path
 from typing import Any, TypeVar
 
-from sqlalchemy import (
-    Connection,
-    RowMapping,
-    Select,
-    Table,
-    bindparam,
-    delete,
-    func,
-    insert,
-    select,
-    union_all,
-    update,
-)
+from sqlalchemy import Connection, Select, bindparam, delete, func, insert, select, union_all, update
 
 from fedring.daemon.crash import crashpoint
-from fedring.server.state import known, secure_rows
+from fedring.server.state import known, sealed, secure_rows
 from fedring.server.state.database import (
     EPOCH,
     LOG_BYTES,
@@ -48,6 +36,7 @@ from fedring.server.state.rows import (
     EventRow,
     JobRow,
     LastAccepted,
+    MetaRow,
     ModelRow,
     RoundRow,
     SecureMessageRow,
@@ -55,14 +44,25 @@ from fedring.server.state.rows import (
     TokenRow,
     UpdateRow,
 )
-from fedring.server.state.tables import charges, evaluations, events, jobs, meta, models, rounds, tokens, updates
+from fedring.server.state.sealed import Row, rows_of
+from fedring.server.state.tables import (
+    TABLE_OF,
+    charges,
+    evaluations,
+    events,
+    jobs,
+    meta,
+    models,
+    rounds,
+    tokens,
+    updates,
+)
 from fedring.train.metrics import combine
 
-Row = TypeVar("Row", JobRow, RoundRow, UpdateRow, ModelRow, EvaluationRow, EventRow, TokenRow, ChargeRow)
 Numbered = TypeVar("Numbered", JobRow, RoundRow)
 _BLOB_COLUMNS = (updates.c.blob, models.c.blob, models.c.delta_blob, *STATES)
 # Two conditions, because SQLite would read the whole table for pairs (round, client).
-_KNOWN = select(updates.c.round, updates.c.client_id, updates.c.name).where(
+_KNOWN = select(updates.c.round).where(
     updates.c.round.in_(bindparam("rounds", expanding=True)),
     updates.c.client_id.in_(bindparam("clients", expanding=True)),
 )
@@ -78,21 +78,22 @@ class SqlStore:
         log_bytes: how long SQLite's log may become.
 
     Raises:
-        StoreError: "newer_state" if a newer version has written the database, "corrupt" if it is damaged.
+        StoreError: "older_state" or "newer_state" if another version has written the database, "corrupt" if it is
+            damaged.
     """
 
     def __init__(self, url: str, *, keep_events: int = KEEP_EVENTS, log_bytes: int = LOG_BYTES) -> None:
         self._engine = open_database(url, log_bytes=log_bytes)
         self._keep_events = keep_events
         with self._transaction() as connection:
-            found = dict(connection.execute(select(meta.c.name, meta.c.value)).all())
+            found = {row.name: row.value for row in rows_of(connection, select(meta), MetaRow)}
         self.run_id, self.secret = found["run_id"], found[SECRET]
         self.epoch = epoch_in(found)
 
     def set_state_id(self, state_id: str) -> None:
         """Keep the id that also lies beside the blobs. It may be called once for each database."""
         with self._transaction() as connection:
-            connection.execute(insert(meta), {"name": "state_id", "value": state_id})
+            sealed.add(connection, MetaRow("state_id", state_id))
 
     def close(self) -> None:
         self._engine.dispose()
@@ -105,9 +106,9 @@ class SqlStore:
         with self._transaction() as connection:
             if job.idempotency_key is not None:
                 query = select(jobs).where(jobs.c.idempotency_key == job.idempotency_key)
-                if found := _rows(connection, query, JobRow):
+                if found := rows_of(connection, query, JobRow):
                     return found[0]
-            return _insert(connection, jobs, job, "job_id")
+            return _insert(connection, job, "job_id")
 
     def job_of_key(self, key: str) -> JobRow | None:
         return self._first(select(jobs).where(jobs.c.idempotency_key == key), JobRow)
@@ -115,15 +116,15 @@ class SqlStore:
     def begin_job(self, job: JobRow, version: int, after: tuple[int, int], first: ModelRow | None = None) -> None:
         with self._transaction() as connection:
             if first is not None:
-                connection.execute(insert(models), _values(first))
+                sealed.add(connection, first)
             values = {"start_version": version, "residual_epoch": after[0], "residual_after": after[1]}
-            connection.execute(update(jobs).where(jobs.c.job_id == job.job_id).values(values | {"spec": job.spec}))
+            sealed.change(connection, JobRow, jobs.c.job_id == job.job_id, spec=job.spec, **values)
             crashpoint("before_begin_commit")
         crashpoint("after_begin_commit")
 
     def set_job_state(self, job_id: int, state: str, reason: str = "") -> None:
         with self._transaction() as connection:
-            connection.execute(update(jobs).where(jobs.c.job_id == job_id).values(state=state, reason=reason))
+            sealed.change(connection, JobRow, jobs.c.job_id == job_id, state=state, reason=reason)
 
     def job(self, job_id: int) -> JobRow | None:
         return self._first(select(jobs).where(jobs.c.job_id == job_id), JobRow)
@@ -144,7 +145,7 @@ class SqlStore:
 
     def create_round(self, row: RoundRow) -> RoundRow:
         with self._transaction() as connection:
-            return _insert(connection, rounds, row, "round")
+            return _insert(connection, row, "round")
 
     def update_round(self, row: RoundRow) -> None:
         with self._transaction() as connection:
@@ -175,9 +176,9 @@ class SqlStore:
     def end_orphans(self) -> None:
         running = select(jobs.c.job_id).where(jobs.c.state == "running")
         orphans = rounds.c.ended_at.is_(None) & rounds.c.job_id.not_in(running.scalar_subquery())
-        ended = {"phase": "abandoned", "reason": "job_ended", "ended_at": time.time()}
         with self._transaction() as connection:
-            connection.execute(update(rounds).where(orphans).values(ended))
+            ended = {"phase": "abandoned", "reason": "job_ended", "ended_at": time.time()}
+            sealed.change(connection, RoundRow, orphans, **ended)
             secure_rows.forget_ended(connection)
 
     def accept_updates(self, rows: Sequence[UpdateRow]) -> list[Acceptance]:
@@ -186,18 +187,21 @@ class SqlStore:
         with self._transaction() as connection:
             keys = [(row.round, row.client_id) for row in rows]
             numbers, names_of = map(sorted, map(set, zip(*keys, strict=True)))
-            accepted = connection.execute(_KNOWN, {"rounds": numbers, "clients": names_of})
-            names = {(number, client): name for number, client, name in accepted}
+            mine = {"rounds": numbers, "clients": names_of}
+            accepted: list[UpdateRow] = []
+            if connection.execute(_KNOWN, mine).first():  # There is hardly ever one, and whole rows take longer.
+                accepted = rows_of(connection, _KNOWN.with_only_columns(*updates.c), UpdateRow, mine)
+            names = {(row.round, row.client_id): row.name for row in accepted}
             outcome, new = [], []
             for key, row in zip(keys, rows, strict=True):
                 if key not in names:
                     names[key] = row.name
-                    new.append(_values(row))
+                    new.append(row)
                     outcome.append(Acceptance.NEW)
                 else:
                     outcome.append(Acceptance.ALREADY if names[key] == row.name else Acceptance.OTHER)
             if new:
-                connection.execute(insert(updates), new)
+                sealed.add(connection, *new)
             crashpoint("before_row_commit")
         crashpoint("after_row_commit")
         return outcome
@@ -225,13 +229,13 @@ class SqlStore:
 
     def publish(self, model: ModelRow, ended: RoundRow | None = None, charge: ChargeRow | None = None) -> None:
         with self._transaction() as connection:
-            connection.execute(insert(models), _values(model))
+            sealed.add(connection, model)
             if charge is not None:
-                connection.execute(insert(charges), _values(charge))
+                sealed.add(connection, charge)
             if ended is not None:
                 _replace_round(connection, ended)
-                count = {"rounds_done": jobs.c.rounds_done + 1}
-                connection.execute(update(jobs).where(jobs.c.job_id == ended.job_id).values(count))
+                (job,) = rows_of(connection, select(jobs).where(jobs.c.job_id == ended.job_id), JobRow)
+                sealed.put(connection, replace(job, rounds_done=job.rounds_done + 1))
             crashpoint("before_publish_commit")
         crashpoint("after_publish_commit")
 
@@ -246,7 +250,7 @@ class SqlStore:
         with self._transaction() as connection:
             secure_rows.save_decisions(connection, row)
             if charge is not None and not connection.execute(select(charges).filter_by(round=charge.round)).first():
-                connection.execute(insert(charges), _values(charge))
+                sealed.add(connection, charge)
             crashpoint(f"before_secure_{step}_commit")
         crashpoint(f"after_secure_{step}_commit")
 
@@ -266,19 +270,19 @@ class SqlStore:
 
     def best_versions(self) -> set[int]:
         with self._transaction() as connection:
-            return best_of_each_job(_rows(connection, select(models), ModelRow), _rules(connection))
+            return best_of_each_job(rows_of(connection, select(models), ModelRow), _rules(connection))
 
     def save_evaluation(self, row: RoundRow) -> None:
         published = models.c.version == row.model_version
         with self._transaction() as connection:
             _replace_round(connection, row)
-            connection.execute(update(models).where(published).values(metrics=row.stats.get("metrics", {})))
+            sealed.change(connection, ModelRow, published, metrics=row.stats.get("metrics", {}))
 
     def add_evaluation(self, row: EvaluationRow) -> None:
         same = (evaluations.c.version == row.version) & (evaluations.c.client_id == row.client_id)
         with self._transaction() as connection:
             connection.execute(delete(evaluations).where(same))
-            connection.execute(insert(evaluations), _values(row))
+            sealed.add(connection, row)
 
     def evaluations(self, version: int) -> list[EvaluationRow]:
         query = select(evaluations).where(evaluations.c.version == version).order_by(evaluations.c.client_id)
@@ -298,7 +302,7 @@ class SqlStore:
     def append_events(self, rows: Sequence[EventRow]) -> None:
         if rows:
             with self._transaction() as connection:
-                connection.execute(insert(events), [_values(row) for row in rows])
+                sealed.add(connection, *rows)
                 newest = select(events.c.id).order_by(events.c.id.desc())
                 first_of_old = newest.offset(self._keep_events).limit(1).scalar_subquery()
                 connection.execute(delete(events).where(events.c.id <= first_of_old))
@@ -315,7 +319,7 @@ class SqlStore:
 
     def add_token(self, row: TokenRow) -> None:
         with self._transaction() as connection:
-            connection.execute(insert(tokens), _values(row))
+            sealed.add(connection, row)
 
     def tokens(self) -> list[TokenRow]:
         return self._list(select(tokens).order_by(tokens.c.created_at, tokens.c.token_id), TokenRow)
@@ -323,7 +327,7 @@ class SqlStore:
     def revoke_token(self, token_id: str, at: float) -> None:
         mine = (tokens.c.token_id == token_id) & tokens.c.revoked_at.is_(None)
         with self._transaction() as connection:
-            connection.execute(update(tokens).where(mine).values(revoked_at=at))
+            sealed.change(connection, TokenRow, mine, revoked_at=at)
 
     def drop_updates(self, number: int, clients: Sequence[str]) -> Pruned:
         with self._transaction() as connection:
@@ -341,8 +345,7 @@ class SqlStore:
         highest = self.next_version() - 1
         with self._transaction() as connection:
             before = _named(connection)
-            connection.execute(delete(meta).where(meta.c.name == _DROPPED))
-            connection.execute(insert(meta), {"name": _DROPPED, "value": str(highest)})
+            _set_meta(connection, _DROPPED, str(highest))
             connection.execute(delete(evaluations).where(evaluations.c.version.in_(versions)))
             removed = connection.execute(delete(models).where(models.c.version.in_(versions))).rowcount
             return Pruned(removed, frozenset(before - _named(connection)))
@@ -351,15 +354,14 @@ class SqlStore:
         with self._transaction() as connection:
             before = _named(connection)
             removed = remove_updates_and_rounds(connection, keep_update_rounds, keep_rounds)
-            rows = _rows(connection, select(models), ModelRow)
+            rows = rows_of(connection, select(models), ModelRow)
             removed += remove_models(connection, rows, _rules(connection), newest=keep_models, jobs_kept=keep_jobs)
             return Pruned(removed, frozenset(before - _named(connection)))
 
     def begin_epoch(self) -> None:
         with self._transaction() as connection:
             epoch = next_epoch({EPOCH: str(self.epoch)})
-            connection.execute(delete(meta).where(meta.c.name == EPOCH))
-            connection.execute(insert(meta), {"name": EPOCH, "value": str(epoch)})
+            _set_meta(connection, EPOCH, str(epoch))
         self.epoch = epoch
 
     def shorten_log(self) -> None:
@@ -392,40 +394,37 @@ class SqlStore:
 
     def _list(self, query: Select[Any], kind: type[Row]) -> list[Row]:
         with self._transaction() as connection:
-            return _rows(connection, query, kind)
+            return rows_of(connection, query, kind)
 
     def _first(self, query: Select[Any], kind: type[Row]) -> Row | None:
         return next(iter(self._list(query.limit(1), kind)), None)
 
 
-def _values(row: Any) -> dict[str, Any]:
-    return {column.name: getattr(row, column.name) for column in fields(row)}
+def _set_meta(connection: Connection, name: str, value: str) -> None:
+    connection.execute(delete(meta).where(meta.c.name == name))
+    sealed.add(connection, MetaRow(name, value))
 
 
-def _rows(connection: Connection, query: Select[Any], kind: type[Row]) -> list[Row]:
-    mappings: Sequence[RowMapping] = connection.execute(query).mappings().all()
-    return [kind(**mapping) for mapping in mappings]
-
-
-def _insert(connection: Connection, table: Table, row: Numbered, key: str) -> Numbered:
-    values = _values(row)
+def _insert(connection: Connection, row: Numbered, key: str) -> Numbered:
+    values = sealed.values_of(row)
     del values[key]
-    (given,) = connection.execute(insert(table), values).inserted_primary_key or (0,)
+    (given,) = connection.execute(insert(TABLE_OF[type(row)]), values).inserted_primary_key or (0,)
     changes: dict[str, Any] = {key: given}
-    return replace(row, **changes)
+    numbered = replace(row, **changes)
+    sealed.put(connection, numbered)  # The digest covers the number, which the database has just chosen.
+    return numbered
 
 
 def _replace_round(connection: Connection, row: RoundRow) -> None:
-    values = _values(row)
-    connection.execute(update(rounds).where(rounds.c.round == values.pop("round")).values(values))
+    sealed.put(connection, row)
     if row.ended_at is not None:
         secure_rows.forget_ended(connection)
 
 
 def _rules(connection: Connection) -> dict[int, str]:
     """Return the key best_by of each job of which there is a model."""
-    query = select(jobs.c.job_id, jobs.c.spec).where(jobs.c.job_id.in_(select(models.c.job_id)))
-    return {job_id: str(spec.get("best_by", "")) for job_id, spec in connection.execute(query)}
+    query = select(jobs).where(jobs.c.job_id.in_(select(models.c.job_id)))
+    return {job.job_id: str(job.spec.get("best_by", "")) for job in rows_of(connection, query, JobRow)}
 
 
 def _named(connection: Connection) -> set[str]:

@@ -1,13 +1,20 @@
-"""The tables that hold the rows. Each field of a row has a column of the same name."""
+"""The tables that hold the rows, each derived from the dataclass of its rows (`fedring.server.state.rows`).
+
+SQLAlchemy can map a class to a table itself, but not a frozen one: it keeps notes about each object, which it changes.
+Rows are values, which several threads share. So the columns are made here, of the dataclass's fields.
+"""
 
 import json
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from types import NoneType
+from typing import Any, get_args, get_origin, get_type_hints
 
 from sqlalchemy import (
     REAL,
     BigInteger,
     Column,
-    Dialect,
     Double,
     ForeignKey,
     Index,
@@ -18,210 +25,135 @@ from sqlalchemy import (
     Text,
     UniqueConstraint,
 )
-from sqlalchemy.types import TypeDecorator, TypeEngine
+from sqlalchemy.types import TypeEngine
 
-from fedring.server.state.rows import PacketSpec
+from fedring.server.state.rows import (
+    ChargeRow,
+    ClientRow,
+    EvaluationRow,
+    EventRow,
+    JobRow,
+    MetaRow,
+    ModelRow,
+    PacketSpec,
+    RoundRow,
+    SecureMessageRow,
+    SecureRoundRow,
+    TokenRow,
+    UpdateRow,
+)
 
-_to_json = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
+ROW_DIGEST = "row_digest"
+"""The column of a row's own digest (`fedring.server.state.sealed`)."""
 
-
-class _Json(TypeDecorator[Any]):
-    impl = Text
-    cache_ok = True
-
-    def process_bind_param(self, value: Any, dialect: Dialect) -> str:
-        return _to_json(value)
-
-    def process_result_value(self, value: str | None, dialect: Dialect) -> Any:
-        return json.loads(value or "null")
-
-
-class _Names(_Json):
-    def process_result_value(self, value: str | None, dialect: Dialect) -> Any:
-        return tuple(json.loads(value or "[]"))
-
-
-class _Packets(_Json):
-    def process_bind_param(self, value: Any, dialect: Dialect) -> str:
-        return _to_json([(p.vector, p.kind, p.encoding, p.offset, p.bytes) for p in value])
-
-    def process_result_value(self, value: str | None, dialect: Dialect) -> Any:
-        return tuple(PacketSpec(*packet) for packet in json.loads(value or "[]"))
+Convert = Callable[[Any], Any]
 
 
-_INT: TypeEngine[int] = BigInteger().with_variant(Integer(), "sqlite")  # STRICT knows INTEGER, REAL, TEXT and BLOB only
-_FLOAT: TypeEngine[float] = Double().with_variant(REAL(), "sqlite")
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """How the values of a field are stored."""
+
+    column: type[TypeEngine[Any]] | TypeEngine[Any]
+    to_stored: Convert | None = None  # makes a value one that the column gives back as it is; None = it is one
+    from_stored: Convert | None = None
+
+
 METADATA = MetaData()
 
 
-def _column(name: str, kind: Any, *constraints: Any, key: bool = False, null: bool = False) -> Column[Any]:
-    return Column(name, kind, *constraints, primary_key=key, nullable=null)
+def _table(name: str, row: type, *keys: str, digest: bool = True, numbered: bool = False, **parts: Any) -> Table:
+    """Define a table with a column for each field of a row.
+
+    Args:
+        name: of the table.
+        row: the dataclass of its rows.
+        keys: the fields of the primary key.
+        digest: whether its rows have digests.
+        numbered: whether the database numbers the rows, and gives no number twice.
+        parts: `refers`, the foreign key of each field that has one, and `others`, constraints and indexes.
+    """
+    refers, hints = parts.get("refers", {}), get_type_hints(row)
+    columns = [
+        Column(
+            field.name,
+            kind.column,
+            *(ForeignKey(refers[field.name]) for _ in range(field.name in refers)),
+            primary_key=field.name in keys,
+            nullable=nullable,
+            autoincrement=numbered and field.name in keys,
+        )
+        for field in fields(row)
+        for kind, nullable in [kind_of(hints[field.name])]
+    ]
+    if digest:
+        columns.append(Column(ROW_DIGEST, LargeBinary, nullable=False))
+    table = Table(name, METADATA, *columns, *parts.get("others", ()), sqlite_strict=True, sqlite_autoincrement=numbered)
+    table.info["row"] = row
+    return table
 
 
-meta = Table(
-    "meta",
-    METADATA,
-    _column("name", Text, key=True),
-    _column("value", Text),
-    sqlite_strict=True,
-)
-jobs = Table(
-    "jobs",
-    METADATA,
-    _column("job_id", _INT, key=True),
-    _column("name", Text),
-    _column("spec", _Json),
-    _column("rounds", _INT),
-    _column("created_at", _FLOAT),
-    _column("state", Text),
-    _column("reason", Text),
-    _column("rounds_done", _INT),
-    _column("idempotency_key", Text, null=True),
-    _column("start_version", _INT),
-    _column("residual_after", _INT),
-    _column("residual_epoch", _INT),
-    UniqueConstraint("idempotency_key"),
-    sqlite_strict=True,
-    sqlite_autoincrement=True,
-)
-rounds = Table(
+def kind_of(hint: Any) -> tuple[Kind, bool]:
+    """Return how a field of this type is stored, and whether its column may be NULL."""
+    optional = NoneType in get_args(hint)
+    (bare,) = [choice for choice in get_args(hint) if choice is not NoneType] if optional else [hint]
+    kind = _KINDS[get_origin(bare) if get_origin(bare) in (dict, list) else bare]
+    return kind, optional and kind is not _JSON  # which has a null of its own
+
+
+def _real(value: float | None) -> float | None:
+    """Return the number that a column of real numbers gives back: 1.0 for 1, and no sign of zero."""
+    return None if value is None else float(value) + 0.0
+
+
+@lru_cache  # most clients of a round lay their payloads out in the same way
+def _packets_to_json(packets: tuple[PacketSpec, ...]) -> str:
+    return _to_json([(p.vector, p.kind, p.encoding, p.offset, p.bytes) for p in packets])
+
+
+@lru_cache
+def _packets_of(text: str) -> tuple[PacketSpec, ...]:
+    return tuple(PacketSpec(*packet) for packet in json.loads(text))
+
+
+def _names_of(text: str) -> tuple[str, ...]:
+    return tuple(json.loads(text))
+
+
+_to_json = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
+_JSON = Kind(Text, _to_json, json.loads)
+_KINDS: dict[Any, Kind] = {
+    int: Kind(BigInteger().with_variant(Integer(), "sqlite"), int),  # STRICT knows INTEGER, REAL, TEXT and BLOB only
+    float: Kind(Double().with_variant(REAL(), "sqlite"), _real),
+    str: Kind(Text),
+    bytes: Kind(LargeBinary),
+    dict: _JSON,
+    list: _JSON,
+    tuple[str, ...]: Kind(Text, _to_json, _names_of),
+    tuple[PacketSpec, ...]: Kind(Text, _packets_to_json, _packets_of),
+}
+
+meta = _table("meta", MetaRow, "name")
+jobs = _table("jobs", JobRow, "job_id", numbered=True, others=[UniqueConstraint("idempotency_key")])
+rounds = _table(
     "rounds",
-    METADATA,
-    _column("round", _INT, key=True),
-    _column("job_id", _INT, ForeignKey("jobs.job_id")),
-    _column("job_round", _INT),
-    _column("phase", Text),
-    _column("started_at", _FLOAT),
-    _column("base_version", _INT),
-    _column("model_version", _INT),
-    _column("reason", Text),
-    _column("selected", _Names),
-    _column("ended_at", _FLOAT, null=True),
-    _column("stats", _Json),
-    _column("seconds_left", _FLOAT, null=True),
-    _column("settings", _Json),
-    Index("rounds_by_job", "job_id"),
-    sqlite_strict=True,
-    sqlite_autoincrement=True,
+    RoundRow,
+    "round",
+    numbered=True,
+    refers={"job_id": "jobs.job_id"},
+    others=[Index("rounds_by_job", "job_id")],
 )
-updates = Table(
-    "updates",
-    METADATA,
-    _column("round", _INT, ForeignKey("rounds.round"), key=True),
-    _column("client_id", Text, key=True),
-    _column("digest", Text),
-    _column("packets", _Packets),
-    _column("num_samples", _INT),
-    _column("total_bytes", _INT),
-    _column("train_seconds", _FLOAT),
-    _column("norm", _FLOAT),
-    _column("accepted_at", _FLOAT),
-    _column("metrics", _Json),
-    _column("blob", Text),
-    _column("payload", LargeBinary),
-    _column("name", Text),
-    _column("epoch", _INT),
-    _column("control_previous", Text),
-    sqlite_strict=True,
+updates = _table("updates", UpdateRow, "round", "client_id", refers={"round": "rounds.round"})
+models = _table("models", ModelRow, "version")
+evaluations = _table("evaluations", EvaluationRow, "version", "client_id")
+events = _table("events", EventRow, "id", digest=False)  # they only tell people what has happened
+charges = _table("charges", ChargeRow, "round")
+clients = _table("clients", ClientRow, "client_id")
+tokens = _table("tokens", TokenRow, "token_id")
+secure_messages = _table(
+    "secure_messages", SecureMessageRow, "round", "client_id", "kind", refers={"round": "rounds.round"}
 )
-models = Table(
-    "models",
-    METADATA,
-    Column("version", _INT, primary_key=True, autoincrement=False),
-    _column("round", _INT),
-    _column("digest", Text),
-    _column("blob", Text),
-    _column("schema_hash", Text),
-    _column("parameters", _INT),
-    _column("bytes", _INT),
-    _column("created_at", _FLOAT),
-    _column("base_version", _INT),
-    _column("delta_blob", Text),
-    _column("delta_packets", _Packets),
-    _column("residual_blob", Text),
-    _column("optimizer_blob", Text),
-    _column("base_digest", Text),
-    _column("job_id", _INT),
-    _column("metrics", _Json),
-    _column("frozen_digest", Text),
-    _column("control_blob", Text),
-    _column("control_digest", Text),
-    _column("control_line", Text),
-    _column("spread_blob", Text),
-    sqlite_strict=True,
-)
-evaluations = Table(
-    "evaluations",
-    METADATA,
-    Column("version", _INT, primary_key=True, autoincrement=False),
-    _column("client_id", Text, key=True),
-    _column("round", _INT),
-    _column("correct", _INT),
-    _column("total", _INT),
-    _column("loss_sum", _FLOAT),
-    _column("classified", _INT),
-    _column("metrics", _Json),
-    sqlite_strict=True,
-)
-events = Table(
-    "events",
-    METADATA,
-    Column("id", _INT, primary_key=True, autoincrement=False),
-    _column("at", _FLOAT),
-    _column("kind", Text),
-    _column("text", Text),
-    _column("job_id", _INT),
-    _column("round", _INT),
-    _column("client_id", Text),
-    sqlite_strict=True,
-)
-charges = Table(
-    "charges",
-    METADATA,
-    _column("round", _INT, key=True),
-    _column("job_id", _INT),
-    _column("noise_multiplier", _FLOAT),
-    _column("next_clip", _FLOAT),
-    _column("charged_at", _FLOAT),
-    _column("charge", Text),
-    sqlite_strict=True,
-)
-clients = Table(
-    "clients",
-    METADATA,
-    _column("client_id", Text, key=True),
-    _column("pruned_updates", _INT),
-    _column("last_epoch", _INT),
-    _column("last_round", _INT),
-    _column("last_name", Text),
-    sqlite_strict=True,
-)
-tokens = Table(
-    "tokens",
-    METADATA,
-    _column("token_id", Text, key=True),
-    _column("digest", Text),
-    _column("role", Text),
-    _column("name", Text),
-    _column("created_at", _FLOAT),
-    _column("expires_at", _FLOAT, null=True),
-    _column("revoked_at", _FLOAT, null=True),
-    sqlite_strict=True,
-)
-secure_messages = Table(
-    "secure_messages",
-    METADATA,
-    _column("round", _INT, ForeignKey("rounds.round"), key=True),
-    _column("client_id", Text, key=True),
-    _column("kind", Text, key=True),
-    _column("body", LargeBinary),
-    sqlite_strict=True,
-)
-secure_rounds = Table(
-    "secure_rounds",
-    METADATA,
-    Column("round", _INT, ForeignKey("rounds.round"), primary_key=True, autoincrement=False),
-    _column("epoch", _INT),
-    _column("groups", _Json),
-    sqlite_strict=True,
-)
+secure_rounds = _table("secure_rounds", SecureRoundRow, "round", refers={"round": "rounds.round"})
+
+
+TABLE_OF: dict[type, Table] = {table.info["row"]: table for table in METADATA.sorted_tables}
+"""The table of each kind of rows."""

@@ -16,38 +16,35 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from sqlalchemy import NullPool, create_engine
+
 from fedring.codec.digest import Digest, is_called, is_name
 from fedring.daemon.config import ConfigError
 from fedring.daemon.durable import create, make_durable
 from fedring.daemon.exits import Exit
-from fedring.server.state.database import MIGRATIONS
+from fedring.server.state.database import UNREADABLE, check_schema
+from fedring.server.state.failures import StoreError
 from fedring.server.state.files import BLOBS, FACTS
+from fedring.server.state.sealed import check_all
 
 FORMAT = 1
 MANIFEST = "backup.json"
-SCHEMA_VERSION = 1 + len(MIGRATIONS)
 Tell = Callable[[int, int], None]
 """Called with the number of bytes that have been copied, and the number of all bytes to copy."""
 
 _STEP = 1 << 20  # bytes that are copied at a time
 
-NAMED_BLOBS = """
+_NAMED_BLOBS = """
     SELECT blob, 'the update of ' || client_id || ' in round ' || round, total_bytes FROM updates WHERE blob != ''
     UNION ALL SELECT blob, 'model ' || version, bytes FROM models WHERE blob != ''
     UNION ALL SELECT delta_blob, 'the delta to model ' || version, NULL FROM models WHERE delta_blob != ''
     UNION ALL SELECT residual_blob, 'the residual of model ' || version, NULL FROM models WHERE residual_blob != ''
     UNION ALL
     SELECT optimizer_blob, 'the optimizer state of model ' || version, NULL FROM models WHERE optimizer_blob != ''
-"""
-CONTROL_BLOBS = """
     UNION ALL
     SELECT control_blob, 'the control variate of model ' || version, NULL FROM models WHERE control_blob != ''
-"""
-SPREAD_BLOBS = """
     UNION ALL SELECT spread_blob, 'the spread of model ' || version, NULL FROM models WHERE spread_blob != ''
 """
-_LATER_BLOBS = {"control_blob": CONTROL_BLOBS, "spread_blob": SPREAD_BLOBS}
-"""Blobs of columns that databases of older versions do not have."""
 _OPEN_ROUND = """
     SELECT coalesce(max(round), 0) FROM rounds JOIN jobs USING (job_id)
     WHERE ended_at IS NULL AND jobs.state = 'running'
@@ -148,7 +145,7 @@ def read_contents(facts: Path) -> Contents:
     """Read what a database, which is a copy, says about its state.
 
     Raises:
-        ConfigError: if its schema is newer than this program's.
+        ConfigError: if another version has written it.
         BackupError: if it is damaged.
     """
     try:
@@ -169,19 +166,18 @@ def schema_version(connection: sqlite3.Connection) -> int:
     """Return the version of the database's schema.
 
     Raises:
-        ConfigError: if this program is too old for it.
+        ConfigError: if another version has written it.
     """
     ((found,),) = connection.execute("PRAGMA user_version")
-    if found > SCHEMA_VERSION:
-        raise ConfigError(
-            f"the state was written by a newer version: schema {found}, this program knows {SCHEMA_VERSION}: "
-            "use the flctl of that version"
-        )
+    try:
+        check_schema(found)
+    except StoreError as error:
+        raise ConfigError(error.detail) from error
     return int(found)
 
 
 def check_facts(facts: Path) -> None:
-    """Return if a database, which is a copy, is sound, and each update in a row is the one that was accepted.
+    """Return if a database, which is a copy, is sound, and holds what was written to each of its rows.
 
     Raises:
         BackupError: if not.
@@ -196,7 +192,12 @@ def check_facts(facts: Path) -> None:
                 if not is_called(payload, digest):
                     what = f"the update of {client} in round {number}"
                     raise BackupError(f"{what}, in {facts.name}, does not hold what was written to it")
-    except sqlite3.Error as error:
+        engine = create_engine("sqlite://", creator=lambda: open_copy(facts), poolclass=NullPool)
+        with engine.connect() as reader:
+            check_all(reader)
+    except StoreError as error:
+        raise BackupError(f"{facts.name} is damaged: {error.detail}") from error
+    except (sqlite3.Error, *UNREADABLE) as error:
         raise BackupError(f"{facts.name} is damaged ({error})") from error
 
 
@@ -239,9 +240,7 @@ def digest_of(path: Path) -> str:
 
 def _named(connection: sqlite3.Connection) -> Iterator[NamedBlob]:
     seen: set[str] = set()
-    columns = {name for _, name, *_ in connection.execute("PRAGMA table_info(models)")}
-    later = (query for column, query in _LATER_BLOBS.items() if column in columns)
-    for digest, owner, size in connection.execute("".join([NAMED_BLOBS, *later])):
+    for digest, owner, size in connection.execute(_NAMED_BLOBS):
         if not is_name(digest):
             raise BackupError(f"{FACTS} is damaged: it names {digest!r} as the file of {owner}")
         if digest not in seen:

@@ -28,12 +28,12 @@ from fedring.server.state.backup.contents import (
     copy_blob,
     digest_of,
     read_contents,
-    schema_version,
 )
 from fedring.server.state.backup.exchange import refuse_pending
+from fedring.server.state.database import OTHER_VERSION
 from fedring.server.state.failures import StorageError
 from fedring.server.state.files import BLOBS, FACTS, STATE_ID
-from fedring.server.state.log_check import check_log_at_rest
+from fedring.server.state.log_check import check_at_rest
 from fedring.version import SOFTWARE
 
 _ATTEMPTS = 10
@@ -82,9 +82,11 @@ def _check_state(state_dir: Path) -> None:
     if not facts.is_file() or not facts.stat().st_size:
         raise ConfigError(f"there is no state in {state_dir}: give the server's state_dir")
     try:
-        check_log_at_rest(state_dir)
+        check_at_rest(state_dir)
     except StorageError as error:
-        raise BackupError(f"{state_dir} cannot be copied: {error}") from error
+        if error.reason in OTHER_VERSION:
+            raise ConfigError(error.detail) from error
+        raise BackupError(f"{facts} cannot be copied: {error}") from error
 
 
 def _check_target(state_dir: Path, target: Path) -> None:
@@ -182,7 +184,6 @@ def _snapshot(state_dir: Path, copy: Path) -> Contents:
     uri = f"{(state_dir / FACTS).absolute().as_uri()}?mode=ro"
     try:
         with closing(sqlite3.connect(uri, uri=True, timeout=_BUSY_SECONDS, isolation_level=None)) as connection:
-            schema_version(connection)
             connection.execute("VACUUM INTO ?", (str(copy),)).close()
     except sqlite3.Error as error:
         code = Exit.TRY_AGAIN if getattr(error, "sqlite_errorname", "").startswith("SQLITE_BUSY") else Exit.FAILED
@@ -193,7 +194,7 @@ def _snapshot(state_dir: Path, copy: Path) -> Contents:
     except FileNotFoundError:
         beside = ""
     if not beside and not contents.state_id:
-        raise ConfigError(f"the state in {state_dir} was written by an older version: start fl-server on it once")
+        raise ConfigError(f"the state in {state_dir} has no id yet: start fl-server on it once")
     if beside != contents.state_id:
         raise ConfigError(f"{FACTS} and {BLOBS}/ in {state_dir} belong to different states: restore a backup")
     return contents

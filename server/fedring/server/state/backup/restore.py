@@ -28,8 +28,11 @@ from fedring.server.state.backup.contents import (
     parse_manifest,
     read_contents,
 )
-from fedring.server.state.database import EPOCH, StoreError, next_epoch
+from fedring.server.state.database import EPOCH, next_epoch
+from fedring.server.state.failures import StoreError
 from fedring.server.state.files import BLOBS, FACTS, STATE_ID
+from fedring.server.state.rows import MetaRow
+from fedring.server.state.sealed import values_of
 
 _ORIGIN = "restored_from"  # in the table `meta`: the manifest's digest of the database that was restored
 
@@ -117,9 +120,10 @@ def _begin_epoch(facts: Path, manifest: Manifest, replaced: Mapping[str, str]) -
         epoch = next_epoch(_meta(facts))
         with suppress(StoreError):  # a damaged state may be replaced
             epoch = max(epoch, next_epoch(replaced))
-        values = {EPOCH: str(epoch), _ORIGIN: manifest.facts_digest}
+        rows = (MetaRow(EPOCH, str(epoch)), MetaRow(_ORIGIN, manifest.facts_digest))
         with closing(sqlite3.connect(facts)) as connection:
-            connection.executemany("INSERT OR REPLACE INTO meta (name, value) VALUES (?, ?)", values.items())
+            values = [tuple(values_of(row).values()) for row in rows]
+            connection.executemany("INSERT OR REPLACE INTO meta (name, value, row_digest) VALUES (?, ?, ?)", values)
             connection.commit()
     except StoreError as error:
         raise BackupError(f"{FACTS} in the backup is damaged, its epoch is not a number: use another backup") from error
