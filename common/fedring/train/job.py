@@ -83,6 +83,15 @@ class Job(JobKeys):
         return self
 
     @model_validator(mode="after")
+    def _transforms_fit(self) -> Self:
+        if self.grouped and self.transforms:
+            raise ValueError(f"transforms belong to the mode federated: leave them out of a {self.mode} job")
+        names = [each.name for each in self.transforms]
+        if twice := next((name for name in names if names.count(name) > 1), ""):
+            raise ValueError(f"transforms: {twice} is named twice, and each may be named once")
+        return self
+
+    @model_validator(mode="after")
     def _schedules_fit(self) -> Self:
         check_schedules(self.scheduled, rounds=self.rounds)
         if self.grouped and self.scheduled:

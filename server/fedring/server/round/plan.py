@@ -76,6 +76,7 @@ def job_spec(job: Job, job_id: int) -> pb.JobSpec:
         dp=job.dp.model_dump_json() if job.dp else "",
         secure_aggregation=job.secure_aggregation.model_dump_json() if job.secure_aggregation else "",
         sample_dp=job.sample_dp.model_dump_json() if job.sample_dp else "",
+        transforms=json.dumps([each.model_dump() for each in job.transforms]) if job.transforms else "",
         min_results=job.min_clients_to_aggregate,
         personal=job.personal.model_dump_json() if job.personal else "",
     )
