@@ -125,7 +125,7 @@ def test_without_the_residuals_of_the_clients_the_models_would_differ(
 ) -> None:
     name = "error feedback, buffers, dropout"
     monkeypatch.syspath_prepend(str(CODE))
-    monkeypatch.setattr("fedring.simulation.vectors.ClientVectors.put", lambda self, client, vector: None)
+    monkeypatch.setattr("fedring.simulation.vectors.ClientSections.put", lambda self, client, sections: None)
     simulate({**COMMON, **JOBS[name]}, clients=CLIENTS, workers=1, threads=1, out=tmp_path)
     assert (tmp_path / "model.safetensors").read_bytes() != fleet_runs[name][0].read_bytes()
 
@@ -230,7 +230,7 @@ def test_a_signal_ends_the_simulation_with_its_workers_and_leaves_no_files(numbe
     finally:
         signal.signal(signal.SIGINT, before)
     with run:
-        until(lambda: run.poll() is not None or list(out.glob(".simulation-*/residuals")))  # the first model is made
+        until(lambda: run.poll() is not None or list(out.glob(".simulation-*/kept")))  # the first model is made
         children = _descendants(run.pid)
         run.send_signal(number)
         assert run.wait(PATIENCE) != 0

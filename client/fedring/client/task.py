@@ -127,7 +127,7 @@ class Task:
             loaded = self._load(model, self._answers.waiting())
             if is_spoiled(loaded):
                 self._spool.kept.forget(line_of(self.command).key, RESIDUAL)
-                log.warning("dropped the residual of past updates: no training can begin so far beyond its model")
+                log.warning("dropped the residual of past updates: it is far larger than the model")
                 loaded = self._load(model, None)
         except WrongModel as error:
             self.fail(error.reason, error.detail)

@@ -32,6 +32,12 @@ log = logging.getLogger(__name__)
 KEEP_LINES = 16
 """For how many lines of models a client keeps a file: for those of which it has written one last."""
 
+_INSTEAD = {
+    False: "and nothing is left of past updates",
+    True: "so what an accepted update has left is lost, and what was kept before it stays",
+}
+"""What a client goes on with, if a file was dropped, and it belonged to the update in the spool or not."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Section:
@@ -180,7 +186,7 @@ class KeptFiles:
         except FileNotFoundError:
             return None
         except (SafetensorError, ValueError, KeyError) as error:
-            log.warning("dropped %s, with what updates have left at this client: %s", path, error)
+            log.warning("dropped %s, %s: %s", path, _INSTEAD[path == self._left_file], error)
             path.unlink()
             self._on_dropped()
             return None
