@@ -1,14 +1,14 @@
 """The transforms of a job, in their order."""
 
-import importlib
 import json
-import pkgutil
 from collections.abc import Mapping
 from functools import cache
+from importlib import import_module
+from pkgutil import iter_modules
 from typing import Any
 
-import fedring.client.transforms as room
 from fedring.client.transfer.kept import Sections
+from fedring.client.transforms import named
 from fedring.client.transforms.interface import RoundStart, Transform
 from fedring.client.transforms.scaffold import Scaffold
 from fedring.v1 import federation_pb2 as pb
@@ -28,14 +28,14 @@ def transforms_of(start: RoundStart, kept: Sections) -> list[Transform]:
     chosen: list[tuple[type[Transform], Mapping[str, object]]] = []
     if start.command.HasField("control"):
         chosen.append((Scaffold, {}))
-    chosen += [(known()[each["name"]], each["args"]) for each in _named(start.command.job)]
+    chosen += [(known()[each["name"]], each["args"]) for each in _asked(start.command.job)]
     return [kind(start, kept.get(kind.name), args) for kind, args in chosen]
 
 
 def unknown_in(job: pb.JobSpec) -> str:
     """Return why this client cannot apply the transforms that a job names, as a sentence; "" if it can."""
     try:
-        names = [str(each["name"]) for each in _named(job)]
+        names = [str(each["name"]) for each in _asked(job)]
     except (ValueError, TypeError, KeyError):
         return f"this client does not understand the job's transforms = {job.transforms[:200]}: update it"
     if twice := next((name for name in names if names.count(name) > 1), ""):
@@ -47,14 +47,11 @@ def unknown_in(job: pb.JobSpec) -> str:
 
 @cache
 def known() -> Mapping[str, type[Transform]]:
-    """Return the transforms that jobs can name: one in each module of this room that is called like it."""
-    found: dict[str, type[Transform]] = {}
-    for module in pkgutil.iter_modules(room.__path__):
-        for value in vars(importlib.import_module(f"{room.__name__}.{module.name}")).values():
-            if isinstance(value, type) and issubclass(value, Transform) and vars(value).get("name") == module.name:
-                found[module.name] = value
-    return found
+    """Return the transforms that jobs can name: those of the modules in the room `named`."""
+    modules = (import_module(f"{named.__name__}.{module.name}") for module in iter_modules(named.__path__))
+    offered = (each for module in modules for each in vars(module).values())
+    return {each.name: each for each in offered if isinstance(each, type) and issubclass(each, Transform) and each.name}
 
 
-def _named(job: pb.JobSpec) -> list[dict[str, Any]]:
+def _asked(job: pb.JobSpec) -> list[dict[str, Any]]:
     return json.loads(job.transforms) if job.transforms else []

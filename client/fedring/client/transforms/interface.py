@@ -73,7 +73,7 @@ class Transform:
         name: By which jobs name it, and under which it keeps its section.
     """
 
-    name: ClassVar[str]
+    name: ClassVar[str] = ""
 
     def __init__(self, start: RoundStart, kept: Section | None, args: Mapping[str, object]) -> None:
         raise NotImplementedError
