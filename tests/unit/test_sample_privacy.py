@@ -16,8 +16,8 @@ from fedring.codec import Entry, Schema, Vectors
 from fedring.control.failure import Failure
 from fedring.privacy.account import SampledSteps, sampled_epsilon
 from fedring.rpc.errors import BadUpdate
+from fedring.server.model.terms import Terms
 from fedring.server.round.plan import job_spec
-from fedring.server.update.upload import Terms
 from fedring.simulation import simulate
 from fedring.simulation.worker import admit
 from fedring.train.job import Job
