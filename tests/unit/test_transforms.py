@@ -1,167 +1,164 @@
-"""The client halves of algorithms that jobs name: which there are, what they ask for, and their formulas."""
+"""The list of a job's transforms: how algorithms are found, made and applied, and what each feature demands."""
 
-import json
-from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from numpy.typing import NDArray
-from torch import nn
+from tests.closed_rounds import closed_round
+from tests.unit.host import SIZE, running, spec
 
-from fedring.client import connect
-from fedring.client.client_round import ClientRound
-from fedring.client.transfer.download import HeldModel
-from fedring.client.transfer.kept import Section, Sections
-from fedring.client.transfer.update import TrainingReport
-from fedring.client.transforms.chosen import known, transforms_of, unknown_in
-from fedring.client.transforms.interface import RoundStart, Transform, by_parameter
-from fedring.codec import CodecError, decode
-from fedring.codec.schema import Entry, Schema, Vectors
-from fedring.train.plan import Plan
+from fedring.codec import Entry, Schema
+from fedring.codec.errors import CodecError
+from fedring.codec.masked import Width
+from fedring.daemon.config import ConfigError
+from fedring.server.config import ServerConfig
+from fedring.server.model.modelfile import ModelReader
+from fedring.server.model.terms import Terms
+from fedring.server.model.transforms import named
+from fedring.server.model.transforms.listing import algorithms, transforms_of
+from fedring.server.model.transforms.states import read_states, write_states
+from fedring.server.operator.job_checks import JobChecks
+from fedring.server.startup_checks import check
+from fedring.server.state.checked import read_checked
+from fedring.server.state.rows import UpdateRow
+from fedring.train.errors import SeamError
+from fedring.train.job import Job
 from fedring.v1 import federation_pb2 as pb
+from fedring.v1.secure_pb2 import SecureRound
 
-if TYPE_CHECKING:
-    from tests.scripted_server import ScriptedServer
-
-SIZE = 6
-SCHEMA = Schema((Entry("w", (2, 3), "float32", "parameter"), Entry("n", (2,), "float32", "buffer")))
-ALPHA = 0.25
-Float32 = NDArray[np.float32]
+SCHEMA = Schema((Entry("w", (SIZE,), "float32", "parameter"),))
+TERMS = Terms("", 1000, SCHEMA)
+PRIVATE: dict[str, Any] = {"weights": "uniform", "evaluate": False, "min_clients": 4}
+HALVED: dict[str, Any] = {"transforms": [{"name": "halved", "args": {"by": 4}}]}
 
 
-def command(*named: dict[str, Any], job_id: int = 1, encoding: str = "fp32") -> pb.TrainCmd:
-    """Return the command of a round whose job names these transforms."""
-    job = pb.JobSpec(job_id=job_id, transforms=json.dumps(named) if named else "")
-    encoded = pb.Encoding(name=encoding)
-    return pb.TrainCmd(run_id="run", round=1, job=job, schema_hash=SCHEMA.hash, encoding=encoded)
+@pytest.fixture
+def with_halved(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Put one more module into the room of algorithms."""
+    folder = Path(__file__).parents[1] / "fixtures_transforms"
+    monkeypatch.setattr(named, "__path__", [*named.__path__, str(folder)])
+    yield
+    sys.modules.pop(f"{named.__name__}.halved", None)
 
 
-def begun(asked: pb.TrainCmd, kept: Sections, base: Float32 | None = None) -> ClientRound:
-    """Return a round that has begun."""
-    held = HeldModel("", SCHEMA, Vectors(np.zeros(SIZE, np.float32) if base is None else base, np.zeros(2)))
-    transforms = transforms_of(RoundStart(asked, held, lambda digest: np.zeros(SIZE, np.float32)), kept)
-    return ClientRound(asked, "alice", held, kept, None, tuple(transforms))
+def terms_of(members: int = 0, command: pb.TrainCmd | None = None, **keys: Any) -> Terms:
+    return transforms_of(spec(**keys)).terms(TERMS, command or pb.TrainCmd(), members)
 
 
-def feddyn(**keys: Any) -> dict[str, Any]:
-    return {"name": "feddyn", "args": {"alpha": ALPHA, "clients": 10} | keys}
+def test_the_algorithms_are_those_of_the_room() -> None:
+    assert list(algorithms()) == ["feddyn"]
 
 
-def test_feddyn_follows_its_formulas_over_rounds() -> None:
-    rng = np.random.default_rng(3)
-    linear, kept = np.zeros(SIZE, np.float32), dict[str, Section]()
-    for _ in range(4):
-        base, delta = rng.standard_normal((2, SIZE)).astype(np.float32)
-        round_ = begun(command(feddyn()), kept, base)
-        assert round_.plan(Plan(mu=0.0)).mu == ALPHA  # the term (alpha / 2) |theta - theta_0|^2
-        corrections = round_.corrections()
-        assert corrections is not None
-        np.testing.assert_array_equal(corrections["w"].numpy(), -linear.reshape(2, 3))
-        answer = round_.trained(Vectors(base + delta, np.zeros(2)), TrainingReport(5))
-        payload = b"".join(answer.update.parts)
-        size = pb.UpdateHeader.FromString(answer.update.offer.header).packets[0].bytes
-        linear = (linear - ALPHA * decode(payload[:size], name="fp32", length=SIZE)).astype(np.float32)
-        np.testing.assert_allclose(answer.kept["feddyn"].tensors["values"].numpy(), linear)
-        kept = dict(answer.kept)
+@pytest.mark.usefixtures("with_halved")
+def test_a_module_in_the_room_is_all_that_an_algorithm_needs_on_the_server() -> None:
+    assert sorted(algorithms()) == ["feddyn", "halved"]
+    transforms_of(spec(**HALVED))
+    with pytest.raises(SeamError, match="halved: by: must be greater than 0, not 0") as caught:
+        transforms_of(spec(transforms=[{"name": "halved", "args": {"by": 0}}]))
+    assert caught.value.reason == "bad_transform"
 
 
-def test_feddyn_counts_what_the_server_decodes() -> None:
-    values = np.linspace(-1, 1, SIZE, dtype=np.float32)
-    answer = begun(command(feddyn(), encoding="int8"), {}).trained(
-        Vectors(values.copy(), np.zeros(2)), TrainingReport(5)
-    )
-    size = pb.UpdateHeader.FromString(answer.update.offer.header).packets[0].bytes
-    decoded = decode(b"".join(answer.update.parts)[:size], name="int8", length=SIZE)
-    assert not np.array_equal(decoded, values)
-    np.testing.assert_allclose(answer.kept["feddyn"].tensors["values"].numpy(), -ALPHA * decoded, rtol=1e-6)
-    assert "residual" in answer.kept  # what the encoding has left out is no part of it
+@pytest.mark.usefixtures("with_halved")
+async def test_an_algorithm_is_applied_and_keeps_its_state(tmp_path: Path) -> None:
+    async with running(tmp_path) as host:
+        session = host.join("a")
+        row, _ = await host.jobs.start(spec(rounds=2, **HALVED), "")
+        for _ in range(2):
+            command = await host.command(session)
+            await host.push(session, command, np.full(SIZE, 8, np.float32))
+        assert await host.ended(row.job_id) == "completed"
+        last, _, first = host.store.models(3)
+        values = []
+        for model in (first, last):
+            with host.blobs.reader(model.blob) as blob:
+                values.append(ModelReader(blob).vectors().parameters)
+        states, owners = read_states(read_checked(host.blobs, last.transforms_blob))
+    np.testing.assert_array_equal(values[1] - values[0], np.full(SIZE, 2 * 8 / 4))
+    assert states["halved"]["rounds"].tolist() == [2.0]
+    assert owners == {"halved": f'[{row.job_id}, {{"by": 4.0}}]'}
 
 
-def test_feddyn_begins_anew_with_another_job() -> None:
-    first = begun(command(feddyn()), {}).trained(Vectors(np.ones(SIZE, np.float32), np.zeros(2)), TrainingReport(5))
-    for job_id, value in ((1, ALPHA), (2, 0.0)):
-        corrections = begun(command(feddyn(), job_id=job_id), first.kept).corrections()
-        assert corrections is not None
-        assert torch.equal(corrections["w"], torch.full((2, 3), value))
-
-
-def test_a_linear_term_that_is_too_large_fails_the_round() -> None:
-    large = Section({"values": torch.full((SIZE,), -3e38)}, {"run": "run", "job": "1"})
-    round_ = begun(command(feddyn(alpha=1e9)), {"feddyn": large})
-    with pytest.raises(CodecError, match="FedDyn") as error:
-        round_.trained(Vectors(np.full(SIZE, 1e30, np.float32), np.zeros(2)), TrainingReport(5))
-    assert error.value.reason == "non_finite"
-
-
-class Twice(Transform):
-    """Adds 2 to each gradient, and keeps nothing."""
-
-    name = "twice"
-
-    def __init__(self, start: RoundStart, kept: Section | None, args: object) -> None:
-        self._schema = start.schema
-
-    def corrections(self) -> dict[str, torch.Tensor]:
-        return by_parameter(np.full(SIZE, 2, np.float32), self._schema)
-
-
-def test_corrections_of_several_transforms_are_added_up() -> None:
-    first = begun(command(feddyn()), {}).trained(Vectors(np.ones(SIZE, np.float32), np.zeros(2)), TrainingReport(5))
-    round_ = begun(command(feddyn()), first.kept)
-    start = RoundStart(round_.command, round_.start, lambda digest: np.zeros(SIZE, np.float32))
-    both = ClientRound(round_.command, "alice", round_.start, transforms=(*round_.transforms, Twice(start, None, {})))
-    corrections = both.corrections()
-    assert corrections is not None
-    assert torch.equal(corrections["w"], torch.full((2, 3), 2 + ALPHA))
-    assert begun(command(), {}).corrections() is None
-
-
-def test_what_other_parts_keep_stays() -> None:
-    other = Section({"weight": torch.ones(2)}, {"line": "1"})
-    kept = {"private": other, "feddyn": Section({"values": torch.ones(SIZE)}, {"run": "run", "job": "1"})}
-    for asked in (command(), command(feddyn())):
-        values = Vectors(np.ones(SIZE, np.float32), np.zeros(2))
-        assert begun(asked, kept).trained(values, TrainingReport(5)).kept["private"] is other
-        assert begun(asked, kept).nothing(None, 5).kept["feddyn"] is kept["feddyn"]
-
-
-def test_each_transform_has_the_name_of_its_module() -> None:
-    assert set(known()) >= {"feddyn"}
-    assert all(kind.__module__ == f"fedring.client.transforms.named.{name}" for name, kind in known().items())
+@pytest.mark.usefixtures("with_halved")
+async def test_an_impossible_order_is_refused(tmp_path: Path) -> None:
+    feddyn = {"name": "feddyn", "args": {"alpha": 1.0}}
+    async with running(tmp_path) as host:
+        checks = JobChecks(host.config, host.parts.models.maker)
+        keys = {"weights": "uniform", "transforms": [feddyn, *HALVED["transforms"]]}
+        checks.check(spec(**keys), [], runs_next=True)
+        with pytest.raises(ConfigError, match="feddyn needs the plain mean of updates: let it stand before halved"):
+            checks.check(spec(**{**keys, "transforms": keys["transforms"][::-1]}), [], runs_next=True)
 
 
 @pytest.mark.parametrize(
-    ("transforms", "sentence"),
+    ("name", "found"), [("feddin", "did you mean feddyn?"), ("feddyn", "feddyn: alpha: must be given")]
+)
+def test_a_server_does_not_start_with_transforms_that_it_cannot_make(name: str, found: str, tmp_path: Path) -> None:
+    config = ServerConfig.model_validate({"state_dir": tmp_path, "job": {"transforms": [{"name": name}]}})
+    with pytest.raises(ConfigError, match=r"job\.transforms") as caught:
+        check(config)
+    assert found in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("keys", "demands"),
     [
-        ("", ""),
-        ('[{"name": "feddyn", "args": {}}]', ""),
-        ('[{"name": "feddyn", "args": {}}, {"name": "feddyn", "args": {}}]', "names the transform feddyn twice"),
-        ('[{"name": "fednext", "args": {}}]', "no transform 'fednext', but feddyn"),
-        ('[{"name": "os.system", "args": {}}]', "no transform 'os.system'"),
-        ('[{"name": "scaffold", "args": {}}]', "no transform 'scaffold'"),
-        ("[{}]", "does not understand"),
-        ("{", "does not understand"),
-        ("[1]", "does not understand"),
-        ("7", "does not understand"),
+        ({}, {}),
+        ({"update_clip": 1.0}, {"deltas_only": True}),
+        ({"update_clip_factor": 1.0}, {"deltas_only": True}),
+        (PRIVATE | {"dp": {"noise_multiplier": 1, "adaptive": False}}, {"deltas_only": True, "bare": True}),
+        (PRIVATE | {"sample_dp": {"noise_multiplier": 1}}, {"bare": True, "silent": True}),
+        ({"server_optimizer": {}, "download_encoding": "int8"}, {}),
     ],
 )
-def test_a_client_says_which_transforms_it_does_not_know(transforms: str, sentence: str) -> None:
-    found = unknown_in(pb.JobSpec(transforms=transforms))
-    assert (sentence in found) if sentence else not found
+def test_a_feature_demands_of_an_update_what_it_needs(keys: dict[str, Any], demands: dict[str, Any]) -> None:
+    assert terms_of(**keys) == replace(TERMS, **demands)
 
 
-def test_a_job_with_an_unknown_transform_is_refused_and_the_next_one_trained(
-    server: "ScriptedServer", settings: dict[str, Any]
-) -> None:
-    model = nn.Linear(2, 1)
-    with connect(**settings) as federation, ThreadPoolExecutor(1) as executor:
-        server.joins.get(timeout=60)
-        task = executor.submit(next, federation)
-        job = pb.JobSpec(mode="federated", transforms='[{"name": "fednext", "args": {}}]')
-        server.train(server.command(model, job=job))
-        failure = server.failures.get(timeout=60)
-        server.train(server.command(model, round_=2))
-        assert task.result(60).round == 2
-    assert (failure.round, failure.reason) == (1, "unknown_transform")
+def test_an_update_must_have_used_the_control_variate_of_its_round() -> None:
+    command = pb.TrainCmd(control=pb.Control(line="1.7"))
+    scaffold: dict[str, Any] = {"scaffold": True, "momentum": 0.0, "weights": "uniform"}
+    assert terms_of(command=command, **scaffold) == replace(TERMS, control_line="1.7")
+    assert terms_of(command=command) == TERMS
+
+
+def test_a_masked_update_is_as_wide_as_its_group_is_large() -> None:
+    keys = PRIVATE | {"secure_aggregation": {"block": 16, "levels": 7}, "min_clients_to_aggregate": 3}
+    command = pb.TrainCmd(secure=SecureRound(block=16, levels=7, scales=np.ones(1, "<f4").tobytes()))
+    assert terms_of(4, command, **keys) == replace(TERMS, bare=True, width=Width(SIZE, 6))
+    assert terms_of(40, command, **keys).width == Width(SIZE, 10)
+
+
+def test_noise_by_clients_sets_the_width_by_its_plan() -> None:
+    dp = {"noise_multiplier": 1.0, "adaptive": False, "noise_by": "clients"}
+    keys = PRIVATE | {"dp": dp, "secure_aggregation": {}, "min_clients_to_aggregate": 3}
+    command = pb.TrainCmd(job=pb.JobSpec(min_results=3))
+    job = spec(**keys)
+    assert job.dp is not None
+    plan = job.dp.plan(4, SIZE, 3)
+    wanted = replace(TERMS, deltas_only=True, bare=True, width=Width(plan.padded, plan.bits))
+    assert terms_of(4, command, **keys) == wanted
+
+
+def test_groups_belong_to_features_that_open_them() -> None:
+    row = UpdateRow(1, "a", "", "", (), 1, 1, 1.0, 1.0, 1.0)
+    with pytest.raises(ValueError, match="groups belong to jobs with secure aggregation"):
+        transforms_of(Job.model_validate({})).close(closed_round(Job.model_validate({}), [row], groups=[]), None)
+
+
+def test_states_that_are_no_file_of_states_are_an_error_and_those_that_are_come_back() -> None:
+    state = {"a": {"x": np.arange(3, dtype=np.float32)}, "b": {}}
+    data = write_states(state, {"b": "1", "a": "2"})
+    assert data == write_states(state, {"a": "2", "b": "1"})
+    states, owners = read_states(data)
+    assert states["a"]["x"].tolist() == [0, 1, 2]
+    assert owners == {"a": "2", "b": "1"}
+    for damaged in (b"", data[:20], data[8:]):
+        with pytest.raises(CodecError, match="states cannot be read") as caught:
+            read_states(damaged)
+        assert caught.value.reason == "bad_state"
+    with pytest.raises(CodecError, match="a/x has a value that is not finite"):
+        write_states({"a": {"x": np.array([np.inf], np.float32)}}, {})

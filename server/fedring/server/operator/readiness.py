@@ -45,8 +45,9 @@ async def _try(parts: Parts) -> None:
     """Check that the storage takes as much as a round publishes; StorageFailed if it does not."""
     rounds = parts.rounds
     model, job = rounds.latest, rounds.open.job if rounds.open else None
-    # A delta comes with what it left out; an optimizer may keep two values for each of the model's.
+    # A delta comes with what it left out; an optimizer may keep two values for each of the model's, a transform one.
     delta = bool((model and model.residual_blob) or (job and job.delta_encoding))
     optimizer = bool((model and model.optimizer_blob) or (job and job.server_optimizer))
-    size = (1 + 2 * delta + 2 * optimizer) * model.bytes if model else 0
+    named = len(job.transforms) if job else 0
+    size = (1 + 2 * delta + 2 * optimizer + named) * model.bytes if model else 0
     await parts.facts.probe(max(_LEAST_BYTES, size))

@@ -15,7 +15,6 @@ from fedring.codec.errors import CodecError
 from fedring.daemon.metrics import Registry
 from fedring.rpc.errors import FedringError
 from fedring.rpc.metrics import CallMetrics
-from fedring.server.model.guards import Guard
 from fedring.server.round import machine as rd
 from fedring.server.round.events import Phase, Presence, Round, State
 from fedring.server.round.guard_metrics import GuardMetrics
@@ -218,10 +217,10 @@ class Metrics:
         if norm:
             self._norm.observe(row.norm)
 
-    def guarded(self, guard: Guard) -> None:
-        """Count what the guards did to the updates of a round that published a model."""
-        self._capped.inc(len(guard.capped))
-        self._clipped.inc(len(guard.clipped))
+    def guarded(self, stats: Mapping[str, Any]) -> None:
+        """Count the updates of a round that published a model which guards have changed; `stats` are its row's."""
+        self._capped.inc(len(stats.get("capped", ())))
+        self._clipped.inc(len(stats.get("clipped", ())))
 
     def repeated(self) -> None:
         """Count an update that had been accepted before."""

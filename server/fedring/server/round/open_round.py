@@ -4,8 +4,11 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from fedring.server.model.guards import Guard, weight_of
-from fedring.server.model.private_mean import PrivateRound
+from fedring.codec.schema import Schema
+from fedring.server.model.guards import weight_of
+from fedring.server.model.terms import Terms
+from fedring.server.model.transforms.listing import RoundSteps, Transforms, transforms_of
+from fedring.server.model.transforms.transform import ClosedRound, Past
 from fedring.server.round.events import Phase
 from fedring.server.round.secure_state import SecureState
 from fedring.server.round.sessions import ClientTraffic
@@ -33,14 +36,17 @@ class OpenRound:
     stragglers: frozenset[str] = frozenset()  # clients that straggler_factor has left out
     left_out: frozenset[str] = frozenset()  # clients that are not drawn: they sent wrong shares in an earlier round
     liars: frozenset[str] = frozenset()  # clients that were proved to send wrong shares in this one
-    guarded: Guard = field(default_factory=Guard)  # what the job's guards did to the accepted updates
-    private: PrivateRound | None = None  # what differential privacy does to it; None = nothing, or not known yet
+    prepared: RoundSteps | None = None  # what the job's transforms do to the accepted updates; None = not known yet
     secure: SecureState | None = None  # its secure aggregation; None = its job has none, or it has not started
     failures: list[str] = field(default_factory=list)  # sentences: who could not train, what was damaged
     stop_reason: str = ""  # why the round ends without a model if the disk refuses that model; "" = nobody asked
     waits_for_disk: bool = False  # whether its aggregation waits until the disk takes the model
     waits_for_shares: bool = False  # whether its aggregation waits for what clients say to remove masks
     retryable: bool = True  # False if the job's next rounds would end as this one does
+    transforms: Transforms = field(init=False)  # of the job
+
+    def __post_init__(self) -> None:
+        self.transforms = transforms_of(self.job)
 
     def event(self, seconds: float, model: pb.SmallModel | None = None) -> bytes:
         """Return the serialized command.
@@ -52,6 +58,31 @@ class OpenRound:
         command = pb.TrainCmd(deadline_seconds=seconds, model=model)
         command.MergeFrom(self.command)
         return pb.ServerEvent(train=command).SerializeToString()
+
+    def terms(self, client: str, schema: Schema) -> Terms:
+        """Return what the round demands of an update.
+
+        Args:
+            client: whose update it is.
+            schema: of the base model.
+
+        Raises:
+            UnknownRound: "not_selected", if the client is in no group of a round that has groups.
+        """
+        terms = Terms(self.base.digest, self.command.max_update_bytes, schema)
+        return self.transforms.terms(terms, self.command, self.secure.members_with(client) if self.secure else 0)
+
+    def closed(self, secret: str, past: Past) -> ClosedRound:
+        """Return the round, which takes no more updates.
+
+        Args:
+            secret: of the run, which clients do not know.
+            past: of the round's job.
+        """
+        groups = self.secure.good_masks if self.secure else None
+        chosen = self.accepted if groups is None else [client for group in groups for client in group.clients]
+        updates = [self.accepted[client] for client in sorted(chosen)]
+        return ClosedRound(self.job, self.command, updates, len(self.row.selected), secret, groups, past)
 
     @property
     def title(self) -> str:
@@ -97,7 +128,7 @@ class OpenRound:
             "clients": clients,
             "metrics": with_origin("train", trained),
             "settings": {key: getattr(self.command, key) for key in self.job.scheduled} | (self.row.settings or {}),
-            **(self.private.stats() if self.private else self.guarded.stats()),
+            **(self.prepared.stats() if self.prepared else {}),
             **{key: names for key, names in named.items() if names},
             **({"secure": self.secure.figures(self.accepted)} if self.secure else {}),
         }

@@ -196,9 +196,7 @@ class RoundOpener:
         if job is not None:
             command.residual_after_epoch, command.residual_after = job.residual_epoch, job.residual_after
         command.job.frozen_digest = self._frozen_digest
-        if configured.secure_aggregation is not None:
-            maker = self._models.maker
-            command.secure.CopyFrom(await self._facts.heavy(maker.secure_round, base, configured))
+        await self._facts.heavy(self._models.maker.command, configured, command, base)
         open_ = OpenRound(row, configured, command, base, small)
         if configured.secure_aggregation is not None:
             open_.left_out = await self._facts.db(self._liars_before, row)

@@ -257,7 +257,7 @@ class Rounds:
             open_.accepted[row.client_id] = row
             self.handle(Delivered(row.client_id))
             open_.stalled -= {row.client_id}
-            self._metrics.accepted(row, norm=open_.job.dp is None and open_.secure is None)
+            self._metrics.accepted(row, norm=not open_.transforms.hide_norms)
         state = self.message(clients=False)  # the same for all of them, since they became durable at once
         for row in rows:
             text = f"{row.client_id} delivered {row.num_samples} samples, {row.total_bytes} bytes"

@@ -191,9 +191,8 @@ class RoundRunner:
                 await self._secure.unmask(open_)
                 if self._phase is not Phase.AGGREGATING:
                     return None
-                masks = open_.secure.good_masks if open_.secure else None
                 with self._metrics.aggregate_seconds.time():
-                    model, ended = await publish(self._facts, self._models, self.privacy, open_, masks)
+                    model, ended = await publish(self._facts, self._models, self.privacy, open_)
             except StorageFailed as error:
                 log.warning("the model of round %d waits for the disk: %s", open_.row.round, error)
                 if not open_.stop_reason:
@@ -220,7 +219,7 @@ class RoundRunner:
         """Tell everybody of the new model, which is durable, and let clients evaluate it."""
         rounds = self._rounds
         open_.row, rounds.latest = ended, model
-        self._metrics.guarded(open_.guarded)
+        self._metrics.guarded(ended.stats)
         self._models.versions.remember(model)
         evaluators = self._sessions.here(open_.job.clients) if open_.job.evaluate else []
         rounds.handle(Published(frozenset(evaluators)))
