@@ -15,7 +15,7 @@ from fedring.client.client_round import ClientRound
 from fedring.client.transfer.download import HeldModel
 from fedring.client.transfer.kept import Section, Sections
 from fedring.client.transfer.update import TrainingReport
-from fedring.client.transforms.chosen import known, transforms_of, unknown_in
+from fedring.client.transforms.chosen import begin_transforms, known, unknown_in
 from fedring.client.transforms.interface import RoundStart, Transform, by_parameter
 from fedring.codec import CodecError, decode
 from fedring.codec.schema import Entry, Schema, Vectors
@@ -41,7 +41,7 @@ def command(*named: dict[str, Any], job_id: int = 1, encoding: str = "fp32") -> 
 def begun(asked: pb.TrainCmd, kept: Sections, base: Float32 | None = None) -> ClientRound:
     """Return a round that has begun."""
     held = HeldModel("", SCHEMA, Vectors(np.zeros(SIZE, np.float32) if base is None else base, np.zeros(2)))
-    transforms = transforms_of(RoundStart(asked, held, lambda digest: np.zeros(SIZE, np.float32)), kept)
+    transforms = begin_transforms(RoundStart(asked, held, lambda digest: np.zeros(SIZE, np.float32)), kept)
     return ClientRound(asked, "alice", held, kept, None, tuple(transforms))
 
 

@@ -20,7 +20,7 @@ from fedring.client.transfer.own_values import PERSONAL, PRIVATE, check_finite, 
 from fedring.client.transfer.residual import RESIDUAL, Residual, residual_in
 from fedring.client.transfer.spool import Spool
 from fedring.client.transfer.update import TrainingReport, residual_of
-from fedring.client.transforms.chosen import transforms_of
+from fedring.client.transforms.chosen import begin_transforms
 from fedring.client.transforms.interface import Float32, RoundStart
 from fedring.train.state import read_tensors, read_vectors, schema_of
 from fedring.v1 import federation_pb2 as pb
@@ -84,7 +84,7 @@ class Answers:
 
         command, kept = self._command, self._spool.kept.load(self._line.key)
         mask = partial(self._secure.make_update, assignment) if command.HasField("secure") else None
-        transforms = transforms_of(RoundStart(command, loaded.base, fetch), kept)
+        transforms = begin_transforms(RoundStart(command, loaded.base, fetch), kept)
         round_ = ClientRound(command, self._client_id, loaded.start, transforms=tuple(transforms), mask=mask)
         return Begun(loaded, round_)
 

@@ -30,7 +30,7 @@ from fedring.client.transfer.kept import Sections
 from fedring.client.transfer.own_values import PERSONAL, line_of, section_of, values_in
 from fedring.client.transfer.residual import Residual, residual_in
 from fedring.client.transfer.update import TrainingReport, Update, residual_of
-from fedring.client.transforms.chosen import transforms_of
+from fedring.client.transforms.chosen import begin_transforms
 from fedring.client.transforms.interface import RoundStart
 from fedring.codec import CodecError
 from fedring.codec.digest import name_of
@@ -272,7 +272,7 @@ class Worker:
         if turn.peers:
             dither = self._secret_of(name).derive(command, DITHER)
             mask = unmasked_updates(command, name, self._schema.num_parameters, turn.peers, dither).make
-        transforms = transforms_of(RoundStart(command, base, lambda digest: self._control), kept)
+        transforms = begin_transforms(RoundStart(command, base, lambda digest: self._control), kept)
         return ClientRound(command, name, start, kept, residual, tuple(transforms), mask)
 
     def _residual(self, kept: Sections) -> Residual | None:

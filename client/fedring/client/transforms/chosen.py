@@ -14,7 +14,7 @@ from fedring.client.transforms.scaffold import Scaffold
 from fedring.v1 import federation_pb2 as pb
 
 
-def transforms_of(start: RoundStart, kept: Sections) -> list[Transform]:
+def begin_transforms(start: RoundStart, kept: Sections) -> list[Transform]:
     """Return the transforms of a round, in their order.
 
     Args:
