@@ -19,7 +19,7 @@ nothing of jobs, servers or pipelines, and nothing that a peer sends is ever run
 """
 
 from fedring.remote.agent import Agent
-from fedring.remote.errors import BadMessage, Refused, RemoteError
+from fedring.remote.errors import BadMessage, CallRefused, RemoteError
 from fedring.remote.optimizer import DistributedOptimizer, RemoteParameter, gradients, parameters
 from fedring.remote.owner import Owner, Owners, Reference, serve
 from fedring.remote.steps import Step, context
@@ -27,11 +27,11 @@ from fedring.remote.steps import Step, context
 __all__ = [
     "Agent",
     "BadMessage",
+    "CallRefused",
     "DistributedOptimizer",
     "Owner",
     "Owners",
     "Reference",
-    "Refused",
     "RemoteError",
     "RemoteParameter",
     "Step",
