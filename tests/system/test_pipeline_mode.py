@@ -23,7 +23,7 @@ from fedring.train.offered import Offered, collect
 from fedring.train.pipeline_table import Pipeline
 from fedring.train.seam import build_model
 from fedring.workers.cutting import count_layers, cut_model
-from fedring.workers.shards import World, count_steps, epoch_order, shares
+from fedring.workers.shards import GroupRank, count_steps, epoch_order, shares
 from tests import forks
 from tests.conftest import path_to
 from tests.fleets import Control, Fleet, run_job
@@ -235,7 +235,7 @@ def pipedream(spec: dict[str, Any], table: Pipeline, rounds: list[Any]) -> nn.Mo
         for number, module in enumerate(modules)
     ]
     for round_ in rounds:
-        steps = shares(epoch_order(SAMPLES, seed=round_.job_round, epoch=0), 0, World(), BATCH)
+        steps = shares(epoch_order(SAMPLES, seed=round_.job_round, epoch=0), 0, GroupRank(), BATCH)
         while batches := [samples.batch(share.indices) for share in islice(steps, 9)]:
             pipeline = LocalPipeline(stages, table.schedule_of(len(batches)))
             pipeline.run([inputs for inputs, _ in batches], [labels for _, labels in batches])

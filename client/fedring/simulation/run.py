@@ -47,7 +47,7 @@ from fedring.simulation.checks import (
 from fedring.simulation.engine import Engine, InProcess, Processes
 from fedring.simulation.secret import secret_of_seed
 from fedring.simulation.secure import draw_groups, groups_that_count, short_of
-from fedring.simulation.server import RUN_ID, Row, Server, Work
+from fedring.simulation.server import RUN_ID, Row, SimulatedServer, Work
 from fedring.simulation.vectors import ClientSections
 from fedring.simulation.worker import Order, Outcome, Own, Setup, Turn, client_id
 from fedring.train.device import threads_for
@@ -129,7 +129,7 @@ def _simulate(setup: Setup, count: int, engine: str, out: str | Path | None, sho
     spec, clients = setup.job, setup.clients
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=".simulation-", dir=out)))
-        server = Server(spec, setup, folder, stack)
+        server = SimulatedServer(spec, setup, folder, stack)
         server.check()
         running = stack.enter_context(_engine(engine, setup, count))
         check_enough(spec, clients, sum(size > 0 for size in running.sizes))
@@ -153,7 +153,7 @@ def _engine(name: str, setup: Setup, workers: int) -> Engine:
 class _Run:
     """The rounds of one simulation."""
 
-    def __init__(self, setup: Setup, server: Server, engine: Engine, folder: Path, show: Show) -> None:
+    def __init__(self, setup: Setup, server: SimulatedServer, engine: Engine, folder: Path, show: Show) -> None:
         self._setup, self._job, self._server, self._engine = setup, setup.job, server, engine
         self._folder, self._show = folder, show
         self._candidates = sorted(client_id(client) for client, size in enumerate(engine.sizes) if size)

@@ -46,7 +46,7 @@ _FAILURES = 10
 """The most failures of clients that the row of a round keeps."""
 
 
-class Server:
+class SimulatedServer:
     """What the server of a simulation keeps: the newest model, and the means to make the next one."""
 
     def __init__(self, job: Job, setup: Setup, folder: Path, stack: ExitStack) -> None:

@@ -128,7 +128,7 @@ class Own:
     model: bytes  # as a safetensors file
 
 
-class Worker:
+class SimulationWorker:
     """Trains and evaluates for a simulation.
 
     Attributes:
