@@ -6,6 +6,7 @@ To check another implementation, add it to IMPLEMENTATIONS.
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.unit.rows import a_job, a_model, a_round, an_update
