@@ -93,9 +93,7 @@ async def test_an_impossible_order_is_refused(tmp_path: Path) -> None:
             checks.check(spec(**{**keys, "transforms": keys["transforms"][::-1]}), [], runs_next=True)
 
 
-@pytest.mark.parametrize(
-    ("name", "found"), [("feddin", "did you mean feddyn?"), ("feddyn", "feddyn: alpha: must be given")]
-)
+@pytest.mark.parametrize(("name", "found"), [("feddin", "did you mean feddyn?"), ("feddyn", "alpha: must be given")])
 def test_a_server_does_not_start_with_transforms_that_it_cannot_make(name: str, found: str, tmp_path: Path) -> None:
     config = ServerConfig.model_validate({"state_dir": tmp_path, "job": {"transforms": [{"name": name}]}})
     with pytest.raises(ConfigError, match=r"job\.transforms") as caught:

@@ -61,8 +61,12 @@ class Payload(Protocol):
 class Sent:
     """The bytes of an update that a contribution reads."""
 
-    read: Reader
+    reader: Reader
     size: int
+
+    def read(self, offset: int, size: int) -> bytes | memoryview:
+        """See Payload."""
+        return self.reader(offset, size)
 
 
 class BadSum(CodecError):

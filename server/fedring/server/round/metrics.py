@@ -218,7 +218,7 @@ class Metrics:
             self._norm.observe(row.norm)
 
     def guarded(self, stats: Mapping[str, Any]) -> None:
-        """Count the updates of a round that published a model which guards have changed; `stats` are its row's."""
+        """Count the updates that guards have changed, by the figures of their round."""
         self._capped.inc(len(stats.get("capped", ())))
         self._clipped.inc(len(stats.get("clipped", ())))
 

@@ -60,7 +60,7 @@ class OpenRound:
         return pb.ServerEvent(train=command).SerializeToString()
 
     def terms(self, client: str, schema: Schema) -> Terms:
-        """Return what the round demands of an update.
+        """Return the demands of the round on an update.
 
         Args:
             client: whose update it is.
@@ -73,7 +73,7 @@ class OpenRound:
         return self.transforms.terms(terms, self.command, self.secure.members_with(client) if self.secure else 0)
 
     def closed(self, secret: str, past: Past) -> ClosedRound:
-        """Return the round, which takes no more updates.
+        """Return the round as it is when it takes no more updates.
 
         Args:
             secret: of the run, which clients do not know.

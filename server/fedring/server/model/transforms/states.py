@@ -1,4 +1,4 @@
-"""The values that algorithms keep from round to round: one file of a model, in the format safetensors.
+"""The states of algorithms, one file of a model in the format safetensors.
 
 Its tensors are called "feddyn/h", and its metadata says to which job they belong, and to which arguments.
 """
@@ -66,7 +66,7 @@ def write_states(states: Mapping[str, States], owners: Mapping[str, str]) -> byt
 
 
 def read_states(data: bytes) -> tuple[dict[str, dict[str, NDArray[np.float32]]], dict[str, str]]:
-    """Return the states in a file, and their owners, both by the names of algorithms.
+    """Return the states in a file, and their owners, by algorithm.
 
     Raises:
         CodecError: "bad_state", if it is no such file.
