@@ -148,7 +148,11 @@ SECTIONS = (
         "The table `[personal]` of a federated job. See [federated.md](federated.md#a-model-for-each-client).",
     ),
     ("Server optimizer", ServerOptimizer, "The table `[server_optimizer]` of a job. See [federated.md](federated.md)."),
-    ("Transforms", NamedTransform, "An entry of the list `[[transforms]]` of a job. See [federated.md](federated.md)."),
+    (
+        "Transforms",
+        NamedTransform,
+        "An entry of the list `[[transforms]]` of a job. See [algorithms.md](algorithms.md).",
+    ),
     (
         "Streams between workers",
         RingOptions,

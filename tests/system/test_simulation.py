@@ -50,6 +50,10 @@ JOBS: dict[str, dict[str, Any]] = {
         "momentum": 0.0, "weights": "uniform", "lr": {"schedule": "linear", "start": 0.1, "end": 0.02},
         "personal": {"mu": 0.5},
     },
+    "a transform with a state on both sides, error feedback": {
+        "model": "user_simulation:normed", "encoding": "packed", "partition": "shards", "weights": "uniform",
+        "transforms": [{"name": "feddyn", "args": {"alpha": 0.05, "clients": CLIENTS}}],
+    },
     "the server's own update": {
         "subset_size": 40, "epochs": 2, "mu": 0.01,
         "aggregation": {"rule": "fltrust", "bucketing": 2, "data": "user_simulation:few", "args": {"count": 60}},
