@@ -1,6 +1,6 @@
 """Sums of masked updates: exact for every number of clients, whoever is lost, and however the walk is cut."""
 
-import secrets
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -53,8 +53,8 @@ def masked(
         lost: clients whose updates do not come.
     """
     clients = sorted(integers)
-    own = {client: secrets.token_bytes(32) for client in clients}
-    pairs = {pair: secrets.token_bytes(32) for pair in combinations(clients, 2)}
+    own = {client: random.randbytes(32) for client in clients}
+    pairs = {pair: random.randbytes(32) for pair in combinations(clients, 2)}
     words = {client: wrap(integers[client], bits) for client in clients}
     for client, seed in own.items():
         words[client] += mask(seed, bits, 0, len(words[client]))
