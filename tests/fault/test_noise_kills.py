@@ -12,7 +12,7 @@ from tests.conftest import SEED
 from tests.damage import ask
 from tests.fault.faulty_fleet import FaultyFleet, wait_for
 from tests.fault.killable_clients import SIZE, KillableClients
-from tests.fault.test_kills import KEEP_ALL, LONGEST, wait
+from tests.fault.random_kills import KEEP_ALL, LONGEST, wait
 from tests.fault.update_log import UpdateLog
 from tests.fleets import Control
 from tests.system.wire import outcome, vector_job

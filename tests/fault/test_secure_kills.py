@@ -21,10 +21,10 @@ from tests.call_proxy import CallProxy
 from tests.conftest import SEED
 from tests.damage import ask
 from tests.fault.faulty_fleet import wait_for
+from tests.fault.random_kills import KEEP_ALL, wait
 from tests.fault.residuals import stored_model
 from tests.fault.secure_fleet import SECRET, SecureFleet, secure_job
 from tests.fault.secure_record import Record
-from tests.fault.test_kills import KEEP_ALL, wait
 from tests.fault.user_trainers import lesson_of
 from tests.fleets import Control
 from tests.waiting import until
