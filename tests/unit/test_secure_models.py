@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from tests.damage import flip
-from tests.unit.test_masked_sum import masked
+from tests.masked_groups import masked
 
 from fedring.codec.digest import name_of
 from fedring.codec.masked import MASKED
