@@ -153,10 +153,6 @@ SECTIONS = (
         NamedTransform,
         "An entry of the list `[[transforms]]` of a job. See [algorithms.md](algorithms.md).",
     ),
-        "Transforms",
-        NamedTransform,
-        "An entry of the list `[[transforms]]` of a job. See [algorithms.md](algorithms.md).",
-    ),
     (
         "Streams between workers",
         RingOptions,

@@ -12,11 +12,10 @@ from pathlib import Path
 import pytest
 
 from fedring.daemon.exits import Exit
-from tests.conftest import REPEATED
+from tests.conftest import REPEATED, SEED
 from tests.damage import flip
 from tests.fault.flipped_clients import ChargedFleet, CorrectedFleet, FlippedFleet, MaskedFleet, PlainFleet
 
-SEED = int(os.environ.get("FL_TEST_SEED", "0")) or 32
 FLIPS = int(os.environ.get("FL_TEST_FLIPS", "10"))  # of each kind in each repeat of `make soak`; `make test` makes one
 ONLY = os.environ.get("FL_TEST_KIND", "")
 SOUND = ("client", "privacy.json", "secret", "signing.key", "secure/finished.json", "secure/released.json")
@@ -29,7 +28,6 @@ TOLD = ("dropped", "damaged", "lost", "not used", "cannot be", "keeps the one th
 def test_no_flipped_bit_of_a_client_counts_an_update_twice_or_shuts_it_out(
     tmp_path: Path, fleet: type[FlippedFleet], repeat: int
 ) -> None:
-    print(f"FL_TEST_SEED={SEED}")
     rng = random.Random(f"{SEED} {repeat}")
     outcomes = Counter[tuple[str, str, str]]()
     with fleet(tmp_path) as flipped:

@@ -4,7 +4,6 @@ No damaged update is accepted, and the round still gets the right one: a client 
 """
 
 import itertools
-import os
 import random
 import re
 import threading
@@ -17,7 +16,7 @@ import numpy as np
 import pytest
 
 from fedring.ctl.process import stop_all
-from tests.conftest import REPEATED
+from tests.conftest import REPEATED, SEED
 from tests.damage import ask, flip
 from tests.fault.faulty_fleet import StartedJob
 from tests.fleets import Control, Fleet, until_watching
@@ -33,7 +32,6 @@ SETTINGS = {"trusted": TRUSTED, "keep_update_rounds": 100}
 IMPATIENT = {"no_progress_seconds": 1.5, "heartbeat_seconds": 1.0, "lost_after_seconds": 5.0}
 SMALL, MIDDLE, LARGE = 1_000, 20_000, 600_000  # values of a model whose update is one message, one chunk, or three
 ROUNDS = 4  # with one flipped bit each, in `make test` and in each repeat of `make soak`
-SEED = int(os.environ.get("FL_TEST_SEED", "0")) or random.SystemRandom().randrange(1, 1 << 31)
 
 _sizes = itertools.count()
 
@@ -288,7 +286,6 @@ def test_whatever_bit_is_flipped_the_model_has_the_trained_values(
     impatient: Fleet, tmp_path: Path, repeat: int
 ) -> None:
     rng = random.Random(f"{SEED} {repeat}")
-    print(f"FL_TEST_SEED={SEED}")
     size = rng.choice([SMALL, MIDDLE])
     left = [-1]  # bytes that clients send before the next byte with a flipped bit; negative for none
 

@@ -20,9 +20,9 @@ from fedring.pipeline.worker import LocalPipeline, Worker
 from fedring.schedules.routes import chain
 from fedring.schedules.schedule import Kind, make, pipedream
 from fedring.schedules.traffic import Traffic
+from tests.staged_layers import alone, batches, layers, values
 from tests.system.ring_scripts import ranks
 from tests.unit import test_pipeline_routed as routed
-from tests.unit.test_pipeline_stage import alone, batches, layers, values
 
 BACKENDS = ("gloo", "fedring")
 WRAPPED = ("fp16(none)", "bf16(powersgd)", "fp16(int8)", "fp16(topk)")

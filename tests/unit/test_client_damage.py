@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from tests.kept import kept_residual
-from tests.unit.test_client_upload import SECONDS, leave_behind, take_part
+from tests.left_updates import SECONDS, leave_behind, take_part
 from torch import nn
 
 from fedring.client import UpdateRefused, connect

@@ -1,6 +1,5 @@
 """Uploads, and what they leave on disk: broken streams, refusals, and kills between any two steps."""
 
-import shutil
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
@@ -9,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 from tests.kept import kept_residual
+from tests.left_updates import SECONDS, leave_behind, take_part, train
 from torch import nn
 
-from fedring.client import Federation, RoundOver, Task, UpdateRefused, connect
+from fedring.client import RoundOver, UpdateRefused, connect
 from fedring.client.transfer.spool import Spool
 from fedring.codec import decode
 from fedring.codec.digest import name_of
@@ -26,13 +25,11 @@ from fedring.rpc.errors import (
     Unavailable,
     UnknownRound,
 )
-from fedring.train.state import read_vectors, schema_of, write_vectors
+from fedring.train.state import read_vectors, schema_of
 from fedring.v1 import federation_pb2 as pb
 
 if TYPE_CHECKING:
     from tests.scripted_server import ScriptedServer
-
-SECONDS = 60.0
 
 
 @pytest.fixture
@@ -45,32 +42,6 @@ def once(error: FedringError) -> Any:
     """Return a function that returns `error` the first time and None afterwards."""
     errors = [error]
     return lambda *args: errors.pop() if errors else None
-
-
-def train(task: Task, model: nn.Module, seed: int) -> NDArray[np.float32]:
-    """Add random numbers to the model, and return them."""
-    task.load_into(model)
-    start = read_vectors(model)
-    move = np.random.default_rng(seed).normal(size=start.parameters.size).astype(np.float32)
-    moved = start.parameters + move
-    write_vectors(model, schema_of(model), type(start)(moved, start.buffers))
-    return moved - start.parameters
-
-
-def take_part(
-    server: "ScriptedServer",
-    federation: Federation,
-    model: nn.Module,
-    round_: int = 1,
-    encoding: str = "fp32",
-    epoch: int = 0,
-) -> NDArray[np.float32]:
-    """Train in a round and submit; return what the training added to the model."""
-    server.train(server.command(model, round_=round_, encoding=encoding, epoch=epoch))
-    task = next(federation)
-    move = train(task, model, round_)
-    task.submit(model, samples=1)
-    return move
 
 
 def test_a_broken_upload_resumes_after_the_bytes_that_the_server_has(
@@ -250,30 +221,6 @@ def test_an_update_that_is_not_finite_is_not_sent(
         with pytest.raises(UpdateRefused, match="non_finite"):
             task.submit(model, samples=1)
         assert server.failures.get(timeout=SECONDS).reason == "non_finite"
-
-
-def leave_behind(server: "ScriptedServer", settings: dict[str, Any], model: nn.Module, *, accepted: bool) -> Path:
-    """Return the state folder of a client that was killed while it uploaded the update of round 1."""
-    died = Path(settings["state_dir"]).with_name("died")
-    with connect(**settings) as federation:
-        server.joins.get(timeout=SECONDS)
-        server.train(server.command(model, round_=1, encoding="fp32_sparse"))
-        task = next(federation)
-        train(task, model, 1)
-
-        def copy(header: pb.UpdateHeader) -> FedringError | None:
-            shutil.copytree(settings["state_dir"], died)
-            return None if accepted else UnknownRound("")
-
-        server.on_header = copy
-        if accepted:
-            task.submit(model, samples=1)
-        else:
-            with pytest.raises(RoundOver):
-                task.submit(model, samples=1)
-    server.on_header = lambda header: None
-    settings["state_dir"] = died
-    return died
 
 
 def test_a_spooled_update_is_sent_when_its_round_is_asked_for_again(
