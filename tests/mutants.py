@@ -212,13 +212,13 @@ MUTANTS = {
         "tests/system/test_web.py",
     ),
     "live sessions": Mutant(
-        "server/fedring/server/round/sessions.py",
+        "server/fedring/server/sessions/sessions.py",
         "who.role is None and not compare_digest",
         "False and not compare_digest",
         "tests/unit/test_server_sessions.py",
     ),
     "proven clients": Mutant(
-        "server/fedring/server/round/sessions.py",
+        "server/fedring/server/sessions/sessions.py",
         "older and who.role is None and ",
         "older and ",
         "tests/unit/test_server_sessions.py",

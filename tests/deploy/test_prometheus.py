@@ -8,7 +8,7 @@ from tests.conftest import ROOT
 from tests.deploy.promtool import promtool
 
 from fedring.client.metrics import ClientMetrics
-from fedring.server.round.metrics import Metrics as ServerMetrics
+from fedring.server.operator.metrics import Metrics as ServerMetrics
 
 FOLDER = ROOT / "deploy" / "prometheus"
 RULES = sorted((FOLDER / "rules").glob("*.yml"))

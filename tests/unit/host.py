@@ -24,8 +24,8 @@ from fedring.server.model.models import Models
 from fedring.server.parts import assemble
 from fedring.server.recovery import reload
 from fedring.server.round.events import Joined
-from fedring.server.round.sessions import Session, Sessions
-from fedring.server.service import uploads
+from fedring.server.services import update_service
+from fedring.server.sessions.sessions import Session, Sessions
 from fedring.server.state.blob_interfaces import Partial
 from fedring.server.state.blobs import FileBlobs, FilePartial
 from fedring.server.state.facts import Facts
@@ -122,7 +122,7 @@ class Host:
         maker.gate = self.gate
         self.parts = parts = assemble(self.config, self.facts, models, Sessions(10))
         self.rounds, self.sessions, self.journal, self.jobs = parts.rounds, parts.sessions, parts.journal, parts.jobs
-        self.uploads = uploads.ClientUpdateService(parts, self.config)
+        self.uploads = update_service(parts, self.config)
         self._names = iter(range(1000))
 
     def join(self, client: str, labels: Mapping[str, str] = MappingProxyType({})) -> Session:

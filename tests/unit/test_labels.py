@@ -32,7 +32,7 @@ from fedring.server.round.machine import apply, due, ready
 from fedring.server.round.plan import rules_of
 from fedring.server.round.progress import RoundProgress, why_abandoned
 from fedring.server.round.replacements import replacements
-from fedring.server.round.sessions import Sessions
+from fedring.server.sessions.sessions import Sessions
 from fedring.train.job import Job
 from fedring.train.labels import MAX_LABELS, match, shown
 from fedring.v1 import federation_pb2 as pb

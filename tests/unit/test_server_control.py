@@ -15,8 +15,8 @@ from fedring.server.operator import control as control_module
 from fedring.server.operator.control import ControlService, _defaults_for
 from fedring.server.parts import Parts, assemble
 from fedring.server.round.events import Left
-from fedring.server.round.sessions import Sessions
-from fedring.server.service.downloads import ModelBlobService
+from fedring.server.services import control_service, model_streams
+from fedring.server.sessions.sessions import Sessions
 from fedring.server.state.blobs import FileBlobs
 from fedring.server.state.facts import Facts
 from fedring.server.state.rows import JobRow, RoundRow
@@ -99,7 +99,7 @@ async def test_a_reply_ends_where_it_is_full_even_if_more_rounds_were_read(
 
 
 def control_of(parts: Parts, config: ServerConfig) -> ControlService:
-    return ControlService(parts, ModelBlobService(parts, config), config, "1", refused=dict)
+    return control_service(parts, model_streams(parts), config, refused=dict)
 
 
 async def test_a_client_is_forgotten_once_it_is_away_and_its_round_has_ended(tmp_path: Path) -> None:

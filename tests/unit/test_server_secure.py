@@ -15,7 +15,7 @@ from fedring.secure.roster import signed_keys
 from fedring.secure.signing import Proof, public_bytes
 from fedring.server.round.events import Phase
 from fedring.server.round.open_round import OpenRound
-from fedring.server.round.sessions import Session
+from fedring.server.sessions.sessions import Session
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1 import secure_pb2 as wire
 

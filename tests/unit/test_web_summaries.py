@@ -8,7 +8,6 @@ from math import inf, nan
 from fedring.rpc.identity import NOBODY
 from fedring.server.group import machine as gr
 from fedring.server.group.rendezvous import Rendezvous
-from fedring.server.group.returns import Returns
 from fedring.server.operator.summaries import (
     activity_name,
     client_summaries,
@@ -23,7 +22,7 @@ from fedring.server.operator.summaries import (
 )
 from fedring.server.round.events import Member, Phase, Presence, Round, Rules, State
 from fedring.server.round.open_round import OpenRound
-from fedring.server.round.sessions import Session, Sessions
+from fedring.server.sessions.sessions import Session, Sessions
 from fedring.server.state.rows import JobRow, ModelRow, RoundRow
 from fedring.train.job import Job
 from fedring.v1 import control_pb2 as pb
@@ -119,7 +118,7 @@ def test_what_a_round_waits_for_depends_on_its_phase() -> None:
 
 
 def test_a_group_lists_its_workers_by_rank_with_their_states() -> None:
-    rendezvous = Rendezvous(Returns())
+    rendezvous = Rendezvous(lambda: 0.0)
     sessions = Sessions(9)
     assert group_summary(rendezvous, sessions, JOB) is None
     workers = {

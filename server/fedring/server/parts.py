@@ -1,17 +1,18 @@
-"""The parts of fl-server, put together: what its services and chores are given."""
+"""The parts of fl-server, put together."""
 
 from dataclasses import dataclass
 
 from fedring.server.config import ServerConfig
+from fedring.server.jobs.queue import Jobs
+from fedring.server.jobs.starting import JobStarter
 from fedring.server.model.models import Models
 from fedring.server.model.testset import TestSet
-from fedring.server.round.jobs import Jobs
-from fedring.server.round.metrics import Metrics
+from fedring.server.operator.metrics import Metrics
 from fedring.server.round.opening import RoundOpener
 from fedring.server.round.rounds import Rounds
 from fedring.server.round.runner import RoundRunner
 from fedring.server.round.secure_rounds import SecureRounds
-from fedring.server.round.sessions import Sessions
+from fedring.server.sessions.sessions import Sessions
 from fedring.server.state.facts import Facts
 from fedring.server.state.journal import Journal
 from fedring.server.update.acceptance import Acceptor
@@ -36,10 +37,13 @@ class Parts:
 def assemble(config: ServerConfig, facts: Facts, models: Models, sessions: Sessions) -> Parts:
     """Put the parts of a server together; none of them runs yet."""
     journal, metrics = Journal(), Metrics()
-    rounds = Rounds(facts, sessions, journal, metrics)
+    metrics.follow(facts)
+    rounds = Rounds(facts, sessions, journal, metrics.rounds)
     test_set = TestSet(facts.blobs, config.data_root, models.maker.offered)
     opener = RoundOpener(rounds, facts, models, sessions, test_set, config)
-    secure = SecureRounds(rounds, facts, sessions, metrics, config)
-    runner = RoundRunner(rounds, secure, facts, models, sessions, journal, metrics, test_set, config)
-    jobs = Jobs(opener, runner, rounds, facts, journal, metrics)
-    return Parts(facts, models, sessions, journal, metrics, rounds, secure, runner, jobs, Acceptor(rounds, facts))
+    secure = SecureRounds(rounds, facts, sessions, metrics.secure, config)
+    runner = RoundRunner(rounds, secure, facts, models, sessions, journal, metrics.rounds, test_set, config)
+    starter = JobStarter(rounds, facts, models)
+    jobs = Jobs(starter, opener, runner, rounds, facts, journal, metrics.job_started)
+    acceptor = Acceptor(rounds, facts, metrics.updates)
+    return Parts(facts, models, sessions, journal, metrics, rounds, secure, runner, jobs, acceptor)

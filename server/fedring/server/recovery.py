@@ -9,7 +9,7 @@ from fedring.daemon.lock import StateLock
 from fedring.server.config import ServerConfig
 from fedring.server.model.models import Models
 from fedring.server.parts import Parts, assemble
-from fedring.server.round.sessions import Sessions
+from fedring.server.sessions.sessions import Sessions
 from fedring.server.state.facts import Facts
 from fedring.server.state.failures import StorageError, StorageFailed
 from fedring.server.state.identity import open_state

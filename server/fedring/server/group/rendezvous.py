@@ -2,12 +2,11 @@
 
 import asyncio
 import time
-from collections.abc import Container, Iterable
+from collections.abc import Callable, Container, Iterable
 from math import inf
 
 from fedring.rpc.identity import Role, uri_of
 from fedring.server.group import machine as gr
-from fedring.server.group.returns import Returns
 from fedring.v1 import rendezvous_pb2 as pb
 
 _MOST_GENERATION = 1 << 31
@@ -21,6 +20,9 @@ News = tuple[str, str]
 class Rendezvous:
     """Keeps the state of a round's group, and says what each worker is to do.
 
+    Args:
+        slowest: returns how many seconds clients take to come back, at most; 0 if nothing is known.
+
     Attributes:
         round: the number of the round whose group this is.
         state: the machine's state; None if no round that needs a group has been opened.
@@ -28,12 +30,12 @@ class Rendezvous:
         moved: set, and replaced by a new event, with each change of the state.
     """
 
-    def __init__(self, returns: Returns) -> None:
+    def __init__(self, slowest: Callable[[], float]) -> None:
         self.round = 0
         self.state: gr.State | None = None
         self.done: dict[str, pb.Done] = {}
         self.moved = asyncio.Event()
-        self._returns = returns
+        self._slowest = slowest
         self._generation = 0  # the newest of all rounds
         self._resumed = False
 
@@ -59,7 +61,7 @@ class Rendezvous:
         if before is None or not self.active:
             return []
         now = time.monotonic()
-        patient = gr.apply(before, gr.Slow(_RETURNS * self._returns.slowest), now) if before.rules.whole else before
+        patient = gr.apply(before, gr.Slow(_RETURNS * self._slowest()), now) if before.rules.whole else before
         after = gr.apply(patient, event, now)
         if after == before and not isinstance(event, gr.Expected):  # other clients than those expected may be wanted
             return []

@@ -1,4 +1,4 @@
-"""What operators see and do: the control service, tokens, the page's facts, metrics, and readiness.
+"""What operators see and do: the control service, the page's facts, metrics, and readiness.
 
-It reads rounds, models and state. Nothing in the other packages imports it.
+It may import every room but `guard`, of which it only knows the metrics, and nothing in those rooms imports it.
 """

@@ -13,13 +13,16 @@ from pydantic import ValidationError
 from fedring.daemon.config import ConfigError, check_keys, explain, merge
 from fedring.privacy.account import NoAccountant
 from fedring.rpc.errors import BadRequest, ClientInUse, NoEpsilon, NoSuchClient, NoSuchJob, OtherJob, UnknownRound
-from fedring.server.config import ServerConfig
+from fedring.server.jobs.queue import Jobs
 from fedring.server.operator.job_checks import JobChecks
 from fedring.server.operator.privacy_report import privacy_message
-from fedring.server.parts import Parts
-from fedring.server.round.report import event_message, job_message, model_message, round_message
-from fedring.server.service.downloads import ModelBlobService
-from fedring.server.state.journal import printable, rfc3339
+from fedring.server.operator.report import event_message, job_message, model_message
+from fedring.server.round.report import round_message
+from fedring.server.round.rounds import Rounds
+from fedring.server.service.downloads import ModelStreams
+from fedring.server.sessions.sessions import Sessions
+from fedring.server.state.facts import Facts
+from fedring.server.state.journal import Journal, printable, rfc3339
 from fedring.train.bounds import MAX_DEPTH, MAX_JOB_BYTES, check_text
 from fedring.train.job import Job
 from fedring.train.round_settings import SCHEDULED
@@ -45,22 +48,21 @@ class ControlService(rpc.ControlServiceServicer):
 
     def __init__(
         self,
-        parts: Parts,
-        downloads: ModelBlobService,
-        config: ServerConfig,
+        rounds: Rounds,
+        jobs: Jobs,
+        sessions: Sessions,
+        journal: Journal,
+        facts: Facts,
+        streams: ModelStreams,
+        checks: JobChecks,
+        defaults: Job,
         version: str,
         *,
         refused: Callable[[], Mapping[str, int]],
     ) -> None:
-        self._rounds, self._jobs, self._sessions, self._journal = (
-            parts.rounds,
-            parts.jobs,
-            parts.sessions,
-            parts.journal,
-        )
-        self._facts, self._store = parts.facts, parts.facts.store
-        self._downloads, self._defaults, self._version = downloads, config.job, version
-        self._checks = JobChecks(config, parts.models.maker)
+        self._rounds, self._jobs, self._sessions, self._journal = rounds, jobs, sessions, journal
+        self._facts, self._store = facts, facts.store
+        self._streams, self._checks, self._defaults, self._version = streams, checks, defaults, version
         self._refused = refused
         self._began = time.monotonic()
 
@@ -184,7 +186,7 @@ class ControlService(rpc.ControlServiceServicer):
             yield event
 
     async def ExportModel(self, request: fed.FetchModelRequest, context: Any) -> AsyncIterator[Any]:
-        async with aclosing(self._downloads.messages(request)) as messages:
+        async with aclosing(self._streams.messages(request)) as messages:
             async for message in messages:
                 yield message
 

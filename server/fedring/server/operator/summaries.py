@@ -10,7 +10,7 @@ from fedring.server.group.rendezvous import Rendezvous
 from fedring.server.round import machine as rd
 from fedring.server.round.events import Phase, Round, State
 from fedring.server.round.open_round import OpenRound
-from fedring.server.round.sessions import Session, Sessions
+from fedring.server.sessions.sessions import Session, Sessions
 from fedring.server.state.journal import rfc3339
 from fedring.server.state.rows import EvaluationRow, JobRow, ModelRow, RoundRow
 from fedring.train.job import Job

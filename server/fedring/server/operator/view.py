@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fedring.server.operator.privacy_spent import PrivacySpent
+from fedring.server.operator.report import event_message
 from fedring.server.operator.summaries import (
     Summary,
     client_summaries,
@@ -18,9 +19,11 @@ from fedring.server.operator.summaries import (
     round_summary,
     wait_summary,
 )
-from fedring.server.parts import Parts
-from fedring.server.round.report import event_message, round_message
-from fedring.server.state.journal import rfc3339
+from fedring.server.round.report import round_message
+from fedring.server.round.rounds import Rounds
+from fedring.server.sessions.sessions import Sessions
+from fedring.server.state.facts import Facts
+from fedring.server.state.journal import Journal, rfc3339
 from fedring.server.state.rows import EvaluationRow, EventRow, JobRow, RoundRow
 from fedring.v1 import control_pb2 as pb
 
@@ -49,9 +52,11 @@ class _Stored:
 class View:
     """The facts of the page, for `fedring.web`."""
 
-    def __init__(self, parts: Parts, version: str, spent: PrivacySpent) -> None:
-        self._rounds, self._sessions, self._journal = parts.rounds, parts.sessions, parts.journal
-        self._facts, self._store = parts.facts, parts.facts.store
+    def __init__(
+        self, rounds: Rounds, sessions: Sessions, journal: Journal, facts: Facts, version: str, spent: PrivacySpent
+    ) -> None:
+        self._rounds, self._sessions, self._journal = rounds, sessions, journal
+        self._facts, self._store = facts, facts.store
         self._version, self._spent = version, spent
         self._began = time.time()
         self._stored = _Stored()

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from fedring.server.round.events import OPEN, Phase, Round
 from fedring.server.round.open_round import OpenRound
-from fedring.server.round.sessions import Sessions
+from fedring.server.sessions.sessions import Sessions
 from fedring.server.state.rows import ModelRow, RoundRow
 from fedring.v1 import federation_pb2 as pb
 

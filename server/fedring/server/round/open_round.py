@@ -8,12 +8,21 @@ from fedring.server.model.guards import Guard, weight_of
 from fedring.server.model.private_mean import PrivateRound
 from fedring.server.round.events import Phase
 from fedring.server.round.secure_state import SecureState
-from fedring.server.round.sessions import ClientTraffic
 from fedring.server.state.rows import ModelRow, RoundRow, UpdateRow
 from fedring.train.job import Job
 from fedring.train.metrics import combine, with_origin
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1.rendezvous_pb2 import Done
+
+
+@dataclass(slots=True)
+class ClientTraffic:
+    """The bytes that one client moved in one round, as they were on the wire, and the seconds that took."""
+
+    upload_bytes: int = 0
+    download_bytes: int = 0
+    upload_seconds: float = 0.0
+    download_seconds: float = 0.0
 
 
 @dataclass(slots=True)

@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from fedring.secure.errors import SecureError
 from fedring.server.config import ServerConfig
@@ -16,9 +16,8 @@ from fedring.server.round.open_round import OpenRound
 from fedring.server.round.plan import round_command, rules_of
 from fedring.server.round.rounds import Rounds
 from fedring.server.round.secure_state import restored, secure_rules
-from fedring.server.round.sessions import Sessions
-from fedring.server.round.starting import base_of, begin
 from fedring.server.secure import machine as sm
+from fedring.server.sessions.sessions import Sessions
 from fedring.server.state.facts import Facts
 from fedring.server.state.failures import StorageError
 from fedring.server.state.rows import JobRow, ModelRow, RoundRow, SecureMessageRow, SecureRoundRow
@@ -32,6 +31,15 @@ _Failure = StrategyError | SeamError
 
 RECOVERY_SECONDS = 30.0
 """Seconds that clients have to come back after a restart of the server, if the round's deadline is not sooner."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunningJob:
+    """A job that runs."""
+
+    row: JobRow
+    spec: Job  # with its seed
+    frozen_digest: str
 
 
 class RoundOpener:
@@ -48,48 +56,30 @@ class RoundOpener:
     ) -> None:
         self._rounds, self._facts, self._models = rounds, facts, models
         self._sessions, self._test_set, self._config = sessions, test_set, config
-        self._frozen_digest = ""  # of the job that runs
 
-    async def begin(self, job: JobRow, spec: Job) -> tuple[Job, str]:
-        """Decide what a job starts from, and make it available.
-
-        Returns:
-            The job with its seed, and a clause that says what it starts from.
+    async def open(self, job: RunningJob, job_round: int, base: ModelRow) -> None:
+        """Open the next round of a job, which starts from `base`.
 
         Raises:
             StorageFailed: if the disk refuses it; nothing was changed.
-            StorageError, SeamError: if the job cannot start from there.
+            SeamError, DataError: if its user's code fails, or if there are no samples to evaluate on.
         """
-        base, spec, text = await begin(self._facts, self._models, job, spec)
-        self._frozen_digest = await self._facts.heavy(self._models.maker.frozen_digest, spec, base)
-        if self._rounds.latest is None or base.version > self._rounds.latest.version:  # it was just made
-            self._rounds.latest = base
-        return spec, text
-
-    async def open(self, job: JobRow, spec: Job, job_round: int) -> None:
-        """Open the next round of a job.
-
-        Raises:
-            StorageFailed: if the disk refuses it; nothing was changed.
-            StorageError, SeamError, DataError: if the round has no model to start from, or no samples to evaluate on.
-        """
-        facts = self._facts
-        base = await base_of(facts, self._models, job)
+        facts, spec = self._facts, job.spec
         if spec.evaluate_on_server:
             await facts.heavy(self._test_set.load, spec)
         small = self._models.downloads.small(base, spec)  # before there is a row: it may fail, and be tried again
-        settings, failure = await self._settings(job.job_id, spec)
-        wanted = RoundRow(0, job.job_id, job_round, Phase.WAITING, time.time(), base.version, settings=settings)
+        settings, failure = await self._settings(job)
+        wanted = RoundRow(0, job.row.job_id, job_round, Phase.WAITING, time.time(), base.version, settings=settings)
         row = await facts.db(facts.store.create_round, wanted)
-        await self._wait_for_clients(row, spec, base, small, failure=failure)
+        await self._wait_for_clients(row, job, base, small, failure=failure)
 
-    async def resume(self, row: RoundRow, spec: Job) -> None:
+    async def resume(self, row: RoundRow, job: RunningJob) -> None:
         """Go on with the round that a restart interrupted; its clients have time to come back.
 
         Raises:
             StorageError: "missing_model" if the model that it starts from is gone.
         """
-        rounds, facts = self._rounds, self._facts
+        rounds, facts, spec = self._rounds, self._facts, job.spec
         base = await facts.db(facts.store.model, row.base_version)
         if base is None:
             raise StorageError("missing_model", f"round {row.round} starts from model {row.base_version}, now gone")
@@ -101,14 +91,14 @@ class RoundOpener:
         if row.phase == Phase.WAITING:
             failure = None
             if row.settings is None:  # nobody was told of the round yet
-                settings, failure = await self._settings(row.job_id, spec)
+                settings, failure = await self._settings(job)
                 row = replace(row, settings=settings)
                 await facts.db(facts.store.update_round, row)
-            await self._wait_for_clients(row, spec, base, small, failure=failure, elapsed=elapsed)
+            await self._wait_for_clients(row, job, base, small, failure=failure, elapsed=elapsed)
             return
         updates = await facts.db(facts.store.updates_of, row.round)
         secure = await facts.db(facts.store.secure_round, row.round)
-        open_ = await self._begin(replace(row, phase=Phase.TRAINING), spec, base, small)
+        open_ = await self._begin(replace(row, phase=Phase.TRAINING), job, base, small)
         rules = self._rules(open_)
         open_.accepted = {update.client_id: update for update in updates}
         open_.started = time.monotonic() - elapsed
@@ -159,21 +149,21 @@ class RoundOpener:
             rounds.handle(Closed())
         return True
 
-    async def _settings(self, job_id: int, spec: Job) -> tuple[dict[str, float] | None, _Failure | None]:
+    async def _settings(self, job: RunningJob) -> tuple[dict[str, float] | None, _Failure | None]:
         """Ask the job's own strategy for the settings of the next round; None, and why, if it has none."""
-        if not spec.aggregation.own:
+        if not job.spec.aggregation.own:
             return {}, None
-        rows = await self._facts.db(self._facts.store.rounds, HISTORY + 1, job_id)
+        rows = await self._facts.db(self._facts.store.rounds, HISTORY + 1, job.row.job_id)
         history = [row for row in reversed(rows) if row.ended_at is not None][-HISTORY:]
         try:
-            return await self._facts.heavy(self._models.maker.ask_settings, spec, map(past_round, history)), None
+            return await self._facts.heavy(self._models.maker.ask_settings, job.spec, map(past_round, history)), None
         except (StrategyError, SeamError) as error:
             return None, error
 
     async def _wait_for_clients(
         self,
         row: RoundRow,
-        spec: Job,
+        job: RunningJob,
         base: ModelRow,
         small: pb.SmallModel | None,
         *,
@@ -181,21 +171,21 @@ class RoundOpener:
         elapsed: float = 0.0,
     ) -> None:
         """Let a round wait for its clients, or abandon it if its strategy has failed."""
-        open_ = await self._begin(row, spec, base, small)
+        open_ = await self._begin(row, job, base, small)
         self._rounds.handle(Opened(row.round, self._rules(open_), elapsed))
         if failure is not None:
             log.error("round %d has no settings: %s", row.round, failure, exc_info=failure.__cause__)
             open_.failures.insert(0, str(failure))
             self._rounds.handle(Abandoned(failure.reason))
 
-    async def _begin(self, row: RoundRow, spec: Job, base: ModelRow, small: pb.SmallModel | None) -> OpenRound:
+    async def _begin(self, row: RoundRow, job: RunningJob, base: ModelRow, small: pb.SmallModel | None) -> OpenRound:
         most, store = self._config.max_update_bytes, self._facts.store
-        configured = with_settings(spec, row.settings or {})
+        configured = with_settings(job.spec, row.settings or {})
         command = round_command(configured, row, base, run_id=store.run_id, epoch=store.epoch, most_bytes=most)
-        job = await self._facts.db(store.job, row.job_id)
-        if job is not None:
-            command.residual_after_epoch, command.residual_after = job.residual_epoch, job.residual_after
-        command.job.frozen_digest = self._frozen_digest
+        noted = await self._facts.db(store.job, row.job_id)
+        if noted is not None:
+            command.residual_after_epoch, command.residual_after = noted.residual_epoch, noted.residual_after
+        command.job.frozen_digest = job.frozen_digest
         if configured.secure_aggregation is not None:
             maker = self._models.maker
             command.secure.CopyFrom(await self._facts.heavy(maker.secure_round, base, configured))

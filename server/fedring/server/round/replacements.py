@@ -4,7 +4,7 @@ import asyncio
 
 from fedring.server.group import machine as gr
 from fedring.server.round.rounds import Rounds
-from fedring.server.round.sessions import Sessions
+from fedring.server.sessions.sessions import Sessions
 from fedring.server.state.facts import Facts
 
 

@@ -39,11 +39,11 @@ from fedring.server.round.events import (
     Stalled,
     State,
 )
-from fedring.server.round.metrics import Metrics
-from fedring.server.round.open_round import OpenRound
+from fedring.server.round.metrics import RoundMetrics
+from fedring.server.round.open_round import ClientTraffic, OpenRound
 from fedring.server.round.plan import group_rules
 from fedring.server.round.report import open_message
-from fedring.server.round.sessions import ClientTraffic, Session, Sessions
+from fedring.server.sessions.sessions import Session, Sessions
 from fedring.server.state.facts import Facts
 from fedring.server.state.journal import Journal, printable
 from fedring.server.state.rows import EvaluationRow, ModelRow, RoundRow, UpdateRow
@@ -74,7 +74,7 @@ class Rounds:
         rendezvous: the group of the round, if its workers train together.
     """
 
-    def __init__(self, facts: Facts, sessions: Sessions, journal: Journal, metrics: Metrics) -> None:
+    def __init__(self, facts: Facts, sessions: Sessions, journal: Journal, metrics: RoundMetrics) -> None:
         self.state = State()
         self.open: OpenRound | None = None
         self.last: RoundRow | None = None
@@ -82,11 +82,11 @@ class Rounds:
         self.recovering = False
         self.settling = asyncio.Lock()
         self.changed = asyncio.Event()
-        self.rendezvous = Rendezvous(sessions.returns)
+        self.rendezvous = Rendezvous(lambda: sessions.returns.slowest)
         self._facts, self._sessions, self._journal, self._metrics = facts, sessions, journal, metrics
         self._dispatch = Dispatch(sessions)
         self._trace = RoundTrace()
-        metrics.follow(lambda: self.state, facts)
+        metrics.follow(lambda: self.state)
 
     def handle(self, event: Event) -> None:
         """Take the event into the state. What it makes due is done by the runner soon."""
@@ -109,6 +109,11 @@ class Rounds:
             row, job = self.open.row, self.open.job
             rules = group_rules(job, target=len(row.selected))
             self.rendezvous.open(row.round, rules, row.selected, self.open.done, resumed=resumed)
+
+    def learn(self, model: ModelRow) -> None:
+        """Note a model that may be the newest."""
+        if self.latest is None or model.version > self.latest.version:
+            self.latest = model
 
     def end(self, row: RoundRow) -> None:
         """Let go of the round in progress, which is over."""
@@ -257,7 +262,6 @@ class Rounds:
             open_.accepted[row.client_id] = row
             self.handle(Delivered(row.client_id))
             open_.stalled -= {row.client_id}
-            self._metrics.accepted(row, norm=open_.job.dp is None and open_.secure is None)
         state = self.message(clients=False)  # the same for all of them, since they became durable at once
         for row in rows:
             text = f"{row.client_id} delivered {row.num_samples} samples, {row.total_bytes} bytes"

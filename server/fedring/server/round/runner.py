@@ -38,13 +38,13 @@ from fedring.server.round.events import (
     Started,
 )
 from fedring.server.round.lineage import evaluation, prune, publish
-from fedring.server.round.metrics import Metrics
+from fedring.server.round.metrics import RoundMetrics
 from fedring.server.round.open_round import OpenRound
 from fedring.server.round.private_rounds import RoundPrivacy
 from fedring.server.round.progress import RoundProgress, why_abandoned
 from fedring.server.round.rounds import Rounds
 from fedring.server.round.secure_rounds import SecureRounds
-from fedring.server.round.sessions import Sessions
+from fedring.server.sessions.sessions import Sessions
 from fedring.server.state.facts import Facts
 from fedring.server.state.failures import DamagedModel, DamagedUpdates, StorageError, StorageFailed
 from fedring.server.state.journal import Journal
@@ -79,7 +79,7 @@ class RoundRunner:
         models: Models,
         sessions: Sessions,
         journal: Journal,
-        metrics: Metrics,
+        metrics: RoundMetrics,
         test_set: TestSet,
         config: ServerConfig,
     ) -> None:

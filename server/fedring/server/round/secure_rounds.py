@@ -23,17 +23,17 @@ from fedring.server.config import ServerConfig
 from fedring.server.round import machine as rd
 from fedring.server.round.dispatch import Dispatch
 from fedring.server.round.events import OPEN, Abandoned, Failed, Phase
-from fedring.server.round.metrics import Metrics
 from fedring.server.round.open_round import OpenRound
 from fedring.server.round.private_rounds import RoundPrivacy
 from fedring.server.round.rounds import Rounds
 from fedring.server.round.secure_state import KINDS, Message, SecureState, secure_rules
-from fedring.server.round.sessions import Sessions
 from fedring.server.secure import events as ev
 from fedring.server.secure import machine as sm
 from fedring.server.secure.combining import unmask
 from fedring.server.secure.events import Step
 from fedring.server.secure.groups import form_groups
+from fedring.server.secure.metrics import SecureMetrics
+from fedring.server.sessions.sessions import Sessions
 from fedring.server.state.facts import Facts
 from fedring.server.state.failures import StorageFailed
 from fedring.server.state.interfaces import Acceptance
@@ -67,7 +67,7 @@ class SecureRounds:
     """Runs the secure aggregation of the round in progress; does nothing for jobs that have none."""
 
     def __init__(
-        self, rounds: Rounds, facts: Facts, sessions: Sessions, metrics: Metrics, config: ServerConfig
+        self, rounds: Rounds, facts: Facts, sessions: Sessions, metrics: SecureMetrics, config: ServerConfig
     ) -> None:
         self._rounds, self._facts, self._metrics = rounds, facts, metrics
         self._check = partial(check_identity, authority=config.tls.ca)
@@ -220,10 +220,10 @@ class SecureRounds:
         secure.handle(event, now)
         for step, seconds in sm.took(before, secure.state, now):
             secure.seconds[step] = max(secure.seconds.get(step, 0.0), seconds)
-            self._metrics.secure_seconds.labels(step).observe(seconds)
+            self._metrics.seconds.labels(step).observe(seconds)
         lost = sm.lost(before)
         for name, count in sm.lost(secure.state).items():
-            self._metrics.secure_lost.labels(name).inc(max(0, count - lost.get(name, 0)))
+            self._metrics.lost.labels(name).inc(max(0, count - lost.get(name, 0)))
         self._rounds.changed.set()
 
     async def _decide(self, open_: OpenRound, secure: SecureState, event: ev.Grouped | ev.Decision) -> None:

@@ -11,9 +11,11 @@ from fedring.rpc.contract import PROTOCOL
 from fedring.rpc.errors import BadRequest, Gone, IdInUse, Stalled, Unauthenticated, Unavailable, refusal_in
 from fedring.rpc.streams import finish_write, wire_bytes
 from fedring.server.config import ServerConfig
-from fedring.server.parts import Parts
 from fedring.server.round.events import Joined, Left
-from fedring.server.round.sessions import Session
+from fedring.server.round.rounds import Rounds
+from fedring.server.sessions.sessions import Session, Sessions
+from fedring.server.state.facts import Facts
+from fedring.server.state.journal import Journal
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1 import federation_pb2_grpc as rpc
 
@@ -23,13 +25,10 @@ _HEARTBEAT = pb.ServerEvent(heartbeat=pb.Heartbeat()).SerializeToString()
 class TrainCmdService(rpc.TrainCmdServiceServicer):
     """Opens sessions, keeps their streams, and notices when they are lost."""
 
-    def __init__(self, parts: Parts, config: ServerConfig, software: str) -> None:
-        self._rounds, self._sessions, self._facts, self._journal = (
-            parts.rounds,
-            parts.sessions,
-            parts.facts,
-            parts.journal,
-        )
+    def __init__(
+        self, rounds: Rounds, sessions: Sessions, facts: Facts, journal: Journal, config: ServerConfig, software: str
+    ) -> None:
+        self._rounds, self._sessions, self._facts, self._journal = rounds, sessions, facts, journal
         self._config, self._software = config, software
 
     async def Join(self, request: pb.JoinRequest, context: Any) -> pb.JoinReply:

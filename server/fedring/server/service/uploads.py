@@ -15,12 +15,17 @@ from fedring.rpc.chunks import ReceivedChunk, part_parser, serialize
 from fedring.rpc.errors import BadRequest, FedringError, Gone, Overloaded, UnknownRound
 from fedring.rpc.streams import METER, TimedStream, write
 from fedring.server.config import ServerConfig
-from fedring.server.parts import Parts
-from fedring.server.round.sessions import Session
+from fedring.server.model.versions import ModelVersions
+from fedring.server.round.rounds import Rounds
+from fedring.server.sessions.sessions import Session, Sessions
 from fedring.server.state.blob_interfaces import Partial
 from fedring.server.state.blobs import MemoryPartial
+from fedring.server.state.facts import Facts
 from fedring.server.state.failures import StorageError
+from fedring.server.state.journal import Journal
+from fedring.server.update.acceptance import Acceptor
 from fedring.server.update.admission import check_payload
+from fedring.server.update.metrics import UpdateMetrics
 from fedring.server.update.upload import (
     Accept,
     Accepted,
@@ -72,11 +77,19 @@ def add_update_service(service: "ClientUpdateService", server: aio.Server) -> No
 class ClientUpdateService:
     """Takes updates, in chunks or in one message; a client may repeat any of them."""
 
-    def __init__(self, parts: Parts, config: ServerConfig) -> None:
-        self._rounds, self._sessions, self._models = parts.rounds, parts.sessions, parts.models
-        self._facts, self._journal, self._metrics = parts.facts, parts.journal, parts.metrics
-        self._acceptor = parts.acceptor
-        self._config = config
+    def __init__(
+        self,
+        rounds: Rounds,
+        sessions: Sessions,
+        acceptor: Acceptor,
+        versions: ModelVersions,
+        facts: Facts,
+        journal: Journal,
+        metrics: UpdateMetrics,
+        config: ServerConfig,
+    ) -> None:
+        self._rounds, self._sessions, self._acceptor, self._versions = rounds, sessions, acceptor, versions
+        self._facts, self._journal, self._metrics, self._config = facts, journal, metrics, config
         self._slots = asyncio.Semaphore(config.max_transfers)
         self._uploads: dict[str, asyncio.Task[Any]] = {}
 
@@ -199,7 +212,7 @@ class ClientUpdateService:
                     return Known(await self._accepted_name(run_id, number, client))
                 case AskRound(run_id, number):
                     open_ = self._rounds.deliverable(run_id, number, client)
-                    schema = self._models.versions.schema_of(open_.base)
+                    schema = self._versions.schema_of(open_.base)
                     most = open_.command.max_update_bytes
                     job, line = open_.job, open_.command.control.line
                     width = open_.secure.width(client) if open_.secure else None

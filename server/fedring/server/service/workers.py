@@ -11,8 +11,8 @@ from fedring.rpc.errors import BadRequest, Gone, Unavailable, UnknownRound, refu
 from fedring.rpc.streams import TimedStream, write
 from fedring.server.config import ServerConfig
 from fedring.server.group import machine as gr
-from fedring.server.parts import Parts
-from fedring.server.round.sessions import Session
+from fedring.server.round.rounds import Rounds
+from fedring.server.sessions.sessions import Session, Sessions
 from fedring.server.update.admission import check_figures
 from fedring.train.bounds import MAX_SAMPLES
 from fedring.v1 import rendezvous_pb2 as pb
@@ -25,9 +25,9 @@ _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 class RendezvousService(rpc.RendezvousServiceServicer):
     """Serves one stream for each worker: it says what it has done, and is told what to do."""
 
-    def __init__(self, parts: Parts, config: ServerConfig) -> None:
-        self._rounds, self._sessions, self._config = parts.rounds, parts.sessions, config
-        self._rendezvous = parts.rounds.rendezvous
+    def __init__(self, rounds: Rounds, sessions: Sessions, config: ServerConfig) -> None:
+        self._rounds, self._sessions, self._config = rounds, sessions, config
+        self._rendezvous = rounds.rendezvous
         self._streams: dict[str, asyncio.Event] = {}  # the newest of each client; set when a newer one comes
 
     async def Form(  # type: ignore[override]  # grpc takes a coroutine that writes to the context, too

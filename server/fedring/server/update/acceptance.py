@@ -15,6 +15,7 @@ from fedring.server.state.facts import Facts
 from fedring.server.state.failures import StorageError
 from fedring.server.state.interfaces import Acceptance
 from fedring.server.state.rows import UpdateRow
+from fedring.server.update.metrics import UpdateMetrics
 
 
 @dataclass(slots=True)
@@ -27,8 +28,8 @@ class _Offer:
 class Acceptor:
     """Commits updates that were admitted, and tells the round of those that have become durable."""
 
-    def __init__(self, rounds: Rounds, facts: Facts) -> None:
-        self._rounds, self._facts = rounds, facts
+    def __init__(self, rounds: Rounds, facts: Facts, metrics: UpdateMetrics) -> None:
+        self._rounds, self._facts, self._metrics = rounds, facts, metrics
         self._offers: asyncio.Queue[_Offer] = asyncio.Queue()
 
     async def accept(self, partial: Partial, row: UpdateRow) -> bool:
@@ -96,8 +97,12 @@ class Acceptor:
             outcomes = await self._facts.db(self._facts.commit_updates, batch)
         except StorageError as error:
             raise RefusedCommit(str(error), reason=error.reason) from error
-        new = (outcome is Acceptance.NEW for outcome in outcomes)
-        self._rounds.accepted([offer.row for offer, is_new in zip(offers, new, strict=True) if is_new])
+        fresh = [offer.row for offer, outcome in zip(offers, outcomes, strict=True) if outcome is Acceptance.NEW]
+        open_ = self._rounds.open
+        if open_ is not None:
+            for row in fresh:
+                self._metrics.accepted(row, norm=open_.job.dp is None and open_.secure is None)
+        self._rounds.accepted(fresh)
         return outcomes
 
 

@@ -6,14 +6,15 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+from prometheus_client import Gauge
 from pydantic import ValidationError
 
 from fedring.daemon.config import explain
 from fedring.daemon.wording import counted
 from fedring.data import DataError
 from fedring.rpc.errors import NoSuchJob
-from fedring.server.round.metrics import Metrics
-from fedring.server.round.opening import RoundOpener
+from fedring.server.jobs.starting import JobStarter
+from fedring.server.round.opening import RoundOpener, RunningJob
 from fedring.server.round.rounds import Rounds
 from fedring.server.round.runner import RoundRunner
 from fedring.server.state.facts import Facts
@@ -40,16 +41,17 @@ class Jobs:
 
     def __init__(
         self,
+        starter: JobStarter,
         opener: RoundOpener,
         runner: RoundRunner,
         rounds: Rounds,
         facts: Facts,
         journal: Journal,
-        metrics: Metrics,
+        started: Gauge,
     ) -> None:
-        self._opener, self._runner, self._rounds = opener, runner, rounds
+        self._starter, self._opener, self._runner, self._rounds = starter, opener, runner, rounds
         self._facts, self._store = facts, facts.store
-        self._journal, self._metrics = journal, metrics
+        self._journal, self._started = journal, started
         self._queued = asyncio.Event()
         self._stopped: set[int] = set()
         self.running: JobRow | None = None
@@ -106,12 +108,12 @@ class Jobs:
                 await self._queued.wait()
                 continue
             self.running = row
-            self._metrics.job_started.set_to_current_time()
+            self._started.set_to_current_time()
             try:
                 state, reason = await self._run_job(row)
             finally:
                 self.running = None
-                self._metrics.job_started.set(0)
+                self._started.set(0)
             if state == "failed" and not reason.startswith("damaged_blob"):  # that one says itself how to go on
                 reason += await self._facts.keep(self._facts.db, self._way_on, row.job_id)
             await self._facts.keep(self._runner.prune)  # after the last round: each round does it for those before it
@@ -155,14 +157,15 @@ class Jobs:
         await self._facts.keep(self._facts.db, self._store.set_job_state, row.job_id, "running")
         try:
             with _faults_of_the_job(row.job_id):
-                spec, what = await self._facts.keep(self._opener.begin, row, spec)
-            text = f"job {row.job_id} ({row.name}) {what}: {counted(row.rounds, 'round')} of {spec.model}"
+                job, what = await self._facts.keep(self._starter.begin, row, spec)
+            text = f"job {row.job_id} ({row.name}) {what}: {counted(row.rounds, 'round')} of {job.spec.model}"
             self._journal.write("job_started", text, job_id=row.job_id)
-            return await self._run_rounds(row, spec)
+            return await self._run_rounds(job)
         except _JobFault as fault:
             return "failed", str(fault)
 
-    async def _run_rounds(self, row: JobRow, spec: Job) -> tuple[str, str]:
+    async def _run_rounds(self, job: RunningJob) -> tuple[str, str]:
+        row, spec = job.row, job.spec
         abandoned = 0  # rounds, one after the other
         with _faults_of_the_job(row.job_id):
             done = await self._facts.keep(self._facts.db, self._store.job_rounds_ended, row.job_id)
@@ -172,11 +175,12 @@ class Jobs:
                 return "stopped", ""
             with _faults_of_the_job(row.job_id):
                 if interrupted is not None and interrupted.job_id == row.job_id:
-                    await self._facts.keep(self._opener.resume, interrupted, spec)
+                    await self._facts.keep(self._opener.resume, interrupted, job)
                 else:
                     if why := await self._facts.keep(self._runner.privacy.spent, spec):
                         return ("completed", f"it ended early: {why}") if done else ("failed", why)
-                    await self._facts.keep(self._opener.open, row, spec, done + 1)
+                    base = await self._facts.keep(self._starter.base_of, job)
+                    await self._facts.keep(self._opener.open, job, done + 1, base)
             interrupted = None
             if row.job_id in self._stopped:  # while the round was being opened
                 await self._rounds.abandon("stopped")

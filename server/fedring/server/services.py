@@ -1,0 +1,67 @@
+"""The gRPC services of fl-server, made of its parts."""
+
+from collections.abc import Callable, Mapping
+
+from grpc import aio
+
+from fedring.server.config import ServerConfig
+from fedring.server.operator.control import ControlService
+from fedring.server.operator.job_checks import JobChecks
+from fedring.server.parts import Parts
+from fedring.server.service.commands import TrainCmdService
+from fedring.server.service.downloads import ModelBlobService, ModelStreams
+from fedring.server.service.secure import SecureAggregationService
+from fedring.server.service.uploads import ClientUpdateService, add_update_service
+from fedring.server.service.workers import RendezvousService
+from fedring.v1 import federation_pb2_grpc, rendezvous_pb2_grpc, secure_pb2_grpc
+from fedring.version import SOFTWARE, VERSION
+
+
+def add_client_services(server: aio.Server, parts: Parts, streams: ModelStreams, config: ServerConfig) -> None:
+    """Add the services that clients call to a server."""
+    rounds, sessions = parts.rounds, parts.sessions
+    commands = TrainCmdService(rounds, sessions, parts.facts, parts.journal, config, SOFTWARE)
+    federation_pb2_grpc.add_TrainCmdServiceServicer_to_server(commands, server)
+    downloads = ModelBlobService(streams, rounds, sessions, config)
+    federation_pb2_grpc.add_ModelBlobServiceServicer_to_server(downloads, server)
+    rendezvous_pb2_grpc.add_RendezvousServiceServicer_to_server(RendezvousService(rounds, sessions, config), server)
+    secure = SecureAggregationService(parts.secure, sessions)
+    secure_pb2_grpc.add_SecureAggregationServiceServicer_to_server(secure, server)
+    add_update_service(update_service(parts, config), server)
+
+
+def model_streams(parts: Parts) -> ModelStreams:
+    """Make what streams models to clients and operators."""
+    return ModelStreams(parts.models.downloads, parts.facts, parts.runner.damaged)
+
+
+def update_service(parts: Parts, config: ServerConfig) -> ClientUpdateService:
+    """Make the service that takes updates."""
+    return ClientUpdateService(
+        parts.rounds,
+        parts.sessions,
+        parts.acceptor,
+        parts.models.versions,
+        parts.facts,
+        parts.journal,
+        parts.metrics.updates,
+        config,
+    )
+
+
+def control_service(
+    parts: Parts, streams: ModelStreams, config: ServerConfig, *, refused: Callable[[], Mapping[str, int]]
+) -> ControlService:
+    """Make the service that flctl calls; `refused` returns the calls that the ports have refused, by reason."""
+    return ControlService(
+        parts.rounds,
+        parts.jobs,
+        parts.sessions,
+        parts.journal,
+        parts.facts,
+        streams,
+        JobChecks(config, parts.models.maker),
+        config.job,
+        VERSION,
+        refused=refused,
+    )
