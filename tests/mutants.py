@@ -324,13 +324,13 @@ MUTANTS = {
     ),
     "time that is left": Mutant(
         "server/fedring/server/round/opening.py",
-        "        rounds.handle(Resumed(resumed, RECOVERY_SECONDS, elapsed))\n",
-        "        rounds.handle(Resumed(resumed, RECOVERY_SECONDS, 0.0))\n",
+        "        rounds.begin(open_, Resumed(resumed, RECOVERY_SECONDS, elapsed))\n",
+        "        rounds.begin(open_, Resumed(resumed, RECOVERY_SECONDS, 0.0))\n",
         "tests/fault/test_deadlines.py",
     ),
     "time without a disk": Mutant(
         "server/fedring/server/operator/readiness.py",
-        "                parts.rounds.give_time_back(storage.since)\n",
+        "                rounds.give_time_back(storage.since)\n",
         "",
         "tests/fault/test_storage.py",
     ),

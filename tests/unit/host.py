@@ -24,6 +24,7 @@ from fedring.server.model.models import Models
 from fedring.server.parts import assemble
 from fedring.server.recovery import reload
 from fedring.server.round.events import Joined
+from fedring.server.round.open_round import OpenRound
 from fedring.server.services import update_service
 from fedring.server.sessions.sessions import Session, Sessions
 from fedring.server.state.blob_interfaces import Partial
@@ -131,10 +132,16 @@ class Host:
         older = self.sessions.get(client)
         request = pb.JoinRequest(client_id=client, resume_secret=older.secret if older else "", labels=labels)
         session = self.sessions.join(request, "test")
-        self.rounds.handle(Joined(client, session.labels))
+        self.rounds.presence(Joined(client, session.labels))
         session.matched = True
-        self.rounds.matched(client)
+        self.parts.reports.matched(client)
         return session
+
+    @property
+    def round(self) -> OpenRound:
+        """The open round."""
+        (open_,) = self.rounds
+        return open_
 
     async def command(self, session: Session) -> pb.TrainCmd:
         """Return the next command to train that the client receives."""

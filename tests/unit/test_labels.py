@@ -176,14 +176,15 @@ async def test_only_clients_with_the_labels_train_and_replace_lost_workers(tmp_p
         keys = {"mode": "data_parallel", "clients": EU, "min_clients": 3, "sample_clients": 2}
         job, _ = await host.jobs.start(spec(**keys), "")
         await told(host, "round_started")
-        assert host.rounds.open is not None
-        selected = set(host.rounds.open.row.selected)
+        open_ = host.round
+        selected = set(open_.row.selected)
         assert len(selected) == 2
         assert "b" not in selected
-        group = gr.State(gr.Rules(2, 1, 10.0), frozenset(selected), has_run=True)
-        assert replacements(host.rounds, host.sessions, group) == []
+        assert open_.group is not None
+        open_.group.state = gr.State(gr.Rules(2, 1, 10.0), frozenset(selected), has_run=True)
+        assert replacements(open_, host.sessions) == []
         host.sessions.drop(sessions[min(selected)])
-        assert replacements(host.rounds, host.sessions, group) == sorted({"a", "c", "d"} - selected)
+        assert replacements(open_, host.sessions) == sorted({"a", "c", "d"} - selected)
         await host.jobs.stop(job.job_id)
         assert await host.ended(job.job_id) == "stopped"
 
@@ -194,8 +195,8 @@ async def test_only_clients_with_the_labels_are_asked_to_evaluate(tmp_path: Path
         await host.jobs.start(spec(clients=EU, evaluate=True), "")
         await host.offer(host.update(await host.command(eu), "a"))
         await told(host, "round_published")
-        assert host.rounds.state.round is not None
-        assert host.rounds.state.round.evaluators == {"a"}
+        assert host.round.state.round is not None
+        assert host.round.state.round.evaluators == {"a"}
 
 
 def test_a_session_keeps_the_labels_that_its_client_claims() -> None:

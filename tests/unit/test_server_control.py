@@ -116,7 +116,7 @@ async def test_a_client_is_forgotten_once_it_is_away_and_its_round_has_ended(tmp
         with pytest.raises(ClientInUse, match="a is in session: stop its fl-client first"):
             await control.ForgetClient(request, None)
         host.sessions.drop(sessions["a"])
-        host.rounds.handle(Left("a"))
+        host.rounds.presence(Left("a"))
         with pytest.raises(
             ClientInUse, match=f"an update of a is in round {command.job_round} of job {job.job_id}: wait until"
         ):

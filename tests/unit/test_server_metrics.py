@@ -39,6 +39,7 @@ from fedring.server.state.rows import UpdateRow
 from fedring.server.update.metrics import REJECTIONS
 
 OTHERS = {
+    "bad_evaluation",
     "bad_schema",
     "bad_ranges",
     "unknown_model",

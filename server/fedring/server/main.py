@@ -159,7 +159,7 @@ async def _serve(
     limit = raise_limit(wanted(config).total)
     refuse_failed(check_descriptors(config, limit))
     parts = await recover(config, stack, sweep=not check_only, drop_damaged=drop_damaged, accept_older=accept_older)
-    log_always(lambda: parts.rounds.ids)
+    log_always(lambda: parts.rounds.newest.ids if parts.rounds.newest else {})
     metrics = parts.metrics
     metrics.rounds.min_clients.set(config.job.min_clients)
     most = shares(config, limit)

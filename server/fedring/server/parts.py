@@ -8,6 +8,7 @@ from fedring.server.jobs.starting import JobStarter
 from fedring.server.model.models import Models
 from fedring.server.model.testset import TestSet
 from fedring.server.operator.metrics import Metrics
+from fedring.server.round.client_reports import ClientReports
 from fedring.server.round.opening import RoundOpener
 from fedring.server.round.rounds import Rounds
 from fedring.server.round.runner import RoundRunner
@@ -28,8 +29,11 @@ class Parts:
     journal: Journal
     metrics: Metrics
     rounds: Rounds
+    reports: ClientReports
     secure: SecureRounds
+    opener: RoundOpener
     runner: RoundRunner
+    starter: JobStarter
     jobs: Jobs
     acceptor: Acceptor
 
@@ -38,7 +42,8 @@ def assemble(config: ServerConfig, facts: Facts, models: Models, sessions: Sessi
     """Put the parts of a server together; none of them runs yet."""
     journal, metrics = Journal(), Metrics()
     metrics.follow(facts)
-    rounds = Rounds(facts, sessions, journal, metrics.rounds)
+    rounds = Rounds(facts.store.run_id, sessions, journal, metrics.rounds)
+    reports = ClientReports(rounds, sessions, facts, journal, metrics.rounds)
     test_set = TestSet(facts.blobs, config.data_root, models.maker.offered)
     opener = RoundOpener(rounds, facts, models, sessions, test_set, config)
     secure = SecureRounds(rounds, facts, sessions, metrics.secure, config)
@@ -46,4 +51,6 @@ def assemble(config: ServerConfig, facts: Facts, models: Models, sessions: Sessi
     starter = JobStarter(rounds, facts, models)
     jobs = Jobs(starter, opener, runner, rounds, facts, journal, metrics.job_started)
     acceptor = Acceptor(rounds, facts, metrics.updates)
-    return Parts(facts, models, sessions, journal, metrics, rounds, secure, runner, jobs, acceptor)
+    return Parts(
+        facts, models, sessions, journal, metrics, rounds, reports, secure, opener, runner, starter, jobs, acceptor
+    )

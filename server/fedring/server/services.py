@@ -14,15 +14,15 @@ from fedring.server.service.secure import SecureAggregationService
 from fedring.server.service.uploads import ClientUpdateService, add_update_service
 from fedring.server.service.workers import RendezvousService
 from fedring.v1 import federation_pb2_grpc, rendezvous_pb2_grpc, secure_pb2_grpc
-from fedring.version import SOFTWARE, VERSION
+from fedring.version import VERSION
 
 
 def add_client_services(server: aio.Server, parts: Parts, streams: ModelStreams, config: ServerConfig) -> None:
     """Add the services that clients call to a server."""
-    rounds, sessions = parts.rounds, parts.sessions
-    commands = TrainCmdService(rounds, sessions, parts.facts, parts.journal, config, SOFTWARE)
+    rounds, reports, sessions = parts.rounds, parts.reports, parts.sessions
+    commands = TrainCmdService(rounds, reports, sessions, parts.facts, parts.journal, config)
     federation_pb2_grpc.add_TrainCmdServiceServicer_to_server(commands, server)
-    downloads = ModelBlobService(streams, rounds, sessions, config)
+    downloads = ModelBlobService(streams, reports, sessions, config)
     federation_pb2_grpc.add_ModelBlobServiceServicer_to_server(downloads, server)
     rendezvous_pb2_grpc.add_RendezvousServiceServicer_to_server(RendezvousService(rounds, sessions, config), server)
     secure = SecureAggregationService(parts.secure, sessions)
@@ -39,6 +39,7 @@ def update_service(parts: Parts, config: ServerConfig) -> ClientUpdateService:
     """Make the service that takes updates."""
     return ClientUpdateService(
         parts.rounds,
+        parts.reports,
         parts.sessions,
         parts.acceptor,
         parts.models.versions,

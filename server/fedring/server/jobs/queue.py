@@ -91,7 +91,7 @@ class Jobs:
             # A disk that refuses this does not keep the job alive: its end is noted later.
             with suppress(StorageFailed):
                 await self._facts.db(self._store.set_job_state, running, "stopped")  # holds also if the server dies now
-            return running, await self._rounds.abandon("stopped")
+            return running, await self._rounds.abandon(self._rounds.of_job(running), "stopped")
         row = await self._facts.db(self._store.job, job_id)
         if row is None or row.state != "queued":
             raise NoSuchJob(f"job {job_id} is neither running nor queued" if job_id else "no job is running")
@@ -175,16 +175,16 @@ class Jobs:
                 return "stopped", ""
             with _faults_of_the_job(row.job_id):
                 if interrupted is not None and interrupted.job_id == row.job_id:
-                    await self._facts.keep(self._opener.resume, interrupted, job)
+                    open_ = await self._facts.keep(self._opener.resume, interrupted, job)
                 else:
                     if why := await self._facts.keep(self._runner.privacy.spent, spec):
                         return ("completed", f"it ended early: {why}") if done else ("failed", why)
                     base = await self._facts.keep(self._starter.base_of, job)
-                    await self._facts.keep(self._opener.open, job, done + 1, base)
+                    open_ = await self._facts.keep(self._opener.open, job, done + 1, base)
             interrupted = None
             if row.job_id in self._stopped:  # while the round was being opened
-                await self._rounds.abandon("stopped")
-            outcome = await self._runner.run()
+                await self._rounds.abandon(open_, "stopped")
+            outcome = await self._runner.run(open_)
             done += 1
             abandoned = 0 if outcome.published else abandoned + 1
             if abandoned and row.job_id in self._stopped:

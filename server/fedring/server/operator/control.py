@@ -17,7 +17,7 @@ from fedring.server.jobs.queue import Jobs
 from fedring.server.operator.job_checks import JobChecks
 from fedring.server.operator.privacy_report import privacy_message
 from fedring.server.operator.report import event_message, job_message, model_message
-from fedring.server.round.report import round_message
+from fedring.server.round.report import open_message, round_message
 from fedring.server.round.rounds import Rounds
 from fedring.server.service.downloads import ModelStreams
 from fedring.server.sessions.sessions import Sessions
@@ -75,7 +75,7 @@ class ControlService(rpc.ControlServiceServicer):
         return await self._start(await self._facts.work(self._job, request.job), request.idempotency_key)
 
     async def StopRound(self, request: pb.StopRoundRequest, context: Any) -> pb.StopReply:
-        number = await self._rounds.abandon("stopped")
+        number = await self._rounds.abandon(self._rounds.newest, "stopped")
         if not number:
             raise UnknownRound("no round is in progress that could be stopped", reason="no_round")
         running = self._jobs.running
@@ -89,7 +89,7 @@ class ControlService(rpc.ControlServiceServicer):
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: Any) -> pb.Status:
         jobs = await self._facts.db(self._store.jobs, MOST_ROWS)
-        latest, round_ = self._rounds.latest, self._rounds.message()
+        latest, round_ = self._rounds.latest, open_message(self._rounds.newest)
         if round_ is None:
             rows = await self._facts.db(self._store.rounds, 1)
             round_ = round_message(rows[0]) if rows else None
@@ -143,14 +143,15 @@ class ControlService(rpc.ControlServiceServicer):
         return pb.ClientList(clients=(clients + away)[: _limit(request)])
 
     async def ForgetClient(self, request: pb.ForgetClientRequest, context: Any) -> pb.ForgottenClient:
-        name, open_ = request.client_id, self._rounds.open
+        name = request.client_id
         counts = await self._facts.db(self._store.update_counts)
         if name not in counts:
             raise NoSuchClient(f"no update of {printable(name[:128])!r} was ever accepted: see `flctl clients`")
         if self._sessions.get(name) is not None:
             raise ClientInUse(f"{name} is in session: stop its fl-client first")
-        if open_ is not None and name in open_.accepted:
-            raise ClientInUse(f"an update of {name} is in {open_.title}: wait until the round has ended")
+        for open_ in self._rounds:
+            if name in open_.accepted:
+                raise ClientInUse(f"an update of {name} is in {open_.title}: wait until the round has ended")
         await self._facts.db(self._facts.forget_client, name)
         text = f"{name} was forgotten, with {counts[name]} updates"
         self._journal.write("client_forgotten", text, client_id=name)

@@ -45,9 +45,9 @@ async def look_after_storage(facts: Facts, rounds: Rounds, journal: Journal, hea
 
 async def _try(facts: Facts, rounds: Rounds) -> None:
     """Check that the storage takes as much as a round publishes; StorageFailed if it does not."""
-    model, job = rounds.latest, rounds.open.job if rounds.open else None
+    model, jobs = rounds.latest, [open_.job for open_ in rounds]
     # A delta comes with what it left out; an optimizer may keep two values for each of the model's.
-    delta = bool((model and model.residual_blob) or (job and job.delta_encoding))
-    optimizer = bool((model and model.optimizer_blob) or (job and job.server_optimizer))
+    delta = bool((model and model.residual_blob) or any(job.delta_encoding for job in jobs))
+    optimizer = bool((model and model.optimizer_blob) or any(job.server_optimizer for job in jobs))
     size = (1 + 2 * delta + 2 * optimizer) * model.bytes if model else 0
     await facts.probe(max(_LEAST_BYTES, size))

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from fedring.server.round.events import OPEN, Phase, Round
+from fedring.server.round.events import OPEN, Phase
 from fedring.server.round.open_round import OpenRound
 from fedring.server.sessions.sessions import Sessions
 from fedring.server.state.rows import ModelRow, RoundRow
@@ -25,12 +25,15 @@ class Dispatch:
             else:
                 session.send(bare)
 
-    def remind(self, open_: OpenRound, round_: Round, latest: ModelRow | None, client: str) -> None:
+    def remind(self, open_: OpenRound, latest: ModelRow | None, client: str) -> None:
         """Tell a client that has come back what the round waits for from it."""
+        round_ = open_.state.round
+        if round_ is None:
+            return
         if round_.phase is Phase.TRAINING and client in round_.selected - round_.delivered - round_.failed:
             self.train(open_, client)
-        if round_.phase is Phase.PUBLISHED and latest and client in round_.evaluators - round_.evaluated:
-            self.evaluate(open_, latest, client)
+        if round_.phase is Phase.PUBLISHED and open_.made and client in round_.evaluators - round_.evaluated:
+            self.evaluate(open_, open_.made, client)
         if open_.secure and round_.phase not in OPEN:
             self.over(open_.row, latest, client)
         elif open_.secure and (event := open_.secure.waits_for(client, open_.accepted)):

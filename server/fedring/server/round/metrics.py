@@ -34,7 +34,7 @@ class RoundMetrics:
     """Counts rounds and their clients; used from the event loop."""
 
     def __init__(self, registry: Registry) -> None:
-        self._began = 0.0  # the training of the round in progress, monotonic
+        self._began: dict[int, float] = {}  # when the training of each open round began, monotonic
         self.named = NamedMetrics()
         registry.register(self.named)
         self._declare_rounds(registry)
@@ -79,14 +79,14 @@ class RoundMetrics:
         for gauge in (self._loss, self._accuracy):
             gauge.set(nan)
 
-    def follow(self, state: Callable[[], State]) -> None:
-        """Read the machine's state whenever Prometheus asks, which it does in another thread."""
-        self._connected.set_function(lambda: _count(state(), Presence.MATCHED))
+    def follow(self, here: Callable[[], State], rounds: Callable[[], list[State]]) -> None:
+        """Read who is here, and the open rounds, whenever Prometheus asks, which it does in another thread."""
+        self._connected.set_function(lambda: _count(here(), Presence.MATCHED))
         for name in CLIENT_STATES:
-            self._clients.labels(name).set_function(partial(_clients, state, name))
+            self._clients.labels(name).set_function(partial(_clients, rounds, name))
 
     def moved(self, before: Round | None, after: Round | None, now: float) -> None:
-        """Count a change of the round in progress.
+        """Count a change of a round.
 
         Args:
             before: the round before the change; None if there was none.
@@ -97,7 +97,7 @@ class RoundMetrics:
             if after is not None:
                 self._deadline.set(after.rules.deadline)
                 self.min_clients.set(after.rules.min_clients)
-                self._began = now
+                self._began[after.number] = now
             return
         if after is not None and after.phase is before.phase:
             if after.phase is Phase.AGGREGATING:
@@ -106,13 +106,14 @@ class RoundMetrics:
         if before.phase in PHASES:
             self._phase.labels(PHASES[before.phase]).observe(now - before.since)
         if after is None:
+            self._began.pop(before.number, None)
             return
         if after.phase is Phase.TRAINING:
-            self._began = now
+            self._began[after.number] = now
         if after.phase in ROUND_RESULTS:
             self._rounds.labels(ROUND_RESULTS[after.phase]).inc()
         if after.phase is Phase.PUBLISHED:
-            self._duration.observe(now - self._began)
+            self._duration.observe(now - self._began[after.number])
             self._completed.set(time.time())
 
     def evaluated(self, stats: Mapping[str, Any]) -> None:
@@ -156,9 +157,9 @@ def _count(state: State, presence: Presence) -> int:
     return sum(member.presence is presence for member in state.members.values())
 
 
-def _clients(state: Callable[[], State], name: str) -> int:
-    """Return how many clients of the round in progress are in that state."""
-    now = state()
-    if now.round is None:
-        return 0
-    return len(rd.pending(now, time.monotonic()) if name == "pending" else getattr(now.round, name))
+def _clients(rounds: Callable[[], list[State]], name: str) -> int:
+    """Return how many clients of the open rounds are in that state."""
+    states = [(state, state.round) for state in rounds() if state.round is not None]
+    if name == "pending":
+        return sum(len(rd.pending(state, time.monotonic())) for state, _ in states)
+    return sum(len(getattr(round_, name)) for _, round_ in states)

@@ -1,13 +1,16 @@
-"""The round in progress: what the server keeps of it beyond the machine's state."""
+"""An open round: the state of its machine, and what the server keeps of it beyond that."""
 
+import asyncio
 import time
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from fedring.server.group.rendezvous import Rendezvous
 from fedring.server.model.guards import Guard, weight_of
 from fedring.server.model.private_mean import PrivateRound
-from fedring.server.round.events import Phase
+from fedring.server.round.events import Phase, State
 from fedring.server.round.secure_state import SecureState
+from fedring.server.round.trace import RoundTrace
 from fedring.server.state.rows import ModelRow, RoundRow, UpdateRow
 from fedring.train.job import Job
 from fedring.train.metrics import combine, with_origin
@@ -27,18 +30,30 @@ class ClientTraffic:
 
 @dataclass(slots=True)
 class OpenRound:
-    """What the server keeps of the round in progress; owned by `Rounds`."""
+    """One open round; owned by `Rounds`.
+
+    Attributes:
+        state: the machine's state: all clients that are here, and this round. Only `Rounds` changes it.
+        changed: set whenever the state has changed; whoever runs the round clears it.
+        settling: held while a phase of the round ends, and while a batch of updates is committed.
+        group: its workers, if they train together.
+    """
 
     row: RoundRow
     job: Job  # with the settings of this round
     command: pb.TrainCmd
     base: ModelRow
     model: pb.SmallModel | None = None  # the base model, if it is small enough to travel with the command
+    state: State = field(default_factory=State)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    settling: asyncio.Lock = field(default_factory=asyncio.Lock)
+    group: Rendezvous | None = None
+    trace: RoundTrace = field(default_factory=RoundTrace)
+    made: ModelRow | None = None  # the model that it has published
     started: float = 0.0  # when the command was sent, monotonic seconds; 0 = it was not yet
     accepted: dict[str, UpdateRow] = field(default_factory=dict)
     traffic: dict[str, ClientTraffic] = field(default_factory=dict)
     done: dict[str, Done] = field(default_factory=dict)  # what the workers of a group say of their work
-    stalled: frozenset[str] = frozenset()  # as in the machine's Round
     stragglers: frozenset[str] = frozenset()  # clients that straggler_factor has left out
     left_out: frozenset[str] = frozenset()  # clients that are not drawn: they sent wrong shares in an earlier round
     liars: frozenset[str] = frozenset()  # clients that were proved to send wrong shares in this one
@@ -61,6 +76,26 @@ class OpenRound:
         command = pb.TrainCmd(deadline_seconds=seconds, model=model)
         command.MergeFrom(self.command)
         return pb.ServerEvent(train=command).SerializeToString()
+
+    @property
+    def ids(self) -> dict[str, object]:
+        """The round and its job, for logs."""
+        return {"round": self.row.round, "job": self.row.job_id}
+
+    @property
+    def phase(self) -> Phase | None:
+        """The phase that the round is in; None before it begins and after it has finished."""
+        return self.state.round.phase if self.state.round else None
+
+    @property
+    def stalled(self) -> frozenset[str]:
+        """The clients that make no progress."""
+        return self.state.round.stalled if self.state.round else frozenset()
+
+    def asks(self, client: str) -> bool:
+        """Return whether the client was asked to train or to evaluate."""
+        round_ = self.state.round
+        return round_ is not None and client in round_.selected | round_.evaluators
 
     @property
     def title(self) -> str:

@@ -11,10 +11,12 @@ from fedring.server.model.models import Models
 from fedring.server.model.strategy import HISTORY, StrategyError, past_round, with_settings
 from fedring.server.model.testset import TestSet
 from fedring.server.round import machine as rd
+from fedring.server.round.dispatch import Dispatch
 from fedring.server.round.events import Abandoned, Closed, Failed, Opened, Phase, Resumed, Round, Rules
 from fedring.server.round.open_round import OpenRound
 from fedring.server.round.plan import round_command, rules_of
 from fedring.server.round.rounds import Rounds
+from fedring.server.round.secure_rounds import lied
 from fedring.server.round.secure_state import restored, secure_rules
 from fedring.server.secure import machine as sm
 from fedring.server.sessions.sessions import Sessions
@@ -56,8 +58,9 @@ class RoundOpener:
     ) -> None:
         self._rounds, self._facts, self._models = rounds, facts, models
         self._sessions, self._test_set, self._config = sessions, test_set, config
+        self._dispatch = Dispatch(sessions)
 
-    async def open(self, job: RunningJob, job_round: int, base: ModelRow) -> None:
+    async def open(self, job: RunningJob, job_round: int, base: ModelRow) -> OpenRound:
         """Open the next round of a job, which starts from `base`.
 
         Raises:
@@ -71,9 +74,9 @@ class RoundOpener:
         settings, failure = await self._settings(job)
         wanted = RoundRow(0, job.row.job_id, job_round, Phase.WAITING, time.time(), base.version, settings=settings)
         row = await facts.db(facts.store.create_round, wanted)
-        await self._wait_for_clients(row, job, base, small, failure=failure)
+        return await self._wait_for_clients(row, job, base, small, failure=failure)
 
-    async def resume(self, row: RoundRow, job: RunningJob) -> None:
+    async def resume(self, row: RoundRow, job: RunningJob) -> OpenRound:
         """Go on with the round that a restart interrupted; its clients have time to come back.
 
         Raises:
@@ -94,8 +97,7 @@ class RoundOpener:
                 settings, failure = await self._settings(job)
                 row = replace(row, settings=settings)
                 await facts.db(facts.store.update_round, row)
-            await self._wait_for_clients(row, job, base, small, failure=failure, elapsed=elapsed)
-            return
+            return await self._wait_for_clients(row, job, base, small, failure=failure, elapsed=elapsed)
         updates = await facts.db(facts.store.updates_of, row.round)
         secure = await facts.db(facts.store.secure_round, row.round)
         open_ = await self._begin(replace(row, phase=Phase.TRAINING), job, base, small)
@@ -107,17 +109,18 @@ class RoundOpener:
         # When updates came is not kept: they came no later than now.
         seconds_each = (elapsed,) * len(delivered)
         resumed = Round(row.round, rules, Phase.TRAINING, 0.0, selected, delivered, seconds_each)
-        rounds.handle(Resumed(resumed, RECOVERY_SECONDS, elapsed))
+        rounds.begin(open_, Resumed(resumed, RECOVERY_SECONDS, elapsed))
         if spec.dp is not None and any(update.epoch != facts.store.epoch for update in updates):
             open_.failures.append("the server was restored, and may have published its model before, with other noise")
-            rounds.handle(Abandoned("restored"))
-            return
+            rounds.handle(open_, Abandoned("restored"))
+            return open_
         if not self._resume_secure(open_, *secure):
-            return
-        rounds.gather(resumed=True)
+            return open_
+        rounds.gather(open_, resumed=True)
         for session in self._sessions:
             if session.matched:
-                rounds.matched(session.client_id)
+                self._dispatch.remind(open_, rounds.latest, session.client_id)
+        return open_
 
     def _resume_secure(
         self, open_: OpenRound, decided: SecureRoundRow | None, messages: Sequence[SecureMessageRow]
@@ -128,7 +131,7 @@ class RoundOpener:
             return True
         if decided is None or decided.epoch != self._facts.store.epoch:
             open_.failures.append("the server was restored, and clients must not mask two updates in the same way")
-            rounds.handle(Abandoned("restored"))
+            rounds.handle(open_, Abandoned("restored"))
             return False
         since = time.monotonic() + RECOVERY_SECONDS
         clients, accepted = open_.row.selected, open_.accepted.keys()
@@ -137,16 +140,16 @@ class RoundOpener:
             secure = restored(open_.command, values, rules, clients, (decided, messages), accepted, since)
         except SecureError as error:
             open_.failures.append(str(error))
-            rounds.handle(Abandoned(error.reason))
+            rounds.handle(open_, Abandoned(error.reason))
             return False
         open_.secure = secure
         for group in secure.state.groups:
             for client in group.liars:
-                rounds.lied(client, "that was found before the restart")
+                lied(rounds, open_, client, "that was found before the restart")
         for client in sm.out(secure.state):
-            rounds.handle(Failed(client, open_.row.round))
+            rounds.handle(open_, Failed(client, open_.row.round))
         if secure.state.accepted is not None:  # clients may have helped to remove masks: no update is added any more
-            rounds.handle(Closed())
+            rounds.handle(open_, Closed())
         return True
 
     async def _settings(self, job: RunningJob) -> tuple[dict[str, float] | None, _Failure | None]:
@@ -169,14 +172,15 @@ class RoundOpener:
         *,
         failure: _Failure | None,
         elapsed: float = 0.0,
-    ) -> None:
+    ) -> OpenRound:
         """Let a round wait for its clients, or abandon it if its strategy has failed."""
         open_ = await self._begin(row, job, base, small)
-        self._rounds.handle(Opened(row.round, self._rules(open_), elapsed))
+        self._rounds.begin(open_, Opened(row.round, self._rules(open_), elapsed))
         if failure is not None:
             log.error("round %d has no settings: %s", row.round, failure, exc_info=failure.__cause__)
             open_.failures.insert(0, str(failure))
-            self._rounds.handle(Abandoned(failure.reason))
+            self._rounds.handle(open_, Abandoned(failure.reason))
+        return open_
 
     async def _begin(self, row: RoundRow, job: RunningJob, base: ModelRow, small: pb.SmallModel | None) -> OpenRound:
         most, store = self._config.max_update_bytes, self._facts.store
@@ -192,7 +196,6 @@ class RoundOpener:
         open_ = OpenRound(row, configured, command, base, small)
         if configured.secure_aggregation is not None:
             open_.left_out = await self._facts.db(self._liars_before, row)
-        self._rounds.begin(open_)
         return open_
 
     def _rules(self, open_: OpenRound) -> Rules:

@@ -1,7 +1,7 @@
 """Differential privacy of rounds: what may still be spent, the secret of the noise, and what was charged."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from fedring.codec.schema import Schema
@@ -86,13 +86,13 @@ class RoundPrivacy:
         row, multiplier = open_.row, privacy.noise_multiplier
         return ChargeRow(row.round, row.job_id, multiplier, privacy.clip, time.time(), str(charge))
 
-    async def forget(self, but: RoundRow | None = None) -> None:
-        """Erase the secrets of all rounds but one.
+    async def forget(self, but: Iterable[RoundRow] = ()) -> None:
+        """Erase the secrets of all rounds but some.
 
         Raises:
             StorageFailed: if that fails.
         """
-        keep = [self._name(but)] if but is not None else []
+        keep = [self._name(row) for row in but]
         await self._facts.work(lambda: erase_noise_secrets(self._folder, keep=keep))
 
     def _name(self, row: RoundRow) -> str:

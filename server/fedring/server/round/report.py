@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from fedring.server.round.events import Round
 from fedring.server.round.open_round import OpenRound
 from fedring.server.state.journal import rfc3339
 from fedring.server.state.rows import RoundRow
@@ -55,8 +54,10 @@ def round_message(row: RoundRow, *, delivered: int | None = None) -> pb.Round:
     )
 
 
-def open_message(open_: OpenRound, state: Round, *, clients: bool) -> pb.Round:
-    """Return the round in progress as a message; `clients` says whether it lists what each client did."""
+def open_message(open_: OpenRound | None, *, clients: bool = True) -> pb.Round | None:
+    """Return an open round as a message; `clients` says whether it lists what each client did. None gives None."""
+    if open_ is None or (state := open_.state.round) is None:
+        return None
     row = replace(open_.row, phase=state.phase)
     if not clients:
         row = replace(row, stats={"secure": open_.secure.figures(open_.accepted)} if open_.secure else {})

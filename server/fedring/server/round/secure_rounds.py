@@ -132,13 +132,13 @@ class SecureRounds:
             secure.messages[step][client] = body
             if member is not None:
                 secure.members[client] = member  # another call of the client may have tried with other keys
-            self._handle(secure, ev.Answered(step, client))
+            self._handle(open_, secure, ev.Answered(step, client))
 
     def wake_at(self, open_: OpenRound, now: float) -> float:
         """Return when `advance` may have something to do without an event, in monotonic seconds; inf means never."""
         if open_.secure is None or open_.secure.state.ended:
             return inf
-        return min(sm.wake_at(open_.secure.state), rd.next_loss(self._rounds.state, now))
+        return min(sm.wake_at(open_.secure.state), rd.next_loss(open_.state, now))
 
     async def advance(self, open_: OpenRound) -> None:
         """Do what is due.
@@ -170,11 +170,11 @@ class SecureRounds:
         if secure is None:
             return
         if secure.state.accepted is None:
-            self._handle(secure, ev.Closed(frozenset(open_.accepted)))
+            self._handle(open_, secure, ev.Closed(frozenset(open_.accepted)))
         open_.waits_for_shares = True
         try:
             while self._runs(open_):
-                self._rounds.changed.clear()
+                open_.changed.clear()
                 await self.advance(open_)
                 if secure.state.ended:
                     return
@@ -182,7 +182,7 @@ class SecureRounds:
                 wait = self.wake_at(open_, now) - now
                 with suppress(TimeoutError):
                     async with asyncio.timeout(None if wait == inf else max(wait, 0.001)):
-                        await self._rounds.changed.wait()
+                        await open_.changed.wait()
         finally:
             open_.waits_for_shares = False
 
@@ -200,22 +200,21 @@ class SecureRounds:
         rounds = self._rounds
         if rounds.recovering:
             raise Unavailable("the server has just started: try again")
-        open_ = rounds.open
-        if open_ is None or open_.secure is None or open_.row.round != number or not self._runs(open_):
+        open_ = rounds.get(number)
+        if open_ is None or open_.secure is None or not self._runs(open_):
             raise UnknownRound(f"round {number} is not open, or has no secure aggregation")
         if client not in open_.secure.state.clients:
             raise UnknownRound(f"{client} was not selected for round {number}", reason="not_selected")
         return open_, open_.secure
 
     def _runs(self, open_: OpenRound) -> bool:
-        round_ = self._rounds.state.round
-        return self._rounds.open is open_ and round_ is not None and round_.phase in OPEN
+        return open_.phase in OPEN
 
     def _due(self, open_: OpenRound, secure: SecureState) -> ev.Effect | None:
         now = time.monotonic()
-        return sm.due(secure.state, rd.reachable(self._rounds.state, now), now) if self._runs(open_) else None
+        return sm.due(secure.state, rd.reachable(open_.state, now), now) if self._runs(open_) else None
 
-    def _handle(self, secure: SecureState, event: ev.Event) -> None:
+    def _handle(self, open_: OpenRound, secure: SecureState, event: ev.Event) -> None:
         now, before = time.monotonic(), secure.state
         secure.handle(event, now)
         for step, seconds in sm.took(before, secure.state, now):
@@ -224,7 +223,7 @@ class SecureRounds:
         lost = sm.lost(before)
         for name, count in sm.lost(secure.state).items():
             self._metrics.lost.labels(name).inc(max(0, count - lost.get(name, 0)))
-        self._rounds.changed.set()
+        open_.changed.set()
 
     async def _decide(self, open_: OpenRound, secure: SecureState, event: ev.Grouped | ev.Decision) -> None:
         """Make a decision durable, then tell the clients."""
@@ -236,19 +235,19 @@ class SecureRounds:
         if not self._runs(open_):
             return  # the round was stopped meanwhile
         before = secure.state
-        self._handle(secure, event)
+        self._handle(open_, secure, event)
         self._tell(open_, secure, before)
 
     def _tell(self, open_: OpenRound, secure: SecureState, before: ev.State) -> None:
         """Tell clients what they are asked for now, and those that are out that the round goes on without them."""
-        after, round_ = secure.state, self._rounds.state.round
+        after = secure.state
         for place, group in enumerate(after.groups):
             if group.reason and (not before.groups or not before.groups[place].reason):
                 self._note(open_, f"the group of {_listed(group.members)} has failed: {group.reason}")
         late = sorted(sm.out(after) - sm.out(before))
-        if round_ is not None and round_.phase is Phase.TRAINING:
+        if open_.phase is Phase.TRAINING:
             for client in late:
-                self._rounds.handle(Failed(client, open_.row.round))
+                self._rounds.handle(open_, Failed(client, open_.row.round))
             if late:
                 self._note(open_, f"the secure aggregation goes on without {_listed(late)}")
         changed = (g.members for place, g in enumerate(after.groups) if before.groups[place : place + 1] != (g,))
@@ -256,28 +255,44 @@ class SecureRounds:
 
     def _note(self, open_: OpenRound, text: str) -> None:
         open_.failures.append(text)
-        self._rounds.tell("secure_clients_lost", f"{open_.title}: {text}")
+        self._rounds.tell(open_, "secure_clients_lost", f"{open_.title}: {text}")
 
     async def _combine(self, open_: OpenRound, secure: SecureState, place: int) -> None:
         agreed, answers = secure.agreed(place), secure.shares_of(place)
         done = await self._facts.heavy(unmask, agreed, answers, secure.bits(place))
         for client in sorted(done.liars):
-            self._rounds.lied(client, done.liars[client])
+            lied(self._rounds, open_, client, done.liars[client])
         if done.masks is None:
             unknown = _listed(done.unknown)
             log.error("round %d: too few shares of the secrets of %s are right", open_.row.round, unknown)
             liars = tuple(sorted(done.liars))
             return await self._decide(open_, secure, ev.GroupFailed(place, "bad_unmask_shares", liars))
         secure.masks[place] = replace(done.masks, integers=secure.integers(place))
-        self._handle(secure, ev.Combined(place))
+        self._handle(open_, secure, ev.Combined(place))
 
     async def _give_up(self, open_: OpenRound, reason: str) -> None:
         secure, rounds = open_.secure, self._rounds
-        async with rounds.settling:
+        async with open_.settling:
             if secure is None or not self._runs(open_):
                 return
             open_.failures.insert(0, _too_few(secure.state))
-            rounds.handle(Abandoned(reason))
+            rounds.handle(open_, Abandoned(reason))
+
+
+def lied(rounds: Rounds, open_: OpenRound, client: str, why: str) -> None:
+    """Note that a client was proved to have sent wrong shares: the job's later rounds go on without it.
+
+    Args:
+        rounds: tell operators.
+        open_: the round.
+        client: the client.
+        why: a clause that says what it did.
+    """
+    if client in open_.liars:
+        return
+    open_.liars |= {client}
+    text = f"{open_.title}: bad_share: {client} sent wrong shares, and later rounds go on without it: {why}"
+    rounds.note(open_, "client_lied", text, client)
 
 
 def check_identity(client: str, proof: Proof, *, authority: Path | None) -> None:

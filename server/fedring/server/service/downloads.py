@@ -11,7 +11,7 @@ from fedring.rpc.errors import BadRequest
 from fedring.rpc.streams import METER, write
 from fedring.server.config import ServerConfig
 from fedring.server.model.downloads import Downloads
-from fedring.server.round.rounds import Rounds
+from fedring.server.round.client_reports import ClientReports
 from fedring.server.sessions.sessions import Sessions
 from fedring.server.state.facts import Facts
 from fedring.server.state.failures import DamagedModel
@@ -62,8 +62,8 @@ class ModelStreams:
 class ModelBlobService(rpc.ModelBlobServiceServicer):
     """Streams models from the disk."""
 
-    def __init__(self, streams: ModelStreams, rounds: Rounds, sessions: Sessions, config: ServerConfig) -> None:
-        self._streams, self._rounds, self._sessions, self._config = streams, rounds, sessions, config
+    def __init__(self, streams: ModelStreams, reports: ClientReports, sessions: Sessions, config: ServerConfig) -> None:
+        self._streams, self._reports, self._sessions, self._config = streams, reports, sessions, config
         self._slots = asyncio.Semaphore(config.max_transfers)
 
     async def FetchModel(  # type: ignore[override]  # grpc takes a coroutine that writes to the context, too
@@ -71,11 +71,11 @@ class ModelBlobService(rpc.ModelBlobServiceServicer):
     ) -> None:
         session = self._sessions.of(context)
         request.exact = False  # clients train from the model that has the digest
-        traffic, meter = self._rounds.traffic(session.client_id), METER.get()
+        traffic, meter = self._reports.traffic(session.client_id), METER.get()
         began = time.monotonic()
         digest = ""
         try:
-            with self._rounds.transfer(session):
+            with self._reports.transfer(session):
                 async with self._slots, aclosing(self._streams.messages(request)) as messages:
                     async for message in messages:
                         await write(context, message, self._config.no_progress_seconds)

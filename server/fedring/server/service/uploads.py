@@ -16,6 +16,7 @@ from fedring.rpc.errors import BadRequest, FedringError, Gone, Overloaded, Unkno
 from fedring.rpc.streams import METER, TimedStream, write
 from fedring.server.config import ServerConfig
 from fedring.server.model.versions import ModelVersions
+from fedring.server.round.client_reports import ClientReports
 from fedring.server.round.rounds import Rounds
 from fedring.server.sessions.sessions import Session, Sessions
 from fedring.server.state.blob_interfaces import Partial
@@ -80,6 +81,7 @@ class ClientUpdateService:
     def __init__(
         self,
         rounds: Rounds,
+        reports: ClientReports,
         sessions: Sessions,
         acceptor: Acceptor,
         versions: ModelVersions,
@@ -88,7 +90,8 @@ class ClientUpdateService:
         metrics: UpdateMetrics,
         config: ServerConfig,
     ) -> None:
-        self._rounds, self._sessions, self._acceptor, self._versions = rounds, sessions, acceptor, versions
+        self._rounds, self._reports, self._sessions = rounds, reports, sessions
+        self._acceptor, self._versions = acceptor, versions
         self._facts, self._journal, self._metrics, self._config = facts, journal, metrics, config
         self._slots = asyncio.Semaphore(config.max_transfers)
         self._uploads: dict[str, asyncio.Task[Any]] = {}
@@ -135,7 +138,7 @@ class ClientUpdateService:
     @contextmanager
     def _counted(self, session: Session, counted: int) -> Iterator[Callable[[], None]]:
         """Count the call's bytes beyond the first `counted`, and its seconds, as the client's in this round."""
-        traffic, meter = self._rounds.traffic(session.client_id), METER.get()
+        traffic, meter = self._reports.traffic(session.client_id), METER.get()
         began = time.monotonic()
 
         def count() -> None:
@@ -146,7 +149,7 @@ class ClientUpdateService:
             began, counted = now, received
 
         try:
-            with self._rounds.transfer(session):
+            with self._reports.transfer(session):
                 yield count
         except (CodecError, FedringError, asyncio.CancelledError) as error:
             self._metrics.refused(error)
@@ -238,10 +241,10 @@ class ClientUpdateService:
 
     async def _accepted_name(self, run_id: str, number: int, client: str) -> str:
         """Return the name of the update that was accepted of the client for the round; "" if there is none."""
-        open_, facts = self._rounds.open, self._facts
+        facts = self._facts
         if run_id != facts.store.run_id or number >= 2**63:
             return ""
-        if open_ is not None and number == open_.row.round:
+        if (open_ := self._rounds.get(number)) is not None:
             return open_.accepted[client].name if client in open_.accepted else ""
         return await facts.db(facts.store.accepted_name, number, client)
 

@@ -1,11 +1,12 @@
 """The moment an update is accepted: bytes synced and row committed, for many uploads at once.
 
 Uploads that end while a commit is under way share the next one (group commit), so that a hundred small updates cost
-a handful of syncs. A batch holds the round's `settling` lock from the last check that the round takes it to the
-commit. So a round closes between two commits: what was accepted before is counted, what comes after is refused.
+a handful of syncs. A batch holds its rounds' `settling` locks from the last check that they take it to the commit. So
+a round closes between two commits: what was accepted before is counted, what comes after is refused.
 """
 
 import asyncio
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
 from fedring.rpc.errors import FedringError, OtherUpdate, Overloaded
@@ -55,7 +56,10 @@ class Acceptor:
             offers = [await self._offers.get()]
             while not self._offers.empty():
                 offers.append(self._offers.get_nowait())
-            async with self._rounds.settling:
+            async with AsyncExitStack() as stack:
+                for number in sorted({offer.row.round for offer in offers}):
+                    if (open_ := self._rounds.get(number)) is not None:
+                        await stack.enter_async_context(open_.settling)
                 await self._settle([offer for offer in offers if self._in_time(offer)])
 
     def _in_time(self, offer: _Offer) -> bool:
@@ -98,11 +102,12 @@ class Acceptor:
         except StorageError as error:
             raise RefusedCommit(str(error), reason=error.reason) from error
         fresh = [offer.row for offer, outcome in zip(offers, outcomes, strict=True) if outcome is Acceptance.NEW]
-        open_ = self._rounds.open
-        if open_ is not None:
-            for row in fresh:
-                self._metrics.accepted(row, norm=open_.job.dp is None and open_.secure is None)
-        self._rounds.accepted(fresh)
+        for number in sorted({row.round for row in fresh}):
+            if (open_ := self._rounds.get(number)) is not None:
+                mine = [row for row in fresh if row.round == number]
+                for row in mine:
+                    self._metrics.accepted(row, norm=open_.job.dp is None and open_.secure is None)
+                self._rounds.accepted(open_, mine)
         return outcomes
 
 
