@@ -376,7 +376,7 @@ MUTANTS = {
     ),
     "wrong shares": Mutant(
         "server/fedring/server/round/opening.py",
-        "return replace(rules, left_out=open_.left_out)",
+        "return replace(rules, left_out=open_.left_out, phases=open_.kind.phases)",
         "return rules",
         "tests/fault/test_secure_liars.py",
     ),

@@ -24,7 +24,7 @@ from fedring.server.model.models import Models
 from fedring.server.parts import assemble
 from fedring.server.recovery import reload
 from fedring.server.round.events import Joined
-from fedring.server.round.open_round import OpenRound
+from fedring.server.round.open_round import KindMaker, OpenRound
 from fedring.server.services import update_service
 from fedring.server.sessions.sessions import Session, Sessions
 from fedring.server.state.blob_interfaces import Partial
@@ -112,7 +112,7 @@ class Call:
 class Host:
     """The parts of a server, and what its clients do. A test can hold up the server's threads at its `gate`."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, kinds: Sequence[KindMaker] = ()) -> None:
         self.gate = Gate()
         self.store, self.blobs = GatedStore(root / "facts.sqlite", self.gate), FullBlobs(root)
         self.blobs.gate = self.gate
@@ -121,7 +121,7 @@ class Host:
         models = Models(self.blobs, self.facts.pool, self.config, self.store.run_id)
         models.maker = maker = GatedMaker(self.blobs, self.facts.pool, self.config, self.store.run_id, models.versions)
         maker.gate = self.gate
-        self.parts = parts = assemble(self.config, self.facts, models, Sessions(10))
+        self.parts = parts = assemble(self.config, self.facts, models, Sessions(10), kinds)
         self.rounds, self.sessions, self.journal, self.jobs = parts.rounds, parts.sessions, parts.journal, parts.jobs
         self.uploads = update_service(parts, self.config)
         self._names = iter(range(1000))
@@ -236,9 +236,9 @@ class Host:
 
 
 @asynccontextmanager
-async def running(root: Path) -> AsyncIterator[Host]:
+async def running(root: Path, kinds: Sequence[KindMaker] = ()) -> AsyncIterator[Host]:
     """Yield a host that accepts updates and runs jobs. At the end, both must still be running."""
-    host = Host(root)
+    host = Host(root, kinds)
     await reload(host.parts)
     async with asyncio.TaskGroup() as tasks:
         background = [tasks.create_task(part) for part in (host.parts.acceptor.run(), host.jobs.run())]

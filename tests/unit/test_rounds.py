@@ -19,6 +19,7 @@ from fedring.server.round.events import (
     Joined,
     Left,
     Lost,
+    MakeModel,
     Matched,
     Opened,
     Phase,
@@ -59,7 +60,7 @@ def test_a_round_goes_from_the_barrier_to_the_published_model() -> None:
     state = after(Delivered("b"), state=state)
     assert due(state, 0) == Aggregate()
     state = after(Closed(), state=state)
-    assert due(state, 0) is None
+    assert due(state, 0) == MakeModel()
     state = after(Published(ALL), state=state)
     assert due(state, 0) is None
     state = after(Evaluated("a"), Evaluated("b"), state=state)

@@ -1,5 +1,6 @@
 """The parts of fl-server, put together."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fedring.server.config import ServerConfig
@@ -9,10 +10,11 @@ from fedring.server.model.models import Models
 from fedring.server.model.testset import TestSet
 from fedring.server.operator.metrics import Metrics
 from fedring.server.round.client_reports import ClientReports
+from fedring.server.round.open_round import KindMaker
 from fedring.server.round.opening import RoundOpener
 from fedring.server.round.rounds import Rounds
 from fedring.server.round.runner import RoundRunner
-from fedring.server.round.secure_rounds import SecureRounds
+from fedring.server.secure.rounds import SecureRounds
 from fedring.server.sessions.sessions import Sessions
 from fedring.server.state.facts import Facts
 from fedring.server.state.journal import Journal
@@ -38,16 +40,19 @@ class Parts:
     acceptor: Acceptor
 
 
-def assemble(config: ServerConfig, facts: Facts, models: Models, sessions: Sessions) -> Parts:
-    """Put the parts of a server together; none of them runs yet."""
+def assemble(
+    config: ServerConfig, facts: Facts, models: Models, sessions: Sessions, more_kinds: Sequence[KindMaker] = ()
+) -> Parts:
+    """Put the parts of a server together; none of them runs yet. `more_kinds` are kinds of rounds beyond its own."""
     journal, metrics = Journal(), Metrics()
     metrics.follow(facts)
     rounds = Rounds(facts.store.run_id, sessions, journal, metrics.rounds)
-    reports = ClientReports(rounds, sessions, facts, journal, metrics.rounds)
+    secure = SecureRounds(rounds, facts, models.maker, sessions, metrics.secure, config.tls.ca)
+    kinds = [secure, *more_kinds]
+    reports = ClientReports(rounds, kinds, sessions, facts, journal, metrics.rounds)
     test_set = TestSet(facts.blobs, config.data_root, models.maker.offered)
-    opener = RoundOpener(rounds, facts, models, sessions, test_set, config)
-    secure = SecureRounds(rounds, facts, sessions, metrics.secure, config)
-    runner = RoundRunner(rounds, secure, facts, models, sessions, journal, metrics.rounds, test_set, config)
+    opener = RoundOpener(rounds, kinds, facts, models, sessions, test_set, config)
+    runner = RoundRunner(rounds, facts, models, sessions, journal, metrics.rounds, test_set, config)
     starter = JobStarter(rounds, facts, models)
     jobs = Jobs(starter, opener, runner, rounds, facts, journal, metrics.job_started)
     acceptor = Acceptor(rounds, facts, metrics.updates)

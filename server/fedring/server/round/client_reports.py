@@ -2,7 +2,7 @@
 
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from math import inf
 
@@ -12,7 +12,7 @@ from fedring.server.round.dispatch import Dispatch
 from fedring.server.round.eligibility import check_evaluation, classified
 from fedring.server.round.events import Evaluated, Failed, Matched, Moved, Stalled
 from fedring.server.round.metrics import RoundMetrics
-from fedring.server.round.open_round import ClientTraffic
+from fedring.server.round.open_round import ClientTraffic, KindMaker
 from fedring.server.round.report import open_message
 from fedring.server.round.rounds import Rounds
 from fedring.server.sessions.sessions import Session, Sessions
@@ -34,17 +34,24 @@ class ClientReports:
     """Takes what clients say into the rounds that it concerns."""
 
     def __init__(
-        self, rounds: Rounds, sessions: Sessions, facts: Facts, journal: Journal, metrics: RoundMetrics
+        self,
+        rounds: Rounds,
+        kinds: Sequence[KindMaker],
+        sessions: Sessions,
+        facts: Facts,
+        journal: Journal,
+        metrics: RoundMetrics,
     ) -> None:
-        self._rounds, self._facts, self._journal, self._metrics = rounds, facts, journal, metrics
+        self._rounds, self._kinds, self._facts = rounds, kinds, facts
+        self._journal, self._metrics = journal, metrics
         self._dispatch = Dispatch(sessions)
 
     def matched(self, client: str) -> None:
         """Note that the client watches both ways. It counts from now on, and is sent what it is waited for with."""
         rounds = self._rounds
         rounds.presence(Matched(client))
-        if rounds.last is not None and "secure" in rounds.last.stats:
-            self._dispatch.over(rounds.last, rounds.latest, client)  # it may have secrets of the round still
+        if rounds.last is not None and any(kind.outlasts(rounds.last) for kind in self._kinds):
+            self._dispatch.over(rounds.last, rounds.latest, client)
         for open_ in rounds:
             self._dispatch.remind(open_, rounds.latest, client)
 

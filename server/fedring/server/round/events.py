@@ -3,10 +3,11 @@
 Nothing here computes. `fedring.server.round.machine` says what follows from an event, and when.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
+from typing import Protocol
 
 from fedring.train.labels import Wanted
 
@@ -42,7 +43,7 @@ class Member:
 class Rules:
     """What a round obeys. Durations are in seconds."""
 
-    kind: str = "synchronous"  # the phases that it goes through: a key of machine.KINDS
+    phases: tuple["PhaseStep", ...] = ()  # that it goes through; empty = those of machine.SYNCHRONOUS
     labels: Wanted = field(default_factory=lambda: MappingProxyType({}))  # of the clients that can take part
     left_out: frozenset[str] = frozenset()  # clients that can not, whatever their labels
     min_clients: int = 1
@@ -58,6 +59,38 @@ class Rules:
     straggler_factor: float = 0.0  # times the median time of a delivery, after which the round ends; 0 = never
     evaluate_timeout: float = 120.0
     seed: int = 0
+
+
+class Steps(Protocol):
+    """The steps that a kind of round adds to its phases: a state of its own, as pure as that of the round.
+
+    They begin with the command and end before the model is made. What they make due is done before all else.
+    """
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing more is waited for, so that the model can be made."""
+        ...
+
+    def happened(self, event: object, now: float) -> "Steps":
+        """Return the state after an event of their own."""
+        ...
+
+    def closed(self, delivered: frozenset[str]) -> "Steps":
+        """Return the state after the round has closed with the updates of these clients."""
+        ...
+
+    def delayed(self, seconds: float) -> "Steps":
+        """Return the state after so many seconds in which nobody could go on."""
+        ...
+
+    def due(self, reachable: frozenset[str], now: float) -> "Effect | None":
+        """Return what is to be done now; `reachable` are the clients that can still answer."""
+        ...
+
+    def wake_at(self) -> float:
+        """Return when `due` may change without an event, in monotonic seconds; inf means never."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +109,7 @@ class Round:
     evaluators: frozenset[str] = frozenset()
     evaluated: frozenset[str] = frozenset()
     reason: str = ""
+    steps: Steps | None = None  # those that its kind adds; None = none, or they have not begun
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +172,7 @@ class Started:
     """The command was sent to these clients."""
 
     clients: frozenset[str]
+    steps: Steps | None = None  # that begin with it
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +216,13 @@ class Failed:
 
     client: str
     round: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stepped:
+    """Something has happened in the steps that the round's kind adds."""
+
+    event: object
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,6 +270,7 @@ Event = (
     | Moved
     | Lost
     | Failed
+    | Stepped
     | Closed
     | Published
     | Evaluated
@@ -245,9 +288,21 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Aggregate:
-    """Close the round and make the next model of what was delivered (Closed, then Published)."""
+    """Let the round take no more updates (Closed)."""
 
     stragglers: frozenset[str] = frozenset()  # clients that `straggler_factor` leaves out
+
+
+@dataclass(frozen=True, slots=True)
+class MakeModel:
+    """Make the next model of what was delivered (Published)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Do what the steps that the round's kind adds ask for (Stepped)."""
+
+    effect: object
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,6 +310,7 @@ class Abandon:
     """End the round without a model (Abandoned)."""
 
     reason: str
+    why: str = ""  # a sentence, for people
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +318,18 @@ class Finish:
     """The round is over, evaluation included (Finished)."""
 
 
-Effect = Start | Aggregate | Abandon | Finish
+Effect = Start | Aggregate | MakeModel | Step | Abandon | Finish
 
 OPEN = (Phase.WAITING, Phase.TRAINING, Phase.AGGREGATING)
 """Phases in which a round can still be abandoned."""
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseStep:
+    """One phase of a kind of round, as data: how long it may take, whom it waits for, and what becomes due in it."""
+
+    phase: Phase
+    ended_by: type[Event]  # begins the next phase
+    limit: Callable[[Rules], float]  # the longest time that the phase may take, seconds
+    asked: Callable[[Round], frozenset[str]]  # clients that were asked for something and have not answered
+    due: Callable[[State, Round, float], Effect | None]  # what is to be done at that time, monotonic seconds

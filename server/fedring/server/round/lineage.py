@@ -2,14 +2,13 @@
 
 import logging
 import time
-from collections.abc import Sequence, Set
+from collections.abc import Set
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from fedring.codec import CodecError
 from fedring.server.config import ServerConfig
-from fedring.server.model.masked_sum import GroupMasks
 from fedring.server.model.models import Models
 from fedring.server.model.strategy import StrategyError
 from fedring.server.model.testset import TestSet
@@ -28,13 +27,7 @@ log = logging.getLogger(__name__)
 _ALL = 1_000_000_000
 
 
-async def publish(
-    facts: Facts,
-    models: Models,
-    privacy: RoundPrivacy,
-    open_: OpenRound,
-    masks: Sequence[GroupMasks] | None = None,
-) -> tuple[ModelRow, RoundRow]:
+async def publish(facts: Facts, models: Models, privacy: RoundPrivacy, open_: OpenRound) -> tuple[ModelRow, RoundRow]:
     """Make the next model of the accepted updates, and make it durable together with the end of its round.
 
     Args:
@@ -42,7 +35,6 @@ async def publish(
         models: makes it.
         privacy: what differential privacy does to the round.
         open_: the round.
-        masks: the groups of secure aggregation whose sums count, and no others; None = the job has none.
 
     Raises:
         DamagedModel, DamagedUpdates: if what it is made of is damaged.
@@ -50,6 +42,7 @@ async def publish(
         StorageError, CodecError, OptimizerError, RuleError, SeamError, RuntimeError: if it cannot be made; the last is
             torch's.
     """
+    masks = open_.kind.masks
     chosen = open_.accepted if masks is None else [client for group in masks for client in group.clients]
     updates = [open_.accepted[client] for client in sorted(chosen)]
     version = await facts.db(facts.store.next_version)

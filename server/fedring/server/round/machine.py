@@ -1,16 +1,17 @@
 """A round, as a pure state machine.
 
 `apply(state, event, now)` is the only way in which a state changes. `due(state, now)` says what has become necessary,
-and `wake_at(state, now)` when to ask again if no event comes. A kind of round is data: a list of phases (`KINDS`).
-Nothing here reads a clock, sends, stores, or knows what a model is.
+and `wake_at(state, now)` when to ask again if no event comes. A kind of round is data: the phases that it goes through
+(`SYNCHRONOUS`, unless its rules name others), and the steps that it adds to them (`Steps`), which stand between the
+command and the model. Nothing here reads a clock, sends, stores, or knows what a model is.
 
     waiting ──Started──► training ──Closed──► aggregating ──Published──► published ──Finished──► (none)
        └───────Abandoned─────┴──────Abandoned──────┘ ─────────────────► abandoned ───┘
 """
 
 import random
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from math import ceil, inf
 from statistics import median
@@ -34,11 +35,13 @@ from fedring.server.round.events import (
     Joined,
     Left,
     Lost,
+    MakeModel,
     Matched,
     Member,
     Moved,
     Opened,
     Phase,
+    PhaseStep,
     Presence,
     Published,
     Resumed,
@@ -48,23 +51,13 @@ from fedring.server.round.events import (
     Start,
     Started,
     State,
+    Stepped,
 )
 from fedring.train.labels import match
 
 
 class IllegalEvent(Exception):
     """An event cannot happen in this state: this is a fault of the server's own."""
-
-
-@dataclass(frozen=True, slots=True)
-class PhaseStep:
-    """One phase of a kind of round, as data: how long it may take, whom it waits for, and what becomes due in it."""
-
-    phase: Phase
-    ended_by: type[Event]  # begins the next phase
-    limit: Callable[[Rules], float]  # the longest time that the phase may take, seconds
-    asked: Callable[[Round], frozenset[str]]  # clients that were asked for something and have not answered
-    due: Callable[[State, Round, float], Effect | None]  # what is to be done at that time, monotonic seconds
 
 
 def apply(state: State, event: Event, now: float) -> State:
@@ -114,7 +107,10 @@ def _apply_to_round(round_: Round, event: Event, now: float) -> Round:
         case Lost(client) if round_.phase is Phase.AGGREGATING:
             return replace(round_, delivered=round_.delivered - {client}, failed=round_.failed | {client})
         case Delayed(lost):
-            return replace(round_, since=round_.since + lost)
+            steps = round_.steps.delayed(lost) if round_.steps is not None else None
+            return replace(round_, since=round_.since + lost, steps=steps)
+        case Stepped(inner) if round_.steps is not None:
+            return replace(round_, steps=round_.steps.happened(inner, now))
         case Failed(client, number):
             known = number == round_.number and client in round_.selected
             return replace(round_, failed=round_.failed | {client}) if known else round_
@@ -122,14 +118,16 @@ def _apply_to_round(round_: Round, event: Event, now: float) -> Round:
             return replace(round_, evaluated=round_.evaluated | {client} & round_.evaluators)
         case Abandoned(reason) if round_.phase in OPEN:
             return replace(round_, phase=Phase.ABANDONED, since=now, reason=reason)
-    steps = KINDS[round_.rules.kind]
-    following = {step.ended_by: after.phase for step, after in pairwise(steps) if step.phase is round_.phase}
+    pairs = pairwise(_phases(round_.rules))
+    following = {step.ended_by: after.phase for step, after in pairs if step.phase is round_.phase}
     if type(event) not in following:
         raise IllegalEvent(f"{event} while {round_.phase}")
     moved = replace(round_, phase=following[type(event)], since=now)
     match event:
-        case Started(clients):
-            return replace(moved, selected=clients)
+        case Started(clients, steps):
+            return replace(moved, selected=clients, steps=steps)
+        case Closed() if round_.steps is not None:
+            return replace(moved, steps=round_.steps.closed(round_.delivered))
         case Published(evaluators):
             return replace(moved, evaluators=evaluators)
     return moved
@@ -142,6 +140,8 @@ def due(state: State, now: float) -> Effect | None:
         return None
     if round_.phase is Phase.ABANDONED:
         return Finish()
+    if _steps_go_on(round_) and round_.steps is not None and (effect := round_.steps.due(reachable(state, now), now)):
+        return effect
     return _step(round_).due(state, round_, now)
 
 
@@ -151,7 +151,10 @@ def wake_at(state: State, now: float) -> float:
     if round_ is None or round_.phase is Phase.ABANDONED:
         return inf
     graces = (state.members[client].since + round_.rules.grace for client in _absent(state, round_))
-    return min([deadline(round_), *(at for at in (*graces, stragglers_at(round_)) if at > now)])
+    wakes = [deadline(round_), *(at for at in (*graces, stragglers_at(round_)) if at > now)]
+    if _steps_go_on(round_) and round_.steps is not None and not round_.steps.ended:
+        wakes += [round_.steps.wake_at(), next_loss(state, now)]
+    return min(wakes)
 
 
 def deadline(round_: Round) -> float:
@@ -188,7 +191,7 @@ def stragglers_at(round_: Round) -> float:
 
 def seconds(rules: Rules, phase: Phase) -> float:
     """Return the longest time that a round with these rules may stay in the phase, in seconds."""
-    return next(step.limit(rules) for step in KINDS[rules.kind] if step.phase is phase)
+    return next(step.limit(rules) for step in _phases(rules) if step.phase is phase)
 
 
 def ready(state: State, rules: Rules) -> list[str]:
@@ -243,8 +246,17 @@ def _outstanding(round_: Round) -> frozenset[str]:
     return frozenset() if round_.phase is Phase.ABANDONED else _step(round_).asked(round_)
 
 
+def _steps_go_on(round_: Round) -> bool:
+    """Return whether the steps that the round's kind adds still matter: once there is a model, they do not."""
+    return round_.phase in OPEN
+
+
+def _phases(rules: Rules) -> tuple[PhaseStep, ...]:
+    return rules.phases or SYNCHRONOUS
+
+
 def _step(round_: Round) -> PhaseStep:
-    return next(step for step in KINDS[round_.rules.kind] if step.phase is round_.phase)
+    return next(step for step in _phases(round_.rules) if step.phase is round_.phase)
 
 
 def _absent(state: State, round_: Round) -> Iterator[str]:
@@ -306,7 +318,7 @@ def _due_training(state: State, round_: Round, now: float) -> Effect | None:
 
 
 def _due_aggregating(state: State, round_: Round, now: float) -> Effect | None:
-    return None  # whoever performed Aggregate is at work
+    return MakeModel() if round_.steps is None or round_.steps.ended else None
 
 
 def _due_published(state: State, round_: Round, now: float) -> Effect | None:
@@ -320,6 +332,3 @@ SYNCHRONOUS = (
     PhaseStep(Phase.PUBLISHED, Finished, lambda rules: rules.evaluate_timeout, _evaluating, _due_published),
 )
 """All selected clients train from the same model, and one aggregation makes the next."""
-
-KINDS: Mapping[str, tuple[PhaseStep, ...]] = MappingProxyType({"synchronous": SYNCHRONOUS})
-"""The phases of each kind of round, in order; `Rules.kind` names one."""

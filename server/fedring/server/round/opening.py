@@ -5,24 +5,20 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from fedring.secure.errors import SecureError
 from fedring.server.config import ServerConfig
 from fedring.server.model.models import Models
 from fedring.server.model.strategy import HISTORY, StrategyError, past_round, with_settings
 from fedring.server.model.testset import TestSet
 from fedring.server.round import machine as rd
 from fedring.server.round.dispatch import Dispatch
-from fedring.server.round.events import Abandoned, Closed, Failed, Opened, Phase, Resumed, Round, Rules
-from fedring.server.round.open_round import OpenRound
+from fedring.server.round.events import Abandoned, Opened, Phase, Resumed, Round, Rules
+from fedring.server.round.open_round import CannotResume, KindMaker, OpenRound
 from fedring.server.round.plan import round_command, rules_of
 from fedring.server.round.rounds import Rounds
-from fedring.server.round.secure_rounds import lied
-from fedring.server.round.secure_state import restored, secure_rules
-from fedring.server.secure import machine as sm
 from fedring.server.sessions.sessions import Sessions
 from fedring.server.state.facts import Facts
 from fedring.server.state.failures import StorageError
-from fedring.server.state.rows import JobRow, ModelRow, RoundRow, SecureMessageRow, SecureRoundRow
+from fedring.server.state.rows import JobRow, ModelRow, RoundRow
 from fedring.train.errors import SeamError
 from fedring.train.job import Job
 from fedring.v1 import federation_pb2 as pb
@@ -50,13 +46,14 @@ class RoundOpener:
     def __init__(
         self,
         rounds: Rounds,
+        kinds: Sequence[KindMaker],
         facts: Facts,
         models: Models,
         sessions: Sessions,
         test_set: TestSet,
         config: ServerConfig,
     ) -> None:
-        self._rounds, self._facts, self._models = rounds, facts, models
+        self._rounds, self._kinds, self._facts, self._models = rounds, kinds, facts, models
         self._sessions, self._test_set, self._config = sessions, test_set, config
         self._dispatch = Dispatch(sessions)
 
@@ -99,58 +96,34 @@ class RoundOpener:
                 await facts.db(facts.store.update_round, row)
             return await self._wait_for_clients(row, job, base, small, failure=failure, elapsed=elapsed)
         updates = await facts.db(facts.store.updates_of, row.round)
-        secure = await facts.db(facts.store.secure_round, row.round)
         open_ = await self._begin(replace(row, phase=Phase.TRAINING), job, base, small)
-        rules = self._rules(open_)
         open_.accepted = {update.client_id: update for update in updates}
         open_.started = time.monotonic() - elapsed
+        steps, refused = None, None
+        try:
+            steps = await open_.kind.restore()
+        except CannotResume as error:
+            refused = error
         selected, delivered = frozenset(row.selected), frozenset(open_.accepted)
         # An aggregation that the restart cut off is simply due again.
         # When updates came is not kept: they came no later than now.
         seconds_each = (elapsed,) * len(delivered)
-        resumed = Round(row.round, rules, Phase.TRAINING, 0.0, selected, delivered, seconds_each)
+        rules = self._rules(open_)
+        resumed = Round(row.round, rules, Phase.TRAINING, 0.0, selected, delivered, seconds_each, steps=steps)
         rounds.begin(open_, Resumed(resumed, RECOVERY_SECONDS, elapsed))
         if spec.dp is not None and any(update.epoch != facts.store.epoch for update in updates):
-            open_.failures.append("the server was restored, and may have published its model before, with other noise")
-            rounds.handle(open_, Abandoned("restored"))
+            text = "the server was restored, and may have published its model before, with other noise"
+            refused = CannotResume("restored", text)
+        if refused is not None:
+            open_.failures.append(str(refused))
+            rounds.handle(open_, Abandoned(refused.reason))
             return open_
-        if not self._resume_secure(open_, *secure):
-            return open_
+        open_.kind.resumed()
         rounds.gather(open_, resumed=True)
         for session in self._sessions:
             if session.matched:
                 self._dispatch.remind(open_, rounds.latest, session.client_id)
         return open_
-
-    def _resume_secure(
-        self, open_: OpenRound, decided: SecureRoundRow | None, messages: Sequence[SecureMessageRow]
-    ) -> bool:
-        """Go on with the round's secure aggregation, if it has one. Returns False if the round must end."""
-        rules, rounds = secure_rules(open_.job), self._rounds
-        if rules is None:
-            return True
-        if decided is None or decided.epoch != self._facts.store.epoch:
-            open_.failures.append("the server was restored, and clients must not mask two updates in the same way")
-            rounds.handle(open_, Abandoned("restored"))
-            return False
-        since = time.monotonic() + RECOVERY_SECONDS
-        clients, accepted = open_.row.selected, open_.accepted.keys()
-        try:
-            values = (open_.job.dp, open_.base.parameters)
-            secure = restored(open_.command, values, rules, clients, (decided, messages), accepted, since)
-        except SecureError as error:
-            open_.failures.append(str(error))
-            rounds.handle(open_, Abandoned(error.reason))
-            return False
-        open_.secure = secure
-        for group in secure.state.groups:
-            for client in group.liars:
-                lied(rounds, open_, client, "that was found before the restart")
-        for client in sm.out(secure.state):
-            rounds.handle(open_, Failed(client, open_.row.round))
-        if secure.state.accepted is not None:  # clients may have helped to remove masks: no update is added any more
-            rounds.handle(open_, Closed())
-        return True
 
     async def _settings(self, job: RunningJob) -> tuple[dict[str, float] | None, _Failure | None]:
         """Ask the job's own strategy for the settings of the next round; None, and why, if it has none."""
@@ -190,19 +163,12 @@ class RoundOpener:
         if noted is not None:
             command.residual_after_epoch, command.residual_after = noted.residual_epoch, noted.residual_after
         command.job.frozen_digest = job.frozen_digest
-        if configured.secure_aggregation is not None:
-            maker = self._models.maker
-            command.secure.CopyFrom(await self._facts.heavy(maker.secure_round, base, configured))
         open_ = OpenRound(row, configured, command, base, small)
-        if configured.secure_aggregation is not None:
-            open_.left_out = await self._facts.db(self._liars_before, row)
+        found = (kind for each in self._kinds if (kind := each.kind_of(open_)) is not None)
+        open_.kind = next(found, open_.kind)
+        await open_.kind.prepare()
         return open_
 
     def _rules(self, open_: OpenRound) -> Rules:
         rules = rules_of(open_.job, grace=self._config.lost_after_seconds)
-        return replace(rules, left_out=open_.left_out)
-
-    def _liars_before(self, row: RoundRow) -> frozenset[str]:
-        """Return the clients that have sent wrong shares in an earlier round of the job; each round tells the next."""
-        rows = self._facts.store.rounds(1, row.job_id, row.round)
-        return frozenset(name for last in rows for key in ("left_out", "liars") for name in last.stats.get(key, ()))
+        return replace(rules, left_out=open_.left_out, phases=open_.kind.phases)

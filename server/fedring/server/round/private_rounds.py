@@ -71,21 +71,6 @@ class RoundPrivacy:
         done = open_.private
         return ChargeRow(open_.row.round, open_.row.job_id, done.noise_multiplier, done.next_clip, time.time())
 
-    @staticmethod
-    def charge_of_sums(open_: OpenRound) -> ChargeRow | None:
-        """Return what it costs that the sums of a round are seen, also if no model comes of them.
-
-        Returns:
-            None, unless the clients have added noise.
-        """
-        privacy, secure = open_.job.dp, open_.secure
-        if privacy is None or secure is None:
-            return None
-        sizes = [len(group.members) for group in secure.state.groups if not group.reason]
-        charge = privacy.charge_of(sizes, open_.base.parameters, open_.job.min_clients_to_aggregate)
-        row, multiplier = open_.row, privacy.noise_multiplier
-        return ChargeRow(row.round, row.job_id, multiplier, privacy.clip, time.time(), str(charge))
-
     async def forget(self, but: Iterable[RoundRow] = ()) -> None:
         """Erase the secrets of all rounds but some.
 

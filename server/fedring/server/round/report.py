@@ -60,7 +60,7 @@ def open_message(open_: OpenRound | None, *, clients: bool = True) -> pb.Round |
         return None
     row = replace(open_.row, phase=state.phase)
     if not clients:
-        row = replace(row, stats={"secure": open_.secure.figures(open_.accepted)} if open_.secure else {})
+        row = replace(row, stats=open_.kind.figures())
     elif not row.stats:
         row = replace(row, stats=open_.stats(0.0))
     return round_message(row, delivered=len(state.delivered | open_.done.keys()))

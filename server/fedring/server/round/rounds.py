@@ -157,8 +157,7 @@ class Rounds:
             raise UnknownRound(f"round {number} is not open")
         workers = open_.group.workers if open_.group is not None else None
         check_eligible(open_.state.round, number, client, workers=workers)
-        if open_.secure is not None:
-            open_.secure.check_update(client)
+        open_.kind.check_update(client)
         return open_
 
     def accepted(self, open_: OpenRound, rows: Sequence[UpdateRow]) -> None:
@@ -181,7 +180,7 @@ class Rounds:
                 return 0
             if round_.phase is Phase.AGGREGATING:
                 open_.stop_reason = reason  # holds if the disk refuses the model; else it is published in a moment
-                if not open_.waits_for_disk and not open_.waits_for_shares:
+                if open_.making:
                     return 0
             self.handle(open_, Abandoned(reason))
             return round_.number
@@ -196,8 +195,6 @@ class Rounds:
             if open_.started:
                 open_.started += seconds
             self.handle(open_, Delayed(seconds))
-            if open_.secure is not None:
-                open_.secure.delay(seconds)
 
     def note(self, open_: OpenRound, kind: str, text: str, client: str) -> None:
         """Write what concerns a client of a round to the journal."""

@@ -14,7 +14,6 @@ from math import inf
 from fedring.codec import CodecError
 from fedring.server.config import ServerConfig
 from fedring.server.group import machine as gr
-from fedring.server.model.masked_sum import BadSum
 from fedring.server.model.models import Models
 from fedring.server.model.optimizer import OptimizerError
 from fedring.server.model.rule import RuleError
@@ -31,11 +30,13 @@ from fedring.server.round.events import (
     Finish,
     Finished,
     Lost,
+    MakeModel,
     Phase,
     Published,
     Round,
     Start,
     Started,
+    Step,
 )
 from fedring.server.round.lineage import evaluation, prune, publish
 from fedring.server.round.metrics import RoundMetrics
@@ -44,7 +45,6 @@ from fedring.server.round.private_rounds import RoundPrivacy
 from fedring.server.round.progress import RoundProgress, why_abandoned
 from fedring.server.round.report import open_message
 from fedring.server.round.rounds import Rounds
-from fedring.server.round.secure_rounds import SecureRounds
 from fedring.server.sessions.sessions import Sessions
 from fedring.server.state.facts import Facts
 from fedring.server.state.failures import DamagedModel, DamagedUpdates, StorageError, StorageFailed
@@ -75,7 +75,6 @@ class RoundRunner:
     def __init__(
         self,
         rounds: Rounds,
-        secure: SecureRounds,
         facts: Facts,
         models: Models,
         sessions: Sessions,
@@ -84,7 +83,7 @@ class RoundRunner:
         test_set: TestSet,
         config: ServerConfig,
     ) -> None:
-        self._rounds, self._secure, self._facts, self._models = rounds, secure, facts, models
+        self._rounds, self._facts, self._models = rounds, facts, models
         self._sessions, self._journal, self._metrics, self._config = sessions, journal, metrics, config
         self._test_set = test_set
         self._dispatch = Dispatch(sessions)
@@ -94,27 +93,19 @@ class RoundRunner:
         """Do what is due until a round that was opened or resumed has ended."""
         rounds, progress = self._rounds, RoundProgress()
         while True:
-            if open_.phase is Phase.AGGREGATING:  # a restart has interrupted it after it was decided what counts
-                await self._aggregate(open_)
             open_.changed.clear()
-            try:
-                await self._secure.advance(open_)
-            except StorageFailed:
-                await self._wait_for_disk(open_, phase=Phase.TRAINING)
-                continue
             now = time.monotonic()
             effect = rd.due(open_.state, now)
             if self._facts.storage.fault and isinstance(effect, Start | Aggregate | Abandon):
                 # What clients offer is refused meanwhile.
-                await self._wait_for_disk(open_, phase=Phase(open_.row.phase))
+                await self._wait_for_disk(open_)
             elif isinstance(effect, Finish):
                 return await self._finish(open_)
             elif effect is not None:
                 await self._perform(open_, effect)
             else:
                 rounds.expect_workers(open_)
-                at = min(rd.wake_at(open_.state, now), self._secure.wake_at(open_, now))
-                wait = min(at - now, self._tell_progress(open_, progress, now))
+                wait = min(rd.wake_at(open_.state, now) - now, self._tell_progress(open_, progress, now))
                 with suppress(TimeoutError):  # a deadline is due
                     async with asyncio.timeout(None if wait == inf else max(wait, 0.001)):
                         await open_.changed.wait()
@@ -145,6 +136,19 @@ class RoundRunner:
                 await self._facts.db(self._facts.store.save_seconds_left, open_.row.round, round_.phase, left)
 
     async def _perform(self, open_: OpenRound, effect: Effect) -> None:
+        match effect:
+            case MakeModel():
+                await self._make_model(open_)
+            case Step(inner):
+                try:
+                    await open_.kind.perform(inner)
+                except StorageFailed:
+                    await self._wait_for_disk(open_)
+            case _:
+                await self._settle(open_, effect)
+
+    async def _settle(self, open_: OpenRound, effect: Effect) -> None:
+        """Do what ends a phase, between two commits of updates."""
         rounds = self._rounds
         async with open_.settling:
             if rd.due(open_.state, time.monotonic()) != effect:
@@ -155,30 +159,30 @@ class RoundRunner:
                 case Aggregate(stragglers):
                     open_.stragglers = stragglers
                     rounds.handle(open_, Closed())
-                case Abandon(reason):
+                case Abandon(reason, why):
+                    open_.failures[:0] = [why] if why else []
                     rounds.handle(open_, Abandoned(reason))
         if isinstance(effect, Start) and open_.started:
             await self._facts.keep(self.prune)  # now, while the clients train: nobody waits for it
         elif isinstance(effect, Aggregate):
-            await self._aggregate(open_)
+            self._tell_missing(open_)
 
     async def _start(self, open_: OpenRound, clients: frozenset[str]) -> None:
         row = replace(open_.row, phase=Phase.TRAINING, selected=tuple(sorted(clients)), seconds_left=None)
         try:
-            await self._secure.start(open_)
+            await open_.kind.start()
             await self._facts.db(self._facts.store.update_round, row)
         except StorageFailed:
             return  # it is due again, and waits for the disk where a stop need not wait
         open_.row, open_.started = row, time.monotonic()
-        self._rounds.handle(open_, Started(clients))
-        self._secure.started(open_, clients)
+        self._rounds.handle(open_, Started(clients, open_.kind.steps(clients)))
         self._rounds.gather(open_)
         self._dispatch.train_all(open_, clients)
         text = f"{open_.title} trains on {len(clients)} clients"
         self._rounds.tell(open_, "round_started", text)
 
-    async def _aggregate(self, open_: OpenRound) -> None:
-        """Make and publish the next model, or abandon the round if that cannot be done."""
+    def _tell_missing(self, open_: OpenRound) -> None:
+        """Tell whom a round that has closed goes on without."""
         if open_.missing:
             log.warning("round %d ends without %s", open_.row.round, ", ".join(open_.missing))
         if open_.stragglers:
@@ -186,37 +190,45 @@ class RoundRunner:
             names, factor = ", ".join(sorted(open_.stragglers)), open_.job.straggler_factor
             text = f"{open_.title} ends without {names}: {factor:g} times the median time has passed"
             self._rounds.tell(open_, "round_stragglers", text)
-        while open_.phase is Phase.AGGREGATING:
-            if open_.stop_reason:
-                return self._rounds.handle(open_, Abandoned(open_.stop_reason))
-            try:
-                await self._secure.unmask(open_)
-                if open_.phase is not Phase.AGGREGATING:
-                    return None
-                masks = open_.secure.good_masks if open_.secure else None
-                with self._metrics.aggregate_seconds.time():
-                    model, ended = await publish(self._facts, self._models, self.privacy, open_, masks)
-            except StorageFailed as error:
-                log.warning("the model of round %d waits for the disk: %s", open_.row.round, error)
-                if not open_.stop_reason:
-                    await self._wait_for_disk(open_, phase=Phase.AGGREGATING)
-            except DamagedUpdates as error:
-                await self._facts.keep(self._go_on_without, open_, error)
-            except BadSum as error:
-                await self._facts.keep(self._go_on_without_group, open_, error)
-            except (RuleError, SeamError) as error:
-                log.error("round %d makes no model: %s", open_.row.round, error, exc_info=error.__cause__)
-                open_.failures.insert(0, str(error))
+
+    async def _make_model(self, open_: OpenRound) -> None:
+        """Make and publish the next model, or abandon the round if that cannot be done.
+
+        What can be mended, or waited for, makes it due again.
+        """
+        if open_.stop_reason:
+            return self._rounds.handle(open_, Abandoned(open_.stop_reason))
+        open_.making = True
+        try:
+            with self._metrics.aggregate_seconds.time():
+                model, ended = await publish(self._facts, self._models, self.privacy, open_)
+        except StorageFailed as error:
+            log.warning("the model of round %d waits for the disk: %s", open_.row.round, error)
+            open_.making = False
+            if not open_.stop_reason:
+                await self._wait_for_disk(open_)
+        except DamagedUpdates as error:
+            await self._facts.keep(self._go_on_without, open_, error)
+        except open_.kind.recoverable as error:
+            log.error("round %d: %s", open_.row.round, error)
+            open_.failures.insert(0, str(error))
+            if not await self._facts.keep(open_.kind.recover, error):
                 self._rounds.handle(open_, Abandoned(error.reason))
-            except (StorageError, CodecError, OptimizerError, RuntimeError) as error:  # torch raises RuntimeErrors
-                log.error(
-                    "round %d makes no model: %s", open_.row.round, error, exc_info=not isinstance(error, StorageError)
-                )
-                if isinstance(error, DamagedModel):
-                    self._note_damage(open_, error)
-                self._rounds.handle(open_, Abandoned(getattr(error, "reason", "bad_optimizer")))
-            else:
-                self._publish(open_, model, ended)
+        except (RuleError, SeamError) as error:
+            log.error("round %d makes no model: %s", open_.row.round, error, exc_info=error.__cause__)
+            open_.failures.insert(0, str(error))
+            self._rounds.handle(open_, Abandoned(error.reason))
+        except (StorageError, CodecError, OptimizerError, RuntimeError) as error:  # torch raises RuntimeErrors
+            log.error(
+                "round %d makes no model: %s", open_.row.round, error, exc_info=not isinstance(error, StorageError)
+            )
+            if isinstance(error, DamagedModel):
+                self._note_damage(open_, error)
+            self._rounds.handle(open_, Abandoned(getattr(error, "reason", "bad_optimizer")))
+        else:
+            self._publish(open_, model, ended)
+        finally:
+            open_.making = False
 
     def _publish(self, open_: OpenRound, model: ModelRow, ended: RoundRow) -> None:
         """Tell everybody of the new model, which is durable, and let clients evaluate it."""
@@ -232,19 +244,17 @@ class RoundRunner:
         text = f"{open_.title} published model {model.version} in {ended.stats['seconds']:.2f} s"
         rounds.tell(open_, "round_published", text)
 
-    async def _wait_for_disk(self, open_: OpenRound, *, phase: Phase) -> None:
+    async def _wait_for_disk(self, open_: OpenRound) -> None:
         """Return when the disk takes what is to be kept, or when the phase has ended."""
-        storage, changed = self._facts.storage, open_.changed
-        open_.waits_for_disk = True
+        storage, phase = self._facts.storage, open_.phase
         while storage.fault and open_.phase is phase:
-            changed.clear()
-            await storage.works_or(changed)
-        open_.waits_for_disk = False
+            open_.changed.clear()
+            await storage.works_or(open_.changed)
 
     async def _go_on_without(self, open_: OpenRound, error: DamagedUpdates) -> None:
         """Forget accepted updates that are damaged. The round ends without them, or is abandoned for want of them."""
         rounds = self._rounds
-        can_publish = await self._secure.failed(open_, frozenset(error.clients), error.reason)
+        can_publish = await open_.kind.lost(frozenset(error.clients), error.reason)
         await self._facts.db(self._facts.drop_updates, open_.row.round, sorted(error.clients))
         for client, text in error.clients.items():
             del open_.accepted[client]
@@ -257,13 +267,6 @@ class RoundRunner:
         few = round_ is not None and len(round_.delivered) < round_.rules.min_to_aggregate
         if few or not can_publish:
             rounds.handle(open_, Abandoned(error.reason))
-
-    async def _go_on_without_group(self, open_: OpenRound, error: BadSum) -> None:
-        """Forget a group of secure aggregation whose sum is impossible. The round may have others."""
-        log.error("round %d: %s", open_.row.round, error)
-        open_.failures.insert(0, str(error))
-        if not await self._secure.failed(open_, frozenset({error.group}), error.reason):
-            self._rounds.handle(open_, Abandoned(error.reason))
 
     def _note_damage(self, open_: OpenRound, error: DamagedModel) -> None:
         open_.failures.insert(0, error.detail)

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from fedring.server.round.secure_rounds import SecureRounds
-from fedring.server.round.secure_state import Message
+from fedring.server.secure.exchange import Message
+from fedring.server.secure.rounds import SecureRounds
 from fedring.server.sessions.sessions import Sessions
 from fedring.v1 import secure_pb2 as pb
 from fedring.v1 import secure_pb2_grpc as rpc

@@ -218,7 +218,7 @@ class ClientUpdateService:
                     schema = self._versions.schema_of(open_.base)
                     most = open_.command.max_update_bytes
                     job, line = open_.job, open_.command.control.line
-                    width = open_.secure.width(client) if open_.secure else None
+                    width = open_.kind.width(client)
                     silent = job.sample_dp is not None
                     return Terms(open_.base.digest, most, schema, job.clips, job.bare, silent, line, width)
                 case Open():

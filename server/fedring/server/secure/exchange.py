@@ -1,7 +1,7 @@
-"""The secure aggregation of the round in progress: what clients have sent, and what each of them is told."""
+"""What the clients of a round with secure aggregation have sent, and what each of them is told."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -15,14 +15,15 @@ from fedring.secure.sealing import DIGEST_BYTES, SEALED_BYTES
 from fedring.secure.shamir import SHARE_BYTES
 from fedring.secure.signing import BadProof, verify
 from fedring.secure.statements import survivors_statement, task_digest
-from fedring.server.model.masked_sum import GroupMasks, PrivateIntegers, private_width, width_of
+from fedring.server.model.masked_sum import PrivateIntegers, private_width, width_of
+from fedring.server.round.open_round import OpenRound
 from fedring.server.secure import events as ev
 from fedring.server.secure import machine as sm
 from fedring.server.secure.combining import Agreed
 from fedring.server.secure.events import Step
+from fedring.server.secure.steps import SecureSteps
 from fedring.server.state.rows import SecureMessageRow, SecureRoundRow
 from fedring.train.job import Job
-from fedring.train.privacy_table import ClientPrivacy
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1 import secure_pb2 as wire
 
@@ -46,32 +47,34 @@ def secure_rules(job: Job) -> ev.Rules | None:
     )
 
 
-@dataclass
-class SecureState:
-    """The machine's state, and what clients have sent; owned by `OpenRound`.
+class SecureExchange:
+    """The messages of one round's secure aggregation. It reads the state of the round's machine, and changes none.
 
     Attributes:
-        command: of the round.
-        state: the machine's.
-        dp: how the clients make private integers; None = they send levels.
-        parameters: their number, in the model.
         members: the clients whose keys were checked.
         messages: what is durable of the clients' messages, serialized, by step and client.
-        masks: what the unmasking has given, by the number of the group.
-        seconds: what each step has taken, in the group in which it took longest.
     """
 
-    command: pb.TrainCmd
-    state: ev.State
-    dp: ClientPrivacy | None = None
-    parameters: int = 0
-    members: dict[str, Member] = field(default_factory=dict)
-    messages: dict[Step, dict[str, bytes]] = field(default_factory=lambda: {step: {} for step in KINDS})
-    masks: dict[int, GroupMasks] = field(default_factory=dict)
-    seconds: dict[str, float] = field(default_factory=dict)
-    _owners: dict[bytes, str] = field(default_factory=dict)  # the clients of the members' public keys
-    _told: dict[tuple[int, Step], bytes] = field(default_factory=dict)
-    _dealt: dict[str, dict[str, wire.SealedShares]] = field(default_factory=dict)
+    def __init__(self, open_: OpenRound) -> None:
+        self.members: dict[str, Member] = {}
+        self.messages: dict[Step, dict[str, bytes]] = {step: {} for step in KINDS}
+        self._open = open_
+        self._owners: dict[bytes, str] = {}  # the clients of the members' public keys
+        self._told: dict[tuple[int, Step], bytes] = {}
+        self._dealt: dict[str, dict[str, wire.SealedShares]] = {}
+
+    @property
+    def state(self) -> ev.State:
+        """The state of the machine. There is one from the command to the end of the round."""
+        steps = self._open.state.round.steps if self._open.state.round else None
+        if not isinstance(steps, SecureSteps):
+            raise sm.IllegalEvent("the secure aggregation has not begun, or is over")
+        return steps.state
+
+    @property
+    def command(self) -> pb.TrainCmd:
+        """The command of the round."""
+        return self._open.command
 
     @cached_property
     def rosters(self) -> list[Roster]:
@@ -82,19 +85,6 @@ class SecureState:
     def task(self) -> bytes:
         """The digest of what the round's clients are asked to do."""
         return task_digest(self.command)
-
-    @property
-    def good_masks(self) -> list[GroupMasks]:
-        """The masks of the groups whose sums count."""
-        return [self.masks[place] for place, group in enumerate(self.state.groups) if not group.reason]
-
-    def handle(self, event: ev.Event, now: float) -> None:
-        """Take an event into the machine's state."""
-        self.state = sm.apply(self.state, event, now)
-
-    def delay(self, seconds: float) -> None:
-        """Do not count time in which nothing could be kept."""
-        self.handle(ev.Delayed(seconds), 0.0)
 
     def row(self, number: int, epoch: int, event: ev.Event) -> SecureRoundRow:
         """Return what must be durable before `event` is taken into the state."""
@@ -110,9 +100,10 @@ class SecureState:
 
     def integers(self, place: int) -> PrivateIntegers | None:
         """Return how the clients of a group make private integers; None if they send levels."""
-        if self.dp is None:
+        if self._open.job.dp is None:
             return None
-        plan = self.dp.plan(len(self.state.groups[place].members), self.parameters, self.state.rules.needed)
+        members, parameters = len(self.state.groups[place].members), self._open.base.parameters
+        plan = self._open.job.dp.plan(members, parameters, self.state.rules.needed)
         return PrivateIntegers(plan, self.task)
 
     def check_update(self, client: str) -> int:
@@ -137,7 +128,7 @@ class SecureState:
         place = self.check_update(client)
         if integers := self.integers(place):
             return private_width(integers.plan)
-        return width_of(self.command.secure, self.parameters, self.bits(place))
+        return width_of(self.command.secure, self._open.base.parameters, self.bits(place))
 
     def check_step(self, step: Step, client: str) -> None:
         """Check that the client is asked for what belongs to a step.
@@ -193,7 +184,7 @@ class SecureState:
             raise BadRequest(f"a message of {client} does not fit: {error}", reason="bad_secure_message") from error
         return None
 
-    def waits_for(self, client: str, accepted: Collection[str]) -> bytes:
+    def waits_for(self, client: str) -> bytes:
         """Return the event for a client now: what it is asked for, or that it is out; b"" if there is nothing."""
         state, place = self.state, self.state.place(client)
         if not state.groups:
@@ -203,7 +194,7 @@ class SecureState:
         group = state.groups[place]
         if group.reason:
             return self.ended(group.reason)
-        if client in group.answered or (group.step is Step.UPDATES and client in accepted):
+        if client in group.answered or (group.step is Step.UPDATES and client in self._open.accepted):
             return b""
         if client in group.asked:
             return self._step(place, client)
@@ -227,22 +218,22 @@ class SecureState:
         digests = {peer: {name: share.digests for name, share in self._dealt_by(peer).items()} for peer in group.peers}
         return Agreed(self.rosters[place], group.peers, group.survivors, digests)
 
-    def figures(self, accepted: Collection[str]) -> dict[str, Any]:
-        """Return how far the secure aggregation is, as JSON; `accepted` names the clients whose updates are."""
+    def figures(self, seconds: Mapping[str, float]) -> dict[str, Any]:
+        """Return how far the secure aggregation is, as JSON; `seconds` are what its steps have taken."""
         state = self.state
         step = state.step
         groups = [group for group in state.groups if group.step is step and not group.reason]
         asked = {name for group in groups for name in group.asked} if state.groups else state.clients
         answered = {name for group in groups for name in group.answered} if state.groups else state.keys
         if step is Step.UPDATES:
-            answered = asked & set(accepted)
+            answered = asked & self._open.accepted.keys()
         return {
             "step": str(step),
             "groups": len(state.groups),
             "answered": len(answered & asked),
             "asked": len(asked),
             "lost": {name: count for name, count in sm.lost(state).items() if count},
-            "seconds": dict(self.seconds),
+            "seconds": dict(seconds),
         }
 
     def _step(self, place: int, client: str) -> bytes:
@@ -286,43 +277,31 @@ class SecureState:
             found = self._dealt[peer] = {share.client_id: share for share in sent}
         return found
 
+    def load(self, messages: Sequence[SecureMessageRow]) -> None:
+        """Take in the messages that are durable, after a restart.
 
-def restored(
-    command: pb.TrainCmd,
-    values: tuple[ClientPrivacy | None, int],
-    rules: ev.Rules,
-    clients: Collection[str],
-    rows: tuple[SecureRoundRow, Sequence[SecureMessageRow]],
-    accepted: Collection[str],
-    since: float,
-) -> SecureState:
-    """Return the secure aggregation of a round that a restart has interrupted.
+        Raises:
+            SecureError: if they do not fit the round's command any more.
+        """
+        steps = {kind: step for step, kind in KINDS.items()}
+        for message in messages:
+            self.messages[steps[message.kind]][message.client_id] = message.body
+        for body in self.messages[Step.KEYS].values():
+            keys = wire.SecureKeys.FromString(body).keys
+            # Whose keys they are was checked when they came.
+            self.add_member(check_member(keys, self.command, lambda _name, _proof: None, self.task))
 
-    Args:
-        command: of the round.
-        values: `dp` and `parameters`, as SecureState has them.
-        rules: what the machine obeys.
-        clients: that were selected.
-        rows: what is durable of it.
-        accepted: the clients whose updates are accepted.
-        since: when the steps that were interrupted begin anew, monotonic seconds.
+    def restored(self, rules: ev.Rules, decided: SecureRoundRow, since: float) -> ev.State:
+        """Return the state of a secure aggregation that a restart has interrupted; its messages must be loaded.
 
-    Raises:
-        SecureError: if what is durable does not fit the round's command any more.
-    """
-    decided, messages = rows
-    secure = SecureState(command, ev.State(rules, frozenset(clients), since), *values)
-    steps = {kind: step for step, kind in KINDS.items()}
-    for message in messages:
-        secure.messages[steps[message.kind]][message.client_id] = message.body
-    for body in secure.messages[Step.KEYS].values():
-        keys = wire.SecureKeys.FromString(body).keys
-        # Whose keys they are was checked when they came.
-        secure.add_member(check_member(keys, command, lambda _name, _proof: None, secure.task))
-    groups = tuple(_group(entry, secure.messages, accepted, since) for entry in decided.groups)
-    state = replace(secure.state, keys=frozenset(secure.members), groups=groups)
-    secure.state = replace(state, accepted=frozenset(accepted)) if state.chosen else state
-    return secure
+        Args:
+            rules: what it obeys.
+            decided: what is durable of its decisions.
+            since: when the steps that were interrupted begin anew, monotonic seconds.
+        """
+        accepted = self._open.accepted.keys()
+        groups = tuple(_group(entry, self.messages, accepted, since) for entry in decided.groups)
+        return ev.State(rules, frozenset(self._open.row.selected), since, frozenset(self.members), groups)
 
 
 def _group(
