@@ -122,9 +122,11 @@ async def test_a_stop_a_loss_and_a_failure_concern_their_own_round(both: tuple[H
 
 
 async def test_the_groups_of_two_rounds_form_for_themselves(host: Host) -> None:
-    groups = [Rendezvous(number, gr.Rules(1), ["a"], {}, slowest=lambda: 0.0, generation=number) for number in (1, 2)]
-    for event in (gr.Entered("a"), gr.Ready("a", 1, "a:1"), gr.Joined("a", 1)):
+    groups = [
+        Rendezvous(number, gr.GroupRules(1), ["a"], {}, slowest=lambda: 0.0, generation=number) for number in (1, 2)
+    ]
+    for event in (gr.Entered("a"), gr.Ready("a", 1, "a:1"), gr.WorkerJoined("a", 1)):
         groups[0].handle(event)
-    assert [group.state.phase for group in groups] == [gr.Phase.RUNNING, gr.Phase.GATHERING]
+    assert [group.state.phase for group in groups] == [gr.GroupPhase.RUNNING, gr.GroupPhase.GATHERING]
     assert groups[0].view("a").WhichOneof("message") == "start"
     assert groups[1].view("a").ended.reason == "too_late"  # whoever has entered one group is not in the other

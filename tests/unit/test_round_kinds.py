@@ -21,16 +21,16 @@ from fedring.server.round.events import (
     Joined,
     MakeModel,
     Matched,
-    Opened,
     Phase,
     Round,
-    Rules,
+    RoundOpened,
+    RoundRules,
+    RoundState,
     Start,
     Started,
-    State,
-    Step,
     Stepped,
     Steps,
+    TakeStep,
 )
 from fedring.server.round.machine import SYNCHRONOUS, apply, due, ready, wake_at
 from fedring.server.round.open_round import OpenRound, RoundKind
@@ -48,16 +48,16 @@ class Ask:
     clients: frozenset[str]
 
 
-def due_waiting(state: State, round_: Round, now: float) -> Effect | None:
+def due_waiting(state: RoundState, round_: Round, now: float) -> Effect | None:
     here = ready(state, round_.rules)
     return Start(frozenset(here)) if here else None
 
 
-def due_training(state: State, round_: Round, now: float) -> Effect | None:
+def due_training(state: RoundState, round_: Round, now: float) -> Effect | None:
     if len(round_.delivered) >= BUFFER:
         return Aggregate()
     late = frozenset(ready(state, round_.rules)) - round_.selected
-    return Step(Ask(late)) if late else None
+    return TakeStep(Ask(late)) if late else None
 
 
 waiting, training, *others = SYNCHRONOUS
@@ -157,14 +157,14 @@ class Counting:
     def due(self, reachable: frozenset[str], now: float) -> Effect | None:
         if not reachable:
             return Abandon("all_gone", "nobody is left")
-        return Step("hurry") if now >= self.until and not self.ended else None
+        return TakeStep("hurry") if now >= self.until and not self.ended else None
 
     def wake_at(self) -> float:
         return self.until
 
 
-def after(*events: Event) -> State:
-    state = State()
+def after(*events: Event) -> RoundState:
+    state = RoundState()
     for event in events:
         state = apply(state, event, 0.0)
     return state
@@ -172,7 +172,7 @@ def after(*events: Event) -> State:
 
 STARTED = (
     *(kind(name) for name in "ab" for kind in (Joined, Matched)),
-    Opened(1, Rules(min_clients=2, deadline=600.0)),
+    RoundOpened(1, RoundRules(min_clients=2, deadline=600.0)),
     Started(frozenset("ab"), Counting()),
 )
 
@@ -188,7 +188,7 @@ def test_the_steps_of_a_kind_stand_between_the_command_and_the_model() -> None:
 def test_what_the_steps_make_due_comes_first_and_wakes_the_runner() -> None:
     training = after(*STARTED)
     assert (due(training, 0.0), wake_at(training, 0.0)) == (None, 100.0)
-    assert due(training, 100.0) == Step("hurry")
+    assert due(training, 100.0) == TakeStep("hurry")
     late = apply(training, Delayed(50.0), 0.0)
     assert (due(late, 100.0), wake_at(late, 100.0)) == (None, 150.0)
     ended = apply(after(*STARTED, Delivered("a"), Closed()), Stepped("a"), 0.0)

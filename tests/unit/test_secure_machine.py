@@ -8,36 +8,37 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedring.secure.limits import MAX_GROUP, MIN_GROUP, threshold
+from fedring.server.round.machine import IllegalEvent
 from fedring.server.secure.events import (
     Answered,
-    Closed,
     Combine,
     Combined,
-    Delayed,
     FormGroups,
     GiveUp,
     Grouped,
     GroupFailed,
     PeersChosen,
-    Rules,
+    ProtocolState,
+    SecureRules,
     SignersChosen,
-    State,
     Step,
+    StepsDelayed,
     SurvivorsChosen,
+    UpdatesClosed,
 )
 from fedring.server.secure.groups import form_groups
-from fedring.server.secure.machine import IllegalEvent, apply, due, lost, out, wake_at
+from fedring.server.secure.machine import apply, due, lost, out, wake_at
 
 NAMES = ("a", "b", "c", "d", "e")
 ALL = frozenset(NAMES)
 STEPS = (Step.KEYS, Step.SHARES, Step.UPDATES, Step.SURVIVORS, Step.UNMASK)
 
 
-def begun(needed: int = 4, group_size: int = 0, names: frozenset[str] = ALL) -> State:
-    return State(Rules(30.0, needed, group_size), names, 0.0)
+def begun(needed: int = 4, group_size: int = 0, names: frozenset[str] = ALL) -> ProtocolState:
+    return ProtocolState(SecureRules(30.0, needed, group_size), names, 0.0)
 
 
-def after(state: State, *events: object, now: float = 0.0) -> State:
+def after(state: ProtocolState, *events: object, now: float = 0.0) -> ProtocolState:
     for event in events:
         state = apply(state, event, now)  # type: ignore[arg-type]  # tests give events only
     return state
@@ -47,11 +48,11 @@ def answers(step: Step, *names: str) -> list[Answered]:
     return [Answered(step, name) for name in names]
 
 
-def grouped(needed: int = 4) -> State:
+def grouped(needed: int = 4) -> ProtocolState:
     return after(begun(needed), *answers(Step.KEYS, *NAMES), Grouped((NAMES,)))
 
 
-def masking(peers: tuple[str, ...] = NAMES) -> State:
+def masking(peers: tuple[str, ...] = NAMES) -> ProtocolState:
     return after(grouped(), *answers(Step.SHARES, *peers), PeersChosen(0, peers))
 
 
@@ -66,7 +67,7 @@ def test_a_round_goes_from_the_keys_to_the_masks() -> None:
     assert due(state, ALL, 1) == PeersChosen(0, NAMES)
     state = after(state, PeersChosen(0, NAMES))
     assert due(state, ALL, 1_000_000) is None
-    state = after(state, Closed(frozenset("abcd")))
+    state = after(state, UpdatesClosed(frozenset("abcd")))
     assert due(state, ALL, 1) == SurvivorsChosen((("a", "b", "c", "d"),))
     state = after(state, SurvivorsChosen((("a", "b", "c", "d"),)), *answers(Step.SURVIVORS, "d", "c", "b", "a"))
     assert due(state, ALL, 1) == SignersChosen(0, ("a", "b", "c", "d"))
@@ -89,7 +90,7 @@ def test_a_step_ends_after_its_time() -> None:
     assert wake_at(state) == 30
     assert due(state, ALL, 29) is None
     assert due(state, ALL, 30) == FormGroups(ALL - {"e"})
-    state = after(state, Delayed(5))
+    state = after(state, StepsDelayed(5))
     assert due(state, ALL, 34) is None
     state = after(state, Grouped((("a", "b", "c", "d"),)), *answers(Step.SHARES, "a", "b", "c"), now=40)
     assert (wake_at(state), due(state, ALL, 69)) == (70, None)
@@ -120,14 +121,14 @@ def test_too_few_shares_end_the_group_and_with_the_last_group_the_round() -> Non
 
 
 def test_too_few_survivors_end_the_round() -> None:
-    state = after(masking(), Closed(frozenset("abc")), SurvivorsChosen((("a", "b", "c"),)))
+    state = after(masking(), UpdatesClosed(frozenset("abc")), SurvivorsChosen((("a", "b", "c"),)))
     assert due(state, ALL, 1) == GiveUp("too_few_to_unmask")
     assert lost(state)["updates"] == 2
 
 
 @pytest.mark.parametrize("step", [Step.SURVIVORS, Step.UNMASK])
 def test_too_few_answers_to_unmask_end_the_round(step: Step) -> None:
-    state = after(masking(), Closed(ALL), SurvivorsChosen((NAMES,)))
+    state = after(masking(), UpdatesClosed(ALL), SurvivorsChosen((NAMES,)))
     if step is Step.UNMASK:
         state = after(state, *answers(Step.SURVIVORS, *NAMES), SignersChosen(0, NAMES))
     state = after(state, *answers(step, "a", "b", "c"))
@@ -150,7 +151,7 @@ def test_a_round_goes_on_with_the_groups_that_are_left() -> None:
     state = after(state, GroupFailed(1, "too_few_for_threshold"))
     assert due(state, names, 1) is None
     assert out(state) == frozenset("def")
-    state = after(state, Closed(frozenset("abc")))
+    state = after(state, UpdatesClosed(frozenset("abc")))
     assert due(state, names, 1) == SurvivorsChosen((groups[0], ()))
 
 
@@ -161,7 +162,7 @@ def test_late_answers_change_nothing() -> None:
 
 
 def test_whose_updates_count_is_decided_once() -> None:
-    state = after(masking(), Closed(ALL), SurvivorsChosen((NAMES,)))
+    state = after(masking(), UpdatesClosed(ALL), SurvivorsChosen((NAMES,)))
     with pytest.raises(IllegalEvent):
         apply(state, SurvivorsChosen((("a", "b", "c", "d"),)), 0)
     with pytest.raises(IllegalEvent):
@@ -200,7 +201,7 @@ def test_any_order_of_answers_and_any_losses_come_to_an_end(count: int, seed: in
         step = state.step
         here = [name for name in names if name not in lost_in or STEPS.index(lost_in[name]) > STEPS.index(step)]
         if step is Step.UPDATES and state.accepted is None:
-            state = apply(state, Closed(frozenset(here)), now)
+            state = apply(state, UpdatesClosed(frozenset(here)), now)
         wrong = [Answered(rng.choice([other for other in STEPS if other is not step]), name) for name in names]
         events = [Answered(step, name) for name in rng.sample(here, rng.randint(0, len(here)))] + wrong
         for event in rng.sample(events, len(events)):

@@ -26,14 +26,14 @@ from fedring.server.round.events import (
     Joined,
     Lost,
     Matched,
-    Opened,
     Phase,
     Published,
     Resumed,
     Round,
-    Rules,
+    RoundOpened,
+    RoundRules,
+    RoundState,
     Started,
-    State,
 )
 from fedring.server.state.rows import UpdateRow
 from fedring.server.update.metrics import REJECTIONS
@@ -126,13 +126,13 @@ def test_every_series_exists_from_the_start(metrics: Metrics) -> None:
 
 def play(metrics: Metrics, *events: tuple[float, Event]) -> None:
     """Apply the events at their times, and report each state of the round to the metrics."""
-    state = State()
+    state = RoundState()
     for at, event in events:
         before, state = state, rd.apply(state, event, at)
         metrics.rounds.moved(before.round, state.round, at)
 
 
-OPENED = Opened(7, Rules(min_clients=3, deadline=90.0))
+OPENED = RoundOpened(7, RoundRules(min_clients=3, deadline=90.0))
 STARTED: list[tuple[float, Event]] = [
     (0.0, Joined("a")),
     (0.0, Matched("a")),
@@ -170,14 +170,14 @@ def test_an_abandoned_round_is_counted_as_abandoned(metrics: Metrics) -> None:
 
 
 def test_a_round_that_a_restart_interrupted_is_counted_once(metrics: Metrics) -> None:
-    round_ = Round(7, Rules(), Phase.TRAINING, 0.0, selected=frozenset("a"))
+    round_ = Round(7, RoundRules(), Phase.TRAINING, 0.0, selected=frozenset("a"))
     play(metrics, (100.0, Resumed(round_, 30.0, 0.0)), (103.0, Closed()), (104.0, Published(frozenset())))
     assert value(metrics, "fl_server_rounds_total", result="published") == 1
     assert value(metrics, "fl_server_round_duration_seconds_sum") == 4.0
 
 
 def test_an_accepted_update_that_was_lost_is_counted(metrics: Metrics) -> None:
-    round_ = Round(7, Rules(), Phase.TRAINING, 0.0, selected=frozenset("ab"), delivered=frozenset("ab"))
+    round_ = Round(7, RoundRules(), Phase.TRAINING, 0.0, selected=frozenset("ab"), delivered=frozenset("ab"))
     play(metrics, (100.0, Resumed(round_, 30.0, 0.0)), (103.0, Closed()), (104.0, Lost("a")))
     assert value(metrics, "fl_server_updates_lost_total") == 1
 

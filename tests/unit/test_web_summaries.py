@@ -20,7 +20,7 @@ from fedring.server.operator.summaries import (
     round_summary,
     wait_summary,
 )
-from fedring.server.round.events import Member, Phase, Presence, Round, Rules, State
+from fedring.server.round.events import Member, Phase, Presence, Round, RoundRules, RoundState
 from fedring.server.round.open_round import OpenRound
 from fedring.server.sessions.sessions import Session, Sessions
 from fedring.server.state.rows import JobRow, ModelRow, RoundRow
@@ -30,10 +30,10 @@ from fedring.v1 import federation_pb2 as fed
 from fedring.v1.privacy_pb2 import SecureProgress
 
 JOB = JobRow(3, "digits", {"mode": "data_parallel", "encoding": "packed"}, 5, 0.0, rounds_done=2)
-ROUND = Round(4, Rules(min_clients=3, deadline=60), Phase.TRAINING, 0.0, selected=frozenset("abc"))
+ROUND = Round(4, RoundRules(min_clients=3, deadline=60), Phase.TRAINING, 0.0, selected=frozenset("abc"))
 
 
-def an_open_round(state: State) -> OpenRound:
+def an_open_round(state: RoundState) -> OpenRound:
     base = ModelRow(1, 0, "aa", "bb", "cc", 10, 40, 0.0)
     row = RoundRow(4, 3, 1, "training", 0.0)
     return OpenRound(row, Job.model_validate({}), fed.TrainCmd(), base, state=state)
@@ -44,9 +44,9 @@ def secure_progress() -> SecureProgress:
     return SecureProgress(step="shares", groups=2, answered=3, asked=5, lost=lost, seconds={"keys": 1 / 3})
 
 
-def a_state(round_: Round, *connected: str) -> State:
+def a_state(round_: Round, *connected: str) -> RoundState:
     now = time.monotonic()
-    return State({name: Member(Presence.MATCHED, now) for name in connected}, replace(round_, since=now))
+    return RoundState({name: Member(Presence.MATCHED, now) for name in connected}, replace(round_, since=now))
 
 
 def test_a_round_is_summarised_by_sums_over_its_clients() -> None:
@@ -118,7 +118,7 @@ def test_what_a_round_waits_for_depends_on_its_phase() -> None:
 
 
 def test_a_group_lists_its_workers_by_rank_with_their_states() -> None:
-    rendezvous = Rendezvous(4, gr.Rules(3), "abcde", {}, slowest=lambda: 0.0)
+    rendezvous = Rendezvous(4, gr.GroupRules(3), "abcde", {}, slowest=lambda: 0.0)
     sessions = Sessions(9)
     assert group_summary(None, sessions, JOB) is None
     workers = {
@@ -126,8 +126,13 @@ def test_a_group_lists_its_workers_by_rank_with_their_states() -> None:
         "c": gr.Worker(2, "z", 40, joined=True, digest=b"d"),
         "d": gr.Worker(2, "w", 40),
     }
-    rendezvous.state = gr.State(
-        gr.Rules(3), frozenset("abcde"), generation=2, phase=gr.Phase.RUNNING, workers=workers, members=("a", "b", "c")
+    rendezvous.state = gr.GroupState(
+        gr.GroupRules(3),
+        frozenset("abcde"),
+        generation=2,
+        phase=gr.GroupPhase.RUNNING,
+        workers=workers,
+        members=("a", "b", "c"),
     )
     summary = group_summary(rendezvous, sessions, JOB)
     assert summary is not None

@@ -12,6 +12,7 @@ from fedring.server.operator.metrics import Metrics
 from fedring.server.round.client_reports import ClientReports
 from fedring.server.round.open_round import KindMaker
 from fedring.server.round.opening import RoundOpener
+from fedring.server.round.private_rounds import RoundPrivacy
 from fedring.server.round.rounds import Rounds
 from fedring.server.round.runner import RoundRunner
 from fedring.server.secure.rounds import SecureRounds
@@ -34,6 +35,7 @@ class Parts:
     reports: ClientReports
     secure: SecureRounds
     opener: RoundOpener
+    privacy: RoundPrivacy
     runner: RoundRunner
     starter: JobStarter
     jobs: Jobs
@@ -51,11 +53,11 @@ def assemble(
     kinds = [secure, *more_kinds]
     reports = ClientReports(rounds, kinds, sessions, facts, journal, metrics.rounds)
     test_set = TestSet(facts.blobs, config.data_root, models.maker.offered)
-    opener = RoundOpener(rounds, kinds, facts, models, sessions, test_set, config)
-    runner = RoundRunner(rounds, facts, models, sessions, journal, metrics.rounds, test_set, config)
+    privacy = RoundPrivacy(facts, config.state_dir, models.maker.schema_of)
+    opener = RoundOpener(rounds, kinds, facts, models, privacy, sessions, test_set, config)
+    runner = RoundRunner(rounds, facts, models, sessions, privacy, metrics.rounds, test_set, config)
     starter = JobStarter(rounds, facts, models)
-    jobs = Jobs(starter, opener, runner, rounds, facts, journal, metrics.job_started)
+    jobs = Jobs(starter, opener, runner, privacy, rounds, facts, journal, metrics.job_started)
     acceptor = Acceptor(rounds, facts, metrics.updates)
-    return Parts(
-        facts, models, sessions, journal, metrics, rounds, reports, secure, opener, runner, starter, jobs, acceptor
-    )
+    rooms = (rounds, reports, secure, opener, privacy, runner, starter, jobs, acceptor)
+    return Parts(facts, models, sessions, journal, metrics, *rooms)

@@ -85,7 +85,7 @@ async def reload(parts: Parts, *, end_orphans: bool = True) -> int:
     interrupted = await facts.db(store.open_round)
     rounds.last = next((row for row in await facts.db(store.rounds, 2) if row.ended_at is not None), None)
     if end_orphans:
-        await parts.runner.privacy.forget([interrupted] if interrupted else [])
+        await parts.privacy.forget([interrupted] if interrupted else [])
     rounds.recovering = interrupted is not None
     return interrupted.round if interrupted else 0
 

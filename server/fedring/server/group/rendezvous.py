@@ -38,7 +38,7 @@ class Rendezvous:
     def __init__(
         self,
         number: int,
-        rules: gr.Rules,
+        rules: gr.GroupRules,
         expected: Iterable[str],
         done: dict[str, pb.Done],
         *,
@@ -47,7 +47,7 @@ class Rendezvous:
         resumed: bool = False,
     ) -> None:
         self.round, self.moved = number, asyncio.Event()
-        self.state = gr.State(rules, frozenset(expected), generation=generation, since=time.monotonic())
+        self.state = gr.GroupState(rules, frozenset(expected), generation=generation, since=time.monotonic())
         self._done, self._slowest, self._resumed = done, slowest, resumed
 
     def handle(self, event: gr.Event) -> list[News]:
@@ -62,10 +62,13 @@ class Rendezvous:
             return []
         self._become(after)
         news = []
-        if before.phase in (gr.Phase.JOINING, gr.Phase.RUNNING, gr.Phase.DONE) and after.phase is gr.Phase.GATHERING:
+        if (
+            before.phase in (gr.GroupPhase.JOINING, gr.GroupPhase.RUNNING, gr.GroupPhase.DONE)
+            and after.phase is gr.GroupPhase.GATHERING
+        ):
             self._done.clear()
             news.append(("group_lost", f"generation {before.generation} has ended: {after.reason}"))
-        if before.phase is not gr.Phase.RUNNING and after.phase is gr.Phase.RUNNING:
+        if before.phase is not gr.GroupPhase.RUNNING and after.phase is gr.GroupPhase.RUNNING:
             steps = max(after.workers[name].steps for name in after.members)
             text = f"generation {after.generation}: {len(after.members)} workers go on after step {steps} of the job"
             news.append(("group_formed", text))
@@ -79,12 +82,12 @@ class Rendezvous:
     @property
     def can_give_up(self) -> bool:
         """Whether a worker that cannot train ends the group; not if others hold what was trained."""
-        return self.active and self.state.phase is not gr.Phase.DONE
+        return self.active and self.state.phase is not gr.GroupPhase.DONE
 
     @property
     def active(self) -> bool:
         """Whether the group has not ended."""
-        return self.state.phase is not gr.Phase.ENDED
+        return self.state.phase is not gr.GroupPhase.ENDED
 
     @property
     def must_be_whole(self) -> bool:
@@ -116,30 +119,30 @@ class Rendezvous:
         """Return what the client is to do now."""
         return view(self.state, client)
 
-    def _become(self, state: gr.State) -> None:
+    def _become(self, state: gr.GroupState) -> None:
         self.state = state
         self.moved.set()
         self.moved = asyncio.Event()
 
 
-def view(state: gr.State, client: str) -> pb.GroupMessage:
+def view(state: gr.GroupState, client: str) -> pb.GroupMessage:
     """Return what the client is to do in this state."""
     generation = state.generation
-    if state.phase is gr.Phase.ENDED:
+    if state.phase is gr.GroupPhase.ENDED:
         return pb.GroupMessage(ended=pb.Ended(reason=state.reason))
     if client not in state.workers:
         return pb.GroupMessage(ended=pb.Ended(reason="too_late"))
-    if state.phase is gr.Phase.GATHERING:
+    if state.phase is gr.GroupPhase.GATHERING:
         return pb.GroupMessage(prepare=pb.Prepare(generation=generation))
     if client not in state.members:
         return pb.GroupMessage(wait=pb.Wait())
-    if state.phase is gr.Phase.JOINING:
+    if state.phase is gr.GroupPhase.JOINING:
         addresses = [state.workers[name].address for name in state.members]
         identities = [uri_of(Role.CLIENT, name) for name in state.members]
         rank = state.members.index(client)
         group = pb.Group(generation=generation, rank=rank, members=addresses, identities=identities)
         return pb.GroupMessage(group=group)
-    if state.phase is gr.Phase.RUNNING:
+    if state.phase is gr.GroupPhase.RUNNING:
         return pb.GroupMessage(start=pb.Start(generation=generation))
     if client == state.deliverer:
         return pb.GroupMessage(deliver=pb.Deliver(generation=generation))

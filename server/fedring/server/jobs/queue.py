@@ -15,6 +15,7 @@ from fedring.data import DataError
 from fedring.rpc.errors import NoSuchJob
 from fedring.server.jobs.starting import JobStarter
 from fedring.server.round.opening import RoundOpener, RunningJob
+from fedring.server.round.private_rounds import RoundPrivacy
 from fedring.server.round.rounds import Rounds
 from fedring.server.round.runner import RoundRunner
 from fedring.server.state.facts import Facts
@@ -44,12 +45,14 @@ class Jobs:
         starter: JobStarter,
         opener: RoundOpener,
         runner: RoundRunner,
+        privacy: RoundPrivacy,
         rounds: Rounds,
         facts: Facts,
         journal: Journal,
         started: Gauge,
     ) -> None:
-        self._starter, self._opener, self._runner, self._rounds = starter, opener, runner, rounds
+        self._starter, self._opener, self._runner, self._privacy = starter, opener, runner, privacy
+        self._rounds = rounds
         self._facts, self._store = facts, facts.store
         self._journal, self._started = journal, started
         self._queued = asyncio.Event()
@@ -177,7 +180,7 @@ class Jobs:
                 if interrupted is not None and interrupted.job_id == row.job_id:
                     open_ = await self._facts.keep(self._opener.resume, interrupted, job)
                 else:
-                    if why := await self._facts.keep(self._runner.privacy.spent, spec):
+                    if why := await self._facts.keep(self._privacy.spent, spec):
                         return ("completed", f"it ended early: {why}") if done else ("failed", why)
                     base = await self._facts.keep(self._starter.base_of, job)
                     open_ = await self._facts.keep(self._opener.open, job, done + 1, base)

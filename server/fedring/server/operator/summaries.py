@@ -224,7 +224,7 @@ def _flat(spec: Mapping[str, Any]) -> Summary:
     return flat
 
 
-def _worker(state: gr.State, name: str, sessions: Sessions) -> Summary:
+def _worker(state: gr.GroupState, name: str, sessions: Sessions) -> Summary:
     worker, session = state.workers.get(name), sessions.get(name)
     if worker is None:
         what = "lost" if name in state.members or session is None else "expected"

@@ -13,7 +13,6 @@ from fedring.server.round.eligibility import check_evaluation, classified
 from fedring.server.round.events import Evaluated, Failed, Matched, Moved, Stalled
 from fedring.server.round.metrics import RoundMetrics
 from fedring.server.round.open_round import ClientTraffic, KindMaker
-from fedring.server.round.report import open_message
 from fedring.server.round.rounds import Rounds
 from fedring.server.sessions.sessions import Session, Sessions
 from fedring.server.state.facts import Facts
@@ -90,7 +89,7 @@ class ClientReports:
         # replacement.
         of_the_worker = reason in _FAULTS_OF_THE_WORKER
         if open_.group is not None and open_.group.must_be_whole and not of_the_worker and open_.group.can_give_up:
-            self._rounds.group_event(open_, gr.Closed(reason))
+            self._rounds.group_event(open_, gr.GroupClosed(reason))
             open_.retryable = open_.retryable and reason not in _FAULTS_OF_THE_CODE
 
     def stalls_at(self, session: Session) -> float:
@@ -110,17 +109,14 @@ class ClientReports:
             self._metrics.stalled.inc()
             seconds = open_.job.stalled_after_seconds
             text = f"{client} is stalled: it has reported no progress for {seconds:g} s, and nobody waits for it"
-            state, job_id = open_message(open_), open_.row.job_id
-            self._journal.write("client_stalled", text, job_id=job_id, client_id=client, state=state)
+            self._rounds.note(open_, "client_stalled", text, client, clients=True)
 
     def moved(self, client: str) -> None:
         """Note that the client makes progress."""
         for open_ in self._rounds:
             if open_.state.round is not None and client in open_.state.round.stalled:
                 self._rounds.handle(open_, Moved(client))
-                text, state = f"{client} makes progress again", open_message(open_)
-                job_id = open_.row.job_id
-                self._journal.write("client_moves", text, job_id=job_id, client_id=client, state=state)
+                self._rounds.note(open_, "client_moves", f"{client} makes progress again", client, clients=True)
 
     @contextmanager
     def transfer(self, session: Session) -> Iterator[None]:

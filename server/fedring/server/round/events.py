@@ -40,7 +40,7 @@ class Member:
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
+class RoundRules:
     """What a round obeys. Durations are in seconds."""
 
     phases: tuple["PhaseStep", ...] = ()  # that it goes through; empty = those of machine.SYNCHRONOUS
@@ -98,7 +98,7 @@ class Round:
     """One round. Its sets of clients only grow, except that a delivered update may be lost again, and `stalled`."""
 
     number: int
-    rules: Rules
+    rules: RoundRules
     phase: Phase
     since: float  # when the phase began
     selected: frozenset[str] = frozenset()
@@ -113,7 +113,7 @@ class Round:
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class RoundState:
     """All clients, and the round in progress."""
 
     members: Mapping[str, Member] = field(default_factory=lambda: MappingProxyType({}))
@@ -143,11 +143,11 @@ class Left:
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class RoundOpened:
     """A round has begun to wait for clients."""
 
     number: int
-    rules: Rules
+    rules: RoundRules
     elapsed: float = 0.0  # seconds that it had waited before the server was restarted
 
 
@@ -260,7 +260,7 @@ Event = (
     Joined
     | Matched
     | Left
-    | Opened
+    | RoundOpened
     | Resumed
     | Delayed
     | Started
@@ -299,7 +299,7 @@ class MakeModel:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class TakeStep:
     """Do what the steps that the round's kind adds ask for (Stepped)."""
 
     effect: object
@@ -318,7 +318,7 @@ class Finish:
     """The round is over, evaluation included (Finished)."""
 
 
-Effect = Start | Aggregate | MakeModel | Step | Abandon | Finish
+Effect = Start | Aggregate | MakeModel | TakeStep | Abandon | Finish
 
 OPEN = (Phase.WAITING, Phase.TRAINING, Phase.AGGREGATING)
 """Phases in which a round can still be abandoned."""
@@ -330,6 +330,6 @@ class PhaseStep:
 
     phase: Phase
     ended_by: type[Event]  # begins the next phase
-    limit: Callable[[Rules], float]  # the longest time that the phase may take, seconds
+    limit: Callable[[RoundRules], float]  # the longest time that the phase may take, seconds
     asked: Callable[[Round], frozenset[str]]  # clients that were asked for something and have not answered
-    due: Callable[[State, Round, float], Effect | None]  # what is to be done at that time, monotonic seconds
+    due: Callable[[RoundState, Round, float], Effect | None]  # what is to be done at that time, monotonic seconds

@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 from fedring.daemon.metrics import SECONDS, Registry
 from fedring.server.model.guards import Guard
 from fedring.server.round import machine as rd
-from fedring.server.round.events import Phase, Presence, Round, State
+from fedring.server.round.events import Phase, Presence, Round, RoundState
 from fedring.train.metrics import MAX_METRICS, ORIGINS
 
 PHASES = {
@@ -79,7 +79,7 @@ class RoundMetrics:
         for gauge in (self._loss, self._accuracy):
             gauge.set(nan)
 
-    def follow(self, here: Callable[[], State], rounds: Callable[[], list[State]]) -> None:
+    def follow(self, here: Callable[[], RoundState], rounds: Callable[[], list[RoundState]]) -> None:
         """Read who is here, and the open rounds, whenever Prometheus asks, which it does in another thread."""
         self._connected.set_function(lambda: _count(here(), Presence.MATCHED))
         for name in CLIENT_STATES:
@@ -153,11 +153,11 @@ class NamedMetrics(Collector):
         yield family
 
 
-def _count(state: State, presence: Presence) -> int:
+def _count(state: RoundState, presence: Presence) -> int:
     return sum(member.presence is presence for member in state.members.values())
 
 
-def _clients(rounds: Callable[[], list[State]], name: str) -> int:
+def _clients(rounds: Callable[[], list[RoundState]], name: str) -> int:
     """Return how many clients of the open rounds are in that state."""
     states = [(state, state.round) for state in rounds() if state.round is not None]
     if name == "pending":

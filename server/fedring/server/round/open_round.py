@@ -11,7 +11,7 @@ from fedring.server.group.rendezvous import Rendezvous
 from fedring.server.model.guards import Guard, weight_of
 from fedring.server.model.masked_sum import GroupMasks
 from fedring.server.model.private_mean import PrivateRound
-from fedring.server.round.events import Phase, PhaseStep, State, Steps
+from fedring.server.round.events import Phase, PhaseStep, RoundState, Steps
 from fedring.server.round.trace import RoundTrace
 from fedring.server.state.rows import ModelRow, RoundRow, UpdateRow
 from fedring.train.job import Job
@@ -47,7 +47,7 @@ class OpenRound:
     command: pb.TrainCmd
     base: ModelRow
     model: pb.SmallModel | None = None  # the base model, if it is small enough to travel with the command
-    state: State = field(default_factory=State)
+    state: RoundState = field(default_factory=RoundState)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     settling: asyncio.Lock = field(default_factory=asyncio.Lock)
     group: Rendezvous | None = None

@@ -11,9 +11,10 @@ from fedring.server.model.strategy import HISTORY, StrategyError, past_round, wi
 from fedring.server.model.testset import TestSet
 from fedring.server.round import machine as rd
 from fedring.server.round.dispatch import Dispatch
-from fedring.server.round.events import Abandoned, Opened, Phase, Resumed, Round, Rules
+from fedring.server.round.events import Abandoned, Phase, Resumed, Round, RoundOpened, RoundRules
 from fedring.server.round.open_round import CannotResume, KindMaker, OpenRound
 from fedring.server.round.plan import round_command, rules_of
+from fedring.server.round.private_rounds import RoundPrivacy
 from fedring.server.round.rounds import Rounds
 from fedring.server.sessions.sessions import Sessions
 from fedring.server.state.facts import Facts
@@ -49,12 +50,13 @@ class RoundOpener:
         kinds: Sequence[KindMaker],
         facts: Facts,
         models: Models,
+        privacy: RoundPrivacy,
         sessions: Sessions,
         test_set: TestSet,
         config: ServerConfig,
     ) -> None:
         self._rounds, self._kinds, self._facts, self._models = rounds, kinds, facts, models
-        self._sessions, self._test_set, self._config = sessions, test_set, config
+        self._privacy, self._sessions, self._test_set, self._config = privacy, sessions, test_set, config
         self._dispatch = Dispatch(sessions)
 
     async def open(self, job: RunningJob, job_round: int, base: ModelRow) -> OpenRound:
@@ -111,9 +113,8 @@ class RoundOpener:
         rules = self._rules(open_)
         resumed = Round(row.round, rules, Phase.TRAINING, 0.0, selected, delivered, seconds_each, steps=steps)
         rounds.begin(open_, Resumed(resumed, RECOVERY_SECONDS, elapsed))
-        if spec.dp is not None and any(update.epoch != facts.store.epoch for update in updates):
-            text = "the server was restored, and may have published its model before, with other noise"
-            refused = CannotResume("restored", text)
+        if why := self._privacy.why_not_resumed(open_):
+            refused = CannotResume("restored", why)
         if refused is not None:
             open_.failures.append(str(refused))
             rounds.handle(open_, Abandoned(refused.reason))
@@ -148,7 +149,7 @@ class RoundOpener:
     ) -> OpenRound:
         """Let a round wait for its clients, or abandon it if its strategy has failed."""
         open_ = await self._begin(row, job, base, small)
-        self._rounds.begin(open_, Opened(row.round, self._rules(open_), elapsed))
+        self._rounds.begin(open_, RoundOpened(row.round, self._rules(open_), elapsed))
         if failure is not None:
             log.error("round %d has no settings: %s", row.round, failure, exc_info=failure.__cause__)
             open_.failures.insert(0, str(failure))
@@ -169,6 +170,6 @@ class RoundOpener:
         await open_.kind.prepare()
         return open_
 
-    def _rules(self, open_: OpenRound) -> Rules:
+    def _rules(self, open_: OpenRound) -> RoundRules:
         rules = rules_of(open_.job, grace=self._config.lost_after_seconds)
         return replace(rules, left_out=open_.left_out, phases=open_.kind.phases)

@@ -71,6 +71,18 @@ class RoundPrivacy:
         done = open_.private
         return ChargeRow(open_.row.round, open_.row.job_id, done.noise_multiplier, done.next_clip, time.time())
 
+    def why_not_resumed(self, open_: OpenRound) -> str:
+        """Return why a round cannot go on after a restart, or "" if it can."""
+        epoch = self._facts.store.epoch
+        if open_.job.dp is None or all(update.epoch == epoch for update in open_.accepted.values()):
+            return ""
+        return "the server was restored, and may have published its model before, with other noise"
+
+    async def ended(self, open_: OpenRound, others: Iterable[OpenRound]) -> None:
+        """Erase the secret of a round that is over, and keep those of the other open rounds."""
+        if open_.job.dp is not None:
+            await self._facts.keep(self.forget, [each.row for each in others if each is not open_])
+
     async def forget(self, but: Iterable[RoundRow] = ()) -> None:
         """Erase the secrets of all rounds but some.
 

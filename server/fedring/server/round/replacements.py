@@ -18,7 +18,7 @@ async def look_after_groups(rounds: Rounds, sessions: Sessions, facts: Facts) ->
         rounds.group_moved.clear()
         for open_ in rounds:
             state = open_.group.state if open_.group is not None else None
-            if state is not None and state.phase is gr.Phase.ENDED and state.reason:
+            if state is not None and state.phase is gr.GroupPhase.ENDED and state.reason:
                 await rounds.abandon(open_, state.reason)
             for client in replacements(open_, sessions):
                 await facts.keep(enlist, rounds, Dispatch(sessions), facts, open_, client)
@@ -34,7 +34,7 @@ async def look_after_groups(rounds: Rounds, sessions: Sessions, facts: Facts) ->
 def replacements(open_: OpenRound, sessions: Sessions) -> list[str]:
     """Return the clients that are to take the places of lost workers: they watch, suit the job, were not selected."""
     state = open_.group.state if open_.group is not None else None
-    if state is None or state.phase is not gr.Phase.GATHERING or not state.has_run:
+    if state is None or state.phase is not gr.GroupPhase.GATHERING or not state.has_run:
         return []
     here = set(sessions.here(open_.job.clients))
     short = state.rules.target - len(here & state.expected)

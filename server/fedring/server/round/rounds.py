@@ -24,7 +24,7 @@ from fedring.server.round.events import (
     Left,
     Matched,
     Phase,
-    State,
+    RoundState,
 )
 from fedring.server.round.metrics import RoundMetrics
 from fedring.server.round.open_round import OpenRound
@@ -52,7 +52,7 @@ class Rounds:
         self.recovering = False
         self.group: Rendezvous | None = None
         self.group_moved = asyncio.Event()
-        self._here = State()  # the clients that are here, without a round
+        self._here = RoundState()  # the clients that are here, without a round
         self._open: dict[int, OpenRound] = {}
         self._run_id, self._returns, self._journal, self._metrics = run_id, sessions.returns, journal, metrics
         metrics.follow(lambda: self._here, lambda: [open_.state for open_ in self])
@@ -196,9 +196,9 @@ class Rounds:
                 open_.started += seconds
             self.handle(open_, Delayed(seconds))
 
-    def note(self, open_: OpenRound, kind: str, text: str, client: str) -> None:
-        """Write what concerns a client of a round to the journal."""
-        state = open_message(open_, clients=False)
+    def note(self, open_: OpenRound, kind: str, text: str, client: str, *, clients: bool = False) -> None:
+        """Write what concerns a client of a round to the journal; `clients`: with what each client did."""
+        state = open_message(open_, clients=clients)
         self._journal.write(kind, text, job_id=open_.row.job_id, client_id=client, state=state)
 
     def tell(self, open_: OpenRound, kind: str, text: str) -> None:

@@ -36,19 +36,17 @@ from fedring.server.round.events import (
     Round,
     Start,
     Started,
-    Step,
+    TakeStep,
 )
 from fedring.server.round.lineage import evaluation, prune, publish
 from fedring.server.round.metrics import RoundMetrics
 from fedring.server.round.open_round import OpenRound
 from fedring.server.round.private_rounds import RoundPrivacy
 from fedring.server.round.progress import RoundProgress, why_abandoned
-from fedring.server.round.report import open_message
 from fedring.server.round.rounds import Rounds
 from fedring.server.sessions.sessions import Sessions
 from fedring.server.state.facts import Facts
 from fedring.server.state.failures import DamagedModel, DamagedUpdates, StorageError, StorageFailed
-from fedring.server.state.journal import Journal
 from fedring.server.state.rows import ModelRow, RoundRow
 from fedring.train.errors import SeamError
 from fedring.train.metrics import result_of
@@ -57,7 +55,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class RoundResult:
     """What came of a round."""
 
     published: bool
@@ -66,11 +64,7 @@ class Outcome:
 
 
 class RoundRunner:
-    """Runs rounds that were opened or resumed to their ends, each in its own task.
-
-    Attributes:
-        privacy: what differential privacy needs of rounds.
-    """
+    """Runs rounds that were opened or resumed to their ends, each in its own task."""
 
     def __init__(
         self,
@@ -78,18 +72,17 @@ class RoundRunner:
         facts: Facts,
         models: Models,
         sessions: Sessions,
-        journal: Journal,
+        privacy: RoundPrivacy,
         metrics: RoundMetrics,
         test_set: TestSet,
         config: ServerConfig,
     ) -> None:
         self._rounds, self._facts, self._models = rounds, facts, models
-        self._sessions, self._journal, self._metrics, self._config = sessions, journal, metrics, config
-        self._test_set = test_set
+        self._sessions, self._privacy, self._metrics = sessions, privacy, metrics
+        self._test_set, self._config = test_set, config
         self._dispatch = Dispatch(sessions)
-        self.privacy = RoundPrivacy(facts, config.state_dir, models.maker.schema_of)
 
-    async def run(self, open_: OpenRound) -> Outcome:
+    async def run(self, open_: OpenRound) -> RoundResult:
         """Do what is due until a round that was opened or resumed has ended."""
         rounds, progress = self._rounds, RoundProgress()
         while True:
@@ -139,7 +132,7 @@ class RoundRunner:
         match effect:
             case MakeModel():
                 await self._make_model(open_)
-            case Step(inner):
+            case TakeStep(inner):
                 try:
                     await open_.kind.perform(inner)
                 except StorageFailed:
@@ -201,7 +194,7 @@ class RoundRunner:
         open_.making = True
         try:
             with self._metrics.aggregate_seconds.time():
-                model, ended = await publish(self._facts, self._models, self.privacy, open_)
+                model, ended = await publish(self._facts, self._models, self._privacy, open_)
         except StorageFailed as error:
             log.warning("the model of round %d waits for the disk: %s", open_.row.round, error)
             open_.making = False
@@ -261,8 +254,7 @@ class RoundRunner:
             rounds.handle(open_, Lost(client))
             text = f"{text}: what it had learned is lost"
             open_.failures.append(text)
-            job_id = open_.row.job_id
-            self._journal.write("blob_damaged", text, job_id=job_id, client_id=client, state=open_message(open_))
+            self._rounds.note(open_, "blob_damaged", text, client, clients=True)
         round_ = open_.state.round
         few = round_ is not None and len(round_.delivered) < round_.rules.min_to_aggregate
         if few or not can_publish:
@@ -273,22 +265,21 @@ class RoundRunner:
         open_.retryable = False
         self._rounds.tell(open_, "blob_damaged", error.detail)
 
-    async def _finish(self, open_: OpenRound) -> Outcome:
+    async def _finish(self, open_: OpenRound) -> RoundResult:
         rounds, round_ = self._rounds, open_.state.round
         if round_ is not None and round_.phase is Phase.ABANDONED:
             outcome = await self._finish_abandoned(open_, round_)
         else:
-            outcome = Outcome(published=True)
+            outcome = RoundResult(published=True)
             if open_.made is not None:
                 await self._finish_evaluation(open_, open_.made)
         await self._facts.db(self._facts.blobs.drop_partials, f"{open_.row.round}-")
-        if open_.job.dp is not None:
-            await self._facts.keep(self.privacy.forget, [each.row for each in rounds if each is not open_])
+        await self._privacy.ended(open_, rounds)
         rounds.handle(open_, Finished())
         rounds.end(open_)
         return outcome
 
-    async def _finish_abandoned(self, open_: OpenRound, round_: Round) -> Outcome:
+    async def _finish_abandoned(self, open_: OpenRound, round_: Round) -> RoundResult:
         facts = self._facts
         open_.row = open_.ended(Phase.ABANDONED, reason=round_.reason)
         await facts.keep(facts.db, facts.store.update_round, open_.row)
@@ -296,7 +287,7 @@ class RoundRunner:
         away = () if open_.row.selected else await facts.db(facts.store.update_counts)
         reason = why_abandoned(open_, open_.state, away, self._config.listen)
         self._rounds.tell(open_, "round_abandoned", f"{open_.title} was abandoned: {reason}")
-        return Outcome(published=False, reason=reason, retryable=open_.retryable)
+        return RoundResult(published=False, reason=reason, retryable=open_.retryable)
 
     async def _finish_evaluation(self, open_: OpenRound, model: ModelRow) -> None:
         stats, summed = await evaluation(self._facts, self._models, self._test_set, open_, model)
@@ -315,7 +306,7 @@ class RoundRunner:
 
     def _end_training(self, open_: OpenRound) -> None:
         """Tell the workers of the group, and the clients that still train, that the round takes no more updates."""
-        self._rounds.group_event(open_, gr.Closed(open_.row.reason))
+        self._rounds.group_event(open_, gr.GroupClosed(open_.row.reason))
         self._dispatch.ended(open_, self._rounds.latest)
 
     def _tell_progress(self, open_: OpenRound, progress: RoundProgress, now: float) -> float:

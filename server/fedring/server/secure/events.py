@@ -25,7 +25,7 @@ ORDER = tuple(Step)
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
+class SecureRules:
     """What the secure aggregation of a round obeys."""
 
     step_seconds: float  # the longest time of a step
@@ -83,10 +83,10 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class ProtocolState:
     """The secure aggregation of one round."""
 
-    rules: Rules
+    rules: SecureRules
     clients: frozenset[str]  # that were selected
     since: float  # when the clients were asked for their keys, monotonic seconds
     keys: frozenset[str] = frozenset()  # clients whose keys have come
@@ -140,7 +140,7 @@ class PeersChosen:
 
 
 @dataclass(frozen=True, slots=True)
-class Closed:
+class UpdatesClosed:
     """The round takes no more updates; those of these clients are accepted."""
 
     accepted: frozenset[str]
@@ -178,13 +178,23 @@ class GroupFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class Delayed:
+class StepsDelayed:
     """For so many seconds nobody could go on, so they do not count."""
 
     seconds: float
 
 
-Event = Answered | Grouped | PeersChosen | Closed | SurvivorsChosen | SignersChosen | Combined | GroupFailed | Delayed
+Event = (
+    Answered
+    | Grouped
+    | PeersChosen
+    | UpdatesClosed
+    | SurvivorsChosen
+    | SignersChosen
+    | Combined
+    | GroupFailed
+    | StepsDelayed
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from fedring.secure.shamir import SHARE_BYTES
 from fedring.secure.signing import BadProof, verify
 from fedring.secure.statements import survivors_statement, task_digest
 from fedring.server.model.masked_sum import PrivateIntegers, private_width, width_of
+from fedring.server.round.machine import IllegalEvent
 from fedring.server.round.open_round import OpenRound
 from fedring.server.secure import events as ev
 from fedring.server.secure import machine as sm
@@ -32,17 +33,15 @@ Message = wire.SecureKeys | wire.SecureShares | wire.SurvivorsSignature | wire.U
 KINDS = {Step.KEYS: "keys", Step.SHARES: "shares", Step.SURVIVORS: "signature", Step.UNMASK: "unmask"}
 """What the rows of clients' messages are called, by the step that asks for them."""
 
-TOO_LATE = "too_late"
-
 _DURABLE = ("step", "members", "peers", "survivors", "signers", "reason", "liars")
 
 
-def secure_rules(job: Job) -> ev.Rules | None:
+def secure_rules(job: Job) -> ev.SecureRules | None:
     """Return what the secure aggregation of the job's rounds obeys; None if it has none."""
     settings = job.secure_aggregation
     if settings is None:
         return None
-    return ev.Rules(
+    return ev.SecureRules(
         settings.step_seconds, job.min_clients_to_aggregate, settings.group_size, own_noise=job.dp is not None
     )
 
@@ -60,15 +59,19 @@ class SecureExchange:
         self.messages: dict[Step, dict[str, bytes]] = {step: {} for step in KINDS}
         self._open = open_
         self._owners: dict[bytes, str] = {}  # the clients of the members' public keys
-        self._told: dict[tuple[int, Step], bytes] = {}
         self._dealt: dict[str, dict[str, wire.SealedShares]] = {}
 
     @property
-    def state(self) -> ev.State:
+    def has_begun(self) -> bool:
+        """Whether the clients were sent the command."""
+        return self._open.state.round is not None and self._open.state.round.steps is not None
+
+    @property
+    def state(self) -> ev.ProtocolState:
         """The state of the machine. There is one from the command to the end of the round."""
         steps = self._open.state.round.steps if self._open.state.round else None
         if not isinstance(steps, SecureSteps):
-            raise sm.IllegalEvent("the secure aggregation has not begun, or is over")
+            raise IllegalEvent("the secure aggregation has not begun, or is over")
         return steps.state
 
     @property
@@ -184,29 +187,6 @@ class SecureExchange:
             raise BadRequest(f"a message of {client} does not fit: {error}", reason="bad_secure_message") from error
         return None
 
-    def waits_for(self, client: str) -> bytes:
-        """Return the event for a client now: what it is asked for, or that it is out; b"" if there is nothing."""
-        state, place = self.state, self.state.place(client)
-        if not state.groups:
-            return b""
-        if place is None:
-            return self.ended(TOO_LATE) if client in state.clients else b""
-        group = state.groups[place]
-        if group.reason:
-            return self.ended(group.reason)
-        if client in group.answered or (group.step is Step.UPDATES and client in self._open.accepted):
-            return b""
-        if client in group.asked:
-            return self._step(place, client)
-        # Whoever has delivered is waited for no more, but its update counts.
-        return self.ended(TOO_LATE) if client not in (group.survivors or group.peers) else b""
-
-    def ended(self, reason: str) -> bytes:
-        """Return the news that the round goes on without the client that is told."""
-        version = self.command.model_version
-        ended = pb.RoundEnded(round=self.command.round, reason=reason, model_version=version)
-        return pb.ServerEvent(round_ended=ended).SerializeToString()
-
     def shares_of(self, place: int) -> dict[str, list[bytes]]:
         """Return what the signers of a group have sent to remove masks, by client."""
         sent, answered = self.messages[Step.UNMASK], self.state.groups[place].answered
@@ -215,7 +195,7 @@ class SecureExchange:
     def agreed(self, place: int) -> Agreed:
         """Return what the members of a group know of each other before its masks are removed."""
         group = self.state.groups[place]
-        digests = {peer: {name: share.digests for name, share in self._dealt_by(peer).items()} for peer in group.peers}
+        digests = {peer: {name: share.digests for name, share in self.dealt_by(peer).items()} for peer in group.peers}
         return Agreed(self.rosters[place], group.peers, group.survivors, digests)
 
     def figures(self, seconds: Mapping[str, float]) -> dict[str, Any]:
@@ -236,40 +216,7 @@ class SecureExchange:
             "seconds": dict(seconds),
         }
 
-    def _step(self, place: int, client: str) -> bytes:
-        """Return the event that asks a client for what belongs to its group's step."""
-        group = self.state.groups[place]
-        if group.step is Step.UPDATES:
-            return self._event(peers=wire.SecurePeers(shares=self._sealed_for(client, group.peers)))
-        told = self._told.get((place, group.step))  # it is the same for all clients of a group
-        if told is None:
-            told = self._told[place, group.step] = self._common_step(group)
-        return told
-
-    def _common_step(self, group: ev.Group) -> bytes:
-        if group.step is Step.SHARES:
-            sent = self.messages[Step.KEYS]
-            keys = [wire.SecureKeys.FromString(sent[name]).keys for name in group.members]
-            return self._event(roster=wire.SecureRoster(members=keys))
-        if group.step is Step.SURVIVORS:
-            return self._event(survivors=wire.SecureSurvivors(client_ids=group.survivors))
-        sent = self.messages[Step.SURVIVORS]
-        signatures = {name: wire.SurvivorsSignature.FromString(sent[name]).signature for name in group.signers}
-        signed = [wire.SignedBy(client_id=name, signature=signature) for name, signature in signatures.items()]
-        return self._event(unmask=wire.SecureUnmask(signatures=signed))
-
-    def _event(self, **step: Any) -> bytes:
-        command = self.command
-        message = wire.SecureStep(run_id=command.run_id, epoch=command.epoch, round=command.round, **step)
-        return pb.ServerEvent(secure=message).SerializeToString()
-
-    def _sealed_for(self, client: str, peers: Sequence[str]) -> list[wire.SealedShares]:
-        """Return what the other peers have sealed for a client, in the roster's order."""
-        others = [peer for peer in peers if peer != client]
-        dealt = ((peer, self._dealt_by(peer)[client]) for peer in others)
-        return [wire.SealedShares(client_id=peer, sealed=each.sealed, digests=each.digests) for peer, each in dealt]
-
-    def _dealt_by(self, peer: str) -> dict[str, wire.SealedShares]:
+    def dealt_by(self, peer: str) -> dict[str, wire.SealedShares]:
         """Return what a peer has sealed, by receiver."""
         found = self._dealt.get(peer)
         if found is None:
@@ -291,7 +238,7 @@ class SecureExchange:
             # Whose keys they are was checked when they came.
             self.add_member(check_member(keys, self.command, lambda _name, _proof: None, self.task))
 
-    def restored(self, rules: ev.Rules, decided: SecureRoundRow, since: float) -> ev.State:
+    def restored(self, rules: ev.SecureRules, decided: SecureRoundRow, since: float) -> ev.ProtocolState:
         """Return the state of a secure aggregation that a restart has interrupted; its messages must be loaded.
 
         Args:
@@ -301,7 +248,7 @@ class SecureExchange:
         """
         accepted = self._open.accepted.keys()
         groups = tuple(_group(entry, self.messages, accepted, since) for entry in decided.groups)
-        return ev.State(rules, frozenset(self._open.row.selected), since, frozenset(self.members), groups)
+        return ev.ProtocolState(rules, frozenset(self._open.row.selected), since, frozenset(self.members), groups)
 
 
 def _group(

@@ -13,13 +13,12 @@ still come, and after `step_seconds` at the latest, except for the updates: thes
 from dataclasses import replace
 from math import inf
 
+from fedring.server.round.machine import IllegalEvent
 from fedring.server.secure.events import (
     ORDER,
     Answered,
-    Closed,
     Combine,
     Combined,
-    Delayed,
     Effect,
     Event,
     FormGroups,
@@ -28,21 +27,19 @@ from fedring.server.secure.events import (
     Grouped,
     GroupFailed,
     PeersChosen,
+    ProtocolState,
     SignersChosen,
-    State,
     Step,
+    StepsDelayed,
     SurvivorsChosen,
+    UpdatesClosed,
 )
 
 TOO_FEW_FOR_THRESHOLD = "too_few_for_threshold"
 TOO_FEW_TO_UNMASK = "too_few_to_unmask"
 
 
-class IllegalEvent(Exception):
-    """An event cannot happen in this state: this is a fault of the server's own."""
-
-
-def apply(state: State, event: Event, now: float) -> State:
+def apply(state: ProtocolState, event: Event, now: float) -> ProtocolState:
     """Return the state after `event`, which happened at `now` (monotonic seconds)."""
     match event:
         case Answered(Step.KEYS, client):
@@ -54,7 +51,7 @@ def apply(state: State, event: Event, now: float) -> State:
             return replace(state, groups=tuple(Group(members, since=now) for members in drawn))
         case PeersChosen(place, peers):
             return _next(state, place, Step.SHARES, event, now, peers=peers)
-        case Closed(accepted):
+        case UpdatesClosed(accepted):
             _require(state.accepted is None, event)
             return replace(state, accepted=accepted)
         case SurvivorsChosen(survivors):
@@ -73,12 +70,12 @@ def apply(state: State, event: Event, now: float) -> State:
             return _next(state, place, Step.UNMASK, event, now)
         case GroupFailed(place, reason, liars):
             return _replace(state, place, replace(state.groups[place], reason=reason, liars=liars))
-        case Delayed(seconds):
+        case StepsDelayed(seconds):
             groups = tuple(replace(group, since=group.since + seconds) for group in state.groups)
             return replace(state, since=state.since + seconds, groups=groups)
 
 
-def due(state: State, reachable: frozenset[str], now: float) -> Effect | None:
+def due(state: ProtocolState, reachable: frozenset[str], now: float) -> Effect | None:
     """Return what is to be done now; None means nothing until the next event or `wake_at`.
 
     Args:
@@ -102,7 +99,7 @@ def due(state: State, reachable: frozenset[str], now: float) -> Effect | None:
     return _give_up(state)
 
 
-def wake_at(state: State) -> float:
+def wake_at(state: ProtocolState) -> float:
     """Return when `due` may change without an event, in monotonic seconds; inf means never.
 
     The clients that can still answer may become fewer before; whoever knows them must ask again then.
@@ -113,7 +110,7 @@ def wake_at(state: State) -> float:
     return min((group.since + state.rules.step_seconds for group in waiting), default=inf)
 
 
-def out(state: State) -> frozenset[str]:
+def out(state: ProtocolState) -> frozenset[str]:
     """Return the clients that a round goes on without: without a group, of one that failed, or without shares."""
     if not state.groups:
         return frozenset()
@@ -124,7 +121,7 @@ def out(state: State) -> frozenset[str]:
     return state.clients - inside
 
 
-def took(before: State, after: State, now: float) -> list[tuple[Step, float]]:
+def took(before: ProtocolState, after: ProtocolState, now: float) -> list[tuple[Step, float]]:
     """Return the steps that have ended between two states, and the seconds that each took."""
     ended = []
     if after.groups and not before.groups:
@@ -135,7 +132,7 @@ def took(before: State, after: State, now: float) -> list[tuple[Step, float]]:
     return ended
 
 
-def lost(state: State) -> dict[str, int]:
+def lost(state: ProtocolState) -> dict[str, int]:
     """Return how many clients were lost in each step that has ended, by the step's name; steps without losses, too."""
     counts: dict[str, int] = {}
     if state.groups:
@@ -155,7 +152,7 @@ def lost(state: State) -> dict[str, int]:
     return counts
 
 
-def _answered(state: State, step: Step, client: str) -> State:
+def _answered(state: ProtocolState, step: Step, client: str) -> ProtocolState:
     place = state.place(client)
     if place is None:
         return state
@@ -166,7 +163,7 @@ def _answered(state: State, step: Step, client: str) -> State:
 
 
 def _next(
-    state: State,
+    state: ProtocolState,
     place: int,
     step: Step,
     event: Event,
@@ -174,7 +171,7 @@ def _next(
     *,
     peers: tuple[str, ...] | None = None,
     signers: tuple[str, ...] | None = None,
-) -> State:
+) -> ProtocolState:
     """Return the state in which a group that is in `step` goes on to the next one."""
     group = state.groups[place]
     _require(group.step is step and not group.reason, event)
@@ -203,7 +200,7 @@ def _with_survivors(group: Group, survivors: tuple[str, ...], needed: int, now: 
     return replace(group, survivors=survivors, step=Step.SURVIVORS, since=now, answered=frozenset())
 
 
-def _decision(state: State, place: int, group: Group, reachable: frozenset[str], now: float) -> Effect | None:
+def _decision(state: ProtocolState, place: int, group: Group, reachable: frozenset[str], now: float) -> Effect | None:
     """Return what the group's step comes to; None if the group has ended, or waits for its clients or the round."""
     if group.ended or group.step is Step.UPDATES:
         return None
@@ -219,7 +216,7 @@ def _decision(state: State, place: int, group: Group, reachable: frozenset[str],
     return SignersChosen(place, answered) if group.step is Step.SURVIVORS else Combine(place)
 
 
-def _give_up(state: State) -> GiveUp | None:
+def _give_up(state: ProtocolState) -> GiveUp | None:
     """Return that the round cannot publish any more, if that is so."""
     if any(group.step is Step.SHARES and not group.reason for group in state.groups):
         return None
@@ -231,7 +228,7 @@ def _give_up(state: State) -> GiveUp | None:
     return GiveUp(TOO_FEW_TO_UNMASK if state.accepted is not None and asked_for_updates else TOO_FEW_FOR_THRESHOLD)
 
 
-def _replace(state: State, place: int, group: Group) -> State:
+def _replace(state: ProtocolState, place: int, group: Group) -> ProtocolState:
     return replace(state, groups=tuple(group if at == place else other for at, other in enumerate(state.groups)))
 
 

@@ -28,6 +28,7 @@ from fedring.server.round.opening import RECOVERY_SECONDS
 from fedring.server.round.rounds import Rounds
 from fedring.server.secure import events as ev
 from fedring.server.secure import machine as sm
+from fedring.server.secure.asking import StepEvents
 from fedring.server.secure.combining import unmask
 from fedring.server.secure.events import Step
 from fedring.server.secure.exchange import KINDS, Message, SecureExchange
@@ -36,7 +37,7 @@ from fedring.server.secure.metrics import SecureMetrics
 from fedring.server.secure.steps import SecureSteps, listed
 from fedring.server.sessions.sessions import Sessions
 from fedring.server.state.facts import Facts
-from fedring.server.state.interfaces import Acceptance
+from fedring.server.state.interfaces import Acceptance, Store
 from fedring.server.state.rows import ChargeRow, RoundRow, SecureMessageRow, SecureRoundRow
 from fedring.v1 import secure_pb2 as wire
 
@@ -83,7 +84,7 @@ class SecureRounds:
         if settings is None:
             return None
         needed, own_noise = open_.job.min_clients_to_aggregate, open_.job.dp is not None
-        rules = ev.Rules(settings.step_seconds, needed, settings.group_size, own_noise=own_noise)
+        rules = ev.SecureRules(settings.step_seconds, needed, settings.group_size, own_noise=own_noise)
         return SecureRound(open_, rules, self._rounds, self._facts, self._maker, self._dispatch, self._metrics)
 
     def outlasts(self, row: RoundRow) -> bool:
@@ -137,7 +138,7 @@ class SecureRounds:
             raise Unavailable("the server has just started: try again")
         open_ = self._rounds.get(number)
         kind = open_.kind if open_ is not None and open_.phase in OPEN else None
-        if not isinstance(kind, SecureRound) or not kind.has_begun:
+        if not isinstance(kind, SecureRound) or not kind.exchange.has_begun:
             raise UnknownRound(f"round {number} is not open, or has no secure aggregation")
         if client not in kind.exchange.state.clients:
             raise UnknownRound(f"{client} was not selected for round {number}", reason="not_selected")
@@ -158,7 +159,7 @@ class SecureRound(RoundKind):
     def __init__(
         self,
         open_: OpenRound,
-        rules: ev.Rules,
+        rules: ev.SecureRules,
         rounds: Rounds,
         facts: Facts,
         maker: ModelMaker,
@@ -167,6 +168,7 @@ class SecureRound(RoundKind):
     ) -> None:
         super().__init__(open_)
         self.exchange = SecureExchange(open_)
+        self._events = StepEvents(open_, self.exchange)
         self._rules, self._rounds, self._facts, self._maker = rules, rounds, facts, maker
         self._dispatch, self._metrics = dispatch, metrics
         self._random = SystemRandom()
@@ -174,16 +176,11 @@ class SecureRound(RoundKind):
         self._seconds: dict[str, float] = {}  # what each step has taken, in the group in which it took longest
         self._liars: frozenset[str] = frozenset()  # clients that were proved to send wrong shares
 
-    @property
-    def has_begun(self) -> bool:
-        """Whether the clients were sent the command."""
-        return self.open.state.round is not None and self.open.state.round.steps is not None
-
     async def prepare(self) -> None:
         """Say in the command how values are rounded, and leave out those that have sent wrong shares before."""
         open_ = self.open
         open_.command.secure.CopyFrom(await self._facts.heavy(self._maker.secure_round, open_.base, open_.job))
-        open_.left_out = await self._facts.db(self._liars_before, open_.row)
+        open_.left_out = await self._facts.db(liars_before, self._facts.store, open_.row)
 
     async def start(self) -> None:
         """Note in which epoch the round begins, before its clients are told of it."""
@@ -192,7 +189,7 @@ class SecureRound(RoundKind):
 
     def steps(self, clients: frozenset[str]) -> Steps | None:
         """Wait for the keys of the clients, which have been sent the command."""
-        return SecureSteps(ev.State(self._rules, clients, time.monotonic()))
+        return SecureSteps(ev.ProtocolState(self._rules, clients, time.monotonic()))
 
     async def perform(self, effect: object) -> None:
         """Do what the machine says is due; a decision is made durable before anybody is told of it."""
@@ -240,7 +237,7 @@ class SecureRound(RoundKind):
 
     def waits_for(self, client: str) -> bytes:
         """Return the event that asks a client for its part of a step, or says that it is out."""
-        return self.exchange.waits_for(client) if self.has_begun else b""
+        return self._events.waits_for(client) if self.exchange.has_begun else b""
 
     @property
     def masks(self) -> list[GroupMasks] | None:
@@ -260,7 +257,7 @@ class SecureRound(RoundKind):
 
     def figures(self) -> dict[str, Any]:
         """Return how far the steps are, as JSON."""
-        return {"secure": self.exchange.figures(self._seconds)} if self.has_begun else {}
+        return {"secure": self.exchange.figures(self._seconds)} if self.exchange.has_begun else {}
 
     def stats(self) -> dict[str, Any]:
         """Return what the round's row keeps: how far it came, and who has sent wrong shares."""
@@ -291,24 +288,20 @@ class SecureRound(RoundKind):
         self.happened(event)
         self._tell(before)
 
-    def _tell(self, before: ev.State) -> None:
+    def _tell(self, before: ev.ProtocolState) -> None:
         """Tell clients what they are asked for now, and those that are out that the round goes on without them."""
         open_, after = self.open, self.exchange.state
         for place, group in enumerate(after.groups):
             if group.reason and (not before.groups or not before.groups[place].reason):
-                self._note(f"the group of {listed(group.members)} has failed: {group.reason}")
+                _note(self._rounds, open_, f"the group of {listed(group.members)} has failed: {group.reason}")
         late = sorted(sm.out(after) - sm.out(before))
         if open_.phase is Phase.TRAINING:
             for client in late:
                 self._rounds.handle(open_, Failed(client, open_.row.round))
             if late:
-                self._note(f"the secure aggregation goes on without {listed(late)}")
+                _note(self._rounds, open_, f"the secure aggregation goes on without {listed(late)}")
         changed = (g.members for place, g in enumerate(after.groups) if before.groups[place : place + 1] != (g,))
         self._dispatch.ask(open_, sorted({*late, *(name for members in changed for name in members)}))
-
-    def _note(self, text: str) -> None:
-        self.open.failures.append(text)
-        self._rounds.tell(self.open, "secure_clients_lost", f"{self.open.title}: {text}")
 
     async def _combine(self, place: int) -> None:
         agreed, answers = self.exchange.agreed(place), self.exchange.shares_of(place)
@@ -337,13 +330,19 @@ class SecureRound(RoundKind):
         text = f"{title}: bad_share: {client} sent wrong shares, and later rounds go on without it: {why}"
         self._rounds.note(self.open, "client_lied", text, client)
 
-    def _liars_before(self, row: RoundRow) -> frozenset[str]:
-        """Return the clients that have sent wrong shares in an earlier round of the job; each round tells the next."""
-        rows = self._facts.store.rounds(1, row.job_id, row.round)
-        return frozenset(name for last in rows for key in ("left_out", "liars") for name in last.stats.get(key, ()))
+
+def liars_before(store: Store, row: RoundRow) -> frozenset[str]:
+    """Return the clients that have sent wrong shares in an earlier round of the job; each round tells the next."""
+    rows = store.rounds(1, row.job_id, row.round)
+    return frozenset(name for last in rows for key in ("left_out", "liars") for name in last.stats.get(key, ()))
 
 
-def charge_of_sums(open_: OpenRound, state: ev.State) -> ChargeRow | None:
+def _note(rounds: Rounds, open_: OpenRound, text: str) -> None:
+    open_.failures.append(text)
+    rounds.tell(open_, "secure_clients_lost", f"{open_.title}: {text}")
+
+
+def charge_of_sums(open_: OpenRound, state: ev.ProtocolState) -> ChargeRow | None:
     """Return what it costs that the sums of a round are seen, also if no model comes of them.
 
     Returns:

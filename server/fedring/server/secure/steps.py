@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fedring.server.round.events import Abandon, Effect, Step
+from fedring.server.round.events import Abandon, Effect, TakeStep
+from fedring.server.round.machine import IllegalEvent
 from fedring.server.secure import events as ev
 from fedring.server.secure import machine as sm
 
@@ -14,7 +15,7 @@ _MOST_NAMES = 10
 class SecureSteps:
     """The machine of one round's secure aggregation, in the form in which the round's machine drives it."""
 
-    state: ev.State
+    state: ev.ProtocolState
 
     @property
     def ended(self) -> bool:
@@ -24,16 +25,16 @@ class SecureSteps:
     def happened(self, event: object, now: float) -> "SecureSteps":
         """Return the state after an event of the secure aggregation."""
         if not isinstance(event, ev.Event):
-            raise sm.IllegalEvent(f"{event} is no event of secure aggregation")
+            raise IllegalEvent(f"{event} is no event of secure aggregation")
         return SecureSteps(sm.apply(self.state, event, now))
 
     def closed(self, delivered: frozenset[str]) -> "SecureSteps":
         """Return the state after the round has closed with the updates of these clients."""
-        return SecureSteps(sm.apply(self.state, ev.Closed(delivered), 0.0))
+        return SecureSteps(sm.apply(self.state, ev.UpdatesClosed(delivered), 0.0))
 
     def delayed(self, seconds: float) -> "SecureSteps":
         """Return the state after so many seconds in which nobody could go on."""
-        return SecureSteps(sm.apply(self.state, ev.Delayed(seconds), 0.0))
+        return SecureSteps(sm.apply(self.state, ev.StepsDelayed(seconds), 0.0))
 
     def due(self, reachable: frozenset[str], now: float) -> Effect | None:
         """Return what is to be done now; `reachable` are the clients that can still answer."""
@@ -43,7 +44,7 @@ class SecureSteps:
             case ev.GiveUp(reason):
                 return Abandon(reason, _too_few(self.state))
             case effect:
-                return Step(effect)
+                return TakeStep(effect)
 
     def wake_at(self) -> float:
         """Return when `due` may change without an event, in monotonic seconds; inf means never."""
@@ -56,7 +57,7 @@ def listed(names: Sequence[str]) -> str:
     return ", ".join(names[:_MOST_NAMES]) + more
 
 
-def _too_few(state: ev.State) -> str:
+def _too_few(state: ev.ProtocolState) -> str:
     if not state.groups:
         answered, asked = len(state.keys), len(state.clients)
         return f"{answered} of {asked} clients have sent their keys in time, and {state.rules.fewest} are needed"

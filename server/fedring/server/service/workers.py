@@ -57,7 +57,7 @@ class RendezvousService(rpc.RendezvousServiceServicer):
         finally:
             if self._streams.get(client) is replaced:
                 del self._streams[client]
-                self._rounds.group_event(open_, gr.Left(client))
+                self._rounds.group_event(open_, gr.WorkerLeft(client))
 
     def _enter(self, client: str, message: pb.WorkerMessage | None) -> tuple[OpenRound, Rendezvous]:
         """Return the round and its group that the worker enters by its first message.
@@ -92,7 +92,7 @@ class RendezvousService(rpc.RendezvousServiceServicer):
                 _check_address(ready.address)
                 self._rounds.group_event(open_, gr.Ready(client, ready.generation, ready.address, ready.steps))
             case "joined":
-                self._rounds.group_event(open_, gr.Joined(client, message.joined.generation))
+                self._rounds.group_event(open_, gr.WorkerJoined(client, message.joined.generation))
             case "broken":
                 broken = message.broken
                 reason = broken.reason if _NAME.fullmatch(broken.reason) else "broken"
@@ -102,7 +102,7 @@ class RendezvousService(rpc.RendezvousServiceServicer):
                 done = message.done
                 if open_.group is not None:
                     open_.group.note(client, done)
-                event = gr.Done(client, done.generation, done.digest, not done.cannot_deliver)
+                event = gr.WorkerDone(client, done.generation, done.digest, not done.cannot_deliver)
                 self._rounds.group_event(open_, event)
             case _:
                 raise BadRequest("this message is not known, or came too late")
