@@ -1,4 +1,5 @@
 """What operators see and do: the control service, the page's facts, metrics, and readiness.
 
-It may import every room but `guard`, of which it only knows the metrics, and nothing in those rooms imports it.
+No other room imports it. Of the server, this room imports `config`, `group`, `guard`, `jobs`, `model`, `round`,
+`secure`, `service`, `sessions`, `state` and `update`.
 """

@@ -1,5 +1,5 @@
 """The clients' sessions, and how long clients take to come back.
 
 A session is one client from Join to the loss of its stream, with its outbox. Nothing here knows rounds, jobs or models.
-It may import `state`, and nothing else of the server.
+Of the server, this room imports `state`.
 """
