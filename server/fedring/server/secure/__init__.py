@@ -3,5 +3,6 @@
 `events` are the steps as values, `machine` says when each is due and who is out, `groups` draws the groups, and
 `combining` makes the seeds of masks of the clients' shares, with `correcting` if some of these are wrong. None of these
 reads a clock, sends or stores. `steps` fits them into the round's machine, `exchange` and `asking` hold what clients
-have sent and are told, and `rounds` performs. Of the server, this room imports `model`, `round`, `sessions` and `state`.
+have sent and are told, and `rounds` performs. Of the server, this room imports `model`, `round`, `sessions` and
+`state`.
 """
