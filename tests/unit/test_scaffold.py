@@ -1,6 +1,8 @@
 """SCAFFOLD: what control variates are, how the server keeps them equal to the clients', and what is refused."""
 
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +11,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from pydantic import ValidationError
+from tests.closed_rounds import closed_round
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -25,9 +28,12 @@ from fedring.server.model.aggregate import AggregationPlan, NewModel, aggregate,
 from fedring.server.model.contributions import Contribution
 from fedring.server.model.control import ControlPlan, counted_in, plan_control
 from fedring.server.model.modelfile import ModelReader
+from fedring.server.model.steps import BaseFiles
+from fedring.server.model.terms import Terms
+from fedring.server.model.transforms.scaffold import NextControl
+from fedring.server.model.versions import ModelVersions
 from fedring.server.state.blobs import FileBlobs
 from fedring.server.state.rows import UpdateRow
-from fedring.server.update.upload import Terms
 from fedring.simulation.worker import admit
 from fedring.train.job import Job
 from fedring.train.loop import train
@@ -75,13 +81,18 @@ def make(
     blobs: FileBlobs, base: NewModel, rows: list[UpdateRow], before: NewModel | None
 ) -> tuple[NewModel, ControlPlan]:
     """Make the model that a round publishes, with its control variate."""
-    reader = ModelReader(blobs.reader(before.control_blob)) if before else None
-    plan = plan_control(job(epochs=2, batch_size=4, lr=0.5), 1, rows, reader)
-    assert isinstance(plan, ControlPlan)
+    row = base.row(SCHEMA, version=1, number=0)
+    if before:
+        row = replace(row, control_blob=before.columns["control_blob"], control_line=before.columns["control_line"])
+    closed = closed_round(job(epochs=2, batch_size=4, lr=0.5), rows)
+    closed.command.control.line = LINE
+    step = NextControl(closed)
     sent = [Contribution(row.client_id, 1.0, row.packets, _reader(row.payload)) for row in rows]
-    with ThreadPoolExecutor(2) as executor:
+    with ThreadPoolExecutor(2) as executor, ExitStack() as stack:
+        step.read(row, BaseFiles(blobs, ModelVersions(blobs), row, stack))
+        assert step.plan is not None
         model = ModelReader(blobs.reader(base.blob))
-        return aggregate(model, sent, blobs, executor, AggregationPlan(control=plan)), plan
+        return aggregate(model, sent, blobs, executor, AggregationPlan(steps=[step])), step.plan
 
 
 def _reader(payload: bytes) -> Any:
@@ -128,11 +139,11 @@ def test_the_servers_control_variate_is_the_mean_of_the_clients_whenever_they_jo
         }  # fmt: skip
         newest, plan = make(blobs, base, [row for row, _ in made.values()], newest)
         owns |= {client: own for client, (_, own) in made.items()}
-        file = ModelReader(blobs.reader(newest.control_blob))
+        file = ModelReader(blobs.reader(newest.columns["control_blob"]))
         control = file.vectors().parameters
         mean = np.mean([own.values for own in owns.values()], axis=0)
         np.testing.assert_allclose(control, mean, atol=1e-5)
-        assert newest.control_digest == Vectors(control, np.empty(0)).digest()
+        assert newest.columns["control_digest"] == Vectors(control, np.empty(0)).digest()
         assert counted_in(file) == plan.counted == {client: own.left_by for client, own in owns.items()}
     blobs.close()
 
@@ -149,7 +160,7 @@ def test_an_update_that_relies_on_another_control_variate_than_the_counted_one_i
     base = store_model(SCHEMA, Vectors(np.zeros(SIZE, np.float32), np.zeros(2)), blobs, {})
     (first, own), (other, _) = update_of("a", ones), update_of("b", ones)
     newest, _ = make(blobs, base, [first, other], None)
-    before = ModelReader(blobs.reader(newest.control_blob))
+    before = ModelReader(blobs.reader(newest.columns["control_blob"]))
     stale = OwnControl(LINE, name_of(b"an update that did not count"), own.values)
     rows = [
         update_of("a", ones, own=stale)[0],  # put back, or of an abandoned round

@@ -67,7 +67,8 @@ def test_clients_receive_every_key_of_a_job_that_concerns_training() -> None:
     sent = {field.name for field, _ in spec.ListFields()}
     # The first two are for other modes, the next ones are tables that a job may do without, and the last one depends on
     # the model's values.
-    others = {"data_parallel", "pipeline", "personal", "dp", "sample_dp", "secure_aggregation", "frozen_digest"}
+    others = {"data_parallel", "pipeline", "personal", "dp", "sample_dp", "secure_aggregation", "transforms"}
+    others |= {"frozen_digest"}
     assert sent == {field.name for field in spec.DESCRIPTOR.fields} - others
     assert (list(spec.shared), list(spec.private)) == (["*"], ["*.bn*"])
     assert json.loads(spec.model_args) == {"hidden": 3}

@@ -271,12 +271,12 @@ class _Run:
         number, rules = work.number, rules_of(work.job, grace=0.0)
         row = RoundRow(number, 1, number, Phase.TRAINING, 0.0)
         work.command = command = round_command(work.job, row, self._model, run_id=RUN_ID, epoch=_EPOCH, most_bytes=0)
+        self._server.command(work.job, command, self._model)
         names = machine.sample(self._candidates, Round(number, rules, Phase.WAITING, 0.0))
         work.selected, peers = len(names), dict[str, int]()
         names, stopped = self._those_who_go_on(names)
         work.failures += stopped
         if (secure := work.job.secure_aggregation) is not None:
-            command.secure.CopyFrom(self._server.secure_round(self._model))
             work.groups = draw_groups(names, secure.group_size, command.seed)
             peers = {client: len(group) for group in work.groups for client in group}
         work.settings = {key: getattr(command, key) for key in work.job.scheduled}

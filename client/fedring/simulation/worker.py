@@ -40,12 +40,14 @@ from fedring.rpc.chunks import CHUNK_BYTES
 from fedring.rpc.contract import SMALL_BYTES
 from fedring.rpc.errors import FedringError
 from fedring.secure.errors import SecureError
+from fedring.server.model.terms import Terms
+from fedring.server.model.transforms.listing import transforms_of
 from fedring.server.round.plan import job_spec
 from fedring.server.state.rows import UpdateRow
 from fedring.server.update import upload
 from fedring.server.update.admission import check_payload
 from fedring.simulation.secret import client_secret
-from fedring.simulation.secure import terms_of, unmasked_updates
+from fedring.simulation.secure import unmasked_updates
 from fedring.simulation.vectors import Vector
 from fedring.train.batches import size_of
 from fedring.train.device import pick_device
@@ -159,6 +161,7 @@ class Worker:
         held_out = parts("iid", labels_of(split.test, "iid"), count=shares, alpha=job.alpha, seed=job.seed)
         self._held_out = subset(split.test, held_out[setup.number]) if setup.number < shares else None
         self._job, self._sharing, self._personal = job, job.sharing, job.personal
+        self._transforms = transforms_of(job)
         self._test_parts = (
             held_out_parts(job.partition, self._parts, labels, split.test, seed=job.seed) if job.personal else []
         )
@@ -342,22 +345,12 @@ class Worker:
 
     def _admit(self, turn: Turn, update: Update) -> UpdateRow:
         client, command = turn.client, self._command
-        line = command.control.line
-        terms = upload.Terms(
-            command.model_digest,
-            command.max_update_bytes,
-            self._schema,
-            deltas_only=bool(command.job.dp),
-            bare=self._job.bare,
-            silent=self._job.sample_dp is not None,
-            control_line=line,
-        )
-        if turn.peers and self._base is not None:
-            terms = terms_of(command, self._base, turn.peers)
+        first = Terms(command.model_digest, command.max_update_bytes, self._schema)
+        terms = self._transforms.terms(first, command, turn.peers)
         return admit(client_id(client), update.offer, b"".join(update.parts), terms, epoch=command.epoch)
 
 
-def admit(client: str, offer: pb.UpdateOffer, payload: bytes, terms: upload.Terms, *, epoch: int) -> UpdateRow:
+def admit(client: str, offer: pb.UpdateOffer, payload: bytes, terms: Terms, *, epoch: int) -> UpdateRow:
     """Return the row of an update that the server would accept, with its payload.
 
     Args:

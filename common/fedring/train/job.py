@@ -182,16 +182,6 @@ class Job(JobKeys):
         return ceil(self.sample_ratio * self.min_clients)
 
     @property
-    def clips(self) -> bool:
-        """Whether updates that are too long are shortened, for which they must be deltas."""
-        return bool(self.update_clip or self.update_clip_factor or self.dp)
-
-    @property
-    def bare(self) -> bool:
-        """Whether updates say nothing of a client's data: no numbers of samples, no metrics, no training times."""
-        return any(table is not None for table in (self.dp, self.sample_dp, self.secure_aggregation))
-
-    @property
     def sharing(self) -> Sharing:
         """Which tensors of the model travel."""
         return Sharing(tuple(self.shared), tuple(self.private), not (self.grouped or self.send_frozen))

@@ -49,7 +49,7 @@ def assemble(
     journal, metrics = Journal(), Metrics()
     metrics.follow(facts)
     rounds = Rounds(facts.store.run_id, sessions, journal, metrics.rounds)
-    secure = SecureRounds(rounds, facts, models.maker, sessions, metrics.secure, config.tls.ca)
+    secure = SecureRounds(rounds, facts, sessions, metrics.secure, config.tls.ca)
     kinds = [secure, *more_kinds]
     reports = ClientReports(rounds, kinds, sessions, facts, journal, metrics.rounds)
     test_set = TestSet(facts.blobs, config.data_root, models.maker.offered)

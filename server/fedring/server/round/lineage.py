@@ -4,7 +4,6 @@ import logging
 import time
 from collections.abc import Set
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from fedring.codec import CodecError
@@ -33,7 +32,7 @@ async def publish(facts: Facts, models: Models, privacy: RoundPrivacy, open_: Op
     Args:
         facts: keeps the model.
         models: makes it.
-        privacy: what differential privacy does to the round.
+        privacy: knows what the rounds before have spent.
         open_: the round.
 
     Raises:
@@ -42,36 +41,15 @@ async def publish(facts: Facts, models: Models, privacy: RoundPrivacy, open_: Op
         StorageError, CodecError, OptimizerError, RuleError, SeamError, RuntimeError: if it cannot be made; the last is
             torch's.
     """
-    masks = open_.kind.masks
-    chosen = open_.accepted if masks is None else [client for group in masks for client in group.clients]
-    updates = [open_.accepted[client] for client in sorted(chosen)]
     version = await facts.db(facts.store.next_version)
-    open_.private = private = await privacy.prepare(open_, updates)
-    if private is not None:
-        open_.guarded = private.guarded
-    else:
-        last = await facts.db(facts.store.last_published, open_.row.job_id) if open_.job.update_clip_factor else None
-        last_median = float(last.stats.get("median_norm", 0.0)) if last else 0.0
-        guarded = partial(models.maker.guard, job_round=open_.row.job_round)
-        open_.guarded = await facts.heavy(guarded, open_.job, updates, last_median)
-    command, noisy = open_.command, private.mean if private else None
-    make = partial(
-        models.maker.next,
-        seed=command.seed,
-        secret=facts.store.secret,
-        guarded=open_.guarded,
-        noisy=noisy,
-        job_round=command.job_round,
-        control_line=command.control.line,
-        masks=masks,
-        secure=None if masks is None else command.secure,
-    )
-    made = await facts.heavy(make, open_.base, updates, open_.job, open_.row.round, version)
+    closed = open_.closed(facts.store.secret, privacy.past_of(open_.row))
+    open_.prepared = await facts.heavy(models.maker.prepare, closed)
+    made = await facts.heavy(models.maker.next, open_.base, open_.prepared, version)
     ended = open_.ended(Phase.PUBLISHED, model_version=version)
     frozen = open_.command.job.frozen_digest
     model = replace(made, job_id=open_.row.job_id, metrics=ended.stats["metrics"], frozen_digest=frozen)
     try:
-        await facts.db(facts.store.publish, model, ended, privacy.charge_of(open_))
+        await facts.db(facts.store.publish, model, ended, open_.prepared.charge())
     except StorageFailed:
         await facts.db(facts.discard, files_of(model))  # they take up the space that is missing
         raise

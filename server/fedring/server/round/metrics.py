@@ -10,7 +10,6 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from fedring.daemon.metrics import SECONDS, Registry
-from fedring.server.model.guards import Guard
 from fedring.server.round import machine as rd
 from fedring.server.round.events import Phase, Presence, Round, RoundState
 from fedring.train.metrics import MAX_METRICS, ORIGINS
@@ -125,10 +124,10 @@ class RoundMetrics:
                 gauge.set(next((figures[key] for key in keys if key in figures), nan))
         self.named.show(figures)
 
-    def guarded(self, guard: Guard) -> None:
-        """Count what the guards did to the updates of a round that published a model."""
-        self._capped.inc(len(guard.capped))
-        self._clipped.inc(len(guard.clipped))
+    def guarded(self, stats: Mapping[str, Any]) -> None:
+        """Count the updates of a round that published a model which guards have changed; `stats` are its row's."""
+        self._capped.inc(len(stats.get("capped", ())))
+        self._clipped.inc(len(stats.get("clipped", ())))
 
 
 class NamedMetrics(Collector):

@@ -6,11 +6,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from fedring.codec import CodecError
-from fedring.codec.masked import Width
+from fedring.codec.schema import Schema
 from fedring.server.group.rendezvous import Rendezvous
-from fedring.server.model.guards import Guard, weight_of
+from fedring.server.model.guards import weight_of
 from fedring.server.model.masked_sum import GroupMasks
-from fedring.server.model.private_mean import PrivateRound
+from fedring.server.model.terms import Terms
+from fedring.server.model.transforms.listing import RoundSteps, Transforms, transforms_of
+from fedring.server.model.transforms.transform import ClosedRound, Past
 from fedring.server.round.events import Phase, PhaseStep, RoundState, Steps
 from fedring.server.round.trace import RoundTrace
 from fedring.server.state.rows import ModelRow, RoundRow, UpdateRow
@@ -60,14 +62,15 @@ class OpenRound:
     done: dict[str, Done] = field(default_factory=dict)  # what the workers of a group say of their work
     stragglers: frozenset[str] = frozenset()  # clients that straggler_factor has left out
     left_out: frozenset[str] = frozenset()  # clients that are not drawn: an earlier round has proved them wrong
-    guarded: Guard = field(default_factory=Guard)  # what the job's guards did to the accepted updates
-    private: PrivateRound | None = None  # what differential privacy does to it; None = nothing, or not known yet
+    prepared: RoundSteps | None = None  # what the job's transforms do to the accepted updates; None = not known yet
     failures: list[str] = field(default_factory=list)  # sentences: who could not train, what was damaged
     stop_reason: str = ""  # why the round ends without a model if the disk refuses that model; "" = nobody asked
     making: bool = False  # whether its model is made right now, and is published in a moment
     retryable: bool = True  # False if the job's next rounds would end as this one does
+    transforms: Transforms = field(init=False)  # of the job
 
     def __post_init__(self) -> None:
+        self.transforms = transforms_of(self.job)
         self.kind = RoundKind(self)
 
     def event(self, seconds: float, model: pb.SmallModel | None = None) -> bytes:
@@ -80,6 +83,31 @@ class OpenRound:
         command = pb.TrainCmd(deadline_seconds=seconds, model=model)
         command.MergeFrom(self.command)
         return pb.ServerEvent(train=command).SerializeToString()
+
+    def terms(self, client: str, schema: Schema) -> Terms:
+        """Return what the round demands of an update.
+
+        Args:
+            client: whose update it is.
+            schema: of the base model.
+
+        Raises:
+            UnknownRound: "not_selected", if the client is in no group of a round that has groups.
+        """
+        terms = Terms(self.base.digest, self.command.max_update_bytes, schema)
+        return self.transforms.terms(terms, self.command, self.kind.members_with(client))
+
+    def closed(self, secret: str, past: Past) -> ClosedRound:
+        """Return the round, which takes no more updates.
+
+        Args:
+            secret: of the run, which clients do not know.
+            past: of the round's job.
+        """
+        groups = self.kind.sums
+        chosen = self.accepted if groups is None else [client for group in groups for client in group.clients]
+        updates = [self.accepted[client] for client in sorted(chosen)]
+        return ClosedRound(self.job, self.command, updates, len(self.row.selected), secret, groups, past)
 
     @property
     def ids(self) -> dict[str, object]:
@@ -145,7 +173,7 @@ class OpenRound:
             "clients": clients,
             "metrics": with_origin("train", trained),
             "settings": {key: getattr(self.command, key) for key in self.job.scheduled} | (self.row.settings or {}),
-            **(self.private.stats() if self.private else self.guarded.stats()),
+            **(self.prepared.stats() if self.prepared else {}),
             **{key: names for key, names in named.items() if names},
             **self.kind.stats(),
         }
@@ -168,13 +196,11 @@ class RoundKind:
     Attributes:
         open: the round.
         phases: that it goes through.
-        sees_updates: whether the server can look at the update of one client.
         tells_all: whether all its clients are told of its end, also those that have delivered.
         recoverable: what may go wrong when the model is made, and be mended by `recover`.
     """
 
     phases: tuple[PhaseStep, ...] = ()
-    sees_updates = True
     tells_all = False
     recoverable: tuple[type[CodecError], ...] = ()
 
@@ -216,17 +242,17 @@ class RoundKind:
     def check_update(self, client: str) -> None:
         """Check that the client may deliver an update now; UnknownRound if not."""
 
-    def width(self, client: str) -> Width | None:
-        """Return of how many values the client's update consists, and how wide they are; None = as the model."""
-        return None
+    def members_with(self, client: str) -> int:
+        """Return the number of clients in the client's group; 0 if the round's updates are not summed in groups."""
+        return 0
 
     def waits_for(self, client: str) -> bytes:
         """Return the event that tells a client what the steps wait for from it; b"" if nothing."""
         return b""
 
     @property
-    def masks(self) -> list[GroupMasks] | None:
-        """The groups of updates of which the model is made, with what is left in their sums; None = of all updates."""
+    def sums(self) -> list[GroupMasks] | None:
+        """The groups of updates of which only sums are known, and that count; None = each update is known."""
         return None
 
     async def lost(self, clients: frozenset[str], reason: str) -> bool:

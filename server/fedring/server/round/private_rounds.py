@@ -1,17 +1,21 @@
 """Differential privacy of rounds: what may still be spent, the secret of the noise, and what was charged."""
 
-import time
-from collections.abc import Callable, Iterable, Sequence
+import asyncio
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
+from typing import Any, TypeVar
 
 from fedring.codec.schema import Schema
 from fedring.privacy.account import NoAccountant, epsilon
-from fedring.server.model.private_mean import PrivateRound, most_charged, private_round, summed_round
+from fedring.server.model.private_mean import most_charged
 from fedring.server.round.open_round import OpenRound
 from fedring.server.state.facts import Facts
 from fedring.server.state.noise_secret import erase_noise_secrets, noise_secret
-from fedring.server.state.rows import ChargeRow, RoundRow, UpdateRow
+from fedring.server.state.rows import RoundRow
 from fedring.train.job import Job
+
+T = TypeVar("T")
 
 
 class RoundPrivacy:
@@ -46,30 +50,9 @@ class RoundPrivacy:
             f"dp.max_epsilon = {privacy.max_epsilon:g}"
         )
 
-    async def prepare(self, open_: OpenRound, updates: Sequence[UpdateRow]) -> PrivateRound | None:
-        """Return what is done to a round that is aggregated; None if its job has no differential privacy.
-
-        Raises:
-            StorageFailed: if the secret of its noise cannot be kept.
-        """
-        if open_.job.dp is None:
-            return None
-        if open_.job.dp.by_clients:
-            return summed_round(open_.job.dp, len(open_.row.selected))
-        store = self._facts.store
-        secret = await self._facts.work(noise_secret, self._folder, self._name(open_.row))
-        charges = await self._facts.db(store.charges)
-        clips = (charge.next_clip for charge in reversed(charges) if charge.job_id == open_.row.job_id)
-        clip = next(clips, open_.job.dp.clip)
-        return private_round(open_.job.dp, updates, len(open_.row.selected), clip, secret, store.run_id)
-
-    @staticmethod
-    def charge_of(open_: OpenRound) -> ChargeRow | None:
-        """Return what a round that is published costs; None if that was charged before, or costs nothing."""
-        if open_.private is None or (open_.job.dp is not None and open_.job.dp.by_clients):
-            return None
-        done = open_.private
-        return ChargeRow(open_.row.round, open_.row.job_id, done.noise_multiplier, done.next_clip, time.time())
+    def past_of(self, row: RoundRow) -> "RoundPast":
+        """Return what a round may ask of those before it; to be called in the event loop."""
+        return RoundPast(self._facts, row.job_id, partial(noise_secret, self._folder, self._name(row)))
 
     def why_not_resumed(self, open_: OpenRound) -> str:
         """Return why a round cannot go on after a restart, or "" if it can."""
@@ -94,3 +77,36 @@ class RoundPrivacy:
 
     def _name(self, row: RoundRow) -> str:
         return f"{self._facts.store.epoch}-{row.round}"
+
+
+class RoundPast:
+    """The rounds of a job that are over, for a thread other than that of the event loop, and other than the store's.
+
+    It must be made in the event loop, in which it reads the store.
+
+    Args:
+        facts: of the server.
+        job_id: of the job.
+        secret: returns the secret of the noise of the round in progress.
+    """
+
+    def __init__(self, facts: Facts, job_id: int, secret: Callable[[], bytes]) -> None:
+        self._facts, self._job_id, self._secret = facts, job_id, secret
+        self._loop = asyncio.get_running_loop()
+
+    def last_stats(self) -> Mapping[str, Any]:
+        """See `fedring.server.model.transforms.transform.Past`."""
+        last = self._db(partial(self._facts.store.last_published, self._job_id))
+        return last.stats if last else {}
+
+    def last_clip(self) -> float:
+        """See `fedring.server.model.transforms.transform.Past`."""
+        charges = self._db(self._facts.store.charges)
+        return next((charge.next_clip for charge in reversed(charges) if charge.job_id == self._job_id), 0.0)
+
+    def noise_secret(self) -> bytes:
+        """See `fedring.server.model.transforms.transform.Past`."""
+        return self._secret()
+
+    def _db(self, function: Callable[[], T]) -> T:
+        return asyncio.run_coroutine_threadsafe(self._facts.db(function), self._loop).result()

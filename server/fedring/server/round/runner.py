@@ -227,7 +227,7 @@ class RoundRunner:
         """Tell everybody of the new model, which is durable, and let clients evaluate it."""
         rounds = self._rounds
         open_.row, open_.made, rounds.latest = ended, model, model
-        self._metrics.guarded(open_.guarded)
+        self._metrics.guarded(ended.stats)
         self._models.versions.remember(model)
         evaluators = self._sessions.here(open_.job.clients) if open_.job.evaluate else []
         rounds.handle(open_, Published(frozenset(evaluators)))

@@ -5,7 +5,6 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
-from fedring.codec.masked import Width
 from fedring.rpc.errors import BadRequest, UnknownRound
 from fedring.secure.errors import SecureError
 from fedring.secure.keys import draw_secrets, pair_seed
@@ -15,7 +14,7 @@ from fedring.secure.sealing import DIGEST_BYTES, SEALED_BYTES
 from fedring.secure.shamir import SHARE_BYTES
 from fedring.secure.signing import BadProof, verify
 from fedring.secure.statements import survivors_statement, task_digest
-from fedring.server.model.masked_sum import PrivateIntegers, private_width, width_of
+from fedring.server.model.masked_sum import PrivateIntegers
 from fedring.server.round.machine import IllegalEvent
 from fedring.server.round.open_round import OpenRound
 from fedring.server.secure import events as ev
@@ -122,16 +121,13 @@ class SecureExchange:
             raise UnknownRound(text, reason="not_selected")
         return place
 
-    def width(self, client: str) -> Width:
-        """Return of how many values the client's masked update consists, and how wide they are.
+    def members_with(self, client: str) -> int:
+        """Return the number of clients in the client's group.
 
         Raises:
             UnknownRound: as check_update.
         """
-        place = self.check_update(client)
-        if integers := self.integers(place):
-            return private_width(integers.plan)
-        return width_of(self.command.secure, self._open.base.parameters, self.bits(place))
+        return len(self.state.groups[self.check_update(client)].members)
 
     def check_step(self, step: Step, client: str) -> None:
         """Check that the client is asked for what belongs to a step.

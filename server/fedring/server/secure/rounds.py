@@ -12,14 +12,12 @@ from random import SystemRandom
 from typing import Any
 
 from fedring.codec import CodecError
-from fedring.codec.masked import Width
 from fedring.rpc.certificates import identity_of, load_authorities
 from fedring.rpc.errors import BadRequest, OtherMessage, Unavailable, UnknownRound
 from fedring.rpc.identity import Role
 from fedring.secure.errors import SecureError
 from fedring.secure.roster import Member
 from fedring.secure.signing import BadProof, Proof, check_chain
-from fedring.server.model.making import ModelMaker
 from fedring.server.model.masked_sum import BadSum, GroupMasks
 from fedring.server.round.dispatch import Dispatch
 from fedring.server.round.events import OPEN, Closed, Failed, Phase, Stepped, Steps
@@ -69,12 +67,11 @@ class SecureRounds:
         self,
         rounds: Rounds,
         facts: Facts,
-        maker: ModelMaker,
         sessions: Sessions,
         metrics: SecureMetrics,
         authority: Path | None,
     ) -> None:
-        self._rounds, self._facts, self._maker, self._metrics = rounds, facts, maker, metrics
+        self._rounds, self._facts, self._metrics = rounds, facts, metrics
         self._dispatch = Dispatch(sessions)
         self._check = partial(check_identity, authority=authority)
 
@@ -85,7 +82,7 @@ class SecureRounds:
             return None
         needed, own_noise = open_.job.min_clients_to_aggregate, open_.job.dp is not None
         rules = ev.SecureRules(settings.step_seconds, needed, settings.group_size, own_noise=own_noise)
-        return SecureRound(open_, rules, self._rounds, self._facts, self._maker, self._dispatch, self._metrics)
+        return SecureRound(open_, rules, self._rounds, self._facts, self._dispatch, self._metrics)
 
     def outlasts(self, row: RoundRow) -> bool:
         """Return whether clients may have secrets of a round until they learn that it is over."""
@@ -152,7 +149,6 @@ class SecureRound(RoundKind):
         exchange: what clients have sent.
     """
 
-    sees_updates = False
     tells_all = True
     recoverable = (BadSum,)
 
@@ -162,14 +158,13 @@ class SecureRound(RoundKind):
         rules: ev.SecureRules,
         rounds: Rounds,
         facts: Facts,
-        maker: ModelMaker,
         dispatch: Dispatch,
         metrics: SecureMetrics,
     ) -> None:
         super().__init__(open_)
         self.exchange = SecureExchange(open_)
         self._events = StepEvents(open_, self.exchange)
-        self._rules, self._rounds, self._facts, self._maker = rules, rounds, facts, maker
+        self._rules, self._rounds, self._facts = rules, rounds, facts
         self._dispatch, self._metrics = dispatch, metrics
         self._random = SystemRandom()
         self._masks: dict[int, GroupMasks] = {}  # what the unmasking has given, by the number of the group
@@ -177,10 +172,8 @@ class SecureRound(RoundKind):
         self._liars: frozenset[str] = frozenset()  # clients that were proved to send wrong shares
 
     async def prepare(self) -> None:
-        """Say in the command how values are rounded, and leave out those that have sent wrong shares before."""
-        open_ = self.open
-        open_.command.secure.CopyFrom(await self._facts.heavy(self._maker.secure_round, open_.base, open_.job))
-        open_.left_out = await self._facts.db(liars_before, self._facts.store, open_.row)
+        """Leave out those that have sent wrong shares before."""
+        self.open.left_out = await self._facts.db(liars_before, self._facts.store, self.open.row)
 
     async def start(self) -> None:
         """Note in which epoch the round begins, before its clients are told of it."""
@@ -231,17 +224,17 @@ class SecureRound(RoundKind):
         """Check that the client is still part of the secure aggregation; UnknownRound if not."""
         self.exchange.check_update(client)
 
-    def width(self, client: str) -> Width | None:
-        """Return of how many values the client's masked update consists, and how wide they are."""
-        return self.exchange.width(client)
+    def members_with(self, client: str) -> int:
+        """Return the number of clients in the client's group."""
+        return self.exchange.members_with(client)
 
     def waits_for(self, client: str) -> bytes:
         """Return the event that asks a client for its part of a step, or says that it is out."""
         return self._events.waits_for(client) if self.exchange.has_begun else b""
 
     @property
-    def masks(self) -> list[GroupMasks] | None:
-        """The masks of the groups whose sums count."""
+    def sums(self) -> list[GroupMasks] | None:
+        """The groups whose sums count, with their masks."""
         return [self._masks[place] for place, group in enumerate(self.exchange.state.groups) if not group.reason]
 
     async def lost(self, clients: frozenset[str], reason: str) -> bool:

@@ -48,7 +48,6 @@ from fedring.server.update.upload import (
     Send,
     Sent,
     TakeDigest,
-    Terms,
     TooLate,
     Upload,
     Write,
@@ -215,12 +214,7 @@ class ClientUpdateService:
                     return Known(await self._accepted_name(run_id, number, client))
                 case AskRound(run_id, number):
                     open_ = self._rounds.deliverable(run_id, number, client)
-                    schema = self._versions.schema_of(open_.base)
-                    most = open_.command.max_update_bytes
-                    job, line = open_.job, open_.command.control.line
-                    width = open_.kind.width(client)
-                    silent = job.sample_dp is not None
-                    return Terms(open_.base.digest, most, schema, job.clips, job.bare, silent, line, width)
+                    return open_.terms(client, self._versions.schema_of(open_.base))
                 case Open():
                     return Opened(await self._open(call, effect))
                 case Read():

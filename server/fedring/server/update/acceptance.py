@@ -106,7 +106,7 @@ class Acceptor:
             if (open_ := self._rounds.get(number)) is not None:
                 mine = [row for row in fresh if row.round == number]
                 for row in mine:
-                    self._metrics.accepted(row, norm=open_.job.dp is None and open_.kind.sees_updates)
+                    self._metrics.accepted(row, norm=not open_.transforms.hide_norms)
                 self._rounds.accepted(open_, mine)
         return outcomes
 

@@ -30,6 +30,7 @@ from fedring.rpc.errors import (
     TooLarge,
     UnknownRound,
 )
+from fedring.server.model.terms import Terms
 from fedring.server.state.rows import PacketSpec, UpdateRow
 from fedring.server.update.admission import check_header, open_offer
 from fedring.v1 import federation_pb2 as pb
@@ -48,20 +49,6 @@ class Known:
     """The name of the update that was accepted of this client for this round; empty if there is none."""
 
     name: str
-
-
-@dataclass(frozen=True, slots=True)
-class Terms:
-    """What the round in progress, which takes an update of this client, demands of it."""
-
-    base_digest: str  # of the model that it starts from
-    most_bytes: int  # of the payload
-    schema: Schema  # of that model
-    deltas_only: bool = False  # whether parameters must come as the difference to that model
-    bare: bool = False  # whether nothing is kept of what the client says of its data
-    silent: bool = False  # whether an update that says something of a client's data is refused
-    control_line: str = ""  # the line of the control variate that must have corrected the gradients; empty = none
-    width: Width | None = None  # what the packet of a masked update must be; None if updates are not masked
 
 
 @dataclass(frozen=True, slots=True)
