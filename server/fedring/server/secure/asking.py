@@ -5,7 +5,7 @@ from typing import Any
 
 from fedring.server.round.open_round import OpenRound
 from fedring.server.secure import events as ev
-from fedring.server.secure.events import Step
+from fedring.server.secure.events import SecureStep
 from fedring.server.secure.exchange import SecureExchange
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1 import secure_pb2 as wire
@@ -18,7 +18,7 @@ class StepEvents:
 
     def __init__(self, open_: OpenRound, exchange: SecureExchange) -> None:
         self._open, self._exchange = open_, exchange
-        self._told: dict[tuple[int, Step], bytes] = {}
+        self._told: dict[tuple[int, SecureStep], bytes] = {}
 
     def waits_for(self, client: str) -> bytes:
         """Return the event for a client now: what it is asked for, or that it is out; b"" if there is nothing."""
@@ -30,7 +30,7 @@ class StepEvents:
         group = state.groups[place]
         if group.reason:
             return self.ended(group.reason)
-        if client in group.answered or (group.step is Step.UPDATES and client in self._open.accepted):
+        if client in group.answered or (group.step is SecureStep.UPDATES and client in self._open.accepted):
             return b""
         if client in group.asked:
             return self._step(place, client)
@@ -46,7 +46,7 @@ class StepEvents:
     def _step(self, place: int, client: str) -> bytes:
         """Return the event that asks a client for what belongs to its group's step."""
         group = self._exchange.state.groups[place]
-        if group.step is Step.UPDATES:
+        if group.step is SecureStep.UPDATES:
             return self._event(peers=wire.SecurePeers(shares=self._sealed_for(client, group.peers)))
         told = self._told.get((place, group.step))  # it is the same for all clients of a group
         if told is None:
@@ -54,13 +54,13 @@ class StepEvents:
         return told
 
     def _common_step(self, group: ev.Group) -> bytes:
-        if group.step is Step.SHARES:
-            sent = self._exchange.messages[Step.KEYS]
+        if group.step is SecureStep.SHARES:
+            sent = self._exchange.messages[SecureStep.KEYS]
             keys = [wire.SecureKeys.FromString(sent[name]).keys for name in group.members]
             return self._event(roster=wire.SecureRoster(members=keys))
-        if group.step is Step.SURVIVORS:
+        if group.step is SecureStep.SURVIVORS:
             return self._event(survivors=wire.SecureSurvivors(client_ids=group.survivors))
-        sent = self._exchange.messages[Step.SURVIVORS]
+        sent = self._exchange.messages[SecureStep.SURVIVORS]
         signatures = {name: wire.SurvivorsSignature.FromString(sent[name]).signature for name in group.signers}
         signed = [wire.SignedBy(client_id=name, signature=signature) for name, signature in signatures.items()]
         return self._event(unmask=wire.SecureUnmask(signatures=signed))

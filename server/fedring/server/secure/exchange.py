@@ -20,7 +20,7 @@ from fedring.server.round.open_round import OpenRound
 from fedring.server.secure import events as ev
 from fedring.server.secure import machine as sm
 from fedring.server.secure.combining import Agreed
-from fedring.server.secure.events import Step
+from fedring.server.secure.events import SecureStep
 from fedring.server.secure.steps import SecureSteps
 from fedring.server.state.rows import SecureMessageRow, SecureRoundRow
 from fedring.train.job import Job
@@ -29,7 +29,12 @@ from fedring.v1 import secure_pb2 as wire
 
 Message = wire.SecureKeys | wire.SecureShares | wire.SurvivorsSignature | wire.UnmaskShares
 
-KINDS = {Step.KEYS: "keys", Step.SHARES: "shares", Step.SURVIVORS: "signature", Step.UNMASK: "unmask"}
+KINDS = {
+    SecureStep.KEYS: "keys",
+    SecureStep.SHARES: "shares",
+    SecureStep.SURVIVORS: "signature",
+    SecureStep.UNMASK: "unmask",
+}
 """What the rows of clients' messages are called, by the step that asks for them."""
 
 _DURABLE = ("step", "members", "peers", "survivors", "signers", "reason", "liars")
@@ -55,7 +60,7 @@ class SecureExchange:
 
     def __init__(self, open_: OpenRound) -> None:
         self.members: dict[str, Member] = {}
-        self.messages: dict[Step, dict[str, bytes]] = {step: {} for step in KINDS}
+        self.messages: dict[SecureStep, dict[str, bytes]] = {step: {} for step in KINDS}
         self._open = open_
         self._owners: dict[bytes, str] = {}  # the clients of the members' public keys
         self._dealt: dict[str, dict[str, wire.SealedShares]] = {}
@@ -129,7 +134,7 @@ class SecureExchange:
         """
         return len(self.state.groups[self.check_update(client)].members)
 
-    def check_step(self, step: Step, client: str) -> None:
+    def check_step(self, step: SecureStep, client: str) -> None:
         """Check that the client is asked for what belongs to a step.
 
         Raises:
@@ -137,7 +142,7 @@ class SecureExchange:
         """
         place = self.state.place(client)
         if place is None:
-            asked = step is Step.KEYS and not self.state.groups
+            asked = step is SecureStep.KEYS and not self.state.groups
         else:
             group = self.state.groups[place]
             asked = group.step is step and not group.reason and client in group.asked
@@ -185,7 +190,7 @@ class SecureExchange:
 
     def shares_of(self, place: int) -> dict[str, list[bytes]]:
         """Return what the signers of a group have sent to remove masks, by client."""
-        sent, answered = self.messages[Step.UNMASK], self.state.groups[place].answered
+        sent, answered = self.messages[SecureStep.UNMASK], self.state.groups[place].answered
         return {name: list(wire.UnmaskShares.FromString(sent[name]).shares) for name in sorted(answered)}
 
     def agreed(self, place: int) -> Agreed:
@@ -201,7 +206,7 @@ class SecureExchange:
         groups = [group for group in state.groups if group.step is step and not group.reason]
         asked = {name for group in groups for name in group.asked} if state.groups else state.clients
         answered = {name for group in groups for name in group.answered} if state.groups else state.keys
-        if step is Step.UPDATES:
+        if step is SecureStep.UPDATES:
             answered = asked & self._open.accepted.keys()
         return {
             "step": str(step),
@@ -216,7 +221,7 @@ class SecureExchange:
         """Return what a peer has sealed, by receiver."""
         found = self._dealt.get(peer)
         if found is None:
-            sent = wire.SecureShares.FromString(self.messages[Step.SHARES][peer]).shares
+            sent = wire.SecureShares.FromString(self.messages[SecureStep.SHARES][peer]).shares
             found = self._dealt[peer] = {share.client_id: share for share in sent}
         return found
 
@@ -229,7 +234,7 @@ class SecureExchange:
         steps = {kind: step for step, kind in KINDS.items()}
         for message in messages:
             self.messages[steps[message.kind]][message.client_id] = message.body
-        for body in self.messages[Step.KEYS].values():
+        for body in self.messages[SecureStep.KEYS].values():
             keys = wire.SecureKeys.FromString(body).keys
             # Whose keys they are was checked when they came.
             self.add_member(check_member(keys, self.command, lambda _name, _proof: None, self.task))
@@ -248,11 +253,14 @@ class SecureExchange:
 
 
 def _group(
-    entry: Mapping[str, Any], messages: Mapping[Step, Mapping[str, bytes]], accepted: Collection[str], since: float
+    entry: Mapping[str, Any],
+    messages: Mapping[SecureStep, Mapping[str, bytes]],
+    accepted: Collection[str],
+    since: float,
 ) -> ev.Group:
     members, peers, survivors, signers = (tuple(entry[key]) for key in ("members", "peers", "survivors", "signers"))
     ended = {"reason": entry["reason"], "liars": tuple(entry.get("liars", ()))}
-    group = ev.Group(members, Step(entry["step"]), since, peers, survivors, signers, **ended)
+    group = ev.Group(members, SecureStep(entry["step"]), since, peers, survivors, signers, **ended)
     if group.survivors and not set(group.survivors) <= set(accepted):
         group = replace(group, reason=group.reason or "damaged_blob")  # the server has stopped while it noted this
     sent = messages.get(group.step, {})

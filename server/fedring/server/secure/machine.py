@@ -17,8 +17,8 @@ from fedring.server.round.machine import IllegalEvent
 from fedring.server.secure.events import (
     ORDER,
     Answered,
-    Combine,
     Combined,
+    CombineShares,
     Effect,
     Event,
     FormGroups,
@@ -28,8 +28,8 @@ from fedring.server.secure.events import (
     GroupFailed,
     PeersChosen,
     ProtocolState,
+    SecureStep,
     SignersChosen,
-    Step,
     StepsDelayed,
     SurvivorsChosen,
     UpdatesClosed,
@@ -42,7 +42,7 @@ TOO_FEW_TO_UNMASK = "too_few_to_unmask"
 def apply(state: ProtocolState, event: Event, now: float) -> ProtocolState:
     """Return the state after `event`, which happened at `now` (monotonic seconds)."""
     match event:
-        case Answered(Step.KEYS, client):
+        case Answered(SecureStep.KEYS, client):
             return replace(state, keys=state.keys | {client} & state.clients) if not state.groups else state
         case Answered(step, client):
             return _answered(state, step, client)
@@ -50,7 +50,7 @@ def apply(state: ProtocolState, event: Event, now: float) -> ProtocolState:
             _require(not state.groups, event)
             return replace(state, groups=tuple(Group(members, since=now) for members in drawn))
         case PeersChosen(place, peers):
-            return _next(state, place, Step.SHARES, event, now, peers=peers)
+            return _next(state, place, SecureStep.SHARES, event, now, peers=peers)
         case UpdatesClosed(accepted):
             _require(state.accepted is None, event)
             return replace(state, accepted=accepted)
@@ -65,9 +65,9 @@ def apply(state: ProtocolState, event: Event, now: float) -> ProtocolState:
                 ),
             )
         case SignersChosen(place, signers):
-            return _next(state, place, Step.SURVIVORS, event, now, signers=signers)
+            return _next(state, place, SecureStep.SURVIVORS, event, now, signers=signers)
         case Combined(place):
-            return _next(state, place, Step.UNMASK, event, now)
+            return _next(state, place, SecureStep.UNMASK, event, now)
         case GroupFailed(place, reason, liars):
             return _replace(state, place, replace(state.groups[place], reason=reason, liars=liars))
         case StepsDelayed(seconds):
@@ -106,7 +106,7 @@ def wake_at(state: ProtocolState) -> float:
     """
     if not state.groups:
         return state.since + state.rules.step_seconds
-    waiting = (group for group in state.groups if not group.ended and group.step is not Step.UPDATES)
+    waiting = (group for group in state.groups if not group.ended and group.step is not SecureStep.UPDATES)
     return min((group.since + state.rules.step_seconds for group in waiting), default=inf)
 
 
@@ -117,15 +117,15 @@ def out(state: ProtocolState) -> frozenset[str]:
     inside: set[str] = set()
     for group in state.groups:
         if not group.reason:
-            inside.update(group.members if group.step is Step.SHARES else group.peers)
+            inside.update(group.members if group.step is SecureStep.SHARES else group.peers)
     return state.clients - inside
 
 
-def took(before: ProtocolState, after: ProtocolState, now: float) -> list[tuple[Step, float]]:
+def took(before: ProtocolState, after: ProtocolState, now: float) -> list[tuple[SecureStep, float]]:
     """Return the steps that have ended between two states, and the seconds that each took."""
     ended = []
     if after.groups and not before.groups:
-        ended.append((Step.KEYS, max(0.0, now - before.since)))
+        ended.append((SecureStep.KEYS, max(0.0, now - before.since)))
     for old, new in zip(before.groups, after.groups, strict=False):
         if not old.ended and (old.step is not new.step or new.reason):
             ended.append((old.step, max(0.0, now - old.since)))
@@ -136,15 +136,15 @@ def lost(state: ProtocolState) -> dict[str, int]:
     """Return how many clients were lost in each step that has ended, by the step's name; steps without losses, too."""
     counts: dict[str, int] = {}
     if state.groups:
-        counts[Step.KEYS] = len(state.clients) - sum(len(group.members) for group in state.groups)
+        counts[SecureStep.KEYS] = len(state.clients) - sum(len(group.members) for group in state.groups)
     for group in state.groups:
         rows = (group.members, group.peers, group.survivors, group.signers)
         for step, before, after in zip(ORDER[1:], rows, rows[1:], strict=False):
             if ORDER.index(group.step) > ORDER.index(step):
                 counts[step] = counts.get(step, 0) + len(before) - len(after)
-        if group.step is Step.DONE:
-            missing, step = len(group.signers) - len(group.answered), Step.UNMASK
-        elif group.reason and group.step is Step.UPDATES:
+        if group.step is SecureStep.DONE:
+            missing, step = len(group.signers) - len(group.answered), SecureStep.UNMASK
+        elif group.reason and group.step is SecureStep.UPDATES:
             missing, step = len(group.peers) - len(group.survivors), group.step
         else:
             missing, step = len(group.asked) - len(group.answered) if group.reason else 0, group.step
@@ -152,7 +152,7 @@ def lost(state: ProtocolState) -> dict[str, int]:
     return counts
 
 
-def _answered(state: ProtocolState, step: Step, client: str) -> ProtocolState:
+def _answered(state: ProtocolState, step: SecureStep, client: str) -> ProtocolState:
     place = state.place(client)
     if place is None:
         return state
@@ -165,7 +165,7 @@ def _answered(state: ProtocolState, step: Step, client: str) -> ProtocolState:
 def _next(
     state: ProtocolState,
     place: int,
-    step: Step,
+    step: SecureStep,
     event: Event,
     now: float,
     *,
@@ -177,7 +177,7 @@ def _next(
     _require(group.step is step and not group.reason, event)
     after = ORDER[ORDER.index(step) + 1]
     # What came for the unmasking still counts when the group is done: it says who was lost.
-    answered = group.answered if after is Step.DONE else frozenset[str]()
+    answered = group.answered if after is SecureStep.DONE else frozenset[str]()
     moved = replace(group, step=after, since=now, answered=answered)
     return _replace(
         state,
@@ -193,32 +193,32 @@ def _next(
 def _with_survivors(group: Group, survivors: tuple[str, ...], needed: int, now: float) -> Group:
     if group.reason:
         return group
-    if group.step is not Step.UPDATES:  # its clients could not send updates yet
+    if group.step is not SecureStep.UPDATES:  # its clients could not send updates yet
         return replace(group, reason=TOO_FEW_FOR_THRESHOLD)
     if len(survivors) < needed:
         return replace(group, survivors=survivors, reason=TOO_FEW_TO_UNMASK)
-    return replace(group, survivors=survivors, step=Step.SURVIVORS, since=now, answered=frozenset())
+    return replace(group, survivors=survivors, step=SecureStep.SURVIVORS, since=now, answered=frozenset())
 
 
 def _decision(state: ProtocolState, place: int, group: Group, reachable: frozenset[str], now: float) -> Effect | None:
     """Return what the group's step comes to; None if the group has ended, or waits for its clients or the round."""
-    if group.ended or group.step is Step.UPDATES:
+    if group.ended or group.step is SecureStep.UPDATES:
         return None
     waiting = (set(group.asked) - group.answered) & reachable
     if waiting and now < group.since + state.rules.step_seconds:
         return None
     enough = len(group.answered) >= group.threshold
     answered = tuple(name for name in group.asked if name in group.answered)
-    if group.step is Step.SHARES:
+    if group.step is SecureStep.SHARES:
         return PeersChosen(place, answered) if enough else GroupFailed(place, TOO_FEW_FOR_THRESHOLD)
     if not enough:
         return GroupFailed(place, TOO_FEW_TO_UNMASK)
-    return SignersChosen(place, answered) if group.step is Step.SURVIVORS else Combine(place)
+    return SignersChosen(place, answered) if group.step is SecureStep.SURVIVORS else CombineShares(place)
 
 
 def _give_up(state: ProtocolState) -> GiveUp | None:
     """Return that the round cannot publish any more, if that is so."""
-    if any(group.step is Step.SHARES and not group.reason for group in state.groups):
+    if any(group.step is SecureStep.SHARES and not group.reason for group in state.groups):
         return None
     alive = [group for group in state.groups if not group.reason]
     left = sum(len(group.survivors if state.chosen else group.peers) for group in alive)

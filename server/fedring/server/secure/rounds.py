@@ -28,7 +28,7 @@ from fedring.server.secure import events as ev
 from fedring.server.secure import machine as sm
 from fedring.server.secure.asking import StepEvents
 from fedring.server.secure.combining import unmask
-from fedring.server.secure.events import Step
+from fedring.server.secure.events import SecureStep
 from fedring.server.secure.exchange import KINDS, Message, SecureExchange
 from fedring.server.secure.groups import form_groups
 from fedring.server.secure.metrics import SecureMetrics
@@ -41,11 +41,11 @@ from fedring.v1 import secure_pb2 as wire
 
 log = logging.getLogger(__name__)
 
-_STEPS: dict[type[Message], Step] = {
-    wire.SecureKeys: Step.KEYS,
-    wire.SecureShares: Step.SHARES,
-    wire.SurvivorsSignature: Step.SURVIVORS,
-    wire.UnmaskShares: Step.UNMASK,
+_STEPS: dict[type[Message], SecureStep] = {
+    wire.SecureKeys: SecureStep.KEYS,
+    wire.SecureShares: SecureStep.SHARES,
+    wire.SurvivorsSignature: SecureStep.SURVIVORS,
+    wire.UnmaskShares: SecureStep.UNMASK,
 }
 _MOST_BYTES = 1 << 16
 """The longest message of a client: the shares of a group of 100, whose ids may have 128 letters, have 35 KB."""
@@ -112,7 +112,9 @@ class SecureRounds:
         if taken[client] != body:
             raise _other(client, step)
 
-    async def _commit(self, kind: "SecureRound", client: str, step: Step, body: bytes, member: Member | None) -> None:
+    async def _commit(
+        self, kind: "SecureRound", client: str, step: SecureStep, body: bytes, member: Member | None
+    ) -> None:
         """Make a message durable, then let it count. The same call may be under way a second time."""
         number, exchange = kind.open.row.round, kind.exchange
         self._find(number, client)  # nothing is kept of a round that has ended while the message was checked
@@ -190,7 +192,7 @@ class SecureRound(RoundKind):
             case ev.FormGroups(clients):
                 groups = form_groups(clients, self._rules.group_size, self._random)
                 await self._decide(ev.Grouped(groups))
-            case ev.Combine(place):
+            case ev.CombineShares(place):
                 await self._combine(place)
             case ev.PeersChosen() | ev.SurvivorsChosen() | ev.SignersChosen() | ev.GroupFailed():
                 await self._decide(effect)
@@ -372,5 +374,5 @@ def check_identity(client: str, proof: Proof, *, authority: Path | None) -> None
         raise BadProof(f"its certificate names {identity}")
 
 
-def _other(client: str, step: Step) -> OtherMessage:
+def _other(client: str, step: SecureStep) -> OtherMessage:
     return OtherMessage(f"other {KINDS[step]} of {client} were taken for this round")

@@ -45,8 +45,8 @@ from fedring.server.update.upload import (
     Open,
     Opened,
     Read,
+    ReplySent,
     Send,
-    Sent,
     TakeDigest,
     TooLate,
     Upload,
@@ -166,7 +166,7 @@ class ClientUpdateService:
             effect = await self._advance(call, Offered(first.offer))
             if isinstance(effect, Send):
                 yield pb.UpdateReply(resume_offset=effect.offset)
-                effect = await self._advance(call, Sent())
+                effect = await self._advance(call, ReplySent())
         yield pb.UpdateReply(accepted=self._accepted(effect))
 
     async def _push_small(self, session: Session, update: pb.SmallUpdate) -> pb.Accepted:
