@@ -11,8 +11,9 @@ from fedring.daemon.config import merge
 from fedring.rpc.errors import ClientInUse, NoSuchClient
 from fedring.server.config import ServerConfig
 from fedring.server.model.models import Models
-from fedring.server.operator import control as control_module
-from fedring.server.operator.control import ControlService, _defaults_for
+from fedring.server.operator import listings
+from fedring.server.operator.control import ControlService
+from fedring.server.operator.job_requests import _defaults_for
 from fedring.server.parts import Parts, assemble
 from fedring.server.round.events import Left
 from fedring.server.services import control_service, model_streams
@@ -88,7 +89,7 @@ async def test_a_reply_ends_where_it_is_full_even_if_more_rounds_were_read(
 ) -> None:
     store.fill(20, clients=200)
     store.fill(20, clients=2)
-    monkeypatch.setattr(control_module, "PAGE_BYTES", 20_000)
+    monkeypatch.setattr(listings, "PAGE_BYTES", 20_000)
     answer = await service.ListRounds(pb.ListRequest(limit=40), None)
     assert answer.ByteSize() < 20_000 + 2 * answer.rounds[-1].ByteSize()
     assert max(store.read) > 20  # this transaction read small and large rounds

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from fedring.server.config import ServerConfig
 from fedring.server.jobs.queue import Jobs
+from fedring.server.jobs.runner import JobRunner
 from fedring.server.jobs.starting import JobStarter
 from fedring.server.model.models import Models
 from fedring.server.model.testset import TestSet
@@ -57,7 +58,8 @@ def assemble(
     opener = RoundOpener(rounds, kinds, facts, models, privacy, sessions, test_set, config)
     runner = RoundRunner(rounds, facts, models, sessions, privacy, metrics.rounds, test_set, config)
     starter = JobStarter(rounds, facts, models)
-    jobs = Jobs(starter, opener, runner, privacy, rounds, facts, journal, metrics.job_started)
+    job_runner = JobRunner(starter, opener, runner, rounds, facts, journal)
+    jobs = Jobs(job_runner, rounds, facts, journal, metrics.job_started)
     acceptor = Acceptor(rounds, facts, metrics.updates)
     rooms = (rounds, reports, secure, opener, privacy, runner, starter, jobs, acceptor)
     return Parts(facts, models, sessions, journal, metrics, *rooms)

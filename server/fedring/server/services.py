@@ -5,8 +5,12 @@ from collections.abc import Callable, Mapping
 from grpc import aio
 
 from fedring.server.config import ServerConfig
+from fedring.server.operator.client_records import ClientRecords
 from fedring.server.operator.control import ControlService
 from fedring.server.operator.job_checks import JobChecks
+from fedring.server.operator.job_requests import JobRequests
+from fedring.server.operator.listings import Listings
+from fedring.server.operator.status import StatusReport
 from fedring.server.parts import Parts
 from fedring.server.service.commands import TrainCmdService
 from fedring.server.service.downloads import ModelBlobService, ModelStreams
@@ -14,7 +18,6 @@ from fedring.server.service.secure import SecureAggregationService
 from fedring.server.service.uploads import ClientUpdateService, add_update_service
 from fedring.server.service.workers import RendezvousService
 from fedring.v1 import federation_pb2_grpc, rendezvous_pb2_grpc, secure_pb2_grpc
-from fedring.version import VERSION
 
 
 def add_client_services(server: aio.Server, parts: Parts, streams: ModelStreams, config: ServerConfig) -> None:
@@ -54,15 +57,12 @@ def control_service(
     parts: Parts, streams: ModelStreams, config: ServerConfig, *, refused: Callable[[], Mapping[str, int]]
 ) -> ControlService:
     """Make the service that flctl calls; `refused` returns the calls that the ports have refused, by reason."""
+    checks = JobChecks(config, parts.models.maker)
     return ControlService(
-        parts.rounds,
-        parts.jobs,
-        parts.sessions,
+        JobRequests(parts.jobs, parts.rounds, parts.facts, checks, config.job),
+        Listings(parts.facts),
+        ClientRecords(parts.rounds, parts.sessions, parts.facts, parts.journal),
+        StatusReport(parts.rounds, parts.jobs, parts.sessions, parts.facts, refused),
         parts.journal,
-        parts.facts,
         streams,
-        JobChecks(config, parts.models.maker),
-        config.job,
-        VERSION,
-        refused=refused,
     )

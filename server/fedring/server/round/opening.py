@@ -59,6 +59,10 @@ class RoundOpener:
         self._privacy, self._sessions, self._test_set, self._config = privacy, sessions, test_set, config
         self._dispatch = Dispatch(sessions)
 
+    async def refuses(self, job: RunningJob) -> str:
+        """Return why no further round of a job may start, or "" if one may."""
+        return await self._privacy.spent(job.spec)
+
     async def open(self, job: RunningJob, job_round: int, base: ModelRow) -> OpenRound:
         """Open the next round of a job, which starts from `base`.
 
