@@ -272,9 +272,9 @@ MUTANTS = {
         "tests/fault/test_error_feedback.py",
     ),
     "epoch of an update": Mutant(
-        "server/fedring/server/service/uploads.py",
-        "Upload(session.client_id, self._facts.store.epoch)",
-        "Upload(session.client_id, 0)",
+        "server/fedring/server/service/upload_calls.py",
+        "Upload(client, self._facts.store.epoch)",
+        "Upload(client, 0)",
         "tests/fault/test_error_feedback.py",
     ),
     "expired sessions": Mutant(

@@ -88,7 +88,11 @@ def test_every_reason_for_a_refusal_has_a_series() -> None:
     codec, server = (Path(package.__path__[0]) for package in (fedring.codec, fedring.server))
     files = [path for path in codec.glob("*.py") if path.stem != "gradient"]  # gradients are not updates
     files += [path for room in ("update", "model", "state") for path in (server / room).glob("*.py")]
-    files += [server / "service" / "uploads.py", server / "round" / "eligibility.py"]
+    files += [
+        server / "service" / "uploads.py",
+        server / "service" / "upload_calls.py",
+        server / "round" / "eligibility.py",
+    ]
     found = {reason for path in files for reason in reasons_in(path)}
     assert {"bad_indices", "bad_chunk", "non_finite", "missing_blob", "not_selected"} <= found
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, FedringError)]

@@ -17,7 +17,7 @@ from fedring.codec.digest import name_of
 from fedring.rpc.errors import BadUpdate, DamagedOnTheWay, OtherUpdate, Overloaded, UnknownRound
 from fedring.server.round import machine as rd
 from fedring.server.round.events import Abandon, Joined
-from fedring.server.service import uploads
+from fedring.server.service import upload_calls
 from fedring.server.state.rows import LastAccepted
 from fedring.server.state.store import SqlStore
 from fedring.server.update.admission import check_payload
@@ -198,7 +198,7 @@ async def test_a_small_payload_with_many_values_is_not_checked_in_the_event_loop
         in_main_thread.append(threading.current_thread() is threading.main_thread())
         return check_payload(*given)
 
-    monkeypatch.setattr(uploads, "check_payload", check)
+    monkeypatch.setattr(upload_calls, "check_payload", check)
     session = host.join("a")
     for size in (SIZE, 500_000):
         await host.jobs.start(spec(model_args={"size": size}), "")

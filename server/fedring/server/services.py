@@ -15,6 +15,7 @@ from fedring.server.parts import Parts
 from fedring.server.service.commands import TrainCmdService
 from fedring.server.service.downloads import ModelBlobService, ModelStreams
 from fedring.server.service.secure import SecureAggregationService
+from fedring.server.service.upload_calls import UploadCalls
 from fedring.server.service.uploads import ClientUpdateService, add_update_service
 from fedring.server.service.workers import RendezvousService
 from fedring.v1 import federation_pb2_grpc, rendezvous_pb2_grpc, secure_pb2_grpc
@@ -40,17 +41,9 @@ def model_streams(parts: Parts) -> ModelStreams:
 
 def update_service(parts: Parts, config: ServerConfig) -> ClientUpdateService:
     """Make the service that takes updates."""
-    return ClientUpdateService(
-        parts.rounds,
-        parts.reports,
-        parts.sessions,
-        parts.acceptor,
-        parts.models.versions,
-        parts.facts,
-        parts.journal,
-        parts.metrics.updates,
-        config,
-    )
+    versions, facts, journal = parts.models.versions, parts.facts, parts.journal
+    calls = UploadCalls(parts.rounds, parts.acceptor, versions, facts, journal, config.max_transfers)
+    return ClientUpdateService(calls, parts.reports, parts.sessions, parts.metrics.updates, config)
 
 
 def control_service(
