@@ -2,7 +2,7 @@
 
 import json
 
-from fedring.server.round.events import Rules
+from fedring.server.round.events import RoundRules
 from fedring.server.round.plan import job_spec, rules_of, train_cmd
 from fedring.train.job import Job
 
@@ -46,7 +46,7 @@ JOB = Job.model_validate(
 
 
 def test_the_rules_of_a_round_are_those_of_its_job() -> None:
-    expected = Rules(
+    expected = RoundRules(
         min_clients=4,
         barrier="joined",
         barrier_timeout=1.5,

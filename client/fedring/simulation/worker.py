@@ -373,7 +373,7 @@ def admit(client: str, offer: pb.UpdateOffer, payload: bytes, terms: Terms, *, e
             case upload.Open():
                 event = upload.Opened(len(payload) if whole else 0)
             case upload.Send():
-                event = upload.Sent()
+                event = upload.ReplySent()
             case upload.Read():
                 event = upload.Chunk(received, payload[received : received + CHUNK_BYTES])
             case upload.Write(data):

@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections.abc import Set
 from dataclasses import replace
 from typing import Any
 
@@ -78,12 +79,11 @@ async def evaluation(
     return stats, summed
 
 
-async def prune(facts: Facts, models: Models, config: ServerConfig, open_: OpenRound | None) -> None:
-    """Delete models, updates and rounds that are older than the configuration keeps, except the base of `open_`."""
+async def prune(facts: Facts, models: Models, config: ServerConfig, bases: Set[int]) -> None:
+    """Delete models, updates and rounds that are older than the configuration keeps, but not the versions `bases`."""
     keep = (config.keep_models, config.keep_update_rounds, config.keep_rounds, config.keep_jobs)
     await facts.db(facts.store.shorten_log)
     await facts.db(facts.blobs.forget_unnamed, config.unnamed_seconds)
     if await facts.db(facts.prune, *keep):
         kept = await facts.db(facts.store.models, _ALL)
-        base = {open_.base.version} if open_ else set()
-        models.versions.forget({row.version for row in kept} | base)
+        models.versions.forget({row.version for row in kept} | bases)

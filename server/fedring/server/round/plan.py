@@ -7,13 +7,13 @@ from pydantic import BaseModel
 
 from fedring.codec.encoding import Encoding
 from fedring.server.group import machine as groups
-from fedring.server.round.events import Rules
+from fedring.server.round.events import RoundRules
 from fedring.server.state.rows import ModelRow, RoundRow
 from fedring.train.job import Job
 from fedring.v1 import federation_pb2 as pb
 
 
-def rules_of(job: Job, *, grace: float) -> Rules:
+def rules_of(job: Job, *, grace: float) -> RoundRules:
     """Return the rules of each round of the job.
 
     Args:
@@ -22,7 +22,7 @@ def rules_of(job: Job, *, grace: float) -> Rules:
     """
     alone = job.grouped
     fixed = job.pipeline.workers if job.mode == "pipeline" else 0
-    return Rules(
+    return RoundRules(
         labels=job.clients,
         min_clients=max(job.min_clients, fixed),
         barrier=job.barrier,
@@ -42,12 +42,12 @@ def rules_of(job: Job, *, grace: float) -> Rules:
     )
 
 
-def group_rules(job: Job, *, target: int) -> groups.Rules:
+def group_rules(job: Job, *, target: int) -> groups.GroupRules:
     """Return the rules of the groups of a round with `target` clients. A pipeline runs only if it is whole."""
     if job.mode == "pipeline":
         workers = job.pipeline.workers
-        return groups.Rules(target=workers, minimum=workers, patience=job.pipeline.replacement_seconds, whole=True)
-    return groups.Rules(
+        return groups.GroupRules(target=workers, minimum=workers, patience=job.pipeline.replacement_seconds, whole=True)
+    return groups.GroupRules(
         target=target,
         minimum=min(target, job.min_clients_to_aggregate),
         patience=job.data_parallel.replacement_seconds,

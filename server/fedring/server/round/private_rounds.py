@@ -1,8 +1,7 @@
 """Differential privacy of rounds: what may still be spent, the secret of the noise, and what was charged."""
 
 import asyncio
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,7 +12,7 @@ from fedring.server.model.private_mean import most_charged
 from fedring.server.round.open_round import OpenRound
 from fedring.server.state.facts import Facts
 from fedring.server.state.noise_secret import erase_noise_secrets, noise_secret
-from fedring.server.state.rows import ChargeRow, RoundRow
+from fedring.server.state.rows import RoundRow
 from fedring.train.job import Job
 
 T = TypeVar("T")
@@ -55,28 +54,25 @@ class RoundPrivacy:
         """Return the rounds before one. Call it in the event loop."""
         return RoundPast(self._facts, row.job_id, partial(noise_secret, self._folder, self._name(row)))
 
-    @staticmethod
-    def charge_of_sums(open_: OpenRound) -> ChargeRow | None:
-        """Return what it costs that the sums of a round are seen, also if no model comes of them.
+    def why_not_resumed(self, open_: OpenRound) -> str:
+        """Return why a round cannot go on after a restart, or "" if it can."""
+        epoch = self._facts.store.epoch
+        if open_.job.dp is None or all(update.epoch == epoch for update in open_.accepted.values()):
+            return ""
+        return "the server was restored, and may have published its model before, with other noise"
 
-        Returns:
-            None, unless the clients have added noise.
-        """
-        privacy, secure = open_.job.dp, open_.secure
-        if privacy is None or secure is None:
-            return None
-        sizes = [len(group.members) for group in secure.state.groups if not group.reason]
-        charge = privacy.charge_of(sizes, open_.base.parameters, open_.job.min_clients_to_aggregate)
-        row, multiplier = open_.row, privacy.noise_multiplier
-        return ChargeRow(row.round, row.job_id, multiplier, privacy.clip, time.time(), str(charge))
+    async def ended(self, open_: OpenRound, others: Iterable[OpenRound]) -> None:
+        """Erase the secret of a round that is over, and keep those of the other open rounds."""
+        if open_.job.dp is not None:
+            await self._facts.keep(self.forget, [each.row for each in others if each is not open_])
 
-    async def forget(self, but: RoundRow | None = None) -> None:
-        """Erase the secrets of all rounds but one.
+    async def forget(self, but: Iterable[RoundRow] = ()) -> None:
+        """Erase the secrets of all rounds but some.
 
         Raises:
             StorageFailed: if that fails.
         """
-        keep = [self._name(but)] if but is not None else []
+        keep = [self._name(row) for row in but]
         await self._facts.work(lambda: erase_noise_secrets(self._folder, keep=keep))
 
     def _name(self, row: RoundRow) -> str:

@@ -59,7 +59,7 @@ class Opened:
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
+class ReplySent:
     """The client was told where to go on."""
 
 
@@ -111,7 +111,9 @@ class TooLate:
     error: UnknownRound
 
 
-Event = Offered | Known | Terms | Opened | Sent | Chunk | Ended | Written | Digested | Admitted | Accepted | TooLate
+Event = (
+    Offered | Known | Terms | Opened | ReplySent | Chunk | Ended | Written | Digested | Admitted | Accepted | TooLate
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +236,7 @@ class Upload:
                 return self._check(event)
             case Opened(size):
                 return self._opened(size)
-            case Sent() | Written():
+            case ReplySent() | Written():
                 complete = self._size == self._header.total_bytes
                 return TakeDigest() if complete else Read(self._header.run_id, self._header.round)
             case Chunk(offset, data):
