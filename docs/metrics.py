@@ -8,7 +8,7 @@ from prometheus_client.core import Metric
 
 from fedring.client.metrics import ClientMetrics
 from fedring.daemon.metrics import Registry
-from fedring.server.round.metrics import Metrics as ServerMetrics
+from fedring.server.operator.metrics import Metrics as ServerMetrics
 
 TARGET = Path(__file__).with_name("metrics.md")
 

@@ -18,7 +18,7 @@ from fedring.train.bounds import MAX_COUNT
 from fedring.train.data_parallel_table import DataParallel
 from fedring.train.hooks import DGCParameters, Int8Parameters, PowerSGDParameters, TopKParameters
 from fedring.train.job import Job
-from fedring.train.job_keys import ServerOptimizer
+from fedring.train.job_keys import NamedTransform, ServerOptimizer
 from fedring.train.personal_table import Personal
 from fedring.train.pipeline_table import Pipeline
 from fedring.train.privacy_table import ClientPrivacy
@@ -148,6 +148,11 @@ SECTIONS = (
         "The table `[personal]` of a federated job. See [federated.md](federated.md#a-model-for-each-client).",
     ),
     ("Server optimizer", ServerOptimizer, "The table `[server_optimizer]` of a job. See [federated.md](federated.md)."),
+    (
+        "Transforms",
+        NamedTransform,
+        "An entry of the list `[[transforms]]` of a job. See [algorithms.md](algorithms.md).",
+    ),
     (
         "Streams between workers",
         RingOptions,

@@ -212,13 +212,13 @@ MUTANTS = {
         "tests/system/test_web.py",
     ),
     "live sessions": Mutant(
-        "server/fedring/server/round/sessions.py",
+        "server/fedring/server/sessions/sessions.py",
         "who.role is None and not compare_digest",
         "False and not compare_digest",
         "tests/unit/test_server_sessions.py",
     ),
     "proven clients": Mutant(
-        "server/fedring/server/round/sessions.py",
+        "server/fedring/server/sessions/sessions.py",
         "older and who.role is None and ",
         "older and ",
         "tests/unit/test_server_sessions.py",
@@ -272,9 +272,9 @@ MUTANTS = {
         "tests/fault/test_error_feedback.py",
     ),
     "epoch of an update": Mutant(
-        "server/fedring/server/service/uploads.py",
-        "Upload(session.client_id, self._facts.store.epoch)",
-        "Upload(session.client_id, 0)",
+        "server/fedring/server/service/upload_calls.py",
+        "Upload(client, self._facts.store.epoch)",
+        "Upload(client, 0)",
         "tests/fault/test_error_feedback.py",
     ),
     "expired sessions": Mutant(
@@ -336,13 +336,13 @@ MUTANTS = {
     ),
     "time that is left": Mutant(
         "server/fedring/server/round/opening.py",
-        "        rounds.handle(Resumed(resumed, RECOVERY_SECONDS, elapsed))\n",
-        "        rounds.handle(Resumed(resumed, RECOVERY_SECONDS, 0.0))\n",
+        "        rounds.begin(open_, Resumed(resumed, RECOVERY_SECONDS, elapsed))\n",
+        "        rounds.begin(open_, Resumed(resumed, RECOVERY_SECONDS, 0.0))\n",
         "tests/fault/test_deadlines.py",
     ),
     "time without a disk": Mutant(
         "server/fedring/server/operator/readiness.py",
-        "                parts.rounds.give_time_back(storage.since)\n",
+        "                rounds.give_time_back(storage.since)\n",
         "",
         "tests/fault/test_storage.py",
     ),
@@ -388,7 +388,7 @@ MUTANTS = {
     ),
     "wrong shares": Mutant(
         "server/fedring/server/round/opening.py",
-        "return replace(rules, left_out=open_.left_out)",
+        "return replace(rules, left_out=open_.left_out, phases=open_.kind.phases)",
         "return rules",
         "tests/fault/test_secure_liars.py",
     ),

@@ -20,7 +20,6 @@ from fedring.codec.digest import name_of
 from fedring.codec.schema import Vectors
 from fedring.data import Samples
 from fedring.server.config import ServerConfig
-from fedring.server.model.guards import guard
 from fedring.server.model.making import ModelMaker
 from fedring.server.model.modelfile import ModelReader
 from fedring.server.model.rule import RuleError
@@ -38,6 +37,7 @@ from fedring.train.state import fill, read_vectors, schema_of
 from tests.attacks import formulas
 from tests.attacks.attacker import Attack, Attacker
 from tests.attacks.formulas import Float32
+from tests.closed_rounds import FixedPast, closed_round
 
 _CPU = torch.device("cpu")
 
@@ -123,12 +123,14 @@ def run(
             try:
                 sent = _round(trainer, base, seed, study.honest, attackers)
                 rows = [_row(number, f"client-{client:02}", *each) for client, each in enumerate(sent)]
-                guarded = guard(job, rows, last_median, job_round=number)
-                made = maker.next(model, rows, job, number, number + 1, seed=seed, job_round=number, guarded=guarded)
+                past = FixedPast({"median_norm": last_median})
+                closed = closed_round(job, rows, number, seed=seed, job_round=number, past=past)
+                prepared = maker.prepare(closed)
+                made = maker.next(model, prepared, number + 1)
             except (TrainError, CodecError, RuleError) as error:  # the model is spoilt, or the rule gives up
                 ended = f"round {number}: {error}"
                 break
-            last_median = guarded.median_norm
+            last_median = prepared.stats().get("median_norm", 0.0)
             for name in {*files_of(model)} - {*files_of(made), ""}:
                 blobs.delete(name)
             model = made

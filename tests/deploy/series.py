@@ -5,7 +5,7 @@ import re
 from tests.conftest import ROOT
 
 from fedring.client.metrics import ClientMetrics
-from fedring.server.round.metrics import Metrics as ServerMetrics
+from fedring.server.operator.metrics import Metrics as ServerMetrics
 
 FOLDER = ROOT / "deploy" / "prometheus"
 RULES = sorted((FOLDER / "rules").glob("*.yml"))

@@ -5,7 +5,7 @@ import random
 import re
 import time
 
-from fedring.server.round.events import Phase, Round, Rules
+from fedring.server.round.events import Phase, Round, RoundRules
 from fedring.server.round.machine import sample
 from fedring.v1 import control_pb2 as pb
 from tests.fault.faulty_fleet import wait_for
@@ -62,7 +62,7 @@ def seed_that_selects(client: int, workers: int) -> int:
     """Return a job seed for which the first round selects `client` among its `workers` of `workers + 1` clients."""
     names = [f"client-{number}" for number in range(workers + 1)]
     for seed in range(100):
-        rules = Rules(min_clients=workers + 1, sample_clients=workers, seed=seed)
+        rules = RoundRules(min_clients=workers + 1, sample_clients=workers, seed=seed)
         if names[client] in sample(names, Round(1, rules, Phase.WAITING, 0.0)):
             return seed
     raise AssertionError(f"no seed below 100 selects {names[client]}")

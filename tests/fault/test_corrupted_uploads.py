@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
 
 from fedring.ctl.process import stop_all
 from tests.conftest import REPEATED, SEED
@@ -22,6 +21,7 @@ from tests.damage import ask, flip
 from tests.fault.faulty_fleet import StartedJob
 from tests.fleets import Control, Fleet, until_watching
 from tests.forks import Daemon
+from tests.kept import kept_residual
 from tests.proxy import Change, FrameChange, Proxy, flip_bits
 from tests.system.wire import WireClient, parameters, stop_jobs, vector_job
 from tests.waiting import until
@@ -212,7 +212,8 @@ def test_an_update_that_was_damaged_on_the_clients_disk_is_trained_again(
         until(lambda: not any(spool.read_bytes()[:8]))  # the client has heard of its acceptance
     assert [(state.selected, state.delivered) for state in states] == [(1, 1), (1, 1)]
     assert damage.uploads == ([1, 1, 2, 2] if place < 0 else [1, 1, 2])
-    residual = load_file(tmp_path / "client-0" / "residual.safetensors")["residual"]
+    residual = kept_residual(tmp_path / "client-0")
+    assert residual is not None
     with WireClient(server.listen) as wire:
         np.testing.assert_array_equal(parameters(wire) + residual, np.full(residual.size, 2, np.float32))
     assert "Traceback" not in client.log.read_text()

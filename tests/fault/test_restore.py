@@ -13,7 +13,7 @@ from fedring.daemon.config import ConfigError
 from fedring.daemon.crash import RESTORING
 from fedring.daemon.exits import Exit
 from fedring.rpc.identity import Role
-from fedring.server.operator.tokens import create_offline
+from fedring.server.guard.tokens import create_offline
 from fedring.server.state import identity
 from fedring.server.state.backup.contents import BackupError, digest_of
 from fedring.server.state.backup.create import back_up

@@ -24,7 +24,7 @@ from fedring.rpc.channel import open_sync_channel
 from fedring.rpc.contract import PROTOCOL
 from fedring.rpc.errors import reason_of
 from fedring.rpc.tls import PLAINTEXT
-from fedring.server.operator.tokens import new_token
+from fedring.server.guard.tokens import new_token
 from fedring.server.state.store import SqlStore
 from fedring.v1 import control_pb2 as pb
 from fedring.v1.control_pb2_grpc import ControlServiceStub

@@ -12,7 +12,7 @@ from grpc import StatusCode
 from fedring.codec import decode
 from fedring.codec.digest import name_of
 from fedring.rpc.contract import PROTOCOL
-from fedring.server.round.sessions import MOST_CALLS
+from fedring.server.sessions.sessions import MOST_CALLS
 from fedring.v1 import federation_pb2 as pb
 from tests.fleets import Control, Fleet
 from tests.system.wire import SECONDS, SIZE, Refused, WireClient, offer_of, payload_of, published_version, vector_job

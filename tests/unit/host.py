@@ -24,8 +24,9 @@ from fedring.server.model.models import Models
 from fedring.server.parts import assemble
 from fedring.server.recovery import reload
 from fedring.server.round.events import Joined
-from fedring.server.round.sessions import Session, Sessions
-from fedring.server.service import uploads
+from fedring.server.round.open_round import KindMaker, OpenRound
+from fedring.server.services import update_service
+from fedring.server.sessions.sessions import Session, Sessions
 from fedring.server.state.blob_interfaces import Partial
 from fedring.server.state.blobs import FileBlobs, FilePartial
 from fedring.server.state.facts import Facts
@@ -111,7 +112,7 @@ class Call:
 class Host:
     """The parts of a server, and what its clients do. A test can hold up the server's threads at its `gate`."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, kinds: Sequence[KindMaker] = ()) -> None:
         self.gate = Gate()
         self.store, self.blobs = GatedStore(root / "facts.sqlite", self.gate), FullBlobs(root)
         self.blobs.gate = self.gate
@@ -120,9 +121,9 @@ class Host:
         models = Models(self.blobs, self.facts.pool, self.config, self.store.run_id)
         models.maker = maker = GatedMaker(self.blobs, self.facts.pool, self.config, self.store.run_id, models.versions)
         maker.gate = self.gate
-        self.parts = parts = assemble(self.config, self.facts, models, Sessions(10))
+        self.parts = parts = assemble(self.config, self.facts, models, Sessions(10), kinds)
         self.rounds, self.sessions, self.journal, self.jobs = parts.rounds, parts.sessions, parts.journal, parts.jobs
-        self.uploads = uploads.ClientUpdateService(parts, self.config)
+        self.uploads = update_service(parts, self.config)
         self._names = iter(range(1000))
 
     def join(self, client: str, labels: Mapping[str, str] = MappingProxyType({})) -> Session:
@@ -131,10 +132,16 @@ class Host:
         older = self.sessions.get(client)
         request = pb.JoinRequest(client_id=client, resume_secret=older.secret if older else "", labels=labels)
         session = self.sessions.join(request, "test")
-        self.rounds.handle(Joined(client, session.labels))
+        self.rounds.presence(Joined(client, session.labels))
         session.matched = True
-        self.rounds.matched(client)
+        self.parts.reports.matched(client)
         return session
+
+    @property
+    def round(self) -> OpenRound:
+        """The open round."""
+        (open_,) = self.rounds
+        return open_
 
     async def command(self, session: Session) -> pb.TrainCmd:
         """Return the next command to train that the client receives."""
@@ -229,9 +236,9 @@ class Host:
 
 
 @asynccontextmanager
-async def running(root: Path) -> AsyncIterator[Host]:
+async def running(root: Path, kinds: Sequence[KindMaker] = ()) -> AsyncIterator[Host]:
     """Yield a host that accepts updates and runs jobs. At the end, both must still be running."""
-    host = Host(root)
+    host = Host(root, kinds)
     await reload(host.parts)
     async with asyncio.TaskGroup() as tasks:
         background = [tasks.create_task(part) for part in (host.parts.acceptor.run(), host.jobs.run())]

@@ -23,8 +23,11 @@ from fedring.server.model.modelfile import ModelReader
 from fedring.server.model.optimizer import ServerOptimizer
 from fedring.server.model.robust import Median
 from fedring.server.model.rule import Rule, RuleError
+from fedring.server.model.transforms.download import Encoded
+from fedring.server.model.transforms.optimizing import Optimized
 from fedring.server.model.walk import in_order, tiles
 from fedring.server.state.blobs import FileBlobs
+from fedring.server.state.checked import read_checked
 from fedring.server.state.rows import Kind, lay_out
 
 SCHEMA = Schema(
@@ -161,28 +164,28 @@ def test_no_contribution_and_two_of_one_client_are_errors(blobs: FileBlobs, exec
 def test_a_server_optimizer_continues_from_its_saved_state(blobs: FileBlobs, executor: Executor) -> None:
     optimizer = ServerOptimizer("Adam", {"lr": 0.1})
     delta, state, model = np.array([1, -1, 2, 0.5], np.float32), b"", FIRST.parameters
-    blob = ""
+    saved = b""
     for _ in range(3):
-        plan = AggregationPlan(optimizer=optimizer, optimizer_blob=blob)
+        plan = AggregationPlan(steps=[Optimized(optimizer, saved)])
         base = Vectors(model, FIRST.buffers)
         new, got = run(blobs, executor, [contribution("a", 7, delta)], plan, (SCHEMA, base))
         model, state = optimizer.step(model, delta, state)
         assert np.array_equal(got.parameters, model)
-        blob = new.optimizer_blob
+        saved = read_checked(blobs, new.columns["optimizer_blob"])
 
 
 def test_an_encoded_delta_leads_every_client_to_the_published_model(blobs: FileBlobs, executor: Executor) -> None:
-    plan = AggregationPlan(encoding=Encoding("int8", chunk=2))
+    plan = AggregationPlan(steps=[Encoded(Encoding("int8", chunk=2))])
     sent = [contribution("a", 3, [0.3, 0.1, 5, 0.7], buffers=[0.1, 0.2, 1])]
     new, model = run(blobs, executor, sent, plan)
     parameters, buffers = new.delta_packets
-    with blobs.reader(new.delta_blob) as blob:
+    with blobs.reader(new.columns["delta_blob"]) as blob:
         step = decode(blob.read(parameters.offset, parameters.bytes), name="int8", length=4)
         change = decode(blob.read(buffers.offset, buffers.bytes), name="fp64", length=3)
     client = Vectors(apply_delta(FIRST.parameters, step.astype(np.float32)), FIRST.buffers + change)
     assert client.digest() == new.digest
     assert (parameters.kind, buffers.kind) == ("delta", "delta")
-    with blobs.reader(new.residual_blob) as blob:
+    with blobs.reader(new.columns["residual_blob"]) as blob:
         residual = np.frombuffer(blob.read(0, blob.size), "<f4")
     assert np.allclose(model.parameters + residual, FIRST.parameters + sent_delta(sent[0]), atol=1e-6)
     assert np.abs(residual).max() > 1e-4
@@ -253,8 +256,8 @@ def test_a_gram_matrix_covers_every_tile_before_the_deltas_are_added_up(blobs: F
     schema = Schema((Entry("w", (size,), "float32", "parameter"),))
     base, first, second = (np.random.default_rng(seed).standard_normal(size, np.float32) for seed in range(3))
     sent = [contribution("a", 1, first, encodings=[Encoding("uniform", chunk=1000)]), contribution("b", 1, second)]
-    optimizer = ServerOptimizer("SGD", {"lr": 1.0})
-    plan = AggregationPlan(combination=Combination(BoundedNorm(100)), optimizer=optimizer)
+    steps = [Optimized(ServerOptimizer("SGD", {"lr": 1.0}))]
+    plan = AggregationPlan(combination=Combination(BoundedNorm(100)), steps=steps)
     _, model = run(blobs, executor, sent, plan, (schema, Vectors(base, np.empty(0))))
     deltas = np.stack([sent_delta(each, size).astype(np.float64) for each in sent])
     factors = np.minimum(1, 100 / np.linalg.norm(deltas, axis=1, keepdims=True))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-from safetensors.numpy import load_file
+from tests.kept import kept_residual
 from tests.left_updates import SECONDS, leave_behind, take_part, train
 from torch import nn
 
@@ -118,14 +118,15 @@ def test_an_update_is_sent_again_after_a_temporary_refusal(
 def test_a_final_refusal_leaves_the_residual_unchanged(
     server: "ScriptedServer", settings: dict[str, Any], model: nn.Module, error: FedringError, kind: type[RoundOver]
 ) -> None:
-    residual_file = Path(settings["state_dir"]) / "residual.safetensors"
+    state = Path(settings["state_dir"])
     with connect(**settings) as federation:
         server.joins.get(timeout=SECONDS)
         server.train(server.command(model, round_=1, encoding="fp32_sparse"))
         task = next(federation)
         train(task, model, 1)
         task.submit(model, samples=1)
-        before = residual_file.read_bytes()
+        before = kept_residual(state)
+        assert before is not None
 
         server.on_header = once(error)
         server.train(server.command(model, round_=2, encoding="fp32_sparse"))
@@ -133,8 +134,8 @@ def test_a_final_refusal_leaves_the_residual_unchanged(
         train(task, model, 2)
         with pytest.raises(kind, match=error.reason):
             task.submit(model, samples=1)
-        assert residual_file.read_bytes() == before
-        assert Spool(Path(settings["state_dir"])).pending() is None
+        np.testing.assert_array_equal(kept_residual(state), before)
+        assert Spool(Path(settings["state_dir"]), "alice").pending() is None
         task.fail("last", "a failure that is reported after all others")
         failures = iter(lambda: server.failures.get(timeout=SECONDS).reason, "last")
         assert list(failures) == ([error.reason] if kind is UpdateRefused else [])
@@ -161,7 +162,8 @@ def test_no_part_of_any_accepted_update_is_lost(
         learned += move
         header, payload = server.accepted.get_nowait()
         sent += decode(payload, name=header.packets[0].encoding, length=learned.size)
-    residual = load_file(Path(settings["state_dir"]) / "residual.safetensors")["residual"]
+    residual = kept_residual(Path(settings["state_dir"]))
+    assert residual is not None
     np.testing.assert_allclose(sent + residual, learned, atol=1e-5)
     assert np.abs(residual).max() > 0.1
 
@@ -203,7 +205,7 @@ def test_a_dense_update_takes_the_whole_residual_along(
         for header, payload in (server.accepted.get_nowait(), server.accepted.get_nowait())
     )
     np.testing.assert_allclose(first + second, moves[0] + moves[1], atol=1e-5)
-    assert not (Path(settings["state_dir"]) / "residual.safetensors").exists()
+    assert kept_residual(Path(settings["state_dir"])) is None
 
 
 def test_an_update_that_is_not_finite_is_not_sent(
@@ -233,8 +235,8 @@ def test_a_spooled_update_is_sent_when_its_round_is_asked_for_again(
             assert server.accepted.get(timeout=SECONDS)[0].round == 1
             server.train(server.command(model, round_=2, encoding="fp32_sparse"))
             assert task.result(SECONDS).round == 2
-    assert (state / "residual.safetensors").exists()
-    assert Spool(state).pending() is None
+    assert kept_residual(state) is not None
+    assert Spool(state, "alice").pending() is None
 
 
 def test_a_round_of_a_restored_server_is_trained_again_from_its_model(
@@ -248,7 +250,7 @@ def test_a_round_of_a_restored_server_is_trained_again_from_its_model(
         server.joins.get(timeout=SECONDS)
         take_part(server, federation, model, round_=1)
         assert server.accepted.get_nowait()[0].base_digest == read_vectors(other).digest()
-    assert Spool(state).pending() is None
+    assert Spool(state, "alice").pending() is None
 
 
 def test_a_spooled_update_of_a_round_that_is_over_is_dropped(
@@ -261,8 +263,8 @@ def test_a_spooled_update_of_a_round_that_is_over_is_dropped(
         server.train(server.command(model, round_=2))
         assert next(federation).round == 2
     assert "dropped the spooled update of round 1" in caplog.text
-    assert Spool(state).pending() is None
-    assert not (state / "update.residual").exists()
+    assert Spool(state, "alice").pending() is None
+    assert not (state / "update.left").exists()
 
 
 def test_an_update_whose_acceptance_was_not_heard_counts_as_accepted(
@@ -273,5 +275,5 @@ def test_an_update_whose_acceptance_was_not_heard_counts_as_accepted(
         server.joins.get(timeout=SECONDS)
         server.train(server.command(model, round_=2))
         assert next(federation).round == 2
-    assert (state / "residual.safetensors").exists()
+    assert kept_residual(state) is not None
     assert server.accepted.qsize() == 1

@@ -23,10 +23,10 @@ from fedring.ring.options import RingOptions
 from fedring.rpc.tls import Tls
 from fedring.server.config import ServerConfig
 from fedring.server.guard.auth import REASONS
+from fedring.server.operator.metrics import Metrics as ServerMetrics
 from fedring.server.operator.summaries import event_summary, job_summary, round_summary
-from fedring.server.round.metrics import REJECTIONS
-from fedring.server.round.metrics import Metrics as ServerMetrics
 from fedring.server.state.rows import JobRow
+from fedring.server.update.metrics import REJECTIONS
 from fedring.train.aggregation_table import RULES, Aggregation
 from fedring.train.data_parallel_table import HOOKS, DataParallel
 from fedring.train.job import Job

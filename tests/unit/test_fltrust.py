@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from tests.closed_rounds import next_model
 
 from fedring.codec import Encoding, encode
 from fedring.codec.digest import name_of
@@ -144,26 +145,26 @@ def own_delta(base: Float64, spec: Job, seed: int) -> Float64:
 def test_the_server_trains_from_the_rounds_model_with_the_jobs_settings(maker: ModelMaker, tmp_path: Path) -> None:
     spec, rng = job(), np.random.default_rng(0)
     moved = rows_of([rng.standard_normal(SIZE).astype(np.float32)])
-    base = maker.next(maker.first(spec, 1), moved, Job.model_validate({}), 1, 2)
+    base = next_model(maker, maker.first(spec, 1), moved, Job.model_validate({}), 1, 2)
     start = parameters(tmp_path, base)
     own = own_delta(start, spec, seed=77)
     deltas = [(rng.standard_normal(SIZE) * 0.1 + s * own).astype(np.float32) for s in (1, 2, -1, 0.5)]
-    made = maker.next(base, rows_of(deltas), spec, 2, 3, seed=77)
+    made = next_model(maker, base, rows_of(deltas), spec, 2, 3, seed=77)
     expected = trusted_mean(np.array(deltas, np.float64), own)
     np.testing.assert_allclose(parameters(tmp_path, made) - start, expected, atol=1e-6)
-    again = maker.next(base, rows_of(deltas), spec, 2, 3, seed=77)
+    again = next_model(maker, base, rows_of(deltas), spec, 2, 3, seed=77)
     assert again.digest == made.digest, "the second time, the samples and the model have been used before"
-    assert maker.next(base, rows_of(deltas), spec, 2, 3, seed=78).digest != made.digest
+    assert next_model(maker, base, rows_of(deltas), spec, 2, 3, seed=78).digest != made.digest
 
 
 def test_samples_that_are_drawn_are_the_same_after_a_restart(maker: ModelMaker, tmp_path: Path) -> None:
     spec, deltas = job("drawn"), [np.full(SIZE, value, np.float32) for value in (0.1, -0.1)]
     base = maker.first(spec, 1)
-    made = maker.next(base, rows_of(deltas), spec, 1, 2)
+    made = next_model(maker, base, rows_of(deltas), spec, 1, 2)
     blobs, config = FileBlobs(tmp_path), ServerConfig.model_validate({"trusted": ["fedring", __name__]})
     with ThreadPoolExecutor(1) as executor:
         again = ModelMaker(blobs, executor, config, "run-1", ModelVersions(blobs))
-        assert again.next(base, rows_of(deltas), spec, 1, 2).digest == made.digest
+        assert next_model(again, base, rows_of(deltas), spec, 1, 2).digest == made.digest
     blobs.close()
 
 
@@ -173,7 +174,7 @@ def test_buckets_hold_clients_only(maker: ModelMaker, tmp_path: Path) -> None:
     start = parameters(tmp_path, base)
     own = own_delta(start, spec, seed=5)
     deltas = [(s * own).astype(np.float32) for s in (1, 2, 3, 4)]
-    made = maker.next(base, rows_of(deltas), spec, 1, 2, seed=5)
+    made = next_model(maker, base, rows_of(deltas), spec, 1, 2, seed=5)
     np.testing.assert_allclose(parameters(tmp_path, made) - start, own, atol=1e-6)
 
 
@@ -182,7 +183,7 @@ def test_a_round_without_trusted_updates_makes_no_model(maker: ModelMaker, tmp_p
     base = maker.first(spec, 1)
     own = own_delta(parameters(tmp_path, base), spec, seed=5)
     with pytest.raises(RuleError, match="the rule fltrust failed: no update points in the direction") as caught:
-        maker.next(base, rows_of([-own.astype(np.float32)] * 3), spec, 1, 2, seed=5)
+        next_model(maker, base, rows_of([-own.astype(np.float32)] * 3), spec, 1, 2, seed=5)
     assert caught.value.reason == "none_trusted"
 
 
@@ -191,13 +192,13 @@ def test_the_jobs_own_trainer_trains_on_the_server_too(maker: ModelMaker, tmp_pa
     base = maker.first(spec, 1)
     delta = np.zeros(SIZE, np.float32)
     delta[:4096] = 0.1
-    made = maker.next(base, rows_of([delta] * 2), spec, 1, 2, job_round=1)
+    made = next_model(maker, base, rows_of([delta] * 2), spec, 1, 2, job_round=1)
     change = parameters(tmp_path, made) - parameters(tmp_path, base)
     np.testing.assert_allclose(change[:4096], 1.0, atol=1e-6)
     sentences = ("ValueError: two is too much", "SystemExit: 3", "its trainer has changed the model: ")
     for job_round, sentence in enumerate(sentences, start=2):
         with pytest.raises(RuleError, match=f"the server cannot train: {sentence}") as caught:
-            maker.next(base, rows_of([delta] * 2), spec, job_round, 2, job_round=job_round)
+            next_model(maker, base, rows_of([delta] * 2), spec, job_round, 2, job_round=job_round)
         assert caught.value.reason == "no_server_update"
 
 

@@ -22,30 +22,30 @@ from fedring.server.round.events import (
     Joined,
     Left,
     Matched,
-    Opened,
-    Rules,
+    RoundOpened,
+    RoundRules,
+    RoundState,
     Start,
     Started,
-    State,
 )
 from fedring.server.round.machine import apply, due, ready
 from fedring.server.round.plan import rules_of
 from fedring.server.round.progress import RoundProgress, why_abandoned
 from fedring.server.round.replacements import replacements
-from fedring.server.round.sessions import Sessions
+from fedring.server.sessions.sessions import Sessions
 from fedring.train.job import Job
 from fedring.train.labels import MAX_LABELS, match, shown
 from fedring.v1 import federation_pb2 as pb
 
 EU, US = {"site": "eu"}, {"site": "us"}
-RULES = Rules(min_clients=2, labels=EU)
+RULES = RoundRules(min_clients=2, labels=EU)
 
 
-def after(*events: Event, state: State | None = None) -> State:
-    return reduce(lambda before, event: apply(before, event, 0.0), events, state or State())
+def after(*events: Event, state: RoundState | None = None) -> RoundState:
+    return reduce(lambda before, event: apply(before, event, 0.0), events, state or RoundState())
 
 
-def here(**labels: dict[str, str]) -> State:
+def here(**labels: dict[str, str]) -> RoundState:
     return after(*(event for name, its in labels.items() for event in (Joined(name, its), Matched(name))))
 
 
@@ -70,14 +70,14 @@ def test_labels_are_shown_in_one_line() -> None:
 
 
 def test_only_clients_with_the_labels_are_selected() -> None:
-    state = after(Opened(1, RULES), state=here(a=EU, b=US, c=EU))
+    state = after(RoundOpened(1, RULES), state=here(a=EU, b=US, c=EU))
     assert ready(state, RULES) == ["a", "c"]
     assert due(state, 0) == Start(frozenset("ac"))
 
 
 def test_a_client_that_is_left_out_is_not_selected_whatever_its_labels() -> None:
     rules = replace(RULES, left_out=frozenset("a"))
-    state = after(Opened(1, rules), state=here(a=EU, b=US, c=EU))
+    state = after(RoundOpened(1, rules), state=here(a=EU, b=US, c=EU))
     assert ready(state, rules) == ["c"]
     assert due(state, 0) is None
     text = RoundProgress().news(state, "round 1 of job 1", 1.0)[0]
@@ -89,7 +89,7 @@ def test_a_client_that_is_left_out_is_not_selected_whatever_its_labels() -> None
 
 
 def test_a_round_waits_until_enough_clients_have_the_labels() -> None:
-    state = after(Opened(1, RULES), state=here(a=EU, b=US))
+    state = after(RoundOpened(1, RULES), state=here(a=EU, b=US))
     assert due(state, 0) is None
     text = RoundProgress().news(state, "round 1 of job 1", 1.0)[0]
     assert text.endswith("ready=1/2 (min=2, barrier matched); 1 of 2 clients here with site=eu")
@@ -98,13 +98,13 @@ def test_a_round_waits_until_enough_clients_have_the_labels() -> None:
 
 
 def test_a_client_that_is_lost_and_back_keeps_its_labels() -> None:
-    state = after(Opened(1, RULES), Started(frozenset("ac")), state=here(a=EU, c=EU))
+    state = after(RoundOpened(1, RULES), Started(frozenset("ac")), state=here(a=EU, c=EU))
     state = after(Left("a"), Matched("a"), state=state)
     assert state.members["a"].labels == EU
 
 
 def test_a_round_that_nobody_matches_says_so_and_how_to_start_a_client() -> None:
-    state = after(Opened(1, RULES), state=here(a=US, b=US))
+    state = after(RoundOpened(1, RULES), state=here(a=US, b=US))
     assert "no client here has site=eu" in RoundProgress().news(state, "round 1 of job 1", 1.0)[0]
     reason = why_abandoned(opened(), after(Abandoned("barrier_timeout"), state=state), ("zoe",), "h:1")
     assert reason == (
@@ -176,14 +176,15 @@ async def test_only_clients_with_the_labels_train_and_replace_lost_workers(tmp_p
         keys = {"mode": "data_parallel", "clients": EU, "min_clients": 3, "sample_clients": 2}
         job, _ = await host.jobs.start(spec(**keys), "")
         await told(host, "round_started")
-        assert host.rounds.open is not None
-        selected = set(host.rounds.open.row.selected)
+        open_ = host.round
+        selected = set(open_.row.selected)
         assert len(selected) == 2
         assert "b" not in selected
-        group = gr.State(gr.Rules(2, 1, 10.0), frozenset(selected), has_run=True)
-        assert replacements(host.rounds, host.sessions, group) == []
+        assert open_.group is not None
+        open_.group.state = gr.GroupState(gr.GroupRules(2, 1, 10.0), frozenset(selected), has_run=True)
+        assert replacements(open_, host.sessions) == []
         host.sessions.drop(sessions[min(selected)])
-        assert replacements(host.rounds, host.sessions, group) == sorted({"a", "c", "d"} - selected)
+        assert replacements(open_, host.sessions) == sorted({"a", "c", "d"} - selected)
         await host.jobs.stop(job.job_id)
         assert await host.ended(job.job_id) == "stopped"
 
@@ -194,8 +195,8 @@ async def test_only_clients_with_the_labels_are_asked_to_evaluate(tmp_path: Path
         await host.jobs.start(spec(clients=EU, evaluate=True), "")
         await host.offer(host.update(await host.command(eu), "a"))
         await told(host, "round_published")
-        assert host.rounds.state.round is not None
-        assert host.rounds.state.round.evaluators == {"a"}
+        assert host.round.state.round is not None
+        assert host.round.state.round.evaluators == {"a"}
 
 
 def test_a_session_keeps_the_labels_that_its_client_claims() -> None:

@@ -128,7 +128,9 @@ def test_no_chunk_makes_a_message_longer_than_two_mebibytes() -> None:
 
 def test_every_kind_of_event_is_documented() -> None:
     server = "".join(path.read_text() for path in (ROOT / "server").rglob("*.py"))
-    written = set(re.findall(r"""(?:journal\.write|\.tell|news\.append\()\(\s*"(\w+)",""", server))
+    written = set(
+        re.findall(r"""(?:journal\.write|\.tell|\.note|news\.append\()\(\s*(?:[\w.]+,\s*)?"(\w+)",""", server)
+    )
     comment = re.search(
         r"message Event \{(.*?)string kind", (ROOT / "protos" / control_pb2.DESCRIPTOR.name).read_text(), re.S
     )

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from tests.unit.host import Host, running, spec
 
-from fedring.server.operator.control import _defaults_for, _is_of
+from fedring.server.operator.job_requests import _defaults_for, _is_of
 from fedring.server.state.failures import StoreError
 from fedring.train.job import Job
 from fedring.v1 import federation_pb2 as pb

@@ -321,10 +321,15 @@ def test_clients_do_not_help_to_see_a_sum_of_fewer_than_the_noise_is_made_for(
 @pytest.mark.parametrize(("own_noise", "reason"), [(False, ""), (True, "too_few_to_unmask")])
 def test_a_server_asks_no_group_for_a_sum_of_too_few(own_noise: bool, reason: str) -> None:
     names = tuple("abcde")
-    rules = ev.Rules(30.0, needed=5, own_noise=own_noise)
-    state = ev.State(rules, frozenset(names), 0.0)
+    rules = ev.SecureRules(30.0, needed=5, own_noise=own_noise)
+    state = ev.ProtocolState(rules, frozenset(names), 0.0)
     peers = ev.PeersChosen(0, names)
-    for event in (ev.Grouped((names,)), peers, ev.Closed(frozenset(names[:4])), ev.SurvivorsChosen((names[:4],))):
+    for event in (
+        ev.Grouped((names,)),
+        peers,
+        ev.UpdatesClosed(frozenset(names[:4])),
+        ev.SurvivorsChosen((names[:4],)),
+    ):
         state = apply(state, event, 0.0)
     assert state.groups[0].reason == reason
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.closed_rounds import closed_round
 from tests.unit.host import SIZE, Host, running, spec
 from torch import nn
 
@@ -24,6 +25,7 @@ from fedring.server.model.strategy import (
     make_strategy,
     past_round,
 )
+from fedring.server.model.transforms.guarding import Guarded
 from fedring.server.round.report import round_message
 from fedring.server.state.rows import RoundRow, UpdateRow
 from fedring.simulation import simulate
@@ -251,7 +253,8 @@ async def test_updates_that_a_strategy_averages_are_normalised_by_their_weights(
     ]
     keys = {"normalize_steps": True, "batch_size": 10, "momentum": 0.0}
     async with running(tmp_path) as host:
-        by_own = host.parts.models.maker.guard(spec(**keys, **table("Attentive")), rows)
+        steps = host.parts.models.maker.prepare(closed_round(spec(**keys, **table("Attentive")), rows)).steps
+    (by_own,) = (step.found for step in steps if isinstance(step, Guarded))
     assert by_own.factors == guard(spec(**keys), rows).factors
     assert by_own.factors != guard(spec(**keys, **table("Attentive")), rows).factors  # as if it had a rule
 

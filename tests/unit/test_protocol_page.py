@@ -21,9 +21,9 @@ from fedring.rpc.chunks import CHUNK_BYTES
 from fedring.rpc.contract import MAX_FIGURE, MAX_HEADER_BYTES, PROTOCOL, SMALL_BYTES
 from fedring.server.config import ServerConfig
 from fedring.server.guard.auth import REASONS
-from fedring.server.round.metrics import REJECTIONS
-from fedring.server.round.sessions import MOST_CALLS, OUTBOX
+from fedring.server.sessions.sessions import MOST_CALLS, OUTBOX
 from fedring.server.update.admission import MAX_BUFFER, MAX_METRICS, MAX_NORM, MAX_PACKETS
+from fedring.server.update.metrics import REJECTIONS
 from fedring.train.bounds import MAX_SAMPLES, MAX_SECONDS
 from fedring.v1 import federation_pb2, job_pb2, payload_pb2, secure_pb2
 

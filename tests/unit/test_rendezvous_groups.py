@@ -5,19 +5,19 @@ from math import inf
 from fedring.server.group.machine import (
     MOST_FRUITLESS,
     Broken,
-    Closed,
-    Done,
     Entered,
     Event,
     Expected,
-    Joined,
-    Left,
-    Phase,
+    GroupClosed,
+    GroupPhase,
+    GroupRules,
+    GroupState,
     Ready,
-    Rules,
     Slow,
-    State,
     Tick,
+    WorkerDone,
+    WorkerJoined,
+    WorkerLeft,
     apply,
     wake_at,
 )
@@ -26,30 +26,30 @@ from fedring.server.group.rendezvous import view
 NAMES = ("a", "b", "c")
 
 
-def new_group(minimum: int = 1, patience: float = 10.0) -> State:
-    return State(Rules(3, minimum, patience), frozenset(NAMES))
+def new_group(minimum: int = 1, patience: float = 10.0) -> GroupState:
+    return GroupState(GroupRules(3, minimum, patience), frozenset(NAMES))
 
 
-def after(state: State, *events: Event, now: float = 0.0) -> State:
+def after(state: GroupState, *events: Event, now: float = 0.0) -> GroupState:
     for event in events:
         state = apply(state, event, now)
     return state
 
 
-def entered(state: State, *names: str) -> State:
+def entered(state: GroupState, *names: str) -> GroupState:
     return after(state, *(Entered(name) for name in names))
 
 
-def ready(state: State, *names: str, steps: int = 0, now: float = 0.0) -> State:
+def ready(state: GroupState, *names: str, steps: int = 0, now: float = 0.0) -> GroupState:
     return after(state, *(Ready(name, state.generation, f"{name}:1", steps) for name in names), now=now)
 
 
-def running(minimum: int = 1, patience: float = 10.0) -> State:
+def running(minimum: int = 1, patience: float = 10.0) -> GroupState:
     state = ready(entered(new_group(minimum, patience), *NAMES), *NAMES)
-    return after(state, *(Joined(name, state.generation) for name in state.members))
+    return after(state, *(WorkerJoined(name, state.generation) for name in state.members))
 
 
-def message_to(state: State, name: str) -> str | None:
+def message_to(state: GroupState, name: str) -> str | None:
     """Return the kind of the message that a worker receives in this state."""
     return view(state, name).WhichOneof("message")
 
@@ -58,86 +58,86 @@ def test_a_group_forms_when_all_are_ready_and_runs_when_all_have_joined() -> Non
     state = entered(new_group(), *NAMES)
     assert [message_to(state, name) for name in NAMES] == ["prepare"] * 3
     state = ready(state, "c", "a")
-    assert state.phase is Phase.GATHERING
+    assert state.phase is GroupPhase.GATHERING
     state = ready(state, "b")
-    assert (state.phase, state.members) == (Phase.JOINING, NAMES)
+    assert (state.phase, state.members) == (GroupPhase.JOINING, NAMES)
     assert list(view(state, "b").group.members) == ["a:1", "b:1", "c:1"]
     assert [view(state, name).group.rank for name in NAMES] == [0, 1, 2]
-    state = after(state, Joined("a", 1), Joined("c", 1))
-    assert state.phase is Phase.JOINING
-    state = after(state, Joined("b", 1))
+    state = after(state, WorkerJoined("a", 1), WorkerJoined("c", 1))
+    assert state.phase is GroupPhase.JOINING
+    state = after(state, WorkerJoined("b", 1))
     assert [message_to(state, name) for name in NAMES] == ["start"] * 3
 
 
 def test_the_first_member_delivers_once_all_are_done() -> None:
-    state = after(running(), Done("b", 1, b"same"), Done("a", 1, b"same"))
-    assert state.phase is Phase.RUNNING
-    state = after(state, Done("c", 1, b"same"))
+    state = after(running(), WorkerDone("b", 1, b"same"), WorkerDone("a", 1, b"same"))
+    assert state.phase is GroupPhase.RUNNING
+    state = after(state, WorkerDone("c", 1, b"same"))
     assert [message_to(state, name) for name in NAMES] == ["deliver", "wait", "wait"]
-    assert [message_to(after(state, Left("a")), name) for name in ("b", "c")] == ["deliver", "wait"]
-    assert view(after(state, Closed()), "c").ended.reason == ""
+    assert [message_to(after(state, WorkerLeft("a")), name) for name in ("b", "c")] == ["deliver", "wait"]
+    assert view(after(state, GroupClosed()), "c").ended.reason == ""
 
 
 def test_a_member_that_comes_back_without_the_result_does_not_deliver() -> None:
-    state = after(running(), *(Done(name, 1, b"same") for name in NAMES), Left("a"), Entered("a"))
+    state = after(running(), *(WorkerDone(name, 1, b"same") for name in NAMES), WorkerLeft("a"), Entered("a"))
     assert [message_to(state, name) for name in NAMES] == ["wait", "deliver", "wait"]
-    state = after(state, Left("b"), Left("c"))
-    assert (state.phase, state.generation) == (Phase.GATHERING, 2)
+    state = after(state, WorkerLeft("b"), WorkerLeft("c"))
+    assert (state.phase, state.generation) == (GroupPhase.GATHERING, 2)
 
 
 def test_results_that_differ_end_the_round() -> None:
-    state = after(running(), Done("a", 1, b"one"), Done("b", 1, b"one"), Done("c", 1, b"other"))
-    assert (state.phase, state.reason) == (Phase.ENDED, "diverged")
+    state = after(running(), WorkerDone("a", 1, b"one"), WorkerDone("b", 1, b"one"), WorkerDone("c", 1, b"other"))
+    assert (state.phase, state.reason) == (GroupPhase.ENDED, "diverged")
     state = after(running(), Broken("b", 1, "diverged"))
-    assert (state.phase, state.reason) == (Phase.ENDED, "diverged")
+    assert (state.phase, state.reason) == (GroupPhase.ENDED, "diverged")
 
 
 def test_a_lost_member_ends_the_generation_and_the_next_waits_for_a_replacement() -> None:
-    state = after(running(), Left("b"), now=100)
-    assert (state.phase, state.generation, state.members) == (Phase.GATHERING, 2, ())
+    state = after(running(), WorkerLeft("b"), now=100)
+    assert (state.phase, state.generation, state.members) == (GroupPhase.GATHERING, 2, ())
     assert [message_to(state, name) for name in ("a", "c")] == ["prepare", "prepare"]
     state = ready(state, "a", "c", steps=7, now=101)
-    assert state.phase is Phase.GATHERING
+    assert state.phase is GroupPhase.GATHERING
     assert wake_at(state, 101) == 110
     replaced = ready(entered(state, "d"), "d", now=102)
     assert replaced.members == ("a", "c", "d")
 
 
 def test_without_a_replacement_the_group_continues_with_fewer_members() -> None:
-    state = ready(after(running(), Left("b"), now=100), "a", "c", now=101)
-    assert after(state, Tick(), now=109.9).phase is Phase.GATHERING
+    state = ready(after(running(), WorkerLeft("b"), now=100), "a", "c", now=101)
+    assert after(state, Tick(), now=109.9).phase is GroupPhase.GATHERING
     assert after(state, Tick(), now=110).members == ("a", "c")
 
 
 def test_the_round_ends_when_too_few_workers_are_left() -> None:
-    state = ready(after(running(minimum=3), Left("b"), now=100), "a", "c", now=101)
+    state = ready(after(running(minimum=3), WorkerLeft("b"), now=100), "a", "c", now=101)
     state = after(state, Expected(frozenset({"a", "c"})), now=105)
-    assert state.phase is Phase.GATHERING
+    assert state.phase is GroupPhase.GATHERING
     state = after(state, Tick(), now=110)
-    assert (state.phase, state.reason) == (Phase.ENDED, "too_few_clients")
+    assert (state.phase, state.reason) == (GroupPhase.ENDED, "too_few_clients")
 
 
 def test_a_group_waits_for_a_worker_that_is_back_but_not_ready() -> None:
-    state = after(running(minimum=3), Left("c"))
+    state = after(running(minimum=3), WorkerLeft("c"))
     state = after(state, Expected(frozenset(NAMES)), now=1.0)  # its daemon has joined again, and loads the data
     state = ready(entered(state, "a", "b"), "a", "b")
-    assert after(state, Tick(), now=500.0).phase is Phase.GATHERING
+    assert after(state, Tick(), now=500.0).phase is GroupPhase.GATHERING
     gone = after(state, Expected(frozenset({"a", "b"})), now=501.0)
-    assert (gone.phase, gone.reason) == (Phase.ENDED, "too_few_clients")
+    assert (gone.phase, gone.reason) == (GroupPhase.ENDED, "too_few_clients")
 
 
 def test_a_group_waits_longer_if_clients_take_long_to_come_back() -> None:
-    state = ready(entered(after(running(minimum=3), Left("c")), "a", "b"), "a", "b")
+    state = ready(entered(after(running(minimum=3), WorkerLeft("c")), "a", "b"), "a", "b")
     state = after(state, Slow(40.0), Slow(20.0), Expected(frozenset({"a", "b"})))
-    assert after(state, Tick(), now=39.0).phase is Phase.GATHERING
-    assert after(state, Tick(), now=40.0).phase is Phase.ENDED
+    assert after(state, Tick(), now=39.0).phase is GroupPhase.GATHERING
+    assert after(state, Tick(), now=40.0).phase is GroupPhase.ENDED
     assert after(state, Slow(5.0)) == state
 
 
 def test_a_member_that_notices_a_lost_peer_late_is_not_left_out() -> None:
-    state = ready(after(running(patience=0), Left("b"), now=100), "a", now=100)
+    state = ready(after(running(patience=0), WorkerLeft("b"), now=100), "a", now=100)
     state = after(state, Tick(), now=101)
-    assert state.phase is Phase.GATHERING
+    assert state.phase is GroupPhase.GATHERING
     assert wake_at(state, 101) == 130
     assert ready(state, "c", now=104).members == ("a", "c")
     assert after(state, Tick(), now=130).members == ("a",)
@@ -147,10 +147,10 @@ def test_the_first_group_waits_for_workers_that_still_load() -> None:
     state = ready(entered(new_group(minimum=2), "a"), "a")
     assert wake_at(state, 0) == inf
     state = after(state, Expected(frozenset({"a", "c"})), now=50)  # b has failed
-    assert after(state, Tick(), now=500).phase is Phase.GATHERING
+    assert after(state, Tick(), now=500).phase is GroupPhase.GATHERING
     assert ready(entered(state, "c"), "c", now=600).members == ("a", "c")
     state = after(state, Expected(frozenset({"a"})), now=600)
-    assert (state.phase, state.reason) == (Phase.ENDED, "too_few_clients")
+    assert (state.phase, state.reason) == (GroupPhase.ENDED, "too_few_clients")
 
 
 def test_a_member_that_reports_a_lost_peer_ends_the_generation_once() -> None:
@@ -160,31 +160,31 @@ def test_a_member_that_reports_a_lost_peer_ends_the_generation_once() -> None:
 
 
 def test_events_of_an_earlier_generation_are_ignored() -> None:
-    state = after(running(), Left("b"))
-    late = after(state, Ready("a", 1, "a:1"), Joined("a", 1), Done("a", 1, b"same"))
+    state = after(running(), WorkerLeft("b"))
+    late = after(state, Ready("a", 1, "a:1"), WorkerJoined("a", 1), WorkerDone("a", 1, b"same"))
     assert late == state
 
 
 def test_a_worker_that_comes_late_waits_for_the_next_generation() -> None:
     state = entered(running(), "d")
     assert message_to(state, "d") == "wait"
-    state = ready(after(state, Left("a")), "b", "c", "d", now=1)
+    state = ready(after(state, WorkerLeft("a")), "b", "c", "d", now=1)
     assert state.members == ("b", "c", "d")
 
 
 def test_the_workers_with_the_most_steps_become_members_when_there_are_too_many() -> None:
-    state = entered(after(running(), Left("c"), now=0), "d", "e")
+    state = entered(after(running(), WorkerLeft("c"), now=0), "d", "e")
     state = ready(state, "d", "e", now=1)
     state = ready(state, "b", steps=9, now=2)
     assert state.members == ("b", "d", "e")
-    state = after(state, Left("e"), now=3)
+    state = after(state, WorkerLeft("e"), now=3)
     state = ready(state, "a", "b", steps=9, now=3)
     assert ready(state, "d", now=3).members == ("a", "b", "d")
 
 
 def test_a_member_whose_stream_was_replaced_is_a_new_worker() -> None:
     state = after(running(), Entered("b", 1))
-    assert (state.phase, state.generation) == (Phase.GATHERING, 2)
+    assert (state.phase, state.generation) == (GroupPhase.GATHERING, 2)
     assert message_to(state, "b") == "prepare"
 
 
@@ -196,7 +196,7 @@ def test_a_restarted_server_begins_above_the_generation_of_its_workers() -> None
 
 def test_members_that_do_not_join_are_left_out() -> None:
     state = ready(entered(new_group(), *NAMES), *NAMES)
-    state = after(state, Joined("a", 1), Joined("b", 1))
+    state = after(state, WorkerJoined("a", 1), WorkerJoined("b", 1))
     assert wake_at(state, 0) == 30
     state = after(state, Tick(), now=30)
     assert (state.generation, state.reason) == (2, "c did not join")
@@ -208,42 +208,42 @@ def test_a_group_that_can_never_connect_ends_the_round() -> None:
     for _ in range(MOST_FRUITLESS):
         state = ready(state, *NAMES)
         state = after(state, Broken("a", state.generation, "peer_lost"))
-        assert state.phase is Phase.GATHERING
+        assert state.phase is GroupPhase.GATHERING
     state = ready(state, *NAMES)
     state = after(state, Broken("a", state.generation, "peer_lost"))
-    assert (state.phase, state.reason) == (Phase.ENDED, "no_group")
+    assert (state.phase, state.reason) == (GroupPhase.ENDED, "no_group")
 
 
 def test_groups_that_make_steps_may_break_any_number_of_times() -> None:
     state = running()
     for step in range(1, 3 * MOST_FRUITLESS):
         state = ready(after(state, Broken("a", state.generation, "peer_lost")), *NAMES, steps=step)
-        state = after(state, *(Joined(name, state.generation) for name in NAMES))
-    assert state.phase is Phase.RUNNING
+        state = after(state, *(WorkerJoined(name, state.generation) for name in NAMES))
+    assert state.phase is GroupPhase.RUNNING
 
 
 def test_groups_that_break_before_their_first_step_end_the_round() -> None:
     state = running()
     for _ in range(MOST_FRUITLESS):
         state = ready(after(state, Broken("a", state.generation, "mismatch")), *NAMES)
-        state = after(state, *(Joined(name, state.generation) for name in NAMES))
-        assert state.phase is Phase.RUNNING
+        state = after(state, *(WorkerJoined(name, state.generation) for name in NAMES))
+        assert state.phase is GroupPhase.RUNNING
     state = after(state, Broken("a", state.generation, "mismatch"))
-    assert (state.phase, state.reason) == (Phase.ENDED, "no_group")
+    assert (state.phase, state.reason) == (GroupPhase.ENDED, "no_group")
 
 
 def test_an_ended_group_stays_ended() -> None:
-    state = after(running(), Closed("stopped"), Entered("a"), Left("b"))
+    state = after(running(), GroupClosed("stopped"), Entered("a"), WorkerLeft("b"))
     assert view(state, "a").ended.reason == "stopped"
 
 
 def test_only_a_worker_that_holds_the_update_delivers_it() -> None:
     state = running()
     generation = state.generation
-    state = after(state, *(Done(name, generation, b"d" * 32, name != "a") for name in NAMES))
-    assert (state.phase, state.deliverer) == (Phase.DONE, "b")
-    state = after(state, Left("b"))
-    assert (state.phase, state.deliverer) == (Phase.DONE, "c")
-    state = after(state, Left("c"))
-    assert (state.phase, state.generation) == (Phase.GATHERING, generation + 1)
+    state = after(state, *(WorkerDone(name, generation, b"d" * 32, name != "a") for name in NAMES))
+    assert (state.phase, state.deliverer) == (GroupPhase.DONE, "b")
+    state = after(state, WorkerLeft("b"))
+    assert (state.phase, state.deliverer) == (GroupPhase.DONE, "c")
+    state = after(state, WorkerLeft("c"))
+    assert (state.phase, state.generation) == (GroupPhase.GATHERING, generation + 1)
     assert state.reason == "all members that hold the update are lost"

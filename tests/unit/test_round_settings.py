@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from tests.unit.host import running, spec
 
 from fedring.daemon.config import explain, parse_overrides
-from fedring.server.operator.control import _defaults_for
+from fedring.server.operator.job_requests import _defaults_for
 from fedring.server.round.plan import job_spec, train_cmd
 from fedring.server.round.report import round_message
 from fedring.train.bounds import MAX_COUNT

@@ -18,11 +18,11 @@ from fedring.server.round.events import (
     Left,
     Matched,
     Moved,
-    Opened,
-    Rules,
+    RoundOpened,
+    RoundRules,
+    RoundState,
     Stalled,
     Started,
-    State,
 )
 from fedring.server.round.machine import apply, due, pending, stalls_at, stragglers_at, wake_at
 from fedring.server.round.plan import rules_of
@@ -32,12 +32,12 @@ NAMES = "abcdef"
 Timed = tuple[float, Event]
 
 
-def after(*events: Timed, clients: int = 4, **rules: float) -> State:
+def after(*events: Timed, clients: int = 4, **rules: float) -> RoundState:
     """Return the state of a round that was sent to so many clients at 0 s, after these events."""
     names = NAMES[:clients]
-    state = State()
-    chosen = Rules(min_clients=clients, deadline=600, **rules)  # type: ignore[arg-type]  # the numbers among the rules
-    begun: list[Event] = [*map(Matched, names), Opened(1, chosen), Started(frozenset(names))]
+    state = RoundState()
+    chosen = RoundRules(min_clients=clients, deadline=600, **rules)  # type: ignore[arg-type]  # the numbers among the rules
+    begun: list[Event] = [*map(Matched, names), RoundOpened(1, chosen), Started(frozenset(names))]
     for now, event in [*((0.0, event) for event in begun), *events]:
         state = apply(state, event, now)
     return state

@@ -19,36 +19,37 @@ from fedring.server.round.events import (
     Joined,
     Left,
     Lost,
+    MakeModel,
     Matched,
-    Opened,
     Phase,
     Published,
     Resumed,
     Round,
-    Rules,
+    RoundOpened,
+    RoundRules,
+    RoundState,
     Start,
     Started,
-    State,
 )
 from fedring.server.round.machine import IllegalEvent, apply, due, pending, wake_at
 
 ALL = frozenset({"a", "b"})
 
 
-def after(*events: Event, state: State | None = None, now: float = 0.0) -> State:
-    state = state or State()
+def after(*events: Event, state: RoundState | None = None, now: float = 0.0) -> RoundState:
+    state = state or RoundState()
     for event in events:
         state = apply(state, event, now)
     return state
 
 
-def training(rules: Rules | None = None) -> State:
-    rules = rules or Rules(min_clients=2)
-    return after(Matched("a"), Matched("b"), Opened(1, rules), Started(ALL))
+def training(rules: RoundRules | None = None) -> RoundState:
+    rules = rules or RoundRules(min_clients=2)
+    return after(Matched("a"), Matched("b"), RoundOpened(1, rules), Started(ALL))
 
 
 def test_a_round_goes_from_the_barrier_to_the_published_model() -> None:
-    state = after(Matched("a"), Opened(1, Rules(min_clients=2)))
+    state = after(Matched("a"), RoundOpened(1, RoundRules(min_clients=2)))
     assert due(state, 0) is None
     state = after(Matched("b"), state=state)
     assert due(state, 0) == Start(ALL)
@@ -59,7 +60,7 @@ def test_a_round_goes_from_the_barrier_to_the_published_model() -> None:
     state = after(Delivered("b"), state=state)
     assert due(state, 0) == Aggregate()
     state = after(Closed(), state=state)
-    assert due(state, 0) is None
+    assert due(state, 0) == MakeModel()
     state = after(Published(ALL), state=state)
     assert due(state, 0) is None
     state = after(Evaluated("a"), Evaluated("b"), state=state)
@@ -69,25 +70,25 @@ def test_a_round_goes_from_the_barrier_to_the_published_model() -> None:
 
 @pytest.mark.parametrize(("barrier", "starts"), [("none", True), ("joined", True), ("matched", False)])
 def test_each_barrier_waits_for_its_own_condition(barrier: str, starts: bool) -> None:
-    state = after(Joined("a"), Joined("b"), Opened(1, Rules(min_clients=2, barrier=barrier)))
+    state = after(Joined("a"), Joined("b"), RoundOpened(1, RoundRules(min_clients=2, barrier=barrier)))
     assert (due(state, 0) == Start(ALL)) is starts
 
 
 def test_without_a_barrier_one_client_is_enough() -> None:
-    state = after(Opened(1, Rules(min_clients=5, barrier="none")))
+    state = after(RoundOpened(1, RoundRules(min_clients=5, barrier="none")))
     assert due(state, 0) is None
     assert due(after(Joined("a"), state=state), 0) == Start(frozenset("a"))
 
 
 def test_a_round_is_abandoned_if_too_few_clients_reach_its_barrier_in_time() -> None:
-    state = after(Matched("a"), Opened(1, Rules(min_clients=2, barrier_timeout=30)))
+    state = after(Matched("a"), RoundOpened(1, RoundRules(min_clients=2, barrier_timeout=30)))
     assert wake_at(state, 0) == 30
     assert due(state, 29.9) is None
     assert due(state, 30) == Abandon("barrier_timeout")
 
 
 def test_a_round_waits_for_a_lost_client_only_during_its_grace_period() -> None:
-    state = after(Delivered("a"), state=training(Rules(min_clients=2, grace=5)))
+    state = after(Delivered("a"), state=training(RoundRules(min_clients=2, grace=5)))
     state = apply(state, Left("b"), 10.0)
     assert wake_at(state, 10) == 15
     assert due(state, 14.9) is None
@@ -101,18 +102,18 @@ def test_a_round_waits_again_for_a_client_that_comes_back_within_its_grace_perio
 
 
 def test_the_deadline_closes_the_round_with_the_delivered_updates() -> None:
-    state = after(Delivered("a"), state=training(Rules(min_clients=2, deadline=60)))
+    state = after(Delivered("a"), state=training(RoundRules(min_clients=2, deadline=60)))
     assert due(state, 59) is None
     assert due(state, 60) == Aggregate()
 
 
 def test_too_few_updates_at_the_deadline_abandon_the_round() -> None:
-    rules = Rules(min_clients=2, min_to_aggregate=2, deadline=60)
+    rules = RoundRules(min_clients=2, min_to_aggregate=2, deadline=60)
     assert due(after(Delivered("a"), state=training(rules)), 60) == Abandon("too_few_clients")
 
 
 def test_close_at_minimum_does_not_wait_for_the_rest() -> None:
-    rules = Rules(min_clients=2, close_at_minimum=True)
+    rules = RoundRules(min_clients=2, close_at_minimum=True)
     assert due(after(Delivered("b"), state=training(rules)), 0) == Aggregate()
 
 
@@ -132,7 +133,7 @@ def test_a_round_is_abandoned_when_all_its_clients_have_failed() -> None:
 
 
 def test_evaluation_ends_at_its_deadline() -> None:
-    state = training(Rules(min_clients=2, evaluate_timeout=9))
+    state = training(RoundRules(min_clients=2, evaluate_timeout=9))
     state = after(Delivered("a"), Delivered("b"), Closed(), Published(ALL), Evaluated("a"), state=state)
     assert due(state, 8) is None
     assert due(state, 9) == Finish()
@@ -146,25 +147,25 @@ def test_the_evaluation_of_a_client_that_was_not_asked_does_not_replace_one_that
 
 def test_the_same_seed_samples_the_same_clients_but_each_round_samples_again() -> None:
     members = [Matched(f"c{i}") for i in range(20)]
-    rules = Rules(min_clients=20, sample_clients=5, seed=3)
-    sampled = [due(after(*members, Opened(number, rules)), 0) for number in range(1, 8)]
+    rules = RoundRules(min_clients=20, sample_clients=5, seed=3)
+    sampled = [due(after(*members, RoundOpened(number, rules)), 0) for number in range(1, 8)]
     assert all(isinstance(effect, Start) and len(effect.clients) == 5 for effect in sampled)
-    assert sampled[0] == due(after(*reversed(members), Opened(1, rules)), 0)
+    assert sampled[0] == due(after(*reversed(members), RoundOpened(1, rules)), 0)
     assert len(set(sampled)) > 1
 
 
 def test_a_ratio_of_the_clients_is_rounded_up_and_never_below_the_minimum() -> None:
     members = [Matched(f"c{i}") for i in range(10)]
-    few = due(after(*members, Opened(1, Rules(min_clients=10, sample_ratio=0.25))), 0)
+    few = due(after(*members, RoundOpened(1, RoundRules(min_clients=10, sample_ratio=0.25))), 0)
     assert isinstance(few, Start)
     assert len(few.clients) == 3
-    least = due(after(*members, Opened(1, Rules(min_clients=10, sample_ratio=0.1, min_to_aggregate=4))), 0)
+    least = due(after(*members, RoundOpened(1, RoundRules(min_clients=10, sample_ratio=0.1, min_to_aggregate=4))), 0)
     assert isinstance(least, Start)
     assert len(least.clients) == 4
 
 
 def test_a_resumed_round_gives_its_clients_time_to_come_back() -> None:
-    round_ = Round(3, Rules(grace=5), Phase.TRAINING, 0.0, selected=ALL, delivered=frozenset("a"))
+    round_ = Round(3, RoundRules(grace=5), Phase.TRAINING, 0.0, selected=ALL, delivered=frozenset("a"))
     state = after(Resumed(round_, grace=30, elapsed=0), now=100.0)
     assert pending(state, 100) == {"b"}
     assert due(state, 129.9) is None
@@ -172,17 +173,17 @@ def test_a_resumed_round_gives_its_clients_time_to_come_back() -> None:
 
 
 def test_a_resumed_round_has_no_more_time_than_it_had_left() -> None:
-    round_ = Round(3, Rules(grace=5, deadline=60), Phase.TRAINING, 0.0, selected=ALL, delivered=frozenset("a"))
+    round_ = Round(3, RoundRules(grace=5, deadline=60), Phase.TRAINING, 0.0, selected=ALL, delivered=frozenset("a"))
     state = after(Resumed(round_, grace=30, elapsed=50), now=100.0)
     assert due(state, 109.9) is None
     assert due(state, 110) == Aggregate(), "10 s were left, and the grace lies within them"
-    waiting = after(Opened(3, Rules(barrier_timeout=60), elapsed=50), now=100.0)
+    waiting = after(RoundOpened(3, RoundRules(barrier_timeout=60), elapsed=50), now=100.0)
     assert due(waiting, 109.9) is None
     assert due(waiting, 110) == Abandon("barrier_timeout")
 
 
 def test_time_in_which_no_client_could_continue_does_not_count() -> None:
-    state = after(Delayed(500), state=training(Rules(deadline=60)), now=30)
+    state = after(Delayed(500), state=training(RoundRules(deadline=60)), now=30)
     assert due(state, 559.9) is None
     assert due(state, 560) is not None
 
@@ -201,12 +202,12 @@ def test_an_abandoned_round_finishes_at_once() -> None:
 
 
 def test_nothing_is_due_without_a_round() -> None:
-    assert due(State(), 0) is None
-    assert wake_at(State(), 0) == inf
+    assert due(RoundState(), 0) is None
+    assert wake_at(RoundState(), 0) == inf
 
 
 @pytest.mark.parametrize(
-    "event", [Closed(), Published(ALL), Started(ALL), Finished(), Opened(2, Rules()), Delivered("stranger")]
+    "event", [Closed(), Published(ALL), Started(ALL), Finished(), RoundOpened(2, RoundRules()), Delivered("stranger")]
 )
 def test_an_event_out_of_order_is_refused(event: Event) -> None:
     state = training()

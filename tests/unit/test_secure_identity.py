@@ -10,7 +10,7 @@ from tests.pki import Pki
 from fedring.rpc.certificates import load_authorities
 from fedring.rpc.identity import Role
 from fedring.secure.signing import BadProof, Proof, public_bytes
-from fedring.server.round.secure_rounds import check_identity
+from fedring.server.secure.rounds import check_identity
 
 
 @pytest.fixture(scope="module")

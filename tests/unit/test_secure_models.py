@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from tests.closed_rounds import next_model, secure_round_of
 from tests.damage import flip
 from tests.masked_groups import masked
 
@@ -19,9 +20,10 @@ from fedring.server.config import ServerConfig
 from fedring.server.model.masked_sum import GroupMasks
 from fedring.server.model.modelfile import ModelReader
 from fedring.server.model.models import Models
-from fedring.server.model.secure_scales import Pace, Spread, read_spread, secure_round
+from fedring.server.model.secure_scales import Pace, Spread, pace_in, secure_round
 from fedring.server.operator.job_checks import JobChecks
 from fedring.server.state.blobs import FileBlobs
+from fedring.server.state.checked import read_checked
 from fedring.server.state.facts import Facts
 from fedring.server.state.failures import DamagedModel, DamagedUpdates
 from fedring.server.state.rows import ModelRow, UpdateRow, lay_out
@@ -77,7 +79,7 @@ class Rounds:
         damage: str = "",
     ) -> ModelRow:
         """Make the next model of updates that are drawn by the base's version."""
-        secure = self.models.maker.secure_round(base, job)
+        secure = secure_round_of(self.models.maker, base, job)
         rng, rows, told = np.random.default_rng(base.version), list[UpdateRow](), list[GroupMasks]()
         for group in groups:
             masks, made = self._group(group, secure, rng, lost)
@@ -85,7 +87,9 @@ class Rounds:
             rows += [self._row(client, payload, damaged=client == damage) for client, payload in made.items()]
         kept = {client for masks in told for client in masks.clients}
         updates = [row for row in rows if row.client_id in kept]
-        return self.models.maker.next(base, updates, job, 1, base.version + 1, seed=3, masks=told, secure=secure)
+        return next_model(
+            self.models.maker, base, updates, job, 1, base.version + 1, seed=3, groups=told, secure=secure
+        )
 
     def _group(
         self, clients: Sequence[str], secure: SecureRound, rng: np.random.Generator, lost: Sequence[str]
@@ -167,7 +171,7 @@ def test_a_server_optimizer_and_an_encoded_download_take_the_sum_like_any_mean(r
     assert other.optimizer_blob
     step = np.abs(rounds.values(other) - rounds.values(one)).max()
     assert step < 0.05
-    assert read_spread(rounds.blobs, one, 64) is not None
+    assert pace_in(read_checked(rounds.blobs, one.spread_blob), SIZE, 64) is not None
     assert one.spread_blob == other.spread_blob
 
 
@@ -182,19 +186,19 @@ def test_a_damaged_update_is_named_and_nothing_is_made(rounds: Rounds) -> None:
 def test_masks_belong_to_jobs_with_secure_aggregation_only(rounds: Rounds) -> None:
     job = spec()
     base = rounds.first(job)
-    with pytest.raises(ValueError, match="masks belong to jobs"):
-        rounds.models.maker.next(base, [], job, 1, 2)
+    with pytest.raises(ValueError, match="groups belong to jobs"):
+        next_model(rounds.models.maker, base, [], job, 1, 2)
 
 
 def test_steps_follow_the_last_aggregate_of_each_block(rounds: Rounds) -> None:
     job = spec()
     base = rounds.first(job)
-    first = rounds.models.maker.secure_round(base, job)
+    first = secure_round_of(rounds.models.maker, base, job)
     np.testing.assert_allclose(open_blocks(first, SIZE).scales, 0.5 * 5 / np.sqrt(SIZE), rtol=1e-6)
     made = rounds.run(job, base)
     delta = np.pad(rounds.sums["client-0"] / 8, (0, 79 * 64 - SIZE)).reshape(79, 64)
     rms = np.sqrt((delta**2).sum(axis=1) / np.minimum(64, SIZE - 64 * np.arange(79)))
-    second = open_blocks(rounds.models.maker.secure_round(made, job), SIZE)
+    second = open_blocks(secure_round_of(rounds.models.maker, made, job), SIZE)
     np.testing.assert_allclose(second.scales, 0.5 * rms, rtol=1e-6)
 
 
@@ -202,15 +206,19 @@ def test_the_same_round_has_the_same_steps_and_blocks_after_a_restart(rounds: Ro
     job = spec({"keep_ratio": 0.1})
     base = rounds.run(job, rounds.first(job))
     again = Models(rounds.blobs, rounds.facts.pool, ServerConfig.model_validate({"state_dir": rounds.root}), "run-1")
-    told = rounds.models.maker.secure_round(base, job)
-    assert again.maker.secure_round(base, job) == told != rounds.models.maker.secure_round(rounds.run(job, base), job)
+    told = secure_round_of(rounds.models.maker, base, job)
+    assert (
+        secure_round_of(again.maker, base, job)
+        == told
+        != secure_round_of(rounds.models.maker, rounds.run(job, base), job)
+    )
 
 
 def test_a_model_without_a_spread_for_these_blocks_starts_from_the_first_norm(rounds: Rounds) -> None:
     job, other = spec(), spec({"block": 128})
     base = rounds.run(job, rounds.first(job))
-    assert read_spread(rounds.blobs, base, 128) is None
-    scales = open_blocks(rounds.models.maker.secure_round(base, other), SIZE).scales
+    assert pace_in(read_checked(rounds.blobs, base.spread_blob), SIZE, 128) is None
+    scales = open_blocks(secure_round_of(rounds.models.maker, base, other), SIZE).scales
     np.testing.assert_allclose(scales, 0.5 * 5 / np.sqrt(SIZE), rtol=1e-6)
 
 
@@ -220,7 +228,7 @@ def test_a_damaged_spread_is_the_models_damage(rounds: Rounds) -> None:
     rounds.models.versions.remember(base)
     flip(rounds.root / "blobs" / base.spread_blob)
     with pytest.raises(DamagedModel):
-        rounds.models.maker.secure_round(base, job)
+        secure_round_of(rounds.models.maker, base, job)
 
 
 def row(size: int = SIZE) -> ModelRow:

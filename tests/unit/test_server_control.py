@@ -11,12 +11,13 @@ from fedring.daemon.config import merge
 from fedring.rpc.errors import ClientInUse, NoSuchClient
 from fedring.server.config import ServerConfig
 from fedring.server.model.models import Models
-from fedring.server.operator import control as control_module
-from fedring.server.operator.control import ControlService, _defaults_for
+from fedring.server.operator import listings
+from fedring.server.operator.control import ControlService
+from fedring.server.operator.job_requests import _defaults_for
 from fedring.server.parts import Parts, assemble
 from fedring.server.round.events import Left
-from fedring.server.round.sessions import Sessions
-from fedring.server.service.downloads import ModelBlobService
+from fedring.server.services import control_service, model_streams
+from fedring.server.sessions.sessions import Sessions
 from fedring.server.state.blobs import FileBlobs
 from fedring.server.state.facts import Facts
 from fedring.server.state.rows import JobRow, RoundRow
@@ -88,7 +89,7 @@ async def test_a_reply_ends_where_it_is_full_even_if_more_rounds_were_read(
 ) -> None:
     store.fill(20, clients=200)
     store.fill(20, clients=2)
-    monkeypatch.setattr(control_module, "PAGE_BYTES", 20_000)
+    monkeypatch.setattr(listings, "PAGE_BYTES", 20_000)
     answer = await service.ListRounds(pb.ListRequest(limit=40), None)
     assert answer.ByteSize() < 20_000 + 2 * answer.rounds[-1].ByteSize()
     assert max(store.read) > 20  # this transaction read small and large rounds
@@ -99,7 +100,7 @@ async def test_a_reply_ends_where_it_is_full_even_if_more_rounds_were_read(
 
 
 def control_of(parts: Parts, config: ServerConfig) -> ControlService:
-    return ControlService(parts, ModelBlobService(parts, config), config, "1", refused=dict)
+    return control_service(parts, model_streams(parts), config, refused=dict)
 
 
 async def test_a_client_is_forgotten_once_it_is_away_and_its_round_has_ended(tmp_path: Path) -> None:
@@ -116,7 +117,7 @@ async def test_a_client_is_forgotten_once_it_is_away_and_its_round_has_ended(tmp
         with pytest.raises(ClientInUse, match="a is in session: stop its fl-client first"):
             await control.ForgetClient(request, None)
         host.sessions.drop(sessions["a"])
-        host.rounds.handle(Left("a"))
+        host.rounds.presence(Left("a"))
         with pytest.raises(
             ClientInUse, match=f"an update of a is in round {command.job_round} of job {job.job_id}: wait until"
         ):

@@ -10,7 +10,7 @@ from tests.unit.host import Host, running, spec
 from fedring.server.config import ServerConfig
 from fedring.server.model.models import Models
 from fedring.server.parts import assemble
-from fedring.server.round.sessions import Sessions
+from fedring.server.sessions.sessions import Sessions
 from fedring.server.state.blobs import FileBlobs
 from fedring.server.state.facts import Facts
 from fedring.server.state.failures import FsyncFailed, StoreError

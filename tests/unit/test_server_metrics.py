@@ -15,6 +15,7 @@ from fedring.codec.errors import CodecError
 from fedring.rpc import errors
 from fedring.rpc.errors import FedringError, OtherUpdate, Stalled, Unavailable
 from fedring.server.guard.auth import REASONS
+from fedring.server.operator.metrics import Metrics
 from fedring.server.round import machine as rd
 from fedring.server.round.events import (
     Abandoned,
@@ -25,19 +26,20 @@ from fedring.server.round.events import (
     Joined,
     Lost,
     Matched,
-    Opened,
     Phase,
     Published,
     Resumed,
     Round,
-    Rules,
+    RoundOpened,
+    RoundRules,
+    RoundState,
     Started,
-    State,
 )
-from fedring.server.round.metrics import REJECTIONS, Metrics
 from fedring.server.state.rows import UpdateRow
+from fedring.server.update.metrics import REJECTIONS
 
 OTHERS = {
+    "bad_evaluation",
     "bad_schema",
     "bad_ranges",
     "unknown_model",
@@ -86,7 +88,11 @@ def test_every_reason_for_a_refusal_has_a_series() -> None:
     codec, server = (Path(package.__path__[0]) for package in (fedring.codec, fedring.server))
     files = [path for path in codec.glob("*.py") if path.stem != "gradient"]  # gradients are not updates
     files += [path for room in ("update", "model", "state") for path in (server / room).glob("*.py")]
-    files += [server / "service" / "uploads.py", server / "round" / "eligibility.py"]
+    files += [
+        server / "service" / "uploads.py",
+        server / "service" / "upload_calls.py",
+        server / "round" / "eligibility.py",
+    ]
     found = {reason for path in files for reason in reasons_in(path)}
     assert {"bad_indices", "bad_chunk", "non_finite", "missing_blob", "not_selected"} <= found
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, FedringError)]
@@ -95,7 +101,7 @@ def test_every_reason_for_a_refusal_has_a_series() -> None:
 
 
 def test_an_unknown_reason_is_counted_as_other(metrics: Metrics) -> None:
-    metrics.refused(CodecError("made_up_by_a_client"))
+    metrics.updates.refused(CodecError("made_up_by_a_client"))
     assert value(metrics, "fl_server_updates_rejected_total", reason="other") == 1
     assert (
         metrics.registry.get_sample_value("fl_server_updates_rejected_total", {"reason": "made_up_by_a_client"}) is None
@@ -104,10 +110,10 @@ def test_an_unknown_reason_is_counted_as_other(metrics: Metrics) -> None:
 
 def test_an_upload_that_the_client_continues_is_interrupted_and_not_rejected(metrics: Metrics) -> None:
     for error in (Stalled(), Unavailable(), asyncio.CancelledError()):
-        metrics.refused(error)
+        metrics.updates.refused(error)
     assert value(metrics, "fl_server_updates_total", result="interrupted") == 3
     assert value(metrics, "fl_server_updates_total", result="rejected") == 0
-    metrics.refused(OtherUpdate())
+    metrics.updates.refused(OtherUpdate())
     assert value(metrics, "fl_server_updates_total", result="rejected") == 1
     assert value(metrics, "fl_server_updates_rejected_total", reason="already_accepted_other") == 1
 
@@ -124,13 +130,13 @@ def test_every_series_exists_from_the_start(metrics: Metrics) -> None:
 
 def play(metrics: Metrics, *events: tuple[float, Event]) -> None:
     """Apply the events at their times, and report each state of the round to the metrics."""
-    state = State()
+    state = RoundState()
     for at, event in events:
         before, state = state, rd.apply(state, event, at)
-        metrics.moved(before.round, state.round, at)
+        metrics.rounds.moved(before.round, state.round, at)
 
 
-OPENED = Opened(7, Rules(min_clients=3, deadline=90.0))
+OPENED = RoundOpened(7, RoundRules(min_clients=3, deadline=90.0))
 STARTED: list[tuple[float, Event]] = [
     (0.0, Joined("a")),
     (0.0, Matched("a")),
@@ -168,21 +174,21 @@ def test_an_abandoned_round_is_counted_as_abandoned(metrics: Metrics) -> None:
 
 
 def test_a_round_that_a_restart_interrupted_is_counted_once(metrics: Metrics) -> None:
-    round_ = Round(7, Rules(), Phase.TRAINING, 0.0, selected=frozenset("a"))
+    round_ = Round(7, RoundRules(), Phase.TRAINING, 0.0, selected=frozenset("a"))
     play(metrics, (100.0, Resumed(round_, 30.0, 0.0)), (103.0, Closed()), (104.0, Published(frozenset())))
     assert value(metrics, "fl_server_rounds_total", result="published") == 1
     assert value(metrics, "fl_server_round_duration_seconds_sum") == 4.0
 
 
 def test_an_accepted_update_that_was_lost_is_counted(metrics: Metrics) -> None:
-    round_ = Round(7, Rules(), Phase.TRAINING, 0.0, selected=frozenset("ab"), delivered=frozenset("ab"))
+    round_ = Round(7, RoundRules(), Phase.TRAINING, 0.0, selected=frozenset("ab"), delivered=frozenset("ab"))
     play(metrics, (100.0, Resumed(round_, 30.0, 0.0)), (103.0, Closed()), (104.0, Lost("a")))
     assert value(metrics, "fl_server_updates_lost_total") == 1
 
 
 def test_the_size_and_the_norm_of_an_accepted_update_are_observed(metrics: Metrics) -> None:
     row = UpdateRow(1, "a", "d", "n", (), 10, 4000, 0.5, 2.5, 0.0)
-    metrics.accepted(row, norm=True)
+    metrics.updates.accepted(row, norm=True)
     assert value(metrics, "fl_server_updates_total", result="accepted") == 1
     assert value(metrics, "fl_server_update_bytes_sum") == 4000
     assert value(metrics, "fl_server_update_norm_sum") == 2.5
@@ -190,31 +196,31 @@ def test_the_size_and_the_norm_of_an_accepted_update_are_observed(metrics: Metri
 
 def test_the_servers_own_evaluation_is_used_if_no_client_has_evaluated(metrics: Metrics) -> None:
     on_server = {"server/accuracy": 0.5, "server/loss": 2.0}
-    metrics.evaluated({"metrics": on_server})
+    metrics.rounds.evaluated({"metrics": on_server})
     assert value(metrics, "fl_server_model_accuracy_ratio") == 0.5
-    metrics.evaluated({"metrics": {**on_server, "eval/accuracy": 0.9, "eval/loss": 0.5}})
+    metrics.rounds.evaluated({"metrics": {**on_server, "eval/accuracy": 0.9, "eval/loss": 0.5}})
     assert value(metrics, "fl_server_model_accuracy_ratio") == 0.9
     assert value(metrics, "fl_server_model_loss") == 0.5
-    metrics.evaluated({"metrics": {"train/loss": 9.0}})  # it was not evaluated
+    metrics.rounds.evaluated({"metrics": {"train/loss": 9.0}})  # it was not evaluated
     assert value(metrics, "fl_server_model_accuracy_ratio") == 0.9
 
 
 def test_no_accuracy_is_shown_for_a_model_without_one(metrics: Metrics) -> None:
-    metrics.evaluated({"metrics": {"eval/accuracy": 0.9, "eval/loss": 0.5}})
-    metrics.evaluated({"metrics": {"eval/loss": 0.25}})
+    metrics.rounds.evaluated({"metrics": {"eval/accuracy": 0.9, "eval/loss": 0.5}})
+    metrics.rounds.evaluated({"metrics": {"eval/loss": 0.25}})
     assert isnan(value(metrics, "fl_server_model_accuracy_ratio"))
     assert value(metrics, "fl_server_model_loss") == 0.25
 
 
 def test_named_figures_are_those_of_the_newest_round_and_cannot_create_series_without_end(metrics: Metrics) -> None:
-    metrics.evaluated({"metrics": {"train/f1": 0.5, "eval/loss": 1.0}})
+    metrics.rounds.evaluated({"metrics": {"train/f1": 0.5, "eval/loss": 1.0}})
     assert value(metrics, "fl_server_round_metric", metric="train/f1") == 0.5
     for number in range(10):
-        metrics.evaluated({"metrics": {f"train/{number}-{name}": 1.0 for name in range(32)}})
-    names = {sample.labels["metric"] for family in metrics.named.collect() for sample in family.samples}
+        metrics.rounds.evaluated({"metrics": {f"train/{number}-{name}": 1.0 for name in range(32)}})
+    names = {sample.labels["metric"] for family in metrics.rounds.named.collect() for sample in family.samples}
     assert names == set()  # all names were used up before
-    metrics.evaluated({"metrics": {"train/f1": 0.75, "train/new": 1.0}})
-    (family,) = metrics.named.collect()
+    metrics.rounds.evaluated({"metrics": {"train/f1": 0.75, "train/new": 1.0}})
+    (family,) = metrics.rounds.named.collect()
     assert [(sample.labels["metric"], sample.value) for sample in family.samples] == [("train/f1", 0.75)]
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
+from tests.closed_rounds import next_model
 
 from fedring.codec import Encoding, Vectors, decode, encode
 from fedring.codec.digest import name_of
@@ -67,7 +68,7 @@ class Line:
         name, size = name_of(b"an update"), partial.size
         update = UpdateRow(1, "a", partial.digest, name, packets, 1, size, 0.1, 1.0, 2.0, blob=partial.digest)
         self.blobs.seal_many([partial])[0]
-        row = self.models.maker.next(self.rows[-1], [update], job, len(self.rows), len(self.rows) + 1)
+        row = next_model(self.models.maker, self.rows[-1], [update], job, len(self.rows), len(self.rows) + 1)
         self.models.versions.remember(row)
         self.rows.append(row)
         return row

@@ -2,7 +2,7 @@
 
 import json
 
-from fedring.server.round.events import Rules
+from fedring.server.round.events import RoundRules
 from fedring.server.round.plan import job_spec, rules_of, train_cmd
 from fedring.train.job import Job
 
@@ -46,7 +46,7 @@ JOB = Job.model_validate(
 
 
 def test_the_rules_of_a_round_are_those_of_its_job() -> None:
-    expected = Rules(
+    expected = RoundRules(
         min_clients=4,
         barrier="joined",
         barrier_timeout=1.5,
@@ -67,7 +67,8 @@ def test_clients_receive_every_key_of_a_job_that_concerns_training() -> None:
     sent = {field.name for field, _ in spec.ListFields()}
     # The first two are for other modes, the next ones are tables that a job may do without, and the last one depends on
     # the model's values.
-    others = {"data_parallel", "pipeline", "personal", "dp", "sample_dp", "secure_aggregation", "frozen_digest"}
+    others = {"data_parallel", "pipeline", "personal", "dp", "sample_dp", "secure_aggregation", "transforms"}
+    others |= {"frozen_digest"}
     assert sent == {field.name for field in spec.DESCRIPTOR.fields} - others
     assert (list(spec.shared), list(spec.private)) == (["*"], ["*.bn*"])
     assert json.loads(spec.model_args) == {"hidden": 3}

@@ -7,18 +7,18 @@ from math import inf
 import pytest
 from tests.opened_rounds import opened
 
-from fedring.server.round.events import Abandoned, Event, Joined, Matched, Opened, Rules, Started, State
+from fedring.server.round.events import Abandoned, Event, Joined, Matched, RoundOpened, RoundRules, RoundState, Started
 from fedring.server.round.machine import apply
 from fedring.server.round.progress import RoundProgress, why_abandoned
 
-OPENED = Opened(7, Rules(min_clients=2))
+OPENED = RoundOpened(7, RoundRules(min_clients=2))
 LISTEN = "10.0.0.5:8443"
 
 TITLE = "round 2 of job 4"
 
 
-def after(*events: Event, state: State | None = None) -> State:
-    return reduce(lambda before, event: apply(before, event, 0.0), events, state or State())
+def after(*events: Event, state: RoundState | None = None) -> RoundState:
+    return reduce(lambda before, event: apply(before, event, 0.0), events, state or RoundState())
 
 
 class TestProgress:
@@ -43,7 +43,7 @@ class TestProgress:
         assert RoundProgress().news(state, TITLE, 10.0)[0] == f"{TITLE}: ready=0/2 (min=1)"
 
     def test_nothing_is_reported_without_a_round(self) -> None:
-        assert RoundProgress().news(State(), "", 10.0) == ("", inf)
+        assert RoundProgress().news(RoundState(), "", 10.0) == ("", inf)
 
 
 class TestWhyARoundWasAbandoned:

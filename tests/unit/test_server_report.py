@@ -2,7 +2,8 @@
 
 import json
 
-from fedring.server.round.report import job_message, model_message, round_message
+from fedring.server.operator.report import job_message, model_message
+from fedring.server.round.report import round_message
 from fedring.server.state.rows import EvaluationRow, JobRow, ModelRow, RoundRow
 from fedring.v1 import control_pb2 as pb
 

@@ -4,7 +4,7 @@ from math import inf, nan
 
 import pytest
 
-from fedring.server.group.returns import MOST_SECONDS, Returns
+from fedring.server.sessions.returns import MOST_SECONDS, Returns
 
 
 def test_the_slowest_return_is_the_longest_absence_or_start() -> None:

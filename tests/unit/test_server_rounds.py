@@ -17,7 +17,7 @@ from fedring.codec.digest import name_of
 from fedring.rpc.errors import BadUpdate, DamagedOnTheWay, OtherUpdate, Overloaded, UnknownRound
 from fedring.server.round import machine as rd
 from fedring.server.round.events import Abandon, Joined
-from fedring.server.service import uploads
+from fedring.server.service import upload_calls
 from fedring.server.state.rows import LastAccepted
 from fedring.server.state.store import SqlStore
 from fedring.server.update.admission import check_payload
@@ -77,11 +77,11 @@ async def test_an_update_that_is_being_accepted_at_the_deadline_counts(host: Hos
     host.gate.close("accept_updates")
     offer = host.offer(host.update(command, "a"))
     await host.gate.reached()
-    state = host.rounds.state
-    assert state.round is not None
-    host.rounds.state = replace(state, round=replace(state.round, since=state.round.since - 600))
-    assert rd.due(host.rounds.state, time.monotonic()) == Abandon("too_few_clients")
-    host.rounds.handle(Joined("c"))
+    open_ = host.round
+    assert open_.state.round is not None
+    open_.state = replace(open_.state, round=replace(open_.state.round, since=open_.state.round.since - 600))
+    assert rd.due(open_.state, time.monotonic()) == Abandon("too_few_clients")
+    host.rounds.presence(Joined("c"))
     await asyncio.sleep(0)  # the effect that is due has begun
     host.gate.open()
     assert not await offer
@@ -139,13 +139,13 @@ async def test_an_evaluation_that_arrives_while_its_round_ends_does_no_harm(host
     await host.gate.reached()
     assert host.rounds.latest is not None
     report = pb.EvaluationReport(round=command.round, model_digest=host.rounds.latest.digest, total=1)
-    evaluated = asyncio.create_task(host.rounds.evaluated("a", report))
+    evaluated = asyncio.create_task(host.parts.reports.evaluated("a", report))
     await asyncio.sleep(0)  # the report is being recorded
     host.gate.open()
     await evaluated
     assert await host.ended(job.job_id) == "completed"
     with pytest.raises(UnknownRound) as refused:
-        await host.rounds.evaluated("a", report)
+        await host.parts.reports.evaluated("a", report)
     assert refused.value.reason == "round_closed"
     assert len(await host.facts.db(host.store.evaluations, 2)) == 1
 
@@ -161,7 +161,7 @@ async def test_old_updates_are_deleted_while_the_clients_of_a_later_round_train(
     async with asyncio.timeout(60):
         while await host.facts.db(host.store.updates_of, first.round):
             pass
-    assert host.rounds.open is not None
+    assert host.round.row.job_round == host.config.keep_update_rounds + 2
 
 
 async def test_a_model_whose_loss_is_not_a_number_is_published_without_an_accuracy(host: Host) -> None:
@@ -198,7 +198,7 @@ async def test_a_small_payload_with_many_values_is_not_checked_in_the_event_loop
         in_main_thread.append(threading.current_thread() is threading.main_thread())
         return check_payload(*given)
 
-    monkeypatch.setattr(uploads, "check_payload", check)
+    monkeypatch.setattr(upload_calls, "check_payload", check)
     session = host.join("a")
     for size in (SIZE, 500_000):
         await host.jobs.start(spec(model_args={"size": size}), "")

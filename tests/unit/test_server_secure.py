@@ -13,9 +13,9 @@ from fedring.rpc.errors import UnknownRound
 from fedring.secure.keys import draw_secrets
 from fedring.secure.roster import signed_keys
 from fedring.secure.signing import Proof, public_bytes
-from fedring.server.round.events import Phase
+from fedring.server.round.events import Delayed, Phase
 from fedring.server.round.open_round import OpenRound
-from fedring.server.round.sessions import Session
+from fedring.server.sessions.sessions import Session
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1 import secure_pb2 as wire
 
@@ -35,8 +35,7 @@ async def begun(host: Host, **keys: Any) -> tuple[int, list[Session], OpenRound]
     job, _ = await host.jobs.start(spec(**fixed | keys), "")
     for session in sessions:
         await host.command(session)
-    assert host.rounds.open is not None
-    return job.job_id, sessions, host.rounds.open
+    return job.job_id, sessions, host.round
 
 
 def keys_of(name: str, command: pb.TrainCmd) -> wire.SecureKeys:
@@ -68,17 +67,14 @@ async def test_no_message_is_kept_of_a_round_that_ends_while_it_is_checked(
 
 async def test_a_round_is_not_given_up_while_the_disk_takes_no_messages(host: Host) -> None:
     _, sessions, open_ = await begun(host)
-    secure = open_.secure
-    assert secure is not None
     host.facts.storage.fail("disk_full")
-    secure.delay(-600)  # the step's time is over
-    host.rounds.changed.set()
+    host.rounds.handle(open_, Delayed(-600))  # the step's time is over
     async with asyncio.timeout(60):
-        while not open_.waits_for_disk:
-            assert host.rounds.state.round is not None
-            assert host.rounds.state.round.phase is Phase.TRAINING
+        while open_.changed.is_set():  # until the runner has looked at what is due
+            assert open_.phase is Phase.TRAINING
             await asyncio.sleep(0)
-    secure.delay(600)  # as soon as the disk works again, the time that it has taken is given back
+    assert open_.phase is Phase.TRAINING
+    host.rounds.handle(open_, Delayed(600))  # as soon as the disk works again, the time that it has taken is given back
     host.facts.storage.mend()
     await send_keys(host, open_)
     async with asyncio.timeout(60):

@@ -8,7 +8,7 @@ import pytest
 from fedring.rpc.contract import RESUME_SECRET, SESSION_KEY
 from fedring.rpc.errors import BadRequest, IdInUse, NoSession, NotAllowed, Overloaded, Superseded
 from fedring.rpc.identity import IDENTITY, LOCAL, Identity, Role
-from fedring.server.round.sessions import MOST_CALLS, OUTBOX, Session, Sessions
+from fedring.server.sessions.sessions import MOST_CALLS, OUTBOX, Session, Sessions
 from fedring.v1 import federation_pb2 as pb
 
 

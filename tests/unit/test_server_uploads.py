@@ -15,8 +15,9 @@ from fedring.codec import Encoding, encode
 from fedring.codec.digest import name_of, update_name
 from fedring.rpc.errors import DamagedOnTheWay, Gone, NotAllowed, OtherUpdate, TooLarge, UnknownRound
 from fedring.rpc.streams import METER, CallMeter
-from fedring.server.round.sessions import Session
-from fedring.server.service import uploads
+from fedring.server.service import upload_calls
+from fedring.server.services import update_service
+from fedring.server.sessions.sessions import Session
 from fedring.server.update.admission import check_payload
 from fedring.v1 import federation_pb2 as pb
 
@@ -78,9 +79,9 @@ async def test_an_upload_gives_way_to_the_next_of_its_client_wherever_it_is(
         host.gate.pass_("check")
         return check_payload(*given)
 
-    monkeypatch.setattr(uploads, "check_payload", check)
+    monkeypatch.setattr(upload_calls, "check_payload", check)
     config = host.config.model_copy(update={"max_transfers": 2})  # a slot that is not given back would soon be missed
-    host.uploads = uploads.ClientUpdateService(host.parts, config)
+    host.uploads = update_service(host.parts, config)
     session, never = host.join("a"), asyncio.Event()
     job, _ = await host.jobs.start(spec(model_args={"size": LARGE.size}), "")
     command = await host.command(session)

@@ -6,6 +6,7 @@ To check another implementation, add it to IMPLEMENTATIONS.
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.store_implementations import IMPLEMENTATIONS, Implementation
@@ -156,11 +157,12 @@ class TestStore:
             store.accept_updates([an_update(row.round, "bob", digest)])
         for version in (1, 2, 3):
             made = a_model(version, residual=f"{16 + version:064x}", optimizer=f"{32 + version:064x}")
-            store.publish(replace(made, control_blob=f"{48 + version:064x}", control_digest="of c"))
+            others: dict[str, Any] = {"transforms_blob": f"{64 + version:064x}", "control_digest": "of c"}
+            store.publish(replace(made, control_blob=f"{48 + version:064x}", **others))
             store.add_evaluation(EvaluationRow(new.round, version, "bob", 1, 2, 0.5))
         pruned = store.prune(keep_models=2, keep_update_rounds=1, keep_rounds=99)
         assert pruned.rows == 2
-        state = [f"{base + version:064x}" for base in (16, 32, 48) for version in (1, 2)]
+        state = [f"{base + version:064x}" for base in (16, 32, 48, 64) for version in (1, 2)]
         assert pruned.blobs == {"blake3-" + "bb" * 32, a_model(1).blob, *state}
         kept = {
             "blake3-" + "aa" * 32,
@@ -170,6 +172,7 @@ class TestStore:
             f"{19:064x}",
             f"{35:064x}",
             f"{51:064x}",
+            f"{67:064x}",
         }
         assert [row.control_digest for row in store.models()] == ["of c", ""]
         assert store.named_blobs() == kept

@@ -12,6 +12,7 @@ from fedring.codec.masked import Width, masked_packet
 from fedring.codec.schema import Entry, Schema
 from fedring.rpc.chunks import CHUNK_BYTES
 from fedring.rpc.errors import FedringError, UnknownRound
+from fedring.server.model.terms import Terms
 from fedring.server.update.upload import (
     Accept,
     Accepted,
@@ -30,10 +31,9 @@ from fedring.server.update.upload import (
     Open,
     Opened,
     Read,
+    ReplySent,
     Send,
-    Sent,
     TakeDigest,
-    Terms,
     TooLate,
     Upload,
     Write,
@@ -68,7 +68,7 @@ def after(*events: Event, upload: Upload | None = None) -> Effect:
 
 
 RECEIVED = (
-    *(Offered(offer()), Known(""), TERMS, Opened(0), Sent()),
+    *(Offered(offer()), Known(""), TERMS, Opened(0), ReplySent()),
     *(Chunk(0, PAYLOAD[:HALF]), Written(), Chunk(HALF, PAYLOAD[HALF:]), Written()),
 )
 """The events of an upload until its payload is complete."""
@@ -81,7 +81,7 @@ def test_each_event_returns_the_next_effect() -> None:
     assert isinstance(opened[2], Open)
     assert opened[2].name.startswith("7-")
     assert upload.handle(Opened(0)) == Send(0)
-    assert upload.handle(Sent()) == Read("run", 7)
+    assert upload.handle(ReplySent()) == Read("run", 7)
     assert upload.handle(Chunk(0, PAYLOAD[:HALF])) == Write(PAYLOAD[:HALF])
     assert upload.handle(Written()) == Read("run", 7)
     assert upload.handle(Chunk(HALF, PAYLOAD[HALF:])) == Write(PAYLOAD[HALF:])
@@ -100,7 +100,7 @@ def test_each_event_returns_the_next_effect() -> None:
 def test_an_upload_continues_where_the_previous_attempt_ended() -> None:
     upload = Upload("a", epoch=0)
     assert after(*RECEIVED[:3], Opened(HALF), upload=upload) == Send(HALF)
-    assert upload.handle(Sent()) == Read("run", 7)
+    assert upload.handle(ReplySent()) == Read("run", 7)
     assert upload.handle(Chunk(HALF, PAYLOAD[HALF:])) == Write(PAYLOAD[HALF:])
 
 
@@ -109,7 +109,7 @@ def test_a_file_that_is_longer_than_the_payload_is_started_again() -> None:
 
 
 def test_a_payload_that_was_received_already_is_not_requested_again() -> None:
-    assert after(*RECEIVED[:3], Opened(len(PAYLOAD)), Sent()) == TakeDigest()
+    assert after(*RECEIVED[:3], Opened(len(PAYLOAD)), ReplySent()) == TakeDigest()
 
 
 def test_a_payload_that_came_with_its_offer_is_kept_in_memory_and_stored_in_the_row() -> None:
@@ -149,7 +149,7 @@ def test_an_update_that_was_accepted_before_is_done_at_once() -> None:
         ([*RECEIVED[:5], Chunk(0, PAYLOAD + b"x")], "too_large", True),
         ([*RECEIVED[:7], Ended()], "truncated", False),
         ([*RECEIVED, Digested("blake3-another")], "digest_mismatch", True),
-        ([*RECEIVED[:3], Opened(len(PAYLOAD)), Sent(), Digested("blake3-another")], "damaged", True),
+        ([*RECEIVED[:3], Opened(len(PAYLOAD)), ReplySent(), Digested("blake3-another")], "damaged", True),
     ],
 )
 def test_a_refusal_has_a_reason_and_says_whether_the_received_bytes_are_of_use(

@@ -8,7 +8,6 @@ from math import inf, nan
 from fedring.rpc.identity import NOBODY
 from fedring.server.group import machine as gr
 from fedring.server.group.rendezvous import Rendezvous
-from fedring.server.group.returns import Returns
 from fedring.server.operator.summaries import (
     activity_name,
     client_summaries,
@@ -21,9 +20,9 @@ from fedring.server.operator.summaries import (
     round_summary,
     wait_summary,
 )
-from fedring.server.round.events import Member, Phase, Presence, Round, Rules, State
+from fedring.server.round.events import Member, Phase, Presence, Round, RoundRules, RoundState
 from fedring.server.round.open_round import OpenRound
-from fedring.server.round.sessions import Session, Sessions
+from fedring.server.sessions.sessions import Session, Sessions
 from fedring.server.state.rows import JobRow, ModelRow, RoundRow
 from fedring.train.job import Job
 from fedring.v1 import control_pb2 as pb
@@ -31,12 +30,13 @@ from fedring.v1 import federation_pb2 as fed
 from fedring.v1.privacy_pb2 import SecureProgress
 
 JOB = JobRow(3, "digits", {"mode": "data_parallel", "encoding": "packed"}, 5, 0.0, rounds_done=2)
-ROUND = Round(4, Rules(min_clients=3, deadline=60), Phase.TRAINING, 0.0, selected=frozenset("abc"))
+ROUND = Round(4, RoundRules(min_clients=3, deadline=60), Phase.TRAINING, 0.0, selected=frozenset("abc"))
 
 
-def an_open_round() -> OpenRound:
+def an_open_round(state: RoundState) -> OpenRound:
     base = ModelRow(1, 0, "aa", "bb", "cc", 10, 40, 0.0)
-    return OpenRound(RoundRow(4, 3, 1, "training", 0.0), Job.model_validate({}), fed.TrainCmd(), base)
+    row = RoundRow(4, 3, 1, "training", 0.0)
+    return OpenRound(row, Job.model_validate({}), fed.TrainCmd(), base, state=state)
 
 
 def secure_progress() -> SecureProgress:
@@ -44,9 +44,9 @@ def secure_progress() -> SecureProgress:
     return SecureProgress(step="shares", groups=2, answered=3, asked=5, lost=lost, seconds={"keys": 1 / 3})
 
 
-def a_state(round_: Round, *connected: str) -> State:
+def a_state(round_: Round, *connected: str) -> RoundState:
     now = time.monotonic()
-    return State({name: Member(Presence.MATCHED, now) for name in connected}, replace(round_, since=now))
+    return RoundState({name: Member(Presence.MATCHED, now) for name in connected}, replace(round_, since=now))
 
 
 def test_a_round_is_summarised_by_sums_over_its_clients() -> None:
@@ -79,7 +79,7 @@ def test_every_summary_can_be_sent_as_json() -> None:
         model_summary(ModelRow(1, 0, "aa", "bb", "cc", 10, 40, 0.0), None, None, best=False),
         event_summary(pb.Event(id=2**60, text="t")),
         client_summaries([session], {"b": 2}, ROUND),
-        wait_summary(a_state(ROUND, *"abc"), an_open_round()),
+        wait_summary(an_open_round(a_state(ROUND, *"abc"))),
     ]
     assert json.loads(json.dumps(summaries, allow_nan=False)) == summaries
 
@@ -100,35 +100,39 @@ def test_clients_that_are_away_are_listed_after_those_in_session() -> None:
 
 
 def test_what_a_round_waits_for_depends_on_its_phase() -> None:
-    open_ = an_open_round()
-    summary = wait_summary(a_state(replace(ROUND, phase=Phase.WAITING), "a"), open_)
+    summary = wait_summary(an_open_round(a_state(replace(ROUND, phase=Phase.WAITING), "a")))
     assert summary is not None
     assert (summary["what"], summary["have"], summary["need"], summary["clients"]) == ("clients", 1, 3, [])
-    summary = wait_summary(a_state(replace(ROUND, delivered=frozenset("a")), *"abc"), open_)
+    summary = wait_summary(an_open_round(a_state(replace(ROUND, delivered=frozenset("a")), *"abc")))
     assert summary is not None
     assert (summary["what"], summary["have"], summary["need"], summary["clients"]) == ("updates", 1, 3, ["b", "c"])
-    summary = wait_summary(a_state(replace(ROUND, phase=Phase.AGGREGATING)), open_)
+    summary = wait_summary(an_open_round(a_state(replace(ROUND, phase=Phase.AGGREGATING))))
     assert summary is not None
     assert summary["what"] == "aggregation"
     published = replace(ROUND, phase=Phase.PUBLISHED, evaluators=frozenset("ab"), evaluated=frozenset("b"))
-    summary = wait_summary(a_state(published, *"abc"), open_)
+    summary = wait_summary(an_open_round(a_state(published, *"abc")))
     assert summary is not None
     assert (summary["what"], summary["have"], summary["need"], summary["clients"]) == ("evaluations", 1, 2, ["a"])
-    assert wait_summary(a_state(replace(ROUND, phase=Phase.ABANDONED)), open_) is None
-    assert wait_summary(State(), None) is None
+    assert wait_summary(an_open_round(a_state(replace(ROUND, phase=Phase.ABANDONED)))) is None
+    assert wait_summary(None) is None
 
 
 def test_a_group_lists_its_workers_by_rank_with_their_states() -> None:
-    rendezvous = Rendezvous(Returns())
+    rendezvous = Rendezvous(4, gr.GroupRules(3), "abcde", {}, slowest=lambda: 0.0)
     sessions = Sessions(9)
-    assert group_summary(rendezvous, sessions, JOB) is None
+    assert group_summary(None, sessions, JOB) is None
     workers = {
         "a": gr.Worker(2, "x", 40, joined=True),
         "c": gr.Worker(2, "z", 40, joined=True, digest=b"d"),
         "d": gr.Worker(2, "w", 40),
     }
-    rendezvous.state = gr.State(
-        gr.Rules(3), frozenset("abcde"), generation=2, phase=gr.Phase.RUNNING, workers=workers, members=("a", "b", "c")
+    rendezvous.state = gr.GroupState(
+        gr.GroupRules(3),
+        frozenset("abcde"),
+        generation=2,
+        phase=gr.GroupPhase.RUNNING,
+        workers=workers,
+        members=("a", "b", "c"),
     )
     summary = group_summary(rendezvous, sessions, JOB)
     assert summary is not None

@@ -10,13 +10,11 @@ from collections.abc import Iterable, Sequence
 from fedring.client.privacy import SitePolicy
 from fedring.client.promises import dp_of
 from fedring.client.secure.masked import MaskedUpdates
-from fedring.client.transfer.download import HeldModel
 from fedring.secure.levels import bits_of
 from fedring.secure.limits import fewest_survivors, group_count, threshold
 from fedring.secure.masks import wrap
 from fedring.secure.statements import task_digest
-from fedring.server.model.masked_sum import GroupMasks, PrivateIntegers, private_width, width_of
-from fedring.server.update import upload
+from fedring.server.model.masked_sum import GroupMasks, PrivateIntegers
 from fedring.train.job import Job
 from fedring.v1 import federation_pb2 as pb
 
@@ -60,24 +58,6 @@ def groups_that_count(
             bits = integers.plan.bits if integers else bits_of(command.secure, len(group))
             found.append(GroupMasks(survivors[0], survivors, bits, (), integers))
     return found
-
-
-def terms_of(command: pb.TrainCmd, base: HeldModel, clients: int) -> upload.Terms:
-    """Return what a round with secure aggregation demands of an update from a group of so many clients."""
-    integers = _integers(command, clients, base.schema.num_parameters)
-    if integers:
-        width = private_width(integers.plan)
-    else:
-        width = width_of(command.secure, base.schema.num_parameters, bits_of(command.secure, clients))
-    return upload.Terms(
-        command.model_digest,
-        command.max_update_bytes,
-        base.schema,
-        deltas_only=True,
-        bare=True,
-        silent=bool(command.job.sample_dp),
-        width=width,
-    )
 
 
 def unmasked_updates(command: pb.TrainCmd, client: str, dimension: int, clients: int, dither: bytes) -> MaskedUpdates:

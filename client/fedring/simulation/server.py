@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -23,8 +23,8 @@ from fedring.server.model.guards import weight_of
 from fedring.server.model.making import ModelMaker
 from fedring.server.model.masked_sum import GroupMasks
 from fedring.server.model.modelfile import ModelReader
-from fedring.server.model.private_mean import private_round, summed_round
 from fedring.server.model.strategy import PastClient, PastRound
+from fedring.server.model.transforms.transform import ClosedRound
 from fedring.server.model.versions import ModelVersions, files_of
 from fedring.server.operator.job_checks import JobChecks
 from fedring.server.state.blobs import FileBlobs
@@ -37,7 +37,6 @@ from fedring.train.job import Job
 from fedring.train.metrics import combine, with_origin
 from fedring.train.start import is_path
 from fedring.v1 import federation_pb2 as pb
-from fedring.v1.secure_pb2 import SecureRound
 
 Row = dict[str, Any]
 """The figures of a round, for reports."""
@@ -60,7 +59,7 @@ class SimulatedServer:
         self._blobs = FileBlobs(folder, durable=False)
         stack.callback(self._blobs.close)
         executor = stack.enter_context(ThreadPoolExecutor(config.threads))
-        self._job, self._last_median, self._clip = job, 0.0, 0.0
+        self._job, self._stats = job, dict[str, Any]()  # the figures of the last round that has published a model
         try:
             self._maker = ModelMaker(self._blobs, executor, config, RUN_ID, ModelVersions(self._blobs))
         except SeamError as error:  # something that the job names cannot be imported
@@ -110,9 +109,9 @@ class SimulatedServer:
         """
         return self._maker.ask_metrics(row, self._job) if self._job.aggregation.own else {}
 
-    def secure_round(self, base: ModelRow) -> SecureRound:
-        """Return what the command of a round with secure aggregation says of its values."""
-        return self._maker.secure_round(base, self._job)
+    def command(self, job: Job, command: pb.TrainCmd, base: ModelRow) -> None:
+        """Let the transforms of the job add to the command of a round."""
+        self._maker.command(job, command, base)
 
     def next(self, base: ModelRow, work: "Work") -> ModelRow:
         """Make the model that a round publishes, and forget the one that it started from.
@@ -125,32 +124,12 @@ class SimulatedServer:
             StorageError, CodecError, OptimizerError, RuleError, SeamError, RuntimeError: It cannot be made; the last is
                 torch's.
         """
-        job, number, command = work.job, work.number, work.command
-        updates = work.counted
-        guarded, noisy = self._maker.guard(job, updates, self._last_median, job_round=number), None
-        clip = self._clip
-        if job.dp is not None and job.dp.by_clients:
-            private = summed_round(job.dp, work.selected)
-            guarded, noisy, clip = private.guarded, private.mean, private.next_clip
-        elif job.dp is not None:
-            secret = os.urandom(SECRET_BYTES)
-            private = private_round(job.dp, updates, work.selected, clip or job.dp.clip, secret, RUN_ID)
-            guarded, noisy, clip = private.guarded, private.mean, private.next_clip
-        model = self._maker.next(
-            base,
-            updates,
-            job,
-            number,
-            base.version + 1,
-            seed=command.seed,
-            guarded=guarded,
-            noisy=noisy,
-            job_round=number,
-            control_line=command.control.line,
-            masks=work.masks,
-            secure=None if work.masks is None else command.secure,
+        closed = ClosedRound(
+            work.job, work.command, work.counted, work.selected, groups=work.masks, past=SimulatedPast(self._stats)
         )
-        self._last_median, self._clip = guarded.median_norm, clip
+        prepared = self._maker.prepare(closed)
+        model = self._maker.next(base, prepared, base.version + 1)
+        self._stats = prepared.stats()
         for name in {*files_of(base)} - {*files_of(model), ""}:
             self._blobs.delete(name)
         return model
@@ -159,6 +138,25 @@ class SimulatedServer:
         """Return whether the job ends early: since its best model it has published `patience` others."""
         best = best_of(models, self._job.best_by) if self._job.patience else None
         return best is not None and models[-1].version - best.version >= self._job.patience
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedPast:
+    """The rounds before a round of a simulation."""
+
+    stats: Mapping[str, Any]
+
+    def last_stats(self) -> Mapping[str, Any]:
+        """See `fedring.server.model.transforms.transform.Past`."""
+        return self.stats
+
+    def last_clip(self) -> float:
+        """See `fedring.server.model.transforms.transform.Past`."""
+        return float(self.stats.get("dp", {}).get("next_clip", 0.0))
+
+    def noise_secret(self) -> bytes:
+        """Return a new secret, since a simulation is not resumed."""
+        return os.urandom(SECRET_BYTES)
 
 
 @dataclass(slots=True)

@@ -83,6 +83,15 @@ class Job(JobKeys):
         return self
 
     @model_validator(mode="after")
+    def _transforms_fit(self) -> Self:
+        if self.grouped and self.transforms:
+            raise ValueError(f"transforms belong to the mode federated: leave them out of a {self.mode} job")
+        names = [each.name for each in self.transforms]
+        if twice := next((name for name in names if names.count(name) > 1), ""):
+            raise ValueError(f"transforms: {twice} is named twice, and each may be named once")
+        return self
+
+    @model_validator(mode="after")
     def _schedules_fit(self) -> Self:
         check_schedules(self.scheduled, rounds=self.rounds)
         if self.grouped and self.scheduled:
@@ -171,16 +180,6 @@ class Job(JobKeys):
         if self.sample_clients:
             return min(self.sample_clients, self.min_clients)
         return ceil(self.sample_ratio * self.min_clients)
-
-    @property
-    def clips(self) -> bool:
-        """Whether updates that are too long are shortened, for which they must be deltas."""
-        return bool(self.update_clip or self.update_clip_factor or self.dp)
-
-    @property
-    def bare(self) -> bool:
-        """Whether updates say nothing of a client's data: no numbers of samples, no metrics, no training times."""
-        return any(table is not None for table in (self.dp, self.sample_dp, self.secure_aggregation))
 
     @property
     def sharing(self) -> Sharing:

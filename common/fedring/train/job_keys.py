@@ -47,6 +47,15 @@ class ServerOptimizer(BaseModel):
     args: Table = Field(default_factory=lambda: {"lr": 1.0}, description="its keyword arguments")
 
 
+class NamedTransform(BaseModel):
+    """An algorithm that changes updates on their way, at the clients and at the server."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: Text = Field(pattern=r"^[a-z][a-z0-9_]{0,63}$", description="of a transform, such as feddyn")
+    args: Table = Field(default_factory=dict, description="its keyword arguments")
+
+
 class JobKeys(BaseModel):
     """All settings of a job, each for itself: `fedring.train.job.Job` says which go together."""
 
@@ -224,6 +233,11 @@ class JobKeys(BaseModel):
     )
     personal: Personal | None = Field(
         None, description="each client also trains a model of its own, which never leaves it; none = it does not"
+    )
+    transforms: list[NamedTransform] = Field(
+        default_factory=list,
+        max_length=8,
+        description="further algorithms that change updates on their way, in this order, each at most once (federated)",
     )
     evaluate: bool = Field(True, description="clients evaluate each new model on their held-out samples")
     evaluate_seconds: Seconds = Field(120.0, description="longest time for an evaluation by the clients")

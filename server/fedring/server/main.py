@@ -37,21 +37,16 @@ from fedring.rpc.tls import ends_at
 from fedring.server.config import ServerConfig
 from fedring.server.guard.descriptors import Shares, check_descriptors, shares, wanted
 from fedring.server.guard.ports import Security
-from fedring.server.operator.control import ControlService
+from fedring.server.guard.tokens import TokenService
 from fedring.server.operator.privacy_spent import PrivacySpent
 from fedring.server.operator.readiness import look_after_storage
-from fedring.server.operator.tokens import TokenService
 from fedring.server.operator.view import View
 from fedring.server.parts import Parts
 from fedring.server.recovery import recover
 from fedring.server.round.replacements import look_after_groups
 from fedring.server.round.runner import keep_time
-from fedring.server.service.commands import TrainCmdService
-from fedring.server.service.downloads import ModelBlobService
-from fedring.server.service.secure import SecureAggregationService
 from fedring.server.service.spans import TraceCalls
-from fedring.server.service.uploads import ClientUpdateService, add_update_service
-from fedring.server.service.workers import RendezvousService
+from fedring.server.services import add_client_services, control_service, model_streams
 from fedring.server.startup_checks import check
 from fedring.server.state.failures import FsyncFailed, StorageError, StorageFailed
 from fedring.train.errors import SeamError
@@ -59,11 +54,8 @@ from fedring.v1 import (
     control_pb2,
     control_pb2_grpc,
     federation_pb2,
-    federation_pb2_grpc,
     rendezvous_pb2,
-    rendezvous_pb2_grpc,
     secure_pb2,
-    secure_pb2_grpc,
 )
 from fedring.version import SOFTWARE, VERSION
 from fedring.web.serve import WebServer
@@ -167,9 +159,9 @@ async def _serve(
     limit = raise_limit(wanted(config).total)
     refuse_failed(check_descriptors(config, limit))
     parts = await recover(config, stack, sweep=not check_only, drop_damaged=drop_damaged, accept_older=accept_older)
-    log_always(lambda: parts.rounds.ids)
+    log_always(lambda: parts.rounds.newest.ids if parts.rounds.newest else {})
     metrics = parts.metrics
-    metrics.min_clients.set(config.job.min_clients)
+    metrics.rounds.min_clients.set(config.job.min_clients)
     most = shares(config, limit)
     security = Security(config, parts.facts, stack, most)
     await security.tokens.load()
@@ -215,7 +207,7 @@ async def _serve(
         await asyncio.gather(*stops)
 
     others = [
-        look_after_storage(parts, health),
+        look_after_storage(parts.facts, parts.rounds, parts.journal, health),
         security.look_after_revocations(),
         security.look_after_connections(),
         spent.run(),
@@ -233,20 +225,15 @@ def _servers(parts: Parts, security: Security, config: ServerConfig, most: Share
         tls=config.tls,
         max_connections=most.public,
     )
-    commands = TrainCmdService(parts, config, SOFTWARE)
-    federation_pb2_grpc.add_TrainCmdServiceServicer_to_server(commands, public)
-    downloads = ModelBlobService(parts, config)
-    federation_pb2_grpc.add_ModelBlobServiceServicer_to_server(downloads, public)
-    rendezvous_pb2_grpc.add_RendezvousServiceServicer_to_server(RendezvousService(parts, config), public)
-    secure_pb2_grpc.add_SecureAggregationServiceServicer_to_server(SecureAggregationService(parts), public)
-    add_update_service(ClientUpdateService(parts, config), public)
     control = make_server(
         [*guards, security.control_entrance, security.control, TraceCalls()],
         max_streams=64,
         tls=config.tls,
         max_connections=most.control,
     )
-    operate = ControlService(parts, downloads, config, VERSION, refused=security.tally.counts)
+    streams = model_streams(parts)
+    add_client_services(public, parts, streams, config)
+    operate = control_service(parts, streams, config, refused=security.tally.counts)
     control_pb2_grpc.add_ControlServiceServicer_to_server(operate, control)
     control_pb2_grpc.add_TokenServiceServicer_to_server(TokenService(security.tokens, parts.sessions), control)
     return public, control
@@ -256,7 +243,8 @@ def _pages(parts: Parts, config: ServerConfig, stack: ExitStack, spent: PrivacyS
     """Make the page, if it is wanted."""
     if config.web_port is None:
         return []
-    page = WebServer(View(parts, VERSION, spent), config.web_host, config.web_port, names=config.web_allowed_hosts)
+    view = View(parts.rounds, parts.sessions, parts.journal, parts.facts, VERSION, spent)
+    page = WebServer(view, config.web_host, config.web_port, names=config.web_allowed_hosts)
     stack.enter_context(page.socket)
     return [page]
 

@@ -1,17 +1,23 @@
-"""The parts of fl-server, put together: what its services and chores are given."""
+"""The parts of fl-server, put together."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fedring.server.config import ServerConfig
+from fedring.server.jobs.queue import Jobs
+from fedring.server.jobs.runner import JobRunner
+from fedring.server.jobs.starting import JobStarter
 from fedring.server.model.models import Models
 from fedring.server.model.testset import TestSet
-from fedring.server.round.jobs import Jobs
-from fedring.server.round.metrics import Metrics
+from fedring.server.operator.metrics import Metrics
+from fedring.server.round.client_reports import ClientReports
+from fedring.server.round.open_round import KindMaker
 from fedring.server.round.opening import RoundOpener
+from fedring.server.round.private_rounds import RoundPrivacy
 from fedring.server.round.rounds import Rounds
 from fedring.server.round.runner import RoundRunner
-from fedring.server.round.secure_rounds import SecureRounds
-from fedring.server.round.sessions import Sessions
+from fedring.server.secure.rounds import SecureRounds
+from fedring.server.sessions.sessions import Sessions
 from fedring.server.state.facts import Facts
 from fedring.server.state.journal import Journal
 from fedring.server.update.acceptance import Acceptor
@@ -27,19 +33,33 @@ class Parts:
     journal: Journal
     metrics: Metrics
     rounds: Rounds
+    reports: ClientReports
     secure: SecureRounds
+    opener: RoundOpener
+    privacy: RoundPrivacy
     runner: RoundRunner
+    starter: JobStarter
     jobs: Jobs
     acceptor: Acceptor
 
 
-def assemble(config: ServerConfig, facts: Facts, models: Models, sessions: Sessions) -> Parts:
-    """Put the parts of a server together; none of them runs yet."""
+def assemble(
+    config: ServerConfig, facts: Facts, models: Models, sessions: Sessions, more_kinds: Sequence[KindMaker] = ()
+) -> Parts:
+    """Put the parts of a server together; none of them runs yet. `more_kinds` are kinds of rounds beyond its own."""
     journal, metrics = Journal(), Metrics()
-    rounds = Rounds(facts, sessions, journal, metrics)
+    metrics.follow(facts)
+    rounds = Rounds(facts.store.run_id, sessions, journal, metrics.rounds)
+    secure = SecureRounds(rounds, facts, sessions, metrics.secure, config.tls.ca)
+    kinds = [secure, *more_kinds]
+    reports = ClientReports(rounds, kinds, sessions, facts, journal, metrics.rounds)
     test_set = TestSet(facts.blobs, config.data_root, models.maker.offered)
-    opener = RoundOpener(rounds, facts, models, sessions, test_set, config)
-    secure = SecureRounds(rounds, facts, sessions, metrics, config)
-    runner = RoundRunner(rounds, secure, facts, models, sessions, journal, metrics, test_set, config)
-    jobs = Jobs(opener, runner, rounds, facts, journal, metrics)
-    return Parts(facts, models, sessions, journal, metrics, rounds, secure, runner, jobs, Acceptor(rounds, facts))
+    privacy = RoundPrivacy(facts, config.state_dir, models.maker.schema_of)
+    opener = RoundOpener(rounds, kinds, facts, models, privacy, sessions, test_set, config)
+    runner = RoundRunner(rounds, facts, models, sessions, privacy, metrics.rounds, test_set, config)
+    starter = JobStarter(rounds, facts, models)
+    job_runner = JobRunner(starter, opener, runner, rounds, facts, journal)
+    jobs = Jobs(job_runner, rounds, facts, journal, metrics.job_started)
+    acceptor = Acceptor(rounds, facts, metrics.updates)
+    rooms = (rounds, reports, secure, opener, privacy, runner, starter, jobs, acceptor)
+    return Parts(facts, models, sessions, journal, metrics, *rooms)

@@ -9,7 +9,7 @@ from fedring.daemon.lock import StateLock
 from fedring.server.config import ServerConfig
 from fedring.server.model.models import Models
 from fedring.server.parts import Parts, assemble
-from fedring.server.round.sessions import Sessions
+from fedring.server.sessions.sessions import Sessions
 from fedring.server.state.facts import Facts
 from fedring.server.state.failures import StorageError, StorageFailed
 from fedring.server.state.identity import open_state
@@ -85,7 +85,7 @@ async def reload(parts: Parts, *, end_orphans: bool = True) -> int:
     interrupted = await facts.db(store.open_round)
     rounds.last = next((row for row in await facts.db(store.rounds, 2) if row.ended_at is not None), None)
     if end_orphans:
-        await parts.runner.privacy.forget(but=interrupted)
+        await parts.privacy.forget([interrupted] if interrupted else [])
     rounds.recovering = interrupted is not None
     return interrupted.round if interrupted else 0
 

@@ -5,9 +5,10 @@ from collections.abc import Iterator
 from fedring.daemon.checks import Check, Level, check_data_root, refuse_failed
 from fedring.server.config import ServerConfig
 from fedring.server.model.initial import load_initial
-from fedring.server.model.optimizer import OptimizerError
+from fedring.server.model.optimizer import OptimizerError, ServerOptimizer
 from fedring.server.model.strategy import make_strategy
-from fedring.server.operator.job_checks import key_of, try_optimizer, try_server_optimizer
+from fedring.server.model.transforms.listing import transforms_of
+from fedring.server.operator.job_checks import key_of, try_optimizer
 from fedring.train.errors import SeamError
 from fedring.train.files import read_tensors
 from fedring.train.job import Job
@@ -44,6 +45,7 @@ def check_names(config: ServerConfig) -> Iterator[Check]:
     if data := job.aggregation.data:
         yield check_data("job.aggregation.data", data, offered, root=config.data_root)
     yield from _check_optimizer(job)
+    yield from _check_transforms(job)
     yield from _check_optimizer_args(job, offered)
     if job.evaluate_on_server:
         yield from check_data_root(config.data_root)
@@ -95,11 +97,23 @@ def _check_optimizer(job: Job) -> Iterator[Check]:
     if chosen is None:
         return
     try:
-        try_server_optimizer(job)
+        ServerOptimizer(chosen.name, chosen.args)
     except OptimizerError as error:
         yield Check(key, Level.FAIL, str(error))
     else:
         yield Check(key, Level.OK, chosen.name)
+
+
+def _check_transforms(job: Job) -> Iterator[Check]:
+    """Check that there are the transforms that the job names."""
+    key = "job.transforms"
+    try:
+        transforms_of(job)
+    except SeamError as error:
+        yield Check(key, Level.FAIL, str(error))
+    else:
+        if job.transforms:
+            yield Check(key, Level.OK, ", ".join(each.name for each in job.transforms))
 
 
 def _check_optimizer_args(job: Job, offered: Offered) -> Iterator[Check]:

@@ -75,7 +75,7 @@ def revoke(
 
 def _create_offline(state_dir: Path, role: Role, name: str, seconds: int) -> pb.CreatedToken:
     from fedring.rpc.errors import BadRequest
-    from fedring.server.operator.tokens import create_offline  # imports the database, which other verbs do not need
+    from fedring.server.guard.tokens import create_offline  # imports the database, which other verbs do not need
 
     try:
         row, token = create_offline(state_dir, role, name, seconds)

@@ -18,7 +18,7 @@ MOST_FRUITLESS = 5
 """Generations in a row that may end without a single step. More would not help: what breaks them stays."""
 
 
-class Phase(StrEnum):
+class GroupPhase(StrEnum):
     """The phase that a generation of the group is in."""
 
     GATHERING = "gathering"  # its workers are getting ready
@@ -29,7 +29,7 @@ class Phase(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
+class GroupRules:
     """The rules of a round's groups. Durations are in seconds."""
 
     target: int  # workers that a group should have
@@ -52,13 +52,13 @@ class Worker:
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class GroupState:
     """The groups of one round: one generation after the other."""
 
-    rules: Rules
+    rules: GroupRules
     expected: frozenset[str]  # clients that the round waits for, present or not
     generation: int = 1
-    phase: Phase = Phase.GATHERING
+    phase: GroupPhase = GroupPhase.GATHERING
     since: float = 0.0  # when the phase began
     deadline: float = inf  # when the generation goes on without workers that are not ready
     workers: Mapping[str, Worker] = field(default_factory=lambda: MappingProxyType({}))
@@ -118,7 +118,7 @@ class Ready:
 
 
 @dataclass(frozen=True, slots=True)
-class Joined:
+class WorkerJoined:
     """The worker is connected to its peers."""
 
     client: str
@@ -135,7 +135,7 @@ class Broken:
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
+class WorkerDone:
     """The worker has trained to the end of the round."""
 
     client: str
@@ -145,41 +145,41 @@ class Done:
 
 
 @dataclass(frozen=True, slots=True)
-class Left:
+class WorkerLeft:
     """The client's stream has ended."""
 
     client: str
 
 
 @dataclass(frozen=True, slots=True)
-class Closed:
+class GroupClosed:
     """The round is over; `reason` is empty if it published."""
 
     reason: str = ""
 
 
-Event = Tick | Expected | Slow | Entered | Ready | Joined | Broken | Done | Left | Closed
+Event = Tick | Expected | Slow | Entered | Ready | WorkerJoined | Broken | WorkerDone | WorkerLeft | GroupClosed
 
 
-def apply(state: State, event: Event, now: float) -> State:
+def apply(state: GroupState, event: Event, now: float) -> GroupState:
     """Return the state after `event`, which happened at `now` (monotonic seconds), and all that it made due."""
-    if state.phase is Phase.ENDED:
+    if state.phase is GroupPhase.ENDED:
         return state
     return _settle(_take(state, event, now), now)
 
 
-def wake_at(state: State, now: float) -> float:
+def wake_at(state: GroupState, now: float) -> float:
     """Return when a Tick may change the state, in monotonic seconds; inf means never."""
     times: tuple[float, ...] = ()
     match state.phase:
-        case Phase.GATHERING:
+        case GroupPhase.GATHERING:
             times = (state.deadline, state.deadline + state.rules.join_timeout)
-        case Phase.JOINING:
+        case GroupPhase.JOINING:
             times = (state.since + state.rules.join_timeout,)
     return min((at for at in times if at > now), default=inf)
 
 
-def _take(state: State, event: Event, now: float) -> State:
+def _take(state: GroupState, event: Event, now: float) -> GroupState:
     match event:
         case Expected(clients):
             return replace(state, expected=clients)
@@ -189,66 +189,68 @@ def _take(state: State, event: Event, now: float) -> State:
             return replace(state, rules=rules, deadline=state.deadline + more) if more else state
         case Entered(client, known):
             return _enter(state, client, known, now)
-        case Left(client):
+        case WorkerLeft(client):
             return _without(state, client)
-        case Closed(reason):
+        case GroupClosed(reason):
             return _end(state, reason, now)
-        case Ready() | Joined() | Broken() | Done():
+        case Ready() | WorkerJoined() | Broken() | WorkerDone():
             current = event.generation == state.generation and event.client in state.workers
             return _hear(state, event, now) if current else state
     return state
 
 
-def _enter(state: State, client: str, known: int, now: float) -> State:
+def _enter(state: GroupState, client: str, known: int, now: float) -> GroupState:
     """Take the client as new, whatever a client of this name has done before."""
-    if client in state.members and state.phase in (Phase.JOINING, Phase.RUNNING):
+    if client in state.members and state.phase in (GroupPhase.JOINING, GroupPhase.RUNNING):
         state = _next_generation(state, f"{client} came back", now)
     state = _with(state, client, Worker())
     # A generation that is not known here was formed before the server was restarted.
     return replace(state, generation=known + 1) if known >= state.generation and not state.members else state
 
 
-def _hear(state: State, event: Ready | Joined | Broken | Done, now: float) -> State:
+def _hear(state: GroupState, event: Ready | WorkerJoined | Broken | WorkerDone, now: float) -> GroupState:
     """Return the state after what a worker says of the present generation."""
     client, worker = event.client, state.workers[event.client]
     match event:
-        case Ready(_, generation, address, steps) if state.phase is Phase.GATHERING:
+        case Ready(_, generation, address, steps) if state.phase is GroupPhase.GATHERING:
             return _with(state, client, Worker(generation, address, steps))
         case _ if client not in state.members:
             return state
-        case Joined() if state.phase is Phase.JOINING:
+        case WorkerJoined() if state.phase is GroupPhase.JOINING:
             return _with(state, client, replace(worker, joined=True))
-        case Done(_, _, digest, can_deliver) if state.phase is Phase.RUNNING:
+        case WorkerDone(_, _, digest, can_deliver) if state.phase is GroupPhase.RUNNING:
             return _with(state, client, replace(worker, digest=digest, can_deliver=can_deliver))
         case Broken(reason="diverged"):
             return _end(state, "diverged", now)
-        case Broken(_, _, reason) if state.phase in (Phase.JOINING, Phase.RUNNING):
+        case Broken(_, _, reason) if state.phase in (GroupPhase.JOINING, GroupPhase.RUNNING):
             return _next_generation(state, f"{client}: {reason}", now)
     return state
 
 
-def _settle(state: State, now: float) -> State:
+def _settle(state: GroupState, now: float) -> GroupState:
     match state.phase:
-        case Phase.GATHERING:
+        case GroupPhase.GATHERING:
             return _settle_gathering(state, now)
-        case Phase.DONE:
+        case GroupPhase.DONE:
             return (
                 state if state.deliverer else _next_generation(state, "all members that hold the update are lost", now)
             )
-        case Phase.ENDED:
+        case GroupPhase.ENDED:
             return state
     if lost := [name for name in state.members if name not in state.workers]:
         return _next_generation(state, f"lost {', '.join(lost)}", now)
     members = [state.workers[name] for name in state.members]
-    if state.phase is Phase.RUNNING:
+    if state.phase is GroupPhase.RUNNING:
         if not all(worker.digest is not None for worker in members):
             return state
         equal = len({worker.digest for worker in members}) == 1
-        return replace(state, phase=Phase.DONE, since=now) if equal else _end(state, "diverged", now)
+        return replace(state, phase=GroupPhase.DONE, since=now) if equal else _end(state, "diverged", now)
     if all(worker.joined for worker in members):
         steps = max(worker.steps for worker in members)
         fruitless = 0 if steps > state.steps else state.fruitless
-        return replace(state, phase=Phase.RUNNING, since=now, has_run=True, steps=steps, fruitless=fruitless, reason="")
+        return replace(
+            state, phase=GroupPhase.RUNNING, since=now, has_run=True, steps=steps, fruitless=fruitless, reason=""
+        )
     if now < state.since + state.rules.join_timeout:
         return state
     late = [name for name in state.members if not state.workers[name].joined]
@@ -257,7 +259,7 @@ def _settle(state: State, now: float) -> State:
     return _next_generation(state, f"{', '.join(late)} did not join", now)
 
 
-def _settle_gathering(state: State, now: float) -> State:
+def _settle_gathering(state: GroupState, now: float) -> GroupState:
     rules = state.rules
     if len(state.ready) >= rules.target:
         return _form(state, now)
@@ -272,7 +274,7 @@ def _settle_gathering(state: State, now: float) -> State:
     return _form(state, now) if len(state.ready) >= rules.minimum else _end(state, "too_few_clients", now)
 
 
-def _more_are_coming(state: State) -> bool:
+def _more_are_coming(state: GroupState) -> bool:
     """Return whether to wait for clients that are on their way, and may load for minutes.
 
     Once a group has run, those who can go on with fewer workers no longer wait in this way.
@@ -282,14 +284,14 @@ def _more_are_coming(state: State) -> bool:
     return needed and bool(on_their_way) and len(state.expected) >= state.rules.minimum
 
 
-def _form(state: State, now: float) -> State:
+def _form(state: GroupState, now: float) -> GroupState:
     """Form the generation's group of those workers that have done the most steps."""
     ahead = sorted(state.ready, key=lambda name: (-state.workers[name].steps, name))
     members = tuple(sorted(ahead[: state.rules.target]))
-    return replace(state, phase=Phase.JOINING, since=now, members=members)
+    return replace(state, phase=GroupPhase.JOINING, since=now, members=members)
 
 
-def _next_generation(state: State, reason: str, now: float) -> State:
+def _next_generation(state: GroupState, reason: str, now: float) -> GroupState:
     if state.fruitless == MOST_FRUITLESS:
         return _end(state, "no_group", now)
     # What the workers said of this generation no longer holds.
@@ -297,7 +299,7 @@ def _next_generation(state: State, reason: str, now: float) -> State:
     return replace(
         state,
         generation=state.generation + 1,
-        phase=Phase.GATHERING,
+        phase=GroupPhase.GATHERING,
         since=now,
         deadline=now + state.rules.patience,
         workers=workers,
@@ -307,14 +309,14 @@ def _next_generation(state: State, reason: str, now: float) -> State:
     )
 
 
-def _end(state: State, reason: str, now: float) -> State:
-    return replace(state, phase=Phase.ENDED, since=now, reason=reason)
+def _end(state: GroupState, reason: str, now: float) -> GroupState:
+    return replace(state, phase=GroupPhase.ENDED, since=now, reason=reason)
 
 
-def _with(state: State, client: str, worker: Worker) -> State:
+def _with(state: GroupState, client: str, worker: Worker) -> GroupState:
     return replace(state, workers=MappingProxyType({**state.workers, client: worker}))
 
 
-def _without(state: State, client: str) -> State:
+def _without(state: GroupState, client: str) -> GroupState:
     rest = {name: worker for name, worker in state.workers.items() if name != client}
     return replace(state, workers=MappingProxyType(rest))

@@ -1,13 +1,12 @@
-"""The group of the round in progress, and what its workers are told: a thin shell around the machine."""
+"""The group of one round, and what its workers are told: a thin shell around the machine."""
 
 import asyncio
 import time
-from collections.abc import Container, Iterable
+from collections.abc import Callable, Container, Iterable
 from math import inf
 
 from fedring.rpc.identity import Role, uri_of
 from fedring.server.group import machine as gr
-from fedring.server.group.returns import Returns
 from fedring.v1 import rendezvous_pb2 as pb
 
 _MOST_GENERATION = 1 << 31
@@ -19,56 +18,57 @@ News = tuple[str, str]
 
 
 class Rendezvous:
-    """Keeps the state of a round's group, and says what each worker is to do.
+    """Keeps the state of one round's group, and says what each worker is to do.
+
+    Args:
+        number: the round's.
+        rules: what its groups obey.
+        expected: the clients that were selected.
+        done: takes what each worker says of its work.
+        slowest: returns how many seconds clients take to come back, at most; 0 if nothing is known.
+        generation: the number of its first generation.
+        resumed: whether the round was open before the server was restarted.
 
     Attributes:
         round: the number of the round whose group this is.
-        state: the machine's state; None if no round that needs a group has been opened.
-        done: what each member says of its work in the round.
+        state: the machine's state.
         moved: set, and replaced by a new event, with each change of the state.
     """
 
-    def __init__(self, returns: Returns) -> None:
-        self.round = 0
-        self.state: gr.State | None = None
-        self.done: dict[str, pb.Done] = {}
-        self.moved = asyncio.Event()
-        self._returns = returns
-        self._generation = 0  # the newest of all rounds
-        self._resumed = False
-
-    def open(
-        self, number: int, rules: gr.Rules, expected: Iterable[str], done: dict[str, pb.Done], *, resumed: bool = False
+    def __init__(
+        self,
+        number: int,
+        rules: gr.GroupRules,
+        expected: Iterable[str],
+        done: dict[str, pb.Done],
+        *,
+        slowest: Callable[[], float],
+        generation: int = 1,
+        resumed: bool = False,
     ) -> None:
-        """Let the workers of a round gather.
-
-        Args:
-            number: the round's.
-            rules: what its groups obey.
-            expected: the clients that were selected.
-            done: takes what each worker says of its work.
-            resumed: whether the round was open before the server was restarted.
-        """
-        self._generation += 1
-        self.round, self.done, self._resumed = number, done, resumed
-        self._become(gr.State(rules, frozenset(expected), generation=self._generation, since=time.monotonic()))
+        self.round, self.moved = number, asyncio.Event()
+        self.state = gr.GroupState(rules, frozenset(expected), generation=generation, since=time.monotonic())
+        self._done, self._slowest, self._resumed = done, slowest, resumed
 
     def handle(self, event: gr.Event) -> list[News]:
         """Take the event into the state. Returns what operators may want to know of the change."""
         before = self.state
-        if before is None or not self.active:
+        if not self.active:
             return []
         now = time.monotonic()
-        patient = gr.apply(before, gr.Slow(_RETURNS * self._returns.slowest), now) if before.rules.whole else before
+        patient = gr.apply(before, gr.Slow(_RETURNS * self._slowest()), now) if before.rules.whole else before
         after = gr.apply(patient, event, now)
         if after == before and not isinstance(event, gr.Expected):  # other clients than those expected may be wanted
             return []
         self._become(after)
         news = []
-        if before.phase in (gr.Phase.JOINING, gr.Phase.RUNNING, gr.Phase.DONE) and after.phase is gr.Phase.GATHERING:
-            self.done.clear()
+        if (
+            before.phase in (gr.GroupPhase.JOINING, gr.GroupPhase.RUNNING, gr.GroupPhase.DONE)
+            and after.phase is gr.GroupPhase.GATHERING
+        ):
+            self._done.clear()
             news.append(("group_lost", f"generation {before.generation} has ended: {after.reason}"))
-        if before.phase is not gr.Phase.RUNNING and after.phase is gr.Phase.RUNNING:
+        if before.phase is not gr.GroupPhase.RUNNING and after.phase is gr.GroupPhase.RUNNING:
             steps = max(after.workers[name].steps for name in after.members)
             text = f"generation {after.generation}: {len(after.members)} workers go on after step {steps} of the job"
             news.append(("group_formed", text))
@@ -76,66 +76,73 @@ class Rendezvous:
 
     def note(self, client: str, done: pb.Done) -> None:
         """Keep what a member says of its work; what other clients say is ignored."""
-        if self.state is not None and client in self.state.members and done.generation == self.state.generation:
-            self.done[client] = done
+        if client in self.state.members and done.generation == self.state.generation:
+            self._done[client] = done
 
     @property
     def can_give_up(self) -> bool:
         """Whether a worker that cannot train ends the group; not if others hold what was trained."""
-        return self.active and (self.state is None or self.state.phase is not gr.Phase.DONE)
+        return self.active and self.state.phase is not gr.GroupPhase.DONE
 
     @property
     def active(self) -> bool:
-        """Whether there is a group that has not ended."""
-        return self.state is not None and self.state.phase is not gr.Phase.ENDED
+        """Whether the group has not ended."""
+        return self.state.phase is not gr.GroupPhase.ENDED
+
+    @property
+    def must_be_whole(self) -> bool:
+        """Whether the group cannot go on with fewer workers."""
+        return self.state.rules.whole
+
+    @property
+    def generation(self) -> int:
+        """The newest generation of the group."""
+        return self.state.generation
 
     def can_know(self, generation: int) -> bool:
         """Return whether a worker can have been told of the generation. After a restart nobody remembers which."""
-        return generation <= self._generation or (self._resumed and generation < _MOST_GENERATION)
+        return generation <= self.state.generation or (self._resumed and generation < _MOST_GENERATION)
 
     @property
     def workers(self) -> Container[str] | None:
         """The clients that have trained as members; None after a restart, when nobody remembers, and all may have."""
-        return None if self._resumed else self.done.keys()
+        return None if self._resumed else self._done.keys()
 
     @property
     def wait_seconds(self) -> float | None:
         """Seconds after which time itself changes something, if no event comes before; None = never."""
         now = time.monotonic()
-        at = gr.wake_at(self.state, now) if self.state else inf
+        at = gr.wake_at(self.state, now)
         return None if at == inf else at - now
 
-    def view(self, client: str, round_: int) -> pb.GroupMessage:
-        """Return what the client, as a worker of that round, is to do now."""
-        if self.state is None or self.round != round_:
-            return pb.GroupMessage(ended=pb.Ended(reason="next_round"))
+    def view(self, client: str) -> pb.GroupMessage:
+        """Return what the client is to do now."""
         return view(self.state, client)
 
-    def _become(self, state: gr.State) -> None:
+    def _become(self, state: gr.GroupState) -> None:
         self.state = state
-        self._generation = max(self._generation, state.generation)
         self.moved.set()
         self.moved = asyncio.Event()
 
 
-def view(state: gr.State, client: str) -> pb.GroupMessage:
+def view(state: gr.GroupState, client: str) -> pb.GroupMessage:
     """Return what the client is to do in this state."""
     generation = state.generation
-    if state.phase is gr.Phase.ENDED:
+    if state.phase is gr.GroupPhase.ENDED:
         return pb.GroupMessage(ended=pb.Ended(reason=state.reason))
     if client not in state.workers:
         return pb.GroupMessage(ended=pb.Ended(reason="too_late"))
-    if state.phase is gr.Phase.GATHERING:
+    if state.phase is gr.GroupPhase.GATHERING:
         return pb.GroupMessage(prepare=pb.Prepare(generation=generation))
     if client not in state.members:
         return pb.GroupMessage(wait=pb.Wait())
-    if state.phase is gr.Phase.JOINING:
+    if state.phase is gr.GroupPhase.JOINING:
         addresses = [state.workers[name].address for name in state.members]
         identities = [uri_of(Role.CLIENT, name) for name in state.members]
         rank = state.members.index(client)
         group = pb.Group(generation=generation, rank=rank, members=addresses, identities=identities)
         return pb.GroupMessage(group=group)
-    if state.phase is gr.Phase.RUNNING:
+    if state.phase is gr.GroupPhase.RUNNING:
         return pb.GroupMessage(start=pb.Start(generation=generation))
     if client == state.deliverer:
         return pb.GroupMessage(deliver=pb.Deliver(generation=generation))

@@ -20,7 +20,7 @@ from fedring.server.guard.auth import Auth, AuthCounts, PortPolicy
 from fedring.server.guard.callers import Callers
 from fedring.server.guard.descriptors import Shares
 from fedring.server.guard.entrance import Entrance
-from fedring.server.operator.tokens import Tokens
+from fedring.server.guard.tokens import Tokens
 from fedring.server.state.facts import Facts
 
 log = logging.getLogger(__name__)

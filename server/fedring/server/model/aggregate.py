@@ -2,36 +2,33 @@
 
 The law: the result depends on the base, the plan and the set of updates only, byte for byte. Federated averaging takes
 the memory of a few tiles and of the buffers, whatever the number of clients and of parameters. Another rule takes
-ROWS_BYTES (`fedring.server.model.combining`) on top. A server optimizer or an encoded delta takes a few models.
+ROWS_BYTES (`fedring.server.model.combining`) on top. A step that is `whole`, such as a server optimizer, takes a few
+models.
 """
 
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fedring.codec import encode_buffers
-from fedring.codec.encoding import BUFFERS, Encoding
 from fedring.codec.errors import CodecError
 from fedring.codec.schema import Schema, Vectors
-from fedring.server.model.combining import Combination, Walk, combine_buffers, combine_parameters
-from fedring.server.model.contributions import Contribution, open_vectors
-from fedring.server.model.control import ControlPlan, next_control
-from fedring.server.model.downlink import delta_step
+from fedring.server.model.combining import Combination, Finish, Walk, combine_buffers, combine_parameters
+from fedring.server.model.contributions import Contribution, Values, open_vectors
 from fedring.server.model.modelfile import LoadedModel, ModelReader, ModelWriter
-from fedring.server.model.optimizer import ServerOptimizer
-from fedring.server.model.secure_scales import Spread
-from fedring.server.model.walk import gather, tiles
+from fedring.server.model.steps import Draft, Step, VectorFile
+from fedring.server.model.walk import tiles_of
 from fedring.server.state.blob_interfaces import Blobs, Partial
-from fedring.server.state.checked import read_checked
-from fedring.server.state.rows import ModelRow, PacketSpec, Vector, lay_out
+from fedring.server.state.rows import ModelRow, PacketSpec
 
 Float32 = NDArray[np.float32]
 Float64 = NDArray[np.float64]
+T = TypeVar("T")
 _Base = ModelReader | LoadedModel
 
 _INTEGERS = ("int", "uint", "bool")
@@ -40,18 +37,10 @@ _INTEGERS = ("int", "uint", "bool")
 
 @dataclass(frozen=True, slots=True)
 class AggregationPlan:
-    """How the next model is made. The default is federated averaging.
-
-    The blobs are those that the base model's row names; they are empty for a first model.
-    """
+    """How the next model is made. The default is federated averaging."""
 
     combination: Combination = field(default_factory=Combination)  # makes one delta of the updates
-    optimizer: ServerOptimizer | None = None  # steps by that delta; without one it is added to the base
-    optimizer_blob: str = ""  # the optimizer's state
-    encoding: Encoding | None = None  # of the delta that clients may fetch instead of the model
-    residual_blob: str = ""  # what the encoding left out in the round before
-    control: ControlPlan | None = None  # how the control variate changes; None = there is none
-    spread: Spread | None = None  # is measured on the way; None = there is none
+    steps: Sequence[Step] = ()  # what transforms add to that, in their order
     metadata: Mapping[str, str] = field(default_factory=dict)  # of the model file, for people
 
 
@@ -62,13 +51,8 @@ class NewModel:
     blob: str
     digest: str  # of the model
     bytes: int  # of the model file
-    delta_blob: str = ""
     delta_packets: tuple[PacketSpec, ...] = ()
-    residual_blob: str = ""
-    optimizer_blob: str = ""
-    control_blob: str = ""
-    control_digest: str = ""
-    spread_blob: str = ""
+    columns: Mapping[str, Any] = field(default_factory=dict)  # further ones of its row, such as names of blobs
 
     def row(self, schema: Schema, *, version: int, number: int, base: ModelRow | None = None) -> ModelRow:
         """Return the row of the model.
@@ -90,22 +74,9 @@ class NewModel:
             created_at=time.time(),
             base_version=base.version if base else 0,
             base_digest=base.digest if base else "",
-            delta_blob=self.delta_blob,
             delta_packets=self.delta_packets,
-            residual_blob=self.residual_blob,
-            optimizer_blob=self.optimizer_blob,
-            control_blob=self.control_blob,
-            control_digest=self.control_digest,
-            spread_blob=self.spread_blob,
+            **self.columns,
         )
-
-
-@dataclass(frozen=True, slots=True)
-class _Draft:
-    buffers: Float64
-    parameters: Generator[Float32, None, None]  # tile by tile
-    delta_packets: tuple[PacketSpec, ...] = ()
-    extras: dict[str, bytes] = field(default_factory=dict)  # by the name of their blob in NewModel
 
 
 def aggregate(
@@ -120,12 +91,12 @@ def aggregate(
     """Make the next model and seal it. Only one call at a time may use the same `blobs`.
 
     Args:
-        base: the model that the round began with. It and the contributions are read from front to back, once; twice
-            if the plan's rule needs a Gram matrix, or if there is a control variate.
+        base: the model that the round began with. It and the contributions are read from front to back, once; again
+            if the plan's rule needs a Gram matrix, or if a step reads them for a file of its own.
         contributions: the accepted updates, in any order.
-        blobs: takes the new model, and holds the blobs that the plan names.
+        blobs: takes the new model.
         executor: computes several tiles at a time.
-        plan: how the model is made.
+        plan: how the model is made. Its steps have read their state.
         check: called when everything has been read and before anything is sealed; it raises if what was read is
             damaged.
 
@@ -143,23 +114,34 @@ def aggregate(
     """
     if not contributions:
         raise ValueError("no contributions")
-    length = base.schema.num_parameters
-    own = [plan.combination.own] if plan.combination.own else []
-    clients = open_vectors(contributions, "parameters", length) + open_vectors(own, "parameters", length)
-    # An optimizer and an encoding take the whole vectors, so those are read at once, and once only.
-    start: _Base = LoadedModel(base.schema, base.vectors()) if plan.optimizer or plan.encoding else base
+    length, how, steps = base.schema.num_parameters, plan.combination, plan.steps
+    sent = list(contributions)
+    for step in steps:
+        sent, how = step.contributions(sent, length), step.combination(how)
+    own = [how.own] if how.own else []
+    clients = open_vectors(sent, "parameters", length) + open_vectors(own, "parameters", length)
+    # Some steps take the whole vectors, so those are read at once, and once only.
+    loaded = LoadedModel(base.schema, base.vectors()) if any(step.whole for step in steps) else None
+    start: _Base = loaded or base
     walk = Walk(start.parameters, length, clients, executor)
-    how = replace(plan.combination, watch=plan.spread.watch) if plan.spread else plan.combination
-    buffers = _next_buffers(start, contributions, executor, plan.combination)
-    if plan.optimizer is None:
-        draft = _Draft(buffers, combine_parameters(walk, how, next_parameters))
-    else:
-        deltas = combine_parameters(walk, how, lambda _, delta: delta.astype(np.float32))
-        draft = _optimized(start, gather(deltas, np.empty(length, np.float32)), buffers, blobs, plan)
-    if plan.encoding is not None:
-        draft = _encoded(start, draft, blobs, plan)
-    control = (next_control(walk, plan.control), plan.control.metadata) if plan.control else None
-    return _seal(draft, base.schema, blobs, plan.metadata, check, control=control, spread=plan.spread)
+
+    def deltas(finish: Finish[T]) -> Generator[T, None, None]:
+        def stepped(start: int, base: Values, delta: Float64) -> T:
+            for step in steps:
+                step.piece(start, delta)
+            return finish(start, base, delta)
+
+        return combine_parameters(walk, how, stepped)
+
+    draft = Draft(
+        buffers=_next_buffers(start, sent, executor, how),
+        deltas=deltas,
+        parameters=lambda: deltas(lambda _, base, delta: next_parameters(base, delta)),
+    )
+    if loaded is not None:
+        for step in steps:
+            draft = step.change(loaded, draft)
+    return _seal(draft, base.schema, blobs, plan.metadata, check, steps=steps, walk=walk)
 
 
 def store_model(schema: Schema, vectors: Vectors, blobs: Blobs, metadata: Mapping[str, str]) -> NewModel:
@@ -175,7 +157,7 @@ def store_model(schema: Schema, vectors: Vectors, blobs: Blobs, metadata: Mappin
         CodecError: if the schema does not fit into a model file.
         StorageError: if the file cannot be kept; then nothing is left of it.
     """
-    return store_parts(schema, vectors.buffers, _tiles_of(vectors.parameters), blobs, metadata)
+    return store_parts(schema, vectors.buffers, tiles_of(vectors.parameters), blobs, metadata)
 
 
 def store_parts(
@@ -198,7 +180,7 @@ def store_parts(
         CodecError: if the schema does not fit into a model file.
         StorageError: if the file cannot be kept; then nothing is left of it.
     """
-    return _seal(_Draft(buffers, parameters), schema, blobs, metadata, lambda: None)
+    return _seal(Draft(buffers, _no_deltas, lambda: parameters), schema, blobs, metadata, lambda: None)
 
 
 def next_parameters(base: NDArray[np.floating], delta: Float64) -> Float32:
@@ -248,67 +230,44 @@ def _next_buffers(start: _Base, contributions: Sequence[Contribution], executor:
     return next_buffers(base, delta, whole_numbers(start.schema, 0, length))
 
 
-def _optimized(base: _Base, delta: Float32, buffers: Float64, blobs: Blobs, plan: AggregationPlan) -> _Draft:
-    if plan.optimizer is None:
-        raise ValueError("no optimizer")
-    state = read_checked(blobs, plan.optimizer_blob) if plan.optimizer_blob else b""
-    parameters, state = plan.optimizer.step(base.vectors().parameters, delta, state)
-    if not np.isfinite(parameters).all():
-        raise CodecError("non_finite", "the server optimizer's step does not fit into float32")
-    return _Draft(buffers, _tiles_of(parameters), extras={"optimizer_blob": state})
-
-
-def _encoded(base: _Base, draft: _Draft, blobs: Blobs, plan: AggregationPlan) -> _Draft:
-    if plan.encoding is None:
-        raise ValueError("no encoding")
-    before = base.vectors()
-    target = gather(draft.parameters, np.empty_like(before.parameters))
-    residual = np.frombuffer(read_checked(blobs, plan.residual_blob), "<f4") if plan.residual_blob else None
-    step = delta_step(before.parameters, target, residual, plan.encoding)
-    change = draft.buffers - before.buffers
-    payloads: list[tuple[Vector, str, bytes]] = [
-        ("parameters", plan.encoding.name, step.payload),
-        ("buffers", BUFFERS, encode_buffers(change)),
-    ]
-    present = [part for part, values in zip(payloads, (target, change), strict=True) if len(values)]
-    extras = {
-        "delta_blob": b"".join(payload for _, _, payload in present),
-        "residual_blob": step.residual.astype("<f4").tobytes(),
-    }
-    packets = lay_out([(vector, "delta", name, len(payload)) for vector, name, payload in present])
-    # Not draft.buffers: the sum is what a client computes, and it may differ in the last bit.
-    return _Draft(before.buffers + change, _tiles_of(step.model), packets, draft.extras | extras)
-
-
 def _seal(
-    draft: _Draft,
+    draft: Draft,
     schema: Schema,
     blobs: Blobs,
     metadata: Mapping[str, str],
     check: Callable[[], object],
     *,
-    control: tuple[Generator[Float32, None, None], Mapping[str, str]] | None = None,
-    spread: Spread | None = None,
+    steps: Sequence[Step] = (),
+    walk: Walk | None = None,
 ) -> NewModel:
     with ExitStack() as undo:
         model = _begin(blobs, "blob", undo)
-        digest, size = _write(model, schema, metadata, draft.buffers, draft.parameters), model.size
-        partials, control_digest = {"blob": model}, ""
-        # The spread is known only now that all parameters have been made.
-        for name, data in (draft.extras | ({"spread_blob": spread.data()} if spread else {})).items():
+        digest, size = _write(model, schema, metadata, draft.buffers, draft.parameters()), model.size
+        partials, columns = {"blob": model}, dict[str, Any]()
+        files: dict[str, bytes | VectorFile] = dict(draft.files)
+        # What steps have measured, and what they go over once more, is known only now that all parameters are made.
+        if walk is not None:
+            for step in steps:
+                files.update(step.files(walk))
+        for name, content in files.items():
             partials[name] = _begin(blobs, name, undo)
-            partials[name].write(data)
-        if control is not None:
-            values, facts = control
-            partials["control_blob"] = _begin(blobs, "control_blob", undo)
-            none = np.empty(0, np.float64)
-            control_digest = _write(partials["control_blob"], schema.without_buffers, facts, none, values)
+            if isinstance(content, bytes):
+                partials[name].write(content)
+            else:
+                none = np.empty(0, np.float64)
+                found = _write(partials[name], schema.without_buffers, content.metadata, none, content.pieces)
+                columns[content.digest_column] = found
+        for step in steps:
+            columns.update(step.columns())
         check()
         names = dict(zip(partials, blobs.seal_many(list(partials.values())), strict=True))
         undo.pop_all()
-    return NewModel(
-        digest=digest, bytes=size, delta_packets=draft.delta_packets, control_digest=control_digest, **names
-    )
+    blob = names.pop("blob")
+    return NewModel(blob, digest, size, draft.delta_packets, columns | names)
+
+
+def _no_deltas(finish: Finish[T]) -> Generator[T, None, None]:
+    raise ValueError("a first model is made of no updates")
 
 
 def _write(
@@ -331,7 +290,3 @@ def _begin(blobs: Blobs, name: str, undo: ExitStack) -> Partial:
     partial = blobs.open_partial(f"next-model-{name}", fresh=True)
     undo.callback(blobs.abort, partial)
     return partial
-
-
-def _tiles_of(vector: Float32) -> Generator[Float32, None, None]:
-    return (vector[start:stop] for start, stop in tiles(len(vector)))

@@ -20,14 +20,13 @@ from numpy.typing import NDArray
 from fedring.secure.masks import GROUP
 from fedring.server.model.contributions import ClientVector, Contribution, Values, values_at_a_time
 from fedring.server.model.mean import weighted_mean
-from fedring.server.model.private_mean import NoisyMean
 from fedring.server.model.robust import Median
 from fedring.server.model.rule import CoordinateRule, GramRule, Rule, RuleError
 from fedring.server.model.walk import cut, gather, in_order
 
 T = TypeVar("T")
 Float64 = NDArray[np.float64]
-_Finish = Callable[[int, Values, Float64], T]
+Finish = Callable[[int, Values, Float64], T]
 """Takes where a piece begins, the base's values and the combined delta; may overwrite the delta."""
 
 ROWS_BYTES = 208 << 20
@@ -50,11 +49,8 @@ class Combination:
     rule: Rule | None = None  # None = the mean, weighted as the contributions say
     bucketing: int = 1  # updates that are averaged before the rule sees them
     seed: str = ""  # draws the buckets, together with the clients' ids; not to be known to clients
-    noisy: NoisyMean | None = None  # what differential privacy makes of the mean of the parameters
+    divisor: float | None = None  # of the mean of the parameters; None = the sum of the weights
     own: Contribution | None = None  # the server's update, seen last by the rule, in no bucket of others
-    # Sees each piece of the combined delta of the parameters, with the place where it begins, before it is changed.
-    # Called from several threads, in any order.
-    watch: Callable[[int, Float64], None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,44 +98,34 @@ class Walk:
                 piece[index] = self.clients[index].delta(base, start, start + len(base))
 
 
-def combine_parameters(
-    walk: Walk, how: Combination, finish: Callable[[Values, Float64], T]
-) -> Generator[T, None, None]:
+def combine_parameters(walk: Walk, how: Combination, finish: Finish[T]) -> Generator[T, None, None]:
     """Yield the combined delta of the parameters, piece by piece.
 
     Args:
         walk: the parameters; if `how` has an update of the server, it is the last one.
         how: how they are combined.
-        finish: called with the base's values and the delta of each piece, which it may overwrite; its results are
-            yielded. Called from several threads.
+        finish: called with the place, the base's values and the delta of each piece, which it may overwrite; its
+            results are yielded. Called from several threads.
 
     Raises:
         RuleError: "bad_rule", if the rule raises an error, or returns something else than finite values; or the error
             of a rule that finds these updates unusable.
     """
-    rule, watch = how.rule, how.watch
-
-    def done(start: int, base: Values, delta: Float64) -> T:
-        if watch is not None:
-            watch(start, delta)
-        return finish(base, delta)
-
-    if how.noisy is not None:
-        return _weighted(walk, [1.0] * len(walk.clients), how.noisy.divisor, done, how.noisy)
+    rule = how.rule
     if rule is None:
-        return _mean(walk, done)
+        return _mean(walk, finish, how.divisor)
     count = len(walk.clients) - (how.own is not None)
     buckets = buckets_of([client.client_id for client in walk.clients[:count]], how.bucketing, how.seed)
     buckets += [[count]] if how.own else []
     if not isinstance(rule, GramRule):
-        return _by_coordinates(walk, rule, buckets, done)
+        return _by_coordinates(walk, rule, buckets, finish)
     shares = np.zeros((len(buckets), len(walk.clients)))
     for row, bucket in zip(shares, buckets, strict=True):
         row[bucket] = 1.0 / len(bucket)
     gram = shares @ gram_of(walk) @ shares.T
     weights = _weights(walk.clients, buckets)
     coefficients = _call(lambda: rule.coefficients(gram, weights), len(buckets))
-    return _weighted(walk, (coefficients @ shares).tolist(), 1.0, done)
+    return _weighted(walk, (coefficients @ shares).tolist(), 1.0, finish)
 
 
 def combine_buffers(walk: Walk, how: Combination) -> Float64:
@@ -197,29 +183,22 @@ def _products(rows: NDArray[Any], low: int, high: int) -> Float64:
         return block @ block.T
 
 
-def _mean(walk: Walk, finish: _Finish[T]) -> Generator[T, None, None]:
+def _mean(walk: Walk, finish: Finish[T], divisor: float | None = None) -> Generator[T, None, None]:
     weights = [client.weight for client in walk.clients]
-    return _weighted(walk, weights, sum(weights), finish)
+    return _weighted(walk, weights, sum(weights) if divisor is None else divisor, finish)
 
 
-def _weighted(
-    walk: Walk,
-    weights: Sequence[float],
-    divisor: float,
-    finish: _Finish[T],
-    noisy: NoisyMean | None = None,
-) -> Generator[T, None, None]:
+def _weighted(walk: Walk, weights: Sequence[float], divisor: float, finish: Finish[T]) -> Generator[T, None, None]:
     # Each tile is read whole before the next one begins, so that the readers see their bytes in order.
     def piece(start: int, stop: int) -> T:
         base = walk.base(start, stop)
-        delta = weighted_mean(base, walk.clients, weights, divisor, start)
-        return finish(start, base, noisy.added(delta, start) if noisy else delta)
+        return finish(start, base, weighted_mean(base, walk.clients, weights, divisor, start))
 
     return in_order(walk.executor, piece, cut(0, walk.length, walk.step))
 
 
 def _by_coordinates(
-    walk: Walk, rule: CoordinateRule, buckets: Sequence[Sequence[int]], finish: _Finish[T]
+    walk: Walk, rule: CoordinateRule, buckets: Sequence[Sequence[int]], finish: Finish[T]
 ) -> Generator[T, None, None]:
     weights, start = _weights(walk.clients, buckets), 0
     for base, rows in walk.side_by_side():

@@ -1,7 +1,7 @@
 """Making models: the first one of a job, and the next one from the updates of a round."""
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import Executor
 from contextlib import ExitStack
 from dataclasses import replace
@@ -13,26 +13,22 @@ from torch import nn
 
 from fedring.codec.errors import CodecError
 from fedring.codec.schema import Schema
-from fedring.secure.levels import open_blocks
 from fedring.server.config import ServerConfig
 from fedring.server.model.aggregate import AggregationPlan, aggregate, store_model, store_parts
 from fedring.server.model.combining import Combination
 from fedring.server.model.contributions import Contribution
-from fedring.server.model.control_round import control_plan, open_control
-from fedring.server.model.guards import Guard, guard
 from fedring.server.model.initial import find_file, load_initial
-from fedring.server.model.masked_sum import GroupMasks, open_groups
 from fedring.server.model.modelfile import ModelReader
-from fedring.server.model.optimizer import ServerOptimizer
 from fedring.server.model.own_update import OwnUpdates
-from fedring.server.model.private_mean import NoisyMean
 from fedring.server.model.rule import RuleError
-from fedring.server.model.secure_scales import Pace, Spread, read_spread, secure_round
+from fedring.server.model.steps import BaseFiles
 from fedring.server.model.strategy import PastRound, Strategy, ask_metrics, ask_settings, make_strategy
+from fedring.server.model.transforms.listing import RoundSteps, transforms_of
+from fedring.server.model.transforms.transform import ClosedRound
 from fedring.server.model.versions import ModelVersions
 from fedring.server.state.blob_interfaces import Blobs
-from fedring.server.state.checked import CheckedReader, Room, find_damage
-from fedring.server.state.failures import DamagedBlob, DamagedUpdates, StorageError
+from fedring.server.state.checked import CheckedReader, find_damage
+from fedring.server.state.failures import DamagedUpdates, StorageError
 from fedring.server.state.rows import ModelRow, UpdateRow
 from fedring.train.errors import SeamError
 from fedring.train.job import Job
@@ -41,7 +37,7 @@ from fedring.train.seam import build_model
 from fedring.train.sharing import Sharing
 from fedring.train.skeleton import build_skeleton, check_can_initialize, initialize
 from fedring.train.state import Parts, check_sharing, frozen_digest, read_vectors, split, write_vectors
-from fedring.v1.secure_pb2 import SecureRound
+from fedring.v1 import federation_pb2 as pb
 
 
 class ModelMaker:
@@ -154,39 +150,37 @@ class ModelMaker:
         new = store_parts(schema, whole, parts, self._blobs, {"run_id": self._run_id})
         return new.row(schema, version=version, number=0)
 
-    def next(
-        self,
-        base: ModelRow,
-        updates: Sequence[UpdateRow],
-        job: Job,
-        number: int,
-        version: int,
-        *,
-        seed: int = 0,
-        secret: str = "",
-        guarded: Guard | None = None,
-        noisy: NoisyMean | None = None,
-        job_round: int = 1,
-        control_line: str = "",
-        masks: Sequence[GroupMasks] | None = None,
-        secure: SecureRound | None = None,
-    ) -> ModelRow:
+    def command(self, job: Job, command: pb.TrainCmd, base: ModelRow) -> None:
+        """Let the transforms of the job add to the command of a round.
+
+        Raises:
+            DamagedModel: if a file of the base is damaged.
+            StorageFailed: if it cannot be read now.
+            SeamError: if the job names transforms that this server cannot make.
+        """
+        with ExitStack() as files:
+            transforms_of(job).command(job, command, base, self._files(base, files))
+
+    def prepare(self, closed: ClosedRound) -> RoundSteps:
+        """Return the steps of the job's transforms for a closed round.
+
+        Raises:
+            RuleError: if the rule cannot combine so few updates.
+            SeamError: if the job's strategy or transforms cannot be made.
+            StorageFailed: if a secret of the round cannot be kept.
+        """
+        job, rule = closed.job, self.strategy(closed.job).rule
+        if shortage := job.aggregation.too_few(closed.count):
+            raise RuleError("too_few_clients", shortage)
+        return transforms_of(job).close(closed, rule)
+
+    def next(self, base: ModelRow, prepared: RoundSteps, version: int) -> ModelRow:
         """Make the model that a round publishes.
 
         Args:
             base: the model that the round began with.
-            updates: the accepted updates, in any order.
-            job: says which rule, which optimizer and which encoding are used.
-            number: of the round.
+            prepared: the round, and what the transforms do to it, for this attempt only.
             version: of the new model.
-            seed: of the round, which clients know.
-            secret: draws the buckets of the rule together with the seed, and is for nothing that clients know.
-            guarded: what the job's guards do to the updates; None = it is found out here.
-            noisy: what differential privacy makes of their mean; needed if the job has `dp`.
-            job_round: the number of the round within the job.
-            control_line: of the round's control variate; empty = it has none.
-            masks: the groups of secure aggregation, all of whose clients have an update here; None = the job has none.
-            secure: what the command of such a round said of its values.
 
         Returns:
             The row of the model, of which all blobs are sealed.
@@ -200,53 +194,32 @@ class ModelMaker:
             OptimizerError: if the optimizer cannot be used.
             StorageError: if something cannot be read or kept.
         """
-        if (job.secure_aggregation is None) != (masks is None) or (masks is None) != (secure is None):
-            raise ValueError("masks belong to jobs with secure aggregation, and to all of their rounds")
-        if shortage := job.aggregation.too_few(len(updates if masks is None else masks)):
-            raise RuleError("too_few_clients", shortage)
-        if job.dp is not None and noisy is None:
-            raise ValueError("a job with dp makes no model without noise")
-        guarded = guarded or self.guard(job, updates)
-        chosen = job.server_optimizer
-        rule = self.strategy(job).rule
-        own = self._own_update(base, job, job_round, seed) if job.aggregation.data else None
-        room = Room()
-        with ExitStack() as files:
-            control = open_control(self._blobs, self._versions, base, control_line, room, files)
+        closed = prepared.closed
+        job, command, updates = closed.job, closed.command, closed.updates
+        own = self._own_update(base, job, command.job_round, command.seed) if job.aggregation.data else None
+        with ExitStack() as stack:
+            files = self._files(base, stack)
+            for step in prepared.steps:
+                step.read(base, files)
             plan = AggregationPlan(
-                combination=Combination(rule, job.aggregation.bucketing, f"{secret}{seed}", noisy, own),
-                optimizer=ServerOptimizer(chosen.name, chosen.args) if chosen else None,
-                optimizer_blob=base.optimizer_blob,
-                encoding=job.delta_encoding,
-                residual_blob=base.residual_blob,
-                control=control_plan(self._versions, base, updates, job, job_round, control) if control_line else None,
-                spread=None if secure is None or job.dp else self._spread(base, job, secure),
-                metadata={"run_id": self._run_id, "round": str(number)},
+                Combination(prepared.rule, job.aggregation.bucketing, f"{closed.secret}{command.seed}", own=own),
+                prepared.steps,
+                {"run_id": self._run_id, "round": str(command.round)},
             )
-            try:
-                blob = files.enter_context(self._blobs.reader(base.blob))
-            except StorageError as error:
-                raise self._versions.damage_of(base, error) from error
-            checked = CheckedReader(blob.read, blob.size, base.blob, room)
-            payloads = [CheckedReader(self._payload(row), row.total_bytes, row.digest, room) for row in updates]
+            reader = ModelReader(files.open(base.blob))
+            payloads = [CheckedReader(self._payload(row), row.total_bytes, row.digest, files.room) for row in updates]
 
             def check() -> None:
-                for damage in find_damage([checked, *([control] if control else [])]):
+                for damage in find_damage(files.opened):
                     raise self._versions.damage_of(base, damage)
                 pairs = zip(updates, payloads, strict=True)
                 if lost := [(row, damage.what) for row, payload in pairs for damage in find_damage([payload])]:
                     raise DamagedUpdates(lost)
 
-            reader = ModelReader(checked)
             try:
-                if masks is not None and secure is not None:
-                    given = {row.client_id: payload for row, payload in zip(updates, payloads, strict=True)}
-                    contributions = open_groups(masks, secure, given, reader.schema.num_parameters)
-                else:
-                    contributions = [_contribution(*pair, guarded) for pair in zip(updates, payloads, strict=True)]
+                pairs = zip(updates, payloads, strict=True)
+                contributions = [Contribution(row.client_id, 1.0, row.packets, sent.read) for row, sent in pairs]
                 new = aggregate(reader, contributions, self._blobs, self._executor, plan, check=check)
-            except DamagedBlob as error:  # the residual or the optimizer's state
-                raise self._versions.damage_of(base, error) from error
             except (CodecError, StorageError):
                 check()  # because damaged bytes can cause any of these errors
                 raise
@@ -259,28 +232,10 @@ class ModelMaker:
                 size = f"{len(updates)} updates of {reader.schema.num_parameters:,} parameters"
                 text = f"the server has too little memory to combine {size} with the rule {job.aggregation.rule}"
                 raise RuleError("out_of_memory", text) from error
-            row = new.row(reader.schema, version=version, number=number, base=base)
-            return replace(row, control_line=control_line if new.control_blob else "")
+            return new.row(reader.schema, version=version, number=command.round, base=base)
 
-    def secure_round(self, base: ModelRow, job: Job) -> SecureRound:
-        """Return what the command of a round says of its values: see `fedring.server.model.secure_scales`.
-
-        Raises:
-            DamagedModel: if the spread of the base is damaged.
-            StorageFailed: if it cannot be read now.
-        """
-        if job.dp is not None:  # which values are sent, and how finely, follows from the job and the group
-            return SecureRound(clip=job.dp.clip)
-        return secure_round(job, base, self._read_spread(base, job))
-
-    def _spread(self, base: ModelRow, job: Job, secure: SecureRound) -> Spread:
-        return Spread(job, open_blocks(secure, base.parameters), self._read_spread(base, job))
-
-    def _read_spread(self, base: ModelRow, job: Job) -> Pace | None:
-        try:
-            return read_spread(self._blobs, base, job.secure_aggregation.block if job.secure_aggregation else 0)
-        except StorageError as error:
-            raise self._versions.damage_of(base, error) from error
+    def _files(self, base: ModelRow, stack: ExitStack) -> BaseFiles:
+        return BaseFiles(self._blobs, self._versions, base, stack)
 
     def strategy(self, job: Job) -> Strategy:
         """Make the job's strategy.
@@ -289,15 +244,6 @@ class ModelMaker:
             SeamError: if a class of the user's own cannot be imported or made.
         """
         return make_strategy(job.aggregation, self.offered)
-
-    def guard(self, job: Job, updates: Sequence[UpdateRow], last_median: float = 0.0, *, job_round: int = 1) -> Guard:
-        """Return what the job's guards do to the updates of a round: see `fedring.server.model.guards.guard`.
-
-        Raises:
-            SeamError: if the job's strategy cannot be made.
-        """
-        averages = job.aggregation.own and self.strategy(job).rule is None
-        return guard(job, updates, last_median, job_round=job_round, averages=averages)
 
     def ask_settings(self, job: Job, history: Iterable[PastRound]) -> dict[str, float]:
         """Return the settings that the job's own strategy chooses for its next round.
@@ -377,11 +323,6 @@ class ModelMaker:
         if row.blob:
             return self._blobs.range_reader(row.blob)
         return lambda offset, size: row.payload[offset : offset + size]
-
-
-def _contribution(row: UpdateRow, payload: CheckedReader, guarded: Guard) -> Contribution:
-    factor = guarded.factors.get(row.client_id, 1.0)
-    return Contribution(row.client_id, guarded.weights[row.client_id], row.packets, payload.read, factor)
 
 
 def is_out_of_memory(error: Exception) -> bool:

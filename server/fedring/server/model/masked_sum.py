@@ -14,7 +14,7 @@ from typing import ClassVar, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from fedring.codec import CodecError, Decoder
+from fedring.codec import CodecError, Decoder, Reader
 from fedring.codec.chunks import spread
 from fedring.codec.masked import MaskedPacket, Width, word_type
 from fedring.privacy.integer_plan import IntegerPlan
@@ -52,9 +52,21 @@ class Payload(Protocol):
         """How many there are."""
         ...
 
-    def read(self, offset: int, size: int) -> bytes:
+    def read(self, offset: int, size: int) -> bytes | memoryview:
         """Return so many bytes at an offset; called from several threads."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """The bytes of an update that a contribution reads."""
+
+    reader: Reader
+    size: int
+
+    def read(self, offset: int, size: int) -> bytes | memoryview:
+        """See Payload."""
+        return self.reader(offset, size)
 
 
 class BadSum(CodecError):

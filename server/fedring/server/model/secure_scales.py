@@ -16,8 +16,6 @@ from numpy.typing import NDArray
 from fedring.secure.levels import Blocks, blocks_of
 from fedring.secure.masks import mask
 from fedring.secure.statements import digest_of
-from fedring.server.state.blob_interfaces import Blobs
-from fedring.server.state.checked import read_checked
 from fedring.server.state.rows import ModelRow
 from fedring.train.job import Job
 from fedring.train.secure_table import SecureAggregation
@@ -92,22 +90,15 @@ def secure_round(job: Job, base: ModelRow, pace: Pace | None) -> wire.SecureRoun
     )
 
 
-def read_spread(blobs: Blobs, base: ModelRow, block: int) -> Pace | None:
+def pace_in(data: bytes, parameters: int, block: int) -> Pace | None:
     """Return how fast the blocks of a model change; None if that is not known for blocks of this size.
 
     Args:
-        blobs: holds it.
-        base: the model.
+        data: the bytes of the model's spread; b"" = it has none.
+        parameters: the number of parameters of the model.
         block: values of a block.
-
-    Raises:
-        DamagedBlob: if it is damaged.
-        StorageFailed: if it cannot be read now.
     """
-    if not base.spread_blob:
-        return None
-    data = read_checked(blobs, base.spread_blob)
-    total = blocks_of(base.parameters, block)
+    total = blocks_of(parameters, block)
     if len(data) != _HEADER.size + 8 * total or _HEADER.unpack_from(data) != (block,):
         return None
     changes = np.frombuffer(data, "<f4", total, _HEADER.size)

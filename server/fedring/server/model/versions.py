@@ -169,4 +169,5 @@ class ModelVersions:
 
 def files_of(row: ModelRow) -> tuple[str, ...]:
     """Return the names of a version's blobs; they are empty for blobs that it has not."""
-    return row.blob, row.delta_blob, row.residual_blob, row.optimizer_blob, row.control_blob, row.spread_blob
+    own = (row.blob, row.delta_blob, row.residual_blob)
+    return *own, row.optimizer_blob, row.control_blob, row.spread_blob, row.transforms_blob

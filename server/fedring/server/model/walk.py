@@ -5,11 +5,13 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Executor, Future, wait
 from typing import Any, TypeVar
 
+import numpy as np
 from numpy.typing import NDArray
 
 from fedring.codec.encoding import TILE
 
 T = TypeVar("T")
+F = TypeVar("F", bound=np.floating[Any])
 Span = tuple[int, int]
 
 AHEAD = 4
@@ -25,6 +27,11 @@ def cut(start: int, stop: int, step: int) -> Iterator[Span]:
     """Yield the ranges of at most `step` entries that cover `start` to `stop`."""
     for low in range(start, stop, step):
         yield low, min(low + step, stop)
+
+
+def tiles_of(vector: NDArray[F]) -> Generator[NDArray[F], None, None]:
+    """Yield a vector tile by tile."""
+    return (vector[start:stop] for start, stop in tiles(len(vector)))
 
 
 def in_order(executor: Executor, function: Callable[[int, int], T], spans: Iterable[Span]) -> Generator[T, None, None]:

@@ -1,4 +1,5 @@
-"""What operators see and do: the control service, tokens, the page's facts, metrics, and readiness.
+"""What operators see and do: the control service, the page's facts, metrics, and readiness.
 
-It reads rounds, models and state. Of the rooms below `main`, only `guard` imports it, for the tokens.
+No other room imports it. Of the server, this room imports `config`, `group`, `guard`, `jobs`, `model`, `round`,
+`secure`, `service`, `sessions`, `state` and `update`.
 """

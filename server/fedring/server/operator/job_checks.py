@@ -14,13 +14,10 @@ from fedring.daemon.checks import Level, check_data_root
 from fedring.daemon.config import ConfigError
 from fedring.data import DataError
 from fedring.offers import Kind
-from fedring.privacy.account import NoAccountant, check_accountant
-from fedring.secure.levels import blocks_of
 from fedring.server.config import ServerConfig
 from fedring.server.model.making import ModelMaker
-from fedring.server.model.optimizer import OptimizerError, ServerOptimizer
-from fedring.server.model.private_mean import most_charged
 from fedring.server.model.strategy import Strategy, make_strategy
+from fedring.server.model.transforms.listing import Transforms, transforms_of
 from fedring.server.state.ratings import best_of
 from fedring.server.state.rows import ModelRow
 from fedring.train.dgc_optimizer import make_optimizer
@@ -28,7 +25,6 @@ from fedring.train.errors import SeamError
 from fedring.train.job import Job
 from fedring.train.name_checks import check_data
 from fedring.train.offered import Offered
-from fedring.train.private_layers import unfit_layer
 from fedring.train.seam import optimizer_factory
 from fedring.train.skeleton import build_skeleton
 from fedring.train.start import BEST, FRESH, NEWEST, is_path, version_of
@@ -41,10 +37,6 @@ _TO_TRAIN = ("loss", "optimizer", "trainer")
 
 _VALUE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "int8": 1}
 """The least bytes of a value in an encoding; other encodings leave values out."""
-
-
-_STEPS_BYTES = 1 << 20
-"""The most bytes of the steps of secure aggregation, which are a part of each client's command."""
 
 
 class JobChecks:
@@ -73,9 +65,9 @@ class JobChecks:
         except SeamError as error:
             raise ConfigError(f"aggregation.rule: {error}") from error
         try:
-            try_server_optimizer(job)
-        except OptimizerError as error:
-            raise ConfigError(f"server_optimizer: {error}") from error
+            transforms = transforms_of(job)
+        except SeamError as error:
+            raise ConfigError(f"transforms: {error}") from error
         try:
             self._maker.check_samples(job)
         except (SeamError, DataError) as error:
@@ -93,10 +85,11 @@ class JobChecks:
                 if found.level is Level.FAIL:
                     raise ConfigError(f"{found.name}: {found.found}")
         schema = self._check_model(job)
-        self._check_sizes(job, schema)
-        _check_privacy(job, schema)
-        if job.sample_dp is not None and (why := unfit_layer(self._skeleton(job))):
-            raise ConfigError(f"sample_dp: {why}")
+        self._check_sizes(job, schema, transforms)
+        try:
+            transforms.check(job, schema, lambda: self._skeleton(job))
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
         _check_best_by(job, strategy)
         alike = [row for row in kept if row.schema_hash == schema.hash.hex()]
         self._check_start(job, kept, alike, runs_next=runs_next)
@@ -136,21 +129,15 @@ class JobChecks:
     def _skeleton(self, job: Job) -> nn.Module:
         return build_skeleton(job.model, job.model_args, job.seed, self._offered)
 
-    def _check_sizes(self, job: Job, schema: Schema) -> None:
+    def _check_sizes(self, job: Job, schema: Schema, transforms: Transforms) -> None:
         clients, most = job.pipeline.workers if job.mode == "pipeline" else job.min_clients, self._config.max_clients
         if clients > most:
             key = "pipeline" if job.mode == "pipeline" else "min_clients"
             raise ConfigError(f"{key}: the job needs {clients} clients, but this server takes max_clients={most}")
         limit = self._config.max_update_bytes
         encoding = "fp32" if job.grouped else job.encoding
-        size = schema.num_parameters * _VALUE_BYTES.get(encoding, 0) + 8 * schema.num_buffers
-        secure = job.secure_aggregation
-        if secure is not None and (steps := 4 * blocks_of(schema.num_parameters, secure.block)) > _STEPS_BYTES:
-            raise ConfigError(
-                f"secure_aggregation.block: {secure.block} values share a step, and the steps of this model have "
-                f"{steps} bytes, above {_STEPS_BYTES}: raise it"
-            )
-        if 0 < limit < size and secure is None:
+        least = schema.num_parameters * _VALUE_BYTES.get(encoding, 0) + 8 * schema.num_buffers
+        if 0 < limit < (size := transforms.update_bytes(least)):
             raise ConfigError(
                 f"encoding: an update as {encoding} has at least {size} bytes, but this server takes "
                 f"max_update_bytes={limit}: raise that, or choose another encoding"
@@ -171,37 +158,6 @@ class JobChecks:
                 self._maker.frozen_digest(job, alike[0])
         except SeamError as error:
             raise ConfigError(f"start: {error}") from error
-
-
-def _check_privacy(job: Job, schema: Schema) -> None:
-    """Check that all that clients send is masked, and covered by the noise, and that epsilon can be computed."""
-    buffer = next((entry.name for entry in schema.entries if entry.role == "buffer"), "")
-    for key, asked, how in (
-        ("secure_aggregation", job.secure_aggregation, "masks"),
-        ("dp", job.dp, "noise"),
-    ):
-        if buffer and asked is not None:
-            raise ConfigError(
-                f"{key}: the buffer {buffer} would be averaged without {how}: use GroupNorm instead of BatchNorm, or "
-                "keep buffers private"
-            )
-    if job.dp is None:
-        return
-    try:
-        check_accountant()
-        most_charged(job, schema.num_parameters)
-    except (NoAccountant, ValueError) as error:
-        raise ConfigError(f"dp: {error}") from error
-
-
-def try_server_optimizer(job: Job) -> None:
-    """Make the server's optimizer once, if the job has one.
-
-    Raises:
-        OptimizerError: It does not exist, or does not take its arguments.
-    """
-    if chosen := job.server_optimizer:
-        ServerOptimizer(chosen.name, chosen.args)
 
 
 def try_optimizer(job: Job, offered: Offered) -> None:

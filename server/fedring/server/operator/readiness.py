@@ -6,19 +6,21 @@ from contextlib import suppress
 
 from fedring.daemon.notify import sd_notify
 from fedring.rpc.health import Health
-from fedring.server.parts import Parts
+from fedring.server.round.rounds import Rounds
+from fedring.server.state.facts import Facts
 from fedring.server.state.failures import StorageError
+from fedring.server.state.journal import Journal
 
 _TRIAL_SECONDS = 1.0
 _LONGEST_SECONDS = 30.0
 _LEAST_BYTES = 1 << 20
 
 
-async def look_after_storage(parts: Parts, health: Health) -> None:
+async def look_after_storage(facts: Facts, rounds: Rounds, journal: Journal, health: Health) -> None:
     """Keep the health in step with the storage, and try a storage that fails again and again, until cancelled."""
-    storage, journal = parts.facts.storage, parts.journal
+    storage = facts.storage
     with suppress(StorageError):
-        await _try(parts)
+        await _try(facts, rounds)
     delay, mended = _TRIAL_SECONDS, -_LONGEST_SECONDS
     while True:
         await storage.fails.wait()
@@ -31,8 +33,8 @@ async def look_after_storage(parts: Parts, health: Health) -> None:
         while storage.fault:
             await asyncio.sleep(delay)
             with suppress(StorageError):
-                await _try(parts)
-                parts.rounds.give_time_back(storage.since)
+                await _try(facts, rounds)
+                rounds.give_time_back(storage.since)
                 storage.mend()
         mended = time.monotonic()
         await health.set(serving=True)
@@ -41,12 +43,12 @@ async def look_after_storage(parts: Parts, health: Health) -> None:
         journal.write("storage_works", text)
 
 
-async def _try(parts: Parts) -> None:
+async def _try(facts: Facts, rounds: Rounds) -> None:
     """Check that the storage takes as much as a round publishes; StorageFailed if it does not."""
-    rounds = parts.rounds
-    model, job = rounds.latest, rounds.open.job if rounds.open else None
-    # A delta comes with what it left out; an optimizer may keep two values for each of the model's.
-    delta = bool((model and model.residual_blob) or (job and job.delta_encoding))
-    optimizer = bool((model and model.optimizer_blob) or (job and job.server_optimizer))
-    size = (1 + 2 * delta + 2 * optimizer) * model.bytes if model else 0
-    await parts.facts.probe(max(_LEAST_BYTES, size))
+    model, jobs = rounds.latest, [open_.job for open_ in rounds]
+    # A delta comes with what it left out; an optimizer may keep two values for each of the model's, a transform one.
+    delta = bool((model and model.residual_blob) or any(job.delta_encoding for job in jobs))
+    optimizer = bool((model and model.optimizer_blob) or any(job.server_optimizer for job in jobs))
+    named = max((len(job.transforms) for job in jobs), default=0)
+    size = (1 + 2 * delta + 2 * optimizer + named) * model.bytes if model else 0
+    await facts.probe(max(_LEAST_BYTES, size))

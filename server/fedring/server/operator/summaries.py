@@ -8,9 +8,9 @@ from typing import Any
 from fedring.server.group import machine as gr
 from fedring.server.group.rendezvous import Rendezvous
 from fedring.server.round import machine as rd
-from fedring.server.round.events import Phase, Round, State
+from fedring.server.round.events import Phase, Round
 from fedring.server.round.open_round import OpenRound
-from fedring.server.round.sessions import Session, Sessions
+from fedring.server.sessions.sessions import Session, Sessions
 from fedring.server.state.journal import rfc3339
 from fedring.server.state.rows import EvaluationRow, JobRow, ModelRow, RoundRow
 from fedring.train.job import Job
@@ -157,16 +157,15 @@ def client_summaries(sessions: Iterable[Session], updates: Mapping[str, int], ro
     ]
 
 
-def wait_summary(state: State, open_: OpenRound | None) -> Summary | None:
-    """Say what the open round waits for; None if it waits for nothing, or if no round is open."""
-    round_ = state.round
-    if round_ is None or open_ is None or round_.phase is Phase.ABANDONED:
+def wait_summary(open_: OpenRound | None) -> Summary | None:
+    """Say what an open round waits for; None if it waits for nothing, or if there is none."""
+    if open_ is None or (round_ := open_.state.round) is None or round_.phase is Phase.ABANDONED:
         return None
     now = time.monotonic()
-    waits = rd.pending(state, now) - open_.done.keys()
+    waits = rd.pending(open_.state, now) - open_.done.keys()
     match round_.phase:
         case Phase.WAITING:
-            what, have, need = "clients", len(rd.ready(state, round_.rules)), round_.rules.min_clients
+            what, have, need = "clients", len(rd.ready(open_.state, round_.rules)), round_.rules.min_clients
         case Phase.TRAINING:
             what, have, need = "updates", len(round_.delivered | open_.done.keys()), len(round_.selected)
         case Phase.AGGREGATING:
@@ -177,11 +176,12 @@ def wait_summary(state: State, open_: OpenRound | None) -> Summary | None:
     return {"what": what, "have": have, "need": need, "clients": sorted(waits)[:MOST_NAMES], "until": until}
 
 
-def group_summary(rendezvous: Rendezvous, sessions: Sessions, job: JobRow) -> Summary | None:
+def group_summary(rendezvous: Rendezvous | None, sessions: Sessions, job: JobRow) -> Summary | None:
     """Summarize the newest group of a job whose clients train together: its members by rank, then the others."""
-    state, mode = rendezvous.state, job.spec.get("mode", "")
-    if state is None or mode not in _GROUP_MODES:
+    mode = job.spec.get("mode", "")
+    if rendezvous is None or mode not in _GROUP_MODES:
         return None
+    state = rendezvous.state
     cut = job.spec.get("pipeline", {}) if mode == "pipeline" else {}
     replicas = cut.get("replicas", 1)
     others = sorted((state.workers.keys() | state.expected) - set(state.members))
@@ -224,7 +224,7 @@ def _flat(spec: Mapping[str, Any]) -> Summary:
     return flat
 
 
-def _worker(state: gr.State, name: str, sessions: Sessions) -> Summary:
+def _worker(state: gr.GroupState, name: str, sessions: Sessions) -> Summary:
     worker, session = state.workers.get(name), sessions.get(name)
     if worker is None:
         what = "lost" if name in state.members or session is None else "expected"

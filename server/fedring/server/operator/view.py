@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fedring.server.operator.privacy_spent import PrivacySpent
+from fedring.server.operator.report import event_message
 from fedring.server.operator.summaries import (
     Summary,
     client_summaries,
@@ -18,9 +19,11 @@ from fedring.server.operator.summaries import (
     round_summary,
     wait_summary,
 )
-from fedring.server.parts import Parts
-from fedring.server.round.report import event_message, round_message
-from fedring.server.state.journal import rfc3339
+from fedring.server.round.report import open_message, round_message
+from fedring.server.round.rounds import Rounds
+from fedring.server.sessions.sessions import Sessions
+from fedring.server.state.facts import Facts
+from fedring.server.state.journal import Journal, rfc3339
 from fedring.server.state.rows import EvaluationRow, EventRow, JobRow, RoundRow
 from fedring.v1 import control_pb2 as pb
 
@@ -49,9 +52,11 @@ class _Stored:
 class View:
     """The facts of the page, for `fedring.web`."""
 
-    def __init__(self, parts: Parts, version: str, spent: PrivacySpent) -> None:
-        self._rounds, self._sessions, self._journal = parts.rounds, parts.sessions, parts.journal
-        self._facts, self._store = parts.facts, parts.facts.store
+    def __init__(
+        self, rounds: Rounds, sessions: Sessions, journal: Journal, facts: Facts, version: str, spent: PrivacySpent
+    ) -> None:
+        self._rounds, self._sessions, self._journal = rounds, sessions, journal
+        self._facts, self._store = facts, facts.store
         self._version, self._spent = version, spent
         self._began = time.time()
         self._stored = _Stored()
@@ -61,8 +66,8 @@ class View:
     async def state(self) -> dict[str, Any]:
         """Return how things are now, in parts that change at different times."""
         stored, now = await self._read(), self._rounds
-        latest, running = now.latest, now.open
-        current = now.message() or self._last_round(stored)
+        latest, running = now.latest, now.newest
+        current = open_message(running) or self._last_round(stored)
         job = next((row for row in stored.jobs if current is not None and row.job_id == current.job_id), None)
         sessions = list(self._sessions)
         return {
@@ -75,9 +80,9 @@ class View:
                 "model_version": latest.version if latest else 0,
             },
             "round": round_summary(current) if current else None,
-            "waits_for": wait_summary(now.state, running),
-            "clients": client_summaries(sessions, stored.updates, now.state.round),
-            "group": group_summary(now.rendezvous, self._sessions, job) if job else None,
+            "waits_for": wait_summary(running),
+            "clients": client_summaries(sessions, stored.updates, running.state.round if running else None),
+            "group": group_summary(now.group, self._sessions, job) if job else None,
             "jobs": [job_summary(row) for row in stored.jobs],
             "models": stored.models,
             "privacy": privacy_summary(self._spent.now),
@@ -159,7 +164,7 @@ class View:
 
     def _first_chunk(self, after: int) -> int:
         """Return how many rounds to read at first: those that there can be above `after`, up to CHUNK."""
-        newest = self._rounds.open.row if self._rounds.open else self._rounds.last
+        newest = self._rounds.newest.row if self._rounds.newest else self._rounds.last
         return min(CHUNK, max(newest.round - after, 1)) if after and newest else CHUNK
 
     def _recent(self, stored: _Stored) -> list[Summary]:

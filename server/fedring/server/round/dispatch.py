@@ -2,9 +2,9 @@
 
 from collections.abc import Iterable
 
-from fedring.server.round.events import OPEN, Phase, Round
+from fedring.server.round.events import OPEN, Phase
 from fedring.server.round.open_round import OpenRound
-from fedring.server.round.sessions import Sessions
+from fedring.server.sessions.sessions import Sessions
 from fedring.server.state.rows import ModelRow, RoundRow
 from fedring.v1 import federation_pb2 as pb
 
@@ -25,21 +25,24 @@ class Dispatch:
             else:
                 session.send(bare)
 
-    def remind(self, open_: OpenRound, round_: Round, latest: ModelRow | None, client: str) -> None:
+    def remind(self, open_: OpenRound, latest: ModelRow | None, client: str) -> None:
         """Tell a client that has come back what the round waits for from it."""
+        round_ = open_.state.round
+        if round_ is None:
+            return
         if round_.phase is Phase.TRAINING and client in round_.selected - round_.delivered - round_.failed:
             self.train(open_, client)
-        if round_.phase is Phase.PUBLISHED and latest and client in round_.evaluators - round_.evaluated:
-            self.evaluate(open_, latest, client)
-        if open_.secure and round_.phase not in OPEN:
+        if round_.phase is Phase.PUBLISHED and open_.made and client in round_.evaluators - round_.evaluated:
+            self.evaluate(open_, open_.made, client)
+        if round_.phase in OPEN:
+            self.ask(open_, [client])
+        elif open_.kind.tells_all:
             self.over(open_.row, latest, client)
-        elif open_.secure and (event := open_.secure.waits_for(client, open_.accepted)):
-            self._send(client, event)
 
-    def secure(self, open_: OpenRound, clients: Iterable[str]) -> None:
-        """Send the clients the newest step of the round's secure aggregation."""
+    def ask(self, open_: OpenRound, clients: Iterable[str]) -> None:
+        """Send the clients what the steps of the round's kind wait for from them."""
         for client in clients:
-            if open_.secure and (event := open_.secure.waits_for(client, open_.accepted)):
+            if event := open_.kind.waits_for(client):
                 self._send(client, event)
 
     def train(self, open_: OpenRound, client: str) -> None:
@@ -62,8 +65,8 @@ class Dispatch:
         self._send(client, pb.ServerEvent(evaluate=command))
 
     def ended(self, open_: OpenRound, model: ModelRow | None) -> None:
-        """Tell the clients that still train that the round no longer waits for them; with secure aggregation, all."""
-        for client in set(open_.row.selected) - (open_.accepted.keys() if open_.secure is None else set()):
+        """Tell the clients that still train, or all of them, that the round no longer waits for them."""
+        for client in set(open_.row.selected) - (set() if open_.kind.tells_all else open_.accepted.keys()):
             self.over(open_.row, model, client)
 
     def over(self, row: RoundRow, model: ModelRow | None, client: str) -> None:

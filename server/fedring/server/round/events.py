@@ -3,10 +3,11 @@
 Nothing here computes. `fedring.server.round.machine` says what follows from an event, and when.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
+from typing import Protocol
 
 from fedring.train.labels import Wanted
 
@@ -39,10 +40,10 @@ class Member:
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
+class RoundRules:
     """What a round obeys. Durations are in seconds."""
 
-    kind: str = "synchronous"  # the phases that it goes through: a key of machine.KINDS
+    phases: tuple["PhaseStep", ...] = ()  # that it goes through; empty = those of machine.SYNCHRONOUS
     labels: Wanted = field(default_factory=lambda: MappingProxyType({}))  # of the clients that can take part
     left_out: frozenset[str] = frozenset()  # clients that can not, whatever their labels
     min_clients: int = 1
@@ -60,12 +61,44 @@ class Rules:
     seed: int = 0
 
 
+class Steps(Protocol):
+    """The steps that a kind of round adds to its phases: a state of its own, as pure as that of the round.
+
+    They begin with the command and end before the model is made. What they make due is done before all else.
+    """
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing more is waited for, so that the model can be made."""
+        ...
+
+    def happened(self, event: object, now: float) -> "Steps":
+        """Return the state after an event of their own."""
+        ...
+
+    def closed(self, delivered: frozenset[str]) -> "Steps":
+        """Return the state after the round has closed with the updates of these clients."""
+        ...
+
+    def delayed(self, seconds: float) -> "Steps":
+        """Return the state after so many seconds in which nobody could go on."""
+        ...
+
+    def due(self, reachable: frozenset[str], now: float) -> "Effect | None":
+        """Return what is to be done now; `reachable` are the clients that can still answer."""
+        ...
+
+    def wake_at(self) -> float:
+        """Return when `due` may change without an event, in monotonic seconds; inf means never."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Round:
     """One round. Its sets of clients only grow, except that a delivered update may be lost again, and `stalled`."""
 
     number: int
-    rules: Rules
+    rules: RoundRules
     phase: Phase
     since: float  # when the phase began
     selected: frozenset[str] = frozenset()
@@ -76,10 +109,11 @@ class Round:
     evaluators: frozenset[str] = frozenset()
     evaluated: frozenset[str] = frozenset()
     reason: str = ""
+    steps: Steps | None = None  # those that its kind adds; None = none, or they have not begun
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class RoundState:
     """All clients, and the round in progress."""
 
     members: Mapping[str, Member] = field(default_factory=lambda: MappingProxyType({}))
@@ -109,11 +143,11 @@ class Left:
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class RoundOpened:
     """A round has begun to wait for clients."""
 
     number: int
-    rules: Rules
+    rules: RoundRules
     elapsed: float = 0.0  # seconds that it had waited before the server was restarted
 
 
@@ -138,6 +172,7 @@ class Started:
     """The command was sent to these clients."""
 
     clients: frozenset[str]
+    steps: Steps | None = None  # that begin with it
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +219,13 @@ class Failed:
 
 
 @dataclass(frozen=True, slots=True)
+class Stepped:
+    """Something has happened in the steps that the round's kind adds."""
+
+    event: object
+
+
+@dataclass(frozen=True, slots=True)
 class Closed:
     """The round takes no more updates."""
 
@@ -218,7 +260,7 @@ Event = (
     Joined
     | Matched
     | Left
-    | Opened
+    | RoundOpened
     | Resumed
     | Delayed
     | Started
@@ -228,6 +270,7 @@ Event = (
     | Moved
     | Lost
     | Failed
+    | Stepped
     | Closed
     | Published
     | Evaluated
@@ -245,9 +288,21 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Aggregate:
-    """Close the round and make the next model of what was delivered (Closed, then Published)."""
+    """Let the round take no more updates (Closed)."""
 
     stragglers: frozenset[str] = frozenset()  # clients that `straggler_factor` leaves out
+
+
+@dataclass(frozen=True, slots=True)
+class MakeModel:
+    """Make the next model of what was delivered (Published)."""
+
+
+@dataclass(frozen=True, slots=True)
+class TakeStep:
+    """Do what the steps that the round's kind adds ask for (Stepped)."""
+
+    effect: object
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,6 +310,7 @@ class Abandon:
     """End the round without a model (Abandoned)."""
 
     reason: str
+    why: str = ""  # a sentence, for people
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +318,18 @@ class Finish:
     """The round is over, evaluation included (Finished)."""
 
 
-Effect = Start | Aggregate | Abandon | Finish
+Effect = Start | Aggregate | MakeModel | TakeStep | Abandon | Finish
 
 OPEN = (Phase.WAITING, Phase.TRAINING, Phase.AGGREGATING)
 """Phases in which a round can still be abandoned."""
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseStep:
+    """One phase of a kind of round, as data: how long it may take, whom it waits for, and what becomes due in it."""
+
+    phase: Phase
+    ended_by: type[Event]  # begins the next phase
+    limit: Callable[[RoundRules], float]  # the longest time that the phase may take, seconds
+    asked: Callable[[Round], frozenset[str]]  # clients that were asked for something and have not answered
+    due: Callable[[RoundState, Round, float], Effect | None]  # what is to be done at that time, monotonic seconds

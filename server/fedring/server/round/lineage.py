@@ -2,14 +2,12 @@
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Set
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from fedring.codec import CodecError
 from fedring.server.config import ServerConfig
-from fedring.server.model.masked_sum import GroupMasks
 from fedring.server.model.models import Models
 from fedring.server.model.strategy import StrategyError
 from fedring.server.model.testset import TestSet
@@ -28,21 +26,14 @@ log = logging.getLogger(__name__)
 _ALL = 1_000_000_000
 
 
-async def publish(
-    facts: Facts,
-    models: Models,
-    privacy: RoundPrivacy,
-    open_: OpenRound,
-    masks: Sequence[GroupMasks] | None = None,
-) -> tuple[ModelRow, RoundRow]:
+async def publish(facts: Facts, models: Models, privacy: RoundPrivacy, open_: OpenRound) -> tuple[ModelRow, RoundRow]:
     """Make the next model of the accepted updates, and make it durable together with the end of its round.
 
     Args:
         facts: keeps the model.
         models: makes it.
-        privacy: what differential privacy does to the round.
+        privacy: knows what the rounds before have spent.
         open_: the round.
-        masks: the groups of secure aggregation whose sums count, and no others; None = the job has none.
 
     Raises:
         DamagedModel, DamagedUpdates: if what it is made of is damaged.
@@ -50,35 +41,15 @@ async def publish(
         StorageError, CodecError, OptimizerError, RuleError, SeamError, RuntimeError: if it cannot be made; the last is
             torch's.
     """
-    chosen = open_.accepted if masks is None else [client for group in masks for client in group.clients]
-    updates = [open_.accepted[client] for client in sorted(chosen)]
     version = await facts.db(facts.store.next_version)
-    open_.private = private = await privacy.prepare(open_, updates)
-    if private is not None:
-        open_.guarded = private.guarded
-    else:
-        last = await facts.db(facts.store.last_published, open_.row.job_id) if open_.job.update_clip_factor else None
-        last_median = float(last.stats.get("median_norm", 0.0)) if last else 0.0
-        guarded = partial(models.maker.guard, job_round=open_.row.job_round)
-        open_.guarded = await facts.heavy(guarded, open_.job, updates, last_median)
-    command, noisy = open_.command, private.mean if private else None
-    make = partial(
-        models.maker.next,
-        seed=command.seed,
-        secret=facts.store.secret,
-        guarded=open_.guarded,
-        noisy=noisy,
-        job_round=command.job_round,
-        control_line=command.control.line,
-        masks=masks,
-        secure=None if masks is None else command.secure,
-    )
-    made = await facts.heavy(make, open_.base, updates, open_.job, open_.row.round, version)
+    closed = open_.closed(facts.store.secret, privacy.past_of(open_.row))
+    open_.prepared = await facts.heavy(models.maker.prepare, closed)
+    made = await facts.heavy(models.maker.next, open_.base, open_.prepared, version)
     ended = open_.ended(Phase.PUBLISHED, model_version=version)
     frozen = open_.command.job.frozen_digest
     model = replace(made, job_id=open_.row.job_id, metrics=ended.stats["metrics"], frozen_digest=frozen)
     try:
-        await facts.db(facts.store.publish, model, ended, privacy.charge_of(open_))
+        await facts.db(facts.store.publish, model, ended, open_.prepared.charge())
     except StorageFailed:
         await facts.db(facts.discard, files_of(model))  # they take up the space that is missing
         raise
@@ -108,12 +79,11 @@ async def evaluation(
     return stats, summed
 
 
-async def prune(facts: Facts, models: Models, config: ServerConfig, open_: OpenRound | None) -> None:
-    """Delete models, updates and rounds that are older than the configuration keeps, except the base of `open_`."""
+async def prune(facts: Facts, models: Models, config: ServerConfig, bases: Set[int]) -> None:
+    """Delete models, updates and rounds that are older than the configuration keeps, but not the versions `bases`."""
     keep = (config.keep_models, config.keep_update_rounds, config.keep_rounds, config.keep_jobs)
     await facts.db(facts.store.shorten_log)
     await facts.db(facts.blobs.forget_unnamed, config.unnamed_seconds)
     if await facts.db(facts.prune, *keep):
         kept = await facts.db(facts.store.models, _ALL)
-        base = {open_.base.version} if open_ else set()
-        models.versions.forget({row.version for row in kept} | base)
+        models.versions.forget({row.version for row in kept} | bases)

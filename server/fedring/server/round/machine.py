@@ -1,16 +1,17 @@
 """A round, as a pure state machine.
 
 `apply(state, event, now)` is the only way in which a state changes. `due(state, now)` says what has become necessary,
-and `wake_at(state, now)` when to ask again if no event comes. A kind of round is data: a list of phases (`KINDS`).
-Nothing here reads a clock, sends, stores, or knows what a model is.
+and `wake_at(state, now)` when to ask again if no event comes. A kind of round is data: the phases that it goes through
+(`SYNCHRONOUS`, unless its rules name others), and the steps that it adds to them (`Steps`), which stand between the
+command and the model. Nothing here reads a clock, sends, stores, or knows what a model is.
 
     waiting ──Started──► training ──Closed──► aggregating ──Published──► published ──Finished──► (none)
        └───────Abandoned─────┴──────Abandoned──────┘ ─────────────────► abandoned ───┘
 """
 
 import random
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from math import ceil, inf
 from statistics import median
@@ -34,20 +35,23 @@ from fedring.server.round.events import (
     Joined,
     Left,
     Lost,
+    MakeModel,
     Matched,
     Member,
     Moved,
-    Opened,
     Phase,
+    PhaseStep,
     Presence,
     Published,
     Resumed,
     Round,
-    Rules,
+    RoundOpened,
+    RoundRules,
+    RoundState,
     Stalled,
     Start,
     Started,
-    State,
+    Stepped,
 )
 from fedring.train.labels import match
 
@@ -56,18 +60,7 @@ class IllegalEvent(Exception):
     """An event cannot happen in this state: this is a fault of the server's own."""
 
 
-@dataclass(frozen=True, slots=True)
-class PhaseStep:
-    """One phase of a kind of round, as data: how long it may take, whom it waits for, and what becomes due in it."""
-
-    phase: Phase
-    ended_by: type[Event]  # begins the next phase
-    limit: Callable[[Rules], float]  # the longest time that the phase may take, seconds
-    asked: Callable[[Round], frozenset[str]]  # clients that were asked for something and have not answered
-    due: Callable[[State, Round, float], Effect | None]  # what is to be done at that time, monotonic seconds
-
-
-def apply(state: State, event: Event, now: float) -> State:
+def apply(state: RoundState, event: Event, now: float) -> RoundState:
     """Return the state after `event`, which happened at `now` (monotonic seconds)."""
     match event:
         case Joined(client, labels):
@@ -76,7 +69,7 @@ def apply(state: State, event: Event, now: float) -> State:
             return _member(state, client, Presence.MATCHED, now)
         case Left(client):
             return _left(state, client, now)
-        case Opened(number, rules, elapsed):
+        case RoundOpened(number, rules, elapsed):
             _require(state.round is None, event, state)
             return replace(state, round=Round(number, rules, Phase.WAITING, now - elapsed))
         case Resumed(round_, grace, elapsed):
@@ -84,17 +77,17 @@ def apply(state: State, event: Event, now: float) -> State:
             # A member that is away since a moment in the future has more than the usual grace to come back.
             away = Member(Presence.AWAY, now + max(0.0, grace - round_.rules.grace))
             missing = dict.fromkeys(round_.selected | round_.evaluators, away)
-            return State(MappingProxyType(missing | dict(state.members)), replace(round_, since=now - elapsed))
+            return RoundState(MappingProxyType(missing | dict(state.members)), replace(round_, since=now - elapsed))
         case Finished():
             _require(state.round is not None and state.round.phase not in OPEN, event, state)
             here = {c: m for c, m in state.members.items() if m.presence is not Presence.AWAY}
-            return State(MappingProxyType(here), None)
+            return RoundState(MappingProxyType(here), None)
     if state.round is None:
         raise IllegalEvent(f"{event} without a round")
     after = _apply_to_round(state.round, event, now)
     # A client that was chosen may have left before the event came, and is not in `members` then.
     gone = dict.fromkeys((after.selected | after.evaluators) - state.members.keys(), Member(Presence.AWAY, now))
-    return State(MappingProxyType({**gone, **state.members}) if gone else state.members, after)
+    return RoundState(MappingProxyType({**gone, **state.members}) if gone else state.members, after)
 
 
 def _apply_to_round(round_: Round, event: Event, now: float) -> Round:
@@ -114,7 +107,10 @@ def _apply_to_round(round_: Round, event: Event, now: float) -> Round:
         case Lost(client) if round_.phase is Phase.AGGREGATING:
             return replace(round_, delivered=round_.delivered - {client}, failed=round_.failed | {client})
         case Delayed(lost):
-            return replace(round_, since=round_.since + lost)
+            steps = round_.steps.delayed(lost) if round_.steps is not None else None
+            return replace(round_, since=round_.since + lost, steps=steps)
+        case Stepped(inner) if round_.steps is not None:
+            return replace(round_, steps=round_.steps.happened(inner, now))
         case Failed(client, number):
             known = number == round_.number and client in round_.selected
             return replace(round_, failed=round_.failed | {client}) if known else round_
@@ -122,36 +118,43 @@ def _apply_to_round(round_: Round, event: Event, now: float) -> Round:
             return replace(round_, evaluated=round_.evaluated | {client} & round_.evaluators)
         case Abandoned(reason) if round_.phase in OPEN:
             return replace(round_, phase=Phase.ABANDONED, since=now, reason=reason)
-    steps = KINDS[round_.rules.kind]
-    following = {step.ended_by: after.phase for step, after in pairwise(steps) if step.phase is round_.phase}
+    pairs = pairwise(_phases(round_.rules))
+    following = {step.ended_by: after.phase for step, after in pairs if step.phase is round_.phase}
     if type(event) not in following:
         raise IllegalEvent(f"{event} while {round_.phase}")
     moved = replace(round_, phase=following[type(event)], since=now)
     match event:
-        case Started(clients):
-            return replace(moved, selected=clients)
+        case Started(clients, steps):
+            return replace(moved, selected=clients, steps=steps)
+        case Closed() if round_.steps is not None:
+            return replace(moved, steps=round_.steps.closed(round_.delivered))
         case Published(evaluators):
             return replace(moved, evaluators=evaluators)
     return moved
 
 
-def due(state: State, now: float) -> Effect | None:
+def due(state: RoundState, now: float) -> Effect | None:
     """Return what is to be done at `now`; None means nothing until the next event or `wake_at`."""
     round_ = state.round
     if round_ is None:
         return None
     if round_.phase is Phase.ABANDONED:
         return Finish()
+    if _steps_go_on(round_) and round_.steps is not None and (effect := round_.steps.due(reachable(state, now), now)):
+        return effect
     return _step(round_).due(state, round_, now)
 
 
-def wake_at(state: State, now: float) -> float:
+def wake_at(state: RoundState, now: float) -> float:
     """Return when `due` may change without an event, in monotonic seconds; inf means never."""
     round_ = state.round
     if round_ is None or round_.phase is Phase.ABANDONED:
         return inf
     graces = (state.members[client].since + round_.rules.grace for client in _absent(state, round_))
-    return min([deadline(round_), *(at for at in (*graces, stragglers_at(round_)) if at > now)])
+    wakes = [deadline(round_), *(at for at in (*graces, stragglers_at(round_)) if at > now)]
+    if _steps_go_on(round_) and round_.steps is not None and not round_.steps.ended:
+        wakes += [round_.steps.wake_at(), next_loss(state, now)]
+    return min(wakes)
 
 
 def deadline(round_: Round) -> float:
@@ -186,18 +189,18 @@ def stragglers_at(round_: Round) -> float:
     return round_.since + rules.straggler_factor * median(round_.delivery_seconds)
 
 
-def seconds(rules: Rules, phase: Phase) -> float:
+def seconds(rules: RoundRules, phase: Phase) -> float:
     """Return the longest time that a round with these rules may stay in the phase, in seconds."""
-    return next(step.limit(rules) for step in KINDS[rules.kind] if step.phase is phase)
+    return next(step.limit(rules) for step in _phases(rules) if step.phase is phase)
 
 
-def ready(state: State, rules: Rules) -> list[str]:
+def ready(state: RoundState, rules: RoundRules) -> list[str]:
     """Return the clients that may be selected, sorted."""
     passed = (Presence.MATCHED,) if rules.barrier == "matched" else (Presence.JOINED, Presence.MATCHED)
     return [client for client in suitable(state, rules) if state.members[client].presence in passed]
 
 
-def suitable(state: State, rules: Rules) -> list[str]:
+def suitable(state: RoundState, rules: RoundRules) -> list[str]:
     """Return the clients that the round can select by their names and labels, whether they are ready or not, sorted."""
     here = state.members.items()
     return sorted(c for c, member in here if c not in rules.left_out and match(member.labels, rules.labels))
@@ -213,7 +216,7 @@ def sample(candidates: list[str], round_: Round) -> list[str]:
     return random.Random(f"{rules.seed}:{round_.number}").sample(candidates, count)
 
 
-def pending(state: State, now: float) -> frozenset[str]:
+def pending(state: RoundState, now: float) -> frozenset[str]:
     """Return the clients that the round still waits for: they were asked, have not answered, and are not lost."""
     round_ = state.round
     if round_ is None:
@@ -222,18 +225,18 @@ def pending(state: State, now: float) -> frozenset[str]:
     return _outstanding(round_) - lost
 
 
-def reachable(state: State, now: float) -> frozenset[str]:
+def reachable(state: RoundState, now: float) -> frozenset[str]:
     """Return the selected clients that have not failed, and are here or may still come back."""
     round_ = state.round
     return frozenset(c for c in round_.selected - round_.failed if now < _lost_at(state, c)) if round_ else frozenset()
 
 
-def next_loss(state: State, now: float) -> float:
+def next_loss(state: RoundState, now: float) -> float:
     """Return when `reachable` loses its next client if none comes back, in monotonic seconds; inf means never."""
     return min((_lost_at(state, client) for client in reachable(state, now)), default=inf)
 
 
-def _lost_at(state: State, client: str) -> float:
+def _lost_at(state: RoundState, client: str) -> float:
     member = state.members[client]
     away = member.presence is Presence.AWAY and state.round is not None
     return member.since + state.round.rules.grace if away and state.round else inf
@@ -243,24 +246,33 @@ def _outstanding(round_: Round) -> frozenset[str]:
     return frozenset() if round_.phase is Phase.ABANDONED else _step(round_).asked(round_)
 
 
+def _steps_go_on(round_: Round) -> bool:
+    """Return whether the steps that the round's kind adds still matter: once there is a model, they do not."""
+    return round_.phase in OPEN
+
+
+def _phases(rules: RoundRules) -> tuple[PhaseStep, ...]:
+    return rules.phases or SYNCHRONOUS
+
+
 def _step(round_: Round) -> PhaseStep:
-    return next(step for step in KINDS[round_.rules.kind] if step.phase is round_.phase)
+    return next(step for step in _phases(round_.rules) if step.phase is round_.phase)
 
 
-def _absent(state: State, round_: Round) -> Iterator[str]:
+def _absent(state: RoundState, round_: Round) -> Iterator[str]:
     return (c for c in _outstanding(round_) if state.members[c].presence is Presence.AWAY)
 
 
-def _member(state: State, client: str, presence: Presence, now: float) -> State:
+def _member(state: RoundState, client: str, presence: Presence, now: float) -> RoundState:
     known = state.members.get(client)
     return _with(state, client, replace(known, presence=presence, since=now) if known else Member(presence, now))
 
 
-def _with(state: State, client: str, member: Member) -> State:
+def _with(state: RoundState, client: str, member: Member) -> RoundState:
     return replace(state, members=MappingProxyType({**state.members, client: member}))
 
 
-def _left(state: State, client: str, now: float) -> State:
+def _left(state: RoundState, client: str, now: float) -> RoundState:
     """Note that the client is away, or forget it if no round waits for it: clients come and go without end."""
     if client not in state.members:
         return state
@@ -270,7 +282,7 @@ def _left(state: State, client: str, now: float) -> State:
     return replace(state, members=MappingProxyType(rest))
 
 
-def _require(legal: bool, event: Event, state: State) -> None:
+def _require(legal: bool, event: Event, state: RoundState) -> None:
     if not legal:
         raise IllegalEvent(f"{event} while {state.round.phase if state.round else 'no round is open'}")
 
@@ -287,7 +299,7 @@ def _evaluating(round_: Round) -> frozenset[str]:
     return round_.evaluators - round_.evaluated
 
 
-def _due_waiting(state: State, round_: Round, now: float) -> Effect | None:
+def _due_waiting(state: RoundState, round_: Round, now: float) -> Effect | None:
     candidates = ready(state, round_.rules)
     needed = 1 if round_.rules.barrier == "none" else round_.rules.min_clients
     if len(candidates) >= needed:
@@ -295,7 +307,7 @@ def _due_waiting(state: State, round_: Round, now: float) -> Effect | None:
     return Abandon("barrier_timeout") if now >= deadline(round_) else None
 
 
-def _due_training(state: State, round_: Round, now: float) -> Effect | None:
+def _due_training(state: RoundState, round_: Round, now: float) -> Effect | None:
     enough = len(round_.delivered) >= round_.rules.min_to_aggregate
     if round_.rules.close_at_minimum and enough:
         return Aggregate()
@@ -305,11 +317,11 @@ def _due_training(state: State, round_: Round, now: float) -> Effect | None:
     return Aggregate() if enough else Abandon("too_few_clients")
 
 
-def _due_aggregating(state: State, round_: Round, now: float) -> Effect | None:
-    return None  # whoever performed Aggregate is at work
+def _due_aggregating(state: RoundState, round_: Round, now: float) -> Effect | None:
+    return MakeModel() if round_.steps is None or round_.steps.ended else None
 
 
-def _due_published(state: State, round_: Round, now: float) -> Effect | None:
+def _due_published(state: RoundState, round_: Round, now: float) -> Effect | None:
     return Finish() if not pending(state, now) or now >= deadline(round_) else None
 
 
@@ -320,6 +332,3 @@ SYNCHRONOUS = (
     PhaseStep(Phase.PUBLISHED, Finished, lambda rules: rules.evaluate_timeout, _evaluating, _due_published),
 )
 """All selected clients train from the same model, and one aggregation makes the next."""
-
-KINDS: Mapping[str, tuple[PhaseStep, ...]] = MappingProxyType({"synchronous": SYNCHRONOUS})
-"""The phases of each kind of round, in order; `Rules.kind` names one."""

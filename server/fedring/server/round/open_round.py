@@ -1,14 +1,20 @@
-"""The round in progress: what the server keeps of it beyond the machine's state."""
+"""An open round: the state of its machine, and what the server keeps of it beyond that."""
 
+import asyncio
 import time
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
-from fedring.server.model.guards import Guard, weight_of
-from fedring.server.model.private_mean import PrivateRound
-from fedring.server.round.events import Phase
-from fedring.server.round.secure_state import SecureState
-from fedring.server.round.sessions import ClientTraffic
+from fedring.codec import CodecError
+from fedring.codec.schema import Schema
+from fedring.server.group.rendezvous import Rendezvous
+from fedring.server.model.guards import weight_of
+from fedring.server.model.masked_sum import GroupMasks
+from fedring.server.model.terms import Terms
+from fedring.server.model.transforms.listing import RoundSteps, Transforms, transforms_of
+from fedring.server.model.transforms.transform import ClosedRound, Past
+from fedring.server.round.events import Phase, PhaseStep, RoundState, Steps
+from fedring.server.round.trace import RoundTrace
 from fedring.server.state.rows import ModelRow, RoundRow, UpdateRow
 from fedring.train.job import Job
 from fedring.train.metrics import combine, with_origin
@@ -17,30 +23,55 @@ from fedring.v1.rendezvous_pb2 import Done
 
 
 @dataclass(slots=True)
+class ClientTraffic:
+    """The bytes that one client moved in one round, as they were on the wire, and the seconds that took."""
+
+    upload_bytes: int = 0
+    download_bytes: int = 0
+    upload_seconds: float = 0.0
+    download_seconds: float = 0.0
+
+
+@dataclass(slots=True)
 class OpenRound:
-    """What the server keeps of the round in progress; owned by `Rounds`."""
+    """One open round; owned by `Rounds`.
+
+    Attributes:
+        state: the machine's state: all clients that are here, and this round. Only `Rounds` changes it.
+        changed: set whenever the state has changed; whoever runs the round clears it.
+        settling: held while a phase of the round ends, and while a batch of updates is committed.
+        group: its workers, if they train together.
+        kind: what this round does otherwise than a plain one.
+    """
 
     row: RoundRow
     job: Job  # with the settings of this round
     command: pb.TrainCmd
     base: ModelRow
     model: pb.SmallModel | None = None  # the base model, if it is small enough to travel with the command
+    state: RoundState = field(default_factory=RoundState)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    settling: asyncio.Lock = field(default_factory=asyncio.Lock)
+    group: Rendezvous | None = None
+    trace: RoundTrace = field(default_factory=RoundTrace)
+    kind: "RoundKind" = field(init=False)
+    made: ModelRow | None = None  # the model that it has published
     started: float = 0.0  # when the command was sent, monotonic seconds; 0 = it was not yet
     accepted: dict[str, UpdateRow] = field(default_factory=dict)
     traffic: dict[str, ClientTraffic] = field(default_factory=dict)
     done: dict[str, Done] = field(default_factory=dict)  # what the workers of a group say of their work
-    stalled: frozenset[str] = frozenset()  # as in the machine's Round
     stragglers: frozenset[str] = frozenset()  # clients that straggler_factor has left out
-    left_out: frozenset[str] = frozenset()  # clients that are not drawn: they sent wrong shares in an earlier round
-    liars: frozenset[str] = frozenset()  # clients that were proved to send wrong shares in this one
-    guarded: Guard = field(default_factory=Guard)  # what the job's guards did to the accepted updates
-    private: PrivateRound | None = None  # what differential privacy does to it; None = nothing, or not known yet
-    secure: SecureState | None = None  # its secure aggregation; None = its job has none, or it has not started
+    left_out: frozenset[str] = frozenset()  # clients that are not drawn: an earlier round has proved them wrong
+    prepared: RoundSteps | None = None  # what the job's transforms do to the accepted updates; None = not known yet
     failures: list[str] = field(default_factory=list)  # sentences: who could not train, what was damaged
     stop_reason: str = ""  # why the round ends without a model if the disk refuses that model; "" = nobody asked
-    waits_for_disk: bool = False  # whether its aggregation waits until the disk takes the model
-    waits_for_shares: bool = False  # whether its aggregation waits for what clients say to remove masks
+    making: bool = False  # whether its model is made right now, and is published in a moment
     retryable: bool = True  # False if the job's next rounds would end as this one does
+    transforms: Transforms = field(init=False)  # of the job
+
+    def __post_init__(self) -> None:
+        self.transforms = transforms_of(self.job)
+        self.kind = RoundKind(self)
 
     def event(self, seconds: float, model: pb.SmallModel | None = None) -> bytes:
         """Return the serialized command.
@@ -52,6 +83,51 @@ class OpenRound:
         command = pb.TrainCmd(deadline_seconds=seconds, model=model)
         command.MergeFrom(self.command)
         return pb.ServerEvent(train=command).SerializeToString()
+
+    def terms(self, client: str, schema: Schema) -> Terms:
+        """Return the demands of the round on an update.
+
+        Args:
+            client: whose update it is.
+            schema: of the base model.
+
+        Raises:
+            UnknownRound: "not_selected", if the client is in no group of a round that has groups.
+        """
+        terms = Terms(self.base.digest, self.command.max_update_bytes, schema)
+        return self.transforms.terms(terms, self.command, self.kind.members_with(client))
+
+    def closed(self, secret: str, past: Past) -> ClosedRound:
+        """Return the round as it is when it takes no more updates.
+
+        Args:
+            secret: of the run, which clients do not know.
+            past: of the round's job.
+        """
+        groups = self.kind.sums
+        chosen = self.accepted if groups is None else [client for group in groups for client in group.clients]
+        updates = [self.accepted[client] for client in sorted(chosen)]
+        return ClosedRound(self.job, self.command, updates, len(self.row.selected), secret, groups, past)
+
+    @property
+    def ids(self) -> dict[str, object]:
+        """The round and its job, for logs."""
+        return {"round": self.row.round, "job": self.row.job_id}
+
+    @property
+    def phase(self) -> Phase | None:
+        """The phase that the round is in; None before it begins and after it has finished."""
+        return self.state.round.phase if self.state.round else None
+
+    @property
+    def stalled(self) -> frozenset[str]:
+        """The clients that make no progress."""
+        return self.state.round.stalled if self.state.round else frozenset()
+
+    def asks(self, client: str) -> bool:
+        """Return whether the client was asked to train or to evaluate."""
+        round_ = self.state.round
+        return round_ is not None and client in round_.selected | round_.evaluators
 
     @property
     def title(self) -> str:
@@ -91,13 +167,118 @@ class OpenRound:
                 "metrics": dict(update.metrics if update else done.metrics),
             }
         trained = combine((weight_of(self.job, row["num_samples"]), row["metrics"]) for row in clients.values())
-        named = {key: sorted(getattr(self, key)) for key in ("stalled", "stragglers", "left_out", "liars")}
+        named = {key: sorted(getattr(self, key)) for key in ("stalled", "stragglers", "left_out")}
         return {
             "seconds": seconds,
             "clients": clients,
             "metrics": with_origin("train", trained),
             "settings": {key: getattr(self.command, key) for key in self.job.scheduled} | (self.row.settings or {}),
-            **(self.private.stats() if self.private else self.guarded.stats()),
+            **(self.prepared.stats() if self.prepared else {}),
             **{key: names for key, names in named.items() if names},
-            **({"secure": self.secure.figures(self.accepted)} if self.secure else {}),
+            **self.kind.stats(),
         }
+
+
+class CannotResume(Exception):
+    """A round cannot go on after a restart; `reason` is that with which it is abandoned."""
+
+    def __init__(self, reason: str, text: str) -> None:
+        super().__init__(text)
+        self.reason = reason
+
+
+class RoundKind:
+    """The course of one open round. This is the plain kind: others derive from it, and change what they do otherwise.
+
+    A kind says which phases its rounds go through and which steps it adds to them (both are pure, see
+    `fedring.server.round.machine`), performs these steps, and makes durable what its clients are told.
+
+    Attributes:
+        open: the round.
+        phases: that it goes through.
+        tells_all: whether all its clients are told of its end, also those that have delivered.
+        recoverable: what may go wrong when the model is made, and be mended by `recover`.
+    """
+
+    phases: tuple[PhaseStep, ...] = ()
+    tells_all = False
+    recoverable: tuple[type[CodecError], ...] = ()
+
+    def __init__(self, open_: OpenRound) -> None:
+        self.open = open_
+
+    async def prepare(self) -> None:
+        """Complete the command, and say whom to leave out, before anybody is told of the round."""
+
+    async def start(self) -> None:
+        """Make durable what must be before the clients are sent the command.
+
+        Raises:
+            StorageFailed: if that cannot be kept.
+        """
+
+    def steps(self, clients: frozenset[str]) -> Steps | None:
+        """Return the state of the steps that begin with the command to these clients."""
+        return None
+
+    async def perform(self, effect: object) -> None:
+        """Do what the steps ask for.
+
+        Raises:
+            StorageFailed: if a decision cannot be kept. It is due again.
+        """
+
+    async def restore(self) -> Steps | None:
+        """Return the steps of a round that a restart has interrupted.
+
+        Raises:
+            CannotResume: if it must end.
+        """
+        return None
+
+    def resumed(self) -> None:
+        """Take up what was decided before the restart."""
+
+    def check_update(self, client: str) -> None:
+        """Check that the client may deliver an update now; UnknownRound if not."""
+
+    def members_with(self, client: str) -> int:
+        """Return the number of clients in the client's group; 0 if the round's updates are not summed in groups."""
+        return 0
+
+    def waits_for(self, client: str) -> bytes:
+        """Return the event that tells a client what the steps wait for from it; b"" if nothing."""
+        return b""
+
+    @property
+    def sums(self) -> list[GroupMasks] | None:
+        """The groups of updates of which only sums are known, and that count; None = each update is known."""
+        return None
+
+    async def lost(self, clients: frozenset[str], reason: str) -> bool:
+        """Go on without updates that turned out to be damaged. Returns whether the round can still publish."""
+        return True
+
+    async def recover(self, error: CodecError) -> bool:
+        """Go on after one of the `recoverable` errors. Returns whether the round can still publish."""
+        return False
+
+    def figures(self) -> dict[str, Any]:
+        """Return how far the steps are, as JSON."""
+        return {}
+
+    def stats(self) -> dict[str, Any]:
+        """Return what the round's row keeps of its kind."""
+        return self.figures()
+
+
+class KindMaker(Protocol):
+    """A kind of rounds."""
+
+    def kind_of(self, open_: OpenRound) -> RoundKind | None:
+        """Return the course of a round that is of this kind; None if it is not."""
+        ...
+
+    def outlasts(self, row: RoundRow) -> bool:
+        """Return whether clients keep something of a round until they learn that it is over, also after a restart."""
+        ...

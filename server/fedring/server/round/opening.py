@@ -3,25 +3,23 @@
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from fedring.secure.errors import SecureError
 from fedring.server.config import ServerConfig
 from fedring.server.model.models import Models
 from fedring.server.model.strategy import HISTORY, StrategyError, past_round, with_settings
 from fedring.server.model.testset import TestSet
 from fedring.server.round import machine as rd
-from fedring.server.round.events import Abandoned, Closed, Failed, Opened, Phase, Resumed, Round, Rules
-from fedring.server.round.open_round import OpenRound
+from fedring.server.round.dispatch import Dispatch
+from fedring.server.round.events import Abandoned, Phase, Resumed, Round, RoundOpened, RoundRules
+from fedring.server.round.open_round import CannotResume, KindMaker, OpenRound
 from fedring.server.round.plan import round_command, rules_of
+from fedring.server.round.private_rounds import RoundPrivacy
 from fedring.server.round.rounds import Rounds
-from fedring.server.round.secure_state import restored, secure_rules
-from fedring.server.round.sessions import Sessions
-from fedring.server.round.starting import base_of, begin
-from fedring.server.secure import machine as sm
+from fedring.server.sessions.sessions import Sessions
 from fedring.server.state.facts import Facts
 from fedring.server.state.failures import StorageError
-from fedring.server.state.rows import JobRow, ModelRow, RoundRow, SecureMessageRow, SecureRoundRow
+from fedring.server.state.rows import JobRow, ModelRow, RoundRow
 from fedring.train.errors import SeamError
 from fedring.train.job import Job
 from fedring.v1 import federation_pb2 as pb
@@ -34,62 +32,60 @@ RECOVERY_SECONDS = 30.0
 """Seconds that clients have to come back after a restart of the server, if the round's deadline is not sooner."""
 
 
+@dataclass(frozen=True, slots=True)
+class RunningJob:
+    """A job that runs."""
+
+    row: JobRow
+    spec: Job  # with its seed
+    frozen_digest: str
+
+
 class RoundOpener:
     """Opens a round, or resumes one; whoever runs rounds takes it from there."""
 
     def __init__(
         self,
         rounds: Rounds,
+        kinds: Sequence[KindMaker],
         facts: Facts,
         models: Models,
+        privacy: RoundPrivacy,
         sessions: Sessions,
         test_set: TestSet,
         config: ServerConfig,
     ) -> None:
-        self._rounds, self._facts, self._models = rounds, facts, models
-        self._sessions, self._test_set, self._config = sessions, test_set, config
-        self._frozen_digest = ""  # of the job that runs
+        self._rounds, self._kinds, self._facts, self._models = rounds, kinds, facts, models
+        self._privacy, self._sessions, self._test_set, self._config = privacy, sessions, test_set, config
+        self._dispatch = Dispatch(sessions)
 
-    async def begin(self, job: JobRow, spec: Job) -> tuple[Job, str]:
-        """Decide what a job starts from, and make it available.
+    async def refuses(self, job: RunningJob) -> str:
+        """Return why no further round of a job may start, or "" if one may."""
+        return await self._privacy.spent(job.spec)
 
-        Returns:
-            The job with its seed, and a clause that says what it starts from.
-
-        Raises:
-            StorageFailed: if the disk refuses it; nothing was changed.
-            StorageError, SeamError: if the job cannot start from there.
-        """
-        base, spec, text = await begin(self._facts, self._models, job, spec)
-        self._frozen_digest = await self._facts.heavy(self._models.maker.frozen_digest, spec, base)
-        if self._rounds.latest is None or base.version > self._rounds.latest.version:  # it was just made
-            self._rounds.latest = base
-        return spec, text
-
-    async def open(self, job: JobRow, spec: Job, job_round: int) -> None:
-        """Open the next round of a job.
+    async def open(self, job: RunningJob, job_round: int, base: ModelRow) -> OpenRound:
+        """Open the next round of a job, which starts from `base`.
 
         Raises:
             StorageFailed: if the disk refuses it; nothing was changed.
-            StorageError, SeamError, DataError: if the round has no model to start from, or no samples to evaluate on.
+            SeamError, DataError: if its user's code fails, or if there are no samples to evaluate on.
         """
-        facts = self._facts
-        base = await base_of(facts, self._models, job)
+        facts, spec = self._facts, job.spec
         if spec.evaluate_on_server:
             await facts.heavy(self._test_set.load, spec)
         small = self._models.downloads.small(base, spec)  # before there is a row: it may fail, and be tried again
-        settings, failure = await self._settings(job.job_id, spec)
-        wanted = RoundRow(0, job.job_id, job_round, Phase.WAITING, time.time(), base.version, settings=settings)
+        settings, failure = await self._settings(job)
+        wanted = RoundRow(0, job.row.job_id, job_round, Phase.WAITING, time.time(), base.version, settings=settings)
         row = await facts.db(facts.store.create_round, wanted)
-        await self._wait_for_clients(row, spec, base, small, failure=failure)
+        return await self._wait_for_clients(row, job, base, small, failure=failure)
 
-    async def resume(self, row: RoundRow, spec: Job) -> None:
+    async def resume(self, row: RoundRow, job: RunningJob) -> OpenRound:
         """Go on with the round that a restart interrupted; its clients have time to come back.
 
         Raises:
             StorageError: "missing_model" if the model that it starts from is gone.
         """
-        rounds, facts = self._rounds, self._facts
+        rounds, facts, spec = self._rounds, self._facts, job.spec
         base = await facts.db(facts.store.model, row.base_version)
         if base is None:
             raise StorageError("missing_model", f"round {row.round} starts from model {row.base_version}, now gone")
@@ -101,115 +97,84 @@ class RoundOpener:
         if row.phase == Phase.WAITING:
             failure = None
             if row.settings is None:  # nobody was told of the round yet
-                settings, failure = await self._settings(row.job_id, spec)
+                settings, failure = await self._settings(job)
                 row = replace(row, settings=settings)
                 await facts.db(facts.store.update_round, row)
-            await self._wait_for_clients(row, spec, base, small, failure=failure, elapsed=elapsed)
-            return
+            return await self._wait_for_clients(row, job, base, small, failure=failure, elapsed=elapsed)
         updates = await facts.db(facts.store.updates_of, row.round)
-        secure = await facts.db(facts.store.secure_round, row.round)
-        open_ = await self._begin(replace(row, phase=Phase.TRAINING), spec, base, small)
-        rules = self._rules(open_)
+        open_ = await self._begin(replace(row, phase=Phase.TRAINING), job, base, small)
         open_.accepted = {update.client_id: update for update in updates}
         open_.started = time.monotonic() - elapsed
+        steps, refused = None, None
+        try:
+            steps = await open_.kind.restore()
+        except CannotResume as error:
+            refused = error
         selected, delivered = frozenset(row.selected), frozenset(open_.accepted)
         # An aggregation that the restart cut off is simply due again.
         # When updates came is not kept: they came no later than now.
         seconds_each = (elapsed,) * len(delivered)
-        resumed = Round(row.round, rules, Phase.TRAINING, 0.0, selected, delivered, seconds_each)
-        rounds.handle(Resumed(resumed, RECOVERY_SECONDS, elapsed))
-        if spec.dp is not None and any(update.epoch != facts.store.epoch for update in updates):
-            open_.failures.append("the server was restored, and may have published its model before, with other noise")
-            rounds.handle(Abandoned("restored"))
-            return
-        if not self._resume_secure(open_, *secure):
-            return
-        rounds.gather(resumed=True)
+        rules = self._rules(open_)
+        resumed = Round(row.round, rules, Phase.TRAINING, 0.0, selected, delivered, seconds_each, steps=steps)
+        rounds.begin(open_, Resumed(resumed, RECOVERY_SECONDS, elapsed))
+        if why := self._privacy.why_not_resumed(open_):
+            refused = CannotResume("restored", why)
+        if refused is not None:
+            open_.failures.append(str(refused))
+            rounds.handle(open_, Abandoned(refused.reason))
+            return open_
+        open_.kind.resumed()
+        rounds.gather(open_, resumed=True)
         for session in self._sessions:
             if session.matched:
-                rounds.matched(session.client_id)
+                self._dispatch.remind(open_, rounds.latest, session.client_id)
+        return open_
 
-    def _resume_secure(
-        self, open_: OpenRound, decided: SecureRoundRow | None, messages: Sequence[SecureMessageRow]
-    ) -> bool:
-        """Go on with the round's secure aggregation, if it has one. Returns False if the round must end."""
-        rules, rounds = secure_rules(open_.job), self._rounds
-        if rules is None:
-            return True
-        if decided is None or decided.epoch != self._facts.store.epoch:
-            open_.failures.append("the server was restored, and clients must not mask two updates in the same way")
-            rounds.handle(Abandoned("restored"))
-            return False
-        since = time.monotonic() + RECOVERY_SECONDS
-        clients, accepted = open_.row.selected, open_.accepted.keys()
-        try:
-            values = (open_.job.dp, open_.base.parameters)
-            secure = restored(open_.command, values, rules, clients, (decided, messages), accepted, since)
-        except SecureError as error:
-            open_.failures.append(str(error))
-            rounds.handle(Abandoned(error.reason))
-            return False
-        open_.secure = secure
-        for group in secure.state.groups:
-            for client in group.liars:
-                rounds.lied(client, "that was found before the restart")
-        for client in sm.out(secure.state):
-            rounds.handle(Failed(client, open_.row.round))
-        if secure.state.accepted is not None:  # clients may have helped to remove masks: no update is added any more
-            rounds.handle(Closed())
-        return True
-
-    async def _settings(self, job_id: int, spec: Job) -> tuple[dict[str, float] | None, _Failure | None]:
+    async def _settings(self, job: RunningJob) -> tuple[dict[str, float] | None, _Failure | None]:
         """Ask the job's own strategy for the settings of the next round; None, and why, if it has none."""
-        if not spec.aggregation.own:
+        if not job.spec.aggregation.own:
             return {}, None
-        rows = await self._facts.db(self._facts.store.rounds, HISTORY + 1, job_id)
+        rows = await self._facts.db(self._facts.store.rounds, HISTORY + 1, job.row.job_id)
         history = [row for row in reversed(rows) if row.ended_at is not None][-HISTORY:]
         try:
-            return await self._facts.heavy(self._models.maker.ask_settings, spec, map(past_round, history)), None
+            return await self._facts.heavy(self._models.maker.ask_settings, job.spec, map(past_round, history)), None
         except (StrategyError, SeamError) as error:
             return None, error
 
     async def _wait_for_clients(
         self,
         row: RoundRow,
-        spec: Job,
+        job: RunningJob,
         base: ModelRow,
         small: pb.SmallModel | None,
         *,
         failure: _Failure | None,
         elapsed: float = 0.0,
-    ) -> None:
+    ) -> OpenRound:
         """Let a round wait for its clients, or abandon it if its strategy has failed."""
-        open_ = await self._begin(row, spec, base, small)
-        self._rounds.handle(Opened(row.round, self._rules(open_), elapsed))
+        open_ = await self._begin(row, job, base, small)
+        self._rounds.begin(open_, RoundOpened(row.round, self._rules(open_), elapsed))
         if failure is not None:
             log.error("round %d has no settings: %s", row.round, failure, exc_info=failure.__cause__)
             open_.failures.insert(0, str(failure))
-            self._rounds.handle(Abandoned(failure.reason))
-
-    async def _begin(self, row: RoundRow, spec: Job, base: ModelRow, small: pb.SmallModel | None) -> OpenRound:
-        most, store = self._config.max_update_bytes, self._facts.store
-        configured = with_settings(spec, row.settings or {})
-        command = round_command(configured, row, base, run_id=store.run_id, epoch=store.epoch, most_bytes=most)
-        job = await self._facts.db(store.job, row.job_id)
-        if job is not None:
-            command.residual_after_epoch, command.residual_after = job.residual_epoch, job.residual_after
-        command.job.frozen_digest = self._frozen_digest
-        if configured.secure_aggregation is not None:
-            maker = self._models.maker
-            command.secure.CopyFrom(await self._facts.heavy(maker.secure_round, base, configured))
-        open_ = OpenRound(row, configured, command, base, small)
-        if configured.secure_aggregation is not None:
-            open_.left_out = await self._facts.db(self._liars_before, row)
-        self._rounds.begin(open_)
+            self._rounds.handle(open_, Abandoned(failure.reason))
         return open_
 
-    def _rules(self, open_: OpenRound) -> Rules:
-        rules = rules_of(open_.job, grace=self._config.lost_after_seconds)
-        return replace(rules, left_out=open_.left_out)
+    async def _begin(self, row: RoundRow, job: RunningJob, base: ModelRow, small: pb.SmallModel | None) -> OpenRound:
+        most, store = self._config.max_update_bytes, self._facts.store
+        configured = with_settings(job.spec, row.settings or {})
+        command = round_command(configured, row, base, run_id=store.run_id, epoch=store.epoch, most_bytes=most)
+        noted = await self._facts.db(store.job, row.job_id)
+        if noted is not None:
+            command.residual_after_epoch, command.residual_after = noted.residual_epoch, noted.residual_after
+        command.job.frozen_digest = job.frozen_digest
+        await self._facts.heavy(self._models.maker.command, configured, command, base)
+        open_ = OpenRound(row, configured, command, base, small)
+        found = (kind for each in self._kinds if (kind := each.kind_of(open_)) is not None)
+        open_.kind = next(found, open_.kind)
+        await open_.kind.prepare()
+        return open_
 
-    def _liars_before(self, row: RoundRow) -> frozenset[str]:
-        """Return the clients that have sent wrong shares in an earlier round of the job; each round tells the next."""
-        rows = self._facts.store.rounds(1, row.job_id, row.round)
-        return frozenset(name for last in rows for key in ("left_out", "liars") for name in last.stats.get(key, ()))
+    def _rules(self, open_: OpenRound) -> RoundRules:
+        rules = rules_of(open_.job, grace=self._config.lost_after_seconds)
+        return replace(rules, left_out=open_.left_out, phases=open_.kind.phases)

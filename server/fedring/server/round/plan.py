@@ -1,16 +1,19 @@
 """A job, translated into the rules of the state machines and into the messages of the wire."""
 
 import json
+from dataclasses import asdict
+
+from pydantic import BaseModel
 
 from fedring.codec.encoding import Encoding
 from fedring.server.group import machine as groups
-from fedring.server.round.events import Rules
+from fedring.server.round.events import RoundRules
 from fedring.server.state.rows import ModelRow, RoundRow
 from fedring.train.job import Job
 from fedring.v1 import federation_pb2 as pb
 
 
-def rules_of(job: Job, *, grace: float) -> Rules:
+def rules_of(job: Job, *, grace: float) -> RoundRules:
     """Return the rules of each round of the job.
 
     Args:
@@ -19,7 +22,7 @@ def rules_of(job: Job, *, grace: float) -> Rules:
     """
     alone = job.grouped
     fixed = job.pipeline.workers if job.mode == "pipeline" else 0
-    return Rules(
+    return RoundRules(
         labels=job.clients,
         min_clients=max(job.min_clients, fixed),
         barrier=job.barrier,
@@ -39,12 +42,12 @@ def rules_of(job: Job, *, grace: float) -> Rules:
     )
 
 
-def group_rules(job: Job, *, target: int) -> groups.Rules:
+def group_rules(job: Job, *, target: int) -> groups.GroupRules:
     """Return the rules of the groups of a round with `target` clients. A pipeline runs only if it is whole."""
     if job.mode == "pipeline":
         workers = job.pipeline.workers
-        return groups.Rules(target=workers, minimum=workers, patience=job.pipeline.replacement_seconds, whole=True)
-    return groups.Rules(
+        return groups.GroupRules(target=workers, minimum=workers, patience=job.pipeline.replacement_seconds, whole=True)
+    return groups.GroupRules(
         target=target,
         minimum=min(target, job.min_clients_to_aggregate),
         patience=job.data_parallel.replacement_seconds,
@@ -73,31 +76,31 @@ def job_spec(job: Job, job_id: int) -> pb.JobSpec:
         pipeline=job.pipeline.model_dump_json() if job.mode == "pipeline" else "",
         shared=job.shared,
         private=job.private,
-        dp=job.dp.model_dump_json() if job.dp else "",
-        secure_aggregation=job.secure_aggregation.model_dump_json() if job.secure_aggregation else "",
-        sample_dp=job.sample_dp.model_dump_json() if job.sample_dp else "",
+        dp=_json(job.dp),
+        secure_aggregation=_json(job.secure_aggregation),
+        sample_dp=_json(job.sample_dp),
+        transforms=json.dumps([each.model_dump() for each in job.transforms]) if job.transforms else "",
         min_results=job.min_clients_to_aggregate,
-        personal=job.personal.model_dump_json() if job.personal else "",
+        personal=_json(job.personal),
     )
 
 
+def _json(table: BaseModel | None) -> str:
+    """Return a table as JSON; empty if the job has none."""
+    return "" if table is None else table.model_dump_json()
+
+
 def round_command(job: Job, row: RoundRow, base: ModelRow, *, run_id: str, epoch: int, most_bytes: int) -> pb.TrainCmd:
-    """Return the command of a round, without the deadline, which depends on the moment of sending."""
+    """Return the command of a round, before the job's transforms add to it.
+
+    It has no deadline, which depends on the moment of sending.
+    """
     command = train_cmd(job, job_spec(job, row.job_id), number=row.round, job_round=row.job_round)
     command.run_id, command.epoch = run_id, epoch
     command.model_version, command.model_digest = base.version, base.digest
     command.schema_hash = bytes.fromhex(base.schema_hash)
     command.max_update_bytes = most_bytes or 2 * base.bytes + (1 << 20)
-    if job.scaffold:
-        command.control.CopyFrom(_control(base, row, epoch))
     return command
-
-
-def _control(base: ModelRow, row: RoundRow, epoch: int) -> pb.Control:
-    """Return the control variate of a round: that of its base, or zero, with which a new line begins."""
-    if base.control_blob:
-        return pb.Control(line=base.control_line, digest=base.control_digest)
-    return pb.Control(line=f"{epoch}.{row.round}")
 
 
 def train_cmd(job: Job, spec: pb.JobSpec, *, number: int, job_round: int) -> pb.TrainCmd:
@@ -105,8 +108,6 @@ def train_cmd(job: Job, spec: pb.JobSpec, *, number: int, job_round: int) -> pb.
     # A group sends its result only once, so it need not be made smaller.
     encoding = Encoding("fp32") if job.grouped else job.upload_encoding
     settings = job.settings_of(job_round)
-    # A client that does not know of secure aggregation does not know this name either, and sends nothing.
-    name = "masked" if job.secure_aggregation else encoding.name
     return pb.TrainCmd(
         round=number,
         job_round=job_round,
@@ -119,5 +120,5 @@ def train_cmd(job: Job, spec: pb.JobSpec, *, number: int, job_round: int) -> pb.
         mu=job.mu,
         seed=job.seed * 1_000_003 + job_round,
         without_evaluation=not job.evaluate,
-        encoding=pb.Encoding(name=name, chunk=encoding.chunk, keep_ratio=encoding.keep_ratio, step=encoding.step),
+        encoding=pb.Encoding(**asdict(encoding)),
     )

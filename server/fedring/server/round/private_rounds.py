@@ -1,17 +1,21 @@
 """Differential privacy of rounds: what may still be spent, the secret of the noise, and what was charged."""
 
-import time
-from collections.abc import Callable, Sequence
+import asyncio
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
+from typing import Any, TypeVar
 
 from fedring.codec.schema import Schema
 from fedring.privacy.account import NoAccountant, epsilon
-from fedring.server.model.private_mean import PrivateRound, most_charged, private_round, summed_round
+from fedring.server.model.private_mean import most_charged
 from fedring.server.round.open_round import OpenRound
 from fedring.server.state.facts import Facts
 from fedring.server.state.noise_secret import erase_noise_secrets, noise_secret
-from fedring.server.state.rows import ChargeRow, RoundRow, UpdateRow
+from fedring.server.state.rows import RoundRow
 from fedring.train.job import Job
+
+T = TypeVar("T")
 
 
 class RoundPrivacy:
@@ -46,54 +50,63 @@ class RoundPrivacy:
             f"dp.max_epsilon = {privacy.max_epsilon:g}"
         )
 
-    async def prepare(self, open_: OpenRound, updates: Sequence[UpdateRow]) -> PrivateRound | None:
-        """Return what is done to a round that is aggregated; None if its job has no differential privacy.
+    def past_of(self, row: RoundRow) -> "RoundPast":
+        """Return the rounds before one. Call it in the event loop."""
+        return RoundPast(self._facts, row.job_id, partial(noise_secret, self._folder, self._name(row)))
 
-        Raises:
-            StorageFailed: if the secret of its noise cannot be kept.
-        """
-        if open_.job.dp is None:
-            return None
-        if open_.job.dp.by_clients:
-            return summed_round(open_.job.dp, len(open_.row.selected))
-        store = self._facts.store
-        secret = await self._facts.work(noise_secret, self._folder, self._name(open_.row))
-        charges = await self._facts.db(store.charges)
-        clips = (charge.next_clip for charge in reversed(charges) if charge.job_id == open_.row.job_id)
-        clip = next(clips, open_.job.dp.clip)
-        return private_round(open_.job.dp, updates, len(open_.row.selected), clip, secret, store.run_id)
+    def why_not_resumed(self, open_: OpenRound) -> str:
+        """Return why a round cannot go on after a restart, or "" if it can."""
+        epoch = self._facts.store.epoch
+        if open_.job.dp is None or all(update.epoch == epoch for update in open_.accepted.values()):
+            return ""
+        return "the server was restored, and may have published its model before, with other noise"
 
-    @staticmethod
-    def charge_of(open_: OpenRound) -> ChargeRow | None:
-        """Return what a round that is published costs; None if that was charged before, or costs nothing."""
-        if open_.private is None or (open_.job.dp is not None and open_.job.dp.by_clients):
-            return None
-        done = open_.private
-        return ChargeRow(open_.row.round, open_.row.job_id, done.noise_multiplier, done.next_clip, time.time())
+    async def ended(self, open_: OpenRound, others: Iterable[OpenRound]) -> None:
+        """Erase the secret of a round that is over, and keep those of the other open rounds."""
+        if open_.job.dp is not None:
+            await self._facts.keep(self.forget, [each.row for each in others if each is not open_])
 
-    @staticmethod
-    def charge_of_sums(open_: OpenRound) -> ChargeRow | None:
-        """Return what it costs that the sums of a round are seen, also if no model comes of them.
-
-        Returns:
-            None, unless the clients have added noise.
-        """
-        privacy, secure = open_.job.dp, open_.secure
-        if privacy is None or secure is None:
-            return None
-        sizes = [len(group.members) for group in secure.state.groups if not group.reason]
-        charge = privacy.charge_of(sizes, open_.base.parameters, open_.job.min_clients_to_aggregate)
-        row, multiplier = open_.row, privacy.noise_multiplier
-        return ChargeRow(row.round, row.job_id, multiplier, privacy.clip, time.time(), str(charge))
-
-    async def forget(self, but: RoundRow | None = None) -> None:
-        """Erase the secrets of all rounds but one.
+    async def forget(self, but: Iterable[RoundRow] = ()) -> None:
+        """Erase the secrets of all rounds but some.
 
         Raises:
             StorageFailed: if that fails.
         """
-        keep = [self._name(but)] if but is not None else []
+        keep = [self._name(row) for row in but]
         await self._facts.work(lambda: erase_noise_secrets(self._folder, keep=keep))
 
     def _name(self, row: RoundRow) -> str:
         return f"{self._facts.store.epoch}-{row.round}"
+
+
+class RoundPast:
+    """The earlier rounds of a job, for a thread that makes a model.
+
+    It must be made in the event loop, in which it reads the store.
+
+    Args:
+        facts: of the server.
+        job_id: of the job.
+        secret: returns the secret of the noise of the round in progress.
+    """
+
+    def __init__(self, facts: Facts, job_id: int, secret: Callable[[], bytes]) -> None:
+        self._facts, self._job_id, self._secret = facts, job_id, secret
+        self._loop = asyncio.get_running_loop()
+
+    def last_stats(self) -> Mapping[str, Any]:
+        """See `fedring.server.model.transforms.transform.Past`."""
+        last = self._db(partial(self._facts.store.last_published, self._job_id))
+        return last.stats if last else {}
+
+    def last_clip(self) -> float:
+        """See `fedring.server.model.transforms.transform.Past`."""
+        charges = self._db(self._facts.store.charges)
+        return next((charge.next_clip for charge in reversed(charges) if charge.job_id == self._job_id), 0.0)
+
+    def noise_secret(self) -> bytes:
+        """See `fedring.server.model.transforms.transform.Past`."""
+        return self._secret()
+
+    def _db(self, function: Callable[[], T]) -> T:
+        return asyncio.run_coroutine_threadsafe(self._facts.db(function), self._loop).result()

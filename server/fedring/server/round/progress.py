@@ -5,7 +5,7 @@ from math import inf
 
 from fedring.daemon.wording import counted
 from fedring.server.round import machine as rd
-from fedring.server.round.events import Phase, Rules, State
+from fedring.server.round.events import Phase, RoundRules, RoundState
 from fedring.server.round.open_round import OpenRound
 from fedring.train.labels import shown
 
@@ -20,7 +20,7 @@ class RoundProgress:
         self._told = ""
         self._round, self._at = 0, 0.0
 
-    def news(self, state: State, title: str, now: float) -> tuple[str, float]:
+    def news(self, state: RoundState, title: str, now: float) -> tuple[str, float]:
         """Return what is to be told of the round, and when to ask again.
 
         Args:
@@ -40,7 +40,7 @@ class RoundProgress:
         return text, inf
 
 
-def why_abandoned(open_: OpenRound, state: State, away: Iterable[str], listen: str) -> str:
+def why_abandoned(open_: OpenRound, state: RoundState, away: Iterable[str], listen: str) -> str:
     """Return why the round was abandoned, for people.
 
     Args:
@@ -68,7 +68,7 @@ def why_abandoned(open_: OpenRound, state: State, away: Iterable[str], listen: s
     return round_.reason
 
 
-def _progress(state: State, title: str) -> str:
+def _progress(state: RoundState, title: str) -> str:
     round_ = state.round
     if round_ is None or round_.phase not in (Phase.WAITING, Phase.TRAINING):
         return ""
@@ -78,7 +78,7 @@ def _progress(state: State, title: str) -> str:
     return f"{title}: ready={have}/{expected} (min={round_.rules.min_to_aggregate})"
 
 
-def _readiness(state: State, rules: Rules) -> str:
+def _readiness(state: RoundState, rules: RoundRules) -> str:
     suitable = len(rd.suitable(state, rules))
     have, expected = len(rd.ready(state, rules)), max(suitable, rules.min_clients)
     labels = ""
@@ -89,7 +89,7 @@ def _readiness(state: State, rules: Rules) -> str:
     return f"ready={have}/{expected} (min={rules.min_clients}, barrier {rules.barrier}){labels}{left_out}"
 
 
-def _to_start(count: int, rules: Rules, listen: str) -> str:
+def _to_start(count: int, rules: RoundRules, listen: str) -> str:
     """Return how to start as many clients as the server has never seen, if any are needed."""
     host, _, port = listen.rpartition(":")
     address = f"HOST:{port}" if host in ("0.0.0.0", "[::]") else listen

@@ -1,36 +1,53 @@
 """Replacements for the lost workers of a round's group, and the end of a round whose group has ended."""
 
 import asyncio
+from dataclasses import replace
 
 from fedring.server.group import machine as gr
+from fedring.server.round.dispatch import Dispatch
+from fedring.server.round.events import Enlisted, Phase
+from fedring.server.round.open_round import OpenRound
 from fedring.server.round.rounds import Rounds
-from fedring.server.round.sessions import Sessions
+from fedring.server.sessions.sessions import Sessions
 from fedring.server.state.facts import Facts
 
 
 async def look_after_groups(rounds: Rounds, sessions: Sessions, facts: Facts) -> None:
-    """Do what the state of a round's group makes necessary, until cancelled."""
-    rendezvous = rounds.rendezvous
+    """Do what the states of the rounds' groups make necessary, until cancelled."""
     while True:
-        moved, state = rendezvous.moved, rendezvous.state
-        round_ = rounds.state.round
-        if state is not None and round_ is not None and round_.number == rendezvous.round:
-            if state.phase is gr.Phase.ENDED and state.reason:
-                await rounds.abandon(state.reason)
-            for client in replacements(rounds, sessions, state):
-                await facts.keep(rounds.enlist, client)
+        rounds.group_moved.clear()
+        for open_ in rounds:
+            state = open_.group.state if open_.group is not None else None
+            if state is not None and state.phase is gr.GroupPhase.ENDED and state.reason:
+                await rounds.abandon(open_, state.reason)
+            for client in replacements(open_, sessions):
+                await facts.keep(enlist, rounds, Dispatch(sessions), facts, open_, client)
+        waits = (open_.group.wait_seconds for open_ in rounds if open_.group is not None)
         try:
-            async with asyncio.timeout(rendezvous.wait_seconds):
-                await moved.wait()
+            async with asyncio.timeout(min((each for each in waits if each is not None), default=None)):
+                await rounds.group_moved.wait()
         except TimeoutError:
-            rounds.group(gr.Tick())
+            for open_ in rounds:
+                rounds.group_event(open_, gr.Tick())
 
 
-def replacements(rounds: Rounds, sessions: Sessions, state: gr.State) -> list[str]:
+def replacements(open_: OpenRound, sessions: Sessions) -> list[str]:
     """Return the clients that are to take the places of lost workers: they watch, suit the job, were not selected."""
-    open_ = rounds.open
-    if open_ is None or state.phase is not gr.Phase.GATHERING or not state.has_run:
+    state = open_.group.state if open_.group is not None else None
+    if state is None or state.phase is not gr.GroupPhase.GATHERING or not state.has_run:
         return []
     here = set(sessions.here(open_.job.clients))
     short = state.rules.target - len(here & state.expected)
     return sorted(here.difference(open_.row.selected))[: max(0, short)]
+
+
+async def enlist(rounds: Rounds, dispatch: Dispatch, facts: Facts, open_: OpenRound, client: str) -> None:
+    """Let one more client take part in a round."""
+    async with open_.settling:
+        if open_.phase is not Phase.TRAINING:
+            return
+        row = replace(open_.row, selected=tuple(sorted({*open_.row.selected, client})))
+        await facts.db(facts.store.update_round, row)
+        open_.row = row
+        rounds.handle(open_, Enlisted(client))
+    dispatch.train(open_, client)

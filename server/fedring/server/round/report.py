@@ -1,15 +1,12 @@
-"""Rows and the round in progress as messages for operators."""
+"""Rounds as messages for operators."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from fedring.server.round.events import Round
 from fedring.server.round.open_round import OpenRound
 from fedring.server.state.journal import rfc3339
-from fedring.server.state.rows import EvaluationRow, EventRow, JobRow, ModelRow, RoundRow
-from fedring.train.start import NEWEST, spelled
+from fedring.server.state.rows import RoundRow
 from fedring.v1 import control_pb2 as pb
 
 
@@ -57,11 +54,13 @@ def round_message(row: RoundRow, *, delivered: int | None = None) -> pb.Round:
     )
 
 
-def open_message(open_: OpenRound, state: Round, *, clients: bool) -> pb.Round:
-    """Return the round in progress as a message; `clients` says whether it lists what each client did."""
+def open_message(open_: OpenRound | None, *, clients: bool = True) -> pb.Round | None:
+    """Return an open round as a message; `clients` says whether it lists what each client did. None gives None."""
+    if open_ is None or (state := open_.state.round) is None:
+        return None
     row = replace(open_.row, phase=state.phase)
     if not clients:
-        row = replace(row, stats={"secure": open_.secure.figures(open_.accepted)} if open_.secure else {})
+        row = replace(row, stats=open_.kind.figures())
     elif not row.stats:
         row = replace(row, stats=open_.stats(0.0))
     return round_message(row, delivered=len(state.delivered | open_.done.keys()))
@@ -70,58 +69,3 @@ def open_message(open_: OpenRound, state: Round, *, clients: bool) -> pb.Round:
 def _progress(figures: Mapping[str, Any]) -> pb.SecureProgress:
     known = {name: figures[name] for name in ("step", "groups", "answered", "asked", "lost", "seconds")}
     return pb.SecureProgress(**known)
-
-
-def job_message(row: JobRow) -> pb.Job:
-    """Return a job as a message."""
-    return pb.Job(
-        job_id=row.job_id,
-        name=row.name,
-        state=row.state,
-        rounds=row.rounds,
-        rounds_done=row.rounds_done,
-        reason=row.reason,
-        created_at=rfc3339(row.created_at),
-        spec=json.dumps(row.spec),
-        start=spelled(row.spec.get("start", NEWEST)),
-        start_version=row.start_version,
-    )
-
-
-def model_message(row: ModelRow, evaluation: EvaluationRow | None, round_: RoundRow | None, *, best: bool) -> pb.Model:
-    """Return a model version as a message.
-
-    Args:
-        row: The version.
-        evaluation: The sum of its evaluations, if there are any.
-        round_: The round that published it; None if it is not kept, or for a first model.
-        best: Whether it is the best version of its job.
-    """
-    return pb.Model(
-        version=row.version,
-        round=row.round,
-        digest=row.digest,
-        schema_hash=bytes.fromhex(row.schema_hash),
-        parameters=row.parameters,
-        bytes=row.bytes,
-        created_at=rfc3339(row.created_at),
-        accuracy=evaluation.accuracy if evaluation else None,
-        loss=evaluation.loss if evaluation else None,
-        job_id=row.job_id,
-        best_of_job=best,
-        job_round=round_.job_round if round_ else 0,
-    )
-
-
-def event_message(row: EventRow, round_: RoundRow | None) -> pb.Event:
-    """Return an event from the store as a message, with its round if that has ended."""
-    return pb.Event(
-        id=row.id,
-        at=rfc3339(row.at),
-        kind=row.kind,
-        job_id=row.job_id,
-        round=row.round,
-        client_id=row.client_id,
-        text=row.text,
-        state=round_message(round_) if round_ is not None and round_.ended_at else None,
-    )

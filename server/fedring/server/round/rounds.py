@@ -1,235 +1,148 @@
-"""The round in progress, and the clients that can take part in it.
+"""The rounds in progress, each an object, and the clients that can take part in them.
 
-Services report to `Rounds` what clients say and do, and ask it what the round takes. It keeps the state of the
-machine, tells operators and clients what changes, and performs nothing: that is `fedring.server.round.runner`.
+Whoever needs a round gets it by its number or as an argument: several may be open at once. `Rounds` takes events into
+their states and tells operators what changes. It performs nothing: that is `fedring.server.round.runner`.
 """
 
 import asyncio
-import re
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
-from math import inf
-
-from opentelemetry import trace
 
 from fedring.daemon.notify import sd_notify
-from fedring.daemon.tracing import start_span, traceparent_of
 from fedring.rpc.errors import Unavailable, UnknownRound
 from fedring.server.group import machine as gr
 from fedring.server.group.rendezvous import Rendezvous
 from fedring.server.round import machine as rd
-from fedring.server.round.dispatch import Dispatch
 from fedring.server.round.eligibility import check_eligible
-from fedring.server.round.evaluation import check_evaluation, classified
 from fedring.server.round.events import (
     OPEN,
     Abandoned,
     Delayed,
     Delivered,
-    Enlisted,
-    Evaluated,
     Event,
-    Failed,
+    Joined,
+    Left,
     Matched,
-    Moved,
     Phase,
-    Round,
-    Stalled,
-    State,
+    RoundState,
 )
-from fedring.server.round.metrics import Metrics
+from fedring.server.round.metrics import RoundMetrics
 from fedring.server.round.open_round import OpenRound
 from fedring.server.round.plan import group_rules
 from fedring.server.round.report import open_message
-from fedring.server.round.sessions import ClientTraffic, Session, Sessions
-from fedring.server.state.facts import Facts
-from fedring.server.state.journal import Journal, printable
-from fedring.server.state.rows import EvaluationRow, ModelRow, RoundRow, UpdateRow
-from fedring.v1 import control_pb2 as control
-from fedring.v1 import federation_pb2 as pb
-from fedring.v1.rendezvous_pb2 import Done
-
-_REASON = re.compile(r"[a-z0-9_]{1,64}")
-
-_FAULTS_OF_THE_CODE = ("train_error", "cannot_cut")
-"""Failures in which the job's next rounds would end, too."""
-
-_FAULTS_OF_THE_WORKER = ("out_of_memory", "disk_failed")
-"""Failures that another worker in the place of this one may not have."""
+from fedring.server.sessions.sessions import Sessions
+from fedring.server.state.journal import Journal
+from fedring.server.state.rows import ModelRow, RoundRow, UpdateRow
 
 
 class Rounds:
-    """The round in progress, for services, the runner, and operators. Used from one event loop.
+    """The rounds in progress, for services, the runner, and operators. Used from one event loop.
 
     Attributes:
-        state: the machine's state: all clients that are here, and the round.
-        open: what the server keeps of the round in progress beyond that; None without a round.
         last: the row of the round that ended last; None if none has.
         latest: the newest model.
         recovering: whether a round that a restart interrupted waits to be resumed.
-        settling: held while a phase of the round ends, and while a batch of updates is committed.
-        changed: set whenever the state has changed; whoever waits for it clears it.
-        rendezvous: the group of the round, if its workers train together.
+        group: the newest group of workers, which outlives its round; None if there was none.
+        group_moved: set whenever the state of a group has changed; whoever waits for it clears it.
     """
 
-    def __init__(self, facts: Facts, sessions: Sessions, journal: Journal, metrics: Metrics) -> None:
-        self.state = State()
-        self.open: OpenRound | None = None
+    def __init__(self, run_id: str, sessions: Sessions, journal: Journal, metrics: RoundMetrics) -> None:
         self.last: RoundRow | None = None
         self.latest: ModelRow | None = None
         self.recovering = False
-        self.settling = asyncio.Lock()
-        self.changed = asyncio.Event()
-        self.rendezvous = Rendezvous(sessions.returns)
-        self._facts, self._sessions, self._journal, self._metrics = facts, sessions, journal, metrics
-        self._dispatch = Dispatch(sessions)
-        self._trace = RoundTrace()
-        metrics.follow(lambda: self.state, facts)
+        self.group: Rendezvous | None = None
+        self.group_moved = asyncio.Event()
+        self._here = RoundState()  # the clients that are here, without a round
+        self._open: dict[int, OpenRound] = {}
+        self._run_id, self._returns, self._journal, self._metrics = run_id, sessions.returns, journal, metrics
+        metrics.follow(lambda: self._here, lambda: [open_.state for open_ in self])
 
-    def handle(self, event: Event) -> None:
-        """Take the event into the state. What it makes due is done by the runner soon."""
+    def __iter__(self) -> Iterator[OpenRound]:
+        return iter(tuple(self._open.values()))
+
+    def get(self, number: int) -> OpenRound | None:
+        """Return the open round of this number, or None."""
+        return self._open.get(number)
+
+    def of_job(self, job_id: int) -> OpenRound | None:
+        """Return the open round of a job, or None."""
+        return next((open_ for open_ in self if open_.row.job_id == job_id), None)
+
+    def of_client(self, client: str) -> OpenRound | None:
+        """Return the open round that a client takes part in, else the newest one, or None."""
+        mine = (open_ for open_ in self if open_.asks(client))
+        return next(mine, self.newest)
+
+    @property
+    def newest(self) -> OpenRound | None:
+        """The open round that was opened last; None if none is open."""
+        return next(reversed(self._open.values()), None)
+
+    def presence(self, event: Joined | Matched | Left) -> None:
+        """Note that a client has come or gone: all open rounds learn of it."""
+        self._here = rd.apply(self._here, event, time.monotonic())
+        for open_ in self:
+            self.handle(open_, event)
+
+    def handle(self, open_: OpenRound, event: Event) -> None:
+        """Take the event into the state of a round. What it makes due is done by the runner soon."""
         now = time.monotonic()
-        before, self.state = self.state.round, rd.apply(self.state, event, now)
-        self._metrics.moved(before, self.state.round, now)
-        self._trace.follow(self.state.round)
-        self.changed.set()
-        self.expect_workers()
+        before, open_.state = open_.state.round, rd.apply(open_.state, event, now)
+        self._metrics.moved(before, open_.state.round, now)
+        open_.trace.follow(open_.state.round)
+        open_.changed.set()
+        self.expect_workers(open_)
 
-    def begin(self, open_: OpenRound) -> None:
-        """Take up a round that is opened or resumed; its event must follow at once."""
-        open_.command.traceparent = self._trace.begin(open_.row.round, open_.row.job_id)
-        self.open = open_
+    def begin(self, open_: OpenRound, event: Event) -> None:
+        """Take up a round that is opened or resumed by the event."""
+        open_.command.traceparent = open_.trace.begin(open_.row.round, open_.row.job_id)
+        open_.state = self._here
+        self._open[open_.row.round] = open_
         self.recovering = False
+        self.handle(open_, event)
 
-    def gather(self, *, resumed: bool = False) -> None:
-        """Let the workers of the round gather, if it needs a group."""
-        if self.open is not None and self.open.job.grouped:
-            row, job = self.open.row, self.open.job
-            rules = group_rules(job, target=len(row.selected))
-            self.rendezvous.open(row.round, rules, row.selected, self.open.done, resumed=resumed)
+    def end(self, open_: OpenRound) -> None:
+        """Forget a round that has ended."""
+        self._open.pop(open_.row.round, None)
+        self.last = open_.row
 
-    def end(self, row: RoundRow) -> None:
-        """Let go of the round in progress, which is over."""
-        self.open, self.last = None, row
+    def learn(self, model: ModelRow) -> None:
+        """Note a model that may be the newest."""
+        if self.latest is None or model.version > self.latest.version:
+            self.latest = model
 
-    def matched(self, client: str) -> None:
-        """Note that the client watches both ways. It counts from now on, and is sent what it is waited for with."""
-        self.handle(Matched(client))
-        if self.last is not None and "secure" in self.last.stats:
-            self._dispatch.over(self.last, self.latest, client)  # it may have secrets of the round still
-        if self.open is not None and self.state.round is not None:
-            self._dispatch.remind(self.open, self.state.round, self.latest, client)
+    def gather(self, open_: OpenRound, *, resumed: bool = False) -> None:
+        """Let the workers of a round gather, if it needs a group."""
+        if open_.job.grouped:
+            row = open_.row
+            older = self.group.generation if self.group else 0  # generations are numbered through all rounds
+            self.group = open_.group = Rendezvous(
+                row.round,
+                group_rules(open_.job, target=len(row.selected)),
+                row.selected,
+                open_.done,
+                slowest=lambda: self._returns.slowest,
+                generation=older + 1,
+                resumed=resumed,
+            )
+            self.group_moved.set()
 
-    async def evaluated(self, client: str, report: pb.EvaluationReport) -> None:
-        """Keep the client's counts of the new model.
+    def group_event(self, open_: OpenRound, event: gr.Event) -> None:
+        """Take an event into the state of a round's group, and tell operators what follows from it."""
+        if open_.group is not None:
+            before = open_.group.moved
+            for kind, text in open_.group.handle(event):
+                self.tell(open_, kind, text)
+            if open_.group.moved is not before:
+                self.group_moved.set()
 
-        Raises:
-            BadRequest, UnknownRound: if the round is not, or no longer, evaluated by this client: see
-                `check_evaluation`.
-        """
-        known = (row.round for row in (self.open and self.open.row, self.last) if row)
-        version = check_evaluation(report, client, self.state.round, self.latest, newest=max(known, default=0))
-        counts = (report.correct, report.total, report.loss_sum, classified(report), dict(report.metrics))
-        row = EvaluationRow(report.round, version, client, *counts)
-        await self._facts.db(self._facts.store.add_evaluation, row)
-        if self.state.round is not None and self.state.round.number == report.round:  # it may have ended meanwhile
-            self.handle(Evaluated(client))
-
-    def failed(self, client: str, failure: pb.Failure) -> None:
-        """Note that the client could not do what the round asked."""
-        before = self.state.round
-        if before is not None:
-            self.handle(Failed(client, failure.round))
-        if self.state.round == before:
-            return  # the failure is of another round, or was reported before
-        reason = failure.reason if _REASON.fullmatch(failure.reason) else "bad_reason"
-        # All that follows is shown to operators and to other clients, on terminals, too.
-        text = f"{client} could not train: {reason}: {printable(failure.detail[:1000])}"
-        self._journal.write("client_failed", text, client_id=client)
-        if self.open is None:
-            return
-        self.open.failures.append(text)
-        # A pipeline cannot do without any of its workers, and code that fails on one would fail on its replacement.
-        of_the_worker = reason in _FAULTS_OF_THE_WORKER
-        if self.open.job.mode == "pipeline" and not of_the_worker and self.rendezvous.can_give_up:
-            self.group(gr.Closed(reason))
-            self.open.retryable = self.open.retryable and reason not in _FAULTS_OF_THE_CODE
-
-    def lied(self, client: str, why: str) -> None:
-        """Note that a client was proved to have sent wrong shares: the job's later rounds go on without it.
-
-        Args:
-            client: the client.
-            why: a clause that says what it did.
-        """
-        open_ = self.open
-        if open_ is None or client in open_.liars:
-            return
-        open_.liars |= {client}
-        text = f"{open_.title}: bad_share: {client} sent wrong shares, and later rounds go on without it: {why}"
-        self._journal.write(
-            "client_lied", text, job_id=open_.row.job_id, client_id=client, state=self.message(clients=False)
-        )
-
-    def stalls_at(self, session: Session) -> float:
-        """Return when the client is stalled unless it makes progress before, monotonic seconds; inf means never."""
-        if session.transfers or not session.reports_progress:
-            return inf
-        return rd.stalls_at(self.state.round, session.client_id, session.moved)
-
-    def stalled(self, client: str) -> None:
-        """Note that the client has made no progress for too long: the round goes on without it, until it does."""
-        self._note_stalled(Stalled(client))
-        if self.open is not None:
-            self._metrics.stalled.inc()
-            seconds = self.open.job.stalled_after_seconds
-            text = f"{client} is stalled: it has reported no progress for {seconds:g} s, and nobody waits for it"
-            state = self.message()
-            self._journal.write("client_stalled", text, job_id=self.open.row.job_id, client_id=client, state=state)
-
-    def moved(self, client: str) -> None:
-        """Note that the client makes progress."""
-        if self.state.round is not None and client in self.state.round.stalled:
-            self._note_stalled(Moved(client))
-            text = f"{client} makes progress again"
-            job_id = self.open.row.job_id if self.open else 0
-            self._journal.write("client_moves", text, job_id=job_id, client_id=client, state=self.message())
-
-    @contextmanager
-    def transfer(self, session: Session) -> Iterator[None]:
-        """Count an upload or a download of the client: while one is in progress, the client is not stalled."""
-        self.moved(session.client_id)
-        session.transfers += 1
-        try:
-            yield
-        finally:
-            session.transfers -= 1
-            session.moved = time.monotonic()
-
-    def _note_stalled(self, event: Stalled | Moved) -> None:
-        self.handle(event)
-        if self.open is not None and self.state.round is not None:
-            self.open.stalled = self.state.round.stalled
-
-    def group(self, event: gr.Event) -> None:
-        """Take an event into the state of the round's group, and tell operators what follows from it."""
-        for kind, text in self.rendezvous.handle(event):
-            self.tell(kind, text)
-
-    def worker_done(self, client: str, done: Done) -> None:
-        """Note that a worker of the round's group has trained to the end."""
-        self.rendezvous.note(client, done)
-        self.group(gr.Done(client, done.generation, done.digest, not done.cannot_deliver))
-
-    def expect_workers(self) -> None:
-        """Tell the round's group whom the round still waits for; the grace of a client may have ended."""
-        if self.rendezvous.active:
-            self.group(gr.Expected(rd.pending(self.state, time.monotonic())))
+    def expect_workers(self, open_: OpenRound) -> None:
+        """Tell a round's group whom the round still waits for; the grace of a client may have ended."""
+        if open_.group is not None and open_.group.active:
+            self.group_event(open_, gr.Expected(rd.pending(open_.state, time.monotonic())))
 
     def deliverable(self, run_id: str, number: int, client: str) -> OpenRound:
-        """Return the round in progress, if it takes an update of the client.
+        """Return a round that takes an update of the client.
 
         Raises:
             Unavailable: if the server has just started, and the round waits to be resumed.
@@ -237,115 +150,58 @@ class Rounds:
         """
         if self.recovering:
             raise Unavailable("the server has just started: try again")
-        open_ = self.open
-        if run_id != self._facts.store.run_id:
+        if run_id != self._run_id:
             raise UnknownRound("the update belongs to another run")
+        open_ = self._open.get(number)
         if open_ is None:
             raise UnknownRound(f"round {number} is not open")
-        workers = self.rendezvous.workers if open_.job.grouped else None
-        check_eligible(self.state.round, number, client, workers=workers)
-        if open_.secure is not None:
-            open_.secure.check_update(client)
+        workers = open_.group.workers if open_.group is not None else None
+        check_eligible(open_.state.round, number, client, workers=workers)
+        open_.kind.check_update(client)
         return open_
 
-    def accepted(self, rows: Sequence[UpdateRow]) -> None:
-        """Count updates that became durable together. `settling` must be held."""
-        open_ = self.open
-        if open_ is None:
-            return
+    def accepted(self, open_: OpenRound, rows: Sequence[UpdateRow]) -> None:
+        """Count updates of a round that became durable together. Its `settling` must be held."""
         for row in rows:
             open_.accepted[row.client_id] = row
-            self.handle(Delivered(row.client_id))
-            open_.stalled -= {row.client_id}
-            self._metrics.accepted(row, norm=open_.job.dp is None and open_.secure is None)
-        state = self.message(clients=False)  # the same for all of them, since they became durable at once
+            self.handle(open_, Delivered(row.client_id))
+        state = open_message(open_, clients=False)  # the same for all of them, since they became durable at once
         for row in rows:
             text = f"{row.client_id} delivered {row.num_samples} samples, {row.total_bytes} bytes"
             self._journal.write("update_accepted", text, job_id=open_.row.job_id, client_id=row.client_id, state=state)
 
-    async def abandon(self, reason: str) -> int:
-        """End the round in progress without a model. Returns its number, or 0 if none can be ended."""
-        async with self.settling:
-            round_, open_ = self.state.round, self.open
-            if round_ is None or open_ is None or round_.phase not in OPEN:
+    async def abandon(self, open_: OpenRound | None, reason: str) -> int:
+        """End a round without a model. Returns its number, or 0 if it cannot be ended."""
+        if open_ is None:
+            return 0
+        async with open_.settling:
+            round_ = open_.state.round
+            if round_ is None or round_.phase not in OPEN:
                 return 0
             if round_.phase is Phase.AGGREGATING:
                 open_.stop_reason = reason  # holds if the disk refuses the model; else it is published in a moment
-                if not open_.waits_for_disk and not open_.waits_for_shares:
+                if open_.making:
                     return 0
-            self.handle(Abandoned(reason))
+            self.handle(open_, Abandoned(reason))
             return round_.number
-
-    async def enlist(self, client: str) -> None:
-        """Let one more client take part in the round in progress."""
-        async with self.settling:
-            open_, round_ = self.open, self.state.round
-            if open_ is None or round_ is None or round_.phase is not Phase.TRAINING:
-                return
-            row = replace(open_.row, selected=tuple(sorted({*open_.row.selected, client})))
-            await self._facts.db(self._facts.store.update_round, row)
-            open_.row = row
-            self.handle(Enlisted(client))
-        self._dispatch.train(open_, client)
 
     def give_time_back(self, since: float) -> None:
         """Do not count the time since then, in which nothing could be kept; `since` is in monotonic seconds."""
-        open_, round_ = self.open, self.state.round
-        if open_ is not None and round_ is not None:
+        for open_ in self:
+            round_ = open_.state.round
+            if round_ is None:
+                continue
             seconds = time.monotonic() - max(since, round_.since)
             if open_.started:
                 open_.started += seconds
-            self.handle(Delayed(seconds))
-            if open_.secure is not None:
-                open_.secure.delay(seconds)
+            self.handle(open_, Delayed(seconds))
 
-    def traffic(self, client: str) -> ClientTraffic:
-        """Return the counters of what the client moves now."""
-        return self.open.traffic.setdefault(client, ClientTraffic()) if self.open else ClientTraffic()
+    def note(self, open_: OpenRound, kind: str, text: str, client: str, *, clients: bool = False) -> None:
+        """Write what concerns a client of a round to the journal; `clients`: with what each client did."""
+        state = open_message(open_, clients=clients)
+        self._journal.write(kind, text, job_id=open_.row.job_id, client_id=client, state=state)
 
-    @property
-    def ids(self) -> dict[str, object]:
-        """The round in progress and its job, for logs."""
-        return {"round": self.open.row.round, "job": self.open.row.job_id} if self.open else {}
-
-    def message(self, *, clients: bool = True) -> control.Round | None:
-        """Return the round in progress for operators, or None.
-
-        Args:
-            clients: whether the message lists what each client did.
-        """
-        return open_message(self.open, self.state.round, clients=clients) if self.open and self.state.round else None
-
-    def tell(self, kind: str, text: str) -> None:
-        """Write an event of the round in progress to the journal and to systemd's status."""
-        if self.open is not None:
-            sd_notify(f"STATUS={text}")
-            self._journal.write(kind, text, job_id=self.open.row.job_id, state=self.message())
-
-
-class RoundTrace:
-    """Makes a span of the round in progress, and one of each of its phases."""
-
-    def __init__(self) -> None:
-        self._round: trace.Span | None = None
-        self._phase: trace.Span | None = None
-        self._at: Phase | None = None
-
-    def begin(self, number: int, job_id: int) -> str:
-        """Begin the span of a round. Returns its traceparent, for the clients that take part."""
-        self._round = start_span("round", round=number, job=job_id)
-        return traceparent_of(self._round)
-
-    def follow(self, round_: Round | None) -> None:
-        """End the span of a phase that is over, and begin that of the next; without a round, end all."""
-        phase = round_.phase if round_ else None
-        if phase is self._at or self._round is None:
-            return
-        self._at = phase
-        if self._phase:
-            self._phase.end()
-        if phase:
-            self._phase = start_span(phase, traceparent_of(self._round))
-        else:
-            self._round.end()
-            self._round = self._phase = None
+    def tell(self, open_: OpenRound, kind: str, text: str) -> None:
+        """Write an event of a round to the journal and to systemd's status."""
+        sd_notify(f"STATUS={text}")
+        self._journal.write(kind, text, job_id=open_.row.job_id, state=open_message(open_))

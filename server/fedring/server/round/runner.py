@@ -1,6 +1,6 @@
 """What runs a round: it asks the machine what is due, does it, and says in the end what came of the round.
 
-One task performs the effects of a round, one after the other. Whatever must survive is in the store before anybody is
+One task performs the effects of one round, one after the other. Whatever must survive is in the store before anybody is
 told of it.
 """
 
@@ -14,7 +14,6 @@ from math import inf
 from fedring.codec import CodecError
 from fedring.server.config import ServerConfig
 from fedring.server.group import machine as gr
-from fedring.server.model.masked_sum import BadSum
 from fedring.server.model.models import Models
 from fedring.server.model.optimizer import OptimizerError
 from fedring.server.model.rule import RuleError
@@ -31,23 +30,23 @@ from fedring.server.round.events import (
     Finish,
     Finished,
     Lost,
+    MakeModel,
     Phase,
     Published,
     Round,
     Start,
     Started,
+    TakeStep,
 )
 from fedring.server.round.lineage import evaluation, prune, publish
-from fedring.server.round.metrics import Metrics
+from fedring.server.round.metrics import RoundMetrics
 from fedring.server.round.open_round import OpenRound
 from fedring.server.round.private_rounds import RoundPrivacy
 from fedring.server.round.progress import RoundProgress, why_abandoned
 from fedring.server.round.rounds import Rounds
-from fedring.server.round.secure_rounds import SecureRounds
-from fedring.server.round.sessions import Sessions
+from fedring.server.sessions.sessions import Sessions
 from fedring.server.state.facts import Facts
 from fedring.server.state.failures import DamagedModel, DamagedUpdates, StorageError, StorageFailed
-from fedring.server.state.journal import Journal
 from fedring.server.state.rows import ModelRow, RoundRow
 from fedring.train.errors import SeamError
 from fedring.train.metrics import result_of
@@ -56,7 +55,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class RoundResult:
     """What came of a round."""
 
     published: bool
@@ -65,233 +64,230 @@ class Outcome:
 
 
 class RoundRunner:
-    """Runs rounds that were opened or resumed to their ends, one at a time.
-
-    Attributes:
-        privacy: what differential privacy needs of rounds.
-    """
+    """Runs rounds that were opened or resumed to their ends, each in its own task."""
 
     def __init__(
         self,
         rounds: Rounds,
-        secure: SecureRounds,
         facts: Facts,
         models: Models,
         sessions: Sessions,
-        journal: Journal,
-        metrics: Metrics,
+        privacy: RoundPrivacy,
+        metrics: RoundMetrics,
         test_set: TestSet,
         config: ServerConfig,
     ) -> None:
-        self._rounds, self._secure, self._facts, self._models = rounds, secure, facts, models
-        self._sessions, self._journal, self._metrics, self._config = sessions, journal, metrics, config
-        self._test_set = test_set
+        self._rounds, self._facts, self._models = rounds, facts, models
+        self._sessions, self._privacy, self._metrics = sessions, privacy, metrics
+        self._test_set, self._config = test_set, config
         self._dispatch = Dispatch(sessions)
-        self._progress = RoundProgress()
-        self.privacy = RoundPrivacy(facts, config.state_dir, models.maker.schema_of)
 
-    async def run(self) -> Outcome:
-        """Do what is due until the round that was opened or resumed has ended."""
-        rounds = self._rounds
-        while (open_ := rounds.open) is not None:
-            if self._phase is Phase.AGGREGATING:  # a restart has interrupted it after it was decided what counts
-                await self._aggregate(open_)
-            rounds.changed.clear()
-            try:
-                await self._secure.advance(open_)
-            except StorageFailed:
-                await self._wait_for_disk(open_, phase=Phase.TRAINING)
-                continue
+    async def run(self, open_: OpenRound) -> RoundResult:
+        """Do what is due until a round that was opened or resumed has ended."""
+        rounds, progress = self._rounds, RoundProgress()
+        while True:
+            open_.changed.clear()
             now = time.monotonic()
-            effect = rd.due(rounds.state, now)
+            effect = rd.due(open_.state, now)
             if self._facts.storage.fault and isinstance(effect, Start | Aggregate | Abandon):
                 # What clients offer is refused meanwhile.
-                await self._wait_for_disk(open_, phase=Phase(open_.row.phase))
+                await self._wait_for_disk(open_)
             elif isinstance(effect, Finish):
                 return await self._finish(open_)
             elif effect is not None:
                 await self._perform(open_, effect)
             else:
-                rounds.expect_workers()
-                at = min(rd.wake_at(rounds.state, now), self._secure.wake_at(open_, now))
-                wait = min(at - now, self._tell_progress(now))
+                rounds.expect_workers(open_)
+                wait = min(rd.wake_at(open_.state, now) - now, self._tell_progress(open_, progress, now))
                 with suppress(TimeoutError):  # a deadline is due
                     async with asyncio.timeout(None if wait == inf else max(wait, 0.001)):
-                        await rounds.changed.wait()
-        raise rd.IllegalEvent("no round is open")
+                        await open_.changed.wait()
 
     async def damaged(self, error: DamagedModel) -> None:
-        """End the round in progress, and its job, if it starts from the model that turned out to be damaged."""
-        open_, round_ = self._rounds.open, self._rounds.state.round
-        if open_ is None or round_ is None or open_.base.version != error.version or round_.phase not in OPEN:
-            return log.error("%s", error.detail)
-        self._note_damage(open_, error)
-        await self._rounds.abandon(error.reason)
+        """End the rounds, and their jobs, that start from the model that turned out to be damaged."""
+        hit = [each for each in self._rounds if each.base.version == error.version and each.phase in OPEN]
+        for open_ in hit:
+            self._note_damage(open_, error)
+            await self._rounds.abandon(open_, error.reason)
+        if not hit:
+            log.error("%s", error.detail)
 
     async def prune(self) -> None:
         """Delete what is older than the configuration keeps."""
-        await prune(self._facts, self._models, self._config, self._rounds.open)
+        bases = {open_.base.version for open_ in self._rounds}
+        await prune(self._facts, self._models, self._config, bases)
 
     async def save_time(self, *, less: float = 0.0) -> None:
-        """Note the seconds that the round in progress has left, minus `less` that are as good as gone."""
-        open_, round_ = self._rounds.open, self._rounds.state.round
-        if open_ is None or round_ is None or round_.phase not in (Phase.WAITING, Phase.TRAINING):
-            return
-        left = max(0.0, rd.deadline(round_) - time.monotonic() - less)
-        open_.row = replace(open_.row, seconds_left=left)
-        with suppress(StorageError):  # the disk is full, or somebody else holds the database: the next note will do
-            await self._facts.db(self._facts.store.save_seconds_left, open_.row.round, round_.phase, left)
+        """Note the seconds that the open rounds have left, minus `less` that are as good as gone."""
+        for open_ in self._rounds:
+            round_ = open_.state.round
+            if round_ is None or round_.phase not in (Phase.WAITING, Phase.TRAINING):
+                continue
+            left = max(0.0, rd.deadline(round_) - time.monotonic() - less)
+            open_.row = replace(open_.row, seconds_left=left)
+            with suppress(StorageError):  # the disk is full, or somebody else holds the database: the next note will do
+                await self._facts.db(self._facts.store.save_seconds_left, open_.row.round, round_.phase, left)
 
     async def _perform(self, open_: OpenRound, effect: Effect) -> None:
+        match effect:
+            case MakeModel():
+                await self._make_model(open_)
+            case TakeStep(inner):
+                try:
+                    await open_.kind.perform(inner)
+                except StorageFailed:
+                    await self._wait_for_disk(open_)
+            case _:
+                await self._settle(open_, effect)
+
+    async def _settle(self, open_: OpenRound, effect: Effect) -> None:
+        """Do what ends a phase, between two commits of updates."""
         rounds = self._rounds
-        async with rounds.settling:
-            if rd.due(rounds.state, time.monotonic()) != effect:
+        async with open_.settling:
+            if rd.due(open_.state, time.monotonic()) != effect:
                 return  # an update was accepted, or the round was stopped, just before
             match effect:
                 case Start(clients):
                     await self._start(open_, clients)
                 case Aggregate(stragglers):
                     open_.stragglers = stragglers
-                    rounds.handle(Closed())
-                case Abandon(reason):
-                    rounds.handle(Abandoned(reason))
+                    rounds.handle(open_, Closed())
+                case Abandon(reason, why):
+                    open_.failures[:0] = [why] if why else []
+                    rounds.handle(open_, Abandoned(reason))
         if isinstance(effect, Start) and open_.started:
             await self._facts.keep(self.prune)  # now, while the clients train: nobody waits for it
         elif isinstance(effect, Aggregate):
-            await self._aggregate(open_)
+            self._tell_missing(open_)
 
     async def _start(self, open_: OpenRound, clients: frozenset[str]) -> None:
         row = replace(open_.row, phase=Phase.TRAINING, selected=tuple(sorted(clients)), seconds_left=None)
         try:
-            await self._secure.start(open_)
+            await open_.kind.start()
             await self._facts.db(self._facts.store.update_round, row)
         except StorageFailed:
             return  # it is due again, and waits for the disk where a stop need not wait
         open_.row, open_.started = row, time.monotonic()
-        self._rounds.handle(Started(clients))
-        self._secure.started(open_, clients)
-        self._rounds.gather()
+        self._rounds.handle(open_, Started(clients, open_.kind.steps(clients)))
+        self._rounds.gather(open_)
         self._dispatch.train_all(open_, clients)
         text = f"{open_.title} trains on {len(clients)} clients"
-        self._rounds.tell("round_started", text)
+        self._rounds.tell(open_, "round_started", text)
 
-    async def _aggregate(self, open_: OpenRound) -> None:
-        """Make and publish the next model, or abandon the round if that cannot be done."""
+    def _tell_missing(self, open_: OpenRound) -> None:
+        """Tell whom a round that has closed goes on without."""
         if open_.missing:
             log.warning("round %d ends without %s", open_.row.round, ", ".join(open_.missing))
         if open_.stragglers:
             self._metrics.stragglers.inc(len(open_.stragglers))
             names, factor = ", ".join(sorted(open_.stragglers)), open_.job.straggler_factor
             text = f"{open_.title} ends without {names}: {factor:g} times the median time has passed"
-            self._rounds.tell("round_stragglers", text)
-        while self._phase is Phase.AGGREGATING:
-            if open_.stop_reason:
-                return self._rounds.handle(Abandoned(open_.stop_reason))
-            try:
-                await self._secure.unmask(open_)
-                if self._phase is not Phase.AGGREGATING:
-                    return None
-                masks = open_.secure.good_masks if open_.secure else None
-                with self._metrics.aggregate_seconds.time():
-                    model, ended = await publish(self._facts, self._models, self.privacy, open_, masks)
-            except StorageFailed as error:
-                log.warning("the model of round %d waits for the disk: %s", open_.row.round, error)
-                if not open_.stop_reason:
-                    await self._wait_for_disk(open_, phase=Phase.AGGREGATING)
-            except DamagedUpdates as error:
-                await self._facts.keep(self._go_on_without, open_, error)
-            except BadSum as error:
-                await self._facts.keep(self._go_on_without_group, open_, error)
-            except (RuleError, SeamError) as error:
-                log.error("round %d makes no model: %s", open_.row.round, error, exc_info=error.__cause__)
-                open_.failures.insert(0, str(error))
-                self._rounds.handle(Abandoned(error.reason))
-            except (StorageError, CodecError, OptimizerError, RuntimeError) as error:  # torch raises RuntimeErrors
-                log.error(
-                    "round %d makes no model: %s", open_.row.round, error, exc_info=not isinstance(error, StorageError)
-                )
-                if isinstance(error, DamagedModel):
-                    self._note_damage(open_, error)
-                self._rounds.handle(Abandoned(getattr(error, "reason", "bad_optimizer")))
-            else:
-                self._publish(open_, model, ended)
+            self._rounds.tell(open_, "round_stragglers", text)
+
+    async def _make_model(self, open_: OpenRound) -> None:
+        """Make and publish the next model, or abandon the round if that cannot be done.
+
+        What can be mended, or waited for, makes it due again.
+        """
+        if open_.stop_reason:
+            return self._rounds.handle(open_, Abandoned(open_.stop_reason))
+        open_.making = True
+        try:
+            with self._metrics.aggregate_seconds.time():
+                model, ended = await publish(self._facts, self._models, self._privacy, open_)
+        except StorageFailed as error:
+            log.warning("the model of round %d waits for the disk: %s", open_.row.round, error)
+            open_.making = False
+            if not open_.stop_reason:
+                await self._wait_for_disk(open_)
+        except DamagedUpdates as error:
+            await self._facts.keep(self._go_on_without, open_, error)
+        except open_.kind.recoverable as error:
+            log.error("round %d: %s", open_.row.round, error)
+            open_.failures.insert(0, str(error))
+            if not await self._facts.keep(open_.kind.recover, error):
+                self._rounds.handle(open_, Abandoned(error.reason))
+        except (RuleError, SeamError) as error:
+            log.error("round %d makes no model: %s", open_.row.round, error, exc_info=error.__cause__)
+            open_.failures.insert(0, str(error))
+            self._rounds.handle(open_, Abandoned(error.reason))
+        except (StorageError, CodecError, OptimizerError, RuntimeError) as error:  # torch raises RuntimeErrors
+            log.error(
+                "round %d makes no model: %s", open_.row.round, error, exc_info=not isinstance(error, StorageError)
+            )
+            if isinstance(error, DamagedModel):
+                self._note_damage(open_, error)
+            self._rounds.handle(open_, Abandoned(getattr(error, "reason", "bad_optimizer")))
+        else:
+            self._publish(open_, model, ended)
+        finally:
+            open_.making = False
 
     def _publish(self, open_: OpenRound, model: ModelRow, ended: RoundRow) -> None:
         """Tell everybody of the new model, which is durable, and let clients evaluate it."""
         rounds = self._rounds
-        open_.row, rounds.latest = ended, model
-        self._metrics.guarded(open_.guarded)
+        open_.row, open_.made, rounds.latest = ended, model, model
+        self._metrics.guarded(ended.stats)
         self._models.versions.remember(model)
         evaluators = self._sessions.here(open_.job.clients) if open_.job.evaluate else []
-        rounds.handle(Published(frozenset(evaluators)))
+        rounds.handle(open_, Published(frozenset(evaluators)))
         self._end_training(open_)
         for client in evaluators:
             self._dispatch.evaluate(open_, model, client)
         text = f"{open_.title} published model {model.version} in {ended.stats['seconds']:.2f} s"
-        rounds.tell("round_published", text)
+        rounds.tell(open_, "round_published", text)
 
-    async def _wait_for_disk(self, open_: OpenRound, *, phase: Phase) -> None:
+    async def _wait_for_disk(self, open_: OpenRound) -> None:
         """Return when the disk takes what is to be kept, or when the phase has ended."""
-        storage, changed = self._facts.storage, self._rounds.changed
-        open_.waits_for_disk = True
-        while storage.fault and self._phase is phase:
-            changed.clear()
-            await storage.works_or(changed)
-        open_.waits_for_disk = False
+        storage, phase = self._facts.storage, open_.phase
+        while storage.fault and open_.phase is phase:
+            open_.changed.clear()
+            await storage.works_or(open_.changed)
 
     async def _go_on_without(self, open_: OpenRound, error: DamagedUpdates) -> None:
         """Forget accepted updates that are damaged. The round ends without them, or is abandoned for want of them."""
         rounds = self._rounds
-        can_publish = await self._secure.failed(open_, frozenset(error.clients), error.reason)
+        can_publish = await open_.kind.lost(frozenset(error.clients), error.reason)
         await self._facts.db(self._facts.drop_updates, open_.row.round, sorted(error.clients))
         for client, text in error.clients.items():
             del open_.accepted[client]
-            rounds.handle(Lost(client))
+            rounds.handle(open_, Lost(client))
             text = f"{text}: what it had learned is lost"
             open_.failures.append(text)
-            job_id = open_.row.job_id
-            self._journal.write("blob_damaged", text, job_id=job_id, client_id=client, state=rounds.message())
-        round_ = rounds.state.round
+            self._rounds.note(open_, "blob_damaged", text, client, clients=True)
+        round_ = open_.state.round
         few = round_ is not None and len(round_.delivered) < round_.rules.min_to_aggregate
         if few or not can_publish:
-            rounds.handle(Abandoned(error.reason))
-
-    async def _go_on_without_group(self, open_: OpenRound, error: BadSum) -> None:
-        """Forget a group of secure aggregation whose sum is impossible. The round may have others."""
-        log.error("round %d: %s", open_.row.round, error)
-        open_.failures.insert(0, str(error))
-        if not await self._secure.failed(open_, frozenset({error.group}), error.reason):
-            self._rounds.handle(Abandoned(error.reason))
+            rounds.handle(open_, Abandoned(error.reason))
 
     def _note_damage(self, open_: OpenRound, error: DamagedModel) -> None:
         open_.failures.insert(0, error.detail)
         open_.retryable = False
-        self._rounds.tell("blob_damaged", error.detail)
+        self._rounds.tell(open_, "blob_damaged", error.detail)
 
-    async def _finish(self, open_: OpenRound) -> Outcome:
-        rounds, round_ = self._rounds, self._rounds.state.round
+    async def _finish(self, open_: OpenRound) -> RoundResult:
+        rounds, round_ = self._rounds, open_.state.round
         if round_ is not None and round_.phase is Phase.ABANDONED:
             outcome = await self._finish_abandoned(open_, round_)
         else:
-            outcome = Outcome(published=True)
-            if rounds.latest is not None:
-                await self._finish_evaluation(open_, rounds.latest)
-        rounds.end(open_.row)
+            outcome = RoundResult(published=True)
+            if open_.made is not None:
+                await self._finish_evaluation(open_, open_.made)
         await self._facts.db(self._facts.blobs.drop_partials, f"{open_.row.round}-")
-        if open_.job.dp is not None:
-            await self._facts.keep(self.privacy.forget)
-        rounds.handle(Finished())
+        await self._privacy.ended(open_, rounds)
+        rounds.handle(open_, Finished())
+        rounds.end(open_)
         return outcome
 
-    async def _finish_abandoned(self, open_: OpenRound, round_: Round) -> Outcome:
+    async def _finish_abandoned(self, open_: OpenRound, round_: Round) -> RoundResult:
         facts = self._facts
         open_.row = open_.ended(Phase.ABANDONED, reason=round_.reason)
         await facts.keep(facts.db, facts.store.update_round, open_.row)
         self._end_training(open_)
         away = () if open_.row.selected else await facts.db(facts.store.update_counts)
-        reason = why_abandoned(open_, self._rounds.state, away, self._config.listen)
-        self._rounds.tell("round_abandoned", f"{open_.title} was abandoned: {reason}")
-        return Outcome(published=False, reason=reason, retryable=open_.retryable)
+        reason = why_abandoned(open_, open_.state, away, self._config.listen)
+        self._rounds.tell(open_, "round_abandoned", f"{open_.title} was abandoned: {reason}")
+        return RoundResult(published=False, reason=reason, retryable=open_.retryable)
 
     async def _finish_evaluation(self, open_: OpenRound, model: ModelRow) -> None:
         stats, summed = await evaluation(self._facts, self._models, self._test_set, open_, model)
@@ -306,23 +302,18 @@ class RoundRunner:
         if rule and not result_of(stats["metrics"], rule):
             figure += f"; it has no {rule.split()[1]}, so best_by cannot choose its model"
         figure += "".join(f"; {warning}" for warning in stats.get("warnings", ()))
-        self._rounds.tell("round_evaluated", f"{open_.title} is evaluated{figure}")
+        self._rounds.tell(open_, "round_evaluated", f"{open_.title} is evaluated{figure}")
 
     def _end_training(self, open_: OpenRound) -> None:
         """Tell the workers of the group, and the clients that still train, that the round takes no more updates."""
-        self._rounds.group(gr.Closed(open_.row.reason))
+        self._rounds.group_event(open_, gr.GroupClosed(open_.row.reason))
         self._dispatch.ended(open_, self._rounds.latest)
 
-    @property
-    def _phase(self) -> Phase | None:
-        return self._rounds.state.round.phase if self._rounds.state.round else None
-
-    def _tell_progress(self, now: float) -> float:
+    def _tell_progress(self, open_: OpenRound, progress: RoundProgress, now: float) -> float:
         """Tell what an open barrier waits for, or log what a round does. Returns seconds until there may be more."""
-        open_ = self._rounds.open
-        text, seconds = self._progress.news(self._rounds.state, open_.title if open_ else "", now)
-        if text and self._phase is Phase.WAITING:
-            self._rounds.tell("round_waits", text)
+        text, seconds = progress.news(open_.state, open_.title, now)
+        if text and open_.phase is Phase.WAITING:
+            self._rounds.tell(open_, "round_waits", text)
         elif text:  # the journal has its updates one by one
             log.info("%s", text)
         return seconds
@@ -333,7 +324,7 @@ _PERIOD = 1.0
 
 
 async def keep_time(runner: RoundRunner) -> None:
-    """Keep noting how long the round in progress may still take, until cancelled: a restart gives it no more time."""
+    """Keep noting how long the open rounds may still take, until cancelled: a restart gives it no more time."""
     while True:
         await asyncio.sleep(_PERIOD)
         await runner.save_time(less=_PERIOD)

@@ -9,7 +9,7 @@ from enum import StrEnum
 from fedring.secure.limits import MIN_GROUP, fewest_survivors, threshold
 
 
-class Step(StrEnum):
+class SecureStep(StrEnum):
     """The step that a group is in, and what its clients are asked for."""
 
     KEYS = "keys"
@@ -20,12 +20,12 @@ class Step(StrEnum):
     DONE = "done"  # the masks of the sum are known
 
 
-ORDER = tuple(Step)
+ORDER = tuple(SecureStep)
 """The steps, one after the other."""
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
+class SecureRules:
     """What the secure aggregation of a round obeys."""
 
     step_seconds: float  # the longest time of a step
@@ -48,7 +48,7 @@ class Group:
     """Clients whose updates add up under masks. All tuples are in rising order of client id."""
 
     members: tuple[str, ...]
-    step: Step = Step.SHARES
+    step: SecureStep = SecureStep.SHARES
     since: float = 0.0  # when the step began, monotonic seconds
     peers: tuple[str, ...] = ()  # members whose shares have come in time
     survivors: tuple[str, ...] = ()  # peers whose updates count; never changes
@@ -66,27 +66,27 @@ class Group:
     def asked(self) -> tuple[str, ...]:
         """The clients that are asked for something in this step."""
         match self.step:
-            case Step.SHARES:
+            case SecureStep.SHARES:
                 return self.members
-            case Step.UPDATES:
+            case SecureStep.UPDATES:
                 return self.peers
-            case Step.SURVIVORS:
+            case SecureStep.SURVIVORS:
                 return self.survivors
-            case Step.UNMASK:
+            case SecureStep.UNMASK:
                 return self.signers
         return ()
 
     @property
     def ended(self) -> bool:
         """Whether nothing more comes of the group: it has failed, or its masks are known."""
-        return bool(self.reason) or self.step is Step.DONE
+        return bool(self.reason) or self.step is SecureStep.DONE
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class ProtocolState:
     """The secure aggregation of one round."""
 
-    rules: Rules
+    rules: SecureRules
     clients: frozenset[str]  # that were selected
     since: float  # when the clients were asked for their keys, monotonic seconds
     keys: frozenset[str] = frozenset()  # clients whose keys have come
@@ -94,10 +94,10 @@ class State:
     accepted: frozenset[str] | None = None  # clients whose updates are accepted; None = the round still takes updates
 
     @property
-    def step(self) -> Step:
+    def step(self) -> SecureStep:
         """The step of the group that is behind all others; failed groups do not count."""
         if not self.groups:
-            return Step.KEYS
+            return SecureStep.KEYS
         steps = [group.step for group in self.groups if not group.reason]
         return min(steps, key=ORDER.index) if steps else max((g.step for g in self.groups), key=ORDER.index)
 
@@ -120,7 +120,7 @@ class State:
 class Answered:
     """What the client was asked for in a step has come, and is durable."""
 
-    step: Step
+    step: SecureStep
     client: str
 
 
@@ -140,7 +140,7 @@ class PeersChosen:
 
 
 @dataclass(frozen=True, slots=True)
-class Closed:
+class UpdatesClosed:
     """The round takes no more updates; those of these clients are accepted."""
 
     accepted: frozenset[str]
@@ -178,13 +178,23 @@ class GroupFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class Delayed:
+class StepsDelayed:
     """For so many seconds nobody could go on, so they do not count."""
 
     seconds: float
 
 
-Event = Answered | Grouped | PeersChosen | Closed | SurvivorsChosen | SignersChosen | Combined | GroupFailed | Delayed
+Event = (
+    Answered
+    | Grouped
+    | PeersChosen
+    | UpdatesClosed
+    | SurvivorsChosen
+    | SignersChosen
+    | Combined
+    | GroupFailed
+    | StepsDelayed
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +205,7 @@ class FormGroups:
 
 
 @dataclass(frozen=True, slots=True)
-class Combine:
+class CombineShares:
     """Make the masks of a group's shares (Combined or GroupFailed)."""
 
     group: int
@@ -211,4 +221,4 @@ class GiveUp:
 Decision = PeersChosen | SurvivorsChosen | SignersChosen | GroupFailed
 """Effects that are events, too: what is decided must be durable before it is applied."""
 
-Effect = FormGroups | Decision | Combine | GiveUp
+Effect = FormGroups | Decision | CombineShares | GiveUp

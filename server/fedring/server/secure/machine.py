@@ -13,13 +13,12 @@ still come, and after `step_seconds` at the latest, except for the updates: thes
 from dataclasses import replace
 from math import inf
 
+from fedring.server.round.machine import IllegalEvent
 from fedring.server.secure.events import (
     ORDER,
     Answered,
-    Closed,
-    Combine,
     Combined,
-    Delayed,
+    CombineShares,
     Effect,
     Event,
     FormGroups,
@@ -28,24 +27,22 @@ from fedring.server.secure.events import (
     Grouped,
     GroupFailed,
     PeersChosen,
+    ProtocolState,
+    SecureStep,
     SignersChosen,
-    State,
-    Step,
+    StepsDelayed,
     SurvivorsChosen,
+    UpdatesClosed,
 )
 
 TOO_FEW_FOR_THRESHOLD = "too_few_for_threshold"
 TOO_FEW_TO_UNMASK = "too_few_to_unmask"
 
 
-class IllegalEvent(Exception):
-    """An event cannot happen in this state: this is a fault of the server's own."""
-
-
-def apply(state: State, event: Event, now: float) -> State:
+def apply(state: ProtocolState, event: Event, now: float) -> ProtocolState:
     """Return the state after `event`, which happened at `now` (monotonic seconds)."""
     match event:
-        case Answered(Step.KEYS, client):
+        case Answered(SecureStep.KEYS, client):
             return replace(state, keys=state.keys | {client} & state.clients) if not state.groups else state
         case Answered(step, client):
             return _answered(state, step, client)
@@ -53,8 +50,8 @@ def apply(state: State, event: Event, now: float) -> State:
             _require(not state.groups, event)
             return replace(state, groups=tuple(Group(members, since=now) for members in drawn))
         case PeersChosen(place, peers):
-            return _next(state, place, Step.SHARES, event, now, peers=peers)
-        case Closed(accepted):
+            return _next(state, place, SecureStep.SHARES, event, now, peers=peers)
+        case UpdatesClosed(accepted):
             _require(state.accepted is None, event)
             return replace(state, accepted=accepted)
         case SurvivorsChosen(survivors):
@@ -68,17 +65,17 @@ def apply(state: State, event: Event, now: float) -> State:
                 ),
             )
         case SignersChosen(place, signers):
-            return _next(state, place, Step.SURVIVORS, event, now, signers=signers)
+            return _next(state, place, SecureStep.SURVIVORS, event, now, signers=signers)
         case Combined(place):
-            return _next(state, place, Step.UNMASK, event, now)
+            return _next(state, place, SecureStep.UNMASK, event, now)
         case GroupFailed(place, reason, liars):
             return _replace(state, place, replace(state.groups[place], reason=reason, liars=liars))
-        case Delayed(seconds):
+        case StepsDelayed(seconds):
             groups = tuple(replace(group, since=group.since + seconds) for group in state.groups)
             return replace(state, since=state.since + seconds, groups=groups)
 
 
-def due(state: State, reachable: frozenset[str], now: float) -> Effect | None:
+def due(state: ProtocolState, reachable: frozenset[str], now: float) -> Effect | None:
     """Return what is to be done now; None means nothing until the next event or `wake_at`.
 
     Args:
@@ -102,52 +99,52 @@ def due(state: State, reachable: frozenset[str], now: float) -> Effect | None:
     return _give_up(state)
 
 
-def wake_at(state: State) -> float:
+def wake_at(state: ProtocolState) -> float:
     """Return when `due` may change without an event, in monotonic seconds; inf means never.
 
     The clients that can still answer may become fewer before; whoever knows them must ask again then.
     """
     if not state.groups:
         return state.since + state.rules.step_seconds
-    waiting = (group for group in state.groups if not group.ended and group.step is not Step.UPDATES)
+    waiting = (group for group in state.groups if not group.ended and group.step is not SecureStep.UPDATES)
     return min((group.since + state.rules.step_seconds for group in waiting), default=inf)
 
 
-def out(state: State) -> frozenset[str]:
+def out(state: ProtocolState) -> frozenset[str]:
     """Return the clients that a round goes on without: without a group, of one that failed, or without shares."""
     if not state.groups:
         return frozenset()
     inside: set[str] = set()
     for group in state.groups:
         if not group.reason:
-            inside.update(group.members if group.step is Step.SHARES else group.peers)
+            inside.update(group.members if group.step is SecureStep.SHARES else group.peers)
     return state.clients - inside
 
 
-def took(before: State, after: State, now: float) -> list[tuple[Step, float]]:
+def took(before: ProtocolState, after: ProtocolState, now: float) -> list[tuple[SecureStep, float]]:
     """Return the steps that have ended between two states, and the seconds that each took."""
     ended = []
     if after.groups and not before.groups:
-        ended.append((Step.KEYS, max(0.0, now - before.since)))
+        ended.append((SecureStep.KEYS, max(0.0, now - before.since)))
     for old, new in zip(before.groups, after.groups, strict=False):
         if not old.ended and (old.step is not new.step or new.reason):
             ended.append((old.step, max(0.0, now - old.since)))
     return ended
 
 
-def lost(state: State) -> dict[str, int]:
+def lost(state: ProtocolState) -> dict[str, int]:
     """Return how many clients were lost in each step that has ended, by the step's name; steps without losses, too."""
     counts: dict[str, int] = {}
     if state.groups:
-        counts[Step.KEYS] = len(state.clients) - sum(len(group.members) for group in state.groups)
+        counts[SecureStep.KEYS] = len(state.clients) - sum(len(group.members) for group in state.groups)
     for group in state.groups:
         rows = (group.members, group.peers, group.survivors, group.signers)
         for step, before, after in zip(ORDER[1:], rows, rows[1:], strict=False):
             if ORDER.index(group.step) > ORDER.index(step):
                 counts[step] = counts.get(step, 0) + len(before) - len(after)
-        if group.step is Step.DONE:
-            missing, step = len(group.signers) - len(group.answered), Step.UNMASK
-        elif group.reason and group.step is Step.UPDATES:
+        if group.step is SecureStep.DONE:
+            missing, step = len(group.signers) - len(group.answered), SecureStep.UNMASK
+        elif group.reason and group.step is SecureStep.UPDATES:
             missing, step = len(group.peers) - len(group.survivors), group.step
         else:
             missing, step = len(group.asked) - len(group.answered) if group.reason else 0, group.step
@@ -155,7 +152,7 @@ def lost(state: State) -> dict[str, int]:
     return counts
 
 
-def _answered(state: State, step: Step, client: str) -> State:
+def _answered(state: ProtocolState, step: SecureStep, client: str) -> ProtocolState:
     place = state.place(client)
     if place is None:
         return state
@@ -166,21 +163,21 @@ def _answered(state: State, step: Step, client: str) -> State:
 
 
 def _next(
-    state: State,
+    state: ProtocolState,
     place: int,
-    step: Step,
+    step: SecureStep,
     event: Event,
     now: float,
     *,
     peers: tuple[str, ...] | None = None,
     signers: tuple[str, ...] | None = None,
-) -> State:
+) -> ProtocolState:
     """Return the state in which a group that is in `step` goes on to the next one."""
     group = state.groups[place]
     _require(group.step is step and not group.reason, event)
     after = ORDER[ORDER.index(step) + 1]
     # What came for the unmasking still counts when the group is done: it says who was lost.
-    answered = group.answered if after is Step.DONE else frozenset[str]()
+    answered = group.answered if after is SecureStep.DONE else frozenset[str]()
     moved = replace(group, step=after, since=now, answered=answered)
     return _replace(
         state,
@@ -196,32 +193,32 @@ def _next(
 def _with_survivors(group: Group, survivors: tuple[str, ...], needed: int, now: float) -> Group:
     if group.reason:
         return group
-    if group.step is not Step.UPDATES:  # its clients could not send updates yet
+    if group.step is not SecureStep.UPDATES:  # its clients could not send updates yet
         return replace(group, reason=TOO_FEW_FOR_THRESHOLD)
     if len(survivors) < needed:
         return replace(group, survivors=survivors, reason=TOO_FEW_TO_UNMASK)
-    return replace(group, survivors=survivors, step=Step.SURVIVORS, since=now, answered=frozenset())
+    return replace(group, survivors=survivors, step=SecureStep.SURVIVORS, since=now, answered=frozenset())
 
 
-def _decision(state: State, place: int, group: Group, reachable: frozenset[str], now: float) -> Effect | None:
+def _decision(state: ProtocolState, place: int, group: Group, reachable: frozenset[str], now: float) -> Effect | None:
     """Return what the group's step comes to; None if the group has ended, or waits for its clients or the round."""
-    if group.ended or group.step is Step.UPDATES:
+    if group.ended or group.step is SecureStep.UPDATES:
         return None
     waiting = (set(group.asked) - group.answered) & reachable
     if waiting and now < group.since + state.rules.step_seconds:
         return None
     enough = len(group.answered) >= group.threshold
     answered = tuple(name for name in group.asked if name in group.answered)
-    if group.step is Step.SHARES:
+    if group.step is SecureStep.SHARES:
         return PeersChosen(place, answered) if enough else GroupFailed(place, TOO_FEW_FOR_THRESHOLD)
     if not enough:
         return GroupFailed(place, TOO_FEW_TO_UNMASK)
-    return SignersChosen(place, answered) if group.step is Step.SURVIVORS else Combine(place)
+    return SignersChosen(place, answered) if group.step is SecureStep.SURVIVORS else CombineShares(place)
 
 
-def _give_up(state: State) -> GiveUp | None:
+def _give_up(state: ProtocolState) -> GiveUp | None:
     """Return that the round cannot publish any more, if that is so."""
-    if any(group.step is Step.SHARES and not group.reason for group in state.groups):
+    if any(group.step is SecureStep.SHARES and not group.reason for group in state.groups):
         return None
     alive = [group for group in state.groups if not group.reason]
     left = sum(len(group.survivors if state.chosen else group.peers) for group in alive)
@@ -231,7 +228,7 @@ def _give_up(state: State) -> GiveUp | None:
     return GiveUp(TOO_FEW_TO_UNMASK if state.accepted is not None and asked_for_updates else TOO_FEW_FOR_THRESHOLD)
 
 
-def _replace(state: State, place: int, group: Group) -> State:
+def _replace(state: ProtocolState, place: int, group: Group) -> ProtocolState:
     return replace(state, groups=tuple(group if at == place else other for at, other in enumerate(state.groups)))
 
 

@@ -11,11 +11,15 @@ from fedring.rpc.contract import PROTOCOL
 from fedring.rpc.errors import BadRequest, Gone, IdInUse, Stalled, Unauthenticated, Unavailable, refusal_in
 from fedring.rpc.streams import finish_write, wire_bytes
 from fedring.server.config import ServerConfig
-from fedring.server.parts import Parts
+from fedring.server.round.client_reports import ClientReports
 from fedring.server.round.events import Joined, Left
-from fedring.server.round.sessions import Session
+from fedring.server.round.rounds import Rounds
+from fedring.server.sessions.sessions import Session, Sessions
+from fedring.server.state.facts import Facts
+from fedring.server.state.journal import Journal
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1 import federation_pb2_grpc as rpc
+from fedring.version import SOFTWARE
 
 _HEARTBEAT = pb.ServerEvent(heartbeat=pb.Heartbeat()).SerializeToString()
 
@@ -23,14 +27,17 @@ _HEARTBEAT = pb.ServerEvent(heartbeat=pb.Heartbeat()).SerializeToString()
 class TrainCmdService(rpc.TrainCmdServiceServicer):
     """Opens sessions, keeps their streams, and notices when they are lost."""
 
-    def __init__(self, parts: Parts, config: ServerConfig, software: str) -> None:
-        self._rounds, self._sessions, self._facts, self._journal = (
-            parts.rounds,
-            parts.sessions,
-            parts.facts,
-            parts.journal,
-        )
-        self._config, self._software = config, software
+    def __init__(
+        self,
+        rounds: Rounds,
+        reports: ClientReports,
+        sessions: Sessions,
+        facts: Facts,
+        journal: Journal,
+        config: ServerConfig,
+    ) -> None:
+        self._rounds, self._reports, self._sessions = rounds, reports, sessions
+        self._facts, self._journal, self._config = facts, journal, config
 
     async def Join(self, request: pb.JoinRequest, context: Any) -> pb.JoinReply:
         if request.protocol != PROTOCOL:
@@ -42,7 +49,7 @@ class TrainCmdService(rpc.TrainCmdServiceServicer):
         except IdInUse:
             self._contested(request.client_id, context.peer())
             raise
-        self._rounds.handle(Joined(session.client_id, session.labels))
+        self._rounds.presence(Joined(session.client_id, session.labels))
         asyncio.get_running_loop().call_later(self._config.lost_after_seconds, self._expire, session)
         last = self._facts.last_accepted.get(session.client_id)
         return pb.JoinReply(
@@ -51,7 +58,7 @@ class TrainCmdService(rpc.TrainCmdServiceServicer):
             heartbeat_seconds=self._config.heartbeat_seconds,
             lost_after_seconds=self._config.lost_after_seconds,
             no_progress_seconds=self._config.no_progress_seconds,
-            software=self._software,
+            software=SOFTWARE,
             last_accepted=pb.LastAccepted(epoch=last.epoch, round=last.round, name=last.name) if last else None,
             resume_secret=session.secret,
         )
@@ -74,20 +81,20 @@ class TrainCmdService(rpc.TrainCmdServiceServicer):
 
     async def ReportEvaluation(self, request: pb.EvaluationReport, context: Any) -> pb.EvaluationAck:
         session = self._sessions.of(context)
-        await self._rounds.evaluated(session.client_id, request)
+        await self._reports.evaluated(session.client_id, request)
         return pb.EvaluationAck()
 
     async def _listen(self, session: Session, requests: AsyncIterator[pb.WatchRequest]) -> None:
         async for request in requests:
             session.hear()
             if session.report(request):
-                self._rounds.moved(session.client_id)
+                self._reports.moved(session.client_id)
             if request.matched and not session.matched:
                 session.matched = True
-                self._rounds.matched(session.client_id)
+                self._reports.matched(session.client_id)
                 self._journal.write("client_joined", f"{session.client_id} is here", client_id=session.client_id)
             if request.HasField("failure"):
-                self._rounds.failed(session.client_id, request.failure)
+                self._reports.failed(session.client_id, request.failure)
         raise Gone("the client closed its side")
 
     async def _speak(self, session: Session, context: Any) -> None:
@@ -97,7 +104,7 @@ class TrainCmdService(rpc.TrainCmdServiceServicer):
             await finish_write(context, event)
             session.writing = False
             if event is not _HEARTBEAT:
-                self._rounds.traffic(session.client_id).download_bytes += wire_bytes(event)
+                self._reports.traffic(session.client_id).download_bytes += wire_bytes(event)
             event = await session.outbox.get()
 
     async def _guard(self, session: Session) -> None:
@@ -113,8 +120,8 @@ class TrainCmdService(rpc.TrainCmdServiceServicer):
                 due = now + beat
                 if not session.writing:
                     session.send(_HEARTBEAT)
-            if now >= (stalls_at := self._rounds.stalls_at(session)):
-                self._rounds.stalled(session.client_id)
+            if now >= (stalls_at := self._reports.stalls_at(session)):
+                self._reports.stalled(session)
                 stalls_at = inf
             with suppress(TimeoutError):
                 async with asyncio.timeout(min(session.heard + lost, due, stalls_at) - now):
@@ -135,7 +142,7 @@ class TrainCmdService(rpc.TrainCmdServiceServicer):
 
     def _lost(self, session: Session) -> None:
         if self._sessions.drop(session):
-            self._rounds.handle(Left(session.client_id))
+            self._rounds.presence(Left(session.client_id))
             if session.matched:
                 text = f"{session.client_id} is gone"
                 self._journal.write("client_lost", text, client_id=session.client_id)

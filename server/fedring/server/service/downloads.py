@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any
 
@@ -10,38 +10,26 @@ from fedring.rpc.chunks import CHUNK_BYTES, chunks
 from fedring.rpc.errors import BadRequest
 from fedring.rpc.streams import METER, write
 from fedring.server.config import ServerConfig
-from fedring.server.parts import Parts
+from fedring.server.model.downloads import Downloads
+from fedring.server.round.client_reports import ClientReports
+from fedring.server.sessions.sessions import Sessions
+from fedring.server.state.facts import Facts
 from fedring.server.state.failures import DamagedModel
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1 import federation_pb2_grpc as rpc
 
 
-class ModelBlobService(rpc.ModelBlobServiceServicer):
-    """Streams models from the disk."""
+class ModelStreams:
+    """Models as the messages of a stream.
 
-    def __init__(self, parts: Parts, config: ServerConfig) -> None:
-        self._parts, self._config = parts, config
-        self._slots = asyncio.Semaphore(config.max_transfers)
+    Args:
+        downloads: opens models.
+        facts: reads them in threads.
+        damaged: is told of a model that turns out to be damaged.
+    """
 
-    async def FetchModel(  # type: ignore[override]  # grpc takes a coroutine that writes to the context, too
-        self, request: pb.FetchModelRequest, context: Any
-    ) -> None:
-        session = self._parts.sessions.of(context)
-        request.exact = False  # clients train from the model that has the digest
-        traffic, meter = self._parts.rounds.traffic(session.client_id), METER.get()
-        began = time.monotonic()
-        digest = ""
-        try:
-            with self._parts.rounds.transfer(session):
-                async with self._slots, aclosing(self.messages(request)) as messages:
-                    async for message in messages:
-                        await write(context, message, self._config.no_progress_seconds)
-                        if isinstance(message, pb.ModelBlob):
-                            digest = "" if request.ranges else message.header.model_digest
-            session.holds = digest
-        finally:
-            traffic.download_bytes += meter.sent
-            traffic.download_seconds += time.monotonic() - began
+    def __init__(self, downloads: Downloads, facts: Facts, damaged: Callable[[DamagedModel], Awaitable[None]]) -> None:
+        self._downloads, self._facts, self._damaged = downloads, facts, damaged
 
     async def messages(self, request: pb.FetchModelRequest) -> AsyncGenerator[Any, None]:
         """Yield the header, and the chunks as bytes, that answer `request`; the last one once all are proven.
@@ -52,11 +40,9 @@ class ModelBlobService(rpc.ModelBlobServiceServicer):
             DamagedModel: if it is damaged; a round that starts from it has been ended.
         """
         try:
-            downloads = self._parts.models.downloads
             # Ranges are digested when they are opened, which takes long.
-            opened = (
-                await self._parts.facts.work(downloads.open, request) if request.ranges else downloads.open(request)
-            )
+            open_ = self._downloads.open
+            opened = await self._facts.work(open_, request) if request.ranges else open_(request)
             with opened as download:
                 start, total = _start_of(request, download.header), download.header.total_bytes
                 yield pb.ModelBlob(header=download.header)
@@ -64,13 +50,41 @@ class ModelBlobService(rpc.ModelBlobServiceServicer):
                     if offset + CHUNK_BYTES >= total:
                         # What was read from the start of the payload is digested already; reading the rest takes long.
                         if start:
-                            await self._parts.facts.work(download.check)
+                            await self._facts.work(download.check)
                         else:
                             download.check()
                     yield message
         except DamagedModel as error:
-            await self._parts.runner.damaged(error)
+            await self._damaged(error)
             raise
+
+
+class ModelBlobService(rpc.ModelBlobServiceServicer):
+    """Streams models from the disk."""
+
+    def __init__(self, streams: ModelStreams, reports: ClientReports, sessions: Sessions, config: ServerConfig) -> None:
+        self._streams, self._reports, self._sessions, self._config = streams, reports, sessions, config
+        self._slots = asyncio.Semaphore(config.max_transfers)
+
+    async def FetchModel(  # type: ignore[override]  # grpc takes a coroutine that writes to the context, too
+        self, request: pb.FetchModelRequest, context: Any
+    ) -> None:
+        session = self._sessions.of(context)
+        request.exact = False  # clients train from the model that has the digest
+        traffic, meter = self._reports.traffic(session.client_id), METER.get()
+        began = time.monotonic()
+        digest = ""
+        try:
+            with self._reports.transfer(session):
+                async with self._slots, aclosing(self._streams.messages(request)) as messages:
+                    async for message in messages:
+                        await write(context, message, self._config.no_progress_seconds)
+                        if isinstance(message, pb.ModelBlob):
+                            digest = "" if request.ranges else message.header.model_digest
+            session.holds = digest
+        finally:
+            traffic.download_bytes += meter.sent
+            traffic.download_seconds += time.monotonic() - began
 
 
 def _start_of(request: pb.FetchModelRequest, header: pb.ModelHeader) -> int:

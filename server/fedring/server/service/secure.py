@@ -2,8 +2,9 @@
 
 from typing import Any
 
-from fedring.server.parts import Parts
-from fedring.server.round.secure_state import Message
+from fedring.server.secure.exchange import Message
+from fedring.server.secure.rounds import SecureRounds
+from fedring.server.sessions.sessions import Sessions
 from fedring.v1 import secure_pb2 as pb
 from fedring.v1 import secure_pb2_grpc as rpc
 
@@ -11,8 +12,8 @@ from fedring.v1 import secure_pb2_grpc as rpc
 class SecureAggregationService(rpc.SecureAggregationServiceServicer):
     """Takes the messages of clients in session; each is durable before it is answered, and may be repeated."""
 
-    def __init__(self, parts: Parts) -> None:
-        self._sessions, self._secure = parts.sessions, parts.secure
+    def __init__(self, secure: SecureRounds, sessions: Sessions) -> None:
+        self._secure, self._sessions = secure, sessions
 
     async def SendKeys(self, request: pb.SecureKeys, context: Any) -> pb.SecureAck:
         return await self._take(request, context)

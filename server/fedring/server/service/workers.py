@@ -11,8 +11,10 @@ from fedring.rpc.errors import BadRequest, Gone, Unavailable, UnknownRound, refu
 from fedring.rpc.streams import TimedStream, write
 from fedring.server.config import ServerConfig
 from fedring.server.group import machine as gr
-from fedring.server.parts import Parts
-from fedring.server.round.sessions import Session
+from fedring.server.group.rendezvous import Rendezvous
+from fedring.server.round.open_round import OpenRound
+from fedring.server.round.rounds import Rounds
+from fedring.server.sessions.sessions import Session, Sessions
 from fedring.server.update.admission import check_figures
 from fedring.train.bounds import MAX_SAMPLES
 from fedring.v1 import rendezvous_pb2 as pb
@@ -25,9 +27,8 @@ _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 class RendezvousService(rpc.RendezvousServiceServicer):
     """Serves one stream for each worker: it says what it has done, and is told what to do."""
 
-    def __init__(self, parts: Parts, config: ServerConfig) -> None:
-        self._rounds, self._sessions, self._config = parts.rounds, parts.sessions, config
-        self._rendezvous = parts.rounds.rendezvous
+    def __init__(self, rounds: Rounds, sessions: Sessions, config: ServerConfig) -> None:
+        self._rounds, self._sessions, self._config = rounds, sessions, config
         self._streams: dict[str, asyncio.Event] = {}  # the newest of each client; set when a newer one comes
 
     async def Form(  # type: ignore[override]  # grpc takes a coroutine that writes to the context, too
@@ -36,15 +37,15 @@ class RendezvousService(rpc.RendezvousServiceServicer):
         session = self._sessions.of(context)
         client, replaced = session.client_id, asyncio.Event()
         first = await anext(TimedStream(request_iterator, self._config.lost_after_seconds), None)
-        round_ = self._enter(client, first)
+        open_, group = self._enter(client, first)
         if older := self._streams.get(client):
             older.set()
         self._streams[client] = replaced
         try:
             async with asyncio.TaskGroup() as tasks:
                 parts = (
-                    self._listen(session, request_iterator),
-                    self._speak(client, round_, context),
+                    self._listen(session, open_, request_iterator),
+                    self._speak(client, group, context),
                     self._guard(session.closed),
                     self._guard(replaced),
                 )
@@ -56,54 +57,61 @@ class RendezvousService(rpc.RendezvousServiceServicer):
         finally:
             if self._streams.get(client) is replaced:
                 del self._streams[client]
-                if self._rendezvous.round == round_:
-                    self._rounds.group(gr.Left(client))
+                self._rounds.group_event(open_, gr.WorkerLeft(client))
 
-    def _enter(self, client: str, message: pb.WorkerMessage | None) -> int:
-        """Return the round that the worker enters by its first message; UnknownRound if it is not open for it."""
+    def _enter(self, client: str, message: pb.WorkerMessage | None) -> tuple[OpenRound, Rendezvous]:
+        """Return the round and its group that the worker enters by its first message.
+
+        Raises:
+            UnknownRound: if the round is not open for it.
+        """
         if message is None or not message.HasField("enter"):
             raise BadRequest("the first message must be Enter")
         if self._rounds.recovering:
             raise Unavailable("the server has just started: try again")
-        enter, open_, rendezvous = message.enter, self._rounds.open, self._rendezvous
-        known = open_ is not None and (enter.run_id, enter.round) == (open_.command.run_id, open_.row.round)
-        selected = open_ is not None and client in open_.row.selected
-        if not (known and selected and rendezvous.active and rendezvous.round == enter.round):
+        enter = message.enter
+        open_ = self._rounds.get(enter.round)
+        group = open_.group if open_ is not None and client in open_.row.selected else None
+        if open_ is None or group is None or not group.active or enter.run_id != open_.command.run_id:
             raise UnknownRound(f"no round {enter.round} of a group is open for {client}")
-        if not rendezvous.can_know(enter.generation):
+        if not group.can_know(enter.generation):
             raise BadRequest(f"no generation {enter.generation} was ever formed")
-        self._rounds.group(gr.Entered(client, enter.generation))
-        return int(enter.round)
+        self._rounds.group_event(open_, gr.Entered(client, enter.generation))
+        return open_, group
 
-    async def _listen(self, session: Session, messages: AsyncIterator[pb.WorkerMessage]) -> None:
+    async def _listen(self, session: Session, open_: OpenRound, messages: AsyncIterator[pb.WorkerMessage]) -> None:
         async for message in messages:  # without a deadline: the session notices whether the client lives
             session.hear()
-            self._hear(session.client_id, message)
+            self._hear(session.client_id, open_, message)
         raise Gone("the worker closed its side")
 
-    def _hear(self, client: str, message: pb.WorkerMessage) -> None:
+    def _hear(self, client: str, open_: OpenRound, message: pb.WorkerMessage) -> None:
         match message.WhichOneof("message"):
             case "ready":
                 ready = message.ready
                 _check_address(ready.address)
-                self._rounds.group(gr.Ready(client, ready.generation, ready.address, ready.steps))
+                self._rounds.group_event(open_, gr.Ready(client, ready.generation, ready.address, ready.steps))
             case "joined":
-                self._rounds.group(gr.Joined(client, message.joined.generation))
+                self._rounds.group_event(open_, gr.WorkerJoined(client, message.joined.generation))
             case "broken":
                 broken = message.broken
                 reason = broken.reason if _NAME.fullmatch(broken.reason) else "broken"
-                self._rounds.group(gr.Broken(client, broken.generation, reason))
+                self._rounds.group_event(open_, gr.Broken(client, broken.generation, reason))
             case "done":
                 check_done(message.done)
-                self._rounds.worker_done(client, message.done)
+                done = message.done
+                if open_.group is not None:
+                    open_.group.note(client, done)
+                event = gr.WorkerDone(client, done.generation, done.digest, not done.cannot_deliver)
+                self._rounds.group_event(open_, event)
             case _:
                 raise BadRequest("this message is not known, or came too late")
 
-    async def _speak(self, client: str, round_: int, context: Any) -> None:
+    async def _speak(self, client: str, group: Rendezvous, context: Any) -> None:
         """Tell the worker what to do whenever that changes, until its group has ended."""
         told = None
         while told is None or not told.HasField("ended"):
-            moved, now = self._rendezvous.moved, self._rendezvous.view(client, round_)
+            moved, now = group.moved, group.view(client)
             if now == told:
                 await moved.wait()
                 continue

@@ -18,7 +18,7 @@ from fedring.server.state.failures import FsyncFailed, StorageError, StorageFail
 from fedring.server.state.rows import MetaRow
 from fedring.server.state.tables import METADATA, meta
 
-SCHEMA = 14
+SCHEMA = 15
 """The version of the tables. Another one is refused: until 1.0.0, no version of fedring reads another's tables."""
 
 OTHER_VERSION = ("older_state", "newer_state")

@@ -10,7 +10,9 @@ from fedring.server.state.rows import JobRow, ModelRow
 from fedring.server.state.tables import evaluations, jobs, models, rounds, updates
 from fedring.train.start import version_of
 
-STATES = (models.c.residual_blob, models.c.optimizer_blob, models.c.control_blob, models.c.spread_blob)
+STATES = tuple(
+    models.c[name] for name in ("residual_blob", "optimizer_blob", "control_blob", "spread_blob", "transforms_blob")
+)
 """The blobs of a model that only the next aggregation reads."""
 
 

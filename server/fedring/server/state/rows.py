@@ -146,6 +146,7 @@ class ModelRow:
     control_digest: str = ""  # of its values, as of a model
     control_line: str = ""  # names the rounds that it was built up in
     spread_blob: str = ""  # how much each block of the parameters changes, and how long it waits (secure aggregation)
+    transforms_blob: str = ""  # what the transforms that its job names keep (safetensors); empty = nothing
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,12 @@
 """The moment an update is accepted: bytes synced and row committed, for many uploads at once.
 
 Uploads that end while a commit is under way share the next one (group commit), so that a hundred small updates cost
-a handful of syncs. A batch holds the round's `settling` lock from the last check that the round takes it to the
-commit. So a round closes between two commits: what was accepted before is counted, what comes after is refused.
+a handful of syncs. A batch holds its rounds' `settling` locks from the last check that they take it to the commit. So
+a round closes between two commits: what was accepted before is counted, what comes after is refused.
 """
 
 import asyncio
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
 from fedring.rpc.errors import FedringError, OtherUpdate, Overloaded
@@ -15,6 +16,7 @@ from fedring.server.state.facts import Facts
 from fedring.server.state.failures import StorageError
 from fedring.server.state.interfaces import Acceptance
 from fedring.server.state.rows import UpdateRow
+from fedring.server.update.metrics import UpdateMetrics
 
 
 @dataclass(slots=True)
@@ -27,8 +29,8 @@ class _Offer:
 class Acceptor:
     """Commits updates that were admitted, and tells the round of those that have become durable."""
 
-    def __init__(self, rounds: Rounds, facts: Facts) -> None:
-        self._rounds, self._facts = rounds, facts
+    def __init__(self, rounds: Rounds, facts: Facts, metrics: UpdateMetrics) -> None:
+        self._rounds, self._facts, self._metrics = rounds, facts, metrics
         self._offers: asyncio.Queue[_Offer] = asyncio.Queue()
 
     async def accept(self, partial: Partial, row: UpdateRow) -> bool:
@@ -54,7 +56,10 @@ class Acceptor:
             offers = [await self._offers.get()]
             while not self._offers.empty():
                 offers.append(self._offers.get_nowait())
-            async with self._rounds.settling:
+            async with AsyncExitStack() as stack:
+                for number in sorted({offer.row.round for offer in offers}):
+                    if (open_ := self._rounds.get(number)) is not None:
+                        await stack.enter_async_context(open_.settling)
                 await self._settle([offer for offer in offers if self._in_time(offer)])
 
     def _in_time(self, offer: _Offer) -> bool:
@@ -96,8 +101,13 @@ class Acceptor:
             outcomes = await self._facts.db(self._facts.commit_updates, batch)
         except StorageError as error:
             raise RefusedCommit(str(error), reason=error.reason) from error
-        new = (outcome is Acceptance.NEW for outcome in outcomes)
-        self._rounds.accepted([offer.row for offer, is_new in zip(offers, new, strict=True) if is_new])
+        fresh = [offer.row for offer, outcome in zip(offers, outcomes, strict=True) if outcome is Acceptance.NEW]
+        for number in sorted({row.round for row in fresh}):
+            if (open_ := self._rounds.get(number)) is not None:
+                mine = [row for row in fresh if row.round == number]
+                for row in mine:
+                    self._metrics.accepted(row, norm=not open_.transforms.hide_norms)
+                self._rounds.accepted(open_, mine)
         return outcomes
 
 

@@ -30,6 +30,7 @@ from fedring.rpc.errors import (
     TooLarge,
     UnknownRound,
 )
+from fedring.server.model.terms import Terms
 from fedring.server.state.rows import PacketSpec, UpdateRow
 from fedring.server.update.admission import check_header, open_offer
 from fedring.v1 import federation_pb2 as pb
@@ -51,20 +52,6 @@ class Known:
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
-    """What the round in progress, which takes an update of this client, demands of it."""
-
-    base_digest: str  # of the model that it starts from
-    most_bytes: int  # of the payload
-    schema: Schema  # of that model
-    deltas_only: bool = False  # whether parameters must come as the difference to that model
-    bare: bool = False  # whether nothing is kept of what the client says of its data
-    silent: bool = False  # whether an update that says something of a client's data is refused
-    control_line: str = ""  # the line of the control variate that must have corrected the gradients; empty = none
-    width: Width | None = None  # what the packet of a masked update must be; None if updates are not masked
-
-
-@dataclass(frozen=True, slots=True)
 class Opened:
     """There is a place for the payload, which holds so many bytes already."""
 
@@ -72,7 +59,7 @@ class Opened:
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
+class ReplySent:
     """The client was told where to go on."""
 
 
@@ -124,7 +111,9 @@ class TooLate:
     error: UnknownRound
 
 
-Event = Offered | Known | Terms | Opened | Sent | Chunk | Ended | Written | Digested | Admitted | Accepted | TooLate
+Event = (
+    Offered | Known | Terms | Opened | ReplySent | Chunk | Ended | Written | Digested | Admitted | Accepted | TooLate
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +236,7 @@ class Upload:
                 return self._check(event)
             case Opened(size):
                 return self._opened(size)
-            case Sent() | Written():
+            case ReplySent() | Written():
                 complete = self._size == self._header.total_bytes
                 return TakeDigest() if complete else Read(self._header.run_id, self._header.round)
             case Chunk(offset, data):

@@ -44,6 +44,8 @@ _NAMED_BLOBS = """
     UNION ALL
     SELECT control_blob, 'the control variate of model ' || version, NULL FROM models WHERE control_blob != ''
     UNION ALL SELECT spread_blob, 'the spread of model ' || version, NULL FROM models WHERE spread_blob != ''
+    UNION ALL
+    SELECT transforms_blob, 'the transforms of model ' || version, NULL FROM models WHERE transforms_blob != ''
 """
 _OPEN_ROUND = """
     SELECT coalesce(max(round), 0) FROM rounds JOIN jobs USING (job_id)

@@ -1,11 +1,10 @@
-"""The secure aggregation of the round in progress: what clients have sent, and what each of them is told."""
+"""What the clients of a round with secure aggregation have sent, and what each of them is told."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
-from fedring.codec.masked import Width
 from fedring.rpc.errors import BadRequest, UnknownRound
 from fedring.secure.errors import SecureError
 from fedring.secure.keys import draw_secrets, pair_seed
@@ -15,63 +14,74 @@ from fedring.secure.sealing import DIGEST_BYTES, SEALED_BYTES
 from fedring.secure.shamir import SHARE_BYTES
 from fedring.secure.signing import BadProof, verify
 from fedring.secure.statements import survivors_statement, task_digest
-from fedring.server.model.masked_sum import GroupMasks, PrivateIntegers, private_width, width_of
+from fedring.server.model.masked_sum import PrivateIntegers
+from fedring.server.round.machine import IllegalEvent
+from fedring.server.round.open_round import OpenRound
 from fedring.server.secure import events as ev
 from fedring.server.secure import machine as sm
 from fedring.server.secure.combining import Agreed
-from fedring.server.secure.events import Step
+from fedring.server.secure.events import SecureStep
+from fedring.server.secure.steps import SecureSteps
 from fedring.server.state.rows import SecureMessageRow, SecureRoundRow
 from fedring.train.job import Job
-from fedring.train.privacy_table import ClientPrivacy
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1 import secure_pb2 as wire
 
 Message = wire.SecureKeys | wire.SecureShares | wire.SurvivorsSignature | wire.UnmaskShares
 
-KINDS = {Step.KEYS: "keys", Step.SHARES: "shares", Step.SURVIVORS: "signature", Step.UNMASK: "unmask"}
+KINDS = {
+    SecureStep.KEYS: "keys",
+    SecureStep.SHARES: "shares",
+    SecureStep.SURVIVORS: "signature",
+    SecureStep.UNMASK: "unmask",
+}
 """What the rows of clients' messages are called, by the step that asks for them."""
-
-TOO_LATE = "too_late"
 
 _DURABLE = ("step", "members", "peers", "survivors", "signers", "reason", "liars")
 
 
-def secure_rules(job: Job) -> ev.Rules | None:
+def secure_rules(job: Job) -> ev.SecureRules | None:
     """Return what the secure aggregation of the job's rounds obeys; None if it has none."""
     settings = job.secure_aggregation
     if settings is None:
         return None
-    return ev.Rules(
+    return ev.SecureRules(
         settings.step_seconds, job.min_clients_to_aggregate, settings.group_size, own_noise=job.dp is not None
     )
 
 
-@dataclass
-class SecureState:
-    """The machine's state, and what clients have sent; owned by `OpenRound`.
+class SecureExchange:
+    """The messages of one round's secure aggregation. It reads the state of the round's machine, and changes none.
 
     Attributes:
-        command: of the round.
-        state: the machine's.
-        dp: how the clients make private integers; None = they send levels.
-        parameters: their number, in the model.
         members: the clients whose keys were checked.
         messages: what is durable of the clients' messages, serialized, by step and client.
-        masks: what the unmasking has given, by the number of the group.
-        seconds: what each step has taken, in the group in which it took longest.
     """
 
-    command: pb.TrainCmd
-    state: ev.State
-    dp: ClientPrivacy | None = None
-    parameters: int = 0
-    members: dict[str, Member] = field(default_factory=dict)
-    messages: dict[Step, dict[str, bytes]] = field(default_factory=lambda: {step: {} for step in KINDS})
-    masks: dict[int, GroupMasks] = field(default_factory=dict)
-    seconds: dict[str, float] = field(default_factory=dict)
-    _owners: dict[bytes, str] = field(default_factory=dict)  # the clients of the members' public keys
-    _told: dict[tuple[int, Step], bytes] = field(default_factory=dict)
-    _dealt: dict[str, dict[str, wire.SealedShares]] = field(default_factory=dict)
+    def __init__(self, open_: OpenRound) -> None:
+        self.members: dict[str, Member] = {}
+        self.messages: dict[SecureStep, dict[str, bytes]] = {step: {} for step in KINDS}
+        self._open = open_
+        self._owners: dict[bytes, str] = {}  # the clients of the members' public keys
+        self._dealt: dict[str, dict[str, wire.SealedShares]] = {}
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the clients were sent the command."""
+        return self._open.state.round is not None and self._open.state.round.steps is not None
+
+    @property
+    def state(self) -> ev.ProtocolState:
+        """The state of the machine. There is one from the command to the end of the round."""
+        steps = self._open.state.round.steps if self._open.state.round else None
+        if not isinstance(steps, SecureSteps):
+            raise IllegalEvent("the secure aggregation has not begun, or is over")
+        return steps.state
+
+    @property
+    def command(self) -> pb.TrainCmd:
+        """The command of the round."""
+        return self._open.command
 
     @cached_property
     def rosters(self) -> list[Roster]:
@@ -82,19 +92,6 @@ class SecureState:
     def task(self) -> bytes:
         """The digest of what the round's clients are asked to do."""
         return task_digest(self.command)
-
-    @property
-    def good_masks(self) -> list[GroupMasks]:
-        """The masks of the groups whose sums count."""
-        return [self.masks[place] for place, group in enumerate(self.state.groups) if not group.reason]
-
-    def handle(self, event: ev.Event, now: float) -> None:
-        """Take an event into the machine's state."""
-        self.state = sm.apply(self.state, event, now)
-
-    def delay(self, seconds: float) -> None:
-        """Do not count time in which nothing could be kept."""
-        self.handle(ev.Delayed(seconds), 0.0)
 
     def row(self, number: int, epoch: int, event: ev.Event) -> SecureRoundRow:
         """Return what must be durable before `event` is taken into the state."""
@@ -110,9 +107,10 @@ class SecureState:
 
     def integers(self, place: int) -> PrivateIntegers | None:
         """Return how the clients of a group make private integers; None if they send levels."""
-        if self.dp is None:
+        if self._open.job.dp is None:
             return None
-        plan = self.dp.plan(len(self.state.groups[place].members), self.parameters, self.state.rules.needed)
+        members, parameters = len(self.state.groups[place].members), self._open.base.parameters
+        plan = self._open.job.dp.plan(members, parameters, self.state.rules.needed)
         return PrivateIntegers(plan, self.task)
 
     def check_update(self, client: str) -> int:
@@ -128,18 +126,15 @@ class SecureState:
             raise UnknownRound(text, reason="not_selected")
         return place
 
-    def width(self, client: str) -> Width:
-        """Return of how many values the client's masked update consists, and how wide they are.
+    def members_with(self, client: str) -> int:
+        """Return the number of clients in the client's group.
 
         Raises:
             UnknownRound: as check_update.
         """
-        place = self.check_update(client)
-        if integers := self.integers(place):
-            return private_width(integers.plan)
-        return width_of(self.command.secure, self.parameters, self.bits(place))
+        return len(self.state.groups[self.check_update(client)].members)
 
-    def check_step(self, step: Step, client: str) -> None:
+    def check_step(self, step: SecureStep, client: str) -> None:
         """Check that the client is asked for what belongs to a step.
 
         Raises:
@@ -147,7 +142,7 @@ class SecureState:
         """
         place = self.state.place(client)
         if place is None:
-            asked = step is Step.KEYS and not self.state.groups
+            asked = step is SecureStep.KEYS and not self.state.groups
         else:
             group = self.state.groups[place]
             asked = group.step is step and not group.reason and client in group.asked
@@ -193,144 +188,79 @@ class SecureState:
             raise BadRequest(f"a message of {client} does not fit: {error}", reason="bad_secure_message") from error
         return None
 
-    def waits_for(self, client: str, accepted: Collection[str]) -> bytes:
-        """Return the event for a client now: what it is asked for, or that it is out; b"" if there is nothing."""
-        state, place = self.state, self.state.place(client)
-        if not state.groups:
-            return b""
-        if place is None:
-            return self.ended(TOO_LATE) if client in state.clients else b""
-        group = state.groups[place]
-        if group.reason:
-            return self.ended(group.reason)
-        if client in group.answered or (group.step is Step.UPDATES and client in accepted):
-            return b""
-        if client in group.asked:
-            return self._step(place, client)
-        # Whoever has delivered is waited for no more, but its update counts.
-        return self.ended(TOO_LATE) if client not in (group.survivors or group.peers) else b""
-
-    def ended(self, reason: str) -> bytes:
-        """Return the news that the round goes on without the client that is told."""
-        version = self.command.model_version
-        ended = pb.RoundEnded(round=self.command.round, reason=reason, model_version=version)
-        return pb.ServerEvent(round_ended=ended).SerializeToString()
-
     def shares_of(self, place: int) -> dict[str, list[bytes]]:
         """Return what the signers of a group have sent to remove masks, by client."""
-        sent, answered = self.messages[Step.UNMASK], self.state.groups[place].answered
+        sent, answered = self.messages[SecureStep.UNMASK], self.state.groups[place].answered
         return {name: list(wire.UnmaskShares.FromString(sent[name]).shares) for name in sorted(answered)}
 
     def agreed(self, place: int) -> Agreed:
         """Return what the members of a group know of each other before its masks are removed."""
         group = self.state.groups[place]
-        digests = {peer: {name: share.digests for name, share in self._dealt_by(peer).items()} for peer in group.peers}
+        digests = {peer: {name: share.digests for name, share in self.dealt_by(peer).items()} for peer in group.peers}
         return Agreed(self.rosters[place], group.peers, group.survivors, digests)
 
-    def figures(self, accepted: Collection[str]) -> dict[str, Any]:
-        """Return how far the secure aggregation is, as JSON; `accepted` names the clients whose updates are."""
+    def figures(self, seconds: Mapping[str, float]) -> dict[str, Any]:
+        """Return how far the secure aggregation is, as JSON; `seconds` are what its steps have taken."""
         state = self.state
         step = state.step
         groups = [group for group in state.groups if group.step is step and not group.reason]
         asked = {name for group in groups for name in group.asked} if state.groups else state.clients
         answered = {name for group in groups for name in group.answered} if state.groups else state.keys
-        if step is Step.UPDATES:
-            answered = asked & set(accepted)
+        if step is SecureStep.UPDATES:
+            answered = asked & self._open.accepted.keys()
         return {
             "step": str(step),
             "groups": len(state.groups),
             "answered": len(answered & asked),
             "asked": len(asked),
             "lost": {name: count for name, count in sm.lost(state).items() if count},
-            "seconds": dict(self.seconds),
+            "seconds": dict(seconds),
         }
 
-    def _step(self, place: int, client: str) -> bytes:
-        """Return the event that asks a client for what belongs to its group's step."""
-        group = self.state.groups[place]
-        if group.step is Step.UPDATES:
-            return self._event(peers=wire.SecurePeers(shares=self._sealed_for(client, group.peers)))
-        told = self._told.get((place, group.step))  # it is the same for all clients of a group
-        if told is None:
-            told = self._told[place, group.step] = self._common_step(group)
-        return told
-
-    def _common_step(self, group: ev.Group) -> bytes:
-        if group.step is Step.SHARES:
-            sent = self.messages[Step.KEYS]
-            keys = [wire.SecureKeys.FromString(sent[name]).keys for name in group.members]
-            return self._event(roster=wire.SecureRoster(members=keys))
-        if group.step is Step.SURVIVORS:
-            return self._event(survivors=wire.SecureSurvivors(client_ids=group.survivors))
-        sent = self.messages[Step.SURVIVORS]
-        signatures = {name: wire.SurvivorsSignature.FromString(sent[name]).signature for name in group.signers}
-        signed = [wire.SignedBy(client_id=name, signature=signature) for name, signature in signatures.items()]
-        return self._event(unmask=wire.SecureUnmask(signatures=signed))
-
-    def _event(self, **step: Any) -> bytes:
-        command = self.command
-        message = wire.SecureStep(run_id=command.run_id, epoch=command.epoch, round=command.round, **step)
-        return pb.ServerEvent(secure=message).SerializeToString()
-
-    def _sealed_for(self, client: str, peers: Sequence[str]) -> list[wire.SealedShares]:
-        """Return what the other peers have sealed for a client, in the roster's order."""
-        others = [peer for peer in peers if peer != client]
-        dealt = ((peer, self._dealt_by(peer)[client]) for peer in others)
-        return [wire.SealedShares(client_id=peer, sealed=each.sealed, digests=each.digests) for peer, each in dealt]
-
-    def _dealt_by(self, peer: str) -> dict[str, wire.SealedShares]:
+    def dealt_by(self, peer: str) -> dict[str, wire.SealedShares]:
         """Return what a peer has sealed, by receiver."""
         found = self._dealt.get(peer)
         if found is None:
-            sent = wire.SecureShares.FromString(self.messages[Step.SHARES][peer]).shares
+            sent = wire.SecureShares.FromString(self.messages[SecureStep.SHARES][peer]).shares
             found = self._dealt[peer] = {share.client_id: share for share in sent}
         return found
 
+    def load(self, messages: Sequence[SecureMessageRow]) -> None:
+        """Take in the messages that are durable, after a restart.
 
-def restored(
-    command: pb.TrainCmd,
-    values: tuple[ClientPrivacy | None, int],
-    rules: ev.Rules,
-    clients: Collection[str],
-    rows: tuple[SecureRoundRow, Sequence[SecureMessageRow]],
-    accepted: Collection[str],
-    since: float,
-) -> SecureState:
-    """Return the secure aggregation of a round that a restart has interrupted.
+        Raises:
+            SecureError: if they do not fit the round's command any more.
+        """
+        steps = {kind: step for step, kind in KINDS.items()}
+        for message in messages:
+            self.messages[steps[message.kind]][message.client_id] = message.body
+        for body in self.messages[SecureStep.KEYS].values():
+            keys = wire.SecureKeys.FromString(body).keys
+            # Whose keys they are was checked when they came.
+            self.add_member(check_member(keys, self.command, lambda _name, _proof: None, self.task))
 
-    Args:
-        command: of the round.
-        values: `dp` and `parameters`, as SecureState has them.
-        rules: what the machine obeys.
-        clients: that were selected.
-        rows: what is durable of it.
-        accepted: the clients whose updates are accepted.
-        since: when the steps that were interrupted begin anew, monotonic seconds.
+    def restored(self, rules: ev.SecureRules, decided: SecureRoundRow, since: float) -> ev.ProtocolState:
+        """Return the state of a secure aggregation that a restart has interrupted; its messages must be loaded.
 
-    Raises:
-        SecureError: if what is durable does not fit the round's command any more.
-    """
-    decided, messages = rows
-    secure = SecureState(command, ev.State(rules, frozenset(clients), since), *values)
-    steps = {kind: step for step, kind in KINDS.items()}
-    for message in messages:
-        secure.messages[steps[message.kind]][message.client_id] = message.body
-    for body in secure.messages[Step.KEYS].values():
-        keys = wire.SecureKeys.FromString(body).keys
-        # Whose keys they are was checked when they came.
-        secure.add_member(check_member(keys, command, lambda _name, _proof: None, secure.task))
-    groups = tuple(_group(entry, secure.messages, accepted, since) for entry in decided.groups)
-    state = replace(secure.state, keys=frozenset(secure.members), groups=groups)
-    secure.state = replace(state, accepted=frozenset(accepted)) if state.chosen else state
-    return secure
+        Args:
+            rules: what it obeys.
+            decided: what is durable of its decisions.
+            since: when the steps that were interrupted begin anew, monotonic seconds.
+        """
+        accepted = self._open.accepted.keys()
+        groups = tuple(_group(entry, self.messages, accepted, since) for entry in decided.groups)
+        return ev.ProtocolState(rules, frozenset(self._open.row.selected), since, frozenset(self.members), groups)
 
 
 def _group(
-    entry: Mapping[str, Any], messages: Mapping[Step, Mapping[str, bytes]], accepted: Collection[str], since: float
+    entry: Mapping[str, Any],
+    messages: Mapping[SecureStep, Mapping[str, bytes]],
+    accepted: Collection[str],
+    since: float,
 ) -> ev.Group:
     members, peers, survivors, signers = (tuple(entry[key]) for key in ("members", "peers", "survivors", "signers"))
     ended = {"reason": entry["reason"], "liars": tuple(entry.get("liars", ()))}
-    group = ev.Group(members, Step(entry["step"]), since, peers, survivors, signers, **ended)
+    group = ev.Group(members, SecureStep(entry["step"]), since, peers, survivors, signers, **ended)
     if group.survivors and not set(group.survivors) <= set(accepted):
         group = replace(group, reason=group.reason or "damaged_blob")  # the server has stopped while it noted this
     sent = messages.get(group.step, {})

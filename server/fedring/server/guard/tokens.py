@@ -11,7 +11,7 @@ from typing import Any
 from fedring.daemon.config import ConfigError
 from fedring.rpc.errors import BadRequest, FedringError, NoSuchToken, Unauthenticated
 from fedring.rpc.identity import NAME, Identity, Role
-from fedring.server.round.sessions import Sessions
+from fedring.server.sessions.sessions import Sessions
 from fedring.server.state.facts import Facts
 from fedring.server.state.failures import StorageError
 from fedring.server.state.identity import add_token_offline

@@ -7,6 +7,8 @@ import secrets
 from dataclasses import replace
 
 from fedring.server.model.models import Models
+from fedring.server.round.opening import RunningJob
+from fedring.server.round.rounds import Rounds
 from fedring.server.state.facts import Facts
 from fedring.server.state.failures import StorageError
 from fedring.server.state.ratings import best_of
@@ -17,6 +19,32 @@ from fedring.train.metrics import result_of
 from fedring.train.start import BEST, FRESH, NEWEST, is_path, version_of
 
 _ALL = 1_000_000_000
+
+
+class JobStarter:
+    """Finds the models that jobs and their rounds start from."""
+
+    def __init__(self, rounds: Rounds, facts: Facts, models: Models) -> None:
+        self._rounds, self._facts, self._models = rounds, facts, models
+
+    async def begin(self, row: JobRow, spec: Job) -> tuple[RunningJob, str]:
+        """Decide what a job starts from, and make it available.
+
+        Returns:
+            The job with its seed, and a clause that says what it starts from.
+
+        Raises:
+            StorageFailed: if the disk refuses it; nothing was changed.
+            StorageError, SeamError: if the job cannot start from there.
+        """
+        base, spec, text = await begin(self._facts, self._models, row, spec)
+        frozen = await self._facts.heavy(self._models.maker.frozen_digest, spec, base)
+        self._rounds.learn(base)
+        return RunningJob(row, spec, frozen), text
+
+    async def base_of(self, job: RunningJob) -> ModelRow:
+        """Return the model that the next round of a job starts from: see `base_of`."""
+        return await base_of(self._facts, self._models, job.row)
 
 
 async def begin(facts: Facts, models: Models, job: JobRow, spec: Job) -> tuple[ModelRow, Job, str]:

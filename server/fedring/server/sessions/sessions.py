@@ -15,7 +15,7 @@ from fedring.rpc.chunks import serialize
 from fedring.rpc.contract import RESUME_SECRET, SESSION_KEY
 from fedring.rpc.errors import BadRequest, FedringError, IdInUse, NoSession, NotAllowed, Overloaded, Superseded
 from fedring.rpc.identity import IDENTITY, NAME, Identity
-from fedring.server.group.returns import Returns
+from fedring.server.sessions.returns import Returns
 from fedring.server.state.journal import printable
 from fedring.train.labels import Wanted, check_labels, match
 from fedring.v1 import federation_pb2 as pb
@@ -191,13 +191,3 @@ class Sessions:
 
     def __len__(self) -> int:
         return len(self._by_client)
-
-
-@dataclass(slots=True)
-class ClientTraffic:
-    """The bytes that one client moved in one round, as they were on the wire, and the seconds that took."""
-
-    upload_bytes: int = 0
-    download_bytes: int = 0
-    upload_seconds: float = 0.0
-    download_seconds: float = 0.0

@@ -1,0 +1,141 @@
+"""One job, run round after round to its end, also across restarts."""
+
+import logging
+from collections.abc import Container, Iterator
+from contextlib import contextmanager
+
+from pydantic import ValidationError
+
+from fedring.daemon.config import explain
+from fedring.daemon.wording import counted
+from fedring.data import DataError
+from fedring.server.jobs.starting import JobStarter
+from fedring.server.round.opening import RoundOpener, RunningJob
+from fedring.server.round.rounds import Rounds
+from fedring.server.round.runner import RoundRunner
+from fedring.server.state.facts import Facts
+from fedring.server.state.failures import FsyncFailed, StorageError
+from fedring.server.state.journal import Journal, printable
+from fedring.server.state.ratings import best_of
+from fedring.server.state.rows import JobRow
+from fedring.train.errors import SeamError
+from fedring.train.job import Job
+from fedring.train.metrics import result_of
+from fedring.train.start import NEWEST
+
+log = logging.getLogger(__name__)
+
+_ALL = 1_000_000_000
+
+
+class JobRunner:
+    """Runs jobs: opens or resumes their rounds one after the other, and decides whether there is another one."""
+
+    def __init__(
+        self,
+        starter: JobStarter,
+        opener: RoundOpener,
+        runner: RoundRunner,
+        rounds: Rounds,
+        facts: Facts,
+        journal: Journal,
+    ) -> None:
+        self._starter, self._opener, self._runner = starter, opener, runner
+        self._rounds, self._facts, self._journal = rounds, facts, journal
+
+    async def run(self, row: JobRow, stopped: Container[int]) -> tuple[str, str]:
+        """Run a job to its end, or until its id is among the stopped ones.
+
+        Returns:
+            The state in which it ends, and why.
+        """
+        try:
+            spec = Job.model_validate(row.spec)
+        except ValidationError as error:
+            return "failed", printable(f"its specification is not valid: {explain(error, {}, Job)}")
+        await self._facts.keep(self._facts.db, self._facts.store.set_job_state, row.job_id, "running")
+        try:
+            with _faults_of_the_job(row.job_id):
+                job, what = await self._facts.keep(self._starter.begin, row, spec)
+            text = f"job {row.job_id} ({row.name}) {what}: {counted(row.rounds, 'round')} of {job.spec.model}"
+            self._journal.write("job_started", text, job_id=row.job_id)
+            return await self._run_rounds(job, stopped)
+        except _JobFault as fault:
+            return "failed", str(fault)
+
+    async def wind_up(self, row: JobRow, state: str, reason: str) -> str:
+        """Delete what is older than the configuration keeps. Returns the reason, with a clause on how to go on."""
+        facts = self._facts
+        if state == "failed" and not reason.startswith("damaged_blob"):  # that one says itself how to go on
+            reason += await facts.keep(facts.db, self._way_on, row.job_id)
+        await facts.keep(self._runner.prune)  # after the last round: each round does it for those before it
+        return reason
+
+    async def _run_rounds(self, job: RunningJob, stopped: Container[int]) -> tuple[str, str]:
+        row, spec = job.row, job.spec
+        abandoned = 0  # rounds, one after the other
+        with _faults_of_the_job(row.job_id):
+            done = await self._facts.keep(self._facts.db, self._facts.store.job_rounds_ended, row.job_id)
+            interrupted = await self._facts.keep(self._facts.db, self._facts.store.open_round)
+        while done < row.rounds:
+            if row.job_id in stopped:
+                return "stopped", ""
+            with _faults_of_the_job(row.job_id):
+                if interrupted is not None and interrupted.job_id == row.job_id:
+                    open_ = await self._facts.keep(self._opener.resume, interrupted, job)
+                else:
+                    if why := await self._facts.keep(self._opener.refuses, job):
+                        return ("completed", f"it ended early: {why}") if done else ("failed", why)
+                    base = await self._facts.keep(self._starter.base_of, job)
+                    open_ = await self._facts.keep(self._opener.open, job, done + 1, base)
+            interrupted = None
+            if row.job_id in stopped:  # while the round was being opened
+                await self._rounds.abandon(open_, "stopped")
+            outcome = await self._runner.run(open_)
+            done += 1
+            abandoned = 0 if outcome.published else abandoned + 1
+            if abandoned and row.job_id in stopped:
+                return "stopped", ""
+            if abandoned and (not outcome.retryable or abandoned >= min(spec.max_abandoned, row.rounds)):
+                return "failed", outcome.reason
+            if outcome.published and spec.patience and done < row.rounds:
+                text = await self._facts.keep(self._facts.db, self._no_better, row.job_id, spec)
+                if text:
+                    return "completed", text
+        return "completed", ""
+
+    def _no_better(self, job_id: int, spec: Job) -> str:
+        """Return why a job ends early: since its best model it has published `patience` others. Empty if it has not."""
+        patience = spec.patience
+        published = [model for model in self._facts.store.models(_ALL, job_id) if model.round]
+        best = best_of(published, spec.best_by)
+        # Every published round makes one version, and no other job runs meanwhile.
+        if best is None or published[0].version - best.version < patience:
+            return ""
+        result = f"version {best.version} ({result_of(best.metrics, spec.best_by)})"
+        return f"it ended early: {result} was not surpassed for {counted(patience, 'round')}"
+
+    def _way_on(self, job_id: int) -> str:
+        """Return a clause that says how to go on from the last model of a job that has failed; empty without one."""
+        row, newest = self._facts.store.job(job_id), self._facts.store.models(1, job_id)
+        if row is None or not row.rounds_done or not newest:
+            return ""
+        return f"; to go on from its last model, version {newest[0].version}, start a job with start={NEWEST}"
+
+
+class _JobFault(Exception):
+    """The job fails; the text says why."""
+
+
+@contextmanager
+def _faults_of_the_job(job_id: int) -> Iterator[None]:
+    """Let what goes wrong inside end the job as a `_JobFault`. Elsewhere, an error ends the daemon."""
+    try:
+        yield
+    except FsyncFailed:
+        raise
+    except (SeamError, DataError, StorageError) as error:
+        raise _JobFault(str(error)) from error
+    except Exception as error:  # the job names the user's code, which may raise anything
+        log.exception("job %d failed", job_id)
+        raise _JobFault(printable(f"{type(error).__name__}: {error}")) from error

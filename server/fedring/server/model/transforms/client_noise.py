@@ -1,0 +1,87 @@
+"""Differential privacy by the clients, with sums of noisy integers."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
+
+from torch import nn
+
+from fedring.codec.masked import MASKED
+from fedring.codec.schema import Schema
+from fedring.server.model.combining import Combination
+from fedring.server.model.contributions import Contribution
+from fedring.server.model.masked_sum import private_width
+from fedring.server.model.private_mean import PrivateRound, summed_round
+from fedring.server.model.rule import Rule
+from fedring.server.model.steps import BaseFiles, Step
+from fedring.server.model.terms import Terms
+from fedring.server.model.transforms.masked import Sums
+from fedring.server.model.transforms.server_noise import check_charge, check_no_buffers
+from fedring.server.model.transforms.transform import ClosedRound, Feature
+from fedring.server.state.rows import ModelRow
+from fedring.train.job import Job
+from fedring.train.privacy_table import ClientPrivacy
+from fedring.v1 import federation_pb2 as pb
+from fedring.v1 import secure_pb2 as wire
+
+
+@dataclass(frozen=True, slots=True)
+class ClientNoise(Feature):
+    """The table [dp] with `noise_by = "clients"`, and the table [secure_aggregation]."""
+
+    opens_groups: ClassVar[bool] = True
+    hides_norms: ClassVar[bool] = True
+
+    table: ClientPrivacy
+
+    @classmethod
+    def of(cls, job: Job) -> Self | None:
+        """See Feature.of."""
+        return cls(job.dp) if job.dp is not None and job.dp.by_clients else None
+
+    def check(self, job: Job, schema: Schema, skeleton: Callable[[], nn.Module]) -> None:
+        """See Transform.check."""
+        check_no_buffers(schema, "secure_aggregation", "masks")
+        check_charge(job, schema)
+
+    def update_bytes(self, least: int) -> int:
+        """See Transform.update_bytes."""
+        return 0  # the group, which is drawn later, decides
+
+    def command(self, job: Job, command: pb.TrainCmd, base: ModelRow, files: BaseFiles) -> None:
+        """See Transform.command."""
+        command.encoding.name = MASKED
+        # How many values are sent, and how finely, follows from the job and the group.
+        command.secure.CopyFrom(wire.SecureRound(clip=self.table.clip))
+
+    def terms(self, terms: Terms, command: pb.TrainCmd, members: int) -> Terms:
+        """See Transform.terms."""
+        plan = self.table.plan(members, terms.schema.num_parameters, command.job.min_results)
+        return replace(terms, deltas_only=True, bare=True, width=private_width(plan))
+
+    def close(self, closed: ClosedRound, rule: Rule | None) -> Step:
+        """See Transform.close."""
+        return SumsWithNoise(closed, summed_round(self.table, closed.selected))
+
+
+class SumsWithNoise(Sums):
+    """The sum of noisy groups over a fixed number of clients.
+
+    It costs nothing at the end of the round: it was charged when the sums could be seen.
+    """
+
+    def __init__(self, closed: ClosedRound, done: PrivateRound) -> None:
+        super().__init__(closed)
+        self._done = done
+
+    def stats(self) -> dict[str, Any]:
+        """See Step.stats."""
+        return self._done.stats()
+
+    def contributions(self, given: list[Contribution], length: int) -> list[Contribution]:
+        """Return the sum of each group, with the weight 1."""
+        return [replace(each, weight=1.0) for each in super().contributions(given, length)]
+
+    def combination(self, how: Combination) -> Combination:
+        """See Step.combination."""
+        return replace(how, divisor=self._done.mean.divisor)

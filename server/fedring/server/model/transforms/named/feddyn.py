@@ -1,0 +1,109 @@
+"""FedDyn (Acar et al. 2021, algorithm 1).
+
+Each client's loss gets a term that moves with what the client has learned before. Here is the server's part of it.
+With m clients, the clients P of a round, the mean d of their deltas, and h, which starts with zeros,
+
+    h' = h - alpha |P| / m d        model' = model + d - h' / alpha
+
+so h is alpha times the mean, over all m clients, of how far each of them has moved the model so far, with the opposite
+sign. h belongs to the job: it begins anew with each job, and if the arguments change.
+"""
+
+from collections.abc import Callable
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field
+from torch import nn
+
+from fedring.codec.errors import CodecError
+from fedring.codec.schema import Schema
+from fedring.server.model.contributions import Contribution
+from fedring.server.model.rule import Rule
+from fedring.server.model.transforms.transform import Algorithm, ClosedRound, StatefulStep, States
+from fedring.train.aggregation_table import MEAN
+from fedring.train.algorithm_checks import check_keys
+from fedring.train.bounds import MAX_COUNT, Positive
+from fedring.train.job import Job
+
+_NEEDS = {
+    "trainer": "",
+    "mu": 0.0,
+    "weights": "uniform",
+    "update_clip": 0.0,
+    "update_clip_factor": 0.0,
+    "normalize_steps": False,
+    "scaffold": False,
+    "aggregation.rule": MEAN,
+}
+_WITHOUT = ("server_optimizer", "dp", "sample_dp", "secure_aggregation")
+"""The tables that a job must not have. With other keys, d is not the plain mean, or clients follow other gradients."""
+
+
+class Args(BaseModel):
+    """The arguments of feddyn."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    alpha: Positive = Field(description="weight of the term in each client's loss")
+    clients: int = Field(0, ge=0, le=MAX_COUNT, description="m, all clients; 0 = the job's min_clients")
+
+
+class FedDyn(Algorithm[Args]):
+    """The server half of feddyn."""
+
+    name: ClassVar[str] = "feddyn"
+    takes: ClassVar[type[BaseModel]] = Args
+
+    def check(self, job: Job, schema: Schema, skeleton: Callable[[], nn.Module]) -> None:
+        """See Transform.check."""
+        check_keys(job, "transforms: feddyn", _NEEDS)
+        if other := next((table for table in _WITHOUT if getattr(job, table) is not None), ""):
+            raise ValueError(f"transforms: feddyn does not go with the table [{other}]: leave one of them out")
+        first = job.transforms[0].name
+        if first != self.name:
+            raise ValueError(f"transforms: feddyn needs the plain mean of updates: let it stand before {first}")
+        if 0 < self.args.clients < job.min_clients:
+            text = f"clients = {self.args.clients} are all clients, and min_clients = {job.min_clients} take part"
+            raise ValueError(f"transforms: feddyn: {text}: raise clients, or leave it out")
+
+    def close(self, closed: ClosedRound, rule: Rule | None) -> "NextH":
+        """See Transform.close."""
+        return NextH(self.args.alpha, self.args.clients or closed.job.min_clients)
+
+
+class NextH(StatefulStep):
+    """One round of FedDyn.
+
+    Args:
+        alpha: as in the module's formulas.
+        clients: m. If more clients than that have delivered, it is their number.
+    """
+
+    def __init__(self, alpha: float, clients: int) -> None:
+        self._alpha, self._all = alpha, clients
+        self._share = 0.0  # |P| / m
+        self._h = np.empty(0, np.float32)  # each piece of h is replaced by that of h' as soon as it is known
+
+    def contributions(self, given: list[Contribution], length: int) -> list[Contribution]:
+        """See Step.contributions."""
+        self._share = len(given) / max(self._all, len(given))
+        return given
+
+    def begin(self, before: States, length: int) -> None:
+        """See StatefulStep.begin."""
+        self._h = before["h"].copy() if "h" in before else np.zeros(length, np.float32)
+
+    def piece(self, start: int, delta: NDArray[np.float64]) -> None:
+        """See Step.piece."""
+        h = self._h[start : start + len(delta)]
+        with np.errstate(over="ignore"):
+            h[:] = h - self._alpha * self._share * delta
+        if not np.isfinite(h).all():
+            raise CodecError("non_finite", "a value of h of feddyn does not fit into float32")
+        delta -= h / np.float64(self._alpha)
+
+    def state(self) -> States:
+        """See StatefulStep.state."""
+        return {"h": self._h}

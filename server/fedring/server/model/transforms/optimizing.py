@@ -1,0 +1,70 @@
+"""The server optimizer, and its step by the combined delta."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import ClassVar, Self
+
+import numpy as np
+from torch import nn
+
+from fedring.codec.errors import CodecError
+from fedring.codec.schema import Schema
+from fedring.server.model.modelfile import LoadedModel
+from fedring.server.model.optimizer import OptimizerError, ServerOptimizer
+from fedring.server.model.rule import Rule
+from fedring.server.model.steps import BaseFiles, Draft, Step
+from fedring.server.model.transforms.transform import ClosedRound, Feature
+from fedring.server.model.walk import gather, tiles_of
+from fedring.server.state.rows import ModelRow
+from fedring.train.job import Job
+from fedring.train.job_keys import ServerOptimizer as Chosen
+
+
+@dataclass(frozen=True, slots=True)
+class Optimizing(Feature):
+    """The table [server_optimizer]."""
+
+    chosen: Chosen
+
+    @classmethod
+    def of(cls, job: Job) -> Self | None:
+        """See Feature.of."""
+        return cls(job.server_optimizer) if job.server_optimizer else None
+
+    def check(self, job: Job, schema: Schema, skeleton: Callable[[], nn.Module]) -> None:
+        """See Transform.check."""
+        try:
+            ServerOptimizer(self.chosen.name, self.chosen.args)
+        except OptimizerError as error:
+            raise ValueError(f"server_optimizer: {error}") from error
+
+    def close(self, closed: ClosedRound, rule: Rule | None) -> Step:
+        """See Transform.close."""
+        return Optimized(ServerOptimizer(self.chosen.name, self.chosen.args))
+
+
+class Optimized(Step):
+    """One step of the server optimizer.
+
+    Args:
+        optimizer: whose step it is.
+        state: that its step before has returned; empty = there was none.
+    """
+
+    whole: ClassVar[bool] = True
+
+    def __init__(self, optimizer: ServerOptimizer, state: bytes = b"") -> None:
+        self._optimizer, self._state = optimizer, state
+
+    def read(self, base: ModelRow, files: BaseFiles) -> None:
+        """See Step.read."""
+        self._state = files.read(base.optimizer_blob)
+
+    def change(self, base: LoadedModel, draft: Draft) -> Draft:
+        """See Step.change."""
+        before = base.vectors().parameters
+        deltas = draft.deltas(lambda _start, _base, delta: delta.astype(np.float32))
+        parameters, state = self._optimizer.step(before, gather(deltas, np.empty_like(before)), self._state)
+        if not np.isfinite(parameters).all():
+            raise CodecError("non_finite", "the server optimizer's step does not fit into float32")
+        return replace(draft, parameters=lambda: tiles_of(parameters), files={**draft.files, "optimizer_blob": state})

@@ -1,0 +1,59 @@
+"""The clients that operators see: those in session, and those whose updates are kept."""
+
+from fedring.rpc.errors import ClientInUse, NoSuchClient
+from fedring.server.operator.listings import limit_of
+from fedring.server.round.rounds import Rounds
+from fedring.server.sessions.sessions import Sessions
+from fedring.server.state.facts import Facts
+from fedring.server.state.journal import Journal, printable, rfc3339
+from fedring.v1 import control_pb2 as pb
+from fedring.v1 import federation_pb2 as fed
+
+
+class ClientRecords:
+    """Lists clients, and forgets those that will not come back."""
+
+    def __init__(self, rounds: Rounds, sessions: Sessions, facts: Facts, journal: Journal) -> None:
+        self._rounds, self._sessions = rounds, sessions
+        self._facts, self._store, self._journal = facts, facts.store, journal
+
+    async def list(self, request: pb.ListRequest) -> pb.ClientList:
+        """Return the clients in session, and then those that are away."""
+        counts = await self._facts.db(self._store.update_counts)
+        clients = [
+            pb.Client(
+                client_id=session.client_id,
+                state="watching" if session.matched else "joined",
+                activity=fed.Activity.ValueType(session.activity),
+                progress=session.progress,
+                software=session.software,
+                address=session.address,
+                last_seen_at=rfc3339(session.last_seen),
+                updates=counts.pop(session.client_id, 0),
+                labels=session.labels,
+            )
+            for session in self._sessions
+        ]
+        away = [pb.Client(client_id=name, state="away", updates=count) for name, count in sorted(counts.items())]
+        return pb.ClientList(clients=(clients + away)[: limit_of(request)])
+
+    async def forget(self, request: pb.ForgetClientRequest) -> pb.ForgottenClient:
+        """Forget a client with its updates.
+
+        Raises:
+            NoSuchClient: if no update of it was ever accepted.
+            ClientInUse: if it is in session, or if its update is in an open round.
+        """
+        name = request.client_id
+        counts = await self._facts.db(self._store.update_counts)
+        if name not in counts:
+            raise NoSuchClient(f"no update of {printable(name[:128])!r} was ever accepted: see `flctl clients`")
+        if self._sessions.get(name) is not None:
+            raise ClientInUse(f"{name} is in session: stop its fl-client first")
+        for open_ in self._rounds:
+            if name in open_.accepted:
+                raise ClientInUse(f"an update of {name} is in {open_.title}: wait until the round has ended")
+        await self._facts.db(self._facts.forget_client, name)
+        text = f"{name} was forgotten, with {counts[name]} updates"
+        self._journal.write("client_forgotten", text, client_id=name)
+        return pb.ForgottenClient(client_id=name, updates=counts[name])

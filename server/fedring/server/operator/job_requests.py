@@ -1,0 +1,163 @@
+"""Jobs that operators ask for: what they say becomes a job, which is checked before it is queued."""
+
+import json
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from pydantic import ValidationError
+
+from fedring.daemon.config import ConfigError, check_keys, explain, merge
+from fedring.rpc.errors import BadRequest, NoSuchJob, OtherJob, UnknownRound
+from fedring.server.jobs.queue import Jobs
+from fedring.server.operator.job_checks import JobChecks
+from fedring.server.operator.listings import MAX_ID
+from fedring.server.round.rounds import Rounds
+from fedring.server.state.facts import Facts
+from fedring.train.bounds import MAX_DEPTH, MAX_JOB_BYTES, check_text
+from fedring.train.job import Job
+from fedring.train.round_settings import SCHEDULED
+from fedring.v1 import control_pb2 as pb
+
+_ALL = 1_000_000_000
+MOST_KEY = 128
+"""Characters of an idempotency key, at most."""
+
+
+class JobRequests:
+    """Starts and stops jobs and rounds.
+
+    Args:
+        jobs: queue them.
+        rounds: end.
+        facts: hold the models that jobs can start from.
+        checks: refuse jobs that would fail.
+        defaults: the job of which a request changes keys.
+    """
+
+    def __init__(self, jobs: Jobs, rounds: Rounds, facts: Facts, checks: JobChecks, defaults: Job) -> None:
+        self._jobs, self._rounds, self._facts = jobs, rounds, facts
+        self._checks, self._defaults = checks, defaults
+
+    async def start_round(self, request: pb.StartRoundRequest) -> pb.StartReply:
+        """Queue a job of one round."""
+        spec = await self._facts.work(partial(self._job, rounds=1), request.overrides or "{}")
+        return await self._start(spec, request.idempotency_key)
+
+    async def start_job(self, request: pb.StartJobRequest) -> pb.StartReply:
+        """Queue a job."""
+        # Trying out the schedule of a long pipeline takes seconds.
+        return await self._start(await self._facts.work(self._job, request.job), request.idempotency_key)
+
+    async def stop_round(self) -> pb.StopReply:
+        """End the round in progress; UnknownRound if there is none."""
+        number = await self._rounds.abandon(self._rounds.newest, "stopped")
+        if not number:
+            raise UnknownRound("no round is in progress that could be stopped", reason="no_round")
+        running = self._jobs.running
+        return pb.StopReply(job_id=running.job_id if running else 0, round=number)
+
+    async def stop_job(self, request: pb.StopJobRequest) -> pb.StopReply:
+        """End a job; NoSuchJob if it neither runs nor is queued."""
+        if request.job_id > MAX_ID:
+            raise NoSuchJob(f"job {request.job_id} is neither running nor queued: ids end at 2^63 - 1")
+        job_id, number = await self._jobs.stop(request.job_id)
+        return pb.StopReply(job_id=job_id, round=number)
+
+    def _job(self, text: str, **fixed: int) -> Job:
+        """Return the server's default job with the keys that `text`, a JSON object, sets, and with the fixed ones.
+
+        Raises:
+            BadRequest: "bad_job", if it is no job.
+        """
+        try:
+            table = _table_in(text) | fixed
+            check_keys(Job, table, where="the job")
+            return Job.model_validate(merge(_defaults_for(table, self._defaults), table))
+        except ValidationError as error:
+            raise BadRequest(explain(error, {}, Job), reason="bad_job") from error
+        except (ConfigError, ValueError) as error:
+            raise BadRequest(str(error), reason="bad_job") from error
+
+    async def _start(self, spec: Job, key: str) -> pb.StartReply:
+        _check_key(key)
+        if not key or await self._facts.db(self._facts.store.job_of_key, key) is None:  # else it was checked before
+            await self._check(spec)
+        row, already = await self._jobs.start(spec, key)
+        if already and not _is_of(row.spec, spec):
+            raise OtherJob(
+                f"the key {row.idempotency_key!r} belongs to job {row.job_id}, another one: choose a new key"
+            )
+        return pb.StartReply(job_id=row.job_id, already=already)
+
+    async def _check(self, spec: Job) -> None:
+        """Return if nothing is known that would make the job fail; else BadRequest, "bad_job"."""
+        kept = await self._facts.db(self._facts.store.models, _ALL)
+        waiting = await self._facts.db(self._facts.store.next_queued_job)
+        runs_next = self._jobs.running is None and waiting is None
+        try:
+            await self._facts.heavy(partial(self._checks.check, runs_next=runs_next), spec, kept)
+        except ConfigError as error:
+            raise BadRequest(str(error), reason="bad_job") from error
+
+
+def _table_in(text: str) -> dict[str, Any]:
+    """Return the keys that `text`, a JSON object, sets; ConfigError or ValueError if it is not one."""
+    if (size := len(text.encode())) > MAX_JOB_BYTES:
+        raise ConfigError(f"the job is {size} bytes of JSON, above MAX_JOB_BYTES = {MAX_JOB_BYTES}")
+    try:
+        table = json.loads(text, parse_int=_whole)
+    except RecursionError:
+        raise ConfigError(f"the job holds more than MAX_DEPTH = {MAX_DEPTH} lists and tables in each other") from None
+    if not isinstance(table, dict):
+        raise ConfigError("a job must be one JSON object")
+    return table
+
+
+def _whole(digits: str) -> int:
+    """Return the number; of a very long one only the beginning, which is beyond all bounds just as well."""
+    return int(digits[:100])
+
+
+def _check_key(key: str) -> None:
+    """Check that the idempotency key can be kept; BadRequest if it cannot."""
+    try:
+        if len(check_text(key)) > MOST_KEY:
+            raise ValueError(f"must have at most {MOST_KEY} characters, not {len(key)}")
+    except ValueError as error:
+        raise BadRequest(f"idempotency_key: {error}", reason="bad_job") from None
+
+
+def _defaults_for(table: Mapping[str, Any], defaults: Job) -> dict[str, Any]:
+    """Return the defaults, without those tables and arguments that what `table` names would not understand."""
+    known = defaults.model_dump()
+    if "seed" not in defaults.model_fields_set:
+        del known["seed"]
+    if table.get("model", defaults.model) != defaults.model:
+        del known["model_args"]
+    if table.get("optimizer", defaults.optimizer) != defaults.optimizer:
+        del known["optimizer_args"]
+    for key in SCHEDULED:
+        if isinstance(table.get(key), dict):
+            del known[key]
+    if "clients" in table:  # a job that says whom it wants means no one else
+        del known["clients"]
+    combined = table.get("aggregation")
+    if isinstance(combined, dict) and combined.get("rule", defaults.aggregation.rule) != defaults.aggregation.rule:
+        del known["aggregation"]
+    named = table.get("server_optimizer")
+    usual = defaults.server_optimizer
+    if usual is not None and isinstance(named, dict) and named.get("name", usual.name) != usual.name:
+        del known["server_optimizer"]
+    return known
+
+
+def _is_of(stored: dict[str, Any], job: Job) -> bool:
+    """Return whether a stored specification, perhaps by an older version, is the job's."""
+    try:
+        known = Job.model_validate(stored)
+    except ValidationError:
+        return False
+    if job.seed_is_open:  # it may have been chosen meanwhile
+        return known.model_copy(update={"seed": job.seed}) == job
+    return known == job and not known.seed_is_open

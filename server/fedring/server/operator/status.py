@@ -1,0 +1,60 @@
+"""How fl-server is, in one message."""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from fedring.server.jobs.queue import Jobs
+from fedring.server.operator.listings import MOST_ROWS
+from fedring.server.operator.report import job_message
+from fedring.server.round.report import open_message, round_message
+from fedring.server.round.rounds import Rounds
+from fedring.server.sessions.sessions import Sessions
+from fedring.server.state.facts import Facts
+from fedring.v1 import control_pb2 as pb
+from fedring.version import VERSION
+
+
+class StatusReport:
+    """Says what runs, what waits, and who is here.
+
+    Args:
+        rounds: that are open.
+        jobs: that run or wait.
+        sessions: of the clients.
+        facts: of the server.
+        refused: returns the calls that the ports have refused, by reason.
+    """
+
+    def __init__(
+        self,
+        rounds: Rounds,
+        jobs: Jobs,
+        sessions: Sessions,
+        facts: Facts,
+        refused: Callable[[], Mapping[str, int]],
+    ) -> None:
+        self._rounds, self._jobs, self._sessions = rounds, jobs, sessions
+        self._facts, self._store, self._refused = facts, facts.store, refused
+        self._began = time.monotonic()
+
+    async def message(self) -> pb.Status:
+        """Return how things are now."""
+        jobs = await self._facts.db(self._store.jobs, MOST_ROWS)
+        latest, round_ = self._rounds.latest, open_message(self._rounds.newest)
+        if round_ is None:
+            rows = await self._facts.db(self._store.rounds, 1)
+            round_ = round_message(rows[0]) if rows else None
+        running = self._jobs.running
+        current = await self._facts.db(self._store.job, running.job_id) if running else None
+        return pb.Status(
+            run_id=self._store.run_id,
+            version=VERSION,
+            uptime_seconds=time.monotonic() - self._began,
+            clients_watching=sum(session.matched for session in self._sessions),
+            model_version=latest.version if latest else 0,
+            job=job_message(replace(current, state="running")) if current else None,
+            round=round_,
+            jobs_queued=sum(row.state == "queued" for row in jobs),
+            refused=self._refused(),
+        )

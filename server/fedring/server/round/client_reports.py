@@ -1,0 +1,135 @@
+"""What clients in session say of rounds: that they are here, cannot train, make progress, or have evaluated."""
+
+import re
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from math import inf
+
+from fedring.server.group import machine as gr
+from fedring.server.round import machine as rd
+from fedring.server.round.dispatch import Dispatch
+from fedring.server.round.eligibility import check_evaluation, classified
+from fedring.server.round.events import Evaluated, Failed, Matched, Moved, Stalled
+from fedring.server.round.metrics import RoundMetrics
+from fedring.server.round.open_round import ClientTraffic, KindMaker
+from fedring.server.round.rounds import Rounds
+from fedring.server.sessions.sessions import Session, Sessions
+from fedring.server.state.facts import Facts
+from fedring.server.state.journal import Journal, printable
+from fedring.server.state.rows import EvaluationRow
+from fedring.v1 import federation_pb2 as pb
+
+_REASON = re.compile(r"[a-z0-9_]{1,64}")
+
+_FAULTS_OF_THE_CODE = ("train_error", "cannot_cut")
+"""Failures in which the job's next rounds would end, too."""
+
+_FAULTS_OF_THE_WORKER = ("out_of_memory", "disk_failed")
+"""Failures that another worker in the place of this one may not have."""
+
+
+class ClientReports:
+    """Takes what clients say into the rounds that it concerns."""
+
+    def __init__(
+        self,
+        rounds: Rounds,
+        kinds: Sequence[KindMaker],
+        sessions: Sessions,
+        facts: Facts,
+        journal: Journal,
+        metrics: RoundMetrics,
+    ) -> None:
+        self._rounds, self._kinds, self._facts = rounds, kinds, facts
+        self._journal, self._metrics = journal, metrics
+        self._dispatch = Dispatch(sessions)
+
+    def matched(self, client: str) -> None:
+        """Note that the client watches both ways. It counts from now on, and is sent what it is waited for with."""
+        rounds = self._rounds
+        rounds.presence(Matched(client))
+        if rounds.last is not None and any(kind.outlasts(rounds.last) for kind in self._kinds):
+            self._dispatch.over(rounds.last, rounds.latest, client)
+        for open_ in rounds:
+            self._dispatch.remind(open_, rounds.latest, client)
+
+    async def evaluated(self, client: str, report: pb.EvaluationReport) -> None:
+        """Keep the client's counts of a new model.
+
+        Raises:
+            BadRequest, UnknownRound: if the round is not, or no longer, evaluated by this client: see
+                `check_evaluation`.
+        """
+        rounds = self._rounds
+        open_ = rounds.get(report.round)
+        known = [each.row.round for each in rounds] + ([rounds.last.round] if rounds.last else [])
+        round_, model = (open_.state.round, open_.made) if open_ else (None, None)
+        version = check_evaluation(report, client, round_, model, newest=max(known, default=0))
+        counts = (report.correct, report.total, report.loss_sum, classified(report), dict(report.metrics))
+        row = EvaluationRow(report.round, version, client, *counts)
+        await self._facts.db(self._facts.store.add_evaluation, row)
+        if open_ is not None and open_.state.round is not None:  # it may have ended meanwhile
+            rounds.handle(open_, Evaluated(client))
+
+    def failed(self, client: str, failure: pb.Failure) -> None:
+        """Note that the client could not do what a round asked."""
+        open_ = self._rounds.get(failure.round)
+        if open_ is None or (before := open_.state.round) is None:
+            return
+        self._rounds.handle(open_, Failed(client, failure.round))
+        if open_.state.round == before:
+            return  # it was reported before, or the client was not asked
+        reason = failure.reason if _REASON.fullmatch(failure.reason) else "bad_reason"
+        # All that follows is shown to operators and to other clients, on terminals, too.
+        text = f"{client} could not train: {reason}: {printable(failure.detail[:1000])}"
+        self._journal.write("client_failed", text, client_id=client)
+        open_.failures.append(text)
+        # A group that must be whole cannot do without any of its workers, and code that fails on one would fail on its
+        # replacement.
+        of_the_worker = reason in _FAULTS_OF_THE_WORKER
+        if open_.group is not None and open_.group.must_be_whole and not of_the_worker and open_.group.can_give_up:
+            self._rounds.group_event(open_, gr.GroupClosed(reason))
+            open_.retryable = open_.retryable and reason not in _FAULTS_OF_THE_CODE
+
+    def stalls_at(self, session: Session) -> float:
+        """Return when the client is stalled unless it makes progress before, monotonic seconds; inf means never."""
+        if session.transfers or not session.reports_progress:
+            return inf
+        client, moved = session.client_id, session.moved
+        return min((rd.stalls_at(open_.state.round, client, moved) for open_ in self._rounds), default=inf)
+
+    def stalled(self, session: Session) -> None:
+        """Note that the client has made no progress for too long: rounds go on without it, until it does."""
+        client, now = session.client_id, time.monotonic()
+        for open_ in self._rounds:
+            if rd.stalls_at(open_.state.round, client, session.moved) > now:
+                continue
+            self._rounds.handle(open_, Stalled(client))
+            self._metrics.stalled.inc()
+            seconds = open_.job.stalled_after_seconds
+            text = f"{client} is stalled: it has reported no progress for {seconds:g} s, and nobody waits for it"
+            self._rounds.note(open_, "client_stalled", text, client, clients=True)
+
+    def moved(self, client: str) -> None:
+        """Note that the client makes progress."""
+        for open_ in self._rounds:
+            if open_.state.round is not None and client in open_.state.round.stalled:
+                self._rounds.handle(open_, Moved(client))
+                self._rounds.note(open_, "client_moves", f"{client} makes progress again", client, clients=True)
+
+    @contextmanager
+    def transfer(self, session: Session) -> Iterator[None]:
+        """Count an upload or a download of the client: while one is in progress, the client is not stalled."""
+        self.moved(session.client_id)
+        session.transfers += 1
+        try:
+            yield
+        finally:
+            session.transfers -= 1
+            session.moved = time.monotonic()
+
+    def traffic(self, client: str) -> ClientTraffic:
+        """Return the counters of what the client moves now."""
+        open_ = self._rounds.of_client(client)
+        return open_.traffic.setdefault(client, ClientTraffic()) if open_ else ClientTraffic()

@@ -1,0 +1,378 @@
+"""Rounds with secure aggregation: a kind of round, whose steps stand between the command and the model.
+
+Whatever a client is told is durable before. What was decided once is never decided again, also after a restart.
+"""
+
+import logging
+import time
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from random import SystemRandom
+from typing import Any
+
+from fedring.codec import CodecError
+from fedring.rpc.certificates import identity_of, load_authorities
+from fedring.rpc.errors import BadRequest, OtherMessage, Unavailable, UnknownRound
+from fedring.rpc.identity import Role
+from fedring.secure.errors import SecureError
+from fedring.secure.roster import Member
+from fedring.secure.signing import BadProof, Proof, check_chain
+from fedring.server.model.masked_sum import BadSum, GroupMasks
+from fedring.server.round.dispatch import Dispatch
+from fedring.server.round.events import OPEN, Closed, Failed, Phase, Stepped, Steps
+from fedring.server.round.open_round import CannotResume, OpenRound, RoundKind
+from fedring.server.round.opening import RECOVERY_SECONDS
+from fedring.server.round.rounds import Rounds
+from fedring.server.secure import events as ev
+from fedring.server.secure import machine as sm
+from fedring.server.secure.asking import StepEvents
+from fedring.server.secure.combining import unmask
+from fedring.server.secure.events import SecureStep
+from fedring.server.secure.exchange import KINDS, Message, SecureExchange
+from fedring.server.secure.groups import form_groups
+from fedring.server.secure.metrics import SecureMetrics
+from fedring.server.secure.steps import SecureSteps, listed
+from fedring.server.sessions.sessions import Sessions
+from fedring.server.state.facts import Facts
+from fedring.server.state.interfaces import Acceptance, Store
+from fedring.server.state.rows import ChargeRow, RoundRow, SecureMessageRow, SecureRoundRow
+from fedring.v1 import secure_pb2 as wire
+
+log = logging.getLogger(__name__)
+
+_STEPS: dict[type[Message], SecureStep] = {
+    wire.SecureKeys: SecureStep.KEYS,
+    wire.SecureShares: SecureStep.SHARES,
+    wire.SurvivorsSignature: SecureStep.SURVIVORS,
+    wire.UnmaskShares: SecureStep.UNMASK,
+}
+_MOST_BYTES = 1 << 16
+"""The longest message of a client: the shares of a group of 100, whose ids may have 128 letters, have 35 KB."""
+
+_COMMITS: dict[type[ev.Event], str] = {
+    ev.Grouped: "roster",
+    ev.PeersChosen: "peers",
+    ev.SurvivorsChosen: "survivors",
+    ev.SignersChosen: "signers",
+    ev.GroupFailed: "failure",
+}
+"""What fault tests call the commits of decisions."""
+
+
+class SecureRounds:
+    """The kind of rounds whose clients' updates add up under masks; takes what clients send for them."""
+
+    def __init__(
+        self,
+        rounds: Rounds,
+        facts: Facts,
+        sessions: Sessions,
+        metrics: SecureMetrics,
+        authority: Path | None,
+    ) -> None:
+        self._rounds, self._facts, self._metrics = rounds, facts, metrics
+        self._dispatch = Dispatch(sessions)
+        self._check = partial(check_identity, authority=authority)
+
+    def kind_of(self, open_: OpenRound) -> RoundKind | None:
+        """Return the course of a round with secure aggregation; None for another one."""
+        settings = open_.job.secure_aggregation
+        if settings is None:
+            return None
+        needed, own_noise = open_.job.min_clients_to_aggregate, open_.job.dp is not None
+        rules = ev.SecureRules(settings.step_seconds, needed, settings.group_size, own_noise=own_noise)
+        return SecureRound(open_, rules, self._rounds, self._facts, self._dispatch, self._metrics)
+
+    def outlasts(self, row: RoundRow) -> bool:
+        """Return whether clients may have secrets of a round until they learn that it is over."""
+        return "secure" in row.stats
+
+    async def take(self, client: str, message: Message) -> None:
+        """Take a client's message into the round; it is durable when this returns. It may be repeated.
+
+        Raises:
+            Unavailable: if the server has just started, and the round waits to be resumed.
+            UnknownRound: "unknown_round" if another round, or none, has secure aggregation now; "not_selected" if the
+                client is none of the round's; "round_closed" if the step is over for this client.
+            OtherMessage: if another message of this kind was taken from the client.
+            BadRequest: "bad_secure_message", if the message does not fit the round.
+            StorageFailed: if it cannot be kept.
+        """
+        kind = self._find(message.round, client)
+        step, body = _STEPS[type(message)], message.SerializeToString(deterministic=True)
+        if len(body) > _MOST_BYTES:
+            raise BadRequest(f"{len(body)} bytes are above {_MOST_BYTES}", reason="bad_secure_message")
+        taken = kind.exchange.messages[step]
+        if client not in taken:
+            kind.exchange.check_step(step, client)
+            member = await self._facts.work(kind.exchange.check_message, client, message, self._check)
+            if client not in taken:
+                await self._commit(kind, client, step, body, member)
+        if taken[client] != body:
+            raise _other(client, step)
+
+    async def _commit(
+        self, kind: "SecureRound", client: str, step: SecureStep, body: bytes, member: Member | None
+    ) -> None:
+        """Make a message durable, then let it count. The same call may be under way a second time."""
+        number, exchange = kind.open.row.round, kind.exchange
+        self._find(number, client)  # nothing is kept of a round that has ended while the message was checked
+        if member is not None:
+            exchange.add_member(member)
+        row = SecureMessageRow(number, client, KINDS[step], body)
+        if await self._facts.db(self._facts.store.add_secure_message, row) is Acceptance.OTHER:
+            raise _other(client, step)
+        self._find(number, client)
+        if client not in exchange.messages[step]:
+            exchange.check_step(step, client)
+            exchange.messages[step][client] = body
+            if member is not None:
+                exchange.members[client] = member  # another call of the client may have tried with other keys
+            kind.happened(ev.Answered(step, client))
+
+    def _find(self, number: int, client: str) -> "SecureRound":
+        """Return the round of this number, if it takes messages of the client."""
+        if self._rounds.recovering:
+            raise Unavailable("the server has just started: try again")
+        open_ = self._rounds.get(number)
+        kind = open_.kind if open_ is not None and open_.phase in OPEN else None
+        if not isinstance(kind, SecureRound) or not kind.exchange.has_begun:
+            raise UnknownRound(f"round {number} is not open, or has no secure aggregation")
+        if client not in kind.exchange.state.clients:
+            raise UnknownRound(f"{client} was not selected for round {number}", reason="not_selected")
+        return kind
+
+
+class SecureRound(RoundKind):
+    """The secure aggregation of one round.
+
+    Attributes:
+        exchange: what clients have sent.
+    """
+
+    tells_all = True
+    recoverable = (BadSum,)
+
+    def __init__(
+        self,
+        open_: OpenRound,
+        rules: ev.SecureRules,
+        rounds: Rounds,
+        facts: Facts,
+        dispatch: Dispatch,
+        metrics: SecureMetrics,
+    ) -> None:
+        super().__init__(open_)
+        self.exchange = SecureExchange(open_)
+        self._events = StepEvents(open_, self.exchange)
+        self._rules, self._rounds, self._facts = rules, rounds, facts
+        self._dispatch, self._metrics = dispatch, metrics
+        self._random = SystemRandom()
+        self._masks: dict[int, GroupMasks] = {}  # what the unmasking has given, by the number of the group
+        self._seconds: dict[str, float] = {}  # what each step has taken, in the group in which it took longest
+        self._liars: frozenset[str] = frozenset()  # clients that were proved to send wrong shares
+
+    async def prepare(self) -> None:
+        """Leave out those that have sent wrong shares before."""
+        self.open.left_out = await self._facts.db(liars_before, self._facts.store, self.open.row)
+
+    async def start(self) -> None:
+        """Note in which epoch the round begins, before its clients are told of it."""
+        store = self._facts.store
+        await self._facts.db(store.save_secure_round, SecureRoundRow(self.open.row.round, store.epoch, []), "start")
+
+    def steps(self, clients: frozenset[str]) -> Steps | None:
+        """Wait for the keys of the clients, which have been sent the command."""
+        return SecureSteps(ev.ProtocolState(self._rules, clients, time.monotonic()))
+
+    async def perform(self, effect: object) -> None:
+        """Do what the machine says is due; a decision is made durable before anybody is told of it."""
+        match effect:
+            case ev.FormGroups(clients):
+                groups = form_groups(clients, self._rules.group_size, self._random)
+                await self._decide(ev.Grouped(groups))
+            case ev.CombineShares(place):
+                await self._combine(place)
+            case ev.PeersChosen() | ev.SurvivorsChosen() | ev.SignersChosen() | ev.GroupFailed():
+                await self._decide(effect)
+
+    async def restore(self) -> Steps | None:
+        """Return the state of the steps that a restart has interrupted."""
+        facts = self._facts
+        decided, messages = await facts.db(facts.store.secure_round, self.open.row.round)
+        if decided is None or decided.epoch != facts.store.epoch:
+            text = "the server was restored, and clients must not mask two updates in the same way"
+            raise CannotResume("restored", text)
+        since = time.monotonic() + RECOVERY_SECONDS
+        try:
+            self.exchange.load(messages)
+        except SecureError as error:
+            raise CannotResume(error.reason, str(error)) from error
+        return SecureSteps(self.exchange.restored(self._rules, decided, since))
+
+    def resumed(self) -> None:
+        """Take up what was decided before the restart."""
+        state = self.exchange.state
+        for group in state.groups:
+            for client in group.liars:
+                self._lied(client, "that was found before the restart")
+        for client in sm.out(state):
+            self._rounds.handle(self.open, Failed(client, self.open.row.round))
+        if state.chosen:  # clients may have helped to remove masks: no update is added any more
+            self._rounds.handle(self.open, Closed())
+
+    def check_update(self, client: str) -> None:
+        """Check that the client is still part of the secure aggregation; UnknownRound if not."""
+        self.exchange.check_update(client)
+
+    def members_with(self, client: str) -> int:
+        """Return the number of clients in the client's group."""
+        return self.exchange.members_with(client)
+
+    def waits_for(self, client: str) -> bytes:
+        """Return the event that asks a client for its part of a step, or says that it is out."""
+        return self._events.waits_for(client) if self.exchange.has_begun else b""
+
+    @property
+    def sums(self) -> list[GroupMasks] | None:
+        """The groups whose sums count, with their masks."""
+        return [self._masks[place] for place, group in enumerate(self.exchange.state.groups) if not group.reason]
+
+    async def lost(self, clients: frozenset[str], reason: str) -> bool:
+        """Let the groups fail whose sums these clients' updates have spoilt. Returns whether the round can publish."""
+        for place, group in enumerate(self.exchange.state.groups):
+            if not group.reason and clients & set(group.survivors):
+                await self._decide(ev.GroupFailed(place, reason))
+        return not isinstance(sm.due(self.exchange.state, frozenset(), time.monotonic()), ev.GiveUp)
+
+    async def recover(self, error: CodecError) -> bool:
+        """Forget a group whose sum is impossible. The round may have others."""
+        return isinstance(error, BadSum) and await self.lost(frozenset({error.group}), error.reason)
+
+    def figures(self) -> dict[str, Any]:
+        """Return how far the steps are, as JSON."""
+        return {"secure": self.exchange.figures(self._seconds)} if self.exchange.has_begun else {}
+
+    def stats(self) -> dict[str, Any]:
+        """Return what the round's row keeps: how far it came, and who has sent wrong shares."""
+        return self.figures() | ({"liars": sorted(self._liars)} if self._liars else {})
+
+    def happened(self, event: ev.Event) -> None:
+        """Take an event into the machine, and count the steps that it ends."""
+        now, before = time.monotonic(), self.exchange.state
+        self._rounds.handle(self.open, Stepped(event))
+        after = self.exchange.state
+        for step, seconds in sm.took(before, after, now):
+            self._seconds[step] = max(self._seconds.get(step, 0.0), seconds)
+            self._metrics.seconds.labels(step).observe(seconds)
+        lost = sm.lost(before)
+        for name, count in sm.lost(after).items():
+            self._metrics.lost.labels(name).inc(max(0, count - lost.get(name, 0)))
+
+    async def _decide(self, event: ev.Grouped | ev.Decision) -> None:
+        """Make a decision durable, then tell the clients."""
+        open_, store = self.open, self._facts.store
+        row = self.exchange.row(open_.row.round, store.epoch, event)
+        # Whoever can remove the masks sees the sum, whatever becomes of the round.
+        charge = charge_of_sums(open_, self.exchange.state) if isinstance(event, ev.SignersChosen) else None
+        await self._facts.db(store.save_secure_round, row, _COMMITS[type(event)], charge)
+        if open_.phase not in OPEN:
+            return  # the round was stopped meanwhile
+        before = self.exchange.state
+        self.happened(event)
+        self._tell(before)
+
+    def _tell(self, before: ev.ProtocolState) -> None:
+        """Tell clients what they are asked for now, and those that are out that the round goes on without them."""
+        open_, after = self.open, self.exchange.state
+        for place, group in enumerate(after.groups):
+            if group.reason and (not before.groups or not before.groups[place].reason):
+                _note(self._rounds, open_, f"the group of {listed(group.members)} has failed: {group.reason}")
+        late = sorted(sm.out(after) - sm.out(before))
+        if open_.phase is Phase.TRAINING:
+            for client in late:
+                self._rounds.handle(open_, Failed(client, open_.row.round))
+            if late:
+                _note(self._rounds, open_, f"the secure aggregation goes on without {listed(late)}")
+        changed = (g.members for place, g in enumerate(after.groups) if before.groups[place : place + 1] != (g,))
+        self._dispatch.ask(open_, sorted({*late, *(name for members in changed for name in members)}))
+
+    async def _combine(self, place: int) -> None:
+        agreed, answers = self.exchange.agreed(place), self.exchange.shares_of(place)
+        done = await self._facts.heavy(unmask, agreed, answers, self.exchange.bits(place))
+        for client in sorted(done.liars):
+            self._lied(client, done.liars[client])
+        if done.masks is None:
+            unknown = listed(done.unknown)
+            log.error("round %d: too few shares of the secrets of %s are right", self.open.row.round, unknown)
+            liars = tuple(sorted(done.liars))
+            return await self._decide(ev.GroupFailed(place, "bad_unmask_shares", liars))
+        self._masks[place] = replace(done.masks, integers=self.exchange.integers(place))
+        self.happened(ev.Combined(place))
+
+    def _lied(self, client: str, why: str) -> None:
+        """Note that a client was proved to have sent wrong shares: the job's later rounds go on without it.
+
+        Args:
+            client: the client.
+            why: a clause that says what it did.
+        """
+        if client in self._liars:
+            return
+        self._liars |= {client}
+        title = self.open.title
+        text = f"{title}: bad_share: {client} sent wrong shares, and later rounds go on without it: {why}"
+        self._rounds.note(self.open, "client_lied", text, client)
+
+
+def liars_before(store: Store, row: RoundRow) -> frozenset[str]:
+    """Return the clients that have sent wrong shares in an earlier round of the job; each round tells the next."""
+    rows = store.rounds(1, row.job_id, row.round)
+    return frozenset(name for last in rows for key in ("left_out", "liars") for name in last.stats.get(key, ()))
+
+
+def _note(rounds: Rounds, open_: OpenRound, text: str) -> None:
+    open_.failures.append(text)
+    rounds.tell(open_, "secure_clients_lost", f"{open_.title}: {text}")
+
+
+def charge_of_sums(open_: OpenRound, state: ev.ProtocolState) -> ChargeRow | None:
+    """Return what it costs that the sums of a round are seen, also if no model comes of them.
+
+    Returns:
+        None, unless the clients have added noise.
+    """
+    privacy, row = open_.job.dp, open_.row
+    if privacy is None:
+        return None
+    sizes = [len(group.members) for group in state.groups if not group.reason]
+    charge = privacy.charge_of(sizes, open_.base.parameters, open_.job.min_clients_to_aggregate)
+    return ChargeRow(row.round, row.job_id, privacy.noise_multiplier, privacy.clip, time.time(), str(charge))
+
+
+def check_identity(client: str, proof: Proof, *, authority: Path | None) -> None:
+    """Check that a proof is that of a client, as far as the server can tell.
+
+    Args:
+        client: the client id.
+        proof: what it has shown with its keys.
+        authority: the file of the authority whose certificates clients must show. Without one, the server relies on
+            the session: whoever has opened it was let in with this client id.
+
+    Raises:
+        BadProof: if it is not.
+    """
+    if authority is None:
+        return
+    chain = proof.chain()
+    if not chain:
+        raise BadProof("it shows no certificate")
+    check_chain(chain, load_authorities(authority))
+    identity = identity_of(chain[0])
+    if identity is None or (identity.role, identity.name) != (Role.CLIENT, client):
+        raise BadProof(f"its certificate names {identity}")
+
+
+def _other(client: str, step: SecureStep) -> OtherMessage:
+    return OtherMessage(f"other {KINDS[step]} of {client} were taken for this round")

@@ -1,0 +1,221 @@
+"""Calls that upload: performs what an upload (`fedring.server.update.upload`) asks for."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from typing import Any
+
+from fedring.codec.errors import CodecError
+from fedring.rpc.chunks import ReceivedChunk
+from fedring.rpc.errors import FedringError, Overloaded, UnknownRound
+from fedring.server.model.versions import ModelVersions
+from fedring.server.round.rounds import Rounds
+from fedring.server.state.blob_interfaces import Partial
+from fedring.server.state.blobs import MemoryPartial
+from fedring.server.state.facts import Facts
+from fedring.server.state.failures import StorageError
+from fedring.server.state.journal import Journal
+from fedring.server.update.acceptance import Acceptor
+from fedring.server.update.admission import check_payload
+from fedring.server.update.upload import (
+    Accept,
+    Accepted,
+    Admit,
+    Admitted,
+    AskRound,
+    Chunk,
+    Digested,
+    Done,
+    Effect,
+    Ended,
+    Event,
+    Known,
+    LookUp,
+    Open,
+    Opened,
+    Read,
+    Send,
+    TakeDigest,
+    TooLate,
+    Upload,
+    Write,
+    Written,
+)
+from fedring.v1 import federation_pb2 as pb
+
+_PAUSES = (Send, Done)  # effects that are not performed, but answered
+_AT_ONCE = 1 << 18  # so many values are checked sooner than a thread could be found for it
+
+
+class UploadCalls:
+    """Performs the effects of all uploads.
+
+    Args:
+        rounds: take updates.
+        acceptor: makes them durable.
+        versions: of models, to which updates must fit.
+        facts: keep the payloads.
+        journal: is told of damaged ones.
+        most: uploads in chunks at once.
+    """
+
+    def __init__(
+        self, rounds: Rounds, acceptor: Acceptor, versions: ModelVersions, facts: Facts, journal: Journal, most: int
+    ) -> None:
+        self._rounds, self._acceptor, self._versions = rounds, acceptor, versions
+        self._facts, self._journal = facts, journal
+        self._slots = asyncio.Semaphore(most)
+        self._uploads: dict[str, asyncio.Task[Any]] = {}
+
+    def call(self, client: str, messages: AsyncIterator[pb.ClientUpdate | ReceivedChunk] | None = None) -> "UploadCall":
+        """Return a call of a client; without messages, the payload comes with its offer. Enter its stack."""
+        return UploadCall(client, Upload(client, self._facts.store.epoch), messages)
+
+    async def advance(self, call: "UploadCall", event: Event) -> Effect:
+        """Perform what the upload asks for after an event, until it is done or has something to send: that is returned.
+
+        This is no generator: small updates are many, and have nothing to send before they are done.
+        """
+        upload = call.upload
+        try:
+            effect = upload.handle(event)
+            while not isinstance(effect, _PAUSES):
+                effect = upload.handle(await self._perform(call, effect))
+        except (FedringError, CodecError) as error:
+            # Bytes that a decoder refuses are of no use to another attempt, either.
+            if upload.spoilt or isinstance(error, CodecError):
+                self._discard(call)
+            raise
+        return effect
+
+    async def _perform(self, call: "UploadCall", effect: Effect) -> Event:
+        """Do what the upload asks for, and return what came of it."""
+        client = call.client
+        try:
+            match effect:
+                case LookUp(run_id, number):
+                    return Known(await self._accepted_name(run_id, number, client))
+                case AskRound(run_id, number):
+                    open_ = self._rounds.deliverable(run_id, number, client)
+                    return open_.terms(client, self._versions.schema_of(open_.base))
+                case Open():
+                    return Opened(await self._open(call, effect))
+                case Read():
+                    return await self._read(call, effect)
+                case Write(data):
+                    await self._write(call.partial, data)
+                    return Written()
+                case TakeDigest():
+                    return Digested(call.partial.digest)
+                case Admit():
+                    return await self._admit(call, effect)
+                case Accept(row):
+                    call.undo.pop_all()  # the acceptor takes the partial over
+                    return Accepted(await self._acceptor.accept(call.partial, row))
+        except UnknownRound as error:
+            return TooLate(error)
+        raise TypeError(f"{effect} is no effect of an upload")
+
+    async def _accepted_name(self, run_id: str, number: int, client: str) -> str:
+        """Return the name of the update that was accepted of the client for the round; "" if there is none."""
+        facts = self._facts
+        if run_id != facts.store.run_id or number >= 2**63:
+            return ""
+        if (open_ := self._rounds.get(number)) is not None:
+            return open_.accepted[client].name if client in open_.accepted else ""
+        return await facts.db(facts.store.accepted_name, number, client)
+
+    async def _open(self, call: "UploadCall", effect: Open) -> int:
+        """Open a place for the payload until the call's stack is closed. Returns the bytes that it holds already."""
+        if not call.opened:
+            call.opened = True
+            if call.messages is not None:
+                await call.stack.enter_async_context(self._slots)
+            await call.stack.enter_async_context(self._only_one(call.client))
+            call.stack.enter_context(call.undo)
+        if not effect.name:  # a small payload is handled in memory, in this thread: another would cost more
+            call.partial = MemoryPartial(effect.payload or b"")
+            return call.partial.size
+
+        def open_() -> None:  # all of it in the thread: the call may have ended when the file is open
+            call.undo.close()
+            call.partial = partial = self._facts.blobs.open_partial(effect.name, fresh=effect.fresh)
+            call.undo.callback(partial.close)
+
+        try:
+            await self._facts.work(open_)
+        except StorageError as error:
+            raise Overloaded(str(error), reason=error.reason) from error
+        return call.partial.size
+
+    async def _read(self, call: "UploadCall", effect: Read) -> Event:
+        message = call.newest = await anext(call.messages, None) if call.messages is not None else None
+        if message is None:
+            return Ended()
+        self._rounds.deliverable(effect.run_id, effect.round, call.client)  # an upload does not outlive its round
+        chunk = message if isinstance(message, ReceivedChunk) else message.chunk
+        return Chunk(chunk.offset, chunk.data)
+
+    async def _write(self, partial: Partial, data: bytes | memoryview) -> None:
+        try:
+            if isinstance(partial, MemoryPartial):
+                partial.write(data)
+            else:
+                await self._facts.work(partial.write, data)
+        except StorageError as error:
+            raise Overloaded(str(error), reason=error.reason) from error
+
+    async def _admit(self, call: "UploadCall", effect: Admit) -> Admitted:
+        """Check every byte of the payload."""
+        partial, schema, packets = call.partial, effect.schema, effect.packets
+        small = isinstance(partial, MemoryPartial)
+        try:
+            # How long the check takes depends on the model: a few bytes can stand for many values.
+            if small and len(packets) * (schema.num_parameters + schema.num_buffers) <= _AT_ONCE:
+                norm = check_payload(partial.read, packets, schema, effect.exact, effect.width)
+            else:
+                norm = await self._facts.work(check_payload, partial.read, packets, schema, effect.exact, effect.width)
+        except CodecError as error:
+            text = f"an update of {call.client} was refused: {error}"
+            self._journal.write("update_refused", text, client_id=call.client)
+            raise
+        return Admitted(norm, time.time(), partial.read(0, partial.size) if small else b"")
+
+    def _discard(self, call: "UploadCall") -> None:
+        if not isinstance(call.partial, MemoryPartial):
+            self._facts.blobs.abort(call.partial)
+
+    @asynccontextmanager
+    async def _only_one(self, client_id: str) -> AsyncIterator[None]:
+        """Let no other upload of the client run inside: end an older one, whose stream is dead."""
+        if (older := self._uploads.get(client_id)) is not None:
+            older.cancel()
+            await asyncio.wait([older])
+        if client_id in self._uploads:
+            raise Overloaded(f"an older upload of {client_id} has not ended yet")
+        task = asyncio.current_task()
+        if task is None:
+            raise RuntimeError("an upload runs in no task")
+        self._uploads[client_id] = task
+        try:
+            yield
+        finally:
+            del self._uploads[client_id]
+
+
+class UploadCall:
+    """What one call keeps of its upload."""
+
+    def __init__(
+        self, client: str, upload: Upload, messages: AsyncIterator[pb.ClientUpdate | ReceivedChunk] | None
+    ) -> None:
+        self.client, self.upload = client, upload
+        self.messages = messages  # None if the payload came with its offer
+        self.partial: Partial = MemoryPartial()
+        self.stack = AsyncExitStack()  # gives back what the call holds while its upload is open
+        self.undo = ExitStack()  # closes the partial
+        self.opened = False
+        # The newest message is kept until the next one is here. If its memory were free meanwhile, the C library would
+        # give it back to the system, and ask for it again: 7 % of the server's CPU in a round of large updates.
+        self.newest: pb.ClientUpdate | ReceivedChunk | None = None

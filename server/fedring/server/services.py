@@ -1,0 +1,61 @@
+"""The gRPC services of fl-server, made of its parts."""
+
+from collections.abc import Callable, Mapping
+
+from grpc import aio
+
+from fedring.server.config import ServerConfig
+from fedring.server.operator.client_records import ClientRecords
+from fedring.server.operator.control import ControlService
+from fedring.server.operator.job_checks import JobChecks
+from fedring.server.operator.job_requests import JobRequests
+from fedring.server.operator.listings import Listings
+from fedring.server.operator.status import StatusReport
+from fedring.server.parts import Parts
+from fedring.server.service.commands import TrainCmdService
+from fedring.server.service.downloads import ModelBlobService, ModelStreams
+from fedring.server.service.secure import SecureAggregationService
+from fedring.server.service.upload_calls import UploadCalls
+from fedring.server.service.uploads import ClientUpdateService, add_update_service
+from fedring.server.service.workers import RendezvousService
+from fedring.v1 import federation_pb2_grpc, rendezvous_pb2_grpc, secure_pb2_grpc
+
+
+def add_client_services(server: aio.Server, parts: Parts, streams: ModelStreams, config: ServerConfig) -> None:
+    """Add the services that clients call to a server."""
+    rounds, reports, sessions = parts.rounds, parts.reports, parts.sessions
+    commands = TrainCmdService(rounds, reports, sessions, parts.facts, parts.journal, config)
+    federation_pb2_grpc.add_TrainCmdServiceServicer_to_server(commands, server)
+    downloads = ModelBlobService(streams, reports, sessions, config)
+    federation_pb2_grpc.add_ModelBlobServiceServicer_to_server(downloads, server)
+    rendezvous_pb2_grpc.add_RendezvousServiceServicer_to_server(RendezvousService(rounds, sessions, config), server)
+    secure = SecureAggregationService(parts.secure, sessions)
+    secure_pb2_grpc.add_SecureAggregationServiceServicer_to_server(secure, server)
+    add_update_service(update_service(parts, config), server)
+
+
+def model_streams(parts: Parts) -> ModelStreams:
+    """Make what streams models to clients and operators."""
+    return ModelStreams(parts.models.downloads, parts.facts, parts.runner.damaged)
+
+
+def update_service(parts: Parts, config: ServerConfig) -> ClientUpdateService:
+    """Make the service that takes updates."""
+    versions, facts, journal = parts.models.versions, parts.facts, parts.journal
+    calls = UploadCalls(parts.rounds, parts.acceptor, versions, facts, journal, config.max_transfers)
+    return ClientUpdateService(calls, parts.reports, parts.sessions, parts.metrics.updates, config)
+
+
+def control_service(
+    parts: Parts, streams: ModelStreams, config: ServerConfig, *, refused: Callable[[], Mapping[str, int]]
+) -> ControlService:
+    """Make the service that flctl calls; `refused` returns the calls that the ports have refused, by reason."""
+    checks = JobChecks(config, parts.models.maker)
+    return ControlService(
+        JobRequests(parts.jobs, parts.rounds, parts.facts, checks, config.job),
+        Listings(parts.facts),
+        ClientRecords(parts.rounds, parts.sessions, parts.facts, parts.journal),
+        StatusReport(parts.rounds, parts.jobs, parts.sessions, parts.facts, refused),
+        parts.journal,
+        streams,
+    )
