@@ -1,12 +1,14 @@
 """The table [data_parallel] of a job: how its clients train together as workers with equal models."""
 
 import re
-from typing import Any, Literal, Self
+from collections.abc import Iterator
+from typing import Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from fedring.train.bounds import MAX_COUNT, Count, NonNegative, Positive, PositiveCount, Text
 from fedring.train.hooks import PARAMETERS, WRAPPERS, HookChoice, choose_hook, name_of
+from fedring.train.job_table import JobView, TrainingMode
 
 HOOKS = tuple(name for name in PARAMETERS if name != "noop")
 """The hooks that a job can name: those that leave all workers with equal parameters."""
@@ -15,10 +17,10 @@ _NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _ANY_MOMENTUM = 0.9  # a job's momentum is in another table
 
 
-class DataParallel(BaseModel):
-    """All settings of data-parallel training. Unknown keys are errors."""
+class DataParallel(TrainingMode):
+    """All settings of data-parallel training."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    grouped: ClassVar[bool] = True
 
     hook: Text = Field(
         "none",
@@ -84,6 +86,26 @@ class DataParallel(BaseModel):
     hash_every: Count = Field(
         100, description="steps between two comparisons of all workers' parameters; 0 = only at the end of a round"
     )
+
+    @property
+    def patience(self) -> float:
+        """See TrainingMode."""
+        return self.replacement_seconds
+
+    def applied_momentum(self, momentum: float) -> float:
+        """See TrainingMode."""
+        hook = self.chosen_hook(momentum)
+        applied: float = hook.parameters["momentum"] if hook is not None and hook.name == "dgc" else 0.0
+        return applied
+
+    def own_code(self, momentum: float) -> Iterator[tuple[str, Literal["hook", "cut"], str]]:
+        """See TrainingMode."""
+        if self.chosen_hook(momentum) is None:
+            yield "data_parallel.hook", "hook", self.hook
+
+    def check(self, job: JobView) -> None:
+        """See JobTable."""
+        self.chosen_hook(job.momentum)
 
     @property
     def hook_name(self) -> str:

@@ -8,20 +8,14 @@ from pydantic import model_validator
 from fedring.codec.encoding import Encoding
 from fedring.secure.limits import group_count
 from fedring.train.aggregation_table import MEAN
-from fedring.train.algorithm_checks import (
-    PERSONAL,
-    PRIVATE,
-    SAMPLE_PRIVATE,
-    SCAFFOLD,
-    check_keys,
-    check_noise_by,
-    check_private,
-    check_secure,
-)
+from fedring.train.algorithm_checks import SCAFFOLD, check_keys
 from fedring.train.bounds import MAX_JOB_BYTES
 from fedring.train.job_keys import JobKeys
+from fedring.train.job_table import JobTable, TrainingMode
 from fedring.train.round_settings import SCHEDULED, RoundSettings, SettingSchedule, check_schedules, settings_of
 from fedring.train.sharing import Sharing
+
+_FEDERATED = TrainingMode()
 
 
 class Job(JobKeys):
@@ -60,26 +54,15 @@ class Job(JobKeys):
                 "shared, private and send_frozen belong to the mode federated: leave them out of a "
                 f"{self.mode} job, whose workers train one whole model"
             )
-        if self.mode == "pipeline" and (self.evaluator or self.evaluate_on_server):
-            raise ValueError(
-                "evaluator and evaluate_on_server need the whole model in one place, which a pipeline job avoids: "
-                "leave them out, and the stages evaluate each model together"
-            )
-        if self.mode == "data_parallel":
-            self.data_parallel.chosen_hook(self.momentum)
-        least = max(self.pipeline.interval, self.pipeline.unit)
-        if self.mode == "pipeline" and self.batch_size < least:
-            raise ValueError(
-                f"batch_size={self.batch_size} must be at least {least}, the number of micro-batches in a batch"
-            )
+        self.training.check(self)
         return self
 
     @model_validator(mode="after")
     def _algorithms_fit(self) -> Self:
         if self.scaffold:
             check_keys(self, "scaffold = true", SCAFFOLD)
-        if self.personal is not None:
-            check_keys(self, "the table [personal]", PERSONAL)
+        for table in self.tables:
+            table.check(self)
         return self
 
     @model_validator(mode="after")
@@ -108,33 +91,11 @@ class Job(JobKeys):
             )
         if self.aggregation.data and (self.private or self.shared != ["*"]):
             raise ValueError("fltrust trains the whole model on the server: leave out shared and private")
-        size = self.secure_aggregation.group_size if self.secure_aggregation is not None else 0
+        size = self.group_size
         updates = group_count(self.fewest_updates, size) if size else self.fewest_updates
         if shortage := self.aggregation.too_few(updates):
             each = ", of which each group of secure_aggregation has one" if size else ""
             raise ValueError(f"aggregation: {shortage}{each}, in a round with the fewest clients that this job allows")
-        return self
-
-    @model_validator(mode="after")
-    def _can_be_private(self) -> Self:
-        if self.dp is not None:
-            check_private(self, "dp", PRIVATE, self.best_by)
-            check_noise_by(self)
-            self.dp.sum_multiplier(self.fewest_updates)
-            if self.dp.delta * self.fewest_updates >= 1:
-                raise ValueError(f"dp.delta = {self.dp.delta:g} must be below 1 / {self.fewest_updates} clients")
-        if self.sample_dp is not None:
-            check_private(self, "sample_dp", SAMPLE_PRIVATE, self.best_by)
-        return self
-
-    @model_validator(mode="after")
-    def _can_be_aggregated_securely(self) -> Self:
-        if self.secure_aggregation is not None:
-            check_secure(self, self.best_by)
-            weighted = self.weights == "samples"
-            self.secure_aggregation.check(
-                fewest=self.fewest_updates, needed=self.min_clients_to_aggregate, weighted=weighted
-            )
         return self
 
     @model_validator(mode="after")
@@ -170,7 +131,24 @@ class Job(JobKeys):
     @property
     def grouped(self) -> bool:
         """Whether the clients of a round form one group of workers, one of which delivers the update for all."""
-        return self.mode != "federated"
+        return self.training.grouped
+
+    @property
+    def training(self) -> TrainingMode:
+        """How the clients train together: the table of the job's mode."""
+        modes: dict[str, TrainingMode] = {"data_parallel": self.data_parallel, "pipeline": self.pipeline}
+        return modes.get(self.mode, _FEDERATED)
+
+    @property
+    def tables(self) -> list[JobTable]:
+        """The tables that the job has, each of which turns an algorithm on."""
+        tables = (self.dp, self.sample_dp, self.secure_aggregation, self.personal)
+        return [table for table in tables if table is not None]
+
+    @property
+    def group_size(self) -> int:
+        """The number of clients whose updates are added up before the server sees them; 0 = all that are there."""
+        return self.secure_aggregation.group_size if self.secure_aggregation is not None else 0
 
     @property
     def fewest_updates(self) -> int:

@@ -1,14 +1,16 @@
 """The table [pipeline] of a job: how its model is cut into stages, and how the clients train them."""
 
 import re
-from typing import Annotated, Literal, Self
+from collections.abc import Iterator
+from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from fedring.schedules.schedule import Schedule, Versions, make, pipedream
 from fedring.schedules.simulation import check
 from fedring.train.bounds import Count, Positive, PositiveCount, Text
 from fedring.train.hooks import PARAMETERS, choose_hook, name_of
+from fedring.train.job_table import JobView, TrainingMode
 
 CREDITS = 4
 """How many messages of one kind a stage may send before the receiver has taken the first of them."""
@@ -35,10 +37,11 @@ def _check_range(replicas: int | list[int]) -> int | list[int]:
 _NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
-class Pipeline(BaseModel):
-    """All settings of pipeline training. Unknown keys are errors."""
+class Pipeline(TrainingMode):
+    """All settings of pipeline training."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    grouped: ClassVar[bool] = True
+    staged: ClassVar[bool] = True
 
     stages: int = Field(2, ge=1, le=256, description="number of parts that the model is cut into")
     stages_per_worker: int = Field(
@@ -181,6 +184,39 @@ class Pipeline(BaseModel):
     def workers(self) -> int:
         """The exact number of clients in a group."""
         return self.width * self.pipelines
+
+    @property
+    def patience(self) -> float:
+        """See TrainingMode."""
+        return self.replacement_seconds
+
+    @property
+    def by_module(self) -> bool:
+        """See TrainingMode."""
+        return self.first_model == "by_module"
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """See TrainingMode."""
+        return tuple(layer for layer in self.cut if isinstance(layer, str)) if isinstance(self.cut, list) else ()
+
+    def own_code(self, momentum: float) -> Iterator[tuple[str, Literal["hook", "cut"], str]]:
+        """See TrainingMode."""
+        if isinstance(self.cut, str) and ":" in self.cut:
+            yield "pipeline.cut", "cut", self.cut
+
+    def check(self, job: JobView) -> None:
+        """See JobTable."""
+        if job.evaluator or job.evaluate_on_server:
+            raise ValueError(
+                "evaluator and evaluate_on_server need the whole model in one place, which a pipeline job avoids: "
+                "leave them out, and the stages evaluate each model together"
+            )
+        least = max(self.interval, self.unit)
+        if job.batch_size < least:
+            raise ValueError(
+                f"batch_size={job.batch_size} must be at least {least}, the number of micro-batches in a batch"
+            )
 
     @property
     def unit(self) -> int:

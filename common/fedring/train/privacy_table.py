@@ -3,15 +3,17 @@
 from collections.abc import Collection
 from functools import lru_cache
 from math import sqrt
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from fedring.codec.masked import MAX_BITS
 from fedring.privacy.charges import SkellamCharge
 from fedring.privacy.integer_plan import IntegerPlan, fewest_bits, integer_plan
 from fedring.secure.limits import honest_survivors
+from fedring.train.algorithm_checks import PRIVATE, check_noise_by, check_private
 from fedring.train.bounds import NonNegative
+from fedring.train.job_table import JobTable, JobView
 
 COUNT_NOISE = 20
 """The standard deviation of the noise on the number of updates within the clip is clients / COUNT_NOISE (Andrew et al.
@@ -30,10 +32,10 @@ _TRIES = 20
 _MORE = 1.0 + 2.0**-30
 
 
-class ClientPrivacy(BaseModel):
-    """All settings of differential privacy for whole clients. Unknown keys are errors."""
+class ClientPrivacy(JobTable):
+    """All settings of differential privacy for whole clients."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    hides: ClassVar[bool] = True
 
     noise_multiplier: float = Field(
         ge=1e-9, le=1e6, description="standard deviation of the noise on the sum of the updates, in units of the clip"
@@ -67,6 +69,14 @@ class ClientPrivacy(BaseModel):
         description="if clients add the noise: whether all of them do, and keep theirs to themselves; otherwise the "
         "noise is enough if fewer than a third of a group do not",
     )
+
+    def check(self, job: JobView) -> None:
+        """See JobTable."""
+        check_private(job, "dp", PRIVATE, job.best_by)
+        check_noise_by(job)
+        self.sum_multiplier(job.fewest_updates)
+        if self.delta * job.fewest_updates >= 1:
+            raise ValueError(f"dp.delta = {self.delta:g} must be below 1 / {job.fewest_updates} clients")
 
     @property
     def by_clients(self) -> bool:

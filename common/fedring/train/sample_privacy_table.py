@@ -1,16 +1,18 @@
 """The table [sample_dp] of a job: differential privacy for single samples, with noise that each client adds."""
 
-from typing import Annotated
+from typing import Annotated, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from fedring.train.algorithm_checks import SAMPLE_PRIVATE, check_private
 from fedring.train.bounds import NonNegative
+from fedring.train.job_table import JobTable, JobView
 
 
-class SamplePrivacy(BaseModel):
-    """All settings of DP-SGD (Abadi et al. 2016), with which clients train. Unknown keys are errors."""
+class SamplePrivacy(JobTable):
+    """All settings of DP-SGD (Abadi et al. 2016), with which clients train."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    hides: ClassVar[bool] = True
 
     noise_multiplier: float = Field(
         ge=1e-9,
@@ -28,3 +30,7 @@ class SamplePrivacy(BaseModel):
         description="a client trains in no round that would take the epsilon of its samples in this job above it; "
         "0 = no limit",
     )
+
+    def check(self, job: JobView) -> None:
+        """See JobTable."""
+        check_private(job, "sample_dp", SAMPLE_PRIVATE, job.best_by)

@@ -182,7 +182,7 @@ def group_summary(rendezvous: Rendezvous | None, sessions: Sessions, job: JobRow
     if rendezvous is None or mode not in _GROUP_MODES:
         return None
     state = rendezvous.state
-    cut = job.spec.get("pipeline", {}) if mode == "pipeline" else {}
+    cut = job.spec.get(mode, {})
     replicas = cut.get("replicas", 1)
     others = sorted((state.workers.keys() | state.expected) - set(state.members))
     return {
