@@ -1,4 +1,6 @@
-"""The packet masked: integers modulo 2^bits of which each looks random, as clients of secure aggregation send them.
+"""The packet masked: the integers modulo 2^bits of secure aggregation.
+
+Each integer looks random, as a client of secure aggregation sends it.
 
     HEADER (chunk = bits, 1 to 32)   ceil(dim / 8) times `bits` bytes
 
@@ -28,7 +30,11 @@ Words = NDArray[np.uint8] | NDArray[np.uint16] | NDArray[np.uint32]
 
 
 def word_type(bits: int) -> np.dtype[np.unsignedinteger]:
-    """Return the little-endian type of a value of so many bits, 1 to 32."""
+    """Return the little-endian type of a value of `bits` bits.
+
+    Raises:
+        ValueError: If `bits` is not 1 to 32.
+    """
     if not 1 <= bits <= MAX_BITS:
         raise ValueError(f"{bits} bits are not 1 to {MAX_BITS}")
     return np.dtype("u1" if bits <= 8 else "<u2" if bits <= 16 else "<u4")
@@ -48,7 +54,9 @@ class Width:
 
 
 class MaskedPacket:
-    """An open packet. It holds no values: each range is read when it is asked for.
+    """An open packet.
+
+    It holds no values: each range is read when it is asked for.
 
     Args:
         read: Returns the bytes at an offset, of a given size.
@@ -67,7 +75,9 @@ class MaskedPacket:
             raise CodecError("wrong_width", f"{found}, and not {width.count} of {width.bits} in {width.bytes}")
 
     def words(self, start: int, stop: int) -> Words:
-        """Return the values from `start`, a multiple of 8, to `stop`, [stop - start].
+        """Return the values from `start` to `stop`, [stop - start].
+
+        `start` is a multiple of 8.
 
         Raises:
             CodecError: "truncated", if bytes are missing.
@@ -87,12 +97,17 @@ def masked_packet(words: Words, bits: int) -> list[bytes | memoryview]:
 
 
 def packed_size(count: int, bits: int) -> int:
-    """Return the bytes of `count` packed values: each 8 values take `bits` bytes, and so does a rest of fewer."""
+    """Return the size in bytes of `count` packed values.
+
+    Each 8 values take `bits` bytes, and so does a rest of fewer than 8.
+    """
     return -(-count // _EIGHT) * bits
 
 
 def pack(words: Words, bits: int) -> NDArray[np.uint8]:
-    """Return the bytes of words, [packed_size(n, bits)]. The bits of the last 8 values that are not there are 0.
+    """Return words packed to `bits` bits, [packed_size(n, bits)] uint8.
+
+    If n is not a multiple of 8, the missing values of the last 8 are 0.
 
     Of each 8 values come first the lowest bytes of all, then the next ones, and last the bits above the last whole
     byte, as one little-endian number in which the first value has the lowest bits.
@@ -102,6 +117,7 @@ def pack(words: Words, bits: int) -> NDArray[np.uint8]:
     if len(words) % _EIGHT:
         padded = np.zeros(eights * _EIGHT, words.dtype)
         padded[: len(words)] = words
+    # Equal bytes of 8 values lie together: whole bytes are copied as arrays, and only the top bits are shifted.
     planes = padded.view("u1").reshape(eights, _EIGHT, words.itemsize)
     out = np.empty((eights, bits), "u1")
     whole, rest = divmod(bits, 8)
@@ -118,7 +134,10 @@ def pack(words: Words, bits: int) -> NDArray[np.uint8]:
 
 
 def unpack(data: bytes | memoryview, count: int, bits: int) -> Words:
-    """Return the `count` values that `pack` has written; `data` is packed_size(count, bits) long."""
+    """Return the `count` values packed in `data`, the inverse of `pack`.
+
+    `data` is packed_size(count, bits) long.
+    """
     kind = word_type(bits)
     eights = -(-count // _EIGHT)
     rows = np.frombuffer(data, "u1").reshape(eights, bits)

@@ -1,4 +1,4 @@
-"""The values in gradient messages, in one of three precisions: fp32, fp16 or sign.
+"""The values in gradient messages: fp32, fp16 or sign.
 
     fp32   values[count] f32
     fp16   exponent i8   halves[count] f16                 value = half / 2^exponent
