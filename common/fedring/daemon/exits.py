@@ -1,4 +1,7 @@
-"""The exit codes of all programs, those of sysexits.h where it has a fitting one."""
+"""The exit codes of all programs.
+
+They are those of sysexits.h where it has a fitting one.
+"""
 
 from enum import IntEnum
 

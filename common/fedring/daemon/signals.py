@@ -19,7 +19,11 @@ def wait(event: Event) -> None:
 
 
 def result_of(future: "Future[T]") -> T:
-    """Wait for a future, and handle signals meanwhile. Return its result, or raise its exception."""
+    """Wait for a future, and handle signals meanwhile.
+
+    Returns:
+        Its result; an exception of the future is raised.
+    """
     while True:
         try:
             return future.result(_LOOK_SECONDS)
