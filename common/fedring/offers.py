@@ -63,11 +63,17 @@ def marks_of(value: object) -> tuple[Kind, ...]:
 
 
 def can_be_offered(value: object) -> bool:
-    """Return whether a value is a function or a class, and not only something that can be called."""
+    """Return whether a value is a function or a class.
+
+    Other callable objects cannot be offered.
+    """
     kind = type(value)  # isinstance() would ask the value, which may say anything
     return issubclass(kind, type) or kind in (FunctionType, _CACHED)
 
 
 def named(**names: str) -> list[str]:
-    """Return the entries of `trusted` for names by their kinds, such as model="my_project:net"; "" is left out."""
+    """Return the entries of `trusted` for names by their kinds.
+
+    An example is model="my_project:net"; an empty name is left out.
+    """
     return [f"{name} as {kind}" for kind, name in names.items() if name]
