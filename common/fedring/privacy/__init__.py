@@ -1,4 +1,4 @@
-"""Differential privacy: the noise that is added, and how much privacy it costs.
+"""Differential privacy: noise, and its accounting.
 
 Central: `noise` draws Gaussian noise from a secret key, for a server to add. Distributed: `integer_plan` says how the
 clients of a group turn vectors into integers, `integers` does it, with a share of `skellam` noise from each client, and

@@ -1,4 +1,6 @@
-"""What one release costs, as a curve of Renyi differential privacy (Mironov 2017) over its order.
+"""The privacy cost of one release, over the Renyi order.
+
+It is a curve of Renyi differential privacy (Mironov 2017).
 
 A charge is one of two things, and the curves of any charges add up:
 
@@ -15,7 +17,7 @@ _PREFIX = "skellam"
 
 @dataclass(frozen=True, slots=True)
 class SkellamCharge:
-    """What a sum of vectors of integers with Skellam noise costs.
+    """The cost of a sum of integer vectors with Skellam noise.
 
     `variance` is that of the noise on each value: the mu of Agarwal, Kairouz, Liu (2021), whose noise is the difference
     of two Poisson variables with the mean mu / 2 each.
@@ -52,7 +54,11 @@ class SkellamCharge:
         return cls(float(values[0]), int(values[1]), float(values[2]))
 
     def renyi(self, order: float) -> float:
-        """Return an upper bound of the Renyi divergence of an order above 1."""
+        """Return an upper bound of the Renyi divergence.
+
+        Args:
+            order: above 1.
+        """
         lower, upper = floor(order), ceil(order)
         if lower == upper:
             return self._at_integer(lower)
@@ -62,7 +68,7 @@ class SkellamCharge:
         return min(line, self._by_curvature(order))
 
     def _at_integer(self, order: int) -> float:
-        """Return the bound of Agarwal, Kairouz, Liu (2021), which they prove for integer orders.
+        """Return the bound of Agarwal, Kairouz, Liu (2021) for integer orders.
 
         A vector of integers has an L1 norm of at most the square of its L2 norm.
         """
@@ -72,7 +78,9 @@ class SkellamCharge:
         return order * square / (2.0 * variance) + min(for_large, 1.5 * norm1 / variance)
 
     def _by_curvature(self, order: float) -> float:
-        """Return a bound for all orders, which is close to the Gaussian one if the variance is large.
+        """Return a bound for all orders.
+
+        It is close to the Gaussian bound if the variance is large.
 
         Let f(k) be -log P(X = k), and L the largest second difference of f. Then f(k) - L k^2 / 2 is concave, and stays
         so if it is interpolated linearly. Applied to the points k - a s, k - s and k, of which the middle one is a mean
@@ -110,7 +118,10 @@ def charge_of(text: str) -> Charge:
 
 
 def renyi(charge: Charge, order: float) -> float:
-    """Return an upper bound of the Renyi divergence of an order above 1 between a release with and without a client."""
+    """Return an upper bound of the Renyi divergence of a release.
+
+    The divergence is that between the release with and without one client, of an order above 1.
+    """
     if isinstance(charge, SkellamCharge):
         return charge.renyi(order)
     return order * 0.5 / charge / charge

@@ -1,4 +1,6 @@
-"""Gaussian noise that follows from a secret key: whoever draws it twice from the same key gets the same noise.
+"""Gaussian noise that follows from a secret key.
+
+The same key always gives the same noise.
 
 A server that is killed between drawing noise and publishing the model adds the same noise when it aggregates the same
 updates once more. Fresh noise would let whoever sees both models average the noise away.
@@ -30,7 +32,7 @@ class Noise:
         self._stream = KeyStream(secret, context)
 
     def normal(self, start: int, stop: int) -> NDArray[np.float64]:
-        """Return the values from `start` to `stop` of the sequence, [stop - start]."""
+        """Return the values from `start` to `stop`, [stop - start]."""
         first, last = start // 2, (stop + 1) // 2
         uniform = self.uniform(2 * first, 2 * last).reshape(-1, 2)
         radius, angle = np.sqrt(-2.0 * np.log(uniform[:, 0])), 2.0 * np.pi * uniform[:, 1]
@@ -38,7 +40,9 @@ class Noise:
         return pairs.reshape(-1)[start - 2 * first : stop - 2 * first]
 
     def uniform(self, start: int, stop: int) -> NDArray[np.float64]:
-        """Return the values from `start` to `stop` that the normal ones are made of, [stop - start].
+        """Return the uniform values from `start` to `stop`, [stop - start].
+
+        The normal values are made of them.
 
         They are independent, above 0 and at most 1. Use them, or the normal ones, of one context, but not both.
         """
