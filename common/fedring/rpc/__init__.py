@@ -1,4 +1,6 @@
-"""What both ends of every gRPC call share: channels, TLS, identities, errors, chunks, and the interceptors of servers.
+"""The common parts of both ends of every gRPC call.
+
+They are channels, TLS, identities, errors, chunks, and the interceptors of servers.
 
 What may enter: bytes, messages of the protocol, and settings of a daemon. What must not: rounds, jobs, models and
 anything else that a call is about. A server's interceptors go in this order: `CountCalls` counts what the caller sees,

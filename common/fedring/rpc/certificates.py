@@ -98,7 +98,10 @@ def names_of(certificate: x509.Certificate) -> x509.SubjectAlternativeName:
 
 
 def identity_of(certificate: x509.Certificate) -> Identity | None:
-    """Return the identity that a certificate names; None if it holds no `fedring://` URI."""
+    """Return the identity in a certificate, or None.
+
+    It is None if the certificate holds no `fedring://` URI.
+    """
     found = [parse_uri(uri) for uri in names_of(certificate).get_values_for_type(x509.UniformResourceIdentifier)]
     return next((identity for identity in found if identity), None)
 

@@ -1,4 +1,7 @@
-"""How interceptors take the handler of a method apart, and put it together again."""
+"""Taking a method's handler apart and putting it together again.
+
+Interceptors need both.
+"""
 
 import inspect
 from collections.abc import AsyncIterator, Callable
@@ -42,7 +45,7 @@ def unknown_method(method: str) -> Any:
 
 
 def around(method: Callable[..., Any], enter: Callable[[Any, Any], AbstractAsyncContextManager[Any]]) -> Any:
-    """Wrap a handler's method so that each call of it runs inside a context manager.
+    """Wrap a handler's method in a context manager for each call.
 
     Args:
         method: A coroutine function or an asynchronous generator function of (request, context).
@@ -61,4 +64,5 @@ def around(method: Callable[..., Any], enter: Callable[[Any, Any], AbstractAsync
             async for response in method(request, entered):
                 yield response
 
+    # gRPC also tells the two kinds apart by the function, so the wrapper must be of the same kind.
     return generate if inspect.isasyncgenfunction(method) else call
