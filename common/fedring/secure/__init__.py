@@ -1,4 +1,6 @@
-"""Secure aggregation: the server learns the sum of a group's updates, and nothing else of them.
+"""Secure aggregation: the server learns only a group's sum.
+
+It learns nothing else of the updates in it.
 
 The protocol is that of Bonawitz et al. (2017), with the complete graph and against an active server, among at most 100
 clients a group. `statements` are what clients sign, `signing` proves who signed, `roster` is a group that a client has

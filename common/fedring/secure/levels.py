@@ -1,4 +1,6 @@
-"""The values of secure aggregation: an update as integers, on steps that all clients share.
+"""Updates as integers, on steps that all clients share.
+
+These integers are the values of secure aggregation.
 
 The parameters are cut into blocks of neighbouring values. A round sends some blocks or all of them, and each has one
 step s. In an update of the weight w, the value v becomes the integer x = w v / s, rounded to the nearest, halves to
@@ -40,7 +42,7 @@ _TINY, _LARGEST = 2.0**-126, 2.0**112
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Blocks:
-    """Which values of the parameters a round sends, and with which steps."""
+    """The values of the parameters that a round sends, and their steps."""
 
     length: int  # number of parameters
     block: int  # values of a block; the last one may have fewer
@@ -71,7 +73,7 @@ def blocks_of(length: int, block: int) -> int:
 
 
 def open_blocks(secure: wire.SecureRound, length: int) -> Blocks:
-    """Return which values a round sends.
+    """Return the blocks of values that a round sends.
 
     Args:
         secure: what the command says of the round.
@@ -86,6 +88,7 @@ def open_blocks(secure: wire.SecureRound, length: int) -> Blocks:
         total = blocks_of(length, block)
     if not total or len(secure.blocks) not in (0, -(-total // 8)) or len(secure.scales) % 4:
         raise SecureError("bad_blocks", f"blocks of {block} with {secure.levels} levels do not fit {length} parameters")
+    # The lengths are checked: everything below takes no more memory than the model's blocks.
     indices = np.arange(total)
     if secure.blocks:
         flags = np.unpackbits(np.frombuffer(secure.blocks, np.uint8), bitorder="little")
@@ -101,7 +104,9 @@ def open_blocks(secure: wire.SecureRound, length: int) -> Blocks:
 
 
 def shorten(values: NDArray[np.float32], clip: float) -> None:
-    """Multiply the change of the parameters so that its L2 norm is at most about `clip`.
+    """Scale the change of the parameters to an L2 norm of `clip`.
+
+    The norm is then at most about `clip`; a smaller one stays as it is.
 
     Args:
         values: the change, [n], which is overwritten.
@@ -129,7 +134,7 @@ def weight_of(secure: wire.SecureRound, samples: int) -> int:
 
 
 def bits_of(secure: wire.SecureRound, clients: int) -> int:
-    """Return the bits of a masked value in a round, in a group of so many clients."""
+    """Return the bits of a masked value in a group of `clients`."""
     return bits_of_sum(clients, secure.levels, secure.max_weight or 1)
 
 
@@ -150,7 +155,9 @@ def to_integers(
     dither: bytes = b"",
     max_clipped_share: float = 1.0,
 ) -> Rounded:
-    """Round an update to the integers whose sum over clients the server learns.
+    """Round an update to the integers of secure aggregation.
+
+    The server learns their sum over clients.
 
     Args:
         values: the parameters' change, [n]. It becomes what the client keeps for its next update: what the integers
@@ -167,6 +174,8 @@ def to_integers(
     """
     blocks, weight, largest = open_blocks(secure, values.size), weight_of(secure, samples), largest_of(secure)
     found, share = zero_integers(secure, values.size, samples), _clipped_share(values, blocks, (largest + 0.5) / weight)
+    # Cut values stay in the residual and are sent again: if too many are, the steps are wrong, and a cut update would
+    # be another direction.
     zeroed = share > max_clipped_share
     if not zeroed:
         _round_all(values, blocks, _Grid(weight, _not_above(largest), dither), found[: blocks.count])
@@ -211,7 +220,12 @@ def _clipped_share(values: NDArray[np.float32], blocks: Blocks, steps: float) ->
 
 
 def _count(rows: NDArray[np.float32], edges: NDArray[np.float32]) -> tuple[int, int]:
-    """Count the values of rows [n, m] beyond the rows' edges [n], and those other than 0."""
+    """Count values of rows beyond their edges, and those not 0.
+
+    Args:
+        rows: [n, m].
+        edges: of the rows, [n]; NaN for rows that are not sent.
+    """
     sizes = np.abs(rows)
     longest = sizes.max()
     if not np.isfinite(longest):
@@ -234,7 +248,10 @@ class _Grid:
 
 
 def _round_all(values: NDArray[np.float32], blocks: Blocks, grid: _Grid, found: NDArray[np.int32]) -> None:
-    """Write the integers of sent values to `found`; leave the rest in `values`."""
+    """Write the integers of sent values to `found`.
+
+    The rest of each value is left in `values`.
+    """
     block = blocks.block
     whole = len(blocks.indices) - (blocks.count % block != 0)  # blocks that are not cut by the end of the model
     table = values[: blocks.length // block * block].reshape(-1, block)
@@ -256,7 +273,10 @@ def _round_all(values: NDArray[np.float32], blocks: Blocks, grid: _Grid, found: 
 
 
 def _dither(key: bytes, start: int, stop: int) -> NDArray[np.float32] | None:
-    """Return the dither of the sent values `start` to `stop`, [stop - start]."""
+    """Return the dither of the sent values, [stop - start].
+
+    The values are those from `start` to `stop`. It is None without a key.
+    """
     if not key:
         return None
     # The middles of 256 equal cells: never 1/2, which would move a value that is an integer already.
