@@ -1,4 +1,6 @@
-"""What both daemons share about training: jobs, models, the local epochs of one client, and evaluation.
+"""Training, as both daemons share it.
+
+It covers jobs, models, the local epochs of one client, and evaluation.
 
 The package holds the schema of a job with its tables, the code that a job names as "module:attribute", a model as flat
 vectors and as files, and training and evaluation in one process. It may import `fedring.codec`, `fedring.daemon`,

@@ -1,4 +1,4 @@
-"""What an algorithm demands of the other keys of a job."""
+"""The demands of an algorithm on other keys of a job."""
 
 import json
 from collections.abc import Mapping
@@ -67,7 +67,7 @@ SAMPLE_PRIVATE: Mapping[str, tuple[object, str]] = {
 
 
 def check_keys(job: object, cause: str, needs: Mapping[str, object]) -> None:
-    """Check that keys of a job have the values that an algorithm needs.
+    """Check that keys have the values that an algorithm needs.
 
     Args:
         job: The job.
@@ -83,7 +83,9 @@ def check_keys(job: object, cause: str, needs: Mapping[str, object]) -> None:
 
 
 def check_private(job: object, table: str, needs: Mapping[str, tuple[object, str]], best_by: str) -> None:
-    """Check that a job with differential privacy has no key that would reveal what the noise does not cover.
+    """Check that no key undoes a job's differential privacy.
+
+    Some keys would reveal more than the noise covers.
 
     Args:
         job: The job.
@@ -98,7 +100,7 @@ def check_private(job: object, table: str, needs: Mapping[str, tuple[object, str
 
 
 def check_noise_by(job: object) -> None:
-    """Check that who adds the noise of the table [dp] can do so.
+    """Check that dp.noise_by fits the job.
 
     Raises:
         ValueError: If another key must change; the sentence says which, and why.
@@ -115,7 +117,9 @@ def check_noise_by(job: object) -> None:
 
 
 def check_secure(job: object, best_by: str) -> None:
-    """Check that a job with secure aggregation has no key that needs single updates; arguments as check_private.
+    """Check that no key needs updates that secure aggregation hides.
+
+    The arguments are those of check_private.
 
     Raises:
         ValueError: If a key has another value than it must have; the sentence says why.

@@ -1,4 +1,7 @@
-"""The schema of a job: what to train, on how many clients, and for how many rounds."""
+"""The schema of a job.
+
+A job says what to train, on how many clients, and for how many rounds.
+"""
 
 from math import ceil
 from typing import Self
@@ -65,6 +68,7 @@ class Job(JobKeys):
                 "evaluator and evaluate_on_server need the whole model in one place, which a pipeline job avoids: "
                 "leave them out, and the stages evaluate each model together"
             )
+        # The table alone cannot check this: dgc takes its momentum from the job.
         if self.mode == "data_parallel":
             self.data_parallel.chosen_hook(self.momentum)
         least = max(self.pipeline.interval, self.pipeline.unit)
@@ -164,17 +168,29 @@ class Job(JobKeys):
         return {key: value for key, value in values.items() if isinstance(value, SettingSchedule)}
 
     def settings_of(self, job_round: int) -> RoundSettings:
-        """Return the values that `lr`, `epochs` and `subset_size` have in a round of the job, from 1 to `rounds`."""
+        """Return the values of the scheduled settings in a round.
+
+        They are `lr`, `epochs` and `subset_size`.
+
+        Args:
+            job_round: the number of the round within the job, from 1 to `rounds`.
+        """
         return settings_of(self.lr, self.epochs, self.subset_size, job_round=job_round, rounds=self.rounds)
 
     @property
     def grouped(self) -> bool:
-        """Whether the clients of a round form one group of workers, one of which delivers the update for all."""
+        """Whether the clients of a round form one group of workers.
+
+        One of the workers delivers the update for all.
+        """
         return self.mode != "federated"
 
     @property
     def fewest_updates(self) -> int:
-        """The number of updates of a round with the fewest clients that the job allows, if none of them fails."""
+        """The fewest updates of a round without failures.
+
+        The round has the fewest clients that the job allows.
+        """
         if self.close_at_minimum:
             return self.min_clients_to_aggregate
         if self.sample_clients:
@@ -183,17 +199,20 @@ class Job(JobKeys):
 
     @property
     def sharing(self) -> Sharing:
-        """Which tensors of the model travel."""
+        """The choice of the model's tensors that travel."""
         return Sharing(tuple(self.shared), tuple(self.private), not (self.grouped or self.send_frozen))
 
     @property
     def upload_encoding(self) -> Encoding:
-        """How clients encode their updates."""
+        """The encoding of the clients' updates."""
         return Encoding(self.encoding, self.chunk, self.keep_ratio, self.step)
 
     @property
     def delta_encoding(self) -> Encoding | None:
-        """How the server encodes the delta from one model to the next; None if it sends whole models."""
+        """The encoding of the delta between models, or None.
+
+        It is None if the server sends whole models.
+        """
         if self.download_encoding == "full":
             return None
         return Encoding(self.download_encoding, self.chunk, self.keep_ratio, self.step)

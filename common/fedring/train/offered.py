@@ -1,4 +1,6 @@
-"""What jobs may name: collected by kind when a daemon starts, from what its operator trusts.
+"""The names that jobs may use, collected when a daemon starts.
+
+They are collected by kind, from the modules and names that its operator trusts.
 
 `trusted` is a list of
 
@@ -80,7 +82,7 @@ class Offered:
         self._root, self._download = root, download
 
     def get(self, kind: Kind, name: str, args: Mapping[str, Any] | None = None) -> Callable[..., Any]:
-        """Look up what a job names.
+        """Look up a name from a job.
 
         Args:
             kind: As what the job names it.
@@ -102,6 +104,7 @@ class Offered:
             raise SeamError("no_download", f"{name} would download files with {asked[0]}: {advice}")
         if args is None:
             return offer.function
+        # The arguments that download were checked above, and only names of weights are passed on.
         typed = {key: value for key, value in args.items() if key not in offer.downloads}
         checked = check_arguments(name, offer.function, typed, given=_GIVEN.get(kind, 0), root=self._root)
         chosen = {key: _weights(name, args[key]) for key in args if key in offer.downloads}
@@ -119,7 +122,10 @@ class Offered:
         return [f"jobs may name as {kind}: {', '.join(names)}" for kind, names in self.names().items()]
 
     def marked(self) -> "Offered":
-        """Return the same table without classes that nobody has marked or named, for sites with a policy."""
+        """Return the same table without unmarked classes.
+
+        Nobody has marked or named these. Sites with a policy use this table.
+        """
         offers = [offer for offer in self._offers.values() if offer.marked]
         return Offered(offers, self.trusted, root=self._root, download=self._download)
 
@@ -130,7 +136,10 @@ class Offered:
         return [root for root in whole if not any(_is_below(module, root) for module in modules)]
 
     def knows_module(self, name: str) -> bool:
-        """Return whether the module of a name is trusted as a whole, so that all that it offers is known here."""
+        """Return whether the module of a name is trusted as a whole.
+
+        Then everything that it offers is known here.
+        """
         module = name.partition(":")[0]
         return any(":" not in root and _is_below(module, root) for root in self.trusted)
 
@@ -161,7 +170,9 @@ class Offered:
 
 
 def collect(trusted: Iterable[str], *, root: Path | None = None, download: bool = False) -> Offered:
-    """Import what an operator trusts, and collect what it offers. This may take seconds.
+    """Import everything that an operator trusts, and collect its offers.
+
+    This may take seconds.
 
     Args:
         trusted: Modules, and names of functions and classes, as the module's docstring says.
@@ -204,7 +215,7 @@ def _offers_of(entry: str) -> Iterator[Offer]:
 
 
 def _named(name: str, module: ModuleType, attribute: str, kind: str) -> Iterator[Offer]:
-    """Return what an operator has named."""
+    """Yield the offers of a name that an operator trusts."""
     try:
         value = getattr(module, attribute)
     except AttributeError as error:
@@ -220,7 +231,10 @@ def _named(name: str, module: ModuleType, attribute: str, kind: str) -> Iterator
 
 
 def _in_module(module: ModuleType, name: str = "") -> Iterator[Offer]:
-    """Return what is marked in a module, and its classes that are torch modules."""
+    """Yield the offers of a module.
+
+    They are the marked functions and classes in it, and its classes that are torch modules.
+    """
     name = name or module.__name__
     public = vars(module).get("__all__")
     public = set(public) if isinstance(public, list | tuple) else set()
@@ -237,7 +251,10 @@ def _in_module(module: ModuleType, name: str = "") -> Iterator[Offer]:
 
 
 def _of_torchvision(attribute: str) -> Iterator[Offer]:
-    """Return the models of torchvision for images, or one of them; other models download weights by default."""
+    """Yield torchvision's models for images, or one of them.
+
+    Other models download weights by default.
+    """
     try:
         vision.load()
     except ImportError as error:
@@ -255,7 +272,11 @@ def _of_torchvision(attribute: str) -> Iterator[Offer]:
 
 
 def _weights(name: str, value: object) -> object:
-    """Return the name of weights, which torchvision looks up in its own list."""
+    """Return the name of weights for torchvision's own lookup.
+
+    Raises:
+        SeamError: With the reason bad_argument, if it is no such name.
+    """
     if value is None or value is False or (isinstance(value, str) and value.replace(".", "_").isidentifier()):
         return value
     raise SeamError("bad_argument", f"{name}: the weights {str(value)[:80]!r} are no name, such as DEFAULT.")

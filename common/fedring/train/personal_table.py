@@ -1,4 +1,7 @@
-"""The table [personal] of a job: each client also trains a model of its own."""
+"""The table [personal] of a job: models of the clients' own.
+
+Each client also trains a model of its own.
+"""
 
 from typing import Literal
 
@@ -8,7 +11,10 @@ from fedring.train.bounds import NonNegative, PositiveCount
 
 
 class Personal(BaseModel):
-    """How each client trains a model of its own, which never leaves it. Unknown keys are errors."""
+    """All settings of personal models.
+
+    Each client trains a model of its own, which never leaves it. Unknown keys are errors.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

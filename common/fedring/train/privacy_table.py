@@ -1,4 +1,7 @@
-"""The table [dp] of a job: differential privacy for whole clients, with noise that the server or the clients add."""
+"""The table [dp] of a job: differential privacy for whole clients.
+
+The server or the clients add the noise.
+"""
 
 from collections.abc import Collection
 from functools import lru_cache
@@ -74,7 +77,9 @@ class ClientPrivacy(BaseModel):
         return self.noise_by == "clients"
 
     def plan(self, clients: int, dimension: int, needed: int) -> IntegerPlan:
-        """Return how the clients of a group make integers with noise, of which the server learns the sum.
+        """Return the plan by which a group's clients make noisy integers.
+
+        The server learns the sum of these integers.
 
         The noise of the honest ones among the fewest survivors is what noise_multiplier says, in units of the most that
         one client can change the sum.
@@ -91,7 +96,9 @@ class ClientPrivacy(BaseModel):
         return _plan(self.clip, self.noise_multiplier, self.bits, clients, honest, dimension)
 
     def charge_of(self, groups: Collection[int], dimension: int, needed: int) -> SkellamCharge:
-        """Return what a round costs in which the clients add the noise: no group's sum costs more.
+        """Return the cost of a round in which clients add noise.
+
+        No group's sum costs more.
 
         Each client is in one group only. At the same noise in units of what one client can change, smaller integers
         cost more.
@@ -110,7 +117,9 @@ class ClientPrivacy(BaseModel):
         return SkellamCharge(norm, charges[0].dimension, variance)
 
     def sum_multiplier(self, clients: int) -> float:
-        """Return the noise multiplier of the sum of the updates (Andrew et al. 2021, theorem 1).
+        """Return the noise multiplier of the sum of the updates.
+
+        See Andrew et al. 2021, theorem 1.
 
         An adaptive clip spends part of the privacy on the number of updates within the clip, so that the sum needs more
         noise for both to cost what noise_multiplier says.

@@ -1,4 +1,7 @@
-"""The table [sample_dp] of a job: differential privacy for single samples, with noise that each client adds."""
+"""The table [sample_dp] of a job: privacy for single samples.
+
+Each client adds the noise of their differential privacy.
+"""
 
 from typing import Annotated
 
@@ -8,7 +11,10 @@ from fedring.train.bounds import NonNegative
 
 
 class SamplePrivacy(BaseModel):
-    """All settings of DP-SGD (Abadi et al. 2016), with which clients train. Unknown keys are errors."""
+    """All settings of DP-SGD (Abadi et al. 2016) at the clients.
+
+    Unknown keys are errors.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

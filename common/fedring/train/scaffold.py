@@ -1,4 +1,6 @@
-"""SCAFFOLD (Karimireddy et al. 2020, algorithm 1, option II): what the server and its clients compute alike.
+"""SCAFFOLD's formulas, shared by the server and its clients.
+
+They are those of Karimireddy et al. 2020, algorithm 1, option II.
 
 The server keeps a control variate c, and client i its own c_i. Each local step follows the gradient minus c_i plus c.
 After K steps with the learning rate eta, which have moved the model by delta_i, the client's control variate becomes

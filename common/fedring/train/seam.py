@@ -1,4 +1,4 @@
-"""A job's model and optimizer, made by code that is offered here, and checked after it."""
+"""A job's model and optimizer, made by offered code and checked."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Runs a user's own training function in the place of the built-in loop."""
+"""A user's own training function in place of the built-in loop."""
 
 import math
 import time
