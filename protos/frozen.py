@@ -2,7 +2,7 @@
 
 All clients and servers with one protocol number must understand each other, whatever their versions. So within one
 number, calls, messages, fields and values may be added, because an older side ignores them, but nothing may be removed
-or changed. protocol.json lists what exists. It is compared with the .proto files, and grows with them.
+or changed. protocol.json lists the present declarations. It is compared with the .proto files, and grows with them.
 """
 
 from collections.abc import Iterable, Mapping
@@ -98,7 +98,7 @@ def freeze(before: Wire | None, now: Wire, protocol: int) -> Wire:
 
     Args:
         before: its present content; None = the file does not exist.
-        now: what the .proto files declare.
+        now: the declarations of the .proto files.
         protocol: the number in the contract.
 
     Raises:

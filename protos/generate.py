@@ -3,8 +3,8 @@
 This is both a script (`python protos/generate.py`) and hatchling's build hook. An old
 generator writes the code on purpose: its code runs on every later protobuf.
 
-With --freeze, the script also writes to protocol.json what the files declare. It refuses
-to do so if something was removed or changed and PROTOCOL was not raised.
+With --freeze, the script also writes the declarations to protocol.json. It refuses to do so
+if something was removed or changed and PROTOCOL was not raised.
 """
 
 import json

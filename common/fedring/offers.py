@@ -3,8 +3,8 @@
     @offers("model")
     def net(hidden: int = 32) -> nn.Module: ...
 
-A daemon collects what is marked in the modules that its operator trusts, once, when it starts: `fedring.train.offered`.
-This module imports nothing of fedring and no torch, so that any code can use the mark.
+When it starts, a daemon collects the marked functions and classes of the modules that its operator trusts:
+`fedring.train.offered`. This module imports nothing of fedring and no torch, so that any code can use the mark.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ def offers(*kinds: Kind) -> Callable[[Marked], Marked]:
     """Mark a function, class or method as something that jobs may name.
 
     Args:
-        kinds: As what it is offered, such as "model" or "data": at least one of KINDS.
+        kinds: The kinds that it is offered as, such as "model" or "data": at least one of KINDS.
 
     Returns:
         A decorator, which returns its argument unchanged but for the mark. It goes above all other decorators.

@@ -51,7 +51,7 @@ def encode_gradient(parts: Sequence[Part], *, sizes: Sequence[int]) -> bytes:
     """Encode a message.
 
     Args:
-        parts: What to send of each tensor.
+        parts: The entries to send of each tensor.
         sizes: The number of entries of each tensor, below 2^31.
 
     Raises:
@@ -75,7 +75,7 @@ def decode_gradient(data: bytes | memoryview, *, sizes: Sequence[int]) -> list[E
         sizes: The number of entries of each tensor, as the receiver expects it.
 
     Returns:
-        What the message says of each tensor.
+        The entries of each tensor.
 
     Raises:
         CodecError: For bytes that encode_gradient would not write for tensors of these sizes.

@@ -4,8 +4,8 @@ Each integer looks random, as a client of secure aggregation sends it.
 
     HEADER (chunk = bits, 1 to 32)   ceil(dim / 8) times `bits` bytes
 
-It is no encoding of a vector: how many values there are, and what they mean, follows from the round (FORMATS.md,
-"Secure aggregation"). So a job cannot name it, and only a round with secure aggregation takes it.
+It is no encoding of a vector: the number of values and their meaning follow from the round (FORMATS.md, "Secure
+aggregation"). So a job cannot name it, and only a round with secure aggregation takes it.
 """
 
 from dataclasses import dataclass
@@ -61,7 +61,7 @@ class MaskedPacket:
     Args:
         read: Returns the bytes at an offset, of a given size.
         size: The size of the packet in bytes.
-        width: What the receiver expects.
+        width: The width that the receiver expects.
 
     Raises:
         CodecError: "wrong_width", if the packet is of another width or size; "truncated" or "bad_header".
@@ -90,7 +90,7 @@ def masked_packet(words: Words, bits: int) -> list[bytes | memoryview]:
     """Return the parts of a packet, which follow each other.
 
     Args:
-        words: The masked values [n], of which the lowest `bits` bits count.
+        words: The masked values [n]; only their lowest `bits` bits count.
         bits: Of a value.
     """
     return [HEADER.pack(_MAGIC, 0, VERSION, bits, len(words)), pack(words, bits).data]

@@ -178,7 +178,7 @@ def explain(error: ValidationError, origins: Mapping[str, str], model: type[Base
     """Return the first error in one sentence.
 
     Args:
-        error: what pydantic found.
+        error: pydantic's findings.
         origins: where each key's value came from.
         model: describes the keys, if it is given.
     """

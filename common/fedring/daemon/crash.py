@@ -20,7 +20,7 @@ SECURE_COMMITS = {
     for what in ("start", "keys", "roster", "shares", "peers", "survivors", "signature", "signers", "unmask")
     for when in ("before", "after")
 }
-"""Further crash points in fl-server, for jobs with secure aggregation: around what is kept of clients' messages, and
+"""Further crash points in fl-server, for jobs with secure aggregation: around the storing of clients' messages, and
 around each decision that they are told of."""
 
 SECURE_FAILURE = {"before_secure_failure_commit", "after_secure_failure_commit"}

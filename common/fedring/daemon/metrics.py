@@ -34,7 +34,7 @@ CONNECTION_SECONDS = 10.0
 _LOOK_SECONDS = 0.5
 
 SECONDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0)
-"""The buckets of histograms of what may take long."""
+"""The buckets of histograms for operations that may take long."""
 
 Labels = Iterable[str]  # the values that a label can have
 _M = TypeVar("_M", bound=MetricWrapperBase)

@@ -1,7 +1,7 @@
 """Waiting on the main thread without being deaf to signals.
 
 The system may give a signal to any thread of a process. Python then runs the signal's handler on the main thread, but
-does not interrupt what the main thread waits for. So the main thread never waits for long at a time.
+does not interrupt a wait of the main thread. So the main thread never waits for long at a time.
 """
 
 from concurrent.futures import Future

@@ -26,9 +26,9 @@ def start_span(name: str, parent: str = "", **attributes: str | int) -> trace.Sp
     """Begin a span; the caller must end it.
 
     Args:
-        name: the span's.
+        name: the name of the span.
         parent: the traceparent of the span that it is a part of; empty for the span around this place, if there is one.
-        attributes: what it says of itself.
+        attributes: the attributes of the span.
     """
     return _tracer.start_span(name, _context_of(parent), attributes=attributes)
 

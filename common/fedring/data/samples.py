@@ -18,7 +18,7 @@ class DataError(Exception):
     """The samples cannot be loaded or divided.
 
     Attributes:
-        reason: A stable word for what is wrong; the text is one sentence that also says what to do.
+        reason: A stable word for the fault; the text is one sentence that also says what to do.
     """
 
     def __init__(self, reason: str, detail: str) -> None:

@@ -45,7 +45,7 @@ def epsilon(charges: Iterable[Charge], delta: float) -> float:
 
     Args:
         charges: of each release, the standard deviation of its Gaussian noise in units of the most that one client can
-            change it (in L2 norm), above 0; or what its Skellam noise costs.
+            change it (in L2 norm), above 0; or the charge of its Skellam noise.
         delta: the probability that epsilon may fail, above 0 and below 1.
 
     Raises:

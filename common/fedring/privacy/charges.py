@@ -83,10 +83,10 @@ class SkellamCharge:
         It is close to the Gaussian bound if the variance is large.
 
         Let f(k) be -log P(X = k), and L the largest second difference of f. Then f(k) - L k^2 / 2 is concave, and stays
-        so if it is interpolated linearly. Applied to the points k - a s, k - s and k, of which the middle one is a mean
-        of the others, this bounds the sum of P(X = k - s)^a P(X = k)^(1 - a), in which the order a need not be an
-        integer, by exp(L s^2 a (a - 1) / 2) times a sum of P(X = k) over k from a lattice that is moved by a s. By
-        Hoelder's inequality, the latter is at most exp(L / 8), because of the interpolation.
+        so if it is interpolated linearly. Applied to the points k - a s, k - s and k, where the middle one is a mean of
+        the others, this bounds the sum of P(X = k - s)^a P(X = k)^(1 - a), in which the order a need not be an integer,
+        by exp(L s^2 a (a - 1) / 2) times a sum of P(X = k) over k from a lattice that is moved by a s. By Hoelder's
+        inequality, the latter is at most exp(L / 8), because of the interpolation.
 
         With y = x I_n'(x) / I_n(x), the second difference at n is -log(1 - y' / x). It is largest at 0: Riccati's
         equation x y' = x^2 + n^2 - y^2 shows that dy/dn falls in x. So L = 2 log(I_0(v) / I_1(v)), and Amos (1974)

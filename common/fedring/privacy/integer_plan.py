@@ -22,7 +22,7 @@ MIN_BITS, BITS, MAX_BITS = 8, 20, 48
 """The bits of the modulus: the fewest, as many as are enough for most groups, and the most."""
 
 FEW_ROUNDING, _MAX_ROUNDING = 1.01, 1.1
-"""How much larger than the clip the norm may be after rounding: as it should be, and what is refused above."""
+"""How much larger than the clip the norm may be after rounding: the aim, and the most."""
 
 _FINE = 16.0
 """The clip need not be more than this times the square root of the dimension: rounding then makes the norm larger by a
@@ -87,7 +87,7 @@ def integer_plan(
     larger than is useful. A value that leaves the range costs accuracy, and no privacy.
 
     Rounding makes a vector longer. So the sum is a little less private than with Gaussian noise of the same multiplier:
-    `IntegerPlan.multiplier` is what a site's demands are to be compared with, and `IntegerPlan.charge` is what counts.
+    compare a site's demands with `IntegerPlan.multiplier`, and account for `IntegerPlan.charge`.
 
     Args:
         clip: the L2 norm to which each client's vector is shortened, above 0.
@@ -95,7 +95,7 @@ def integer_plan(
             clip. A sum of more clients has more noise.
         clients: the most whose vectors are added.
         survivors: the fewest whose noise is in a sum that anybody sees. Clients who tell others of their own noise do
-            not count: to be private from c clients who share what they know with the server, take c off.
+            not count: to be private from c clients who share their knowledge with the server, subtract c.
         dimension: the number of values of a vector.
         bits: of the modulus.
         block: how many values are rotated together, a power of two.

@@ -2,8 +2,8 @@
 
 A vector is clipped, rotated, scaled, and rounded at random to integers around each value; then its share of Skellam
 noise is added (Agarwal, Kairouz, Liu 2021; rotation, conditional rounding and the modulus are those of Kairouz, Liu,
-Steinke 2021). Secure aggregation adds such vectors modulo 2^bits. Two sets of data are neighbours if they differ in
-what one client sends, all its values being 0 in one of them; that client's noise is in both.
+Steinke 2021). Secure aggregation adds such vectors modulo 2^bits. Two sets of data are neighbours if they differ in the
+vector of one client, all its values being 0 in one of them; that client's noise is in both.
 """
 
 import hashlib
@@ -83,7 +83,7 @@ def decode_sum(total: NDArray[np.int64], plan: IntegerPlan, seed: bytes, start: 
         start: the place of the first value in the padded vector, a multiple of the block.
 
     Returns:
-        [m], of which those from `dimension` on are padding.
+        [m]; those from `dimension` on are padding.
 
     Raises:
         ValueError: if the piece is not whole blocks.

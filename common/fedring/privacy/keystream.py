@@ -27,7 +27,7 @@ class KeyStream:
 
     Args:
         key: a secret, or a public seed if everybody may know the sequence.
-        context: what the sequence is for; another context gives an independent sequence.
+        context: the purpose of the sequence; another context gives an independent sequence.
     """
 
     def __init__(self, key: bytes, context: Iterable[str]) -> None:

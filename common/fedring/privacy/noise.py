@@ -3,12 +3,12 @@
 The same key always gives the same noise.
 
 A server that is killed between drawing noise and publishing the model adds the same noise when it aggregates the same
-updates once more. Fresh noise would let whoever sees both models average the noise away.
+updates once more. With fresh noise, anybody who sees both models could average the noise away.
 
 The noise is the Box-Muller transform (Box and Muller 1958) of the key stream of AES-256 in counter mode, in float64.
 Each pair of values has a place of its own in the stream, so that a vector can be drawn piece by piece. Floating-point
-noise is not ideal: Mironov (2012) shows what the lowest bits of a published value can reveal. A model is rounded to
-float32 after the noise was added, which hides most, but not all, of that.
+noise is not ideal: Mironov (2012) shows how much the lowest bits of a published value can reveal. A model is
+rounded to float32 after the noise was added, which hides most, but not all, of that.
 """
 
 from collections.abc import Iterable
@@ -24,7 +24,7 @@ class Noise:
 
     Args:
         secret: at least 32 bytes from the operating system's random numbers.
-        context: what the noise is for; another context gives independent noise.
+        context: the purpose of the noise; another context gives independent noise.
     """
 
     def __init__(self, secret: bytes, context: Iterable[str]) -> None:

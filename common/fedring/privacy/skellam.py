@@ -2,13 +2,13 @@
 
 It is the distribution of the difference of two independent Poisson variables with the same mean.
 
-Sums of it are of the same distribution, with the sum of the variances, which is what distributed differential privacy
-needs (Agarwal, Kairouz, Liu 2021). The distribution with the variance v takes the value k with the probability
+Sums of it are of the same distribution, with the sum of the variances, as distributed differential privacy needs it
+(Agarwal, Kairouz, Liu 2021). The distribution with the variance v takes the value k with the probability
 exp(-v) I_k(v), where I_k is the modified Bessel function of the first kind.
 
 Values are drawn by inversion: a number of 128 random bits is looked up in a table of the cumulative distribution, which
 is computed with integers, each entry to within 2^-128. Values that are drawn with a probability below 2^-160 are left
-out. The total variation distance between what is drawn and the Skellam distribution is below 2^-106: for a vector of
+out. The total variation distance between the drawn values and the Skellam distribution is below 2^-106: for a vector of
 2^25 values, it is below 2^-81, far less than any delta.
 """
 
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from fedring.privacy.keystream import KeyStream
 
 MIN_VARIANCE, MAX_VARIANCE = 2.0**-32, 2.0**32
-"""The bounds of what can be drawn. The table of the largest variance has 1.7 million entries."""
+"""The bounds of the variance. The table of the largest variance has 1.7 million entries."""
 
 _HALF = 64
 _BITS = 2 * _HALF

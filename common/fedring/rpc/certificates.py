@@ -25,8 +25,8 @@ def load_pair(cert: Path, key: Path) -> CertifiedKey:
     """Read a certificate and its private key.
 
     Raises:
-        ConfigError: If a file cannot be read, does not hold what it should, or if any user of this host can read the
-            key; or if the key belongs to another certificate.
+        ConfigError: If a file cannot be read, has other content, or if any user of this host can read the key; or if
+            the key belongs to another certificate.
     """
     chain, private = read_secretly(cert, secret=False), read_secretly(key)
     certificate = _parse(chain, cert)[0]
@@ -73,7 +73,7 @@ def check_dates(certificate: x509.Certificate, what: str) -> timedelta:
 
     Args:
         certificate: The certificate.
-        what: What to call it in an error, such as the name of its file.
+        what: Its name in an error, such as the name of its file.
 
     Raises:
         ConfigError: If it is not valid yet, or has expired.

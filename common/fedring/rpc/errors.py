@@ -215,7 +215,7 @@ class Unavailable(FedringError):
 def refusal_in(group: ExceptionGroup[Exception]) -> FedringError | None:
     """Return the refusal that has ended a group of tasks.
 
-    Use it in `except`, not in `except*`, which before Python 3.11.4 wraps what is raised in it in another group.
+    Use it in `except`, not in `except*`, which before Python 3.11.4 wraps errors raised in it in another group.
 
     Args:
         group: The errors of the tasks.
@@ -258,7 +258,7 @@ def retry_seconds_of(error: grpc.RpcError) -> float:
         error: The call that was refused.
 
     Returns:
-        What the server says, limited to 0 to 3600; 10 if it gives no finite number.
+        The server's answer, limited to 0 to 3600; 10 if it gives no finite number.
     """
     try:
         seconds = float(_text_in(_trailing_metadata(error), RETRY_KEY))

@@ -49,7 +49,8 @@ def around(method: Callable[..., Any], enter: Callable[[Any, Any], AbstractAsync
 
     Args:
         method: A coroutine function or an asynchronous generator function of (request, context).
-        enter: Makes the context manager from the same two arguments; what it yields is passed on as the context.
+        enter: Makes the context manager from the same two arguments; the object that it yields is passed on as the
+            context.
 
     Returns:
         A function of the same kind as `method`.

@@ -74,7 +74,7 @@ def health_port(address: str, health: Health) -> tuple[aio.Server, str]:
 
     Args:
         address: Where it is to listen, "host:port" or "unix:path"; port 0 takes any free one.
-        health: What it answers.
+        health: Its answers.
 
     Returns:
         The server, which has not been started, and the address with the port that it got.

@@ -60,7 +60,7 @@ LOCAL = Identity(None, "local")
 """The caller of a port that only this host can reach, or that the operator has opened to everybody."""
 
 NOBODY = Identity(None, "nobody")
-"""What the audit log calls a caller without an identity. Such a call is never let in."""
+"""A caller without an identity, for the audit log. Such a call is never let in."""
 
 IDENTITY: ContextVar[Identity] = ContextVar("IDENTITY")
 """The caller of the call that the running handler serves. It has no value unless `Auth` has set it."""

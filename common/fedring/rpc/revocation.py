@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 _PEM = re.compile(rb"-----BEGIN X509 CRL-----.*?-----END X509 CRL-----", re.DOTALL)
 
 Serial = tuple[bytes, int]
-"""What distinguishes a certificate: the name of its issuer, in DER, and its serial number."""
+"""The key of a certificate: the name of its issuer, in DER, and its serial number."""
 
 
 def shown(context: Any) -> Serial | None:

@@ -71,13 +71,13 @@ def check(
 
     Args:
         schedule: The schedule.
-        routes: Which stage uses which tensors of which other one; None means a chain.
+        routes: The tensors that each stage uses of others; None means a chain.
         credits: If above 0, how many messages a stage may send to the next one before the first of them is taken;
             a lane that passes by other stages has more, see Traffic.credits().
         bounds: The most that each stage may need.
 
     Returns:
-        What each stage needs; if it has replicas, the one that needs the most.
+        The needs of each stage; if it has replicas, those of the one that needs the most.
 
     Raises:
         ScheduleError: If the schedule is wrong, deadlocks, or exceeds `bounds`.

@@ -4,17 +4,16 @@ These integers are the values of secure aggregation.
 
 The parameters are cut into blocks of neighbouring values. A round sends some blocks or all of them, and each has one
 step s. In an update of the weight w, the value v becomes the integer x = w v / s, rounded to the nearest, halves to
-even, and cut to what the round's levels L and its largest weight W hold: -L W to L W, for every client alike. A
+even, and cut to the range of the round's levels L and its largest weight W: -L W to L W, for every client alike. A
 dither between -1/2 and 1/2 is added before, which nobody else can compute: so two sums of nearly the same updates
 differ by more than these do.
 
 The weight counts before the rounding. Unequal weights that multiply a few levels afterwards make a knapsack of their
 sum, which opens: only one choice of levels gives it. Integers on one grid, in one range, have nothing of that.
 
-What the integers do not say stays with the client: the residual v - s x / w, and the values of blocks that are not
-sent. In a round that leaves blocks out, a client trains from the model plus its residual. If it trained from the model
-alone, in which a block has not moved, it would repeat the change that it keeps already, and the sum of both would go
-much too far.
+The rest stays with the client: the residual v - s x / w, and the values of blocks that are not sent. In a round that
+leaves blocks out, a client trains from the model plus its residual. If it trained from the model alone, in which a
+block has not moved, it would repeat the change that it keeps already, and the sum of both would go much too far.
 """
 
 from dataclasses import dataclass
@@ -76,7 +75,7 @@ def open_blocks(secure: wire.SecureRound, length: int) -> Blocks:
     """Return the blocks of values that a round sends.
 
     Args:
-        secure: what the command says of the round.
+        secure: the command's settings of the round.
         length: the number of parameters of the model.
 
     Raises:
@@ -160,9 +159,10 @@ def to_integers(
     The server learns their sum over clients.
 
     Args:
-        values: the parameters' change, [n]. It becomes what the client keeps for its next update: what the integers
-            leave out, computed in float64 and rounded to float32; values that are not sent stay as they are.
-        secure: what the command says of the round.
+        values: the parameters' change, [n]. It becomes the residual that the client keeps for its next update: the part
+            that the integers leave out, computed in float64 and rounded to float32; values that are not sent stay as
+            they are.
+        secure: the command's settings of the round.
         samples: how many samples the client was trained on, at least 1.
         dither: 32 bytes that it follows from, for this update only; empty = none.
         max_clipped_share: of the values that are sent and are not 0. If more would be cut, nothing is told: each
@@ -186,7 +186,7 @@ def zero_integers(secure: wire.SecureRound, length: int, samples: int) -> NDArra
     """Return the integers of an update of zeros, with its full weight.
 
     Args:
-        secure: what the command says of the round.
+        secure: the command's settings of the round.
         length: the number of parameters.
         samples: how many samples the client's updates count for, at least 1.
 

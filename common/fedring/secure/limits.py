@@ -30,7 +30,7 @@ def fewest_survivors(clients: int, needed: int) -> int:
 def honest_survivors(clients: int, needed: int, *, trusted: bool) -> int:
     """Return the fewest honest clients in a sum with noise.
 
-    An honest client has added noise of which nobody else knows.
+    An honest client has added noise that nobody else knows.
 
     Without trust, fewer than a third of the group may add no noise, or tell the server theirs. One client is left out
     in any case: each knows its own noise, which hides nothing from it.

@@ -84,7 +84,7 @@ def signed_keys(
         client_id: of the client.
         secrets: of the client, for this round only.
         key: proves who the client is.
-        proof: what it shows for that key.
+        proof: the proof for that key.
     """
     # The run, round and task are signed with the keys, so that the server can use them for no other round or task.
     statement = wire.KeyStatement(

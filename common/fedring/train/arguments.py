@@ -4,11 +4,11 @@ They are checked before the call, against bounds and against the signature.
 
 They come from a server or an operator as JSON. Allowed are numbers, booleans, short texts, lists of those, and tables
 of all these; a table holds no other table. A text is no path and no URL, unless the callable declares its parameter as
-a `Path`. Then the text is taken as relative to the daemon's `data_root`, and what it leads to lies below that folder.
+a `Path`. Then the text is taken as relative to the daemon's `data_root`, and must lead to a place below that folder.
 
-An annotation decides what a value becomes, and some that pydantic knows would import or open what a text names. So only
-plain ones are taken: bool, int, float, str, None, Any, Literal, enumerations, lists, tuples and dicts of these, and
-unions. A parameter with another one cannot be given by a job.
+An annotation decides the type of a value, and some that pydantic knows would import modules or open files that a text
+names. So only plain ones are taken: bool, int, float, str, None, Any, Literal, enumerations, lists, tuples and dicts of
+these, and unions. A parameter with another one cannot be given by a job.
 """
 
 import inspect
@@ -70,7 +70,7 @@ def check_arguments(
 
     Args:
         name: The name of the function, for errors.
-        function: Its signature decides which arguments there are, and of which types.
+        function: Its signature decides the names and the types of arguments.
         args: The arguments, as parsed from JSON.
         given: How many arguments come before them, by position.
         root: The folder below which paths lie; None = no path can be given.

@@ -61,7 +61,8 @@ def failure_reason(error: Exception) -> str:
 
     It is "out_of_memory", "disk_failed" or "train_error".
 
-    They differ in what follows: another worker may have enough memory, but an error of the code happens everywhere.
+    They have different consequences: another worker may have enough memory, but an error of the code happens
+    everywhere.
     """
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return "out_of_memory"

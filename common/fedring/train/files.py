@@ -36,7 +36,8 @@ def load_model(
         source: A file, safetensors or a state dict of torch.save; or the number of a model version, 0 for the newest.
         model: Takes the values, in its own dtypes. It is unchanged if an error is raised.
         state_dir: The state folder of the fl-server that keeps the version; the server may be running.
-        partial: The file may hold a part of the model only, such as what a job shares; the rest keeps its values.
+        partial: The file may hold a part of the model only, such as the shared tensors of a job; the rest keeps its
+            values.
 
     Returns:
         The same model.

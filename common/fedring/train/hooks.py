@@ -171,7 +171,7 @@ def choose_hook(text: str, given: Mapping[str, Any] | None = None) -> HookChoice
         The name, and a value for each parameter of the hook: from the call, from `given`, or else its default.
 
     Raises:
-        ValueError: If there is no such hook or parameter, or if a value does not fit. The text lists what there is.
+        ValueError: If there is no such hook or parameter, or if a value does not fit. The text lists the choices.
     """
     wrapper, inner = split_wrapper(text)
     call = _CALL.fullmatch(inner)

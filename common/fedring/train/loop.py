@@ -55,8 +55,9 @@ def train(
         device: Where to train.
         progress: Is called now and then with the share of the work that is done, 0 to 1.
         stopped: Is called before each step; once it returns True, training ends.
-        corrections: What is added to the gradients in each step, in the shapes of the parameters, by their names.
-        towards: What the proximal term pulls parameters to, by their names; others are pulled to where they start.
+        corrections: Tensors that are added to the gradients in each step, by the names of the parameters, in their
+            shapes.
+        towards: Values to which the proximal term pulls parameters, by their names; others are pulled to their start.
 
     Returns:
         The means over the last epoch, and how long training took.

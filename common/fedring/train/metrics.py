@@ -26,7 +26,7 @@ ORIGINS = ("train", "eval", "server")
 """Where a round's figures are from: its updates, its clients' evaluations, and the server's own evaluation."""
 
 RULES = ("max eval/accuracy", "max server/accuracy", "min eval/loss", "min server/loss")
-"""What makes a round the best of its job if the job does not say: the first of these figures that any round has."""
+"""The rules for the best round if a job names none: the first of these figures that any round has decides."""
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _RULE = re.compile(rf"(max|min) ({'|'.join(ORIGINS)})/{_NAME.pattern}")
@@ -87,8 +87,8 @@ def combine(reports: Iterable[tuple[float, Metrics]]) -> dict[str, float]:
     The order of the reports makes no difference.
 
     Args:
-        reports: For each client what it counts, such as its number of samples, and its figures, which do not count
-            with a 0.
+        reports: For each client its weight, such as its number of samples, and its figures, which do not count with a
+            weight of 0.
 
     Returns:
         For each name the sum or the mean over the clients that have reported it, sorted by name. If there are more

@@ -22,9 +22,9 @@ def check_name(key: str, kind: Kind, name: str, offered: Offered) -> Check:
 
     Args:
         key: The configuration key that holds the name, for the report.
-        kind: As what it is named.
+        kind: The kind that it is named as.
         name: A callable as "module:attribute".
-        offered: What jobs may name here.
+        offered: The names that jobs may use here.
     """
     try:
         offered.get(kind, name)

@@ -6,11 +6,11 @@ They are collected by kind, from the modules and names that its operator trusts.
 
 - `fedring`: the models, data sets, losses and optimizers that come with it;
 - `torchvision`: the models for images in torchvision's own registry, as `torchvision:resnet18`;
-- a module: what is marked with `fedring.offers.offers` in it, or in the modules below it that it imports itself, and
-  the classes derived from torch.nn.Module there, as models. What a module only imports is not offered through it,
-  unless it stands in its `__all__`;
-- a function or class, `module:attribute as kind`, which needs no mark. Without `as`, it is what it is marked as, or a
-  model.
+- a module: everything that is marked with `fedring.offers.offers` in it, or in the modules below it that it imports
+  itself, and the classes derived from torch.nn.Module there, as models. A name that a module only imports is not
+  offered through it, unless it stands in its `__all__`;
+- a function or class, `module:attribute as kind`, which needs no mark. Without `as`, its mark decides; without a mark,
+  it is a model.
 
 Afterwards a name is only looked up: that imports nothing and calls nothing.
 """
@@ -45,7 +45,7 @@ class Offer:
     """A function or class that jobs may name.
 
     Attributes:
-        kind: As what.
+        kind: Its kind.
         name: Its name, module:attribute.
         function: The function or class.
         marked: Whether it carries the mark, or the operator has named it, and not only its module.
@@ -63,8 +63,8 @@ class Offered:
     """The table of all that jobs may name here.
 
     Args:
-        offers: What is offered.
-        trusted: What it was collected from, for errors.
+        offers: The offers.
+        trusted: The entries that it was collected from, for errors.
         root: The folder below which paths in arguments lie; None = no path can be given.
         download: Whether arguments may make a callable download files.
     """
@@ -85,7 +85,7 @@ class Offered:
         """Look up a name from a job.
 
         Args:
-            kind: As what the job names it.
+            kind: The kind that the job names it as.
             name: The name, module:attribute.
             args: Keyword arguments from the job, as parsed from JSON; None = the job gives it none.
 
@@ -185,7 +185,7 @@ def collect(trusted: Iterable[str], *, root: Path | None = None, download: bool 
     """
     entries = list(dict.fromkeys(trusted))
     offers = [offer for entry in entries for offer in _offers_of(entry)]
-    # An operator's own word counts more than what a module says of the same name.
+    # An operator's own word counts more than a module's mark of the same name.
     return Offered(sorted(offers, key=lambda offer: offer.marked), entries, root=root, download=download)
 
 
@@ -207,7 +207,7 @@ def _offers_of(entry: str) -> Iterator[Offer]:
             yield from _in_module(_import(own, entry))
     else:
         _import(module, entry)
-        # What the module itself has imported of its package is there by now. Nothing else is imported.
+        # The modules of its package that it has itself imported are there by now. Nothing else is imported.
         for below in sorted(each for each in sys.modules if _is_below(each, module)):
             private = "._" in below.removeprefix(module)
             if not private and isinstance(found := sys.modules[below], ModuleType):

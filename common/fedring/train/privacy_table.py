@@ -81,8 +81,8 @@ class ClientPrivacy(BaseModel):
 
         The server learns the sum of these integers.
 
-        The noise of the honest ones among the fewest survivors is what noise_multiplier says, in units of the most that
-        one client can change the sum.
+        The noise of the honest ones among the fewest survivors is noise_multiplier, in units of the most that one
+        client can change the sum.
 
         Args:
             clients: of the group.
@@ -100,7 +100,7 @@ class ClientPrivacy(BaseModel):
 
         No group's sum costs more.
 
-        Each client is in one group only. At the same noise in units of what one client can change, smaller integers
+        Each client is in one group only. At the same noise in units of one client's largest change, smaller integers
         cost more.
 
         Args:
@@ -122,7 +122,7 @@ class ClientPrivacy(BaseModel):
         See Andrew et al. 2021, theorem 1.
 
         An adaptive clip spends part of the privacy on the number of updates within the clip, so that the sum needs more
-        noise for both to cost what noise_multiplier says.
+        noise for both to cost as much as noise_multiplier says.
 
         Args:
             clients: the denominator of the mean.

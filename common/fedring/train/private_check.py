@@ -1,6 +1,6 @@
 """A check that a model treats samples alone, as DP-SGD needs it.
 
-What the check finds is told to the server, and not charged. So it sees no data: two samples that are made up, of the
+The result of the check is told to the server, and not charged. So it sees no data: two samples that are made up, of the
 shapes and types of the first one. And it sees none of the server's values, but weights that nobody has chosen: chosen
 ones could make the answer depend on samples, or hide that the model mixes them.
 """
@@ -34,7 +34,7 @@ def check_private_training(model: nn.Module, samples: Dataset[Any], *, loss: Los
         device: Where to train.
 
     Raises:
-        TrainError: With the reason bad_batch, if the first sample is not what a data set must hold.
+        TrainError: With the reason bad_batch, if the first sample is not a valid one.
         SeamError: With the reason no_opacus, if Opacus is not installed, or no_sample_dp, if the model does not fit.
     """
     inputs, label = next(fetch(samples, [torch.zeros(1, dtype=torch.int64)], device))
@@ -103,8 +103,8 @@ def _random_values(model: nn.Module, drawn: torch.Generator) -> Iterator[None]:
 def _compare_samples(gradients: SampleGradients, inputs: Inputs, labels: Tensor, device: torch.device) -> bool:
     """Compare gradients of two samples; return False if nobody can.
 
-    They cannot be compared if they are not finite, or all zero. Those of both must add up to what torch computes, those
-    of the first must not depend on what is beside it, and its loss alone must have none with respect to the second.
+    They cannot be compared if they are not finite, or all zero. Those of both must add up to torch's own gradient,
+    those of the first must not depend on its neighbour, and its loss alone must have none with respect to the second.
 
     Args:
         gradients: Of the model.

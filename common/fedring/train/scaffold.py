@@ -39,7 +39,7 @@ def next_own(own: Float32 | None, control: Float32, delta: NDArray[np.floating],
     Args:
         own: before the round, c_i, [n]; None = there was none, and c_i = c.
         control: the server's, c, [n].
-        delta: what the round has moved the parameters by, as it was sent, [n].
+        delta: the change of the parameters in the round, as it was sent, [n].
         steps: K, at least 1.
         lr: eta, the learning rate of the round, above 0.
     """

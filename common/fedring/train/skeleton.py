@@ -31,7 +31,7 @@ def build_skeleton(name: str, args: dict[str, Any], seed: int, offered: Offered)
         name: A callable as "module:attribute" that returns a torch.nn.Module.
         args: Its keyword arguments.
         seed: As for build_model(); it matters only for tensors outside of the state dict.
-        offered: What jobs may name here.
+        offered: The names that jobs may use here.
 
     Returns:
         The model. All tensors of its state dict are on the device "meta"; others have their values.
@@ -64,8 +64,8 @@ def replace_tensors(model: nn.Module, change: Callable[[Tensor], Tensor]) -> Non
 
     Args:
         model: The model, which is changed in place.
-        change: Takes a parameter or a buffer, and returns what takes its place: another tensor of its shape and dtype,
-            or the same one.
+        change: Takes a parameter or a buffer, and returns its replacement: another tensor of its shape and dtype, or
+            the same one.
     """
     changed: dict[int, tuple[Tensor, Tensor]] = {}  # The old tensors are kept, so that no id is used twice.
 
@@ -92,7 +92,7 @@ def initialize(model: nn.Module, seed: int, role: str) -> Iterator[tuple[str, Te
     They come from the modules' `reset_parameters()`, as in FSDP.
 
     Each module has random numbers of its own, which the seed and its name determine. So the values are not those that
-    build_model() gives with this seed. What the model's own code does to its layers afterwards is not repeated.
+    build_model() gives with this seed. Later changes of the layers by the model's own code are not repeated.
 
     Args:
         model: The model without values, which stays as it is.
