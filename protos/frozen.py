@@ -74,7 +74,7 @@ def describe(files: Iterable[FileDescriptorProto]) -> Wire:
 
 
 def compare(before: Wire, now: Wire) -> Changes:
-    """Return how one wire differs from another.
+    """Return the differences between two wires.
 
     Args:
         before: the earlier wire, from `describe` or from the file.

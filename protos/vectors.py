@@ -1,9 +1,8 @@
 """Write vectors.json and the examples of FORMATS.md.
 
-Every implementation must agree on vectors.json.
-
-Run `python protos/vectors.py` after a change. fedring's codecs make the encodings. Digests and the bytes of headers are
-computed here, from what the documents say. tests/unit/test_vectors.py checks everything again without this code.
+Every implementation must agree on vectors.json. Run `python protos/vectors.py` after a change. fedring's codecs make
+the encodings. Digests and the bytes of headers are computed here, from what the documents say.
+tests/unit/test_vectors.py checks everything again without this code.
 """
 
 import hashlib

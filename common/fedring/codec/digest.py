@@ -1,9 +1,8 @@
 """Names of payloads, updates, blobs and models: their digests.
 
-A name is a digest of the bytes, so that anybody can check them.
-
-A name is text that says how it was computed: `blake3-` and 64 hex digits for BLAKE3. 64 hex digits alone are SHA-256,
-as fedring named everything before protocol 2; such names are still read, but not given any more.
+A name is a digest of the bytes, so that anybody can check them. A name is text that says how it was computed: `blake3-`
+and 64 hex digits for BLAKE3. 64 hex digits alone are SHA-256, as fedring named everything before protocol 2; such names
+are still read, but not given any more.
 """
 
 import hashlib

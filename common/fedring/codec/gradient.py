@@ -94,7 +94,7 @@ def decode_gradient(data: bytes | memoryview, *, sizes: Sequence[int]) -> list[E
 
 
 def largest_message(tensors: Iterable[tuple[int, int | None]], precision: Precision) -> int:
-    """Return the size in bytes that no message about some tensors exceeds.
+    """Return an upper bound of the size of a message in bytes.
 
     Args:
         tensors: Of each tensor, its number of entries and how many of them are sent at most; None stands for all.

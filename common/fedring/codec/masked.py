@@ -42,7 +42,7 @@ def word_type(bits: int) -> np.dtype[np.unsignedinteger]:
 
 @dataclass(frozen=True, slots=True)
 class Width:
-    """How many values a packet has, and how wide they are."""
+    """The number of values of a packet, and their bits."""
 
     count: int
     bits: int
@@ -107,10 +107,9 @@ def packed_size(count: int, bits: int) -> int:
 def pack(words: Words, bits: int) -> NDArray[np.uint8]:
     """Return words packed to `bits` bits, [packed_size(n, bits)] uint8.
 
-    If n is not a multiple of 8, the missing values of the last 8 are 0.
-
-    Of each 8 values come first the lowest bytes of all, then the next ones, and last the bits above the last whole
-    byte, as one little-endian number in which the first value has the lowest bits.
+    If n is not a multiple of 8, the missing values of the last 8 are 0. Of each 8 values come first the lowest bytes of
+    all, then the next ones, and last the bits above the last whole byte, as one little-endian number in which the first
+    value has the lowest bits.
     """
     eights = -(-len(words) // _EIGHT)
     padded = words

@@ -1,8 +1,6 @@
 """The format packed: gaps and int8 levels of the kept entries.
 
-Both are entropy coded.
-
-A segment (segments.py) without kept entries is empty. Any other one is
+Both are entropy coded. A segment (segments.py) without kept entries is empty. Any other one is
 
     n u32   bits u32   scales[ceil(n / chunk)] f32   stream levels[n] i8
     stream high[n] u8   low planes: bits times ceil(n / 8) bytes

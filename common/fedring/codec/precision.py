@@ -27,7 +27,7 @@ _SMALLEST_EXPONENT, _LARGEST_EXPONENT = -113, 100  # 2^-100 times a half is neve
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Words:
-    """Values as they travel, and as they arrive."""
+    """Rounded values: their bytes, and their values after decoding."""
 
     precision: Precision
     data: bytes

@@ -24,7 +24,7 @@ _WINDOW = 1 << 22  # bytes, more than any stream of one segment needs
 
 
 def span_of(chunk: int) -> int:
-    """Return how many entries a segment covers."""
+    """Return the number of entries that a segment covers."""
     return TILE // chunk * chunk
 
 

@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 class Level(StrEnum):
-    """How a check ended."""
+    """The outcome of a check."""
 
     OK = "ok"
     WARN = "warn"

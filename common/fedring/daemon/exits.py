@@ -7,7 +7,7 @@ from enum import IntEnum
 
 
 class Exit(IntEnum):
-    """Why a program ended."""
+    """The reason why a program ended."""
 
     OK = 0
     FAILED = 1  # the operation failed

@@ -21,10 +21,8 @@ class StateInUse(ConfigError):
 class StateLock:
     """The right to use a state folder, until `release`.
 
-    It also ends with the process, however that ends.
-
-    The folder itself is locked, which nobody can delete from under its owner. The file `lock` in it says who that is,
-    and is locked, too, as versions before 0.2 lock nothing else.
+    It also ends with the process, however that ends. The folder itself is locked, which nobody can delete from under
+    its owner. The file `lock` in it says who that is, and is locked, too, as versions before 0.2 lock nothing else.
 
     Args:
         folder: The state folder, which is made if it is missing.

@@ -153,7 +153,7 @@ class _Page(ThreadingMixIn, WSGIServer):
                 request.shutdown(SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing of connections that break."""
+        """Ignore connections that break."""
 
 
 class _Quiet(WSGIRequestHandler):

@@ -7,7 +7,7 @@ from contextlib import suppress
 
 
 def sd_notify(state: str) -> None:
-    """Tell systemd; do nothing outside it, or where it does not listen."""
+    """Notify systemd; do nothing outside it, or where it does not listen."""
     if path := os.environ.get("NOTIFY_SOCKET"):
         # This does not wait: a manager that does not read must not block the event loop.
         kind = socket.SOCK_DGRAM | socket.SOCK_NONBLOCK

@@ -1,4 +1,4 @@
-"""Waiting on the main thread without being deaf to signals.
+"""Waiting on the main thread, with signals handled meanwhile.
 
 The system may give a signal to any thread of a process. Python then runs the signal's handler on the main thread, but
 does not interrupt a wait of the main thread. So the main thread never waits for long at a time.

@@ -1,9 +1,8 @@
 """Data sets of small images, held in memory.
 
-They are scikit-learn's digits, which come with fedring, and three of torchvision.
-
-The digits are the test part of "Optical Recognition of Handwritten Digits" (E. Alpaydin and C. Kaynak, 1998, UCI
-Machine Learning Repository, CC BY 4.0): 1,797 images of 8 by 8 pixels with values from 0 to 16.
+They are scikit-learn's digits, which come with fedring, and three of torchvision. The digits are the test part of
+"Optical Recognition of Handwritten Digits" (E. Alpaydin and C. Kaynak, 1998, UCI Machine Learning Repository, CC BY
+4.0): 1,797 images of 8 by 8 pixels with values from 0 to 16.
 """
 
 from collections.abc import Sequence

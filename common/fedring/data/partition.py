@@ -51,9 +51,8 @@ def shards(labels: Labels, count: int, seed: int, shards_per_client: int = 2) ->
 def dirichlet(labels: Labels, count: int, alpha: float, seed: int) -> list[Indices]:
     """Divide samples into equal parts with Dirichlet-distributed class shares.
 
-    The class shares of a part are drawn from Dir(alpha p) (Hsu et al. 2019, section 3).
-
-    Here p is the share of each class in `labels`. A class without samples left takes no part in later draws.
+    The class shares of a part are drawn from Dir(alpha p) (Hsu et al. 2019, section 3). Here p is the share of each
+    class in `labels`. A class without samples left takes no part in later draws.
 
     Args:
         labels: The label of each sample, [n] int64.

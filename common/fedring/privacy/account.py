@@ -32,7 +32,7 @@ class NoAccountant(Exception):
 
 
 def check_accountant() -> None:
-    """Return if epsilon can be computed.
+    """Check that epsilon can be computed.
 
     Raises:
         NoAccountant: if dp-accounting is not installed.

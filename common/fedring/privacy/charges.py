@@ -1,8 +1,7 @@
 """The privacy cost of one release, over the Renyi order.
 
-It is a curve of Renyi differential privacy (Mironov 2017).
-
-A charge is one of two things, and the curves of any charges add up:
+It is a curve of Renyi differential privacy (Mironov 2017). A charge is one of two things, and the curves of any charges
+add up:
 
 - a number: the standard deviation of Gaussian noise, in units of the most that one client can change the release;
 - a `SkellamCharge`: integers with Skellam noise.
@@ -43,7 +42,7 @@ class SkellamCharge:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Return the charge of a text that `str` made.
+        """Parse a charge from the text that `str` made of it.
 
         Raises:
             ValueError: if it is no such text.
@@ -80,12 +79,11 @@ class SkellamCharge:
     def _by_curvature(self, order: float) -> float:
         """Return a bound for all orders.
 
-        It is close to the Gaussian bound if the variance is large.
-
-        Let f(k) be -log P(X = k), and L the largest second difference of f. Then f(k) - L k^2 / 2 is concave, and stays
-        so if it is interpolated linearly. Applied to the points k - a s, k - s and k, where the middle one is a mean of
-        the others, this bounds the sum of P(X = k - s)^a P(X = k)^(1 - a), in which the order a need not be an integer,
-        by exp(L s^2 a (a - 1) / 2) times a sum of P(X = k) over k from a lattice that is moved by a s. By Hoelder's
+        It is close to the Gaussian bound if the variance is large. Let f(k) be -log P(X = k), and L the largest second
+        difference of f. Then f(k) - L k^2 / 2 is concave, and stays so if it is interpolated linearly. Applied to the
+        points k - a s, k - s and k, where the middle one is a mean of the others, this bounds the sum of
+        P(X = k - s)^a P(X = k)^(1 - a), in which the order a need not be an integer, by
+        exp(L s^2 a (a - 1) / 2) times a sum of P(X = k) over k from a lattice that is moved by a s. By Hoelder's
         inequality, the latter is at most exp(L / 8), because of the interpolation.
 
         With y = x I_n'(x) / I_n(x), the second difference at n is -log(1 - y' / x). It is largest at 0: Riccati's
@@ -104,7 +102,7 @@ Charge = float | SkellamCharge
 
 
 def charge_of(text: str) -> Charge:
-    """Return the charge of a text that `str` made of one.
+    """Parse a charge from the text that `str` made of it.
 
     Raises:
         ValueError: if it is no such text, or its charge is not finite and above 0.

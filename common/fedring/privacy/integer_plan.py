@@ -1,9 +1,7 @@
 """The plan by which clients encode vectors as noisy integers.
 
-Their sum is differentially private.
-
-Both sides derive the same plan from the settings of a job and the number of clients. Norms and variances are in units
-of one integer; one unit of the vector is `scale` integers.
+Their sum is differentially private. Both sides derive the same plan from the settings of a job and the number of
+clients. Norms and variances are in units of one integer; one unit of the vector is `scale` integers.
 """
 
 from dataclasses import dataclass
@@ -141,9 +139,8 @@ def fewest_bits(
 ) -> int:
     """Return the fewest bits with little growth by rounding.
 
-    Rounding then makes the norm larger by no more than a factor.
-
-    If the noise is too much for that factor, return the fewest bits with which more would not help.
+    Rounding then makes the norm larger by no more than a factor. If the noise is too much for that factor, return the
+    fewest bits with which more would not help.
 
     Args:
         noise_multiplier: as for `integer_plan`, and so are `clients`, `survivors`, `dimension` and `block`.
@@ -225,11 +222,10 @@ class _Group:
     def _stays(self, norm: float, bits: int) -> bool:
         """Return whether values of the sum leave the range rarely enough.
 
-        The probability that any of them does is compared with `WRAP_PROBABILITY`.
-
-        Rounding moves each value of the sum by less than 1 for each client. The rest is bounded by Chernoff's method: a
-        sum of k vectors has the norm k norm, hence after a rotation with random signs, each value is sub-Gaussian with
-        the variance (k norm)^2 / block; the noise has the moments exp(v (cosh(x) - 1)).
+        The probability that any of them does is compared with `WRAP_PROBABILITY`. Rounding moves each value of the sum
+        by less than 1 for each client. The rest is bounded by Chernoff's method: a sum of k vectors has the norm k
+        norm, hence after a rotation with random signs, each value is sub-Gaussian with the variance (k norm)^2 / block;
+        the noise has the moments exp(v (cosh(x) - 1)).
         """
         room = ldexp(1.0, bits - 1) - self.clients
         if room <= 0.0:

@@ -46,7 +46,7 @@ class KeyStream:
 
 
 def check_secret(secret: bytes) -> None:
-    """Return if a secret is long enough.
+    """Check that a secret is long enough.
 
     Raises:
         ValueError: if it is shorter than 32 bytes.

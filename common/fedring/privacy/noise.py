@@ -1,9 +1,8 @@
 """Gaussian noise that follows from a secret key.
 
-The same key always gives the same noise.
-
-A server that is killed between drawing noise and publishing the model adds the same noise when it aggregates the same
-updates once more. With fresh noise, anybody who sees both models could average the noise away.
+The same key always gives the same noise. A server that is killed between drawing noise and publishing the model adds
+the same noise when it aggregates the same updates once more. With fresh noise, anybody who sees both models could
+average the noise away.
 
 The noise is the Box-Muller transform (Box and Muller 1958) of the key stream of AES-256 in counter mode, in float64.
 Each pair of values has a place of its own in the stream, so that a vector can be drawn piece by piece. Floating-point
@@ -42,9 +41,8 @@ class Noise:
     def uniform(self, start: int, stop: int) -> NDArray[np.float64]:
         """Return the uniform values from `start` to `stop`, [stop - start].
 
-        The normal values are made of them.
-
-        They are independent, above 0 and at most 1. Use them, or the normal ones, of one context, but not both.
+        The normal values are made of them. They are independent, above 0 and at most 1. Use them, or the normal ones,
+        of one context, but not both.
         """
         words = self._stream.words(start, stop)
         return ((words >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53

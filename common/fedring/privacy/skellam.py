@@ -1,10 +1,9 @@
 """Noise of the Skellam distribution.
 
-It is the distribution of the difference of two independent Poisson variables with the same mean.
-
-Sums of it are of the same distribution, with the sum of the variances, as distributed differential privacy needs it
-(Agarwal, Kairouz, Liu 2021). The distribution with the variance v takes the value k with the probability
-exp(-v) I_k(v), where I_k is the modified Bessel function of the first kind.
+It is the distribution of the difference of two independent Poisson variables with the same mean. Sums of it are of the
+same distribution, with the sum of the variances, as distributed differential privacy needs it (Agarwal, Kairouz, Liu
+2021). The distribution with the variance v takes the value k with the probability exp(-v) I_k(v), where I_k is the
+modified Bessel function of the first kind.
 
 Values are drawn by inversion: a number of 128 random bits is looked up in a table of the cumulative distribution, which
 is computed with integers, each entry to within 2^-128. Values that are drawn with a probability below 2^-160 are left
@@ -83,12 +82,9 @@ def _table(variance: float) -> tuple[NDArray[np.uint64], NDArray[np.uint64], NDA
 def _tails(variance: float) -> list[int]:
     """Return P(X >= k) 2^128 for k from 1 to n.
 
-    Here n is the largest k for which that is not rounded to 0.
-
-    Here n is the largest k whose probability is not 0.
-
-    I_(k-1) = I_(k+1) + (2 k / v) I_k is stable from large k to small ones (Miller's algorithm, which begins as if
-    I_(n+1) were 0). The probabilities of all values together are 1, which gives the common factor.
+    Here n is the largest k for which that is not rounded to 0. I_(k-1) = I_(k+1) + (2 k / v) I_k is stable from large k
+    to small ones (Miller's algorithm, which begins as if I_(n+1) were 0). The probabilities of all values together are
+    1, which gives the common factor.
     """
     last = _last(variance)
     numerator, denominator = variance.as_integer_ratio()

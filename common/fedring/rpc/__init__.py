@@ -1,9 +1,7 @@
 """The common parts of both ends of every gRPC call.
 
-They are channels, TLS, identities, errors, chunks, and the interceptors of servers.
-
-Bytes, messages of the protocol, and settings of a daemon may enter. Rounds, jobs, models and other subjects of calls
-must not. A server's interceptors go in this order: `CountCalls` counts the statuses that callers see, and `Boundary`
-turns exceptions into statuses; those that fl-server adds (access, spans) come after them. The package may import
-`fedring.codec` and `fedring.daemon`.
+They are channels, TLS, identities, errors, chunks, and the interceptors of servers. Bytes, messages of the protocol,
+and settings of a daemon may enter. Rounds, jobs, models and other subjects of calls must not. A server's interceptors
+go in this order: `CountCalls` counts the statuses that callers see, and `Boundary` turns exceptions into statuses;
+those that fl-server adds (access, spans) come after them. The package may import `fedring.codec` and `fedring.daemon`.
 """

@@ -1,8 +1,7 @@
 """Addresses in settings: "host:port", or "unix:path" where allowed.
 
-A path is that of a Unix socket.
-
-The types are for fields of a configuration. They check the port, because gRPC itself takes a port modulo 65536.
+A path is that of a Unix socket. The types are for fields of a configuration. They check the port, because gRPC itself
+takes a port modulo 65536.
 """
 
 import re
@@ -45,9 +44,8 @@ def check_tcp_address(text: str) -> str:
 def check_peer_address(text: str) -> str:
     """Return `text` if it is a plain "host:port".
 
-    It comes from another machine. The host is a name or an IPv4 address, or "[address]" in IPv6.
-
-    gRPC would take more, such as a path, or a name server to ask.
+    It comes from another machine. The host is a name or an IPv4 address, or "[address]" in IPv6. gRPC would take more,
+    such as a path, or a name server to ask.
 
     Raises:
         ValueError: If it is something else.

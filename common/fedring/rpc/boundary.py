@@ -23,10 +23,8 @@ metadata of more than 8 KiB altogether, including the reason."""
 class Boundary(aio.ServerInterceptor):
     """Turns any exception of a handler into a status.
 
-    The status has a sentence and a reason.
-
-    Only `CountCalls` may go before it. A FedringError or CodecError becomes its own status; all else becomes INTERNAL
-    without details, and is logged with its traceback.
+    The status has a sentence and a reason. Only `CountCalls` may go before it. A FedringError or CodecError becomes its
+    own status; all else becomes INTERNAL without details, and is logged with its traceback.
     """
 
     async def intercept_service(self, continuation: Callable[..., Awaitable[Any]], handler_call_details: Any) -> Any:

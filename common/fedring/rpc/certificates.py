@@ -69,7 +69,7 @@ def read_secretly(path: Path, *, secret: bool = True) -> bytes:
 
 
 def check_dates(certificate: x509.Certificate, what: str) -> timedelta:
-    """Return for how long a certificate is still valid.
+    """Return the time for which a certificate is still valid.
 
     Args:
         certificate: The certificate.

@@ -1,8 +1,7 @@
 """Long payloads in chunks, with few copies.
 
-They are cut, written to the wire with one copy, and read from it without any.
-
-A ModelBlob and a ClientUpdate that carry a chunk are the same bytes, because the chunk is field 2 of both:
+They are cut, written to the wire with one copy, and read from it without any. A ModelBlob and a ClientUpdate that carry
+a chunk are the same bytes, because the chunk is field 2 of both:
 
     0x12 length | 0x08 offset (absent if 0) | 0x12 length data
 

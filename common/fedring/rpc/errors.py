@@ -252,7 +252,7 @@ def reason_in(metadata: Sequence[tuple[str, str | bytes]] | None) -> str:
 
 
 def retry_seconds_of(error: grpc.RpcError) -> float:
-    """Return for how many seconds a client should keep trying after "id_in_use".
+    """Return the seconds for which to keep trying after "id_in_use".
 
     Args:
         error: The call that was refused.

@@ -58,7 +58,7 @@ class Health:
                 await servicer.set(service, status.SERVING if serving else status.NOT_SERVING)
 
     async def stop(self) -> None:
-        """Set all services to NOT_SERVING for good.
+        """Set all services to NOT_SERVING permanently.
 
         This holds even if `set` is called afterwards.
         """

@@ -42,7 +42,7 @@ class Identity:
         return self.role in (None, role)
 
     def speaks_for(self, client_id: str) -> bool:
-        """Return whether they may join as the client of this id."""
+        """Return whether the caller may join as the client of this id."""
         return self.role is None or (self.role, self.name) == (Role.CLIENT, client_id)
 
     def owns(self, other: "Identity") -> bool:

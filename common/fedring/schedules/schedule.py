@@ -27,7 +27,7 @@ class Kind(StrEnum):
 
 
 class Versions(StrEnum):
-    """Which weights the forwards of an asynchronous schedule use.
+    """The weights that the forwards of an asynchronous schedule use.
 
     The first two are of PipeDream (Narayanan et al. 2019, section 3.3), the third is of PipeDream-2BW (Narayanan et al.
     2021, "Memory-Efficient Pipeline-Parallel DNN Training", section 3.1).
@@ -135,9 +135,7 @@ def one_forward_one_backward(stages: int, micro_batches: int, *, replicas: Seque
 def interleaved(stages: int, micro_batches: int, *, workers: int) -> Schedule:
     """Return interleaved 1F1B, with several stages for each worker.
 
-    So the pipeline fills earlier.
-
-    It is that of Narayanan et al. 2021 (Megatron-LM, as above), section 2.2.2.
+    So the pipeline fills earlier. The schedule is that of Narayanan et al. 2021 (Megatron-LM, as above), section 2.2.2.
 
     Args:
         stages: A multiple of `workers`.
@@ -209,9 +207,8 @@ def pipedream(
 def forwards(schedule: Schedule, micro_batches: int) -> Schedule:
     """Return a schedule of forwards alone, for evaluation.
 
-    It runs on the workers of another schedule, whose model it evaluates.
-
-    The stages of a worker take turns, with as many micro-batches each as there are workers.
+    It runs on the workers of another schedule, whose model it evaluates. The stages of a worker take turns, with as
+    many micro-batches each as there are workers.
 
     Args:
         schedule: Says which worker has which stage.

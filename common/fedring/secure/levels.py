@@ -1,12 +1,10 @@
 """Updates as integers, on steps that all clients share.
 
-These integers are the values of secure aggregation.
-
-The parameters are cut into blocks of neighbouring values. A round sends some blocks or all of them, and each has one
-step s. In an update of the weight w, the value v becomes the integer x = w v / s, rounded to the nearest, halves to
-even, and cut to the range of the round's levels L and its largest weight W: -L W to L W, for every client alike. A
-dither between -1/2 and 1/2 is added before, which nobody else can compute: so two sums of nearly the same updates
-differ by more than these do.
+These integers are the values of secure aggregation. The parameters are cut into blocks of neighbouring values. A round
+sends some blocks or all of them, and each has one step s. In an update of the weight w, the value v becomes the integer
+x = w v / s, rounded to the nearest, halves to even, and cut to the range of the round's levels L and its largest weight
+W: -L W to L W, for every client alike. A dither between -1/2 and 1/2 is added before, which nobody else can compute: so
+two sums of nearly the same updates differ by more than these do.
 
 The weight counts before the rounding. Unequal weights that multiply a few levels afterwards make a knapsack of their
 sum, which opens: only one choice of levels gives it. Integers on one grid, in one range, have nothing of that.
@@ -59,7 +57,7 @@ class Blocks:
         return len(self.indices) * self.block >= self.length
 
     def place(self, parameter: int) -> int:
-        """Return how many of the parameters before this one are sent."""
+        """Return the number of sent parameters before this one."""
         number, rest = divmod(parameter, self.block)
         before = int(np.searchsorted(self.indices, number))
         sent = before < len(self.indices) and self.indices[before] == number
@@ -67,7 +65,7 @@ class Blocks:
 
 
 def blocks_of(length: int, block: int) -> int:
-    """Return how many blocks so many parameters have."""
+    """Return the number of blocks of `length` parameters."""
     return -(-length // block)
 
 
@@ -200,7 +198,7 @@ def zero_integers(secure: wire.SecureRound, length: int, samples: int) -> NDArra
 
 
 def _clipped_share(values: NDArray[np.float32], blocks: Blocks, steps: float) -> float:
-    """Return the share of sent, nonzero values beyond so many steps.
+    """Return the share of sent, nonzero values beyond `steps` steps.
 
     Raises:
         CodecError: "non_finite", if any value is not finite, sent or not.
@@ -240,7 +238,7 @@ def _count(rows: NDArray[np.float32], edges: NDArray[np.float32]) -> tuple[int, 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Grid:
-    """How values become integers."""
+    """The parameters by which values become integers."""
 
     weight: int
     largest: np.float32

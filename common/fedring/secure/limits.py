@@ -7,10 +7,8 @@ MIN_GROUP, MAX_GROUP = 3, 100
 def threshold(clients: int) -> int:
     """Return the number of clients of a group that must answer.
 
-    It is more than two thirds of them, and they must answer to the end.
-
-    With fewer than a third of dishonest clients, no two sets of survivors can both reach it (Bonawitz et al. 2017,
-    section 6.2).
+    It is more than two thirds of them, and they must answer to the end. With fewer than a third of dishonest clients,
+    no two sets of survivors can both reach it (Bonawitz et al. 2017, section 6.2).
     """
     return 2 * clients // 3 + 1
 
@@ -18,7 +16,7 @@ def threshold(clients: int) -> int:
 def fewest_survivors(clients: int, needed: int) -> int:
     """Return the fewest clients in a sum with noise.
 
-    So many are in every sum of a group whose clients add noise.
+    Every sum of a group whose clients add noise has at least these.
 
     Args:
         clients: of the group.
@@ -30,10 +28,9 @@ def fewest_survivors(clients: int, needed: int) -> int:
 def honest_survivors(clients: int, needed: int, *, trusted: bool) -> int:
     """Return the fewest honest clients in a sum with noise.
 
-    An honest client has added noise that nobody else knows.
-
-    Without trust, fewer than a third of the group may add no noise, or tell the server theirs. One client is left out
-    in any case: each knows its own noise, which hides nothing from it.
+    An honest client has added noise that nobody else knows. Without trust, fewer than a third of the group may add no
+    noise, or tell the server theirs. One client is left out in any case: each knows its own noise, which hides nothing
+    from it.
 
     Args:
         clients: of the group.
@@ -45,7 +42,9 @@ def honest_survivors(clients: int, needed: int, *, trusted: bool) -> int:
 
 
 def group_count(clients: int, size: int) -> int:
-    """Return into how many groups, of nearly equal size, clients are divided.
+    """Return the number of groups into which clients are divided.
+
+    The groups are of nearly equal size.
 
     Args:
         clients: their number.

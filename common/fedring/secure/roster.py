@@ -61,7 +61,7 @@ class Roster:
 
     @property
     def threshold(self) -> int:
-        """How many members must answer to the end."""
+        """The number of members that must answer to the end."""
         return threshold(len(self.members))
 
     def member(self, client: str) -> Member:

@@ -48,10 +48,8 @@ def unseal(key: bytes, sealed: bytes) -> tuple[bytes, bytes]:
 def share_digests(roster: bytes, maker: str, holder: str, masking: bytes, own_mask: bytes) -> bytes:
     """Return the digests of two sealed shares, 2 * DIGEST_BYTES.
 
-    The client that seals them tells the server these digests.
-
-    With it the server checks a share that it is given later. It learns nothing of a share that it is not given, because
-    that is one of 2^521.
+    The client that seals them tells the server these digests. With them the server checks a share that it is given
+    later. It learns nothing of a share that it is not given, because that is one of 2^521.
 
     Args:
         roster: the digest of the group.

@@ -1,8 +1,6 @@
 """Shamir's secret sharing (Shamir 1979) modulo 2^521 - 1.
 
-The modulus is a Mersenne prime.
-
-Any `threshold` shares of a secret give it back, and fewer say nothing about it.
+The modulus is a Mersenne prime. Any `threshold` shares of a secret give it back, and fewer say nothing about it.
 """
 
 import secrets

@@ -58,9 +58,9 @@ class Aggregation(BaseModel):
         return ":" in self.rule
 
     def too_few(self, updates: int) -> str:
-        """Return a reason against combining so many updates, or "".
+        """Return why the rule cannot combine `updates` updates, or "".
 
-        The reason is a clause.
+        The text is a clause.
         """
         buckets = ceil(updates / self.bucketing)
         after = f", which bucketing = {self.bucketing} makes {buckets}" if self.bucketing > 1 else ""

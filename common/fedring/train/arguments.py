@@ -1,10 +1,9 @@
 """Arguments from a job for the callables that it names.
 
-They are checked before the call, against bounds and against the signature.
-
-They come from a server or an operator as JSON. Allowed are numbers, booleans, short texts, lists of those, and tables
-of all these; a table holds no other table. A text is no path and no URL, unless the callable declares its parameter as
-a `Path`. Then the text is taken as relative to the daemon's `data_root`, and must lead to a place below that folder.
+They are checked before the call, against bounds and against the signature. They come from a server or an operator as
+JSON. Allowed are numbers, booleans, short texts, lists of those, and tables of all these; a table holds no other table.
+A text is no path and no URL, unless the callable declares its parameter as a `Path`. Then the text is taken as relative
+to the daemon's `data_root`, and must lead to a place below that folder.
 
 An annotation decides the type of a value, and some that pydantic knows would import modules or open files that a text
 names. So only plain ones are taken: bool, int, float, str, None, Any, Literal, enumerations, lists, tuples and dicts of

@@ -1,9 +1,8 @@
 """Models that are numpy arrays by name, not torch modules.
 
-An example are the coefficients of a classifier of scikit-learn.
-
-On the way and on the server, they are a model as any other, whose tensors have these names and shapes, in this order,
-and are float32 parameters. In the client's memory, the arrays may be of any type of floats.
+Examples are the coefficients of a classifier of scikit-learn. On the way and on the server, they are a model as any
+other, whose tensors have these names and shapes, in this order, and are float32 parameters. In the client's memory, the
+arrays may be of any type of floats.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,9 +29,8 @@ def module_of_shapes(shapes: Mapping[str, Sequence[int]]) -> nn.Module:
 def as_module(model: nn.Module | Arrays) -> nn.Module:
     """Return a module with the values of `model`.
 
-    It is the module itself, or a new one with a parameter for each array.
-
-    An array of float32 shares its memory with its parameter, if it is contiguous and may be written to.
+    It is the module itself, or a new one with a parameter for each array. An array of float32 shares its memory with
+    its parameter, if it is contiguous and may be written to.
 
     Raises:
         ValueError: If there are no arrays, or one of them is not an array of floats.

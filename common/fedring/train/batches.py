@@ -55,7 +55,7 @@ def cut(order: Tensor, batch_size: int) -> Sequence[Tensor]:
 
 
 def batches_in(size: int, batch_size: int) -> int:
-    """Return into how many batches cut() cuts `size` samples."""
+    """Return the number of batches that cut() makes of `size` samples."""
     full, rest = divmod(size, batch_size)
     return full + (rest > 1 or (rest == 1 and not full))
 
@@ -63,10 +63,9 @@ def batches_in(size: int, batch_size: int) -> int:
 def fetch(samples: Dataset[Any], cuts: Sequence[Tensor], device: torch.device) -> Iterator[tuple[Inputs, Tensor]]:
     """Yield inputs and labels [batch, ...] of each batch of indices.
 
-    The batches of indices are `cuts`; tensors are moved to `device`.
-
-    Samples with a method `batch`, as `fedring.data.Samples` has it, are asked for whole batches, which takes no Python
-    object for each sample. It is given indices [batch] int64, and returns inputs and labels [batch, ...].
+    The batches of indices are `cuts`; tensors are moved to `device`. Samples with a method `batch`, as
+    `fedring.data.Samples` has it, are asked for whole batches, which takes no Python object for each sample. It is
+    given indices [batch] int64, and returns inputs and labels [batch, ...].
 
     Raises:
         TrainError: With the reason bad_batch, if a sample is not a pair of inputs and a label, or if the samples of a

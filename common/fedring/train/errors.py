@@ -59,10 +59,8 @@ def on_disk(path: Path) -> Iterator[None]:
 def failure_reason(error: Exception) -> str:
     """Return the reason for an error in a training.
 
-    It is "out_of_memory", "disk_failed" or "train_error".
-
-    They have different consequences: another worker may have enough memory, but an error of the code happens
-    everywhere.
+    It is "out_of_memory", "disk_failed" or "train_error". The reasons have different consequences: another worker may
+    have enough memory, but an error of the code happens everywhere.
     """
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return "out_of_memory"

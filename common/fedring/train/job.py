@@ -163,7 +163,7 @@ class Job(JobKeys):
 
     @property
     def scheduled(self) -> dict[str, SettingSchedule]:
-        """The settings that follow a schedule, by their keys."""
+        """The settings that follow a schedule, by key."""
         values = {key: getattr(self, key) for key in SCHEDULED}
         return {key: value for key, value in values.items() if isinstance(value, SettingSchedule)}
 

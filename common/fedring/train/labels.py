@@ -1,7 +1,5 @@
 """Labels of clients, such as a site, and of jobs.
 
-A job asks for clients with certain labels.
-
 A client's labels are a table such as { site = "eu", device = "phone" }. A job asks for labels with a table that holds,
 for each of them, one value or a list of those that will do: { site = ["eu", "us"] }.
 """

@@ -1,9 +1,8 @@
 """Named figures of trainings and evaluations.
 
-This module says which figures are allowed, how they are combined, and which round is the best.
-
-A name that ends in "_sum" stands for a sum over clients, and every other name for a mean, weighted by samples. So the
-name alone says how a figure is combined, and clients cannot disagree about it.
+This module says which figures are allowed, how they are combined, and which round is the best. A name that ends in
+"_sum" stands for a sum over clients, and every other name for a mean, weighted by samples. So the name alone says how a
+figure is combined, and clients cannot disagree about it.
 """
 
 import logging

@@ -26,9 +26,8 @@ def mnist_cnn() -> nn.Module:
 def mnist_tanh_cnn() -> nn.Module:
     """Return a small network for MNIST with bounded activations.
 
-    DP-SGD trains it well (Papernot et al. 2021).
-
-    It maps [batch, 1, 28, 28] to logits [batch, 10], and has 26,010 parameters.
+    DP-SGD trains it well (Papernot et al. 2021). It maps [batch, 1, 28, 28] to logits [batch, 10], and has 26,010
+    parameters.
     """
     return nn.Sequential(
         nn.Conv2d(1, 16, 8, 2, padding=2),

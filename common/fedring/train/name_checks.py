@@ -18,7 +18,7 @@ _MOST_LISTED = 12
 
 
 def check_name(key: str, kind: Kind, name: str, offered: Offered) -> Check:
-    """Check that jobs may name this here.
+    """Check that jobs may use a name here.
 
     Args:
         key: The configuration key that holds the name, for the report.

@@ -1,8 +1,6 @@
 """The names that jobs may use, collected when a daemon starts.
 
-They are collected by kind, from the modules and names that its operator trusts.
-
-`trusted` is a list of
+They are collected by kind, from the modules and names that its operator trusts. `trusted` is a list of
 
 - `fedring`: the models, data sets, losses and optimizers that come with it;
 - `torchvision`: the models for images in torchvision's own registry, as `torchvision:resnet18`;

@@ -79,10 +79,8 @@ class ClientPrivacy(BaseModel):
     def plan(self, clients: int, dimension: int, needed: int) -> IntegerPlan:
         """Return the plan by which a group's clients make noisy integers.
 
-        The server learns the sum of these integers.
-
-        The noise of the honest ones among the fewest survivors is noise_multiplier, in units of the most that one
-        client can change the sum.
+        The server learns the sum of these integers. The noise of the honest ones among the fewest survivors is
+        noise_multiplier, in units of the most that one client can change the sum.
 
         Args:
             clients: of the group.
@@ -98,10 +96,8 @@ class ClientPrivacy(BaseModel):
     def charge_of(self, groups: Collection[int], dimension: int, needed: int) -> SkellamCharge:
         """Return the cost of a round in which clients add noise.
 
-        No group's sum costs more.
-
-        Each client is in one group only. At the same noise in units of one client's largest change, smaller integers
-        cost more.
+        No group's sum costs more. Each client is in one group only. At the same noise in units of one client's largest
+        change, smaller integers cost more.
 
         Args:
             groups: the numbers of clients of its groups.
@@ -119,10 +115,8 @@ class ClientPrivacy(BaseModel):
     def sum_multiplier(self, clients: int) -> float:
         """Return the noise multiplier of the sum of the updates.
 
-        See Andrew et al. 2021, theorem 1.
-
-        An adaptive clip spends part of the privacy on the number of updates within the clip, so that the sum needs more
-        noise for both to cost as much as noise_multiplier says.
+        See Andrew et al. 2021, theorem 1. An adaptive clip spends part of the privacy on the number of updates within
+        the clip, so that the sum needs more noise for both to cost as much as noise_multiplier says.
 
         Args:
             clients: the denominator of the mean.

@@ -101,9 +101,9 @@ def _random_values(model: nn.Module, drawn: torch.Generator) -> Iterator[None]:
 
 
 def _compare_samples(gradients: SampleGradients, inputs: Inputs, labels: Tensor, device: torch.device) -> bool:
-    """Compare gradients of two samples; return False if nobody can.
+    """Compare gradients of two samples; return whether that was possible.
 
-    They cannot be compared if they are not finite, or all zero. Those of both must add up to torch's own gradient,
+    Gradients that are not finite, or all zero, cannot be compared. Those of both must add up to torch's own gradient,
     those of the first must not depend on its neighbour, and its loss alone must have none with respect to the second.
 
     Args:

@@ -1,11 +1,10 @@
 """The local epochs of one round with DP-SGD.
 
-DP-SGD (Abadi et al. 2016, algorithm 1) protects single samples.
-
-In each step, each sample is in the batch with the same probability, independently of all others (Poisson sampling).
-Opacus computes the gradient of each sample and shortens it to `max_grad_norm`. The sum of them gets Gaussian noise, and
-is divided by the expected size of a batch. Batches and noise follow from a secret of the operating system, which is
-forgotten when the training ends. Nothing of them, and no other random choice, follows from the job's seed.
+DP-SGD (Abadi et al. 2016, algorithm 1) protects single samples. In each step, each sample is in the batch with the same
+probability, independently of all others (Poisson sampling). Opacus computes the gradient of each sample and shortens it
+to `max_grad_norm`. The sum of them gets Gaussian noise, and is divided by the expected size of a batch. Batches and
+noise follow from a secret of the operating system, which is forgotten when the training ends. Nothing of them, and no
+other random choice, follows from the job's seed.
 """
 
 import logging
@@ -76,7 +75,7 @@ def train_privately(
 ) -> TrainResult:
     """Train a model in place with DP-SGD.
 
-    Nobody can repeat the result.
+    The result cannot be repeated.
 
     Args:
         model: Lies on `device`, and is trained there. fedring.train.private_check must have accepted it.
@@ -150,10 +149,9 @@ class SampleGradients:
     def __call__(self, indices: Tensor, tally: Tally) -> None:
         """Compute the gradients of the samples `indices` [n] int64.
 
-        They are left in `grad_sample` of each parameter, [n, ...]; n may be 0.
-
-        A sample that raises an error counts as zeros, and so does one whose gradients are not finite: if it ended the
-        training, all other samples would be missing in the update, too, and everybody would see that.
+        They are left in `grad_sample` of each parameter, [n, ...]; n may be 0. A sample that raises an error counts as
+        zeros, and so does one whose gradients are not finite: if it ended the training, all other samples would be
+        missing in the update, too, and everybody would see that.
         """
         try:
             self._compute(indices, tally)
@@ -174,9 +172,8 @@ class SampleGradients:
     def check(self) -> None:
         """Log the number of samples that were left out.
 
-        If there was no other sample, the first error is raised.
-
-        Then the model has nothing but its noise, and the site should know.
+        If there was no other sample, the first error is raised. Then the model has nothing but its noise, and the site
+        should know.
         """
         if self._first_error is not None:
             log.warning("%d samples raised an error in the training, and count as zeros", self._left_out)

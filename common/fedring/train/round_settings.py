@@ -1,8 +1,7 @@
 """The settings of a job that may change from round to round.
 
-They are `lr`, `epochs` and `subset_size`.
-
-Each of them is a number, which holds for all rounds, or a table that describes a schedule:
+They are `lr`, `epochs` and `subset_size`. Each of them is a number, which holds for all rounds, or a table that
+describes a schedule:
 
     lr = { schedule = "cosine", start = 0.1, end = 0.001, warmup_rounds = 5 }
 

@@ -1,9 +1,8 @@
 """SCAFFOLD's formulas, shared by the server and its clients.
 
-They are those of Karimireddy et al. 2020, algorithm 1, option II.
-
-The server keeps a control variate c, and client i its own c_i. Each local step follows the gradient minus c_i plus c.
-After K steps with the learning rate eta, which have moved the model by delta_i, the client's control variate becomes
+They are those of Karimireddy et al. 2020, algorithm 1, option II. The server keeps a control variate c, and client i
+its own c_i. Each local step follows the gradient minus c_i plus c. After K steps with the learning rate eta, which have
+moved the model by delta_i, the client's control variate becomes
 
     c_i' = c_i - c - delta_i / (K eta)
 
@@ -23,7 +22,7 @@ Float32 = NDArray[np.float32]
 
 
 def local_steps(samples: int, *, epochs: int, batch_size: int) -> int:
-    """Return how many steps the built-in training loop takes.
+    """Return the number of steps of the built-in training loop.
 
     Args:
         samples: that are drawn for the round, at least 1.

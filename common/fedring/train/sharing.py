@@ -12,10 +12,9 @@ from fnmatch import fnmatchcase
 class Sharing:
     """The tensors of a model that are shared.
 
-    Globs are those of `fnmatch`, in which `*` also matches dots.
-
-    A frozen tensor is a parameter that requires no gradient. Where frozen tensors stay, all sides have the same values
-    of them already, and neither list decides about them.
+    Globs are those of `fnmatch`, in which `*` also matches dots. A frozen tensor is a parameter that requires no
+    gradient. Where frozen tensors stay, all sides have the same values of them already, and neither list decides about
+    them.
     """
 
     shared: tuple[str, ...] = ("*",)

@@ -89,10 +89,9 @@ def replace_tensors(model: nn.Module, change: Callable[[Tensor], Tensor]) -> Non
 def initialize(model: nn.Module, seed: int, role: str) -> Iterator[tuple[str, Tensor]]:
     """Give values to a skeleton's modules, one after the other.
 
-    They come from the modules' `reset_parameters()`, as in FSDP.
-
-    Each module has random numbers of its own, which the seed and its name determine. So the values are not those that
-    build_model() gives with this seed. Later changes of the layers by the model's own code are not repeated.
+    They come from the modules' `reset_parameters()`, as in FSDP. Each module has random numbers of its own, which the
+    seed and its name determine. So the values are not those that build_model() gives with this seed. Later changes of
+    the layers by the model's own code are not repeated.
 
     Args:
         model: The model without values, which stays as it is.

@@ -242,7 +242,7 @@ def dtype_of(name: str) -> torch.dtype:
 def _entry(name: str, tensor: Tensor, *, stays: bool = False) -> Entry:
     """Return the entry of a tensor.
 
-    The dtype of a tensor that stays where it is matters to nobody else.
+    A tensor that stays where it is may have any dtype, because it is not sent.
     """
     role = _role(tensor)
     if is_lazy(tensor):

@@ -64,9 +64,8 @@ class Tally:
     def correct(self) -> int:
         """The number of samples that are classified correctly.
 
-        The largest output of such a sample is that of its label. It is 0 if labels are not classes.
-
-        A sample of several labels counts as the share of them that is right, and the sum is rounded.
+        The largest output of such a sample is that of its label. It is 0 if labels are not classes. A sample of several
+        labels counts as the share of them that is right, and the sum is rounded.
         """
         return round(float(self._correct))
 

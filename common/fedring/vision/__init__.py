@@ -1,8 +1,7 @@
 """The deferred import of torchvision.
 
-It happens when something needs it, and works even if torchvision's compiled part does not load.
-
-Models and data sets of torchvision enter through this package alone. It may import no other package of fedring.
+It happens when something needs it, and works even if torchvision's compiled part does not load. Models and data sets of
+torchvision enter through this package alone. It may import no other package of fedring.
 """
 
 import importlib
