@@ -1,4 +1,7 @@
-"""The table [data_parallel] of a job: how its clients train together as workers with equal models."""
+"""The table [data_parallel] of a job: training with equal models.
+
+It describes how the clients train together as workers.
+"""
 
 import re
 from collections.abc import Iterator
@@ -139,6 +142,7 @@ class DataParallel(TrainingMode):
             "start_powerSGD_iter": self.start_iteration,
             "use_error_feedback": self.feedback == "ef",
         }
+        # Each hook names its parameters differently; torch's names are those of powersgd.
         keys: dict[str, dict[str, Any]] = {
             "int8": {"feedback": self.feedback},
             "topk": {**ratio, "feedback": self.feedback},

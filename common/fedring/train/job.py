@@ -1,4 +1,7 @@
-"""The schema of a job: what to train, on how many clients, and for how many rounds."""
+"""The schema of a job.
+
+A job says what to train, on how many clients, and for how many rounds.
+"""
 
 from math import ceil
 from typing import Self
@@ -120,17 +123,26 @@ class Job(JobKeys):
 
     @property
     def scheduled(self) -> dict[str, SettingSchedule]:
-        """The settings that follow a schedule, by their keys."""
+        """The settings that follow a schedule, by key."""
         values = {key: getattr(self, key) for key in SCHEDULED}
         return {key: value for key, value in values.items() if isinstance(value, SettingSchedule)}
 
     def settings_of(self, job_round: int) -> RoundSettings:
-        """Return the values that `lr`, `epochs` and `subset_size` have in a round of the job, from 1 to `rounds`."""
+        """Return the values of the scheduled settings in a round.
+
+        They are `lr`, `epochs` and `subset_size`.
+
+        Args:
+            job_round: the number of the round within the job, from 1 to `rounds`.
+        """
         return settings_of(self.lr, self.epochs, self.subset_size, job_round=job_round, rounds=self.rounds)
 
     @property
     def grouped(self) -> bool:
-        """Whether the clients of a round form one group of workers, one of which delivers the update for all."""
+        """Whether the clients of a round form one group of workers.
+
+        One of the workers delivers the update for all.
+        """
         return self.training.grouped
 
     @property
@@ -147,12 +159,15 @@ class Job(JobKeys):
 
     @property
     def group_size(self) -> int:
-        """The number of clients whose updates are added up before the server sees them; 0 = all that are there."""
+        """The wanted number of clients in a group of secure aggregation; 0 = any."""
         return self.secure_aggregation.group_size if self.secure_aggregation is not None else 0
 
     @property
     def fewest_updates(self) -> int:
-        """The number of updates of a round with the fewest clients that the job allows, if none of them fails."""
+        """The fewest updates of a round without failures.
+
+        The round has the fewest clients that the job allows.
+        """
         if self.close_at_minimum:
             return self.min_clients_to_aggregate
         if self.sample_clients:
@@ -161,17 +176,20 @@ class Job(JobKeys):
 
     @property
     def sharing(self) -> Sharing:
-        """Which tensors of the model travel."""
+        """The choice of the model's tensors that travel."""
         return Sharing(tuple(self.shared), tuple(self.private), not (self.grouped or self.send_frozen))
 
     @property
     def upload_encoding(self) -> Encoding:
-        """How clients encode their updates."""
+        """The encoding of the clients' updates."""
         return Encoding(self.encoding, self.chunk, self.keep_ratio, self.step)
 
     @property
     def delta_encoding(self) -> Encoding | None:
-        """How the server encodes the delta from one model to the next; None if it sends whole models."""
+        """The encoding of the delta between models, or None.
+
+        It is None if the server sends whole models.
+        """
         if self.download_encoding == "full":
             return None
         return Encoding(self.download_encoding, self.chunk, self.keep_ratio, self.step)

@@ -33,7 +33,7 @@ class JobTable(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     hides: ClassVar[bool] = False
-    """Whether updates say nothing of a client's data: no numbers of samples, no metrics, no training times."""
+    """Whether updates hide numbers of samples, metrics and training times."""
 
     def check(self, job: JobView) -> None:
         """Check that the other keys of the job go with this table.

@@ -1,4 +1,7 @@
-"""The table [personal] of a job: each client also trains a model of its own."""
+"""The table [personal] of a job: models of the clients' own.
+
+Each client also trains a model of its own.
+"""
 
 from typing import Literal
 
@@ -10,7 +13,10 @@ from fedring.train.job_table import JobTable, JobView
 
 
 class Personal(JobTable):
-    """How each client trains a model of its own, which never leaves it."""
+    """All settings of personal models.
+
+    Each client trains a model of its own, which never leaves it.
+    """
 
     method: Literal["ditto", "fine_tuning"] = Field(
         "ditto",

@@ -1,4 +1,7 @@
-"""The table [pipeline] of a job: how its model is cut into stages, and how the clients train them."""
+"""The table [pipeline] of a job: its stages and their training.
+
+It describes how the model is cut into stages, and how the clients train them.
+"""
 
 import re
 from collections.abc import Iterator
@@ -121,6 +124,7 @@ class Pipeline(TrainingMode):
             raise ValueError("micro_batches=auto does not work with the schedule pipedream: set a number")
         self._check_cut()
         micro_batches = self.unit if self.micro_batches == "auto" else self.micro_batches
+        # Before the schedule is made: its size is this product, and a stranger may have written the job.
         if self.stages * micro_batches > MAX_CELLS:
             raise ValueError(
                 f"{self.stages} stages times {micro_batches} micro_batches are above MAX_CELLS = {MAX_CELLS}: use fewer"
@@ -142,6 +146,7 @@ class Pipeline(TrainingMode):
             and max(self.stage_workers, default=1) == 1
         ):
             raise ValueError(f"hook={self.hook} has no effect on replicas={self.replicas}: no stage has two workers")
+        # A number repeats the whole pipeline, under any schedule; only a list gives stages workers of their own.
         if isinstance(self.replicas, int):
             return
         if len(self.replicas) != self.stages:
@@ -177,7 +182,10 @@ class Pipeline(TrainingMode):
 
     @property
     def stage_workers(self) -> tuple[int, ...]:
-        """The number of workers of each stage of a pipeline; () if no stage has more than one."""
+        """The number of workers of each stage of a pipeline.
+
+        It is () if no stage has more than one.
+        """
         return () if isinstance(self.replicas, int) else tuple(self.replicas)
 
     @property
@@ -225,13 +233,16 @@ class Pipeline(TrainingMode):
 
     @property
     def interval(self) -> int:
-        """The number of micro-batches in a batch; for synchronous schedules, all of a run (0 if it is "auto")."""
+        """The number of micro-batches in a batch.
+
+        For synchronous schedules, it is all of a run, or 0 if that is "auto".
+        """
         if self.schedule != "pipedream":
             return 0 if self.micro_batches == "auto" else self.micro_batches
         return self.update_interval or (self.stages if self.versions == "macrobatch" else 1)
 
     def schedule_of(self, micro_batches: int) -> Schedule:
-        """Return what every worker of a pipeline does in a run of `micro_batches`.
+        """Return the schedule of a run of `micro_batches`.
 
         Raises:
             ScheduleError: If there is no such schedule for this number of stages and micro-batches.

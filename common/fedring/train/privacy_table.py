@@ -1,4 +1,7 @@
-"""The table [dp] of a job: differential privacy for whole clients, with noise that the server or the clients add."""
+"""The table [dp] of a job: differential privacy for whole clients.
+
+The server or the clients add the noise.
+"""
 
 from collections.abc import Collection
 from functools import lru_cache
@@ -84,10 +87,10 @@ class ClientPrivacy(JobTable):
         return self.noise_by == "clients"
 
     def plan(self, clients: int, dimension: int, needed: int) -> IntegerPlan:
-        """Return how the clients of a group make integers with noise, of which the server learns the sum.
+        """Return the plan by which a group's clients make noisy integers.
 
-        The noise of the honest ones among the fewest survivors is what noise_multiplier says, in units of the most that
-        one client can change the sum.
+        The server learns the sum of these integers. The noise of the honest ones among the fewest survivors is
+        noise_multiplier, in units of the most that one client can change the sum.
 
         Args:
             clients: of the group.
@@ -101,10 +104,10 @@ class ClientPrivacy(JobTable):
         return _plan(self.clip, self.noise_multiplier, self.bits, clients, honest, dimension)
 
     def charge_of(self, groups: Collection[int], dimension: int, needed: int) -> SkellamCharge:
-        """Return what a round costs in which the clients add the noise: no group's sum costs more.
+        """Return the cost of a round in which clients add noise.
 
-        Each client is in one group only. At the same noise in units of what one client can change, smaller integers
-        cost more.
+        No group's sum costs more. Each client is in one group only. At the same noise in units of one client's largest
+        change, smaller integers cost more.
 
         Args:
             groups: the numbers of clients of its groups.
@@ -120,10 +123,10 @@ class ClientPrivacy(JobTable):
         return SkellamCharge(norm, charges[0].dimension, variance)
 
     def sum_multiplier(self, clients: int) -> float:
-        """Return the noise multiplier of the sum of the updates (Andrew et al. 2021, theorem 1).
+        """Return the noise multiplier of the sum of the updates.
 
-        An adaptive clip spends part of the privacy on the number of updates within the clip, so that the sum needs more
-        noise for both to cost what noise_multiplier says.
+        See Andrew et al. 2021, theorem 1. An adaptive clip spends part of the privacy on the number of updates within
+        the clip, so that the sum needs more noise for both to cost as much as noise_multiplier says.
 
         Args:
             clients: the denominator of the mean.

@@ -1,4 +1,7 @@
-"""The table [sample_dp] of a job: differential privacy for single samples, with noise that each client adds."""
+"""The table [sample_dp] of a job: privacy for single samples.
+
+Each client adds the noise of their differential privacy.
+"""
 
 from typing import Annotated, ClassVar
 
@@ -10,7 +13,7 @@ from fedring.train.job_table import JobTable, JobView
 
 
 class SamplePrivacy(JobTable):
-    """All settings of DP-SGD (Abadi et al. 2016), with which clients train."""
+    """All settings of DP-SGD (Abadi et al. 2016) at the clients."""
 
     hides: ClassVar[bool] = True
 

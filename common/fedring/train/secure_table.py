@@ -1,4 +1,7 @@
-"""The table [secure_aggregation] of a job: the server learns sums of updates only."""
+"""The table [secure_aggregation] of a job: only sums are learned.
+
+The server learns sums of updates, and no single one.
+"""
 
 from typing import Annotated, ClassVar, Self
 
@@ -70,7 +73,7 @@ class SecureAggregation(JobTable):
         return self
 
     def group_sizes(self, fewest: int, most: int) -> frozenset[int]:
-        """Return how many clients a group may have.
+        """Return the numbers of clients that a group may have.
 
         Args:
             fewest: the fewest results that the job makes a model of.
@@ -95,6 +98,7 @@ class SecureAggregation(JobTable):
                 f"secure_aggregation: min_clients_to_aggregate is {needed}, and must be at least "
                 f"{threshold(min(fewest, MAX_GROUP))}: more than two thirds of the {fewest} clients of a round"
             )
+        # The largest possible group, and both signs: the modulus must hold every sum that a round can have.
         most = 2 * MAX_GROUP * self.levels * (self.max_weight if job.weights == "samples" else 1)
         if most.bit_length() > MAX_BITS:
             raise ValueError(f"secure_aggregation: levels times max_weight is too large for sums of {MAX_BITS} bits")
