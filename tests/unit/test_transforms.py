@@ -16,6 +16,7 @@ from fedring.codec.errors import CodecError
 from fedring.codec.masked import Width
 from fedring.daemon.config import ConfigError
 from fedring.server.config import ServerConfig
+from fedring.server.model.combining import Combination
 from fedring.server.model.modelfile import ModelReader
 from fedring.server.model.terms import Terms
 from fedring.server.model.transforms import named
@@ -197,6 +198,17 @@ def test_noise_of_the_server_goes_on_from_the_last_clip_and_is_charged_with_the_
         assert charge.next_clip == found["next_clip"] != used
 
 
+def test_the_servers_noise_is_on_each_piece_of_the_mean_over_those_that_were_drawn() -> None:
+    job = spec(**PRIVATE | {"dp": {"noise_multiplier": 3.0, "adaptive": False, "clip": 0.5, "delta": 1e-3}})
+    steps = transforms_of(job).close(closed_round(job, updates(*[0.5] * 8)), None).steps
+    delta, how = np.zeros(100_000), Combination()
+    for step in steps:
+        step.piece(0, delta)
+        how = step.combination(how)
+    assert delta.std() == pytest.approx(3.0 * 0.5 / 8, rel=0.02)
+    assert how.divisor == 8.0
+
+
 def test_noise_of_clients_costs_nothing_when_the_model_is_published() -> None:
     job = spec(**OWN_NOISE)
     steps = transforms_of(job).close(closed_round(job, updates(0.0, 0.0, 0.0), groups=[]), None)
@@ -216,6 +228,6 @@ async def test_a_job_is_checked_by_all_of_its_transforms(tmp_path: Path) -> None
         small = JobChecks(host.config.model_copy(update={"max_update_bytes": 4}), host.parts.models.maker)
         with pytest.raises(ConfigError, match="encoding: an update as int8 has at least 8 bytes"):
             small.check(spec(encoding="int8"), [], runs_next=True)
-        small.check(spec(**MASKED), [], runs_next=True)  # its group decides
+        small.check(spec(**MASKED, encoding="int8"), [], runs_next=True)  # its group decides
         with pytest.raises(ConfigError, match=r"server_optimizer: SGD takes no rl"):
             small.check(spec(encoding="uniform", server_optimizer={"args": {"rl": 1.0}}), [], runs_next=True)
