@@ -89,6 +89,21 @@ async def test_two_rounds_of_two_jobs_are_open_at_once_and_each_publishes_its_ow
     assert made == [first.made, second.made]
 
 
+async def test_rounds_that_close_at_once_publish_one_after_the_other(both: tuple[Host, list[OpenRound]]) -> None:
+    host, open_rounds = both
+    clients = ((EU, "a"), (EU, "b"), (US, "x"), (US, "y"))
+    sessions = {name: host.join(name, labels) for labels, name in clients}
+    runs = [asyncio.create_task(host.parts.runner.run(open_)) for open_ in open_rounds]
+    commands = {name: await host.command(session) for name, session in sessions.items()}
+    await asyncio.gather(*(host.offer(host.update(command, name)) for name, command in commands.items()))
+    async with asyncio.timeout(60):
+        assert all([(await run).published for run in runs])
+    versions = [open_.made.version for open_ in open_rounds if open_.made]
+    assert len(set(versions)) == 2
+    assert host.rounds.latest is not None
+    assert host.rounds.latest.version == max(versions)
+
+
 async def test_an_update_for_one_open_round_is_refused_by_the_other(both: tuple[Host, list[OpenRound]]) -> None:
     host, (first, second) = both
     session, *_ = [host.join(name, EU) for name in ("a", "b")]

@@ -11,9 +11,11 @@ from fedring.server.model.models import Models
 from fedring.server.model.testset import TestSet
 from fedring.server.operator.metrics import Metrics
 from fedring.server.round.client_reports import ClientReports
+from fedring.server.round.keeping import Keeper
 from fedring.server.round.open_round import KindMaker
 from fedring.server.round.opening import RoundOpener
 from fedring.server.round.private_rounds import RoundPrivacy
+from fedring.server.round.publishing import Publisher
 from fedring.server.round.rounds import Rounds
 from fedring.server.round.runner import RoundRunner
 from fedring.server.secure.rounds import SecureRounds
@@ -37,6 +39,8 @@ class Parts:
     secure: SecureRounds
     opener: RoundOpener
     privacy: RoundPrivacy
+    publisher: Publisher
+    keeper: Keeper
     runner: RoundRunner
     starter: JobStarter
     jobs: Jobs
@@ -56,10 +60,12 @@ def assemble(
     test_set = TestSet(facts.blobs, config.data_root, models.maker.offered)
     privacy = RoundPrivacy(facts, config.state_dir, models.maker.schema_of)
     opener = RoundOpener(rounds, kinds, facts, models, privacy, sessions, test_set, config)
-    runner = RoundRunner(rounds, facts, models, sessions, privacy, metrics.rounds, test_set, config)
+    publisher = Publisher(rounds, facts, models, privacy, sessions, metrics.rounds, test_set)
+    keeper = Keeper(rounds, facts, models, config)
+    runner = RoundRunner(rounds, facts, publisher, keeper, sessions, metrics.rounds, config.listen)
     starter = JobStarter(rounds, facts, models)
-    job_runner = JobRunner(starter, opener, runner, rounds, facts, journal)
+    job_runner = JobRunner(starter, opener, runner, keeper, rounds, facts, journal)
     jobs = Jobs(job_runner, rounds, facts, journal, metrics.job_started)
     acceptor = Acceptor(rounds, facts, metrics.updates)
-    rooms = (rounds, reports, secure, opener, privacy, runner, starter, jobs, acceptor)
+    rooms = (rounds, reports, secure, opener, privacy, publisher, keeper, runner, starter, jobs, acceptor)
     return Parts(facts, models, sessions, journal, metrics, *rooms)

@@ -36,7 +36,7 @@ def add_client_services(server: aio.Server, parts: Parts, streams: ModelStreams,
 
 def model_streams(parts: Parts) -> ModelStreams:
     """Make what streams models to clients and operators."""
-    return ModelStreams(parts.models.downloads, parts.facts, parts.runner.damaged)
+    return ModelStreams(parts.models.downloads, parts.facts, parts.publisher.damaged)
 
 
 def update_service(parts: Parts, config: ServerConfig) -> ClientUpdateService:
