@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from fedring.server.config import ServerConfig
 from fedring.server.model.models import Models
 from fedring.server.model.strategy import HISTORY, StrategyError, past_round, with_settings
-from fedring.server.model.testset import TestSet
 from fedring.server.round import machine as rd
 from fedring.server.round.dispatch import Dispatch
 from fedring.server.round.events import Abandoned, Phase, Resumed, Round, RoundOpened, RoundRules
@@ -52,11 +51,10 @@ class RoundOpener:
         models: Models,
         privacy: RoundPrivacy,
         sessions: Sessions,
-        test_set: TestSet,
         config: ServerConfig,
     ) -> None:
         self._rounds, self._kinds, self._facts, self._models = rounds, kinds, facts, models
-        self._privacy, self._sessions, self._test_set, self._config = privacy, sessions, test_set, config
+        self._privacy, self._sessions, self._config = privacy, sessions, config
         self._dispatch = Dispatch(sessions)
 
     async def refuses(self, job: RunningJob) -> str:
@@ -68,11 +66,9 @@ class RoundOpener:
 
         Raises:
             StorageFailed: if the disk refuses it; nothing was changed.
-            SeamError, DataError: if its user's code fails, or if there are no samples to evaluate on.
+            SeamError: if the job's own code fails.
         """
         facts, spec = self._facts, job.spec
-        if spec.evaluate_on_server:
-            await facts.heavy(self._test_set.load, spec)
         small = self._models.downloads.small(base, spec)  # before there is a row: it may fail, and be tried again
         settings, failure = await self._settings(job)
         wanted = RoundRow(0, job.row.job_id, job_round, Phase.WAITING, time.time(), base.version, settings=settings)
