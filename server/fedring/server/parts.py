@@ -27,7 +27,7 @@ from fedring.server.update.acceptance import Acceptor
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What fl-server is made of; each part knows only those that it needs."""
+    """The parts of one fl-server."""
 
     facts: Facts
     models: Models
@@ -50,7 +50,10 @@ class Parts:
 def assemble(
     config: ServerConfig, facts: Facts, models: Models, sessions: Sessions, more_kinds: Sequence[KindMaker] = ()
 ) -> Parts:
-    """Put the parts of a server together; none of them runs yet. `more_kinds` are kinds of rounds beyond its own."""
+    """Put the parts of a server together.
+
+    None of them runs yet. `more_kinds` are kinds of rounds beyond its own.
+    """
     journal, metrics = Journal(), Metrics()
     metrics.follow(facts)
     rounds = Rounds(facts.store.run_id, sessions, journal, metrics.rounds)

@@ -30,7 +30,7 @@ _ALL = 1_000_000_000
 
 
 class JobRunner:
-    """Runs jobs: opens or resumes their rounds one after the other, and decides whether there is another one."""
+    """Runs jobs, one round after the other."""
 
     def __init__(
         self,
@@ -66,7 +66,11 @@ class JobRunner:
             return "failed", str(fault)
 
     async def wind_up(self, row: JobRow, state: str, reason: str) -> str:
-        """Delete what is older than the configuration keeps. Returns the reason, with a clause on how to go on."""
+        """Delete old models after a job.
+
+        Returns:
+            The reason, with a clause on how to go on.
+        """
         facts = self._facts
         if state == "failed" and not reason.startswith("damaged_blob"):  # that one says itself how to go on
             reason += await facts.keep(facts.db, self._way_on, row.job_id)

@@ -1,4 +1,4 @@
-"""What a job starts from: a new model, a version that the server keeps, or a file.
+"""The model that a job starts from.
 
 It is decided once, when the job starts, and noted with the job. A restarted server goes on from there.
 """
@@ -29,7 +29,7 @@ class JobStarter:
         self._rounds, self._facts, self._models, self._test_set = rounds, facts, models, test_set
 
     async def begin(self, row: JobRow, spec: Job) -> tuple[RunningJob, str]:
-        """Decide what a job starts from, and make it available.
+        """Decide the first model of a job, and make it available.
 
         Returns:
             The job with its seed, and a clause that says what it starts from.
@@ -44,7 +44,9 @@ class JobStarter:
         return RunningJob(row, spec, frozen), text
 
     async def base_of(self, job: RunningJob) -> ModelRow:
-        """Return the model that the next round of a job starts from, once there are samples to evaluate the next on.
+        """Return the base of the job's next round.
+
+        The samples to evaluate its model on are loaded, too.
 
         Raises:
             StorageError: "unknown_model", if the model is not kept any more.

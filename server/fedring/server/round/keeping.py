@@ -1,4 +1,4 @@
-"""What survives a restart of open rounds, and what is deleted beside them."""
+"""The clocks of open rounds on disk, and old models."""
 
 import asyncio
 import time
@@ -19,19 +19,25 @@ _PERIOD = 1.0
 
 
 class Keeper:
-    """Notes the time that open rounds have left, and deletes what is too old."""
+    """Notes the time left of open rounds; deletes old models."""
 
     def __init__(self, rounds: Rounds, facts: Facts, models: Models, config: ServerConfig) -> None:
         self._rounds, self._facts, self._models, self._config = rounds, facts, models, config
 
     async def run(self) -> None:
-        """Keep noting how long the open rounds may still take, until cancelled: a restart gives them no more time."""
+        """Note the time left again and again, until cancelled.
+
+        So a restart gives rounds no more time.
+        """
         while True:
             await asyncio.sleep(_PERIOD)
             await self.save_time(less=_PERIOD)
 
     async def save_time(self, *, less: float = 0.0) -> None:
-        """Note the seconds that the open rounds have left, minus `less` that are as good as gone."""
+        """Note the seconds that the open rounds have left.
+
+        `less` of them are as good as gone.
+        """
         for open_ in self._rounds:
             round_ = open_.state.round
             if round_ is None or round_.phase not in (Phase.WAITING, Phase.TRAINING):

@@ -1,4 +1,4 @@
-"""Opening the rounds of a job, and resuming the one that a restart interrupted."""
+"""Rounds of jobs, opened or resumed after a restart."""
 
 import logging
 import time
@@ -41,7 +41,7 @@ class RunningJob:
 
 
 class RoundOpener:
-    """Opens a round, or resumes one; whoever runs rounds takes it from there."""
+    """Opens rounds, and resumes interrupted ones."""
 
     def __init__(
         self,
@@ -58,11 +58,14 @@ class RoundOpener:
         self._dispatch = Dispatch(sessions)
 
     async def refuses(self, job: RunningJob) -> str:
-        """Return why no further round of a job may start, or "" if one may."""
+        """Return why the job may not open another round.
+
+        "" if it may.
+        """
         return await self._privacy.spent(job.spec)
 
     async def open(self, job: RunningJob, job_round: int, base: ModelRow) -> OpenRound:
-        """Open the next round of a job, which starts from `base`.
+        """Open the next round of a job, from the model `base`.
 
         Raises:
             StorageFailed: if the disk refuses it; nothing was changed.
@@ -76,7 +79,9 @@ class RoundOpener:
         return await self._wait_for_clients(row, job, base, small, failure=failure)
 
     async def resume(self, row: RoundRow, job: RunningJob) -> OpenRound:
-        """Go on with the round that a restart interrupted; its clients have time to come back.
+        """Go on with a round that a restart interrupted.
+
+        Its clients have time to come back.
 
         Raises:
             StorageError: "missing_model" if the model that it starts from is gone.

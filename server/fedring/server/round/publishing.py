@@ -1,4 +1,4 @@
-"""The end of a round's training: its model is made and published, and what it is worth is noted."""
+"""The model of a closed round: made, published, evaluated."""
 
 import asyncio
 import logging
@@ -31,7 +31,10 @@ log = logging.getLogger(__name__)
 
 
 class Publisher:
-    """Makes the models of rounds that have closed, one at a time: each takes the next version."""
+    """Makes the models of closed rounds, one at a time.
+
+    Each takes the next version.
+    """
 
     def __init__(
         self,
@@ -49,7 +52,7 @@ class Publisher:
         self._one_at_a_time = asyncio.Lock()
 
     async def make(self, open_: OpenRound) -> None:
-        """Make and publish the next model, or abandon the round if that cannot be done.
+        """Make and publish the next model, or abandon the round.
 
         What can be mended, or waited for, makes it due again.
         """
@@ -92,7 +95,10 @@ class Publisher:
             open_.making = False
 
     def _publish(self, open_: OpenRound, model: ModelRow, ended: RoundRow) -> None:
-        """Tell everybody of the new model, which is durable, and let clients evaluate it."""
+        """Tell everybody of the new model; it is durable.
+
+        Clients are asked to evaluate it.
+        """
         rounds = self._rounds
         open_.row, open_.made, rounds.latest = ended, model, model
         self._metrics.guarded(ended.stats)
@@ -122,7 +128,10 @@ class Publisher:
         self._rounds.tell(open_, "round_evaluated", f"{open_.title} is evaluated{figure}")
 
     async def damaged(self, error: DamagedModel) -> None:
-        """End the rounds, and their jobs, that start from the model that turned out to be damaged."""
+        """End the rounds that start from a damaged model.
+
+        Their jobs end, too.
+        """
         hit = [each for each in self._rounds if each.base.version == error.version and each.phase in OPEN]
         for open_ in hit:
             self._note_damage(open_, error)
@@ -131,16 +140,19 @@ class Publisher:
             log.error("%s", error.detail)
 
     async def forget(self, open_: OpenRound) -> None:
-        """Erase the secrets with which the model of a round was made, which is over."""
+        """Erase the secrets of a round that is over."""
         await self._privacy.ended(open_, self._rounds)
 
     def end_training(self, open_: OpenRound) -> None:
-        """Tell the workers of the group, and the clients that still train, that the round takes no more updates."""
+        """Tell workers and clients that the round has closed."""
         self._rounds.group_event(open_, gr.GroupClosed(open_.row.reason))
         self._dispatch.ended(open_, self._rounds.latest)
 
     async def _go_on_without(self, open_: OpenRound, error: DamagedUpdates) -> None:
-        """Forget accepted updates that are damaged. The round ends without them, or is abandoned for want of them."""
+        """Forget damaged updates that were accepted.
+
+        The round ends without them, or is abandoned for want of them.
+        """
         rounds = self._rounds
         can_publish = await open_.kind.lost(frozenset(error.clients), error.reason)
         await self._facts.db(self._facts.drop_updates, open_.row.round, sorted(error.clients))
@@ -162,7 +174,7 @@ class Publisher:
 
 
 async def wait_for_disk(facts: Facts, open_: OpenRound) -> None:
-    """Return when the disk takes what is to be kept, or when the round's phase has ended."""
+    """Wait until the disk works, or the round's phase ends."""
     storage, phase = facts.storage, open_.phase
     while storage.fault and open_.phase is phase:
         open_.changed.clear()
@@ -170,7 +182,7 @@ async def wait_for_disk(facts: Facts, open_: OpenRound) -> None:
 
 
 async def publish(facts: Facts, models: Models, privacy: RoundPrivacy, open_: OpenRound) -> tuple[ModelRow, RoundRow]:
-    """Make the next model of the accepted updates, and make it durable together with the end of its round.
+    """Make the next model, and commit it with its round's end.
 
     Args:
         facts: keeps the model.
@@ -202,7 +214,7 @@ async def publish(facts: Facts, models: Models, privacy: RoundPrivacy, open_: Op
 async def evaluation(
     facts: Facts, models: Models, test_set: TestSet, open_: OpenRound, model: ModelRow
 ) -> tuple[dict[str, Any], EvaluationRow | None]:
-    """Return the evaluation's figures for the round's row, and the sum of the clients' counts, if there are any."""
+    """Return the figures of an evaluation, and the clients' sum."""
     stats = open_.stats(open_.row.stats["seconds"])
     if open_.job.aggregation.own:
         try:

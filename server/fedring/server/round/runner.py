@@ -1,4 +1,4 @@
-"""What runs a round: it asks the machine what is due, does it, and says in the end what came of the round.
+"""The runner of rounds: performs what the machine makes due.
 
 One task performs the effects of one round, one after the other. Whatever must survive is in the store before anybody is
 told of it.
@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RoundResult:
-    """What came of a round."""
+    """The result of a round."""
 
     published: bool
     reason: str = ""  # why it was abandoned, for people
@@ -51,7 +51,7 @@ class RoundResult:
 
 
 class RoundRunner:
-    """Runs rounds that were opened or resumed to their ends, each in its own task."""
+    """Runs open rounds to their ends, each in its own task."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class RoundRunner:
         self._dispatch = Dispatch(sessions)
 
     async def run(self, open_: OpenRound) -> RoundResult:
-        """Do what is due until a round that was opened or resumed has ended."""
+        """Perform what is due until the round has ended."""
         rounds, progress = self._rounds, RoundProgress()
         while True:
             open_.changed.clear()
@@ -101,7 +101,7 @@ class RoundRunner:
                 await self._settle(open_, effect)
 
     async def _settle(self, open_: OpenRound, effect: Effect) -> None:
-        """Do what ends a phase, between two commits of updates."""
+        """End a phase, between two commits of updates."""
         rounds = self._rounds
         async with open_.settling:
             if rd.due(open_.state, time.monotonic()) != effect:
