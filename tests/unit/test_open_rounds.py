@@ -136,6 +136,23 @@ async def test_a_stop_a_loss_and_a_failure_concern_their_own_round(both: tuple[H
     runs[1].cancel()
 
 
+async def test_each_open_round_has_a_group_of_its_own_with_another_generation(tmp_path: Path) -> None:
+    host = Host(tmp_path)
+    open_rounds = [await opened(host, job(labels, mode="data_parallel")) for labels in (EU, US)]
+    sessions = [host.join(name, labels) for labels, name in ((EU, "a"), (EU, "b"), (US, "x"), (US, "y"))]
+    runs = [asyncio.create_task(host.parts.runner.run(open_)) for open_ in open_rounds]
+    for session in sessions:
+        await host.command(session)
+    groups = [open_.group for open_ in open_rounds if open_.group is not None]
+    assert sorted(group.generation for group in groups) == [1, 2]
+    assert [sorted(group.state.expected) for group in groups] == [["a", "b"], ["x", "y"]]
+    host.rounds.group_event(open_rounds[0], gr.Entered("a"))
+    assert [set(group.state.workers) for group in groups] == [{"a"}, set()]
+    for run in runs:
+        run.cancel()
+    host.facts.close()
+
+
 async def test_the_groups_of_two_rounds_form_for_themselves(host: Host) -> None:
     groups = [
         Rendezvous(number, gr.GroupRules(1), ["a"], {}, slowest=lambda: 0.0, generation=number) for number in (1, 2)

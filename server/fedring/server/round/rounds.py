@@ -54,6 +54,7 @@ class Rounds:
         self.group_moved = asyncio.Event()
         self._here = RoundState()  # the clients that are here, without a round
         self._open: dict[int, OpenRound] = {}
+        self._generation = 0  # the newest of the groups of rounds that have ended
         self._run_id, self._returns, self._journal, self._metrics = run_id, sessions.returns, journal, metrics
         metrics.follow(lambda: self._here, lambda: [open_.state for open_ in self])
 
@@ -108,6 +109,8 @@ class Rounds:
         """Forget a round that has ended."""
         self._open.pop(open_.row.round, None)
         self.last = open_.row
+        if open_.group is not None:
+            self._generation = max(self._generation, open_.group.generation)
 
     def learn(self, model: ModelRow) -> None:
         """Note a model that may be the newest."""
@@ -118,7 +121,8 @@ class Rounds:
         """Let the workers of a round gather, if it needs a group."""
         if open_.job.grouped:
             row = open_.row
-            older = self.group.generation if self.group else 0  # generations are numbered through all rounds
+            # Generations are numbered through all rounds: a worker of an older group is never taken for one of this.
+            older = max([self._generation, *(each.group.generation for each in self if each.group is not None)])
             self.group = open_.group = Rendezvous(
                 row.round,
                 group_rules(open_.job, target=len(row.selected)),
