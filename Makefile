@@ -58,7 +58,7 @@ test: install
 soak: install
 	FEDRING_REPEATS=$(SOAK_REPEATS) $(PYTEST) --timeout 1200 -m soak
 	FEDRING_REPEATS=$(SOAK_REPEATS) $(PYTEST) --timeout 1200 $(TOGETHER) tests/property
-	FEDRING_TEST_FREEZE_SECONDS=2 $(PYTEST) $(TOGETHER) -m "not alone and not soak" tests/system tests/fault
+	FEDRING_REPEATS=$(SOAK_REPEATS) FEDRING_TEST_FREEZE_SECONDS=2 $(PYTEST) $(TOGETHER) -m "not alone and not soak" tests/system tests/fault
 
 # Lightning, accelerate and transformers on the ring, and peft. No other target installs them.
 libraries: install

@@ -22,7 +22,7 @@ from fedring.train.job_keys import NamedTransform, ServerOptimizer
 from fedring.train.personal_table import Personal
 from fedring.train.pipeline_table import Pipeline
 from fedring.train.privacy_table import ClientPrivacy
-from fedring.train.round_settings import Schedule
+from fedring.train.round_settings import SettingSchedule
 from fedring.train.sample_privacy_table import SamplePrivacy
 from fedring.train.secure_table import SecureAggregation
 
@@ -138,7 +138,7 @@ SECTIONS = (
     ),
     (
         "Schedule",
-        Schedule,
+        SettingSchedule,
         "The table that `lr`, `epochs` or `subset_size` of a federated job holds instead of a number, such as `lr = "
         '{ schedule = "cosine", start = 0.1, end = 0.001 }`. See [federated.md](federated.md#schedules).',
     ),
@@ -148,7 +148,11 @@ SECTIONS = (
         "The table `[personal]` of a federated job. See [federated.md](federated.md#a-model-for-each-client).",
     ),
     ("Server optimizer", ServerOptimizer, "The table `[server_optimizer]` of a job. See [federated.md](federated.md)."),
-    ("Transforms", NamedTransform, "An entry of the list `[[transforms]]` of a job. See [federated.md](federated.md)."),
+    (
+        "Transforms",
+        NamedTransform,
+        "An entry of the list `[[transforms]]` of a job. See [algorithms.md](algorithms.md).",
+    ),
     (
         "Streams between workers",
         RingOptions,

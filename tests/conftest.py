@@ -1,10 +1,13 @@
 """Settings and fixtures of all tests: MNIST, missing tools, hypothesis, the order of slow tests, and their times."""
 
 import os
+import random
+import sys
 from collections import defaultdict
 from itertools import groupby
 from pathlib import Path
 from typing import NoReturn
+from zlib import crc32
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -18,12 +21,19 @@ _REPEATS = int(os.environ.get("FEDRING_REPEATS", "1"))
 REPEATED = [0, *(pytest.param(number, marks=pytest.mark.soak) for number in range(1, _REPEATS))]
 """Parameters of a randomised test: one run, and the repeats that `make soak` asks for with FEDRING_REPEATS."""
 
-# A busy machine must not fail a test. In CI, examples are the same each time; elsewhere they are new.
+_DRAWN = random.SystemRandom().randrange(1, 1 << 31) if _REPEATS > 1 else 32
+
+SEED = int(os.environ.get("FL_TEST_SEED", "0")) or _DRAWN
+"""The seed of all random draws of tests: the same each time, but drawn by `make soak`; a test that fails shows it."""
+
+os.environ["FL_TEST_SEED"] = str(SEED)  # for the other processes of this run
+
+# A busy machine must not fail a test. Examples are the same each time, except in `make soak`.
 settings.register_profile(
     "fedring",
     deadline=None,
     max_examples=100 * _REPEATS,
-    derandomize="FEDRING_NO_SKIPS" in os.environ,
+    derandomize=_REPEATS == 1,
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("fedring")
@@ -47,6 +57,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             taken += 1
         items.extend(file)
     items.extend(slow[taken:])
+
+
+@pytest.hookimpl(tryfirst=True)  # before fixtures draw
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Let each test draw the same numbers from `random`, numpy and torch, whichever tests came before it."""
+    seed = crc32(f"{SEED} {item.nodeid}".encode())
+    random.seed(seed)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(seed)
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(seed)
+    print(f"FL_TEST_SEED={SEED}")
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

@@ -3,7 +3,8 @@
 A busy machine keeps a process waiting for seconds, which must not count as a loss. Tests of losses set their own times.
 """
 
-from collections.abc import Mapping, Sequence
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -24,6 +25,9 @@ PATIENCE = 60.0
 
 PATIENT = {"FEDRING_SERVER_LOST_AFTER_SECONDS": str(PATIENCE), "FEDRING_RING_LOST_AFTER_SECONDS": str(PATIENCE)}
 """The same as variables, for daemons that a test starts without `Fleet`."""
+
+Flctl = Callable[..., "subprocess.CompletedProcess[str]"]
+"""Runs flctl with these arguments."""
 
 
 class Fleet(fleet.Fleet):

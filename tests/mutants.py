@@ -168,7 +168,7 @@ MUTANTS = {
     # Other tests.
     "shares": Mutant(
         "client/fedring/workers/shards.py",
-        "start = taken + world.rank * each",
+        "start = taken + place.rank * each",
         "start = taken",
         "tests/unit/test_workers_shards.py",
     ),
@@ -267,8 +267,8 @@ MUTANTS = {
     ),
     "newest of the pruned": Mutant(
         "server/fedring/server/state/known.py",
-        'where(clients.c.last_name != "")',
-        'where(clients.c.last_name == "")',
+        "for row in pruned if row.last_name\n",
+        "for row in pruned if not row.last_name\n",
         "tests/fault/test_error_feedback.py",
     ),
     "epoch of an update": Mutant(
@@ -300,8 +300,20 @@ MUTANTS = {
     ),
     "digest of a row": Mutant(
         "server/fedring/server/state/sealed.py",
-        "stored.pop(ROW_DIGEST) != _digest(form, stored)",
-        "not stored.pop(ROW_DIGEST)",
+        "return digest == _digest(form, stored)",
+        "return bool(digest)",
+        "tests/unit/test_store_sqlite.py",
+    ),
+    "type in the digest of a row": Mutant(
+        "server/fedring/server/state/sealed.py",
+        "2 * len(part) + isinstance(text, str)",
+        "2 * len(part)",
+        "tests/unit/test_store_sqlite.py",
+    ),
+    "row that is to be replaced": Mutant(
+        "server/fedring/server/state/sealed.py",
+        """raise _damaged(type(row), values, "is missing")""",
+        "pass",
         "tests/unit/test_store_sqlite.py",
     ),
     "rows of a backup": Mutant(

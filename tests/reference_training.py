@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedring.workers.shards import World, shares
+from fedring.workers.shards import GroupRank, shares
 
 
 def train_in_one_process(
@@ -29,7 +29,7 @@ def train_in_one_process(
         replicas: how many workers share each step.
     """
     for order in orders:
-        ranks = [shares(order, 0, World(rank, replicas), batch) for rank in range(replicas)]
+        ranks = [shares(order, 0, GroupRank(rank, replicas), batch) for rank in range(replicas)]
         for parts in zip(*ranks, strict=True):
             inputs, labels = samples.batch(torch.cat([share.indices for share in parts]))
             optimizer.zero_grad()

@@ -4,7 +4,7 @@ import asyncio
 import queue
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from typing import Any
 
 from torch import nn
@@ -13,17 +13,23 @@ from fedring.codec import Encoding, Schema, Vectors, encode, encode_buffers
 from fedring.codec.digest import name_of, update_name
 from fedring.rpc.boundary import Boundary
 from fedring.rpc.channel import make_server
-from fedring.rpc.errors import BadRequest, DamagedOnTheWay, FedringError, NoSession
+from fedring.rpc.errors import BadRequest, DamagedOnTheWay, FedringError, NoSession, UnknownMethod
 from fedring.train.state import read_vectors, schema_of
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1 import federation_pb2_grpc as rpc
+from fedring.v1 import rendezvous_pb2, rendezvous_pb2_grpc
 
 RUN = "run-1"
 PIECE = 1000  # bytes of a model in each chunk
 SECONDS = 60.0  # a timeout that is long enough even if the machine does nothing for a while
 
 
-class ScriptedServer(rpc.TrainCmdServiceServicer, rpc.ModelBlobServiceServicer, rpc.ClientUpdateServiceServicer):
+class ScriptedServer(
+    rpc.TrainCmdServiceServicer,
+    rpc.ModelBlobServiceServicer,
+    rpc.ClientUpdateServiceServicer,
+    rendezvous_pb2_grpc.RendezvousServiceServicer,
+):
     """A server that answers as the test says, and records the requests that it receives."""
 
     def __init__(self) -> None:
@@ -53,6 +59,8 @@ class ScriptedServer(rpc.TrainCmdServiceServicer, rpc.ModelBlobServiceServicer, 
         self.on_accepted: Callable[[], FedringError | None] = lambda: None
         self.on_chunk: Callable[[int], FedringError | None] = lambda offset: None
         self.on_evaluation: Callable[[], FedringError | None] = lambda: None
+        # Serves one stream of a worker; None = this server has no rendezvous.
+        self.form: Callable[[AsyncIterator[rendezvous_pb2.WorkerMessage], Any], Awaitable[None]] | None = None
         self._sessions = 0
         self._outbox: asyncio.Queue[pb.ServerEvent | FedringError]
         self._partial: dict[str, bytearray] = {}  # what was received of each update, by its name
@@ -238,6 +246,14 @@ class ScriptedServer(rpc.TrainCmdServiceServicer, rpc.ModelBlobServiceServicer, 
                 raise error
             yield pb.Accepted()
 
+    async def Form(  # type: ignore[override]  # grpc takes a coroutine that writes to the context, too
+        self, request_iterator: AsyncIterator[rendezvous_pb2.WorkerMessage], context: Any
+    ) -> None:
+        self._require_session(context)
+        if self.form is None:
+            raise UnknownMethod
+        await self.form(request_iterator, context)
+
     def _open(self, offer: pb.UpdateOffer, call: str, context: Any) -> pb.UpdateHeader:
         """Return the header of an offered update, or raise the error with which the test refuses it."""
         self.offers.put(offer)
@@ -265,6 +281,7 @@ class ScriptedServer(rpc.TrainCmdServiceServicer, rpc.ModelBlobServiceServicer, 
             rpc.add_TrainCmdServiceServicer_to_server,
             rpc.add_ModelBlobServiceServicer_to_server,
             rpc.add_ClientUpdateServiceServicer_to_server,
+            rendezvous_pb2_grpc.add_RendezvousServiceServicer_to_server,
         ):
             add(self, server)
         server.add_insecure_port(f"127.0.0.1:{self.port}")

@@ -11,7 +11,7 @@ from fedring.codec.precision import to_words, words_size
 from fedring.compress.dgc import DGC, Memory, accumulate, kept_count
 from fedring.compress.dgc_select import select
 from fedring.ctl.bench.runner import time_call
-from fedring.ddp.parts import Step, apply_parts, make_part
+from fedring.ddp.parts import DGCStep, apply_parts, make_part
 
 THREADS = 1
 CONFIG = DGC()
@@ -39,7 +39,7 @@ def measure(grad: torch.Tensor, runs: int) -> dict[str, float]:
             f"decode_{label}_ms": milliseconds(lambda: decode_gradient(data, sizes=[grad.numel()]), runs),  # noqa: B023
             f"bits_per_position_{label}": round(bits, 2),
         }
-    step = Step(CONFIG, CONFIG.ratio, step=0, workers=2)
+    step = DGCStep(CONFIG, CONFIG.ratio, step=0, workers=2)
     part = make_part(grad, memory, step)
     entries = Entries(part.positions, part.words.values)
     results["compress_ms"] = milliseconds(lambda: make_part(grad, memory, step), runs)

@@ -42,7 +42,7 @@ class HostedClient:
             self._connection, Health(reflection=False), evaluates=False, tell=lambda state: None
         )
         self._models = ModelFetcher(self._connection, self._session.advance)
-        self._spool = Spool(folder)
+        self._spool = Spool(folder, name)
         self._model = vector(size)
         self._schema = schema_of(self._model)
 
@@ -65,7 +65,7 @@ class HostedClient:
         trained = read_vectors(self._model)
         trained.parameters[0] += 1
         update = make_update(command, self._name, base, trained, TrainingReport(samples=1), None)
-        spooled = self._spool.write(update.offer, update.parts, update.residual)
+        spooled = self._spool.write(update.offer, update.parts)
         await Upload(self._connection, spooled, lambda: work.stop_reason, self._session.advance).run(work.deadline)
         self._spool.accept(spooled)
 

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from tests.conftest import ROOT
 from tests.deploy.promtool import promtool
-from tests.deploy.test_prometheus import check_names
+from tests.deploy.series import check_names
 
 FOLDER = ROOT / "deploy" / "grafana"
 PATHS = sorted((FOLDER / "dashboards").glob("*.json"))

@@ -9,9 +9,8 @@ from types import TracebackType
 from typing import Any, ClassVar, Self
 
 import numpy as np
-import safetensors.numpy
 from numpy.typing import NDArray
-from safetensors import SafetensorError
+from safetensors import safe_open
 
 from fedring.codec import decode
 from fedring.codec.digest import name_of
@@ -24,6 +23,7 @@ from tests.fault.residuals import ENCODING, KEEP, has_spooled_update, residual_o
 from tests.fault.secure_fleet import secrets_of, secure_job
 from tests.fault.user_trainers import delta_of, lesson_of
 from tests.fleets import Control
+from tests.kept import kept_of
 from tests.ledgers import account_in
 from tests.system.wire import vector_job
 from tests.waiting import until
@@ -83,15 +83,6 @@ class FlippedFleet(FaultyFleet):
 
     def note_sound(self, path: Path) -> None:
         """Note what is in a file that is about to be damaged."""
-
-    def note_damaged(self, data: bytes) -> None:
-        """Note what the next round may begin with instead, as a file holds this."""
-
-    def recover(self, words: set[str]) -> None:
-        """Begin with another model if the client has gone on with damaged values."""
-        if any("damaged" in word for word in words):
-            assert self.run_round(start="fresh")[0] == "completed"
-        self.note()
 
     def note_failed(self) -> None:
         """Note what the next round must begin with, after one that was not published."""
@@ -168,16 +159,14 @@ class PlainFleet(FlippedFleet):
     """A client that keeps a residual and private tensors, which can be computed."""
 
     kinds: ClassVar = {
-        "residual.safetensors": ("residual.safetensors", ""),
-        "private-….safetensors": ("private-*.safetensors", ""),
+        "kept-….safetensors": ("kept-*.safetensors", ""),
         "client": ("client", ""),
         "resume_secret": ("resume_secret", ""),
         "lock": ("lock", ""),
         "update (empty)": ("update", ""),
         "update (not sent)": ("update", "client_update_spooled"),
         "update (accepted)": ("update", "client_accepted"),
-        "update.residual": ("update.residual", "client_accepted"),
-        "update.private": ("update.private", "client_accepted"),
+        "update.left": ("update.left", "client_accepted"),
     }
 
     def job(self) -> dict[str, Any]:
@@ -200,12 +189,6 @@ class PlainFleet(FlippedFleet):
         self._residuals: dict[str, NDArray[np.float32] | None] = {"": residual_of(self.folder, SIZE)}
         self._own = _private(self.folder)
         assert self._own.min() == self._own.max(), "the right values are the number of accepted updates"
-
-    def note_damaged(self, data: bytes) -> None:
-        """See FlippedFleet."""
-        found = _tensors(data).get("residual")
-        if found is not None and found.shape == (SIZE,):
-            self._residuals["damaged residual"] = found
 
     def check(self, round_: Published) -> None:
         """Compare the accepted payload with that of each residual that the client may have begun with.
@@ -234,9 +217,7 @@ class PlainFleet(FlippedFleet):
         begun_with = [word for word, left in self._residuals.items() if left is not None and np.array_equal(left, kept)]
         assert begun_with, "the client keeps what no update has left"
         words.add(begun_with[0])
-        if (differing := np.count_nonzero(own != self._own)) == 1:
-            words.add("damaged private values")
-        elif differing:
+        if not np.array_equal(own, self._own):
             assert own.min() == own.max() < self._own.min(), "these are values of an older update, or the first ones"
             words.add("older private values")
         return words - {""}
@@ -246,10 +227,8 @@ class CorrectedFleet(FlippedFleet):
     """A client that keeps a control variate and a model of its own."""
 
     kinds: ClassVar = {
-        "control.safetensors": ("control.safetensors", ""),
-        "personal-….safetensors": ("personal-*.safetensors", ""),
-        "update.control": ("update.control", "client_accepted"),
-        "update.personal": ("update.personal", "client_accepted"),
+        "kept-….safetensors (control, own)": ("kept-*.safetensors", ""),
+        "update.left (control, own)": ("update.left", "client_accepted"),
     }
 
     def job(self) -> dict[str, Any]:
@@ -272,28 +251,21 @@ class CorrectedFleet(FlippedFleet):
         """See FlippedFleet."""
         self.published()
 
-        self._sound: dict[str, NDArray[np.float32]] = {}
-        self._words = set[str]()
-
-    def note_sound(self, path: Path) -> None:
-        """See FlippedFleet."""
-        self._sound = _tensors(path.read_bytes())
-
-    def note_damaged(self, data: bytes) -> None:
-        """See FlippedFleet."""
-        found = _tensors(data)
-        if found.keys() == self._sound.keys() and any(
-            found[name].tobytes() != self._sound[name].tobytes() for name in found
-        ):
-            self._words = {"damaged values, if they are not refused"}
-
-    def check_folder(self) -> set[str]:
-        """See FlippedFleet."""
-        return self._words
-
     def check(self, round_: Published) -> None:
         """Assert that the round has accepted one update."""
         assert len(ask(self.state, "SELECT 1 FROM updates WHERE round = ?", round_[0])) == 1
+
+    def check_folder(self) -> set[str]:
+        """Assert that the client's control variate, which is the only one, is that of the server."""
+        own = kept_of(self.folder, "scaffold")
+        assert own is not None
+        ((blob,),) = ask(self.state, "SELECT control_blob FROM models ORDER BY version DESC LIMIT 1")
+        if not blob:  # the server has noticed that the client's was lost, and begins anew
+            return {"the control variate begins anew"}
+        with safe_open(next(self.state.rglob(str(blob))), framework="numpy") as file:
+            common = np.concatenate([file.get_tensor(name).reshape(-1) for name in file.offset_keys()])
+        np.testing.assert_allclose(common, own.tensors["values"].numpy(), atol=1e-5)
+        return set()
 
 
 class MaskedFleet(FlippedFleet):
@@ -376,13 +348,7 @@ class ChargedFleet(FlippedFleet):
 
 
 def _private(folder: Path) -> NDArray[np.float32]:
-    (path,) = folder.glob("private-*.safetensors")
-    return _tensors(path.read_bytes())["own"]
-
-
-def _tensors(data: bytes) -> dict[str, NDArray[np.float32]]:
-    """Return the tensors in a file's bytes, which may be damaged; none if they cannot be read."""
-    try:
-        return safetensors.numpy.load(data)
-    except (SafetensorError, ValueError, KeyError, TypeError):
-        return {}
+    section = kept_of(folder, "private")
+    assert section is not None
+    own: NDArray[np.float32] = section.tensors["own"].numpy()
+    return own

@@ -15,13 +15,13 @@ from pathlib import Path
 import numpy as np
 import safetensors.numpy
 from numpy.typing import NDArray
-from safetensors import safe_open
 
 from fedring.codec import Encoding, decode
 from fedring.codec.digest import name_of
 from fedring.compress.feedback import compress
 from tests.damage import ask, model_file
 from tests.fault.user_trainers import delta_of
+from tests.kept import kept_of, kept_residual
 
 SMALL, LARGE = 20_000, 400_000
 """Sizes of models whose updates, at KEEP, are stored in a row of the database, or in a file."""
@@ -94,11 +94,8 @@ def accepted_digests(*states: Path) -> set[str]:
 
 def residual_of(folder: Path, size: int) -> Values:
     """Return the residual, [size], that the client has stored in its state folder; zeros if there is none."""
-    path = folder / "residual.safetensors"
-    if not path.exists():
-        return np.zeros(size, np.float32)
-    found: Values = safetensors.numpy.load_file(path)["residual"]
-    return found
+    found = kept_residual(folder)
+    return np.zeros(size, np.float32) if found is None else found
 
 
 def has_spooled_update(folder: Path) -> bool:
@@ -116,11 +113,8 @@ def knows_newest_acceptance(folder: Path, state: Path, client: str) -> bool:
 
 def _update_before_residual(folder: Path) -> str:
     """Return the name of the update that left the client's residual; empty if there is no residual."""
-    path = folder / "residual.safetensors"
-    if not path.exists():
-        return ""
-    with safe_open(path, "numpy") as file:
-        return str(file.metadata()["name"])
+    section = kept_of(folder, "residual")
+    return "" if section is None else section.words["name"]
 
 
 def stored_model(state: Path, version: int, size: int) -> Values:

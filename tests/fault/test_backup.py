@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import random
 import re
 import shutil
 import stat
@@ -139,7 +140,7 @@ def test_models_that_are_pruned_during_a_backup_are_not_in_it(state: Path, tmp_p
 def test_a_backup_gives_up_when_the_server_prunes_faster_than_it_copies(state: Path, tmp_path: Path) -> None:
     def replace_models(done: int, total: int) -> None:
         for version in (1, 2):  # when the first one is copied, the second one is gone
-            old, data = model_file(state, version), os.urandom(1000)
+            old, data = model_file(state, version), random.randbytes(1000)
             name = name_of(data)
             (state / "blobs" / name).write_bytes(data)
             write(state, "UPDATE models SET blob = ?, bytes = ? WHERE version = ?", name, len(data), version)
@@ -170,7 +171,7 @@ def test_a_backup_of_a_damaged_blob_fails(query: str, words: str, how: str, stat
 
 
 def test_a_backup_of_a_damaged_update_in_a_row_fails(state: Path, tmp_path: Path) -> None:
-    payload = os.urandom(100)
+    payload = random.randbytes(100)
     write(state, "UPDATE updates SET blob = '', payload = ? WHERE round = 3", payload)
     with pytest.raises(BackupError, match=r"the update of a in round 3, in facts\.sqlite, does not hold"):
         back_up(state, tmp_path / "copy")

@@ -4,7 +4,6 @@ No damaged update is accepted, and the round still gets the right one: a client 
 """
 
 import itertools
-import os
 import random
 import re
 import threading
@@ -15,14 +14,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
 
 from fedring.ctl.process import stop_all
-from tests.conftest import REPEATED
+from tests.conftest import REPEATED, SEED
 from tests.damage import ask, flip
 from tests.fault.faulty_fleet import StartedJob
 from tests.fleets import Control, Fleet, until_watching
 from tests.forks import Daemon
+from tests.kept import kept_residual
 from tests.proxy import Change, FrameChange, Proxy, flip_bits
 from tests.system.wire import WireClient, parameters, stop_jobs, vector_job
 from tests.waiting import until
@@ -33,7 +32,6 @@ SETTINGS = {"trusted": TRUSTED, "keep_update_rounds": 100}
 IMPATIENT = {"no_progress_seconds": 1.5, "heartbeat_seconds": 1.0, "lost_after_seconds": 5.0}
 SMALL, MIDDLE, LARGE = 1_000, 20_000, 600_000  # values of a model whose update is one message, one chunk, or three
 ROUNDS = 4  # with one flipped bit each, in `make test` and in each repeat of `make soak`
-SEED = int(os.environ.get("FL_TEST_SEED", "0")) or random.SystemRandom().randrange(1, 1 << 31)
 
 _sizes = itertools.count()
 
@@ -214,7 +212,8 @@ def test_an_update_that_was_damaged_on_the_clients_disk_is_trained_again(
         until(lambda: not any(spool.read_bytes()[:8]))  # the client has heard of its acceptance
     assert [(state.selected, state.delivered) for state in states] == [(1, 1), (1, 1)]
     assert damage.uploads == ([1, 1, 2, 2] if place < 0 else [1, 1, 2])
-    residual = load_file(tmp_path / "client-0" / "residual.safetensors")["residual"]
+    residual = kept_residual(tmp_path / "client-0")
+    assert residual is not None
     with WireClient(server.listen) as wire:
         np.testing.assert_array_equal(parameters(wire) + residual, np.full(residual.size, 2, np.float32))
     assert "Traceback" not in client.log.read_text()
@@ -287,7 +286,6 @@ def test_whatever_bit_is_flipped_the_model_has_the_trained_values(
     impatient: Fleet, tmp_path: Path, repeat: int
 ) -> None:
     rng = random.Random(f"{SEED} {repeat}")
-    print(f"FL_TEST_SEED={SEED}")
     size = rng.choice([SMALL, MIDDLE])
     left = [-1]  # bytes that clients send before the next byte with a flipped bit; negative for none
 

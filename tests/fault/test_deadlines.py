@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.damage import ask
+from tests.damage import ask, write
 from tests.fault.faulty_fleet import wait_for
 from tests.fleets import Control, Fleet
 from tests.system.wire import WireClient, deliver, outcome, vector_job
@@ -62,7 +62,7 @@ def test_a_round_has_no_more_time_after_a_restart_than_it_had_left(
         fleet.restart_server()
         assert next_seconds_left(fleet, state) < left, "the time goes on from there"
     fleet.server.kill()
-    ask(state, "UPDATE rounds SET seconds_left = 0.2")
+    write(state, "UPDATE rounds SET seconds_left = 0.2")
     fleet.start_server()
     assert wait_for_reason(fleet, job_id).startswith(reason)
 
@@ -73,7 +73,7 @@ def test_after_a_restart_clients_are_waited_for_no_longer_than_the_round_has_lef
         deliver(a)
         b.expect("train")
         fleet.server.kill()
-    ask(state, "UPDATE rounds SET seconds_left = 0.2")
+    write(state, "UPDATE rounds SET seconds_left = 0.2")
     began = time.monotonic()
     fleet.start_server()
     assert wait_for_reason(fleet, job_id) == "", "the update of a counts"

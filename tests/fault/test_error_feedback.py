@@ -26,11 +26,12 @@ from tests.fault.residuals import (
 )
 from tests.fault.user_trainers import delta_of
 from tests.fleets import Control, Fleet, until_watching
+from tests.kept import kept_file, kept_residual, sections_in
 from tests.proxy import Proxy
 from tests.system.wire import SIZE, Refused, WireClient, offer_of, outcome, payload_of, run
 from tests.waiting import until
 
-ACCEPTED = ("client_accepted", "client_residual_placed", "client_noted")
+ACCEPTED = ("client_accepted", "client_left_placed", "client_noted")
 """The crash points at which the server has accepted the update already."""
 
 
@@ -97,8 +98,8 @@ def test_no_residual_is_lost_or_sent_twice_when_a_client_is_killed(
         fleet.wait_until_known()
         job_id = fleet.crash(place)
         spooled = has_spooled_update(fleet.folder)
-        left = fleet.folder / ("update.residual" if place not in ACCEPTED[1:] else "residual.safetensors")
-        residual = left.read_bytes()
+        left = fleet.folder / "update.left" if place not in ACCEPTED[1:] else kept_file(fleet.folder)
+        residual = sections_in(left)["residual"].tensors["residual"].numpy()
         if place not in ACCEPTED:
             start_client(fleet, 0)
             fleet.finish_job(job_id)
@@ -116,14 +117,14 @@ def test_no_residual_is_lost_or_sent_twice_when_a_client_is_killed(
         start_client(fleet, 0)
         job_id = fleet.start_round()
         last = fleet.wait_at_gate()
-        if place != "client_residual_spooled":  # there, the client had not spooled its update yet
-            assert (fleet.folder / "residual.safetensors").read_bytes() == residual
+        if place != "client_left_spooled":  # there, the client had not spooled its update yet
+            np.testing.assert_array_equal(kept_residual(fleet.folder), residual)
         assert not has_spooled_update(fleet.folder)
         fleet.let_through()
         fleet.finish_job(job_id)
-        assert spooled == (place not in ("client_residual_spooled", "client_noted"))
+        assert spooled == (place not in ("client_left_spooled", "client_noted"))
         done = read_trainings(notes_path(fleet.folder))
-        repeated = place == "client_residual_spooled"  # the client has lost that training
+        repeated = place == "client_left_spooled"  # the client has lost that training
         assert last.number == (3 if repeated else 2)
         fleet.check([done[0], *done[2 if repeated else 1 :]])
 

@@ -4,34 +4,29 @@ Clients deliver known updates, and repeat those that the server has not confirme
 state is checked, and every model is recomputed.
 """
 
-import os
 import random
-import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from fedring.codec.digest import is_called, name_of
-from tests.conftest import REPEATED
+from tests.conftest import REPEATED, SEED
 from tests.damage import ask
 from tests.fault.faulty_fleet import FaultyFleet, wait_for
 from tests.fault.killable_clients import SIZE, KillableClients
+from tests.fault.random_kills import KEEP_ALL, LONGEST, wait
 from tests.fault.update_log import UpdateLog
 from tests.fleets import Control
 from tests.system.wire import outcome, vector_job
 
-SEED = int(os.environ.get("FL_TEST_SEED", "0")) or random.SystemRandom().randrange(1, 1 << 31)
 FEW, MANY = 6, 16  # kills in `make test`, and in each repeat of `make soak`
 ROUNDS_EACH = 5  # rounds that clients may train before the next kill, so that each kill disturbs a round
-LONGEST = 0.2  # seconds until the next kill, at most
-KEEP_ALL = {"keep_models": 10_000, "keep_update_rounds": 10_000}
 NAMES = ("a", "b", "c", "d")
 
 
 @pytest.mark.parametrize("repeat", REPEATED)
 def test_each_accepted_update_counts_once_however_often_the_server_is_killed(tmp_path: Path, repeat: int) -> None:
-    print(f"FL_TEST_SEED={SEED}")
     seed, kills = SEED + repeat, MANY if repeat else FEW
     rounds = ROUNDS_EACH * kills
     update_log = UpdateLog(seed)
@@ -72,10 +67,6 @@ def disturb(fleet: FaultyFleet, clients: KillableClients, rng: random.Random) ->
         fleet.server.kill()
     fleet.start_server()
     clients.server_is_up.set()
-
-
-def wait(seconds: float) -> None:
-    threading.Event().wait(seconds)
 
 
 def check_files(state: Path) -> None:

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import SEED
 from tests.damage import ask
 from tests.fault.faulty_fleet import FaultyFleet, wait_for
 from tests.fault.killable_clients import SIZE, KillableClients
-from tests.fault.test_kills import KEEP_ALL, LONGEST, SEED, wait
+from tests.fault.random_kills import KEEP_ALL, LONGEST, wait
 from tests.fault.update_log import UpdateLog
 from tests.fleets import Control
 from tests.system.wire import outcome, vector_job
@@ -26,7 +27,6 @@ Noised = defaultdict[tuple[int, frozenset[str]], set[str]]
 @pytest.mark.slow
 @pytest.mark.parametrize("kills", [10, pytest.param(200, marks=pytest.mark.soak)])
 def test_one_noise_for_each_set_of_updates_however_often_the_server_is_killed(tmp_path: Path, kills: int) -> None:
-    print(f"FL_TEST_SEED={SEED}")
     rng, update_log = random.Random(SEED), UpdateLog(SEED)
     sealed, secrets = Noised(set), set[bytes]()
     with FaultyFleet(tmp_path, KEEP_ALL) as fleet, KillableClients(fleet, update_log, NAMES) as clients:

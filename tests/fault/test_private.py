@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file
 
-from fedring.daemon.crash import PRIVATE
+from fedring.daemon.crash import DELIVERING
 from tests.conftest import path_to
 from tests.fault.faulty_fleet import FaultyFleet, wait_for
 from tests.fault.residuals import has_spooled_update
 from tests.fleets import Control, until_watching
+from tests.kept import sections_in
 from tests.waiting import until
 
 TRUSTED = {"trusted": ["fedring", "user_models"]}
@@ -30,8 +30,8 @@ JOB: dict[str, Any] = {
     "deadline_seconds": 240,
     "start": "newest",
 }
-BEFORE = ("client_private_spooled", "client_update_spooled")
-AFTER = ("client_accepted", "client_private_placed", "client_noted")
+BEFORE = ("client_left_spooled", "client_update_spooled")
+AFTER = ("client_accepted", "client_left_placed", "client_noted")
 """The crash points at which the server has not yet accepted the update, and those at which it has."""
 ON_THE_SERVER = ("after_row_commit", "before_publish_commit")
 WIDTHS = (8, 12)
@@ -58,8 +58,8 @@ class PersonalFleet(FaultyFleet):
         return digests, [
             {
                 f"{file.name} {name}": tensor.numpy().tobytes()
-                for file in folder.glob("private-*.safetensors")
-                for name, tensor in load_file(file).items()
+                for file in folder.glob("kept-*.safetensors")
+                for name, tensor in sections_in(file)["private"].tensors.items()
             }
             for folder in self._folders
         ]
@@ -104,7 +104,7 @@ class PersonalFleet(FaultyFleet):
 def test_private_tensors_are_those_of_an_undisturbed_run_wherever_something_is_killed(
     tmp_path: Path, killed: Sequence[str]
 ) -> None:
-    assert set(BEFORE + AFTER) >= PRIVATE
+    assert set(BEFORE + AFTER) == DELIVERING
     # After AFTER, the restarted client notes the acceptance in the next round, and must not be killed there.
     places = ["", *(each for place in killed for each in ((place, "") if place in AFTER else (place,)))]
     with PersonalFleet(tmp_path / "undisturbed") as fleet:

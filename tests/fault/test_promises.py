@@ -18,7 +18,7 @@ from fedring.v1 import control_pb2 as pb
 from tests.conftest import path_to
 from tests.fault.faulty_fleet import StartedJob
 from tests.fault.gate import Gate
-from tests.fault.test_ring import ring
+from tests.fault.ring_ranks import ring
 from tests.fleets import Control, until_watching
 from tests.forks import Daemon
 

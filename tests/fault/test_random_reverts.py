@@ -1,20 +1,18 @@
 """Clients with residuals, kills of them and of their server, and reverts of the server's state, all at random."""
 
-import os
 import random
 import threading
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import REPEATED
+from tests.conftest import REPEATED, SEED
 from tests.fault.faulty_fleet import wait_for
 from tests.fault.residual_fleet import WAYS, ResidualFleet, revert_state, save_state
 from tests.fault.residuals import SMALL, check_rounds, notes_path, read_trainings
 from tests.fleets import Control
 from tests.waiting import until
 
-SEED = int(os.environ.get("FL_TEST_SEED", "0")) or random.SystemRandom().randrange(1, 1 << 31)
 FEW, MANY = 4, 30  # disturbances in `make test`, and in each repeat of `make soak`
 LONGEST = 0.5  # seconds between two of them, at most
 KEEP_ALL = {"keep_models": 100_000, "keep_update_rounds": 100_000}
@@ -22,7 +20,6 @@ KEEP_ALL = {"keep_models": 100_000, "keep_update_rounds": 100_000}
 
 @pytest.mark.parametrize("repeat", REPEATED)
 def test_models_and_residuals_are_right_whoever_is_killed_and_whatever_is_reverted(tmp_path: Path, repeat: int) -> None:
-    print(f"FL_TEST_SEED={SEED}")
     rng, times = random.Random(SEED + repeat), MANY if repeat else FEW
     fleet = ResidualFleet(tmp_path, clients=2, settings=KEEP_ALL)
     fleet.remove_gate()

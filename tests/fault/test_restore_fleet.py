@@ -1,6 +1,5 @@
 """Clients that train on while their server's state is reverted to an older one again and again."""
 
-import os
 import random
 import time
 from pathlib import Path
@@ -8,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.conftest import path_to
+from tests.conftest import SEED, path_to
 from tests.damage import ask
 from tests.fault.faulty_fleet import FaultyFleet, wait_for
 from tests.fault.residual_fleet import WAYS, revert_state, save_state
@@ -17,7 +16,6 @@ from tests.system.wire import WireClient, outcome, parameters, vector_job
 
 TRUSTED = {"trusted": ["fedring", "user_trainers"]}
 SIZE = 50_000
-SEED = int(os.environ.get("FL_TEST_SEED", "0")) or random.SystemRandom().randrange(1, 1 << 31)
 TIMES, ROUNDS = 10, 60
 
 
@@ -25,7 +23,6 @@ TIMES, ROUNDS = 10, 60
 @pytest.mark.parametrize("way", WAYS)
 def test_ten_reverts_within_a_job_lose_nothing_that_was_saved(tmp_path: Path, way: str) -> None:
     """Each client adds the number of the round to every value, so the values of each version are known."""
-    print(f"FL_TEST_SEED={SEED}")
     rng = random.Random(SEED)
     settings = {**TRUSTED, "keep_models": ROUNDS + 1, "keep_update_rounds": ROUNDS + 1}
     job = vector_job(model_args={"size": SIZE}, trainer="user_trainers:gated", min_clients=2, rounds=ROUNDS)

@@ -1,65 +1,18 @@
 """Ranks that are killed or frozen in the middle of an allreduce: every other rank notices within seconds."""
 
-import json
-import os
-import queue
 import signal
-import subprocess
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from typing import Any
 
 import pytest
 
 from fedring.ring.options import RingOptions
-from tests.forks import Fork
+from tests.fault.ring_ranks import PATIENCE, SMALL, Rank, ring
 
-PATIENCE = 100.0
 NOTICED_WITHIN = 30.0  # seconds; without notice, the operation itself would wait for two minutes
-SMALL, LARGE = 1000, 3_000_000  # values; allreduce has an algorithm for each, and the large one fills its streams
-OVER_TCP = {"local_transport": False, "lost_after_seconds": 60}
+LARGE = 3_000_000  # values; allreduce has another algorithm for these than for SMALL, and they fill its streams
 FROZEN = {"lost_after_seconds": 8}  # longer than a busy machine keeps a healthy rank waiting
-
-
-class Rank:
-    """A `ring_worker` process, and the lines that it prints."""
-
-    def __init__(self, rank: int, options: dict[str, Any], count: int) -> None:
-        self.process = Fork(
-            "tests.fault.ring_worker",
-            [str(rank), json.dumps(options), str(count)],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
-        self._lines: queue.Queue[dict[str, Any]] = queue.Queue()
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def tell(self, line: str) -> None:
-        assert self.process.stdin
-        self.process.stdin.write(f"{line}\n".encode())
-
-    def hear(self, key: str) -> dict[str, Any]:
-        """Wait for the next line with this key, and return it."""
-        while key not in (line := self._lines.get(timeout=PATIENCE)):
-            assert "error" not in line, line
-        return line
-
-    def end(self) -> None:
-        self.process.kill()  # works on a stopped process, too
-        self.process.wait()
-        self._reader.join()
-        for stream in (self.process.stdin, self.process.stdout):
-            assert stream
-            stream.close()
-
-    def _read(self) -> None:
-        assert self.process.stdout
-        for line in self.process.stdout:
-            self._lines.put(json.loads(line))
 
 
 @pytest.fixture
@@ -67,18 +20,6 @@ def ended() -> Iterator[ExitStack]:
     """Return a stack of callbacks that are called when the test ends."""
     with ExitStack() as stack:
         yield stack
-
-
-def ring(ended: ExitStack, size: int, count: int = SMALL, **options: Any) -> list[Rank]:
-    """Start ranks, and return them when they have finished one allreduce."""
-    ranks = [Rank(rank, {**OVER_TCP, **options}, count) for rank in range(size)]
-    for rank in ranks:
-        ended.callback(rank.end)
-    members = json.dumps([rank.hear("address")["address"] for rank in ranks])
-    for rank in ranks:
-        rank.tell(members)
-    assert [rank.hear("sum")["sum"] for rank in ranks] == [size] * size
-    return ranks
 
 
 def check_survivors(lost: int, ranks: Sequence[Rank], since: float) -> None:

@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors import safe_open
-from safetensors.numpy import load_file
 
-from fedring.daemon.crash import CONTROL, PERSONAL
+from fedring.daemon.crash import DELIVERING
 from tests.damage import ask
 from tests.fault.faulty_fleet import FaultyFleet, wait_for
 from tests.fault.residuals import has_spooled_update
 from tests.fleets import Control, until_watching
+from tests.kept import kept_file, kept_of
 from tests.waiting import until
 
 JOB: dict[str, Any] = {
@@ -34,8 +34,8 @@ JOB: dict[str, Any] = {
     "deadline_seconds": 240,
     "start": "newest",
 }
-BEFORE = ("client_control_spooled", "client_update_spooled", "client_personal_spooled")
-AFTER = ("client_accepted", "client_control_placed", "client_noted", "client_personal_placed")
+BEFORE = ("client_left_spooled", "client_update_spooled")
+AFTER = ("client_accepted", "client_left_placed", "client_noted")
 """The crash points at which the server has not yet accepted the update, and those at which it has."""
 ON_THE_SERVER = ("after_row_commit", "before_publish_commit")
 
@@ -82,15 +82,16 @@ class CorrectedFleet(FaultyFleet):
         """Return the clients' control variates, and the names of the updates that have left them."""
         values, names = [], []
         for folder in self.folders:
-            with safe_open(folder / "control.safetensors", framework="numpy") as file:
-                values.append(file.get_tensor("control"))
-                names.append(file.metadata()["update"])
+            section = kept_of(folder, "scaffold")
+            assert section is not None
+            values.append(section.tensors["values"].numpy())
+            names.append(section.words["left_by"])
         return values, names
 
     def personal(self) -> list[dict[str, bytes]]:
         """Return the clients' own models."""
-        paths = [next(folder.glob("personal-*.safetensors")) for folder in self.folders]
-        return [{name: value.tobytes() for name, value in load_file(path).items()} for path in paths]
+        sections = [kept_of(folder, "personal") for folder in self.folders]
+        return [{name: value.numpy().tobytes() for name, value in each.tensors.items()} for each in sections if each]
 
     def common(self) -> tuple[Any, list[str]] | None:
         """Return the server's control variate, and the names of the updates in it; None if it begins anew."""
@@ -107,14 +108,14 @@ class CorrectedFleet(FaultyFleet):
 @pytest.mark.parametrize(
     "killed",
     [
-        (BEFORE[0], AFTER[3], ON_THE_SERVER[1]),
-        pytest.param((*BEFORE[1:], *AFTER[:3], ON_THE_SERVER[0]), marks=pytest.mark.soak),
+        (BEFORE[0], AFTER[1], ON_THE_SERVER[1]),
+        pytest.param((*BEFORE[1:], *AFTER, ON_THE_SERVER[0]), marks=pytest.mark.soak),
     ],
 )
 def test_control_variates_agree_and_are_those_of_an_undisturbed_run_wherever_something_is_killed(
     tmp_path: Path, killed: Sequence[str]
 ) -> None:
-    assert set(BEFORE + AFTER) >= CONTROL | PERSONAL
+    assert set(BEFORE + AFTER) == DELIVERING
     # After AFTER, the restarted client notes the acceptance in the next round, and must not be killed there.
     places = ["", *(each for place in killed for each in ((place, "") if place in AFTER else (place,)))]
     with CorrectedFleet(tmp_path / "undisturbed") as fleet:
@@ -138,14 +139,16 @@ def test_control_variates_agree_and_are_those_of_an_undisturbed_run_wherever_som
 def test_a_control_variate_that_a_client_has_lost_or_put_back_is_noticed_and_all_begin_anew(tmp_path: Path) -> None:
     with CorrectedFleet(tmp_path) as fleet:
         fleet.run_round()
-        older = (fleet.folders[0] / "control.safetensors").read_bytes()
+        file = kept_file(fleet.folders[0])
+        assert file is not None
+        older = file.read_bytes()
         fleet.run_round()
         for content in (older, None):
             assert fleet.common() is not None
             fleet.kill(0)
-            (fleet.folders[0] / "control.safetensors").unlink()
+            file.unlink()
             if content:
-                (fleet.folders[0] / "control.safetensors").write_bytes(content)
+                file.write_bytes(content)
             fleet.clients[0].start()
             fleet.run_round()
             assert fleet.common() is None

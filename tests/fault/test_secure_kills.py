@@ -4,7 +4,6 @@ Every published model is recomputed from what its clients have learned, and noth
 covers two updates, and no key seals two texts.
 """
 
-import os
 import random
 from contextlib import ExitStack
 from functools import partial
@@ -19,17 +18,17 @@ from fedring.secure.levels import open_blocks, to_integers
 from fedring.simulation import client_secret
 from fedring.v1 import federation_pb2 as pb
 from tests.call_proxy import CallProxy
+from tests.conftest import SEED
 from tests.damage import ask
 from tests.fault.faulty_fleet import wait_for
+from tests.fault.random_kills import KEEP_ALL, wait
 from tests.fault.residuals import stored_model
 from tests.fault.secure_fleet import SECRET, SecureFleet, secure_job
 from tests.fault.secure_record import Record
-from tests.fault.test_kills import KEEP_ALL, wait
 from tests.fault.user_trainers import lesson_of
 from tests.fleets import Control
 from tests.waiting import until
 
-SEED = int(os.environ.get("FL_TEST_SEED", "0")) or random.SystemRandom().randrange(1, 1 << 31)
 CLIENTS = 5  # the threshold is 4
 SIZE = 160_000  # its masked values are too large for a row of the database, and go in parts
 LONGEST = 1.0  # seconds until the next kill, at most
@@ -87,7 +86,6 @@ class RecordedFleet(SecureFleet):
 def test_nothing_is_said_in_two_ways_and_every_model_is_right_however_often_daemons_are_killed(
     tmp_path: Path, kills: int
 ) -> None:
-    print(f"FL_TEST_SEED={SEED}")
     rng = random.Random(SEED)
     with RecordedFleet(tmp_path) as fleet:
         keys = {"model_args": {"size": SIZE}, "rounds": 10_000, "max_abandoned": 1000}

@@ -1,6 +1,5 @@
 """Everything that was acknowledged survives kill -9 at any moment, and a sweep deletes everything else."""
 
-import os
 import random
 import subprocess
 from pathlib import Path
@@ -9,11 +8,10 @@ import pytest
 
 from fedring.codec.digest import name_of
 from fedring.daemon.crash import REGISTERED
-from tests.conftest import REPEATED
+from tests.conftest import REPEATED, SEED
 from tests.fault.publisher import BATCH, open_state
 from tests.forks import Fork
 
-SEED = int(os.environ.get("FL_TEST_SEED", "0")) or random.SystemRandom().randrange(1, 1 << 31)
 POINTS = sorted(name for name in REGISTERED if name.split("_")[1] in ("blob", "row", "publish"))
 
 
@@ -63,7 +61,6 @@ def test_acknowledged_updates_and_models_survive_every_crash_point(tmp_path: Pat
 
 @pytest.mark.parametrize("repeat", REPEATED)
 def test_acknowledged_updates_and_models_survive_random_kills(tmp_path: Path, repeat: int) -> None:
-    print(f"FL_TEST_SEED={SEED}")
     rng = random.Random(SEED + repeat)
     acknowledged = []
     for _ in range(6):

@@ -17,7 +17,7 @@ from torch import nn
 
 from fedring import remote
 from fedring.remote.messages import Incoming, outgoing, receive, send
-from fedring.remote.requests import Answer
+from fedring.remote.requests import Reply
 from fedring.ring.engine.group import Group
 from fedring.ring.engine.program import Program, Send
 from fedring.ring.transport.frames import MAX_PAYLOAD
@@ -33,7 +33,7 @@ class Peer:
         self._group = group
         self._numbers = itertools.count()
 
-    def ask(self, parts: list[bytes]) -> Answer:
+    def ask(self, parts: list[bytes]) -> Reply:
         """Send the parts of a request, and return the answer."""
         number = next(self._numbers)
         self._group.start("a remote call", sending(parts), key=f"0>1?{number}", timeout=SECONDS).wait()
@@ -41,7 +41,7 @@ class Peer:
         self._group.start(
             "the reply to a remote call", receive(1, incoming), key=f"1>0!{number}", timeout=SECONDS
         ).wait()
-        return Answer.model_validate(incoming.take().content)
+        return Reply.model_validate(incoming.take().content)
 
 
 def sending(parts: list[bytes]) -> Program:
@@ -60,7 +60,7 @@ def peer() -> Iterator[Peer]:
         yield Peer(mine)
 
 
-def check(peer: Peer, parts: list[bytes]) -> Answer:
+def check(peer: Peer, parts: list[bytes]) -> Reply:
     """Send a request. Whatever the answer is, the owner must answer the next one rightly."""
     answer = peer.ask(parts)
     if answer.error is not None:

@@ -1,11 +1,15 @@
 """Fixtures of the system tests: a real fl-server, the connection of an operator, and clients of the wire contract."""
 
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.fleets import Control, Fleet
+from fedring.ctl import fleet
+from fedring.ctl.main import main
+from tests.fleets import Control, Flctl, Fleet
+from tests.forks import Daemon
 from tests.system.wire import WireClient, stop_jobs
 
 
@@ -50,3 +54,23 @@ def clients(server: Fleet, control: Control) -> Iterator[Callable[..., list[Wire
     while watching:
         watching -= {next(event.client_id for event in events if event.kind == "client_lost")}
     events.cancel()
+
+
+@pytest.fixture
+def forked_daemons(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the daemons forks that this process starts in any way: real interpreters import torch for seconds each."""
+    monkeypatch.setattr(fleet.Fleet, "daemon", Daemon)
+
+
+@pytest.fixture
+def flctl(forked_daemons: None, capsys: pytest.CaptureFixture[str]) -> Flctl:
+    """Return a function that runs flctl in this process; the daemons that it starts are forks."""
+
+    def run(*arguments: str | Path) -> "subprocess.CompletedProcess[str]":
+        capsys.readouterr()
+        words = [str(argument) for argument in arguments]
+        code = main(words)
+        captured = capsys.readouterr()
+        return subprocess.CompletedProcess(words, code, captured.out, captured.err)
+
+    return run

@@ -35,7 +35,7 @@ def shown(results: dict[str, Any], folder: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_hooks_have_times_bytes_and_accuracies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    scale = hooks.Scale(turns=1, steps=2, training=8, seeds=2, batch_size=8)
+    scale = hooks.HookScale(turns=1, steps=2, training=8, seeds=2, batch_size=8)
     names = ["none", "powersgd(start_powerSGD_iter=6)"]
     results = hooks.measure(names, Dataset.DIGITS, None, scale=scale, rate="100mbit")
     assert results["network"] == {"rate": "100mbit", "limit": networks.LIMITED if SHAPED else networks.UNSHAPED}
@@ -54,7 +54,7 @@ def test_hooks_have_times_bytes_and_accuracies(tmp_path: Path, capsys: pytest.Ca
 
 
 def test_a_pipeline_has_split_sizes_accuracies_and_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    scale = pipeline.Scale(
+    scale = pipeline.PipelineScale(
         model="fedring.train.models:digits_mlp", shape=(8, 1, 8, 8), splits=(4, 8), turns=1,
         memory_stages=2, memory_micro_batches=2, stages=(2,), samples=128, seeds=1,
     )  # fmt: skip
@@ -73,7 +73,7 @@ def test_a_pipeline_has_split_sizes_accuracies_and_memory(tmp_path: Path, capsys
 
 @pytest.mark.soak
 def test_ddp_has_every_figure_of_the_paper(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    scale = ddp.Scale(
+    scale = ddp.DdpScale(
         total=20_000, pieces=(1000, 20_000), model="fedring.train.models:digits_mlp", shape=(4, 1, 8, 8), repeats=1,
         buckets_mib=(1, 25), every=(1, 2), cycle=2, worlds=(1, 2), rates=("1gbit",),
         small_model="fedring.train.models:digits_mlp", small_shape=(4, 1, 8, 8),

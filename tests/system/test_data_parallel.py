@@ -14,8 +14,7 @@ from fedring.train.models import digits_mlp
 from fedring.train.offered import collect
 from fedring.train.seam import build_model
 from fedring.workers.shards import count_steps, epoch_order
-from tests import forks
-from tests.fleets import Control, Fleet, run_job
+from tests.fleets import Control, Flctl, Fleet, run_job
 from tests.reference_training import train_in_one_process
 
 BATCH, WORKERS, ROUNDS = 32, 2, 2
@@ -106,9 +105,9 @@ def test_each_way_to_send_gradients_trains(fleet: Fleet, name: str) -> None:
         assert report["bytes_sent"] / report["steps"] < most * 4 * (75 * hidden + 10)
 
 
-def test_the_demo_shows_the_workers_profile(tmp_path: Path) -> None:
+def test_the_demo_shows_the_workers_profile(flctl: Flctl, tmp_path: Path) -> None:
     options = ["--mode", "data_parallel", "--hook", "dgc", "--clients", "2", "--rounds", "2", "--out", str(tmp_path)]
-    done = forks.run("fedring.ctl.main", "demo", *options, timeout=200)
+    done = flctl("demo", *options)
     assert done.returncode == 0, done.stderr
     assert "sent/worker" in done.stdout
     report = json.loads((tmp_path / "report.json").read_text())

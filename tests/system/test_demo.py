@@ -18,7 +18,7 @@ from fedring.control.failure import Failure
 from fedring.ctl.bench.experiment import Experiment, make_job, run_experiment
 from fedring.ctl.bench.presets import Dataset, preset_job
 from fedring.ctl.operate.port_health import check_health
-from tests.fleets import PATIENCE, Control, Fleet, until_watching
+from tests.fleets import PATIENCE, Control, Flctl, Fleet, until_watching
 
 
 @contextmanager
@@ -84,12 +84,11 @@ def test_a_demo_that_is_kept_goes_on_until_it_is_interrupted(tmp_path: Path) -> 
 
 
 def test_the_demo_of_deep_gradient_compression_ends_where_dense_training_ends_with_far_fewer_bytes(
-    tmp_path: Path,
+    flctl: Flctl, tmp_path: Path
 ) -> None:
-    with _demo(tmp_path, "--mode", "data_parallel", "--hook", "dgc", "--output", "json") as demo:
-        out, err = demo.communicate(timeout=200)
-    assert demo.returncode == 0, err
-    report = json.loads(out)
+    done = flctl("demo", "--out", tmp_path, "--mode", "data_parallel", "--hook", "dgc", "--output", "json")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
     assert report["accuracy"] > 0.94  # dense training: 0.961 to 0.964 with three seeds; this: 0.961 to 0.975
     sent = sum(worker["bytes_sent"] for row in report["rounds"] for worker in row["workers"].values()) / 3
     epochs, steps, dense = 5, 15, 2 * 2 / 3 * 4 * report["parameters"]  # the demo without a hook: bytes of each step
@@ -110,7 +109,7 @@ def test_a_demo_that_is_interrupted_leaves_no_process(tmp_path: Path, number: in
     assert all(map(_gone, daemons))
 
 
-def test_a_daemon_that_dies_early_ends_the_experiment_and_shows_its_log(tmp_path: Path) -> None:
+def test_a_daemon_that_dies_early_ends_the_experiment_and_shows_its_log(forked_daemons: None, tmp_path: Path) -> None:
     experiment = Experiment(make_job(1, preset_job(Dataset.DIGITS)), 1, tmp_path / "none")
     with pytest.raises(
         Failure, match=r"(?s)client-0 ended with exit code 78; the end of .*client-0.log:\n.*none is no folder"
@@ -138,11 +137,10 @@ def test_each_daemon_of_a_fleet_can_be_killed_and_restarted(tmp_path: Path) -> N
     assert re.search("serves clients", fleet.server.log.read_text())
 
 
-def test_the_private_demo_loses_a_client_and_leaves_no_readable_update(tmp_path: Path) -> None:
-    with _demo(tmp_path, "--private", "--output", "json") as demo:
-        out, err = demo.communicate(timeout=280)
-    assert demo.returncode == 0, err
-    report = json.loads(out)
+def test_the_private_demo_loses_a_client_and_leaves_no_readable_update(flctl: Flctl, tmp_path: Path) -> None:
+    done = flctl("demo", "--out", tmp_path, "--private", "--output", "json")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
     assert [round_["phase"] for round_ in report["rounds"]] == ["published"] * 5
     assert report["killed"] == "client-4"
     assert sum(report["rounds"][3]["lost"].values()) == 1
@@ -166,9 +164,8 @@ def test_the_private_demo_loses_a_client_and_leaves_no_readable_update(tmp_path:
     ],
 )
 def test_the_private_demo_says_which_options_do_not_belong_to_it(
-    tmp_path: Path, words: tuple[str, ...], sentence: str
+    flctl: Flctl, tmp_path: Path, words: tuple[str, ...], sentence: str
 ) -> None:
-    with _demo(tmp_path, "--private", *words) as demo:
-        _, err = demo.communicate(timeout=60)
-    assert demo.returncode == 2
-    assert sentence in err
+    done = flctl("demo", "--out", tmp_path, "--private", *words)
+    assert done.returncode == 2
+    assert sentence in done.stderr

@@ -17,7 +17,7 @@ from fedring.codec.digest import name_of, update_name
 from fedring.rpc.contract import MAX_HEADER_BYTES
 from fedring.rpc.varint import read_varint, varint
 from fedring.v1 import federation_pb2 as pb
-from tests.conftest import REPEATED
+from tests.conftest import REPEATED, SEED
 from tests.damage import ask
 from tests.fleets import Control, Fleet
 from tests.proxy import flip_bits
@@ -33,7 +33,6 @@ from tests.system.wire import (
     run,
 )
 
-SEED = int(os.environ.get("FL_TEST_SEED", "0")) or random.SystemRandom().randrange(1, 1 << 31)
 FLIPS = 60  # in each part of an update
 PAYLOAD = payload_of(np.arange(1, SIZE + 1, dtype=np.float32))
 WAYS = ("PushUpdate", "PushSmallUpdates")
@@ -184,7 +183,6 @@ def push_bytes(wire: WireClient, way: str, messages: list[bytes]) -> list[bytes]
 def test_an_update_with_a_flipped_bit_is_refused_and_the_right_one_is_accepted(
     server: Fleet, control: Control, wire: WireClient, way: str, repeat: int
 ) -> None:
-    print(f"FL_TEST_SEED={SEED}")
     rng = random.Random(f"{SEED} {way} {repeat}")
     run(control)
     command = wire.expect("train")

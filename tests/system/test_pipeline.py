@@ -16,8 +16,8 @@ from fedring.pipeline.transport import GroupTransport
 from fedring.pipeline.worker import LocalPipeline, Worker
 from fedring.ring import total_traffic
 from fedring.schedules.schedule import Kind, Schedule, Versions, make, pipedream
+from tests.staged_layers import Recorder, alone, batches, layers, stages_of, values
 from tests.system.ring_scripts import ranks
-from tests.unit.test_pipeline_stage import Recorder, alone, batches, layers, stages_of, values
 
 BACKENDS = ("gloo", "fedring")
 STEPS = 4

@@ -23,10 +23,9 @@ from fedring.train.offered import Offered, collect
 from fedring.train.pipeline_table import Pipeline
 from fedring.train.seam import build_model
 from fedring.workers.cutting import count_layers, cut_model
-from fedring.workers.shards import World, count_steps, epoch_order, shares
-from tests import forks
+from fedring.workers.shards import GroupRank, count_steps, epoch_order, shares
 from tests.conftest import path_to
-from tests.fleets import Control, Fleet, run_job
+from tests.fleets import Control, Flctl, Fleet, run_job
 from tests.metrics_page import Page, address_of
 from tests.reference_training import train_in_one_process
 from tests.system.user_models import normed
@@ -235,7 +234,7 @@ def pipedream(spec: dict[str, Any], table: Pipeline, rounds: list[Any]) -> nn.Mo
         for number, module in enumerate(modules)
     ]
     for round_ in rounds:
-        steps = shares(epoch_order(SAMPLES, seed=round_.job_round, epoch=0), 0, World(), BATCH)
+        steps = shares(epoch_order(SAMPLES, seed=round_.job_round, epoch=0), 0, GroupRank(), BATCH)
         while batches := [samples.batch(share.indices) for share in islice(steps, 9)]:
             pipeline = LocalPipeline(stages, table.schedule_of(len(batches)))
             pipeline.run([inputs for inputs, _ in batches], [labels for _, labels in batches])
@@ -320,9 +319,9 @@ def test_each_worker_has_metrics_of_its_stage(tmp_path: Path) -> None:
         assert page("fl_pipe_inflight_microbatches") == 2 - stage
 
 
-def test_the_demo_reports_what_the_stages_took(tmp_path: Path) -> None:
+def test_the_demo_reports_what_the_stages_took(flctl: Flctl, tmp_path: Path) -> None:
     options = ["--mode", "pipeline", "--micro-batches", "8", "--rounds", "2", "--out", str(tmp_path)]
-    done = forks.run("fedring.ctl.main", "demo", *options, timeout=200)
+    done = flctl("demo", *options)
     assert done.returncode == 0, done.stderr
     assert "sent/worker" in done.stdout
     report = json.loads((tmp_path / "report.json").read_text())

@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 
 from fedring.ddp.hooks.by_name import HOOKS, hook_by_name
 from fedring.ddp.hooks.summing import HookedSum
-from fedring.pipeline.messages import HEADER_BYTES, Key, Message, header
+from fedring.pipeline.messages import HEADER_BYTES, Key, StageMessage, header
 from fedring.pipeline.replicas import stage_group
 from fedring.pipeline.stage import Stage
 from fedring.pipeline.stash import WeightStashing
@@ -20,9 +20,9 @@ from fedring.pipeline.worker import LocalPipeline, Worker
 from fedring.schedules.routes import chain
 from fedring.schedules.schedule import Kind, make, pipedream
 from fedring.schedules.traffic import Traffic
+from tests.staged_layers import alone, batches, layers, values
 from tests.system.ring_scripts import ranks
 from tests.unit import test_pipeline_routed as routed
-from tests.unit.test_pipeline_stage import alone, batches, layers, values
 
 BACKENDS = ("gloo", "fedring")
 WRAPPED = ("fp16(none)", "bf16(powersgd)", "fp16(int8)", "fp16(topk)")
@@ -243,7 +243,7 @@ def receive_from_an_older_release(rank: int, size: int) -> dict[str, Any]:
         stage = Stage(layers()[1], WeightStashing(torch.optim.SGD([{"params": []}], lr=0.1)), loss=cross_entropy)
         worker = Worker({1: stage}, schedule, GroupTransport())
         return ranks.error_of(lambda: worker.run(None, [torch.zeros(1, dtype=torch.int64)] * 2))
-    frame = header(Message(Key(0, Kind.FORWARD, 0, 0), 0, torch.ones(1, 8)))
+    frame = header(StageMessage(Key(0, Kind.FORWARD, 0, 0), 0, torch.ones(1, 8)))
     frame[0], frame[3] = 0x46524E47, 1  # the older magic number, and the stage that receives the message
     assert frame.nbytes == HEADER_BYTES
     torch.distributed.send(frame.view(torch.uint8), 1, tag=6)
@@ -269,7 +269,7 @@ def receive_bytes_that_are_no_booleans(rank: int, size: int) -> list[int]:
     """Rank 0 sends a mask of bytes of any value; rank 1 returns the bytes of the mask that it gets."""
     key, given = Key(0, Kind.FORWARD, 0, 0), torch.tensor([0, 1, 2, 255], dtype=torch.uint8)
     if rank == 0:
-        torch.distributed.send(header(Message(key, 0, given.bool())).view(torch.uint8), 1, tag=6)
+        torch.distributed.send(header(StageMessage(key, 0, given.bool())).view(torch.uint8), 1, tag=6)
         torch.distributed.send(given, 1, tag=8)
         return []
     transport = GroupTransport()

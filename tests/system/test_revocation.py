@@ -15,6 +15,7 @@ from fedring.v1 import control_pb2 as pb
 from fedring.v1.control_pb2_grpc import ControlServiceStub
 from fedring.v1.federation_pb2 import JoinRequest, WatchRequest
 from fedring.v1.federation_pb2_grpc import TrainCmdServiceStub
+from tests.fault.faulty_fleet import FaultyFleet
 from tests.fleets import Control, Fleet
 from tests.pki import Pki, flctl
 
@@ -72,8 +73,9 @@ def test_a_revoked_worker_leaves_and_comes_back_with_a_new_certificate(tmp_path:
     pki, names = Pki(tmp_path / "pki"), [f"client-{number}" for number in range(3)]
     pki.issue(*names)
     job = {"mode": "data_parallel", "min_clients": 2, "rounds": 1000, "batch_size": 32, "epochs": 1}
+    job |= {"evaluate": False, "data_parallel": {"replacement_seconds": 1}}  # nobody waits for the revoked one
     with (
-        Fleet(tmp_path, {"tls": table(pki, "server")}, [{"tls": table(pki, name)} for name in names]) as fleet,
+        FaultyFleet(tmp_path, {"tls": table(pki, "server")}, [{"tls": table(pki, name)} for name in names]) as fleet,
         open_sync_channel(fleet.control, pki.tls("operator")) as channel,
         Control(fleet.control, channel=channel) as control,
     ):

@@ -16,6 +16,7 @@ from fedring.train.seam import build_model
 from fedring.v1 import control_pb2
 from tests.damage import ask, write
 from tests.fleets import Control, Fleet, run_job, until_watching
+from tests.kept import kept_of
 from tests.proxy import Proxy
 from tests.system import user_models
 
@@ -112,8 +113,9 @@ def updates(fleet: Fleet, job: control_pb2.Job) -> list[bytes]:
 
 def private(fleet: Fleet, index: int) -> dict[str, Tensor]:
     """Return the private tensors that a client keeps."""
-    (file,) = Path(fleet.clients[index].settings["state_dir"]).glob("private-*.safetensors")
-    return load_file(file)
+    section = kept_of(Path(fleet.clients[index].settings["state_dir"]), "private")
+    assert section is not None
+    return dict(section.tensors)
 
 
 def pieces(tensor: Tensor) -> list[bytes]:

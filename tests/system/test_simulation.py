@@ -50,6 +50,10 @@ JOBS: dict[str, dict[str, Any]] = {
         "momentum": 0.0, "weights": "uniform", "lr": {"schedule": "linear", "start": 0.1, "end": 0.02},
         "personal": {"mu": 0.5},
     },
+    "a transform with a state on both sides, error feedback": {
+        "model": "user_simulation:normed", "encoding": "packed", "partition": "shards", "weights": "uniform",
+        "transforms": [{"name": "feddyn", "args": {"alpha": 0.05, "clients": CLIENTS}}],
+    },
     "the server's own update": {
         "subset_size": 40, "epochs": 2, "mu": 0.01,
         "aggregation": {"rule": "fltrust", "bucketing": 2, "data": "user_simulation:few", "args": {"count": 60}},
@@ -125,7 +129,7 @@ def test_without_the_residuals_of_the_clients_the_models_would_differ(
 ) -> None:
     name = "error feedback, buffers, dropout"
     monkeypatch.syspath_prepend(str(CODE))
-    monkeypatch.setattr("fedring.simulation.vectors.ClientVectors.put", lambda self, client, vector: None)
+    monkeypatch.setattr("fedring.simulation.vectors.ClientSections.put", lambda self, client, sections: None)
     simulate({**COMMON, **JOBS[name]}, clients=CLIENTS, workers=1, threads=1, out=tmp_path)
     assert (tmp_path / "model.safetensors").read_bytes() != fleet_runs[name][0].read_bytes()
 
@@ -230,7 +234,7 @@ def test_a_signal_ends_the_simulation_with_its_workers_and_leaves_no_files(numbe
     finally:
         signal.signal(signal.SIGINT, before)
     with run:
-        until(lambda: run.poll() is not None or list(out.glob(".simulation-*/residuals")))  # the first model is made
+        until(lambda: run.poll() is not None or list(out.glob(".simulation-*/kept")))  # the first model is made
         children = _descendants(run.pid)
         run.send_signal(number)
         assert run.wait(PATIENCE) != 0

@@ -15,7 +15,7 @@ from fedring.schedules.schedule import make, pipedream
 from tests.conftest import ROOT, path_to
 from tests.fleets import Control, Fleet, run_job
 from tests.system.ring_scripts import ranks
-from tests.unit.test_pipeline_skips import COUNT, NAMES, STEPS, alone, model_of, sentences, stages_of
+from tests.translators import COUNT, NAMES, STEPS, alone, model_of, sentences, stages_of
 
 EXAMPLES = ROOT / "docs" / "examples"
 

@@ -41,7 +41,7 @@ def test_the_time_of_a_step_is_that_of_a_hook_that_compresses(hook: str, steady:
 
 
 def test_the_default_hooks_start_later_than_the_first_step_that_can_be_compressed() -> None:
-    for scale in (hooks.Scale(), hooks.QUICK):
+    for scale in (hooks.HookScale(), hooks.QUICK):
         names = hooks.default_hooks(scale)
         assert len(set(names)) == len(names) == 13
         assert all(scale.training > start > 2 for start in scale.starts)
@@ -82,9 +82,9 @@ def test_a_hook_that_does_not_exist_is_refused(tmp_path: Path, capsys: pytest.Ca
 def test_hooks_train_for_as_many_steps_as_are_asked_for(
     given: list[str], steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    scales: list[hooks.Scale] = []
+    scales: list[hooks.HookScale] = []
 
-    def measure(*arguments: Any, scale: hooks.Scale, rate: str) -> None:
+    def measure(*arguments: Any, scale: hooks.HookScale, rate: str) -> None:
         scales.append(scale)
         raise Failure("nothing is measured here")
 

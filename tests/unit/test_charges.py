@@ -35,11 +35,17 @@ def divergence(shifts: tuple[int, ...], variance: float, order: float) -> float:
     return total
 
 
-@pytest.mark.parametrize("variance", [0.05, 0.3, 1.0, 3.0, 10.0, 100.0, 1000.0, 20_000.0])
-@pytest.mark.parametrize("shifts", [(1,), (2,), (3,), (10,), (50,), (1, 1, 1, 1), (3, 0, 1, 0, 7)], ids=str)
+# Of a long move with little noise, float64 cannot hold the probabilities, and so has no exact divergence.
+MOVED = [
+    (shifts, variance)
+    for shifts in [(1,), (2,), (3,), (10,), (50,), (1, 1, 1, 1), (3, 0, 1, 0, 7)]
+    for variance in [0.05, 0.3, 1.0, 3.0, 10.0, 100.0, 1000.0, 20_000.0]
+    if max(shifts) <= 20 * variance**0.5 + 10
+]
+
+
+@pytest.mark.parametrize(("shifts", "variance"), MOVED, ids=str)
 def test_the_bounds_are_above_the_divergence(shifts: tuple[int, ...], variance: float) -> None:
-    if max(shifts) > 20 * variance**0.5 + 10:
-        return  # float64 cannot tell
     charge = SkellamCharge(float(np.linalg.norm(shifts)), len(shifts), variance)
     for order in ORDERS:
         exact = divergence(shifts, variance, order) * (1 - 1e-7)

@@ -92,7 +92,7 @@ def test_a_round_is_not_trained_again_if_its_update_was_accepted_in_an_earlier_e
     link = ServerLink(ClientConfig(**nowhere), ClientMetrics(), evaluates=False, tell=lambda sentence: None)
     try:
         link.connection.last_accepted = pb.LastAccepted(epoch=1, round=7, name=known)
-        assert Delivery(link, Spool(tmp_path)).settle(now) == done
+        assert Delivery(link, Spool(tmp_path, "alice")).settle(now) == done
         assert now.accepted_name == (MINE if done else "")
     finally:
         link.close()

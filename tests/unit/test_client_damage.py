@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from tests.unit.test_client_upload import SECONDS, leave_behind, take_part
+from tests.kept import kept_residual
+from tests.left_updates import SECONDS, leave_behind, take_part
 from torch import nn
 
 from fedring.client import UpdateRefused, connect
@@ -86,7 +87,7 @@ def test_an_update_that_was_damaged_three_times_is_refused(
     with connect(**settings) as federation:
         server.joins.get(timeout=SECONDS)
         take_part(server, federation, model, encoding="fp32_sparse")
-        before = (state / "residual.safetensors").read_bytes()
+        before = kept_residual(state)
         reopened.clear()
         server.on_header = lambda header: error
         with pytest.raises(UpdateRefused, match=rf"{error.reason}: .* \(after 3 tries\)"):
@@ -94,8 +95,8 @@ def test_an_update_that_was_damaged_three_times_is_refused(
         assert server.failures.get(timeout=SECONDS).reason == error.reason
         assert len(server.upload_calls) == 1 + 3
         assert len(reopened) == 1
-        assert (state / "residual.safetensors").read_bytes() == before
-        assert Spool(state).pending() is None
+        np.testing.assert_array_equal(kept_residual(state), before)
+        assert Spool(state, "alice").pending() is None
         server.on_header = lambda header: None
         take_part(server, federation, model, round_=3)
     assert [server.accepted.get_nowait()[0].round for _ in range(2)] == [1, 3]
@@ -147,5 +148,5 @@ def test_a_round_whose_update_was_damaged_in_the_spool_is_trained_again(
         assert server.failures.empty()
     # An update whose offer is damaged is not sent.
     assert len(server.upload_calls) == ("payload" in what or "middle" in what)
-    assert (Spool(state).pending(), (state / "update.residual").exists()) == (None, False)
+    assert (Spool(state, "alice").pending(), (state / "update.left").exists()) == (None, False)
     assert server.accepted.empty()

@@ -14,7 +14,9 @@ from fedring.client.metrics import ClientMetrics
 from fedring.client.session.inbox import Assignment
 from fedring.client.session.link import ServerLink
 from fedring.client.transfer.delivery import Delivery
-from fedring.client.transfer.spool import Residual, Spool, Spooled
+from fedring.client.transfer.kept import Left
+from fedring.client.transfer.residual import Residual, residual_in, with_residual
+from fedring.client.transfer.spool import Spool, Spooled
 from fedring.codec.digest import name_of, update_name
 from fedring.rpc.errors import BadUpdate, FedringError, NoSession, OtherUpdate, Overloaded, Unavailable, UnknownRound
 from fedring.v1 import federation_pb2 as pb
@@ -26,6 +28,7 @@ SECONDS = 60.0
 RUN, HASH = "run-1", b"h" * 32
 BASE, OTHER_BASE = name_of(b"a model"), name_of(b"another model")
 PAYLOAD = b"abcdef"
+LINE = HASH.hex()  # of models: the delivery drops the residual of a refused update
 OLD, NEW = np.full(4, 1.0, np.float32), np.full(4, 2.0, np.float32)  # residuals
 
 
@@ -39,7 +42,7 @@ def link(server: "ScriptedServer", settings: dict[str, Any]) -> Iterator[ServerL
     link.join()
 
 
-def write(spool: Spool, residual: Residual | None, **fields: Any) -> Spooled:
+def write(spool: Spool, residual: Residual, **fields: Any) -> Spooled:
     """Write an update to the spool."""
     given: dict[str, Any] = {
         "run_id": RUN,
@@ -49,10 +52,10 @@ def write(spool: Spool, residual: Residual | None, **fields: Any) -> Spooled:
         "schema_hash": HASH,
         "total_bytes": 6,
     }
-    header = pb.UpdateHeader(**given | fields).SerializeToString()
-    digest = name_of(PAYLOAD)
+    made = pb.UpdateHeader(**given | fields)
+    header, digest = made.SerializeToString(), name_of(PAYLOAD)
     offer = pb.UpdateOffer(header=header, payload_digest=digest, name=update_name(header, digest))
-    return spool.write(offer, [PAYLOAD], residual)
+    return spool.write(offer, [PAYLOAD], Left(LINE, with_residual({}, residual, made, offer.name)))
 
 
 @pytest.fixture
@@ -60,10 +63,10 @@ def spool(tmp_path: Path) -> Spool:
     """The spool of a client that was killed while it sent the update of round 7 in epoch 1, trained from BASE."""
     folder = tmp_path / "spool"
     folder.mkdir()
-    before = Spool(folder)
+    before = Spool(folder, "alice")
     before.accept(write(before, OLD, round=6))
     write(before, NEW)
-    return Spool(folder)
+    return Spool(folder, "alice")
 
 
 @pytest.fixture
@@ -79,25 +82,25 @@ def assignment(seconds: float = SECONDS, **fields: Any) -> Assignment:
 
 def residual_on_disk(spool: Spool) -> Residual | None:
     """Return the residual on disk."""
-    return Spool(spool.folder).residual(RUN, HASH, pb.LastAccepted())
+    return residual_in(Spool(spool.folder, "alice").kept.load(LINE), RUN, HASH, pb.LastAccepted())[0]
 
 
 def assert_kept(spool: Spool) -> None:
     """The update is still spooled, and the residual is unchanged."""
-    pending = Spool(spool.folder).pending()
+    pending = Spool(spool.folder, "alice").pending()
     assert pending is not None
     assert pending.header.round == 7
     np.testing.assert_array_equal(residual_on_disk(spool), OLD)
 
 
 def assert_gone(spool: Spool, residual: Residual) -> None:
-    assert Spool(spool.folder).pending() is None
-    assert not (spool.folder / "update.residual").exists()
+    assert Spool(spool.folder, "alice").pending() is None
+    assert not (spool.folder / "update.left").exists()
     np.testing.assert_array_equal(residual_on_disk(spool), residual)
 
 
 def test_a_round_is_trained_if_no_update_is_spooled(server: "ScriptedServer", link: ServerLink, tmp_path: Path) -> None:
-    assert not Delivery(link, Spool(tmp_path)).settle(assignment())
+    assert not Delivery(link, Spool(tmp_path, "alice")).settle(assignment())
     assert server.upload_calls == []
 
 
@@ -210,7 +213,7 @@ def test_an_update_whose_acceptance_was_not_heard_leaves_its_residual_and_the_ro
     assert this.accepted_name == ""
     assert link.connection.last_accepted == pb.LastAccepted(epoch=1, round=7, name=pending.offer.name)
     assert_gone(spool, NEW)
-    np.testing.assert_array_equal(spool.residual(RUN, HASH, link.connection.last_accepted), NEW)
+    np.testing.assert_array_equal(residual_in(spool.kept.load(LINE), RUN, HASH, link.connection.last_accepted)[0], NEW)
 
 
 def join_again(server: "ScriptedServer", link: ServerLink, last: pb.LastAccepted) -> None:
@@ -244,8 +247,10 @@ def test_a_join_reply_that_names_another_update_says_nothing_about_the_spooled_o
     assert not delivery.settle(assignment(round=8))
     assert len(server.upload_calls) == 1
     assert link.connection.last_accepted == last
-    assert Spool(spool.folder).pending() is None
-    assert spool.residual(RUN, HASH, last) is None  # the residual of round 6 was sent along in round 7
+    assert Spool(spool.folder, "alice").pending() is None
+    assert (
+        residual_in(spool.kept.load(LINE), RUN, HASH, last)[0] is None
+    )  # the residual of round 6 was sent along in round 7
 
 
 def test_the_server_is_not_asked_about_an_update_of_another_run(

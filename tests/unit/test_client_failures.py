@@ -9,8 +9,8 @@ from typing import Any, Self
 import numpy as np
 import pytest
 import torch
-from safetensors.numpy import load_file
 from tests.honest_clients import STEP, new_model
+from tests.kept import kept_of, kept_residual
 from tests.secure_server import SecureServer
 from tests.secure_sums import peers_of
 from tests.unit.failing_clients import (
@@ -247,14 +247,15 @@ def test_what_past_updates_left_out_stays(server: SecureServer, clients: Clients
     clients.start_all()
     ask(server, 1)
     end(server, 1)
-    file = clients.folder / HOLDER / "residual.safetensors"
-    server.until(file.exists)
-    before = load_file(file)["residual"]
+    folder = clients.folder / HOLDER
+    server.until(lambda: kept_residual(folder) is not None)
+    before = kept_residual(folder)
+    assert before is not None
     assert np.abs(before).max() > 0
     ask(server, 2, model=overflowing())
     finish(server, 2)
     check_nothing_seen(server)
-    np.testing.assert_array_equal(load_file(file)["residual"], before)
+    np.testing.assert_array_equal(kept_residual(folder), before)
 
 
 def test_a_client_s_own_model_stays(server: SecureServer, clients: Clients) -> None:
@@ -263,13 +264,15 @@ def test_a_client_s_own_model_stays(server: SecureServer, clients: Clients) -> N
     ask(server, 1, job=job(personal=own))
     end(server, 1)
     folder = clients.folder / HOLDER
-    server.until(lambda: list(folder.glob("personal-*")))
-    (file,) = folder.glob("personal-*")
-    before = file.read_bytes()
+    server.until(lambda: kept_of(folder, "personal") is not None)
+    before = kept_of(folder, "personal")
+    assert before is not None
     ask(server, 2, model=overflowing(), job=job(personal=own))
     finish(server, 2)
     check_nothing_seen(server)
-    assert file.read_bytes() == before
+    after = kept_of(folder, "personal")
+    assert after is not None
+    assert all(torch.equal(after.tensors[name], values) for name, values in before.tensors.items())
 
 
 # Until a client takes no further part

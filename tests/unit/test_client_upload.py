@@ -1,6 +1,5 @@
 """Uploads, and what they leave on disk: broken streams, refusals, and kills between any two steps."""
 
-import shutil
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
@@ -9,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
-from safetensors.numpy import load_file
+from tests.kept import kept_residual
+from tests.left_updates import SECONDS, leave_behind, take_part, train
 from torch import nn
 
-from fedring.client import Federation, RoundOver, Task, UpdateRefused, connect
+from fedring.client import RoundOver, UpdateRefused, connect
 from fedring.client.transfer.spool import Spool
 from fedring.codec import decode
 from fedring.codec.digest import name_of
@@ -26,13 +25,11 @@ from fedring.rpc.errors import (
     Unavailable,
     UnknownRound,
 )
-from fedring.train.state import read_vectors, schema_of, write_vectors
+from fedring.train.state import read_vectors, schema_of
 from fedring.v1 import federation_pb2 as pb
 
 if TYPE_CHECKING:
     from tests.scripted_server import ScriptedServer
-
-SECONDS = 60.0
 
 
 @pytest.fixture
@@ -45,32 +42,6 @@ def once(error: FedringError) -> Any:
     """Return a function that returns `error` the first time and None afterwards."""
     errors = [error]
     return lambda *args: errors.pop() if errors else None
-
-
-def train(task: Task, model: nn.Module, seed: int) -> NDArray[np.float32]:
-    """Add random numbers to the model, and return them."""
-    task.load_into(model)
-    start = read_vectors(model)
-    move = np.random.default_rng(seed).normal(size=start.parameters.size).astype(np.float32)
-    moved = start.parameters + move
-    write_vectors(model, schema_of(model), type(start)(moved, start.buffers))
-    return moved - start.parameters
-
-
-def take_part(
-    server: "ScriptedServer",
-    federation: Federation,
-    model: nn.Module,
-    round_: int = 1,
-    encoding: str = "fp32",
-    epoch: int = 0,
-) -> NDArray[np.float32]:
-    """Train in a round and submit; return what the training added to the model."""
-    server.train(server.command(model, round_=round_, encoding=encoding, epoch=epoch))
-    task = next(federation)
-    move = train(task, model, round_)
-    task.submit(model, samples=1)
-    return move
 
 
 def test_a_broken_upload_resumes_after_the_bytes_that_the_server_has(
@@ -147,14 +118,15 @@ def test_an_update_is_sent_again_after_a_temporary_refusal(
 def test_a_final_refusal_leaves_the_residual_unchanged(
     server: "ScriptedServer", settings: dict[str, Any], model: nn.Module, error: FedringError, kind: type[RoundOver]
 ) -> None:
-    residual_file = Path(settings["state_dir"]) / "residual.safetensors"
+    state = Path(settings["state_dir"])
     with connect(**settings) as federation:
         server.joins.get(timeout=SECONDS)
         server.train(server.command(model, round_=1, encoding="fp32_sparse"))
         task = next(federation)
         train(task, model, 1)
         task.submit(model, samples=1)
-        before = residual_file.read_bytes()
+        before = kept_residual(state)
+        assert before is not None
 
         server.on_header = once(error)
         server.train(server.command(model, round_=2, encoding="fp32_sparse"))
@@ -162,8 +134,8 @@ def test_a_final_refusal_leaves_the_residual_unchanged(
         train(task, model, 2)
         with pytest.raises(kind, match=error.reason):
             task.submit(model, samples=1)
-        assert residual_file.read_bytes() == before
-        assert Spool(Path(settings["state_dir"])).pending() is None
+        np.testing.assert_array_equal(kept_residual(state), before)
+        assert Spool(Path(settings["state_dir"]), "alice").pending() is None
         task.fail("last", "a failure that is reported after all others")
         failures = iter(lambda: server.failures.get(timeout=SECONDS).reason, "last")
         assert list(failures) == ([error.reason] if kind is UpdateRefused else [])
@@ -190,7 +162,8 @@ def test_no_part_of_any_accepted_update_is_lost(
         learned += move
         header, payload = server.accepted.get_nowait()
         sent += decode(payload, name=header.packets[0].encoding, length=learned.size)
-    residual = load_file(Path(settings["state_dir"]) / "residual.safetensors")["residual"]
+    residual = kept_residual(Path(settings["state_dir"]))
+    assert residual is not None
     np.testing.assert_allclose(sent + residual, learned, atol=1e-5)
     assert np.abs(residual).max() > 0.1
 
@@ -232,7 +205,7 @@ def test_a_dense_update_takes_the_whole_residual_along(
         for header, payload in (server.accepted.get_nowait(), server.accepted.get_nowait())
     )
     np.testing.assert_allclose(first + second, moves[0] + moves[1], atol=1e-5)
-    assert not (Path(settings["state_dir"]) / "residual.safetensors").exists()
+    assert kept_residual(Path(settings["state_dir"])) is None
 
 
 def test_an_update_that_is_not_finite_is_not_sent(
@@ -250,30 +223,6 @@ def test_an_update_that_is_not_finite_is_not_sent(
         assert server.failures.get(timeout=SECONDS).reason == "non_finite"
 
 
-def leave_behind(server: "ScriptedServer", settings: dict[str, Any], model: nn.Module, *, accepted: bool) -> Path:
-    """Return the state folder of a client that was killed while it uploaded the update of round 1."""
-    died = Path(settings["state_dir"]).with_name("died")
-    with connect(**settings) as federation:
-        server.joins.get(timeout=SECONDS)
-        server.train(server.command(model, round_=1, encoding="fp32_sparse"))
-        task = next(federation)
-        train(task, model, 1)
-
-        def copy(header: pb.UpdateHeader) -> FedringError | None:
-            shutil.copytree(settings["state_dir"], died)
-            return None if accepted else UnknownRound("")
-
-        server.on_header = copy
-        if accepted:
-            task.submit(model, samples=1)
-        else:
-            with pytest.raises(RoundOver):
-                task.submit(model, samples=1)
-    server.on_header = lambda header: None
-    settings["state_dir"] = died
-    return died
-
-
 def test_a_spooled_update_is_sent_when_its_round_is_asked_for_again(
     server: "ScriptedServer", settings: dict[str, Any], model: nn.Module
 ) -> None:
@@ -286,8 +235,8 @@ def test_a_spooled_update_is_sent_when_its_round_is_asked_for_again(
             assert server.accepted.get(timeout=SECONDS)[0].round == 1
             server.train(server.command(model, round_=2, encoding="fp32_sparse"))
             assert task.result(SECONDS).round == 2
-    assert (state / "residual.safetensors").exists()
-    assert Spool(state).pending() is None
+    assert kept_residual(state) is not None
+    assert Spool(state, "alice").pending() is None
 
 
 def test_a_round_of_a_restored_server_is_trained_again_from_its_model(
@@ -301,7 +250,7 @@ def test_a_round_of_a_restored_server_is_trained_again_from_its_model(
         server.joins.get(timeout=SECONDS)
         take_part(server, federation, model, round_=1)
         assert server.accepted.get_nowait()[0].base_digest == read_vectors(other).digest()
-    assert Spool(state).pending() is None
+    assert Spool(state, "alice").pending() is None
 
 
 def test_a_spooled_update_of_a_round_that_is_over_is_dropped(
@@ -314,8 +263,8 @@ def test_a_spooled_update_of_a_round_that_is_over_is_dropped(
         server.train(server.command(model, round_=2))
         assert next(federation).round == 2
     assert "dropped the spooled update of round 1" in caplog.text
-    assert Spool(state).pending() is None
-    assert not (state / "update.residual").exists()
+    assert Spool(state, "alice").pending() is None
+    assert not (state / "update.left").exists()
 
 
 def test_an_update_whose_acceptance_was_not_heard_counts_as_accepted(
@@ -326,5 +275,5 @@ def test_an_update_whose_acceptance_was_not_heard_counts_as_accepted(
         server.joins.get(timeout=SECONDS)
         server.train(server.command(model, round_=2))
         assert next(federation).round == 2
-    assert (state / "residual.safetensors").exists()
+    assert kept_residual(state) is not None
     assert server.accepted.qsize() == 1

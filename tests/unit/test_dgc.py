@@ -22,7 +22,7 @@ from fedring.compress.dgc import (
     ratio_at,
 )
 from fedring.compress.dgc_select import select
-from fedring.ddp.parts import Step, apply_parts, make_part
+from fedring.ddp.parts import DGCStep, apply_parts, make_part
 
 SIZE = 64
 PLAIN = DGC(momentum=0, min_numel_to_compress=0, precision="fp32")
@@ -38,7 +38,7 @@ def empty(size: int = SIZE) -> Memory:
     return Memory.empty(size, torch.device("cpu"))
 
 
-def as_sent(grad: Tensor, memory: Memory, step: Step) -> Tensor:
+def as_sent(grad: Tensor, memory: Memory, step: DGCStep) -> Tensor:
     """Return what a receiver decodes from one worker's part, [n]."""
     part = make_part(grad, memory, step)
     seen = torch.zeros(grad.numel())
@@ -57,7 +57,7 @@ def test_sent_entries_and_the_residual_add_up_to_all_gradients(
     memory, sent, total = empty(), torch.zeros(SIZE), torch.zeros(SIZE)
     for step, grad in enumerate(gradients(20)):
         total += grad
-        sent += as_sent(grad, memory, Step(config, ratio, step, workers=2))
+        sent += as_sent(grad, memory, DGCStep(config, ratio, step, workers=2))
         assert torch.equal(sent + memory.residual, total)
 
 
@@ -70,7 +70,7 @@ def test_no_bit_is_lost_in_one_step_at_any_magnitude(
     grad = torch.randn(1000, generator=torch.Generator().manual_seed(1)) ** 5 * scale
     memory = empty(1000)
     config = dataclasses.replace(PLAIN, precision=precision, min_numel_to_compress=smallest)
-    seen = as_sent(grad, memory, Step(config, 0.05, step=0, workers=2))
+    seen = as_sent(grad, memory, DGCStep(config, 0.05, step=0, workers=2))
     assert 0.9 * count < seen.count_nonzero() <= count  # some fifth powers are rounded to 0
     assert torch.equal(seen.double() + memory.residual.double(), grad.double())
 
@@ -78,7 +78,7 @@ def test_no_bit_is_lost_in_one_step_at_any_magnitude(
 def test_the_residual_keeps_what_signs_do_not_carry() -> None:
     grad = torch.randn(1000, generator=torch.Generator().manual_seed(1))
     memory = empty(1000)
-    seen = as_sent(grad, memory, Step(dataclasses.replace(PLAIN, precision="sign"), 0.05, step=0, workers=2))
+    seen = as_sent(grad, memory, DGCStep(dataclasses.replace(PLAIN, precision="sign"), 0.05, step=0, workers=2))
     assert len(set(seen.tolist())) == 3
     assert torch.allclose(seen + memory.residual, grad, rtol=1e-7, atol=1e-7)
     assert (seen[seen != 0].sign() == grad[seen != 0].sign()).all()
@@ -95,7 +95,7 @@ def test_sending_everything_equals_sgd_with_momentum(nesterov: bool, smallest: i
     for step, grad in enumerate(gradients(8)):
         expected.grad = grad.clone()
         optimizer.step()
-        part = make_part(grad, memory, Step(config, 1.0, step, workers=1))
+        part = make_part(grad, memory, DGCStep(config, 1.0, step, workers=1))
         received = torch.empty(SIZE)
         apply_parts([Entries(part.positions, part.words.values)], received, memory, config)
         parameter -= received
@@ -123,10 +123,10 @@ def test_what_a_broken_step_has_sent_is_put_back_exactly(momentum: float, precis
     config = dataclasses.replace(PLAIN, momentum=momentum, precision=precision)
     first, second = gradients(2)
     memory = empty()
-    make_part(first, memory, Step(config, 0.1, 0, workers=2))
+    make_part(first, memory, DGCStep(config, 0.1, 0, workers=2))
     nothing_sent = Memory(memory.momentum.clone(), memory.residual.clone())
     accumulate(second, nothing_sent, config)
-    make_part(second, memory, Step(config, 0.1, 1, workers=2))
+    make_part(second, memory, DGCStep(config, 0.1, 1, workers=2))
     assert not torch.equal(memory.residual, nothing_sent.residual)
     for _ in range(2):  # once is enough, and twice does nothing
         put_back(memory)
@@ -138,9 +138,9 @@ def test_a_broken_step_is_undone_for_a_tensor_that_is_sent_whole() -> None:
     config = dataclasses.replace(PLAIN, momentum=0.9, precision="fp16", min_numel_to_compress=SIZE + 1)
     first, second = gradients(2)
     memory = empty()
-    make_part(first / 3, memory, Step(config, 0.1, 0, workers=2))
+    make_part(first / 3, memory, DGCStep(config, 0.1, 0, workers=2))
     before = memory.residual.clone()
-    part = make_part(second / 7, memory, Step(config, 0.1, 1, workers=2))
+    part = make_part(second / 7, memory, DGCStep(config, 0.1, 1, workers=2))
     apply_parts([Entries(None, part.words.values)], second, memory, config)
     assert memory.momentum.count_nonzero() > 0
     put_back(memory)
@@ -154,7 +154,7 @@ def test_gradients_that_are_clipped_together_keep_their_direction() -> None:
     torch.testing.assert_close(torch.cat(grads), torch.tensor([0.6, 0.0, 0.8]))
     clip_together(grads, 2.0, workers=1)
     torch.testing.assert_close(torch.cat(grads), torch.tensor([0.6, 0.0, 0.8]))
-    part = make_part(grads[1], empty(1), Step(DGC(clip=0.1, clip_norm="global"), 1.0, 0, workers=1))
+    part = make_part(grads[1], empty(1), DGCStep(DGC(clip=0.1, clip_norm="global"), 1.0, 0, workers=1))
     assert part.words.values[0] == pytest.approx(0.8, rel=1e-3)  # it was not clipped again
 
 
@@ -170,7 +170,7 @@ def test_the_mean_is_over_all_messages() -> None:
 
 def test_other_dtypes_are_converted_on_the_way_in_and_out() -> None:
     grad, memory = torch.tensor([1.0, -3.0, 0.5, 0.0], dtype=torch.bfloat16), empty(4)
-    part = make_part(grad, memory, Step(PLAIN, 0.25, step=0, workers=1))
+    part = make_part(grad, memory, DGCStep(PLAIN, 0.25, step=0, workers=1))
     apply_parts([Entries(part.positions, part.words.values)], grad, memory, PLAIN)
     assert grad.tolist() == [0, -3, 0, 0]
     assert memory.residual.tolist() == [1, 0, 0.5, 0]
@@ -183,7 +183,7 @@ def test_each_worker_clips_to_its_share_of_the_norm() -> None:
     config = dataclasses.replace(PLAIN, clip=6.0)
     for smallest in (0, 17):
         config = dataclasses.replace(config, min_numel_to_compress=smallest)
-        assert as_sent(grad, empty(16), Step(config, 1.0, step=0, workers=4)).tolist() == [0.75] * 16
+        assert as_sent(grad, empty(16), DGCStep(config, 1.0, step=0, workers=4)).tolist() == [0.75] * 16
 
 
 def test_the_warm_up_has_the_shares_of_the_paper() -> None:
@@ -234,7 +234,7 @@ def test_a_device_computes_the_same_as_the_host() -> None:
     on_host, on_device = empty(100_000), Memory.empty(100_000, torch.device("cuda"))
     for step in range(5):
         grad = torch.randn(100_000, generator=torch.Generator().manual_seed(step))
-        this_step = Step(config, 0.001, step, workers=2)
+        this_step = DGCStep(config, 0.001, step, workers=2)
         host, device = make_part(grad, on_host, this_step), make_part(grad.cuda(), on_device, this_step)
         assert host.positions is not None
         assert device.positions is not None

@@ -34,7 +34,7 @@ from fedring.train.job_keys import ServerOptimizer
 from fedring.train.personal_table import Personal
 from fedring.train.pipeline_table import Pipeline
 from fedring.train.privacy_table import ClientPrivacy
-from fedring.train.round_settings import Schedule
+from fedring.train.round_settings import SettingSchedule
 from fedring.train.sample_privacy_table import SamplePrivacy
 from fedring.train.secure_table import SecureAggregation
 from fedring.v1 import control_pb2
@@ -56,7 +56,7 @@ TABLES: dict[type[BaseModel], str] = {
     Pipeline: "pipeline",
     ServerOptimizer: "server_optimizer",
     Personal: "personal",
-    Schedule: "lr",
+    SettingSchedule: "lr",
 }
 SHIPPED = [
     path for path in sorted((ROOT / "deploy").rglob("*")) if path.is_file() and path.suffix not in (".json", ".pyc")

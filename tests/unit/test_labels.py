@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
+from tests.opened_rounds import opened
 from tests.unit.host import Host, running, spec
-from tests.unit.test_server_progress import opened
 
 from fedring.client.config import ClientConfig
 from fedring.daemon.config import ConfigError, explain, load_config

@@ -2,15 +2,20 @@
 
 import ast
 import importlib.metadata
+import random
 import re
 import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+from zlib import crc32
 
+import numpy as np
 import pytest
+import torch
 from google.protobuf.descriptor import FileDescriptor
+from tests.conftest import SEED
 
 from fedring.rpc.chunks import CHUNK_BYTES, chunk_message
 from fedring.v1 import control_pb2, federation_pb2
@@ -182,3 +187,10 @@ def test_every_dependency_is_pinned_to_a_version_and_to_no_index() -> None:
     pinned = {line.partition("==")[0].lower().replace("_", "-") for line in lines}
     wanted = [*project["project"]["dependencies"], *project["dependency-groups"]["dev"]]
     assert {_name_of(requirement) for requirement in wanted} - pinned == set()
+
+
+def test_each_test_draws_the_same_random_numbers_each_time(request: pytest.FixtureRequest) -> None:
+    seed = crc32(f"{SEED} {request.node.nodeid}".encode())
+    assert random.random() == random.Random(seed).random()
+    assert np.random.random() == np.random.RandomState(seed).random()
+    assert torch.rand(1) == torch.rand(1, generator=torch.Generator().manual_seed(seed))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fedring.compress.correction import Correction, Feedback, result_of, settle, target_of
+from fedring.compress.correction import ErrorFeedback, Feedback, result_of, settle, target_of
 from fedring.compress.lowrank import as_matrix, left_factor, orthonormalise, product, right_factor, worth_factoring
 from fedring.ddp.hooks.int8 import dequantise, quantise
 
@@ -74,7 +74,7 @@ def test_nan_and_infinity_arrive_as_such_and_affect_no_other_chunk(value: float)
 
 @pytest.mark.parametrize("feedback", ["ef", "ef21"])
 def test_feedback_loses_nothing_over_many_steps_and_workers(feedback: Feedback) -> None:
-    kept = [Correction.empty(50, feedback, torch.device("cpu")) for _ in range(3)]
+    kept = [ErrorFeedback.empty(50, feedback, torch.device("cpu")) for _ in range(3)]
     for step in range(20):
         grads = [random(50, seed=10 * step + worker) for worker in range(3)]
         owed = torch.stack([one.own for one in kept]).mean(0)
@@ -92,7 +92,7 @@ def test_feedback_loses_nothing_over_many_steps_and_workers(feedback: Feedback) 
 
 @pytest.mark.parametrize("feedback", ["ef", "ef21"])
 def test_nan_and_infinity_are_not_kept(feedback: Feedback) -> None:
-    kept = Correction.empty(3, feedback, torch.device("cpu"))
+    kept = ErrorFeedback.empty(3, feedback, torch.device("cpu"))
     target = target_of(torch.tensor([float("nan"), float("inf"), 3.0]), kept, feedback)
     sent = target * 0.5
     settle(kept, target, sent, feedback)
@@ -101,12 +101,12 @@ def test_nan_and_infinity_are_not_kept(feedback: Feedback) -> None:
 
 
 def test_estimates_are_equal_again_after_the_number_of_workers_changed() -> None:
-    kept = Correction(torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0]))
+    kept = ErrorFeedback(torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0]))
     kept.rescale(2, 3)
     assert kept.own.equal(kept.shared)
 
 
 def test_residuals_are_scaled_when_the_number_of_workers_changes() -> None:
-    kept = Correction(torch.tensor([2.0]), torch.empty(0))
+    kept = ErrorFeedback(torch.tensor([2.0]), torch.empty(0))
     kept.rescale(2, 3)
     assert kept.own.item() == 3.0

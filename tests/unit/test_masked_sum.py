@@ -1,34 +1,21 @@
 """Sums of masked updates: exact for every number of clients, whoever is lost, and however the walk is cut."""
 
-import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from tests.masked_groups import Bytes, masked
 
 from fedring.codec.masked import masked_packet
 from fedring.secure.levels import bits_of, open_blocks, to_integers
-from fedring.secure.masks import mask, wrap
+from fedring.secure.masks import wrap
 from fedring.server.model.contributions import Contribution
 from fedring.server.model.masked_sum import BadSum, GroupMasks, open_groups, width_of
 from fedring.v1 import secure_pb2 as wire
-
-
-@dataclass(frozen=True)
-class Bytes:
-    data: bytes
-
-    @property
-    def size(self) -> int:
-        return len(self.data)
-
-    def read(self, offset: int, size: int) -> bytes:
-        return self.data[offset : offset + size]
 
 
 def a_round(
@@ -40,36 +27,6 @@ def a_round(
     scales = np.random.default_rng(length).uniform(0.01, 2, len(sent) or total).astype("<f4")
     bitmap = np.packbits(flags, bitorder="little").tobytes() if sent else b""
     return wire.SecureRound(scales=scales.tobytes(), blocks=bitmap, block=block, levels=levels, max_weight=most)
-
-
-def masked(
-    integers: Mapping[str, NDArray[np.int32]], bits: int, lost: Sequence[str] = ()
-) -> tuple[GroupMasks, dict[str, Bytes]]:
-    """Mask the integers of the clients of one group as clients do; return what the server knows when it has the shares.
-
-    Args:
-        integers: of each client.
-        bits: of a value.
-        lost: clients whose updates do not come.
-    """
-    clients = sorted(integers)
-    own = {client: secrets.token_bytes(32) for client in clients}
-    pairs = {pair: secrets.token_bytes(32) for pair in combinations(clients, 2)}
-    words = {client: wrap(integers[client], bits) for client in clients}
-    for client, seed in own.items():
-        words[client] += mask(seed, bits, 0, len(words[client]))
-    for (first, second), seed in pairs.items():
-        piece = mask(seed, bits, 0, len(words[first]))
-        words[first] += piece
-        words[second] -= piece
-    payloads = {client: Bytes(b"".join(masked_packet(words[client], bits))) for client in clients}
-    left = []
-    survivors = [client for client in clients if client not in lost]
-    for client in survivors:
-        left.append((own[client], 1))
-        for other in lost:
-            left.append((pairs[min(client, other), max(client, other)], 1 if client < other else -1))
-    return GroupMasks(survivors[0], tuple(survivors), bits, tuple(left)), payloads
 
 
 def read_in_pieces(contribution: Contribution, length: int, cuts: Sequence[int]) -> NDArray[np.float64]:

@@ -2,7 +2,6 @@
 
 import threading
 from contextlib import nullcontext
-from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -10,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from safetensors.numpy import load_file
 from scipy.stats import kstest
+from tests.kept import kept_of, kept_residual
 from tests.ledgers import account_in
 from tests.unit.training_client import client, plug_in, user_module
 from torch import Tensor, nn
@@ -104,7 +103,6 @@ def test_with_noise_by_the_server_a_failure_is_an_update_of_zeros_that_is_charge
 def test_what_past_updates_left_out_stays(
     server: "ScriptedServer", settings: dict[str, Any], module: ModuleType, model: nn.Module
 ) -> None:
-    file: Path = settings["state_dir"] / "residual.safetensors"
     sparse: dict[str, Any] = {"encoding": "fp32_sparse", "job": job(dp=DP)}
     with client(settings, **parts(module, 0, CLASS, CLASS)):
         server.joins.get(timeout=SECONDS)
@@ -114,7 +112,8 @@ def test_what_past_updates_left_out_stays(
         server.train(server.command(model, round_=2, model_version=2, **sparse))
         header, _ = server.accepted.get(timeout=SECONDS)
     assert header.round == 2
-    left = load_file(file)["residual"]
+    left = kept_residual(settings["state_dir"])
+    assert left is not None
     assert np.count_nonzero(left) > 0.5 * left.size
     with client(settings, **parts(module, 0, 1, 1)):
         server.joins.get(timeout=SECONDS)
@@ -218,12 +217,14 @@ def test_the_noise_of_a_failed_training_does_not_come_into_private_tensors(
         server.joins.get(timeout=SECONDS)
         server.train(server.command(halves(), names=["0.weight", "0.bias"], job=private))
         server.accepted.get(timeout=SECONDS)
-        (file,) = settings["state_dir"].glob("private-*")
-        first = file.read_bytes()
+        first = kept_of(settings["state_dir"], "private")
+        assert first is not None
         server.train(server.command(halves(), round_=2, names=["0.weight", "0.bias"], job=private))
         server.accepted.get(timeout=SECONDS)
     assert server.failures.empty()
-    assert file.read_bytes() == first
+    last = kept_of(settings["state_dir"], "private")
+    assert last is not None
+    assert all(torch.equal(last.tensors[name], values) for name, values in first.tensors.items())
 
 
 @pytest.mark.parametrize("way", ["fail", "submit", "nothing", "raise"])

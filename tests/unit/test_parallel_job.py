@@ -14,7 +14,7 @@ from torch import nn
 from torch._C._distributed_c10d import HashStore
 
 from fedring.client.hooks import JobHook, make_hook
-from fedring.compress.correction import Correction
+from fedring.compress.correction import ErrorFeedback
 from fedring.control.failure import Failure
 from fedring.ctl.bench import data_parallel as bench
 from fedring.ctl.bench.experiment import Experiment
@@ -244,9 +244,9 @@ def test_what_was_sent_in_a_broken_step_is_owed_again_unless_it_was_completed(co
     state = TopKState(None, ratio=0.25, named_parameters=[("weight", weight)])
     hook = JobHook(ReadyHook(state, topk_hook))
     hook.enter(0, 10)
-    state.kept["weight"] = Correction(torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.empty(0))
+    state.kept["weight"] = ErrorFeedback(torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.empty(0))
     hook.end_step()
-    state.kept["weight"] = Correction(torch.tensor([1.0, 2.0, 3.0, 0.0]), torch.empty(0))  # 4 is on its way
+    state.kept["weight"] = ErrorFeedback(torch.tensor([1.0, 2.0, 3.0, 0.0]), torch.empty(0))  # 4 is on its way
     hook.leave()
     hook.enter(2, 12 if completed else 11)
     assert state.kept["weight"].own.tolist() == ([0.5, 1.0, 1.5, 0.0] if completed else [0.5, 1.0, 1.5, 2.0])

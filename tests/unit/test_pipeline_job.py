@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from pydantic import ValidationError
-from tests.unit.test_pipeline_skips import Translator, model_of, sentences
+from tests.translators import Translator, model_of, sentences
 from torch import nn
 
 from fedring.client.group.round import parse_table

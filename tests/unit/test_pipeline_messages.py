@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedring.pipeline.errors import PipelineError
-from fedring.pipeline.messages import HEADER_WORDS, Key, Message, header, parse
+from fedring.pipeline.messages import HEADER_WORDS, Key, StageMessage, header, parse
 from fedring.pipeline.search import Curve, Point, search_micro_batches
 from fedring.pipeline.transport import LocalTransport, Mailbox
 from fedring.schedules.schedule import Kind
@@ -16,15 +16,15 @@ KINDS = st.sampled_from([Kind.FORWARD, Kind.BACKWARD])
 NUMBERS = st.integers(0, 1 << 40)
 
 
-def message(micro_batch: int = 0) -> Message:
-    return Message(Key(3, Kind.FORWARD, 1, micro_batch), 7, torch.full((2, micro_batch + 1), float(micro_batch)))
+def message(micro_batch: int = 0) -> StageMessage:
+    return StageMessage(Key(3, Kind.FORWARD, 1, micro_batch), 7, torch.full((2, micro_batch + 1), float(micro_batch)))
 
 
 @given(KINDS, st.tuples(NUMBERS, NUMBERS, NUMBERS, NUMBERS), st.lists(st.integers(0, 3), max_size=8))
 def test_a_header_describes_its_message(kind: Kind, numbers: tuple[int, int, int, int], shape: list[int]) -> None:
     step, stage, micro_batch, version = numbers
     for dtype in (torch.float32, torch.bfloat16, torch.int64):
-        sent = Message(Key(step, kind, stage, micro_batch), version, torch.zeros(shape, dtype=dtype))
+        sent = StageMessage(Key(step, kind, stage, micro_batch), version, torch.zeros(shape, dtype=dtype))
         found = parse(header(sent), max_bytes=LIMIT)
         assert (found.key, found.version) == (sent.key, version)
         assert (found.tensor.shape, found.tensor.dtype) == (sent.tensor.shape, dtype)
@@ -50,7 +50,7 @@ def test_a_huge_shape_without_elements_is_refused() -> None:
 
 def test_tensors_that_a_header_cannot_describe_are_not_sent() -> None:
     with pytest.raises(PipelineError, match="cannot send"):
-        header(Message(message().key, 0, torch.zeros(1, dtype=torch.complex64)))
+        header(StageMessage(message().key, 0, torch.zeros(1, dtype=torch.complex64)))
 
 
 def test_messages_are_found_in_any_order_of_arrival() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.unit.test_pipeline_stage import alone, batches, layers, values
+from tests.staged_layers import alone, batches, layers, values
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 

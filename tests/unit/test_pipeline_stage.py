@@ -1,9 +1,10 @@
 """Stages in one process: every schedule gives the same result as training without a pipeline."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
+from tests.staged_layers import OPTIMIZERS, Recorder, alone, batches, layers, stages_of, values
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -11,59 +12,8 @@ from fedring.pipeline.errors import PipelineError
 from fedring.pipeline.stage import Stage
 from fedring.pipeline.stash import WeightStashing
 from fedring.pipeline.worker import LocalPipeline
-from fedring.schedules.schedule import Action, Kind, Schedule, Versions, make, pipedream
+from fedring.schedules.schedule import Kind, Schedule, Versions, make, pipedream
 from fedring.schedules.simulation import check
-
-OPTIMIZERS: dict[str, Callable[[Sequence[Tensor]], torch.optim.Optimizer]] = {
-    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
-    "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01),
-}
-
-
-def layers(*, dropout: float = 0.0) -> list[nn.Module]:
-    """Return four layers of different widths, in float64 so that the order of additions hardly matters."""
-    torch.manual_seed(0)
-    parts = [nn.Linear(5, 8), nn.Linear(8, 7), nn.Linear(7, 6), nn.Linear(6, 3)]
-    return [nn.Sequential(part, nn.Tanh(), nn.Dropout(dropout)).double() for part in parts]
-
-
-def batches(count: int, size: int = 10) -> list[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(1)
-    return [
-        (torch.randn(size, 5, generator=generator, dtype=torch.float64), torch.randint(3, (size,), generator=generator))
-        for _ in range(count)
-    ]
-
-
-def alone(parts: Sequence[nn.Module], optimizer: str, data: Sequence[tuple[Tensor, Tensor]]) -> list[float]:
-    model = nn.Sequential(*parts)
-    stepper = OPTIMIZERS[optimizer](list(model.parameters()))
-    losses = []
-    for inputs, targets in data:
-        stepper.zero_grad()
-        loss = cross_entropy(model(inputs), targets)
-        loss.backward()  # type: ignore[no-untyped-call]  # torch's
-        stepper.step()
-        losses.append(loss.item())
-    return losses
-
-
-def stages_of(
-    parts: Sequence[nn.Module], schedule: Schedule, optimizer: str = "momentum", *, recompute: bool = False
-) -> list[Stage]:
-    each = len(parts) // schedule.stages
-    needs = check(schedule)
-    stages = []
-    for number in range(schedule.stages):
-        module = nn.Sequential(*parts[number * each : (number + 1) * each])
-        stash = WeightStashing(OPTIMIZERS[optimizer](list(module.parameters())), bound=needs[number].versions)
-        loss = cross_entropy if number == schedule.stages - 1 else None
-        stages.append(Stage(module, stash, loss=loss, recompute=recompute))
-    return stages
-
-
-def values(parts: Sequence[nn.Module]) -> list[Tensor]:
-    return [parameter.detach() for part in parts for parameter in part.parameters()]
 
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
@@ -144,23 +94,6 @@ def test_pipedream_gives_the_result_of_delayed_gradients(stages: int, versions: 
         assert stage.stash.most_kept == need.versions
         assert stage.most_in_flight == need.activations
         assert stage.stash.versions == [stage.stash.version]
-
-
-class Recorder:
-    """A watch that checks that each backward uses the same weights as its forward."""
-
-    def __init__(self) -> None:
-        self._used: dict[tuple[int, int], list[Tensor]] = {}
-        self.pairs = 0
-
-    def __call__(self, action: Action, weights: Sequence[Tensor]) -> None:
-        place = action.stage, action.micro_batch
-        now = [weight.detach().clone() for weight in weights]
-        if action.kind is Kind.FORWARD:
-            self._used[place] = now
-        else:
-            assert all(torch.equal(a, b) for a, b in zip(self._used.pop(place), now, strict=True))
-            self.pairs += 1
 
 
 def delayed(

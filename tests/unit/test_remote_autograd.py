@@ -258,10 +258,10 @@ def test_outside_of_a_context_and_without_gradients_no_graph_is_kept(ranks: Rank
     with remote.context() as step:
         with torch.no_grad():
             assert not layer(batch()).requires_grad
-        with pytest.raises(remote.Refused, match="no remote call was made"):
+        with pytest.raises(remote.CallRefused, match="no remote call was made"):
             step.backward(torch.ones((), requires_grad=True))
         layer(batch())
-        with pytest.raises(remote.Refused, match="does not depend on anything"):
+        with pytest.raises(remote.CallRefused, match="does not depend on anything"):
             step.backward(torch.ones(()))
 
 
@@ -288,7 +288,7 @@ def test_a_call_that_ends_after_its_context_keeps_nothing(ranks: Ranks) -> None:
         late = ranks[0][1].call_async(F + "late_square", torch.ones(2, requires_grad=True), "late")
     event.set()
     output = late.result(60)
-    with pytest.raises(remote.Refused, match="has ended"):
+    with pytest.raises(remote.CallRefused, match="has ended"):
         output.sum().backward()
 
 
@@ -313,7 +313,7 @@ def test_outputs_do_not_outlive_their_caller(ranks: Ranks) -> None:
 def test_a_context_belongs_to_one_group(ranks: Ranks) -> None:
     with remote.context():
         ranks[0][1].module("layer")(batch())
-        with pytest.raises(remote.Refused, match="belongs to one group"):
+        with pytest.raises(remote.CallRefused, match="belongs to one group"):
             ranks[1][2].module("layer")(batch())
 
 
@@ -328,11 +328,11 @@ def test_a_context_that_has_ended_keeps_nothing_and_does_not_begin_again() -> No
     assert contexts.end(context.number) == {1}
     context.keep(Record([x * x], [x]))
     assert (context.size, len(contexts)) == ((0, 0), 0)
-    with pytest.raises(remote.Refused, match="has ended"):
+    with pytest.raises(remote.CallRefused, match="has ended"):
         contexts.enter(context.number)
-    with pytest.raises(remote.Refused, match="has ended"):
+    with pytest.raises(remote.CallRefused, match="has ended"):
         context.calling(1)
-    with pytest.raises(remote.Refused, match="no rank can have begun"):
+    with pytest.raises(remote.CallRefused, match="no rank can have begun"):
         contexts.enter((4 << 48) | 1)
     of_another = (2 << 48) | 1
     assert contexts.enter(of_another) is contexts.enter(of_another)

@@ -177,7 +177,7 @@ def test_only_the_optimizers_of_torch_are_built(ranks: Ranks) -> None:
         pass
 
     layer = ranks[0][1].module("layer")
-    with pytest.raises(remote.Refused, match=r"torch\.optim has no optimizer 'Own'"):
+    with pytest.raises(remote.CallRefused, match=r"torch\.optim has no optimizer 'Own'"):
         remote.DistributedOptimizer(Own, remote.parameters(layer), lr=0.1)
     with pytest.raises(ValueError, match="remote_parameters is empty"):
         remote.DistributedOptimizer(SGD, [], lr=0.1)

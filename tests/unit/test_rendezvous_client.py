@@ -2,7 +2,7 @@
 
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,6 +16,7 @@ from fedring.client.group.rendezvous import RendezvousStream
 from fedring.client.group.round import plan_of
 from fedring.client.task import Task
 from fedring.daemon.config import ConfigError, load_config
+from fedring.rpc.errors import Unavailable
 from fedring.train.errors import SeamError
 from fedring.v1 import rendezvous_pb2 as pb
 
@@ -86,6 +87,39 @@ def test_the_round_ends_here_if_the_server_has_no_rendezvous(task: Task) -> None
         news = rendezvous.wait(lambda news: news.WhichOneof("message") == "ended", lambda: None)
         assert news.ended.reason == "unknown_method"
         rendezvous.tell(pb.WorkerMessage(joined=pb.Joined(generation=1)))  # It is dropped, as there is no stream.
+
+
+def test_a_worker_that_talks_while_its_stream_is_opened_again_is_asked_again(
+    task: Task, server: "ScriptedServer"
+) -> None:
+    """A worker may say that its peers are lost while the server is being restarted, at any moment of that."""
+    streams, refused = 20, queue.Queue[str]()
+
+    async def form(messages: AsyncIterator[pb.WorkerMessage], context: Any) -> None:
+        first = await anext(messages)
+        if not first.HasField("enter"):
+            refused.put(str(first))
+        generation = first.enter.generation + 1
+        await context.write(pb.GroupMessage(prepare=pb.Prepare(generation=generation)))
+        async for message in messages:
+            if message.HasField("ready"):
+                break
+        if generation < streams:
+            raise Unavailable("as if it had been restarted")
+        await context.write(pb.GroupMessage(ended=pb.Ended(reason="test")))
+
+    server.form = form
+    seen = pb.GroupMessage()
+    with RendezvousStream(task.link, task.command) as rendezvous:
+        while not seen.HasField("ended"):
+            rendezvous.tell(pb.WorkerMessage(broken=pb.Broken(generation=0, reason="lost")))
+            if rendezvous.newest != seen:
+                seen = rendezvous.newest
+                if seen.HasField("prepare"):
+                    ready = pb.Ready(generation=seen.prepare.generation, address="127.0.0.1:1")
+                    rendezvous.tell(pb.WorkerMessage(ready=ready))
+    assert seen.ended.reason == "test"
+    assert refused.empty()
 
 
 def test_peers_on_other_hosts_are_reached_in_plaintext_only_if_that_is_allowed() -> None:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from fedring.ring.engine.operation import MAX_KEY, Scope, inside, next_key
+from fedring.ring.engine.operation import MAX_KEY, CallbackScope, inside, next_key
 from fedring.ring.errors import BadFrame
 from fedring.ring.transport.frames import MAX_MESSAGE, MAX_PAYLOAD, fitting_what, read, write
 from fedring.v1 import peer_pb2 as pb
@@ -78,7 +78,7 @@ def test_a_checksum_covers_head_and_payload(place: int) -> None:
 
 
 def test_a_long_chain_of_callbacks_has_keys_that_fit_and_differ() -> None:
-    scope, keys = Scope("17"), []
+    scope, keys = CallbackScope("17"), []
     for _ in range(100):
         with inside(scope):
             keys.append(next_key(lambda: 0))

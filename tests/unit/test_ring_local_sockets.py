@@ -1,6 +1,7 @@
 """The socket between ranks of one host: who may connect, and who waits for what."""
 
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -44,7 +45,7 @@ def connected() -> tuple[SocketSender, SocketReceiver]:
 
 def test_a_message_larger_than_the_buffers_comes_whole() -> None:
     sender, receiver = connected()
-    message = os.urandom(MAX_PAYLOAD)
+    message = random.randbytes(MAX_PAYLOAD)
     rest = sender.offer(prefixed(message))
     assert 0 < len(rest) < len(message)
     assert len(sender.offer(b"more")) == 4

@@ -19,7 +19,7 @@ from fedring.client.errors import UpdateRefused
 from fedring.client.ledger import Ledger
 from fedring.client.privacy import SitePolicy, may_count, refusal
 from fedring.client.sample_privacy import overspent
-from fedring.client.transfer.private import line_of
+from fedring.client.transfer.own_values import line_of
 from fedring.daemon.config import ConfigError
 from fedring.data import Samples, Split, digits
 from fedring.privacy.account import SampledSteps, epsilon, sampled_epsilon

@@ -16,10 +16,11 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from fedring.client import UpdateRefused, connect
-from fedring.client.transfer.control import ControlState, OwnControl
-from fedring.client.transfer.correction import Correction
 from fedring.client.transfer.download import HeldModel
+from fedring.client.transfer.kept import Section
 from fedring.client.transfer.update import TrainingReport, Update, make_update
+from fedring.client.transforms.interface import RoundStart, Sent
+from fedring.client.transforms.scaffold import Scaffold
 from fedring.codec import Entry, Schema, Vectors
 from fedring.codec.digest import name_of
 from fedring.daemon.config import explain
@@ -55,26 +56,40 @@ def job(**keys: Any) -> Job:
     return Job.model_validate(NEEDED | keys)
 
 
+def own_of(value: float, **words: str) -> Section:
+    """Return a client's control variate."""
+    known = {"run": "run", "line": LINE, "left_by": "blake3-a"}
+    return Section({"values": torch.full((SIZE,), value)}, known | words)
+
+
+def scaffold(own: Section | None, control: NDArray[np.float32]) -> Scaffold:
+    """Return the client half of SCAFFOLD in a round."""
+    command = pb.TrainCmd(run_id="run", control=pb.Control(line=LINE, digest="c"))
+    base = HeldModel("", SCHEMA, Vectors(np.zeros(SIZE, np.float32), np.zeros(2)))
+    return Scaffold(RoundStart(command, base, lambda digest: control), own, {})
+
+
 def update_of(
     client: str,
     delta: NDArray[np.float32],
     *,
-    own: OwnControl | None = None,
+    own: Section | None = None,
     control: NDArray[np.float32] | None = None,
     samples: int = 10,
     **fields: Any,
-) -> tuple[UpdateRow, OwnControl]:
+) -> tuple[UpdateRow, Section]:
     """Return a client's update as the server accepts it, and the control variate that it leaves."""
     command = pb.TrainCmd(
         round=1, epochs=2, batch_size=4, lr=0.5, encoding=pb.Encoding(name="int8"), schema_hash=SCHEMA.hash, **fields
     )
     base = HeldModel("", SCHEMA, Vectors(np.zeros(SIZE, np.float32), np.zeros(2)))
     values = np.zeros(SIZE, np.float32) if control is None else control
-    correction = Correction(SCHEMA, LINE, values, own)
+    command.control.CopyFrom(pb.Control(line=LINE, digest="c"))
+    half = Scaffold(RoundStart(command, base, lambda digest: values), own, {})
     trained, report = Vectors(delta.copy(), np.ones(2)), TrainingReport(samples)
-    update: Update = make_update(command, client, base, trained, report, None, control=correction.used)
+    update: Update = make_update(command, client, base, trained, report, None, describe=half.describe)
     row = admit(client, update.offer, b"".join(update.parts), Terms("", 10_000, SCHEMA, control_line=LINE), epoch=0)
-    return row, correction.after(update, command, samples)
+    return row, half.after(Sent(update, samples, SCHEMA))
 
 
 def make(
@@ -126,7 +141,7 @@ def test_the_servers_control_variate_is_the_mean_of_the_clients_whenever_they_jo
     rng = np.random.default_rng(0)
     blobs = FileBlobs(tmp_path)
     base = store_model(SCHEMA, Vectors(np.zeros(SIZE, np.float32), np.zeros(2)), blobs, {})
-    owns: dict[str, OwnControl] = {}
+    owns: dict[str, Section] = {}
     newest: NewModel | None = None
     control = np.zeros(SIZE, np.float32)
     for clients in ("ab", "ac", "bcd", "d", "abcde"):
@@ -141,18 +156,17 @@ def test_the_servers_control_variate_is_the_mean_of_the_clients_whenever_they_jo
         owns |= {client: own for client, (_, own) in made.items()}
         file = ModelReader(blobs.reader(newest.columns["control_blob"]))
         control = file.vectors().parameters
-        mean = np.mean([own.values for own in owns.values()], axis=0)
+        mean = np.mean([own.tensors["values"].numpy() for own in owns.values()], axis=0)
         np.testing.assert_allclose(control, mean, atol=1e-5)
         assert newest.columns["control_digest"] == Vectors(control, np.empty(0)).digest()
-        assert counted_in(file) == plan.counted == {client: own.left_by for client, own in owns.items()}
+        assert counted_in(file) == plan.counted == {client: own.words["left_by"] for client, own in owns.items()}
     blobs.close()
 
 
 def test_a_client_without_a_control_variate_is_not_corrected_at_first() -> None:
     control = np.ones(SIZE, np.float32)
-    assert Correction(SCHEMA, LINE, control, None).by_name() == {}
-    own = OwnControl(LINE, "blake3-", np.full(SIZE, 3, np.float32))
-    assert torch.equal(Correction(SCHEMA, LINE, control, own).by_name()["w"], torch.full((SIZE,), -2.0))
+    assert scaffold(None, control).corrections() == {}
+    assert torch.equal(scaffold(own_of(3.0), control).corrections()["w"], torch.full((SIZE,), -2.0))
 
 
 def test_an_update_that_relies_on_another_control_variate_than_the_counted_one_is_noticed(tmp_path: Path) -> None:
@@ -161,7 +175,7 @@ def test_an_update_that_relies_on_another_control_variate_than_the_counted_one_i
     (first, own), (other, _) = update_of("a", ones), update_of("b", ones)
     newest, _ = make(blobs, base, [first, other], None)
     before = ModelReader(blobs.reader(newest.columns["control_blob"]))
-    stale = OwnControl(LINE, name_of(b"an update that did not count"), own.values)
+    stale = Section(own.tensors, {**own.words, "left_by": name_of(b"an update that did not count")})
     rows = [
         update_of("a", ones, own=stale)[0],  # put back, or of an abandoned round
         update_of("b", ones)[0],  # lost
@@ -188,7 +202,12 @@ def test_an_update_that_was_not_corrected_as_the_round_asks_is_refused(
     base = HeldModel("", SCHEMA, Vectors(np.zeros(SIZE, np.float32), np.zeros(2)))
     command = pb.TrainCmd(round=1, encoding=pb.Encoding(name="fp32"), schema_hash=SCHEMA.hash)
     trained = Vectors(np.ones(SIZE, np.float32), np.zeros(2))
-    update = make_update(command, "a", base, trained, TrainingReport(1), None, control=sent)
+
+    def describe(header: pb.UpdateHeader) -> None:
+        if sent is not None:
+            header.control.CopyFrom(sent)
+
+    update = make_update(command, "a", base, trained, TrainingReport(1), None, describe=describe)
     with pytest.raises(BadUpdate, match=sentence) as refused:
         admit("a", update.offer, b"".join(update.parts), Terms("", 10_000, SCHEMA, control_line=wanted), epoch=0)
     assert refused.value.reason == "wrong_control"
@@ -217,25 +236,17 @@ def test_a_job_that_cannot_be_corrected_is_refused(keys: dict[str, Any], sentenc
     assert f"scaffold = true {sentence}" in explain(refused.value, {}, Job)
 
 
-def test_a_control_variate_is_kept_when_its_update_counts_and_belongs_to_a_run_and_a_line(tmp_path: Path) -> None:
-    state = ControlState(tmp_path)
-    own = OwnControl(LINE, "blake3-a", np.arange(SIZE, dtype=np.float32))
-    state.spool(own, "run")
-    assert state.load("run", LINE, SIZE) is None
-    state.accept()
-    state.accept()  # again, after a crash
-    found = state.load("run", LINE, SIZE)
-    assert found is not None
-    assert (found.left_by, found.values.tolist()) == ("blake3-a", own.values.tolist())
-    for other in (("other", LINE, SIZE), ("run", "0.2", SIZE), ("run", LINE, SIZE + 1)):
-        assert state.load(*other) is None
-    state.spool(OwnControl(LINE, "blake3-b", np.full(SIZE, np.nan, np.float32)), "run")
-    state.drop()
-    state.accept()
-    assert (kept := state.load("run", LINE, SIZE)) is not None
-    assert kept.left_by == "blake3-a"
-    (tmp_path / "control.safetensors").write_bytes(b"damaged")
-    assert state.load("run", LINE, SIZE) is None
+@pytest.mark.parametrize(
+    ("words", "used"),
+    [({}, True), ({"run": "another"}, False), ({"line": "0.2"}, False)],
+    ids=["its own", "another run", "another line"],
+)
+def test_a_control_variate_belongs_to_a_run_and_a_line(words: dict[str, str], used: bool) -> None:
+    half = scaffold(own_of(3.0, **words), np.ones(SIZE, np.float32))
+    assert bool(half.corrections()) == used
+    header = pb.UpdateHeader()
+    half.describe(header)
+    assert header.control == pb.UsedControl(line=LINE, previous="blake3-a" if used else "")
 
 
 def test_a_training_that_ignores_the_corrections_cannot_be_submitted(

@@ -1,7 +1,6 @@
 """The pure parts of secure aggregation: shares, masks, keys, signatures and rosters."""
 
 import random
-import secrets
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime, timedelta
 
@@ -78,7 +77,7 @@ def test_shares_are_a_polynomial_over_the_known_prime() -> None:
 def test_fewer_shares_say_nothing() -> None:
     secret = bytes(32)
     one, two = split(secret, 3, 5)[:2]
-    for guess in (b"\x01" + bytes(31), secrets.token_bytes(32)):
+    for guess in (b"\x01" + bytes(31), random.randbytes(32)):
         # For each secret there is a third share that gives it: the two that are known fit all of them.
         prime = 2**521 - 1
         first, second, free = (int.from_bytes(each, "little") for each in (one, two, guess))

@@ -9,7 +9,7 @@ import pytest
 from numpy.typing import NDArray
 from tests.closed_rounds import next_model, secure_round_of
 from tests.damage import flip
-from tests.unit.test_masked_sum import masked
+from tests.masked_groups import masked
 
 from fedring.codec.digest import name_of
 from fedring.codec.masked import MASKED

@@ -5,15 +5,11 @@ from functools import reduce
 from math import inf
 
 import pytest
-from tests.unit.rows import a_model
+from tests.opened_rounds import opened
 
 from fedring.server.round.events import Abandoned, Event, Joined, Matched, RoundOpened, RoundRules, RoundState, Started
 from fedring.server.round.machine import apply
-from fedring.server.round.open_round import OpenRound
 from fedring.server.round.progress import RoundProgress, why_abandoned
-from fedring.server.state.rows import RoundRow
-from fedring.train.job import Job
-from fedring.v1 import federation_pb2 as pb
 
 OPENED = RoundOpened(7, RoundRules(min_clients=2))
 LISTEN = "10.0.0.5:8443"
@@ -23,13 +19,6 @@ TITLE = "round 2 of job 4"
 
 def after(*events: Event, state: RoundState | None = None) -> RoundState:
     return reduce(lambda before, event: apply(before, event, 0.0), events, state or RoundState())
-
-
-def opened(*selected: str, failures: tuple[str, ...] = ()) -> OpenRound:
-    row = RoundRow(7, 1, 1, "training", 0.0, base_version=1)
-    return OpenRound(
-        replace(row, selected=selected), Job.model_validate({}), pb.TrainCmd(), a_model(1), failures=list(failures)
-    )
 
 
 class TestProgress:

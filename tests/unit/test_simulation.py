@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
+from fedring.client.transfer.kept import Section
 from fedring.codec import CodecError, Encoding, encode
 from fedring.codec.digest import name_of, update_name
 from fedring.codec.schema import Entry, Schema
@@ -25,7 +26,7 @@ from fedring.server.model.terms import Terms
 from fedring.server.state.rows import ModelRow
 from fedring.simulation import simulate
 from fedring.simulation.secure import draw_groups
-from fedring.simulation.vectors import ClientVectors
+from fedring.simulation.vectors import ClientSections, pack, unpack
 from fedring.simulation.worker import admit
 from fedring.train.device import threads_for
 from fedring.train.job import Job
@@ -273,18 +274,20 @@ def test_the_report_has_the_accuracy_of_the_last_model_although_the_last_round_w
 
 
 def test_residuals_are_kept_for_each_client_and_forgotten_with_the_update_that_leaves_none(tmp_path: Path) -> None:
-    values = {client: np.full(5, client, np.float32) for client in (0, 9999)}
-    with ClientVectors(tmp_path / "residuals", 5) as residuals:
-        for client, residual in values.items():
-            assert residuals.get(client) is None
-            residuals.put(client, residual)
-        for client, residual in values.items():
-            found = residuals.get(client)
-            assert found is not None
-            np.testing.assert_array_equal(found, residual)
-        residuals.put(0, None)
-        assert residuals.get(0) is None
-    assert list(tmp_path.iterdir()) == []
+    residuals = {client: np.full(5, client, np.float32) for client in (0, 128)}
+    with ClientSections(tmp_path / "kept", 5) as kept:
+        for client, values in residuals.items():
+            assert kept.get(client) == {}
+            own = Section({"weight": torch.full((2, 2), client, dtype=torch.bfloat16)}, {"line": "x"})
+            kept.put(client, pack({"residual": Section({"residual": torch.from_numpy(values)}), "own": own}, 5))
+        for client, values in residuals.items():
+            found = unpack(kept.get(client))
+            np.testing.assert_array_equal(found["residual"].tensors["residual"].numpy(), values)
+            assert found["own"].tensors["weight"].tolist() == [[client] * 2] * 2
+            assert found["own"].words == {"line": "x"}
+        kept.put(0, {})
+        assert (kept.get(0), kept.section(0, "residual")) == ({}, None)
+        assert kept.section(128, "own") is not None
 
 
 def offered(size: int, *, digest: str = "", name: str = "client-3") -> tuple[pb.UpdateOffer, bytes, Terms]:

@@ -3,32 +3,18 @@
 To check another implementation, add it to IMPLEMENTATIONS.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.store_implementations import IMPLEMENTATIONS, Implementation
 from tests.unit.rows import a_job, a_model, a_round, an_update
 
 from fedring.server.state.failures import StorageError
 from fedring.server.state.interfaces import Acceptance, Pruned, Store
 from fedring.server.state.rows import KEEP_EVENTS, EvaluationRow, EventRow, LastAccepted, PacketSpec, RoundRow, TokenRow
-from fedring.server.state.store import SqlStore
-
-Implementation = Callable[[Path, int], Store]
-"""Makes a store in an empty folder that keeps so many events."""
-
-
-def in_a_file(folder: Path, keep_events: int) -> Store:
-    return SqlStore(f"sqlite:///{folder / 'facts.sqlite'}", keep_events=keep_events)
-
-
-def in_memory(_folder: Path, keep_events: int) -> Store:
-    return SqlStore("sqlite://", keep_events=keep_events)
-
-
-IMPLEMENTATIONS: tuple[Implementation, ...] = (in_a_file, in_memory)
 
 
 @pytest.fixture(params=IMPLEMENTATIONS)

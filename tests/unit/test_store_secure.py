@@ -5,8 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tests.store_implementations import IMPLEMENTATIONS, Implementation
 from tests.unit.rows import a_job, a_model, a_round
-from tests.unit.test_store import IMPLEMENTATIONS, Implementation
 
 from fedring.server.state.failures import StorageError
 from fedring.server.state.interfaces import Acceptance, Store

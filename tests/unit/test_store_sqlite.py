@@ -1,5 +1,6 @@
 """The store in SQLite: its file, its tables, and the digests of its rows."""
 
+import random
 import re
 import sqlite3
 from contextlib import closing
@@ -26,6 +27,8 @@ from fedring.server.state.rows import (
 )
 from fedring.server.state.store import SqlStore
 from fedring.server.state.tables import METADATA, ROW_DIGEST
+
+SEED, FLIPS = 1, 100
 
 
 def test_facts_and_the_run_id_outlive_the_process(tmp_path: Path) -> None:
@@ -102,6 +105,21 @@ def test_the_tables_of_another_version_are_refused(schema: int, reason: str, wor
         assert connection.execute("SELECT name FROM sqlite_master").fetchall() == [("jobs",)]
 
 
+@pytest.mark.parametrize("accept_older", [False, True])
+def test_the_log_of_a_killed_older_server_is_not_moved_into_its_database(accept_older: bool, tmp_path: Path) -> None:
+    file, log = tmp_path / "facts.sqlite", tmp_path / "facts.sqlite-wal"
+    killed = sqlite3.connect(file)
+    killed.execute("PRAGMA journal_mode = WAL")
+    killed.execute("CREATE TABLE jobs (job_id INTEGER)")
+    killed.execute(f"PRAGMA user_version = {SCHEMA - 1}")
+    before = file.read_bytes(), log.read_bytes()
+    with pytest.raises(StoreError, match=r"older_state: .* fedring 0\.1\.0"):
+        open_state(tmp_path, accept_older=accept_older)
+    assert (file.read_bytes(), log.read_bytes()) == before
+    assert before[1], "the version lies in the log"
+    killed.close()
+
+
 def test_a_file_that_is_not_a_database_is_reported_as_corrupt(tmp_path: Path) -> None:
     (tmp_path / "facts.sqlite").write_bytes(b"not a database" * 100)
     with pytest.raises(StorageError) as caught:
@@ -122,7 +140,7 @@ def test_a_backup_is_a_complete_store(tmp_path: Path) -> None:
     store.close()
 
 
-UNCOVERED = {("rounds", "seconds_left"), ("updates", "payload")}
+UNCOVERED = {("updates", "payload")}
 
 
 def filled(folder: Path) -> None:
@@ -204,6 +222,133 @@ def test_a_damaged_row_is_named_refused_when_it_is_read_and_never_given_a_new_di
         with pytest.raises(StoreError, match="the row of job_id 1 in the table jobs"):
             attempt()
     store.close()
+
+
+def test_damage_that_comes_while_a_server_runs_becomes_no_answer(tmp_path: Path) -> None:
+    filled(tmp_path)
+    store = SqlStore(f"sqlite:///{tmp_path / 'facts.sqlite'}")
+    ask(tmp_path, "UPDATE updates SET name = 'another' WHERE client_id = 'ann'")
+    ask(tmp_path, "UPDATE clients SET last_name = 'another' WHERE client_id = 'bob'")
+    ask(tmp_path, "UPDATE rounds SET job_round = 7 WHERE ended_at IS NOT NULL")
+    ask(tmp_path, "UPDATE models SET bytes = 98 WHERE version = 2")
+    reads = (
+        partial(store.accepted_name, 2, "ann"),
+        partial(store.accepted_name, 1, "bob"),
+        store.last_accepted,
+        partial(store.job_rounds_ended, 1),
+        store.next_version,
+    )
+    for read in reads:
+        with pytest.raises(StoreError, match=r"corrupt: .* is not what was written"):
+            read()
+    store.close()
+
+
+def test_pruning_notes_nothing_of_a_damaged_update_and_dropping_nothing_of_a_damaged_number(tmp_path: Path) -> None:
+    filled(tmp_path)
+    store = SqlStore(f"sqlite:///{tmp_path / 'facts.sqlite'}")
+    opened = store.open_round()
+    assert opened is not None
+    store.update_round(replace(opened, ended_at=10.0))
+    store.drop_models([2])
+    before = ask(tmp_path, "SELECT * FROM clients"), ask(tmp_path, "SELECT count(*) FROM updates")
+    ask(tmp_path, "UPDATE updates SET name = 'another'")
+    with pytest.raises(StoreError, match="the row of round 2, client_id 'ann' in the table updates"):
+        store.prune(keep_models=2, keep_update_rounds=0, keep_rounds=9)
+    assert (ask(tmp_path, "SELECT * FROM clients"), ask(tmp_path, "SELECT count(*) FROM updates")) == before
+    ask(tmp_path, "UPDATE meta SET value = '1' WHERE name = 'highest_dropped_model'")
+    with pytest.raises(StoreError, match="the row of name 'highest_dropped_model' in the table meta"):
+        store.drop_models([1])
+    store.close()
+
+
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [
+        ("jobs.state", "CAST(state AS BLOB)"),  # one bit tells text from bytes
+        ("secure_messages.body", "CAST(body AS TEXT)"),
+        ("models.parameters", "'many'"),
+        ("models.parameters", "NULL"),
+        ("charges.next_clip", "NULL"),
+        ("updates.name", "7"),
+    ],
+)
+def test_a_value_of_another_type_is_a_damaged_row(column: str, value: str, tmp_path: Path) -> None:
+    filled(tmp_path)
+    table, name = column.split(".")
+    loose = "replace(replace(replace(sql, 'STRICT', ''), 'NOT NULL', ''), 'TEXT', '')"
+    file = tmp_path / "facts.sqlite"
+    with closing(sqlite3.connect(file)) as connection:  # as a flip does it, which asks no table what it allows
+        connection.execute("PRAGMA writable_schema = ON")
+        connection.execute(f"UPDATE sqlite_master SET sql = {loose} WHERE sql LIKE '%STRICT%'")
+        connection.commit()
+    ask(tmp_path, f"UPDATE {table} SET {name} = {value}")
+    with pytest.raises(StoreError, match=f"in the table {table} of .* is not what was written"):
+        SqlStore(f"sqlite:///{file}")
+
+
+@pytest.mark.parametrize("column", ["updates.payload", "events.text", "rounds.stats"])
+def test_a_column_that_has_lost_its_name_is_noticed_at_the_start(column: str, full: Path, tmp_path: Path) -> None:
+    (tmp_path / "facts.sqlite").write_bytes((full / "facts.sqlite").read_bytes())
+    table, name = column.split(".")
+    ask(tmp_path, f"ALTER TABLE {table} RENAME COLUMN {name} TO other")
+    with pytest.raises(
+        StoreError, match=rf"database is damaged \(no such column: {column}\): restore a backup"
+    ) as caught:
+        SqlStore(f"sqlite:///{tmp_path / 'facts.sqlite'}")
+    assert caught.value.reason == "corrupt"
+
+
+def test_a_row_that_is_replaced_must_be_there(tmp_path: Path) -> None:
+    store = SqlStore(f"sqlite:///{tmp_path / 'facts.sqlite'}")
+    row = a_round(store, a_job(store))
+    ask(tmp_path, "DELETE FROM rounds")
+    with pytest.raises(StoreError, match=r"the row of round 1 in the table rounds of facts\.sqlite is missing"):
+        store.publish(a_model(1), replace(row, ended_at=9.0))
+    assert store.models() == [], "nothing of the transaction is kept"
+    store.close()
+
+
+def test_no_flipped_bit_becomes_another_fact(full: Path, tmp_path: Path) -> None:
+    file, rng = tmp_path / "facts.sqlite", random.Random(SEED)
+    data = (full / "facts.sqlite").read_bytes()
+    used = [at for at, byte in enumerate(data) if byte]
+    facts = facts_in(full / "facts.sqlite")
+    refused = 0
+    for _ in range(FLIPS):
+        at, bit = rng.choice(used), rng.randrange(8)
+        file.write_bytes(data[:at] + bytes([data[at] ^ 1 << bit]) + data[at + 1 :])
+        try:
+            assert facts_in(file) == facts, (SEED, at, bit)
+        except StoreError:
+            refused += 1
+        for path in tmp_path.iterdir():
+            path.unlink()
+    assert refused > FLIPS // 2
+
+
+def facts_in(file: Path) -> list[Any]:
+    """Return what a server that starts on a database reads there, by all ways that lead to a row."""
+    store = SqlStore(f"sqlite:///{file}")
+    with closing(store):
+        one = [store.round(1), store.round(2), store.model(1), store.model(2), store.job(1), store.job_of_key("once")]
+        found = [store.open_round(), store.last_published(1), store.next_queued_job(), store.running_job()]
+        names = [store.accepted_name(1, "ann"), store.accepted_name(2, "ann"), store.last_accepted()]
+        lists = [store.jobs(), store.rounds(), store.models(), store.charges(), store.tokens(), store.evaluations(2)]
+        figures = [store.update_counts(), store.next_version(), store.job_rounds_ended(1), store.named_blobs()]
+        updates = [replace(row, payload=b"") for row in store.updates_of(2)]
+        return [
+            store.run_id,
+            store.secret,
+            store.epoch,
+            *one,
+            *found,
+            *names,
+            *lists,
+            *figures,
+            updates,
+            store.secure_round(2),
+        ]
 
 
 def test_numbers_keep_their_digests_whatever_the_database_makes_of_them(tmp_path: Path) -> None:

@@ -157,6 +157,6 @@ def test_states_that_are_no_file_of_states_are_an_error_and_those_that_are_come_
     for damaged in (b"", data[:20], data[8:]):
         with pytest.raises(CodecError, match="states cannot be read") as caught:
             read_states(damaged)
-        assert caught.value.reason == "bad_state"
+        assert caught.value.reason == "bad_model"
     with pytest.raises(CodecError, match="a/x has a value that is not finite"):
         write_states({"a": {"x": np.array([np.inf], np.float32)}}, {})

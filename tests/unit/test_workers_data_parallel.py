@@ -11,7 +11,7 @@ from tests.unit import group_member
 from tests.unit.group_member import SIZE, net, samples
 
 from fedring.train.data_parallel_table import HOOKS
-from fedring.workers.shards import World, count_steps, epoch_order, shares
+from fedring.workers.shards import GroupRank, count_steps, epoch_order, shares
 
 pytestmark = pytest.mark.programs
 
@@ -36,7 +36,7 @@ def alone(epochs: int = 2) -> torch.nn.Module:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     for epoch in range(epochs):
         order = epoch_order(SIZE, seed=5, epoch=epoch)
-        for step in zip(*(shares(order, 0, World(rank, 2), 8) for rank in range(2)), strict=True):
+        for step in zip(*(shares(order, 0, GroupRank(rank, 2), 8) for rank in range(2)), strict=True):
             optimizer.zero_grad()
             for share in step:
                 inputs, labels = data.batch(share.indices)

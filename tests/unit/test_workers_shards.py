@@ -7,13 +7,13 @@ from hypothesis import strategies as st
 
 from fedring.train.data_parallel_table import DataParallel
 from fedring.workers.data_parallel_epochs import lr_factor
-from fedring.workers.shards import World, count_steps, epoch_order, shares
+from fedring.workers.shards import GroupRank, count_steps, epoch_order, shares
 
 
 @given(st.integers(1, 300), st.integers(1, 6), st.integers(1, 40))
 def test_workers_take_every_sample_in_shares_of_equal_size(size: int, workers: int, batch: int) -> None:
     order = epoch_order(size, seed=1, epoch=0)
-    by_rank = [list(shares(order, 0, World(rank, workers), batch)) for rank in range(workers)]
+    by_rank = [list(shares(order, 0, GroupRank(rank, workers), batch)) for rank in range(workers)]
     assert {len(steps) for steps in by_rank} == {count_steps(size, workers, batch)}
     for step in zip(*by_rank, strict=True):
         assert len({(len(share.indices), share.taken) for share in step}) == 1
@@ -26,13 +26,17 @@ def test_workers_take_every_sample_in_shares_of_equal_size(size: int, workers: i
 @given(st.integers(2, 300), st.integers(2, 6), st.integers(2, 40), st.data())
 def test_no_sample_is_left_out_when_workers_change(size: int, workers: int, batch: int, data: st.DataObject) -> None:
     order = epoch_order(size, seed=3, epoch=5)
-    by_rank = [list(shares(order, 0, World(rank, workers), batch)) for rank in range(workers)]
+    by_rank = [list(shares(order, 0, GroupRank(rank, workers), batch)) for rank in range(workers)]
     steps = data.draw(st.integers(0, len(by_rank[0])))
     taken = by_rank[0][steps - 1].taken if steps else 0
     first = torch.cat([share.indices for mine in by_rank for share in mine[:steps]] or [order[:0]])
-    fewer = World(0, workers - 1)
+    fewer = GroupRank(0, workers - 1)
     second = torch.cat(
-        [share.indices for rank in range(fewer.size) for share in shares(order, taken, World(rank, fewer.size), batch)]
+        [
+            share.indices
+            for rank in range(fewer.size)
+            for share in shares(order, taken, GroupRank(rank, fewer.size), batch)
+        ]
         or [order[:0]]
     )
     assert torch.equal(torch.unique(torch.cat([first, second])), torch.arange(size))
@@ -40,9 +44,9 @@ def test_no_sample_is_left_out_when_workers_change(size: int, workers: int, batc
 
 def test_no_worker_gets_a_single_sample() -> None:
     order = epoch_order(9, seed=0, epoch=0)
-    steps = [list(shares(order, 0, World(rank, 2), 4)) for rank in range(2)]
+    steps = [list(shares(order, 0, GroupRank(rank, 2), 4)) for rank in range(2)]
     assert [len(share.indices) for share in steps[0]] == [5]  # not 4 and then 1
-    assert [len(share.indices) for share in shares(order[:1], 0, World(0, 2), 4)] == [2]
+    assert [len(share.indices) for share in shares(order[:1], 0, GroupRank(0, 2), 4)] == [2]
 
 
 def test_the_order_depends_on_the_seed_and_the_epoch_alone() -> None:

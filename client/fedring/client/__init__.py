@@ -14,7 +14,8 @@
 The names in `__all__` are public. The modules here put together the three rooms: `session` talks with the server,
 `transfer` fetches models and delivers updates, and `group` trains with other workers. What may enter: the
 configuration, and the names that a job declares. What must not: collectives and training steps, which are in
-`fedring.ring`, `fedring.ddp`, `fedring.pipeline` and `fedring.workers`.
+`fedring.ring`, `fedring.ddp`, `fedring.pipeline` and `fedring.workers`. The package may import `fedring.compress`,
+`fedring.ddp`, `fedring.pipeline`, `fedring.ring`, `fedring.workers` and what both daemons share.
 """
 
 import os

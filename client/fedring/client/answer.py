@@ -1,38 +1,39 @@
 """The answers of a client in a round: updates of trained models, or of nothing."""
 
+import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from torch import Tensor, nn
 
-from fedring.client.client_round import ClientRound
+from fedring.client.client_round import Answer, ClientRound
 from fedring.client.errors import UpdateRefused, WrongModel
 from fedring.client.loading import Loaded, check_frozen
 from fedring.client.secure.desk import SecureDesk
 from fedring.client.session.inbox import Assignment
 from fedring.client.session.link import ServerLink
-from fedring.client.transfer.control import OwnControl
-from fedring.client.transfer.correction import Correction, load_correction
 from fedring.client.transfer.delivery import Delivery
-from fedring.client.transfer.download import HeldModel
 from fedring.client.transfer.fetch import ModelFetcher
-from fedring.client.transfer.private import PrivateValues, check_finite, check_own, line_of
-from fedring.client.transfer.spool import Residual, Spool
-from fedring.client.transfer.update import TrainingReport, Update, residual_of
-from fedring.codec.schema import Schema
+from fedring.client.transfer.kept import Left, Section
+from fedring.client.transfer.own_values import PERSONAL, PRIVATE, check_finite, check_own, line_of, section_of
+from fedring.client.transfer.residual import RESIDUAL, Residual, residual_in
+from fedring.client.transfer.spool import Spool
+from fedring.client.transfer.update import TrainingReport, residual_of
+from fedring.client.transforms.chosen import begin_transforms
+from fedring.client.transforms.interface import Float32, RoundStart
 from fedring.train.state import read_tensors, read_vectors, schema_of
 from fedring.v1 import federation_pb2 as pb
 
+log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Answer:
-    """An update, and the values that stay with the client if it counts."""
+class Begun:
+    """A round whose model was loaded."""
 
-    update: Update
-    private: PrivateValues | None = None  # the private tensors; None = they stay as they are
-    control: OwnControl | None = None  # the control variate that it leaves; None = none
-    personal: PrivateValues | None = None  # the client's own model; None = it stays as it is
+    loaded: Loaded
+    round_: ClientRound
 
 
 class Answers:
@@ -63,23 +64,44 @@ class Answers:
         self._assignment, self._command = assignment, assignment.command
         self._link, self._spool, self._client_id, self._secure = link, spool, client_id, secure
         self._delivery = delivery
+        self._line = line_of(assignment.command)
+
+    def begin(self, loaded: Loaded, models: ModelFetcher) -> Begun:
+        """Begin the round with a model that was loaded.
+
+        Args:
+            loaded: What the training begins with.
+            models: What fetches further vectors of the server's.
+
+        Raises:
+            RoundOver: If the round has ended, or a vector cannot be fetched.
+        """
+        link, assignment, schema = self._link, self._assignment, loaded.parts.shared.without_buffers
+
+        def fetch(digest: str) -> Float32:
+            held = link.call(lambda: models.fetch_control(digest, schema, lambda: assignment.stop_reason))
+            return held.vectors.parameters
+
+        command, kept = self._command, self._spool.kept.load(self._line.key)
+        mask = partial(self._secure.make_update, assignment) if command.HasField("secure") else None
+        transforms = begin_transforms(RoundStart(command, loaded.base, fetch), kept)
+        round_ = ClientRound(command, self._client_id, loaded.start, transforms=tuple(transforms), mask=mask)
+        return Begun(loaded, round_)
 
     def trained(
         self,
+        begun: Begun,
         model: nn.Module,
-        loaded: Loaded,
         training: TrainingReport,
         own: Mapping[str, Tensor] | None,
-        correction: Correction | None,
     ) -> Answer:
         """Return the update that leads from the loaded model to the trained one.
 
         Args:
+            begun: The round.
             model: The trained model.
-            loaded: What the training began with.
             training: What the training reports.
             own: The tensors of the client's own model; None = there is none.
-            correction: What has corrected the gradients; None = nothing has.
 
         Raises:
             WrongModel: If the model has other tensors than those that were loaded, or its frozen ones were changed.
@@ -88,41 +110,41 @@ class Answers:
             UpdateRefused: If the server would refuse the update for its size.
             RoundOver: If the round ended before.
         """
-        command, parts = self._command, loaded.parts
+        command, loaded, parts = self._command, begun.loaded, begun.loaded.parts
         for part in (parts.shared, parts.private):  # by their names: training may freeze tensors, or free them
             if clause := part.difference(schema_of(model, part.names)):
                 raise WrongModel(f"this model is not the one that was loaded: {clause}")
         check_frozen(model, loaded)
-        private, personal, line = None, None, line_of(command)
+        stay: dict[str, Section] = {}
         if parts.private.entries:
-            private = PrivateValues(line, parts.private, read_tensors(model, parts.private.names))
-            check_finite(private.tensors)
+            private = read_tensors(model, parts.private.names)
+            check_finite(private)
+            stay[PRIVATE] = section_of(self._line, parts.private, private)
         if own is not None:
             check_own(own, parts.not_frozen)
-            personal = PrivateValues(line, parts.not_frozen, own)
             check_finite(own)
-        values = read_vectors(model, parts.shared.names)
-        update, control = self._round(loaded, correction).trained(values, training, self._residual())
-        check_size(command, sum(map(len, update.parts)))
-        return Answer(update, private, control, personal)
+            stay[PERSONAL] = section_of(self._line, parts.not_frozen, own)
+        answer = self._now(begun).trained(read_vectors(model, parts.shared.names), training)
+        check_size(command, sum(map(len, answer.update.parts)))
+        return replace(answer, kept={**answer.kept, **stay})
 
-    def nothing(self, loaded: Loaded, noise: nn.Module | None, samples: int) -> Answer:
+    def nothing(self, begun: Begun, noise: nn.Module | None, samples: int) -> Answer:
         """Return an update that changes nothing, with the full weight of the client.
 
         Private tensors and the client's own model stay as they are.
 
         Args:
-            loaded: What the training began with.
+            begun: The round.
             noise: A model after a training with noise and without samples, in the place of zeros; None = zeros.
             samples: How many samples the update counts for.
 
         Raises:
             SecureError, UpdateRefused, RoundOver: As trained() does, for reasons that depend on no sample.
         """
-        values = None if noise is None else read_vectors(noise, loaded.parts.shared.names)
-        update = self._round(loaded).nothing(values, samples, self._residual())
-        check_size(self._command, sum(map(len, update.parts)))
-        return Answer(update)
+        values = None if noise is None else read_vectors(noise, begun.loaded.parts.shared.names)
+        answer = self._now(begun).nothing(values, samples)
+        check_size(self._command, sum(map(len, answer.update.parts)))
+        return answer
 
     def send(self, answer: Answer) -> None:
         """Spool an answer, and deliver it.
@@ -131,38 +153,14 @@ class Answers:
             RoundOver: If the server has not accepted it; UpdateRefused, if it never will.
             OSError: If it cannot be written or charged; then nothing was sent.
         """
-        update = answer.update
-        spooled = self._spool.write(
-            update.offer,
-            update.parts,
-            update.residual,
-            private=answer.private,
-            control=answer.control,
-            personal=answer.personal,
-        )
+        update, left = answer.update, Left(self._line.key, answer.kept)
+        precious = any(name != RESIDUAL for name in answer.kept)  # they take the place of older ones
+        spooled = self._spool.write(update.offer, update.parts, left, durable=precious)
         self._spool.ledger.charge(self._command, update.offer.name)  # which may fail; the delivery charges nothing then
         self.sent = True
         if self._command.HasField("secure"):
             self._secure.bind(self._assignment, update.offer.payload_digest)
-        self._delivery.send(spooled, self._assignment, update.residual)
-
-    def correction(self, schema: Schema, models: ModelFetcher) -> Correction:
-        """Return the correction of the round's gradients.
-
-        Args:
-            schema: The shared tensors.
-            models: What fetches the server's control variate.
-
-        Raises:
-            RoundOver: If the round has ended, or it cannot be fetched.
-        """
-        wanted, link, assignment = self._command.control, self._link, self._assignment
-        own = self._spool.control.load(self._command.run_id, wanted.line, schema.num_parameters)
-
-        def fetch(digest: str, part: Schema) -> HeldModel:
-            return link.call(lambda: models.fetch_control(digest, part, lambda: assignment.stop_reason))
-
-        return load_correction(wanted, schema, own, fetch)
+        self._delivery.send(spooled, self._assignment)
 
     def waiting(self) -> Residual | None:
         """Return the values that the training adds to the model; None = none."""
@@ -170,15 +168,18 @@ class Answers:
         uncharged = job.sample_dp and not ledger.has_charged(self._command)  # the charge drops the residual
         return self._residual() if self._command.secure.blocks and not uncharged else None
 
-    def _round(self, loaded: Loaded, correction: Correction | None = None) -> ClientRound:
-        command = self._command
-        mask = partial(self._secure.make_update, self._assignment) if command.HasField("secure") else None
-        return ClientRound(command, self._client_id, loaded.start, mask, correction)
+    def _now(self, begun: Begun) -> ClientRound:
+        """Return the round with what is kept now: a charge may have dropped the residual meanwhile."""
+        residual = self._residual()
+        return replace(begun.round_, kept=self._spool.kept.load(self._line.key), residual=residual)
 
     def _residual(self) -> Residual | None:
-        line, last = line_of(self._command), self._link.connection.last_accepted
+        line, last, kept = self._line, self._link.connection.last_accepted, self._spool.kept
         schema = residual_of(self._command.schema_hash, masked=self._command.HasField("secure"))
-        return self._spool.residual(line.run_id, schema, last, after=line.after)
+        found, why = residual_in(kept.load(line.key), line.run_id, schema, last, after=line.after)
+        if why and kept.forget(line.key, RESIDUAL):
+            log.warning("dropped the residual of past updates: %s", why)
+        return found
 
 
 def check_size(command: pb.TrainCmd, size: int) -> None:

@@ -1,14 +1,17 @@
-"""What a client answers to a command: fl-client and the simulation run this, each with state of its own. No I/O."""
+"""One client in one federated round: fl-client and the simulation run this, each with state of its own. No I/O."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 
-from fedring.client.transfer.control import OwnControl
-from fedring.client.transfer.correction import Correction
+from torch import Tensor
+
 from fedring.client.transfer.download import HeldModel
-from fedring.client.transfer.spool import Residual
+from fedring.client.transfer.kept import Sections
+from fedring.client.transfer.residual import Residual, with_residual
 from fedring.client.transfer.update import TrainingReport, Update, make_update
+from fedring.client.transforms.interface import Sent, Transform
 from fedring.codec.schema import Vectors
+from fedring.train.plan import Plan
 from fedring.v1 import federation_pb2 as pb
 
 Mask = Callable[[HeldModel, Vectors | None, int, Residual | None], Update]
@@ -16,51 +19,83 @@ Mask = Callable[[HeldModel, Vectors | None, int, Residual | None], Update]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Answer:
+    """An update, and all that the client keeps once it is accepted."""
+
+    update: Update
+    kept: Sections
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class ClientRound:
-    """One client in one federated round."""
+    """What one client does with a command."""
 
     command: pb.TrainCmd
     client_id: str
     start: HeldModel  # the values that the training begins with
+    kept: Sections = field(default_factory=dict)  # what the newest accepted update has left
+    residual: Residual | None = None  # what past updates have left out, if it may go into this one
+    transforms: tuple[Transform, ...] = ()
     mask: Mask | None = None  # None = updates are not masked
-    correction: Correction | None = None  # of the gradients; None = they are not corrected
 
-    def trained(
-        self, values: Vectors, training: TrainingReport, residual: Residual | None
-    ) -> tuple[Update, OwnControl | None]:
-        """Return the update of a training, and the control variate that it leaves.
+    def plan(self, plan: Plan) -> Plan:
+        """Return how the client trains, which the transforms may change."""
+        for transform in self.transforms:
+            plan = transform.plan(plan)
+        return plan
+
+    def corrections(self) -> Mapping[str, Tensor] | None:
+        """Return what each step adds to the gradients, by the names of parameters; None = nothing corrects them."""
+        all_of_them = [found for each in self.transforms if (found := each.corrections()) is not None]
+        total: dict[str, Tensor] = {}
+        for name, values in (pair for each in all_of_them for pair in each.items()):
+            total[name] = total[name] + values if name in total else values
+        return total if all_of_them else None
+
+    def trained(self, values: Vectors, training: TrainingReport) -> Answer:
+        """Return the update of a training.
 
         Args:
             values: What the training ended with. They are overwritten.
             training: What it reports.
-            residual: What past updates left out, [num_parameters]; None = nothing.
 
         Raises:
             CodecError: With the reason "non_finite", if a value is not finite.
             SecureError: If it cannot be masked.
         """
         if self.mask is not None:
-            return self.mask(self.start, values, training.samples, residual), None
-        used = self.correction.used if self.correction else None
-        update = make_update(self.command, self.client_id, self.start, values, training, residual, control=used)
-        own = self.correction.after(update, self.command, training.samples) if self.correction else None
-        return update, own
+            return self._answer(self.mask(self.start, values, training.samples, self.residual))
+        update = make_update(
+            self.command, self.client_id, self.start, values, training, self.residual, describe=self._describe
+        )
+        sent = Sent(update, training.samples, self.start.schema)
+        left = {each.name: section for each in self.transforms if (section := each.after(sent)) is not None}
+        return self._answer(update, left)
 
-    def nothing(self, noise: Vectors | None, samples: int, residual: Residual | None) -> Update:
+    def nothing(self, noise: Vectors | None, samples: int) -> Answer:
         """Return an update that changes nothing, in the place of a failure.
 
         Args:
             noise: What a training on noise alone ended with, which is sent then; None = zeros are.
             samples: How many samples it counts for.
-            residual: What past updates left out, which stays as it is if zeros are sent; None = nothing.
 
         Raises:
             SecureError: If it cannot be masked.
         """
         if self.mask is not None:
-            return self.mask(self.start, noise, samples, residual)
+            return self._answer(self.mask(self.start, noise, samples, self.residual))
+        make = (self.command, self.client_id, self.start)
         if noise is not None:
-            return make_update(self.command, self.client_id, self.start, noise, TrainingReport(samples), residual)
+            return self._answer(make_update(*make, noise, TrainingReport(samples), self.residual))
         same = Vectors(self.start.vectors.parameters.copy(), self.start.vectors.buffers)
-        zeros = make_update(self.command, self.client_id, self.start, same, TrainingReport(samples=1), None)
-        return replace(zeros, residual=residual)
+        zeros = make_update(*make, same, TrainingReport(samples=1), None)
+        return self._answer(replace(zeros, residual=self.residual))
+
+    def _describe(self, header: pb.UpdateHeader) -> None:
+        for transform in self.transforms:
+            transform.describe(header)
+
+    def _answer(self, update: Update, left: Sections | None = None) -> Answer:
+        header = pb.UpdateHeader.FromString(update.offer.header)
+        kept = with_residual(self.kept, update.residual, header, update.offer.name)
+        return Answer(update, {**kept, **(left or {})})

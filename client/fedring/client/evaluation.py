@@ -1,16 +1,14 @@
 """A model to evaluate, as the user's code sees it."""
 
 import time
-from collections.abc import Collection
 
 from torch import nn
 
 from fedring.client.loading import Loaded, ModelLoader, check_frozen
 from fedring.client.session.inbox import EvaluationOrder
 from fedring.client.session.link import ServerLink
-from fedring.client.transfer.fetch import ModelFetcher
-from fedring.client.transfer.private import line_of
-from fedring.client.transfer.spool import Spool
+from fedring.client.transfer.kept import KeptFiles
+from fedring.client.transfer.own_values import PERSONAL, line_of, values_in
 from fedring.train.arrays import Arrays
 from fedring.train.state import write_tensors
 from fedring.v1 import federation_pb2 as pb
@@ -19,19 +17,11 @@ from fedring.v1 import federation_pb2 as pb
 class Evaluation:
     """One published model to evaluate. `Federation` passes it to the function that evaluates."""
 
-    def __init__(
-        self,
-        order: EvaluationOrder,
-        link: ServerLink,
-        models: ModelFetcher,
-        spool: Spool,
-        private: Collection[str] = (),
-    ) -> None:
+    def __init__(self, order: EvaluationOrder, link: ServerLink, loader: ModelLoader, kept: KeptFiles) -> None:
         self.command = order.command
         self._deadline = order.deadline
         self._link = link
-        self._loader = ModelLoader(link, models, spool.private, private)
-        self._own = spool.personal
+        self._loader, self._kept = loader, kept
         self._loaded: Loaded | None = None
 
     @property
@@ -56,9 +46,10 @@ class Evaluation:
         """Load this client's own model into the module that the evaluated one was loaded into, if there is one."""
         if self._loaded is None:
             return False
-        values = self._own.load(line_of(self.command), self._loaded.parts.not_frozen)
+        line = line_of(self.command)
+        values = values_in(self._kept.load(line.key), PERSONAL, line, self._loaded.parts.not_frozen)
         if values is not None:
-            write_tensors(model, values.tensors)
+            write_tensors(model, values)
         return values is not None
 
     def check_frozen(self, model: nn.Module) -> None:

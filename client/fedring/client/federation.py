@@ -15,6 +15,7 @@ from torch import nn
 from fedring.client.config import ClientConfig
 from fedring.client.errors import FederationClosed, Refused, RoundOver
 from fedring.client.evaluation import Evaluation
+from fedring.client.loading import ModelLoader
 from fedring.client.metrics import ClientMetrics
 from fedring.client.privacy import check_policy, failed_too_often, may_count, refusal
 from fedring.client.promises import is_covered
@@ -27,6 +28,7 @@ from fedring.client.task import Task
 from fedring.client.transfer.delivery import Delivery
 from fedring.client.transfer.fetch import ModelFetcher
 from fedring.client.transfer.spool import Spool
+from fedring.client.transforms.chosen import unknown_in
 from fedring.daemon.config import load_config
 from fedring.daemon.lock import StateLock
 from fedring.daemon.metrics import serving
@@ -118,7 +120,8 @@ class Federation:
         with ExitStack() as stack:
             stack.enter_context(StateLock(config.state_dir, client=config.client_id))
             check_policy(config.privacy)
-            self._spool = Spool(config.state_dir)  # It deletes what another client in this folder may be writing.
+            # It deletes what another client in this folder may be writing.
+            self._spool = Spool(config.state_dir, config.client_id, metrics.dropped_files.inc)
             secret = kept_secret(config.state_dir)
             # All that may end the start comes before the session: the server would give a round to a client that ends.
             self._secure = SecureDesk(config, self._spool.ledger, secret)
@@ -126,7 +129,8 @@ class Federation:
                 log.info("Prometheus can read metrics at %s", address, extra={"metrics": address})
             self._link = ServerLink(config, metrics, evaluates=on_evaluate is not None, tell=tell)
             self._resources = stack.pop_all()
-        self._models = ModelFetcher(self._link.connection, self._link.session.advance)
+        models = ModelFetcher(self._link.connection, self._link.session.advance)
+        self._loader = ModelLoader(self._link, models, self._spool.kept, config.private)
         self._delivery = Delivery(self._link, self._spool)
         self._secure.start(self._link)
         self._task: Task | None = None
@@ -176,13 +180,15 @@ class Federation:
                 why = refusal(self.config.privacy, self._spool.ledger, work.command)
                 if not self._delivery.settle(work, send=self._may_send(work.command)):
                     client_id, secure = self.config.client_id, self._secure
-                    self._task = Task(work, self._link, self._models, self._spool, client_id, private, secure=secure)
+                    self._task = Task(work, self._link, self._loader, self._spool, client_id, secure=secure)
                     mode = self._task.job.mode
                     if private and mode != "federated":
                         text = f"this client keeps private = {list(private)} to itself, which the mode {mode} cannot do"
                         self._task.fail("private_tensors", text)
                     elif why:
                         self._refuse(self._task, why)
+                    elif unknown := unknown_in(work.command.job):
+                        self._task.fail("unknown_transform", unknown)
                     elif work.command.HasField("secure") and secure.bound(work.command):
                         self._task.fail_secure(lost_update(work.command.round))
                     elif mode in self._modes:
@@ -241,7 +247,7 @@ class Federation:
         try:
             if not may_count(self.config.privacy, order.command.job):
                 raise RoundOver("privacy_policy", "neither noise nor masks cover what this client would count")
-            counts = self._on_evaluate(Evaluation(order, self._link, self._models, self._spool, self.config.private))
+            counts = self._on_evaluate(Evaluation(order, self._link, self._loader, self._spool.kept))
             if not abs(counts.loss_sum) <= MAX_FIGURE:
                 log.warning(
                     "model %d was evaluated, but its loss of %g is out of range and not reported",

@@ -11,8 +11,9 @@ from fedring.client.errors import WrongModel
 from fedring.client.session.link import ServerLink
 from fedring.client.transfer.download import HeldModel
 from fedring.client.transfer.fetch import ModelFetcher
-from fedring.client.transfer.private import PrivateState, PrivateValues, line_of
-from fedring.client.transfer.spool import Residual
+from fedring.client.transfer.kept import KeptFiles
+from fedring.client.transfer.own_values import PRIVATE, FirstValues, line_of, section_of, values_in
+from fedring.client.transfer.residual import Residual
 from fedring.codec.schema import Schema, Vectors
 from fedring.train.arrays import Arrays, as_module, copy_back
 from fedring.train.sharing import Sharing
@@ -35,17 +36,19 @@ class Loaded:
 
 
 class ModelLoader:
-    """Loads models.
+    """Loads models; it belongs to the user's thread.
 
     Args:
         link: The session to the server.
         models: What fetches and holds models.
-        store: The values of this client's private tensors.
+        kept: What accepted updates have left, with the values of this client's private tensors.
         private: Globs over the tensors that never leave this client, whatever a job says.
     """
 
-    def __init__(self, link: ServerLink, models: ModelFetcher, store: PrivateState, private: Collection[str]) -> None:
-        self._link, self._models, self._store, self._private = link, models, store, tuple(private)
+    def __init__(self, link: ServerLink, models: ModelFetcher, kept: KeptFiles, private: Collection[str]) -> None:
+        self.models = models
+        self._link, self._kept, self._private = link, kept, tuple(private)
+        self._first = FirstValues()
 
     def load(
         self,
@@ -76,9 +79,9 @@ class ModelLoader:
         parts = split(model, sharing_of(command.job, self._private))
         _check_kept(model, parts.shared, self._private)
         self._link.session.begin(pb.ACTIVITY_FETCHING)
-        fetched = self._models.at_hand(command, parts.shared)
+        fetched = self.models.at_hand(command, parts.shared)
         if fetched is None:
-            fetched = self._link.call(lambda: self._models.fetch(command.model_digest, parts.shared, ended))
+            fetched = self._link.call(lambda: self.models.fetch(command.model_digest, parts.shared, ended))
         if command.job.frozen_digest and not has_frozen(model, parts.frozen, command.job.frozen_digest):
             raise WrongModel(
                 f"the {len(parts.frozen.entries)} frozen tensors of this model have other values than on the server: "
@@ -96,12 +99,13 @@ class ModelLoader:
         self, command: pb.TrainCmd | pb.EvaluateCmd, model: nn.Module, parts: Parts, target: nn.Module | Arrays
     ) -> None:
         owner = target if isinstance(target, nn.Module) else next(iter(target.values()))  # no mapping is kept alive
-        first = self._store.first_of(model, parts.private, owner)
-        values = self._store.load(line_of(command), parts.private)
-        if values is None:
-            values = PrivateValues(line_of(command), parts.private, first)
-            self._store.begin(values)
-        write_tensors(model, values.tensors)
+        first, line = self._first.of(model, parts.private, owner), line_of(command)
+        kept = self._kept.load(line.key)
+        values = values_in(kept, PRIVATE, line, parts.private)
+        if values is None:  # noted, so that the same are found again if the update of the round does not count
+            values = first
+            self._kept.put(line.key, {**kept, PRIVATE: section_of(line, parts.private, first)})
+        write_tensors(model, values)
 
 
 def add_left_out(model: nn.Module, base: HeldModel, left_out: Residual) -> HeldModel:

@@ -86,7 +86,7 @@ def train_locally(
     """
     if private is not None:
         if corrections is not None:
-            raise SeamError(UNFIT, "scaffold = true does not go with the job's [sample_dp].")
+            raise SeamError(UNFIT, "Corrections of gradients do not go with the job's [sample_dp].")
         return train_privately(
             loaded.model,
             samples,
@@ -100,7 +100,7 @@ def train_locally(
             on_nothing=on_nothing,
         )
     if corrections is not None and loaded.trainer is not None:
-        raise SeamError("no_correction", "A trainer does not correct its gradients, as the job's scaffold = true asks.")
+        raise SeamError("no_correction", "A trainer does not correct its gradients, as the job asks.")
     if loaded.trainer is not None:
         return run_trainer(loaded.trainer, loaded.model, samples, plan, device=device)
     return train(

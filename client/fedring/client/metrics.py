@@ -40,6 +40,8 @@ class ClientMetrics:
         self.reconnects = new.counter("fl_client_reconnects_total", "Sessions after the first.")
         text = "Bytes of the update on disk that the server has not accepted yet."
         self.spool_bytes = new.gauge("fl_client_spool_bytes", text)
+        text = "Files of what updates have left that were dropped, because they were damaged or another client's."
+        self.dropped_files = new.counter("fl_client_dropped_files_total", text)
         text = "Bytes of updates' payloads that were sent."
         self.upload_bytes = new.counter("fl_client_upload_bytes_total", text)
         text = "Bytes of models' payloads that were received."

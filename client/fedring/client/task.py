@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from fedring.client.answer import Answers, check_size
+from fedring.client.answer import Answers, Begun, check_size
 from fedring.client.errors import BadModel, Refused, RoundOver, UpdateRefused, WrongModel
 from fedring.client.loading import Loaded, ModelLoader, is_spoiled
 from fedring.client.metrics import ClientMetrics
@@ -17,12 +17,11 @@ from fedring.client.round_plan import plan_of
 from fedring.client.secure.desk import SecureDesk
 from fedring.client.session.inbox import Assignment
 from fedring.client.session.link import ServerLink
-from fedring.client.transfer.correction import Correction
 from fedring.client.transfer.delivery import Delivery
-from fedring.client.transfer.fetch import ModelFetcher
+from fedring.client.transfer.own_values import PERSONAL, line_of, values_in
 from fedring.client.transfer.partial import Sink
-from fedring.client.transfer.private import line_of
-from fedring.client.transfer.spool import Residual, Spool
+from fedring.client.transfer.residual import RESIDUAL, Residual
+from fedring.client.transfer.spool import Spool
 from fedring.client.transfer.update import TrainingReport, offer_of
 from fedring.codec import CodecError
 from fedring.codec.schema import Schema
@@ -58,10 +57,9 @@ class Task:
         self,
         assignment: Assignment,
         link: ServerLink,
-        models: ModelFetcher,
+        loader: ModelLoader,
         spool: Spool,
         client_id: str,
-        private: Collection[str] = (),
         *,
         secure: SecureDesk,
     ) -> None:
@@ -71,17 +69,16 @@ class Task:
         self.train_seconds: float | None = None
         self.ledger = spool.ledger
         self.charged = False
-        self._assignment, self._models, self._spool = assignment, models, spool
+        self._assignment, self._loader, self._spool = assignment, loader, spool
         self._delivery = Delivery(link, spool)
         self._client_id = client_id
         self._secure = secure
-        self._loader = ModelLoader(link, models, spool.private, private)
-        self._loaded: Loaded | None = None
+        self._begun: Begun | None = None
         self._loaded_at = 0.0
         self._samples = 0  # that this client's updates count for, if that is known
         self._tells_progress = False
         self._answers = Answers(assignment, link, spool, client_id, secure, self._delivery)
-        self._correction: Correction | None = None
+        self._corrections: Mapping[str, Tensor] | None = None
         self._corrected = False
 
     @property
@@ -97,7 +94,8 @@ class Task:
     @property
     def plan(self) -> Plan:
         """How the job wants the model trained: epochs, batch size, learning rate, seed."""
-        return plan_of(self.command, self._client_id, self._secure.secret)
+        plan = plan_of(self.command, self._client_id, self._secure.secret)
+        return self._begun.round_.plan(plan) if self._begun else plan
 
     @property
     def metrics(self) -> ClientMetrics:
@@ -126,34 +124,33 @@ class Task:
             RoundOver: If the round has ended, or the model cannot be fetched.
         """
         try:
-            self._loaded = self._load(model, self._answers.waiting())
-            if is_spoiled(self._loaded):
-                self._spool.end_residual("it is far larger than the model, and no training can begin with it")
-                self._loaded = self._load(model, None)
+            loaded = self._load(model, self._answers.waiting())
+            if is_spoiled(loaded):
+                self._spool.kept.forget(line_of(self.command).key, RESIDUAL)
+                log.warning("dropped the residual of past updates: it is far larger than the model")
+                loaded = self._load(model, None)
         except WrongModel as error:
             self.fail(error.reason, error.detail)
             raise
-        if self.command.HasField("control"):
-            self._correction = self._answers.correction(self._loaded.parts.shared, self._models)
+        self._begun = self._answers.begin(loaded, self._loader.models)
+        self._corrections = self._begun.round_.corrections()
         self._samples = samples
         self._loaded_at = time.perf_counter()
         self.link.session.begin(pb.ACTIVITY_TRAINING)
 
     def start_again(self, model: nn.Module) -> None:
         """Fill the module again with the values of the start, except for private tensors."""
-        loaded = self._what_is_loaded()
+        loaded = self._what_has_begun().loaded
         fill(model, loaded.parts.shared, loaded.start.vectors)
 
     @property
     def corrections(self) -> Mapping[str, Tensor] | None:
-        """What each step adds to the gradients, by the names of parameters; None unless the job has scaffold = true.
+        """What each step adds to the gradients, by the names of parameters; None unless the job's algorithm does so.
 
         It is known when a model was loaded. A training that does not ask for it cannot be submitted.
         """
-        if self._correction is None:
-            return None
         self._corrected = True
-        return self._correction.by_name()
+        return self._corrections
 
     def load_own(self) -> Mapping[str, Tensor] | None:
         """Return the tensors of this client's own model after its newest accepted update; None if there are none.
@@ -161,13 +158,13 @@ class Task:
         Raises:
             WrongModel: If nothing was loaded for this round.
         """
-        values = self._spool.personal.load(line_of(self.command), self.not_frozen)
-        return values.tensors if values else None
+        line = line_of(self.command)
+        return values_in(self._spool.kept.load(line.key), PERSONAL, line, self.not_frozen)
 
     @property
     def not_frozen(self) -> Schema:
         """The tensors of the loaded model that training may change."""
-        return self._what_is_loaded().parts.not_frozen
+        return self._what_has_begun().loaded.parts.not_frozen
 
     def check_model(self, model: nn.Module) -> None:
         """Compare a model, which may be without values, with the one that this round starts from.
@@ -197,7 +194,8 @@ class Task:
         digest, assignment = self.command.model_digest, self._assignment
         self.link.session.begin(pb.ACTIVITY_FETCHING)
         try:
-            self.link.call(lambda: self._models.fetch_part(digest, schema, names, sink, lambda: assignment.stop_reason))
+            models = self._loader.models
+            self.link.call(lambda: models.fetch_part(digest, schema, names, sink, lambda: assignment.stop_reason))
         except WrongModel as error:
             self.fail(error.reason, error.detail)
             raise
@@ -242,11 +240,11 @@ class Task:
                 frozen tensors were changed.
             ValueError: If a figure is out of range.
         """
-        loaded = self._what_is_loaded()
+        begun = self._what_has_begun()
         seconds = time.perf_counter() - self._loaded_at if train_seconds is None else train_seconds
         training = TrainingReport(samples, seconds, metrics or {})
-        if self._correction is not None and not self._corrected:
-            detail = "the job has scaffold = true, and this training has not used the task's corrections"
+        if self._corrections is not None and not self._corrected:
+            detail = "the job corrects gradients, and this training has not used the task's corrections"
             self.fail("no_correction", detail)
             raise UpdateRefused("no_correction", detail)
         if self.job.sample_dp and not self.charged:
@@ -257,7 +255,7 @@ class Task:
             raise RoundOver(reason)
         self.link.session.set_reporting(True)
         try:
-            self._deliver(as_module(model), loaded, training, own)
+            self._deliver(as_module(model), begun, training, own)
             self.result = "accepted"
         except UpdateRefused:
             if self.result != "zeroed":
@@ -307,7 +305,9 @@ class Task:
 
     def charge(self, spent: SampledSteps) -> None:
         """Charge a training with DP-SGD durably, before anything of it may leave this client."""
-        self._spool.charge_samples(self.command, spent)
+        if not self.ledger.has_charged(self.command):  # no noise of this job may cover what is left from before it
+            self._spool.kept.forget(line_of(self.command).key, RESIDUAL)
+        self.ledger.charge_samples(self.command, spent)
         self.charged = True
 
     def stand_aside(self, train_seconds: float) -> None:
@@ -335,12 +335,12 @@ class Task:
             detail: A sentence for people.
             noise: The model after a training with noise and without samples, which is sent then; None = zeros are.
         """
-        if self._loaded is None or not is_covered(self.command):
+        if self._begun is None or not is_covered(self.command):
             self._tell(reason, detail)
         elif self.job.sample_dp and not self.charged:  # whatever has failed was not the training of fl-client
             self._tell("no_sample_dp", _NO_NOISE)
         elif not self._answers.sent:
-            self._send_nothing(self._loaded, reason, noise)
+            self._send_nothing(self._begun, reason, noise)
 
     def fail_secure(self, error: SecureError) -> None:
         """Report that this client does not go on with the secure aggregation of this round."""
@@ -357,17 +357,17 @@ class Task:
     def _load(self, model: nn.Module | Arrays, left_out: Residual | None) -> Loaded:
         return self._loader.load(self.command, model, ended=lambda: self._assignment.stop_reason, left_out=left_out)
 
-    def _what_is_loaded(self) -> Loaded:
-        if self._loaded is None:
+    def _what_has_begun(self) -> Begun:
+        if self._begun is None:
             raise WrongModel("nothing was loaded for this round: call load_into before the training")
-        return self._loaded
+        return self._begun
 
     def _tell(self, reason: str, detail: str) -> None:
         self.done, self.result = True, "failed"
         self.link.session.begin(pb.ACTIVITY_UNSPECIFIED)
         self._delivery.fail(self._assignment, reason, detail)
 
-    def _send_nothing(self, loaded: Loaded, reason: str, noise: nn.Module | None) -> None:
+    def _send_nothing(self, begun: Begun, reason: str, noise: nn.Module | None) -> None:
         """Deliver an update of nothing; errors in that may be told, as no sample causes them."""
         log.error("round %d: the server gets an update that changes nothing, and not why (%s)", self.round, reason)
         self.done, self.result = True, "zeroed"
@@ -380,7 +380,7 @@ class Task:
             if over := self._assignment.stop_reason:
                 raise RoundOver(over)
             samples = self._samples or self.ledger.note_of(self.command).samples or 1
-            self._answers.send(self._answers.nothing(loaded, noise, samples))
+            self._answers.send(self._answers.nothing(begun, noise, samples))
         except SecureError as error:
             self.fail_secure(error)
         except RoundOver as error:
@@ -394,10 +394,10 @@ class Task:
             self._tell("disk_failed" if isinstance(error, OSError) else "internal", "the log of this client says more")
 
     def _deliver(
-        self, model: nn.Module, loaded: Loaded, training: TrainingReport, own: Mapping[str, Tensor] | None
+        self, model: nn.Module, begun: Begun, training: TrainingReport, own: Mapping[str, Tensor] | None
     ) -> None:
         try:
-            answer = self._answers.trained(model, loaded, training, own, self._correction)
+            answer = self._answers.trained(begun, model, training, own)
         except SecureError as error:
             self.fail_secure(error)
             raise UpdateRefused(error.reason, str(error)) from error

@@ -180,7 +180,9 @@ class DeclaredTrainer:
 
     def _train(self, loaded: LoadedJob, task: Task) -> TrainResult:
         if task.corrections is not None and self._config.optimizer:
-            raise SeamError("no_correction", f"optimizer={self._config.optimizer} does not go with scaffold = true.")
+            raise SeamError(
+                "no_correction", f"optimizer={self._config.optimizer} does not go with the job's corrections."
+            )
         self.in_users_code = loaded.trainer is not None
         try:
             return train_locally(

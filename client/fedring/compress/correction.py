@@ -25,17 +25,17 @@ Feedback = Literal["none", "ef", "ef21"]
 
 
 @dataclass(slots=True, eq=False)
-class Correction:
+class ErrorFeedback:
     """What one worker keeps of one tensor between steps."""
 
     own: Tensor  # [n] float32; empty with "none"
     shared: Tensor  # [n] float32, equal on all workers; empty but with "ef21"
 
     @staticmethod
-    def empty(numel: int, feedback: Feedback, device: torch.device) -> "Correction":
+    def empty(numel: int, feedback: Feedback, device: torch.device) -> "ErrorFeedback":
         """Return the beginning: nothing was left out of `numel` entries, and estimates are 0."""
         own, shared = numel * (feedback != "none"), numel * (feedback == "ef21")
-        return Correction(torch.zeros(own, device=device), torch.zeros(shared, device=device))
+        return ErrorFeedback(torch.zeros(own, device=device), torch.zeros(shared, device=device))
 
     def rescale(self, old_world: int, new_world: int) -> None:
         """Keep the laws valid in a mean over `new_world` workers instead of `old_world`."""
@@ -45,7 +45,7 @@ class Correction:
             self.own = self.own * (new_world / old_world)
 
 
-def target_of(grad: Tensor, kept: Correction, feedback: Feedback) -> Tensor:
+def target_of(grad: Tensor, kept: ErrorFeedback, feedback: Feedback) -> Tensor:
     """Return what there is to send.
 
     Args:
@@ -61,7 +61,7 @@ def target_of(grad: Tensor, kept: Correction, feedback: Feedback) -> Tensor:
     return grad + kept.own if feedback == "ef" else grad - kept.own
 
 
-def settle(kept: Correction, target: Tensor, sent: Tensor, feedback: Feedback) -> None:
+def settle(kept: ErrorFeedback, target: Tensor, sent: Tensor, feedback: Feedback) -> None:
     """Keep what a message left out, according to the law.
 
     Values that are not finite are not kept, since they would never leave again.
@@ -78,7 +78,7 @@ def settle(kept: Correction, target: Tensor, sent: Tensor, feedback: Feedback) -
         kept.own = torch.add(kept.own, torch.nan_to_num(sent, 0.0, 0.0, 0.0), out=target)
 
 
-def result_of(mean: Tensor, kept: Correction, feedback: Feedback) -> Tensor:
+def result_of(mean: Tensor, kept: ErrorFeedback, feedback: Feedback) -> Tensor:
     """Return the gradient [n] to train with.
 
     Args:

@@ -10,9 +10,8 @@
 
 The names in `__all__` are public. `server` holds what they are; below it, `calls` has the calls of the control port as
 messages, with one kind of error (`failure`), `access` the caller's identity, `figures` what follows from a round's
-message, `model_export` the download of a model, and `trackers` writes rounds to TensorBoard and its like.
-flctl is built on this package, which may import what both daemons share, but neither the daemons nor flctl. It prints
-nothing.
+message, `model_export` the download of a model, and `trackers` writes rounds to TensorBoard and its like. flctl is
+built on this package. It may import what both daemons share, but neither the daemons nor flctl. It prints nothing.
 """
 
 import os

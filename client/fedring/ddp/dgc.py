@@ -21,7 +21,7 @@ from fedring.codec.gradient import Entries, decode_gradient, encode_gradient, la
 from fedring.compress.dgc import DGC, Memory, clip_together, put_back, ratio_at
 from fedring.ddp.exchange import exchange
 from fedring.ddp.gradients import Gradients
-from fedring.ddp.parts import Step, apply_parts, count_to_send, make_part, whole_precision
+from fedring.ddp.parts import DGCStep, apply_parts, count_to_send, make_part, whole_precision
 from fedring.ddp.sgd import check_optimizer
 from fedring.ddp.state import HookState
 
@@ -117,7 +117,7 @@ class DGCState(HookState):
             A future of all workers' messages, in the order of ranks.
         """
         began = time.perf_counter()
-        now = Step(self.config, self.ratio, self.step, self.group.size())
+        now = DGCStep(self.config, self.ratio, self.step, self.group.size())
         sizes = [grad.numel() for grad in grads]
         with torch.no_grad():
             parts = [make_part(grad, self._memories[name], now) for name, grad in zip(names, grads, strict=True)]
@@ -225,7 +225,7 @@ class DGCState(HookState):
         self.epoch, self.step = state["epoch"], state["step"]
 
     def _sent_whole(self) -> list[str]:
-        now = Step(self.config, self.ratio, self.step, 1)
+        now = DGCStep(self.config, self.ratio, self.step, 1)
         return [name for name, m in self._memories.items() if count_to_send(m.residual.numel(), now) is None]
 
     def _check_sizes(self, tensors: dict[str, Tensor]) -> None:
@@ -259,7 +259,7 @@ def dgc_hook(state: DGCState, bucket: GradBucket) -> Future[Tensor]:
     return messages.then(receive)
 
 
-def _limit(sizes: Sequence[int], step: Step) -> int:
+def _limit(sizes: Sequence[int], step: DGCStep) -> int:
     """Return the size that no worker's message about tensors of `sizes` exceeds, in bytes."""
     sparse = [(size, count) for size in sizes if (count := count_to_send(size, step)) is not None]
     whole = [(size, None) for size in sizes if count_to_send(size, step) is None]

@@ -13,7 +13,7 @@ from fedring.compress.dgc_select import select
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class DGCStep:
     """A step: equal for all tensors and on all workers."""
 
     config: DGC
@@ -22,7 +22,7 @@ class Step:
     workers: int
 
 
-def count_to_send(numel: int, step: Step) -> int | None:
+def count_to_send(numel: int, step: DGCStep) -> int | None:
     """Return how many entries at most are sent of a tensor of `numel`; None if it is sent whole."""
     return None if numel < max(1, step.config.min_numel_to_compress) else kept_count(numel, step.ratio)
 
@@ -32,7 +32,7 @@ def whole_precision(config: DGC) -> Precision:
     return "fp32" if config.precision == "fp32" else "fp16"
 
 
-def make_part(grad: Tensor, memory: Memory, step: Step) -> Part:
+def make_part(grad: Tensor, memory: Memory, step: DGCStep) -> Part:
     """Make this worker's part of the message about one tensor.
 
     Args:

@@ -35,7 +35,7 @@ class Saved:
         self.tensor = tensor
 
 
-class Ledger:
+class MemoryMeter:
     """The bytes that the micro-batches in a worker's stages keep, without weights.
 
     Attributes:
@@ -67,18 +67,18 @@ class Ledger:
 
 
 class MeasuredStage(Stage):
-    """A stage that enters the tensors of its micro-batches into its worker's ledger, and measures its stashed weights.
+    """A stage that enters the tensors of its micro-batches with its worker's meter, and measures its stashed weights.
 
     Attributes:
         stashed: The most bytes that older versions of the weights took.
     """
 
     def __init__(
-        self, module: nn.Module, stash: WeightStashing, ledger: Ledger, *, loss: Loss | None, recompute: bool
+        self, module: nn.Module, stash: WeightStashing, meter: MemoryMeter, *, loss: Loss | None, recompute: bool
     ) -> None:
         super().__init__(module, stash, loss=loss, recompute=recompute)
         self.stashed = 0
-        self._ledger = ledger
+        self._meter = meter
 
     def forward(
         self,
@@ -93,16 +93,16 @@ class MeasuredStage(Stage):
         with saved_tensors_hooks(self._pack, _unpack):
             outputs = super().forward(micro_batch, inputs, version=version, target=target, share=share)
         saved = [Saved(leaf) for leaf in self._in_flight[micro_batch].inputs.values()]
-        self._ledger.inputs[id(self), micro_batch] = saved
+        self._meter.inputs[id(self), micro_batch] = saved
         for one in saved:
-            self._ledger.keep(one)
+            self._meter.keep(one)
         return outputs
 
     def backward(self, micro_batch: int, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Do what Stage.backward does; a recomputed forward is measured, too."""
         with saved_tensors_hooks(self._pack, _unpack):
             result = super().backward(micro_batch, gradients)
-        del self._ledger.inputs[id(self), micro_batch]
+        del self._meter.inputs[id(self), micro_batch]
         return result
 
     def update(self, *, keep: Collection[int] = ()) -> int:
@@ -119,7 +119,7 @@ class MeasuredStage(Stage):
     def _pack(self, tensor: Tensor) -> Saved:
         saved = Saved(tensor)
         if tensor.untyped_storage().data_ptr() not in {w.untyped_storage().data_ptr() for w in self._weights()}:
-            self._ledger.keep(saved)
+            self._meter.keep(saved)
         return saved
 
 
@@ -149,7 +149,7 @@ def measure(
         The most that each worker keeps.
     """
     needs, last = check(schedule, routes=routes), len(modules) - 1
-    ledgers = [Ledger() for _ in schedule.workers]
+    meters = [MemoryMeter() for _ in schedule.workers]
     places = [(number, worker) for number in range(schedule.stages) for worker in schedule.owners(number)]
     copies = [modules[number] if worker == schedule.owners(number)[0] else copy.deepcopy(modules[number])
               for number, worker in places]  # fmt: skip
@@ -157,7 +157,7 @@ def measure(
         MeasuredStage(
             module,
             WeightStashing(optimizer(module.parameters()), bound=needs[number].versions),
-            ledgers[worker],
+            meters[worker],
             loss=loss if number == last else None,
             recompute=recompute,
         )
@@ -168,19 +168,19 @@ def measure(
     targets = batch[1].tensor_split(schedule.micro_batches)
     LocalPipeline(stages, schedule, routes=routes).run(inputs, targets)
     owned = [[stage for stage, (_, owner) in zip(stages, places, strict=True) if owner == worker]
-             for worker in range(len(ledgers))]  # fmt: skip
-    return [_kept(mine, ledger) for mine, ledger in zip(owned, ledgers, strict=True)]
+             for worker in range(len(meters))]  # fmt: skip
+    return [_kept(mine, meter) for mine, meter in zip(owned, meters, strict=True)]
 
 
-def _kept(stages: Sequence[MeasuredStage], ledger: Ledger) -> Kept:
+def _kept(stages: Sequence[MeasuredStage], meter: MemoryMeter) -> Kept:
     states = [state for stage in stages for state in stage.stash.optimizer.state.values()]
     entries = [value for state in states for value in state.values() if isinstance(value, Tensor)]
     return Kept(
         sum(parameter.nbytes for stage in stages for parameter in stage.module.parameters()),
         sum(stage.stashed for stage in stages),
         sum(entry.nbytes for entry in entries),
-        ledger.peak,
-        ledger.most_in_flight,
+        meter.peak,
+        meter.most_in_flight,
     )
 
 

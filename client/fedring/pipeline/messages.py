@@ -41,7 +41,7 @@ class Key(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Message:
+class StageMessage:
     """A tensor for another stage, and the version of the weights that computed it."""
 
     key: Key
@@ -49,7 +49,7 @@ class Message:
     tensor: Tensor  # [batch, ...]
 
 
-def header(message: Message) -> Tensor:
+def header(message: StageMessage) -> Tensor:
     """Return the header of a message, [16] int64.
 
     Raises:
@@ -67,7 +67,7 @@ def header(message: Message) -> Tensor:
     return torch.tensor(words, dtype=torch.int64)
 
 
-def parse(words: Tensor, *, max_bytes: int) -> Message:
+def parse(words: Tensor, *, max_bytes: int) -> StageMessage:
     """Return the message that a header describes, with a tensor on the device "meta", which has no memory.
 
     Args:
@@ -90,4 +90,4 @@ def parse(words: Tensor, *, max_bytes: int) -> Message:
     if size > max_bytes:
         raise PipelineError(f"a message has {size} bytes, more than max_message_bytes={max_bytes}")
     key = Key(step, _KINDS[kind], edge, micro_batch)
-    return Message(key, version, torch.empty(shape[:dimensions], dtype=dtype, device="meta"))
+    return StageMessage(key, version, torch.empty(shape[:dimensions], dtype=dtype, device="meta"))

@@ -10,9 +10,9 @@ from typing import NamedTuple
 from torch import Tensor
 
 from fedring.pipeline.errors import PipelineError, add_note
-from fedring.pipeline.messages import NO_GRADIENT, Key, Message
+from fedring.pipeline.messages import NO_GRADIENT, Key, StageMessage
 from fedring.pipeline.stage import LOSS, Stage
-from fedring.pipeline.transport import Transport
+from fedring.pipeline.transport import StageTransport
 from fedring.schedules.schedule import Action, Kind, Versions
 from fedring.schedules.traffic import Traffic
 
@@ -72,7 +72,7 @@ class Run:
         self,
         stages: Mapping[int, Stage],
         traffic: Traffic,
-        transport: Transport,
+        transport: StageTransport,
         *,
         index: int,
         step: int,
@@ -219,7 +219,7 @@ class Run:
             if action.kind is Kind.FORWARD:
                 self._note(edge, tensor)
             key = Key(self._step, action.kind, edge, action.micro_batch)
-            self._transport.send(Message(key, self._version(action), tensor))
+            self._transport.send(StageMessage(key, self._version(action), tensor))
 
     def _note(self, edge: int, tensor: Tensor) -> None:
         """Remember whether the tensor of an edge has gradients: only floating ones do."""
@@ -286,7 +286,7 @@ class Run:
         return self._weights[first : first + interval]
 
 
-class Evaluation(Run):
+class EvaluationRun(Run):
     """A run of forwards only, in evaluation mode.
 
     Attributes:
@@ -294,7 +294,7 @@ class Evaluation(Run):
     """
 
     def __init__(
-        self, stages: Mapping[int, Stage], traffic: Traffic, transport: Transport, *, index: int, step: int
+        self, stages: Mapping[int, Stage], traffic: Traffic, transport: StageTransport, *, index: int, step: int
     ) -> None:
         super().__init__(stages, traffic, transport, index=index, step=step)
         self.outputs: list[Tensor] = []

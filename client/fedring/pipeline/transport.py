@@ -19,12 +19,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fedring.pipeline.errors import PipelineError
-from fedring.pipeline.messages import HEADER_BYTES, Key, Message, header, parse
+from fedring.pipeline.messages import HEADER_BYTES, Key, StageMessage, header, parse
 from fedring.schedules.schedule import Kind
 from fedring.schedules.traffic import Lane, Traffic
 
 
-class Transport(Protocol):
+class StageTransport(Protocol):
     """The way in which a worker sends and receives messages."""
 
     def open(self, traffic: Traffic, worker: int, step: int) -> None:
@@ -36,10 +36,10 @@ class Transport(Protocol):
             step: The number of the run.
         """
 
-    def send(self, message: Message) -> None:
+    def send(self, message: StageMessage) -> None:
         """Send a message; its tensor must not change any more."""
 
-    def receive(self, key: Key) -> Message:
+    def receive(self, key: Key) -> StageMessage:
         """Wait for the message with this key, and return it."""
         ...
 
@@ -54,10 +54,10 @@ class Mailbox:
     """Messages that have arrived and have not been taken yet."""
 
     def __init__(self) -> None:
-        self._messages: dict[Key, Message] = {}
+        self._messages: dict[Key, StageMessage] = {}
         self._seen: set[Key] = set()
 
-    def put(self, message: Message) -> None:
+    def put(self, message: StageMessage) -> None:
         """Add a message, which can be taken once.
 
         Raises:
@@ -68,7 +68,7 @@ class Mailbox:
         self._seen.add(message.key)
         self._messages[message.key] = message
 
-    def take(self, key: Key) -> Message | None:
+    def take(self, key: Key) -> StageMessage | None:
         """Remove the message with this key and return it; None if it has not arrived."""
         return self._messages.pop(key, None)
 
@@ -83,11 +83,11 @@ class LocalTransport:
         """Begin a run without messages."""
         self._box = Mailbox()
 
-    def send(self, message: Message) -> None:
+    def send(self, message: StageMessage) -> None:
         """Deliver a message at once."""
         self._box.put(message)
 
-    def receive(self, key: Key) -> Message:
+    def receive(self, key: Key) -> StageMessage:
         """Return the message with this key, which must have been sent."""
         if (message := self._box.take(key)) is None:
             raise PipelineError(f"{key} was not sent: the schedule is wrong")
@@ -151,7 +151,7 @@ class GroupTransport:
             else:
                 self._out[name] = _OutLane(self, lane)
 
-    def send(self, message: Message) -> None:
+    def send(self, message: StageMessage) -> None:
         """Send a message, after waiting for a credit of its lane."""
         lane = self._out.get(self._lane_of(message.key))
         if lane is None:  # the message is for a stage of this worker
@@ -160,7 +160,7 @@ class GroupTransport:
         lane.send(message)
         self.sent_bytes += message.tensor.nbytes
 
-    def receive(self, key: Key) -> Message:
+    def receive(self, key: Key) -> StageMessage:
         """Wait for the message with this key, and return the credit to its sender."""
         lane = self._in.get(self._lane_of(key))
         while (message := self._box.take(key)) is None:
@@ -231,7 +231,7 @@ class _InLane:
         self._posted: deque[tuple[Any, Tensor]] = deque()
         self._receipts: list[tuple[Any, Tensor]] = []
 
-    def next(self) -> Message:
+    def next(self) -> StageMessage:
         """Wait for the lane's next message, and return it."""
         self._post()
         if not self._posted:
@@ -249,7 +249,7 @@ class _InLane:
             dist.recv(body, group=self._group, group_src=self._peer, tag=lane.tag + 2)
         self._post()
         values = body.ne(0) if tensor.dtype is torch.bool else body.view(tensor.dtype)  # other bytes are no booleans
-        return Message(key, message.version, values.reshape(tensor.shape))
+        return StageMessage(key, message.version, values.reshape(tensor.shape))
 
     def taken(self) -> None:
         """Return a credit to the sender, if it needs one."""
@@ -280,7 +280,7 @@ class _OutLane:
         self._group, self._peer, self._lane = transport.group, lane.name.receiver, lane
         self._waiting: deque[tuple[list[Any], list[Tensor]]] = deque()  # messages not known to be sent and taken
 
-    def send(self, message: Message) -> None:
+    def send(self, message: StageMessage) -> None:
         """Send a message, after waiting for an earlier one if as many are waiting as there are credits."""
         lane, body = self._lane, message.tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         if len(self._waiting) >= lane.credits:

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from fedring.pipeline.errors import PipelineError
 from fedring.pipeline.replicas import add_up, share_buffers
-from fedring.pipeline.run import Evaluation, Inputs, Report, Run, Watch
+from fedring.pipeline.run import EvaluationRun, Inputs, Report, Run, Watch
 from fedring.pipeline.stage import Stage
-from fedring.pipeline.transport import LocalTransport, Transport
+from fedring.pipeline.transport import LocalTransport, StageTransport
 from fedring.schedules.routes import Routes, chain
 from fedring.schedules.schedule import Action, Kind, Schedule, forwards
 from fedring.schedules.simulation import check, simulate
@@ -36,7 +36,7 @@ class Worker:
         self,
         stages: Mapping[int, Stage],
         schedule: Schedule,
-        transport: Transport,
+        transport: StageTransport,
         *,
         routes: Routes | None = None,
         index: int | None = None,
@@ -133,7 +133,7 @@ class Worker:
         """
         schedule = forwards(self.schedule, micro_batches or self.schedule.micro_batches)
         traffic = Traffic(schedule, self.routes)
-        run = Evaluation(self.stages, traffic, self.transport, index=self.index, step=self.step)
+        run = EvaluationRun(self.stages, traffic, self.transport, index=self.index, step=self.step)
         with self._failing_together(run):
             run.feed_inputs(inputs)
             if self._replicas is not None:
@@ -235,7 +235,8 @@ class LocalPipeline:
         ]
         transport = LocalTransport()
         runs = [
-            Evaluation(stages, traffic, transport, index=worker, step=self.step) for worker, stages in enumerate(firsts)
+            EvaluationRun(stages, traffic, transport, index=worker, step=self.step)
+            for worker, stages in enumerate(firsts)
         ]
         for run in runs:
             run.feed_inputs(inputs)

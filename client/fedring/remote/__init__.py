@@ -14,12 +14,12 @@ would not do: a receive that waits for whoever may call would run into the group
 
 `values` and `messages` turn values into bytes and check what comes; `contexts` holds graphs and gradients; `stepping`,
 `holdings` and `service` answer requests at an owner; `agent` connects them with the ring; `owner`, `steps` and
-`optimizer` are what callers use. The package may import `fedring.ring` and `fedring.train.offered`. It knows nothing of
-jobs, servers or pipelines, and nothing that a peer sends is ever run as code.
+`optimizer` are what callers use. The package may import `fedring.ring`, `fedring.rpc` and `fedring.train`. It knows
+nothing of jobs, servers or pipelines, and nothing that a peer sends is ever run as code.
 """
 
 from fedring.remote.agent import Agent
-from fedring.remote.errors import BadMessage, Refused, RemoteError
+from fedring.remote.errors import BadMessage, CallRefused, RemoteError
 from fedring.remote.optimizer import DistributedOptimizer, RemoteParameter, gradients, parameters
 from fedring.remote.owner import Owner, Owners, Reference, serve
 from fedring.remote.steps import Step, context
@@ -27,11 +27,11 @@ from fedring.remote.steps import Step, context
 __all__ = [
     "Agent",
     "BadMessage",
+    "CallRefused",
     "DistributedOptimizer",
     "Owner",
     "Owners",
     "Reference",
-    "Refused",
     "RemoteError",
     "RemoteParameter",
     "Step",

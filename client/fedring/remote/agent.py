@@ -20,7 +20,7 @@ from torch import nn
 
 from fedring.remote import requests
 from fedring.remote.contexts import Context
-from fedring.remote.errors import BadMessage, Refused
+from fedring.remote.errors import BadMessage, CallRefused
 from fedring.remote.messages import Incoming, Message, decode, encode, outgoing, receive, send
 from fedring.remote.service import Service, failed
 from fedring.remote.values import Handle
@@ -119,7 +119,7 @@ class Agent:
             with context.lock:  # so that the end of the context cannot overtake the request
                 try:
                     context.calling(rank)
-                except Refused:
+                except CallRefused:
                     if self._failure is not None:  # which has ended the context
                         raise _again(self._failure) from self._failure
                     raise

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from fedring.remote.errors import Refused
+from fedring.remote.errors import CallRefused
 
 _COUNTER_BITS = 48
 MAX_CONTEXT = 2**63 - 1
@@ -65,7 +65,7 @@ class Context:
             Refused: The context has ended.
         """
         if self._ended:
-            raise Refused("the context of this call has ended", reason="context_ended")
+            raise CallRefused("the context of this call has ended", reason="context_ended")
         self._owners.add(owner)
 
     def keep(self, record: Record) -> int:
@@ -86,17 +86,19 @@ class Context:
             record = self._records.get(number) if retain_graph else self._records.pop(number, None)
             self.retain_graph = retain_graph
         if record is None:
-            raise Refused(
+            raise CallRefused(
                 "the graph of this call is not there: its context has ended, or a backward pass without "
                 "retain_graph=True has used it",
                 reason="no_graph",
             )
         if len(gradients) != len(record.outputs):
-            raise Refused(f"{len(gradients)} gradients came for {len(record.outputs)} outputs", reason="bad_gradient")
+            raise CallRefused(
+                f"{len(gradients)} gradients came for {len(record.outputs)} outputs", reason="bad_gradient"
+            )
         pairs = [(out, grad) for out, grad in zip(record.outputs, gradients, strict=True) if grad is not None]
         for output, gradient in pairs:
             if (gradient.shape, gradient.dtype) != (output.shape, output.dtype):
-                raise Refused(
+                raise CallRefused(
                     f"a gradient of {gradient.dtype} {list(gradient.shape)} came for an output of {output.dtype} "
                     f"{list(output.shape)}",
                     reason="bad_gradient",
@@ -182,11 +184,11 @@ class Contexts:
             context = self._open.get(number)
             if context is None:
                 if begun_by(number) == self._rank:
-                    raise Refused("the context of this call has ended", reason="context_ended")
+                    raise CallRefused("the context of this call has ended", reason="context_ended")
                 if begun_by(number) >= self._size:  # nobody would ever end it
-                    raise Refused(f"no rank can have begun the context {number}", reason="no_context")
+                    raise CallRefused(f"no rank can have begun the context {number}", reason="no_context")
                 if len(self._open) >= MAX_OPEN:
-                    raise Refused(f"{MAX_OPEN} contexts are open here: end some of them", reason="overloaded")
+                    raise CallRefused(f"{MAX_OPEN} contexts are open here: end some of them", reason="overloaded")
                 context = self._open[number] = Context(number)
         return context
 
@@ -199,7 +201,7 @@ class Contexts:
         with self._lock:
             context = self._open.get(number)
         if context is None:
-            raise Refused("no call was made here within this context, or it has ended", reason="no_context")
+            raise CallRefused("no call was made here within this context, or it has ended", reason="no_context")
         return context
 
     def end(self, number: int) -> set[int]:
@@ -294,7 +296,7 @@ class Scope:
             if self.context is None:
                 self.caller, self.context = caller, caller.begin()
             if self.caller is not caller:
-                raise Refused("a context belongs to one group: begin another one", reason="other_group")
+                raise CallRefused("a context belongs to one group: begin another one", reason="other_group")
             return self.context
 
 

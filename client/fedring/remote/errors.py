@@ -11,7 +11,7 @@ class BadMessage(FedringError, ValueError):
     status, reason = StatusCode.INVALID_ARGUMENT, "bad_message"
 
 
-class Refused(FedringError, RuntimeError):
+class CallRefused(FedringError, RuntimeError):
     """An owner does not do what it is asked to do."""
 
     status, reason = StatusCode.FAILED_PRECONDITION, "refused"

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fedring.offers import marks_of
-from fedring.remote.errors import Refused
+from fedring.remote.errors import CallRefused
 from fedring.train.offered import Offered
 
 
@@ -47,11 +47,11 @@ class Holdings:
         if isinstance(key, str):
             if key not in self._modules:
                 known = ", ".join(self._modules) or "none"
-                raise Refused(f"no module {key[:80]!r} is served here; there is {known}", reason="unknown_module")
+                raise CallRefused(f"no module {key[:80]!r} is served here; there is {known}", reason="unknown_module")
             return self._modules[key]
         with self._lock:
             if (rank, key) not in self._references:
-                raise Refused(f"rank {rank} has no reference {key} here", reason="unknown_reference")
+                raise CallRefused(f"rank {rank} has no reference {key} here", reason="unknown_reference")
             return self._references[rank, key]
 
     def release(self, rank: int, numbers: Sequence[int]) -> None:
@@ -86,7 +86,7 @@ class Holdings:
         found = inspect.getattr_static(kind, name, None)  # calls no property
         if "remote" not in marks_of(found):
             known = ", ".join(key for key in dir(kind) if "remote" in marks_of(inspect.getattr_static(kind, key, None)))
-            raise Refused(
+            raise CallRefused(
                 f"a {kind.__name__} offers no method {name[:80]!a}, but {known or 'none'}: mark it with "
                 '@offers("remote")',
                 reason="not_offered",
@@ -104,7 +104,7 @@ class Holdings:
             return dict(value.named_parameters())
         if isinstance(value, Tensor) and value.is_leaf and value.requires_grad:
             return {"": value}
-        raise Refused(
+        raise CallRefused(
             f"a {type(value).__name__} has no parameters: name a module, or a leaf tensor that requires gradients",
             reason="no_parameters",
         )

@@ -47,7 +47,7 @@ def gradients(step: Step, reference: Reference) -> dict[str, Tensor]:
     Raises:
         RemoteError: The owner has not been called within the step.
     """
-    request = requests.Gradients(context=step.begun().number, target=reference.key)
+    request = requests.FetchGradients(context=step.begun().number, target=reference.key)
     found: dict[str, Tensor] = reference.owner.ask(request).result()
     return found
 

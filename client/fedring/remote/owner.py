@@ -18,7 +18,7 @@ from fedring.remote.contexts import Context, current
 from fedring.remote.errors import BadMessage, RemoteError
 from fedring.remote.graphs import attach
 from fedring.remote.messages import Message, outgoing
-from fedring.remote.requests import Answer, Request
+from fedring.remote.requests import Reply, Request
 from fedring.remote.values import Handle, flatten, unflatten
 from fedring.ring import NotSupported, RingError, RingProcessGroup
 from fedring.train.offered import collect
@@ -133,9 +133,9 @@ class Owner:
                 raise BadMessage(f"{self.name} answered with a gradient that does not have the shape of its input")
         return [None if one is None else one.to(tensor.device) for one, tensor in zip(found, inputs, strict=True)]
 
-    def _answer(self, reply: Message) -> Answer:
+    def _answer(self, reply: Message) -> Reply:
         try:
-            answer = Answer.model_validate(reply.content)
+            answer = Reply.model_validate(reply.content)
         except ValidationError:
             raise BadMessage(f"{self.name} sent an answer that is not valid") from None
         if answer.error is not None:
@@ -145,7 +145,7 @@ class Owner:
             raise error
         return answer
 
-    def _value(self, answer: Answer, tensors: Sequence[Tensor]) -> Any:
+    def _value(self, answer: Reply, tensors: Sequence[Tensor]) -> Any:
         return unflatten(answer.value, tensors, self._no_reference)
 
     def _no_reference(self, key: int | str) -> Any:

@@ -65,7 +65,7 @@ class Backward(_Request):
     gradients: Any
 
 
-class Gradients(_Request):
+class FetchGradients(_Request):
     """Return a context's gradients of what the owner holds, by the names of the parameters."""
 
     verb: Literal["gradients"] = "gradients"
@@ -126,7 +126,9 @@ class Release(_Request):
     verb: Literal["release"] = "release"
 
 
-Request = Call | Fetch | Parameters | Backward | Gradients | Create | Lock | Prepare | Commit | Abort | End | Release
+Request = (
+    Call | Fetch | Parameters | Backward | FetchGradients | Create | Lock | Prepare | Commit | Abort | End | Release
+)
 
 _ADAPTER: TypeAdapter[Request] = TypeAdapter(Annotated[Request, Field(discriminator="verb")])
 
@@ -150,7 +152,7 @@ def parse(content: Any) -> Request:
         raise BadMessage(f"a request is not valid: {place}: {first['msg'][:200]}") from None
 
 
-class Failure(BaseModel):
+class RemoteFailure(BaseModel):
     """How a call has failed."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
@@ -161,11 +163,11 @@ class Failure(BaseModel):
     traceback: Annotated[str, Field(max_length=20000)] = ""
 
 
-class Answer(BaseModel):
+class Reply(BaseModel):
     """What an owner answers."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     value: Any = None
     record: Number | None = None  # the graph that was kept; the tensors with `grad` are its outputs
-    error: Failure | None = None
+    error: RemoteFailure | None = None

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from fedring.remote import requests
 from fedring.remote.contexts import Caller, Context, Contexts, Record, Scope, begun_by, inside, keeping_versions
-from fedring.remote.errors import BadMessage, Refused
+from fedring.remote.errors import BadMessage, CallRefused
 from fedring.remote.holdings import Holdings
 from fedring.remote.messages import Message, outgoing
-from fedring.remote.requests import REASON, Answer, Failure, Request
+from fedring.remote.requests import REASON, RemoteFailure, Reply, Request
 from fedring.remote.stepping import OwnedOptimizer, StepLock
 from fedring.remote.values import flatten, unflatten
 from fedring.train.offered import Offered
@@ -108,7 +108,7 @@ class Service:
             mine = [running for running in self._running.values() if running[0] == rank]
             calls = sum(1 for _, of_user, _ in mine if of_user)
             if len(mine) >= room or (is_call and calls >= MAX_CALLS):
-                raise Refused(
+                raise CallRefused(
                     f"{calls} calls and {len(mine) - calls} other requests of rank {rank} run here, of at most "
                     f"{MAX_CALLS} calls and {room} requests: wait for some of them",
                     reason="overloaded",
@@ -125,7 +125,7 @@ class Service:
                 return answer(list(self.holdings.parameters(rank, request.target)))
             case requests.Backward():
                 return self._backward(request, message)
-            case requests.Gradients():
+            case requests.FetchGradients():
                 found = self.contexts.get(request.context).gradients()
                 named = self.holdings.parameters(rank, request.target).items()
                 return answer({name: found[parameter] for name, parameter in named if parameter in found})
@@ -182,7 +182,7 @@ class Service:
     ) -> Message:
         if isinstance(request, requests.Call) and request.stay:
             if context is not None and any(tensor.grad_fn is not None for tensor in _tensors_in(value)):
-                raise Refused(
+                raise CallRefused(
                     "the result was computed from tensors that require gradients, and a reference would lose them: "
                     "use call(), or make the reference outside of a context",
                     reason="history",
@@ -191,12 +191,12 @@ class Service:
         tensors: list[Tensor] = []
         tree = flatten(value, tensors, owner=-1)
         if context is None:
-            return outgoing(Answer(value=tree).model_dump(exclude_defaults=True), tensors)
+            return outgoing(Reply(value=tree).model_dump(exclude_defaults=True), tensors)
         grads = [tensor.requires_grad for tensor in tensors]
         record = None
         if any(grads):
             record = context.keep(Record([one for one in tensors if one.requires_grad], inputs))
-        content = Answer(value=tree, record=record).model_dump(exclude_defaults=True)
+        content = Reply(value=tree, record=record).model_dump(exclude_defaults=True)
         return outgoing(content, tensors, grads)
 
     def _backward(self, request: requests.Backward, message: Message) -> Message:
@@ -215,7 +215,7 @@ class Service:
         for place in request.parameters:
             known = self.holdings.parameters(rank, place.target)
             if place.name not in known:
-                raise Refused(f"{place.target} has no parameter {place.name[:80]!r}", reason="unknown_parameter")
+                raise CallRefused(f"{place.target} has no parameter {place.name[:80]!r}", reason="unknown_parameter")
             parameters[f"{place.name or 'the tensor'} of {place.target}"] = known[place.name]
         return answer(self.holdings.keep(rank, OwnedOptimizer(request.kind, parameters, options)))
 
@@ -224,7 +224,7 @@ class Service:
         acquired = self._steps.acquire(context, wait=wait)
         try:
             self.contexts.get(context)
-        except Refused:
+        except CallRefused:
             self._steps.release(context)
             raise
         return acquired
@@ -233,12 +233,12 @@ class Service:
         context = self.contexts.get(request.context)
         optimizer = self.holdings.get(rank, request.optimizer)
         if not isinstance(optimizer, OwnedOptimizer):
-            raise Refused(f"reference {request.optimizer} is not an optimizer", reason="unknown_optimizer")
+            raise CallRefused(f"reference {request.optimizer} is not an optimizer", reason="unknown_optimizer")
         if not self._acquire(request.context, wait=False):
             return False
         with self._stepping:
             if self._prepared is not None:
-                raise Refused("another step of this context is under way", reason="prepared")
+                raise CallRefused("another step of this context is under way", reason="prepared")
             self._prepared = request.context, optimizer
             optimizer.prepare(context.gradients())
         return True
@@ -247,7 +247,7 @@ class Service:
         self._steps.check(context)
         with self._stepping:
             if self._prepared is None or self._prepared[0] != context:
-                raise Refused("there is no step to commit", reason="not_prepared")
+                raise CallRefused("there is no step to commit", reason="not_prepared")
             old = self._prepared[1].commit()
             self._prepared = None
         with self._lock:
@@ -272,7 +272,7 @@ def answer(value: Any) -> Message:
     """
     tensors: list[Tensor] = []
     tree = flatten(value, tensors, owner=-1)
-    return outgoing(Answer(value=tree).model_dump(exclude_defaults=True), tensors)
+    return outgoing(Reply(value=tree).model_dump(exclude_defaults=True), tensors)
 
 
 def failed(error: BaseException) -> Message:
@@ -281,13 +281,13 @@ def failed(error: BaseException) -> Message:
         failure = _described(error)
     except Exception as broken:  # noqa: BLE001  # the class of a user's error; its caller waits for an answer
         kind = _printable(type(broken).__name__)
-        failure = Failure(type=_type_name(error), message=f"the error cannot be described: that raises {kind}")
-    return Message(Answer(error=failure).model_dump(exclude_defaults=True))
+        failure = RemoteFailure(type=_type_name(error), message=f"the error cannot be described: that raises {kind}")
+    return Message(Reply(error=failure).model_dump(exclude_defaults=True))
 
 
-def _described(error: BaseException) -> Failure:
+def _described(error: BaseException) -> RemoteFailure:
     reason = getattr(error, "reason", "")
-    return Failure(
+    return RemoteFailure(
         type=_type_name(error),
         message=_printable(str(error))[:_MAX_MESSAGE],
         reason=reason if isinstance(reason, str) and re.fullmatch(REASON, reason) else "",

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedring.remote.errors import Refused
+from fedring.remote.errors import CallRefused
 
 
 class OwnedOptimizer:
@@ -48,11 +48,11 @@ class OwnedOptimizer:
         """
         found = {index: gradients[one] for index, one in enumerate(self._parameters) if one in gradients}
         if not found:
-            raise Refused("the context has no gradients of these parameters", reason="no_gradients")
+            raise CallRefused("the context has no gradients of these parameters", reason="no_gradients")
         for index, gradient in found.items():
             values = gradient.coalesce().values() if gradient.is_sparse else gradient
             if not bool(torch.isfinite(values).all()):
-                raise Refused(f"the gradient of {self._names[index]} is not finite", reason="non_finite")
+                raise CallRefused(f"the gradient of {self._names[index]} is not finite", reason="non_finite")
         self._before = {stepped: copy.deepcopy(state) for stepped, state in self._optimizer.state.items()}
         for index, (stepped, parameter) in enumerate(zip(self._stepped, self._parameters, strict=True)):
             stepped.data = parameter.data.clone() if index in found else parameter.data
@@ -116,7 +116,7 @@ class StepLock:
         """Raise Refused unless the context may step."""
         with self._changed:
             if self._holder != context:
-                raise Refused("this context does not hold the lock of the owner's steps", reason="not_locked")
+                raise CallRefused("this context does not hold the lock of the owner's steps", reason="not_locked")
 
     def release(self, context: int) -> None:
         """Let the next context step, if this one holds the lock."""
@@ -140,5 +140,5 @@ def optimizer_class(name: str) -> Any:
     """
     kind = getattr(torch.optim, name, None)
     if not isinstance(kind, type) or not issubclass(kind, torch.optim.Optimizer) or kind is torch.optim.Optimizer:
-        raise Refused(f"torch.optim has no optimizer {name!r}", reason="unknown_optimizer")
+        raise CallRefused(f"torch.optim has no optimizer {name!r}", reason="unknown_optimizer")
     return kind

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fedring.remote.agent import Agent
 from fedring.remote.contexts import Context, Scope, current
-from fedring.remote.errors import Refused
+from fedring.remote.errors import CallRefused
 
 
 def context() -> "Step":
@@ -57,7 +57,7 @@ class Step(Scope):
         """
         context = self.begun()
         if not loss.requires_grad:
-            raise Refused("the loss does not depend on anything that requires gradients", reason="no_graph")
+            raise CallRefused("the loss does not depend on anything that requires gradients", reason="no_graph")
         context.retain_graph = retain_graph
         context.backward([loss], None)
 
@@ -72,5 +72,5 @@ class Step(Scope):
             Refused: No remote call was made in it.
         """
         if self.context is None:
-            raise Refused("no remote call was made in this context", reason="no_context")
+            raise CallRefused("no remote call was made in this context", reason="no_context")
         return self.context

@@ -7,7 +7,7 @@ Three rooms, each of which imports only those below it: `torch` (the backend), `
 groups), `transport` (links between two workers). Beside them stand `options` and `errors`.
 
 Errors are RingErrors, on every rank; torch's C++ code (DistributedDataParallel's backward) turns them into
-RuntimeErrors with the same text.
+RuntimeErrors with the same text. The package may import `fedring.daemon` and `fedring.rpc`.
 """
 
 import os

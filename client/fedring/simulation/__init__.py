@@ -10,9 +10,9 @@ the server's own functions. `worker` trains one client after the other with the 
 update as the server does. `secret` makes the clients' secrets from one. `engine` and `ray_engine` have the workers,
 `vectors` what clients keep from round to round, and `checks` what is known to be wrong before anything runs.
 
-The room imports both daemons, and none of them imports it. It opens no sockets and stores no facts, and it holds no
-formula of its own: what trains, encodes, checks or aggregates belongs to the daemons' rooms. Its workers are processes
-that it has started itself, and only these speak through pipes of `multiprocessing`.
+It may import `fedring.client`, `fedring.control`, `fedring.server` and what both daemons share. It opens no sockets and
+stores no facts, and it holds no formula of its own: what trains, encodes, checks or aggregates belongs to the daemons'
+rooms. Its workers are processes that it has started itself, and only these speak through pipes of `multiprocessing`.
 """
 
 from importlib import import_module

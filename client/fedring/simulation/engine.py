@@ -17,7 +17,7 @@ from fedring.codec.schema import Vectors
 from fedring.control.failure import Failure
 from fedring.daemon.exits import Exit
 from fedring.data import DataError
-from fedring.simulation.worker import Order, Outcome, Own, Setup, Turn, Worker, limit_threads
+from fedring.simulation.worker import Order, Outcome, Own, Setup, SimulationWorker, Turn, limit_threads
 from fedring.train.errors import SeamError, failure_detail
 from fedring.train.evaluation import Counts
 
@@ -69,10 +69,10 @@ class Engine(Protocol):
     def __exit__(self, *_: object) -> None: ...
 
 
-def load(setup: Setup) -> Worker | Failure:
+def load(setup: Setup) -> SimulationWorker | Failure:
     """Return a worker, or why there can be none; an error of the user's code may not survive the way to a caller."""
     try:
-        return Worker(setup)
+        return SimulationWorker(setup)
     except (SeamError, DataError) as error:
         return Failure(str(error).rstrip("."), Exit.CONFIG)
     except Exception as error:  # the user's code may raise anything
@@ -80,7 +80,7 @@ def load(setup: Setup) -> Worker | Failure:
         return Failure(f"a worker of the simulation could not start: {failure_detail(error)}")
 
 
-def evaluate(worker: Worker, vectors: Vectors) -> Counts | Failure:
+def evaluate(worker: SimulationWorker, vectors: Vectors) -> Counts | Failure:
     """Return what a worker counts, or why it cannot."""
     try:
         return worker.evaluate(vectors)
@@ -89,7 +89,7 @@ def evaluate(worker: Worker, vectors: Vectors) -> Counts | Failure:
         return Failure(f"the model cannot be evaluated: {failure_detail(error)}")
 
 
-def evaluate_own(worker: Worker, clients: Sequence[Own]) -> list[OwnResult] | Failure:
+def evaluate_own(worker: SimulationWorker, clients: Sequence[Own]) -> list[OwnResult] | Failure:
     """Return how good clients' own models are, or why that cannot be known."""
     try:
         return worker.evaluate_own(clients)

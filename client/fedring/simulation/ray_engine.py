@@ -11,7 +11,7 @@ from fedring.codec.schema import Vectors
 from fedring.control.failure import Failure
 from fedring.daemon.exits import Exit
 from fedring.simulation.engine import AT_A_TIME, OwnResult, evaluate, evaluate_own, load, succeeded
-from fedring.simulation.worker import Order, Outcome, Own, Setup, Turn, Worker, limit_threads
+from fedring.simulation.worker import Order, Outcome, Own, Setup, SimulationWorker, Turn, limit_threads
 from fedring.train.evaluation import Counts
 
 
@@ -119,7 +119,7 @@ class _Actor:
         worker = load(setup)
         if isinstance(worker, Failure):
             return worker
-        self._worker: Worker = worker
+        self._worker: SimulationWorker = worker
         return worker.sizes
 
     def begin(self, order: Order) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from fedring.client.privacy import SitePolicy
-from fedring.client.transfer.control import OwnControl
+from fedring.client.transfer.own_values import PERSONAL
 from fedring.codec import CodecError
 from fedring.control.failure import Failure
 from fedring.daemon.exits import Exit
@@ -47,8 +47,8 @@ from fedring.simulation.checks import (
 from fedring.simulation.engine import Engine, InProcess, Processes
 from fedring.simulation.secret import secret_of_seed
 from fedring.simulation.secure import draw_groups, groups_that_count, short_of
-from fedring.simulation.server import RUN_ID, Row, Server, Work
-from fedring.simulation.vectors import ClientVectors
+from fedring.simulation.server import RUN_ID, Row, SimulatedServer, Work
+from fedring.simulation.vectors import ClientSections
 from fedring.simulation.worker import Order, Outcome, Own, Setup, Turn, client_id
 from fedring.train.device import threads_for
 from fedring.train.errors import SeamError
@@ -129,7 +129,7 @@ def _simulate(setup: Setup, count: int, engine: str, out: str | Path | None, sho
     spec, clients = setup.job, setup.clients
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=".simulation-", dir=out)))
-        server = Server(spec, setup, folder, stack)
+        server = SimulatedServer(spec, setup, folder, stack)
         server.check()
         running = stack.enter_context(_engine(engine, setup, count))
         check_enough(spec, clients, sum(size > 0 for size in running.sizes))
@@ -153,7 +153,7 @@ def _engine(name: str, setup: Setup, workers: int) -> Engine:
 class _Run:
     """The rounds of one simulation."""
 
-    def __init__(self, setup: Setup, server: Server, engine: Engine, folder: Path, show: Show) -> None:
+    def __init__(self, setup: Setup, server: SimulatedServer, engine: Engine, folder: Path, show: Show) -> None:
         self._setup, self._job, self._server, self._engine = setup, setup.job, server, engine
         self._folder, self._show = folder, show
         self._candidates = sorted(client_id(client) for client, size in enumerate(engine.sizes) if size)
@@ -161,9 +161,7 @@ class _Run:
         self._drawn: set[str] = set()
         self._rows: list[Row] = []
         self._history = deque[PastRound](maxlen=HISTORY)
-        (folder / "personal").mkdir()
         self._spent: dict[int, list[SampledSteps]] = {}  # what each client's samples have spent
-        self._left_by: dict[int, tuple[str, str]] = {}  # the line and the update of each client's control variate
         self._failed: dict[int, int] = {}  # how many trainings of a client have failed in a row, without being told
         self._counted: dict[int, int] = {}  # for how many samples a client's last update counted
 
@@ -177,8 +175,7 @@ class _Run:
             self._model = self._server.first()
             self._schema, self._vectors = self._server.read(self._model)
             size = self._schema.num_parameters
-            self._residuals = stack.enter_context(ClientVectors(self._folder / "residuals", size))
-            self._controls = stack.enter_context(ClientVectors(self._folder / "controls", size))
+            self._kept = stack.enter_context(ClientSections(self._folder / "kept", size))
             self._run_rounds()
         except (SeamError, StorageError, CodecError) as error:
             raise Failure(str(error)) from error
@@ -283,22 +280,17 @@ class _Run:
         self._drawn.update(names)
         control = self._server.read_control(self._model) if command.control.digest else None
         order, done = Order(command.SerializeToString(), self._vectors, control), len(stopped)
-        for outcome in self._engine.train(order, self._turns(names, command.control.line, peers)):
+        for outcome in self._engine.train(order, self._turns(names, peers)):
             self._take(outcome, work)
             done += 1
             share = done / work.selected
             self._show((number - 1 + share) / self._job.rounds, self._rows[-1] if self._rows else None)
 
-    def _turns(self, names: list[str], line: str, peers: Mapping[str, int]) -> Iterator[Turn]:
+    def _turns(self, names: list[str], peers: Mapping[str, int]) -> Iterator[Turn]:
         """Yield the turns of the clients; what they keep is read when it is needed."""
         for client in (int(name.rpartition("-")[2]) for name in names):
-            left_in, left_by = self._left_by.get(client, ("", ""))
-            values = self._controls.get(client) if line and left_in == line else None
-            own = None if values is None else OwnControl(line, left_by, values)
-            personal = self._personal_file(client)
-            kept = personal.read_bytes() if personal.exists() else None
             group, samples = peers.get(client_id(client), 0), self._counted.get(client, 0)
-            yield Turn(client, self._residuals.get(client), own, kept, self._spent.get(client, ()), group, samples)
+            yield Turn(client, self._kept.get(client), self._spent.get(client, ()), group, samples)
 
     def _those_who_go_on(self, names: list[str]) -> tuple[list[str], list[str]]:
         """Return the clients that go on, and a sentence for each other one."""
@@ -306,9 +298,6 @@ class _Run:
         stopped = {client_id(client) for client, failed in self._failed.items() if failed >= most}
         why = f"has failed in {most} rounds in a row, and takes no further part"
         return [name for name in names if name not in stopped], [f"{name} {why}" for name in names if name in stopped]
-
-    def _personal_file(self, client: int) -> Path:
-        return self._folder / "personal" / f"{client}.safetensors"
 
     def _take(self, outcome: Outcome, work: Work) -> None:
         if outcome.failure:
@@ -320,12 +309,7 @@ class _Run:
         work.updates.append(outcome.update)
         if outcome.spent is not None:
             self._spent.setdefault(outcome.client, []).append(outcome.spent)
-        self._residuals.put(outcome.client, outcome.residual)
-        if outcome.personal:
-            self._personal_file(outcome.client).write_bytes(outcome.personal)
-        if outcome.own is not None:
-            self._controls.put(outcome.client, outcome.own.values)
-            self._left_by[outcome.client] = outcome.own.line, outcome.own.left_by
+        self._kept.put(outcome.client, outcome.kept)
 
     def _publish(self, work: Work) -> None:
         """Make the next model, or note why that is impossible."""
@@ -352,7 +336,7 @@ class _Run:
         for origin in (origin for origin, wanted in origins.items() if wanted):
             row["metrics"] |= with_origin(origin, counts.metrics, accuracy=counts.accuracy, loss=counts.loss)
         if self._job.evaluate and self._job.personal:
-            files = {client: self._personal_file(client) for client in range(self._setup.clients)}
-            owns = (Own(client, path.read_bytes()) for client, path in files.items() if path.exists())
+            kept = ((client, self._kept.section(client, PERSONAL)) for client in range(self._setup.clients))
+            owns = (Own(client, section.tensors) for client, section in kept if section is not None)
             found = combine((own.total, figures) for own, figures in self._engine.evaluate_own(owns))
             row["metrics"] |= with_origin("eval", found)

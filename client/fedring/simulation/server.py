@@ -46,7 +46,7 @@ _FAILURES = 10
 """The most failures of clients that the row of a round keeps."""
 
 
-class Server:
+class SimulatedServer:
     """What the server of a simulation keeps: the newest model, and the means to make the next one."""
 
     def __init__(self, job: Job, setup: Setup, folder: Path, stack: ExitStack) -> None:
@@ -110,7 +110,7 @@ class Server:
         return self._maker.ask_metrics(row, self._job) if self._job.aggregation.own else {}
 
     def command(self, job: Job, command: pb.TrainCmd, base: ModelRow) -> None:
-        """Add to the command of a round what the transforms of its job have to say."""
+        """Let the transforms of the job add to the command of a round."""
         self._maker.command(job, command, base)
 
     def next(self, base: ModelRow, work: "Work") -> ModelRow:
@@ -142,7 +142,7 @@ class Server:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedPast:
-    """The rounds before a round of a simulation, which is one run of one job."""
+    """The rounds before a round of a simulation."""
 
     stats: Mapping[str, Any]
 

@@ -6,17 +6,16 @@ the update, with their functions.
 
 import logging
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 import torch
 from safetensors.torch import load as load_tensors
-from safetensors.torch import save as save_tensors
-from torch import nn
+from torch import Tensor, nn
 
-from fedring.client.client_round import ClientRound
+from fedring.client.client_round import Answer, ClientRound
 from fedring.client.config import ClientConfig
 from fedring.client.errors import UpdateRefused
 from fedring.client.loading import add_left_out
@@ -26,10 +25,13 @@ from fedring.client.promises import is_covered
 from fedring.client.round_plan import plan_of
 from fedring.client.secret import DITHER, ClientSecret
 from fedring.client.trainer import load_job
-from fedring.client.transfer.control import OwnControl
-from fedring.client.transfer.correction import Correction
 from fedring.client.transfer.download import HeldModel
-from fedring.client.transfer.update import TrainingReport, Update
+from fedring.client.transfer.kept import Sections
+from fedring.client.transfer.own_values import PERSONAL, line_of, section_of, values_in
+from fedring.client.transfer.residual import Residual, residual_in
+from fedring.client.transfer.update import TrainingReport, Update, residual_of
+from fedring.client.transforms.chosen import begin_transforms
+from fedring.client.transforms.interface import RoundStart
 from fedring.codec import CodecError
 from fedring.codec.digest import name_of
 from fedring.codec.schema import Vectors
@@ -48,7 +50,7 @@ from fedring.server.update import upload
 from fedring.server.update.admission import check_payload
 from fedring.simulation.secret import client_secret
 from fedring.simulation.secure import unmasked_updates
-from fedring.simulation.vectors import Vector
+from fedring.simulation.vectors import Packed, Vector, pack, unpack
 from fedring.train.batches import size_of
 from fedring.train.device import pick_device
 from fedring.train.errors import SeamError, TrainError, failure_detail, failure_reason
@@ -56,6 +58,7 @@ from fedring.train.evaluation import Counts, run_evaluator
 from fedring.train.job import Job
 from fedring.train.loop import seeded, warm_up
 from fedring.train.offered import collect
+from fedring.train.personal_table import Personal
 from fedring.train.plan import Plan
 from fedring.train.private_loop import sampled_steps
 from fedring.train.state import fill, frozen_digest, has_frozen, read_tensors, read_vectors, write_tensors
@@ -94,9 +97,7 @@ class Turn:
     """A client to train."""
 
     client: int  # its number, from 0
-    residual: Vector | None  # what its earlier updates have left out
-    own: OwnControl | None = None  # its control variate
-    personal: bytes | None = None  # its own model, as a safetensors file; None = there is none
+    kept: Mapping[str, Packed]  # what its newest accepted update has left
     spent: Sequence[SampledSteps] = ()  # what its samples have spent
     peers: int = 0  # clients of its group of secure aggregation, with itself; 0 = there is none
     samples: int = 0  # that its last update counted for; 0 = there was none
@@ -109,9 +110,7 @@ class Outcome:
     client: int
     update: UpdateRow | None  # with its payload; None if there is none
     samples: int = 0  # that the update counts for; 0 = it changes nothing, because the training has failed
-    residual: Vector | None = None  # what the update has left out
-    own: OwnControl | None = None  # the control variate that the update has left
-    personal: bytes = b""  # the client's own model, as a safetensors file; empty = there is none
+    kept: Mapping[str, Packed] = field(default_factory=dict)  # what the update leaves
     failure: str = ""  # why there is no update, or one that changes nothing, as one sentence
     spent: SampledSteps | None = None  # what the training has spent; None = the job has no [sample_dp]
 
@@ -129,7 +128,7 @@ class Own:
     model: bytes  # as a safetensors file
 
 
-class Worker:
+class SimulationWorker:
     """Trains and evaluates for a simulation.
 
     Attributes:
@@ -216,38 +215,35 @@ class Worker:
             spent = self._spending(turn)
         except TrainError as error:
             return Outcome(turn.client, None, failure=f"{client_id(turn.client)}: {error}")
-        personal, own, samples = b"", None, 0
-        update, reason, failure = None, "", ""
+        name, answer, samples, reason, failure = client_id(turn.client), None, 0, "", ""
         try:
-            personal = self._train_own(turn) if self._personal else b""
-            update, own, samples = self._update(turn)
+            answer, samples = self._update(turn)
         except (SeamError, TrainError, DataError, CodecError, SecureError, UpdateRefused) as error:
             reason, failure = error.reason, str(error)
         except Exception as error:  # the user's code may raise anything
-            log.debug("%s failed in round %d", client_id(turn.client), self._command.round, exc_info=True)
+            log.debug("%s failed in round %d", name, self._command.round, exc_info=True)
             reason, failure = failure_reason(error), failure_detail(error)
-        failure = f"{client_id(turn.client)}: {failure}" if failure else ""
-        if update is None and not is_covered(self._command):
+        failure = f"{name}: {failure}" if failure else ""
+        if answer is None and not is_covered(self._command):
             return Outcome(turn.client, None, failure=failure)
         try:
-            if update is None:
-                update, personal = self._nothing(turn, reason), b""
-            row = self._admit(turn, update)
+            answer = answer or self._nothing(turn, reason)
+            row = self._admit(turn, answer.update)
         except (CodecError, FedringError, SecureError) as error:
-            return Outcome(turn.client, None, failure=f"{client_id(turn.client)}: {error}")
+            return Outcome(turn.client, None, failure=f"{name}: {error}")
         except Exception as error:  # such as a lack of memory
-            log.debug("%s sends nothing in round %d", client_id(turn.client), self._command.round, exc_info=True)
-            return Outcome(turn.client, None, failure=f"{client_id(turn.client)}: {failure_detail(error)}")
-        return Outcome(turn.client, row, samples, update.residual, own, personal, failure, spent)
+            log.debug("%s sends nothing in round %d", name, self._command.round, exc_info=True)
+            return Outcome(turn.client, None, failure=f"{name}: {failure_detail(error)}")
+        return Outcome(turn.client, row, samples, pack(answer.kept, self._schema.num_parameters), failure, spent)
 
-    def _nothing(self, turn: Turn, reason: str) -> Update:
+    def _nothing(self, turn: Turn, reason: str) -> Answer:
         """Make the update with which fl-client answers in the place of a failure."""
-        start = self._begin(turn)
+        round_ = self._begin(turn)
         samples = counted(self._loaded, self._command, self.sizes[turn.client], turn.samples)
         noise = None
         if self._job.sample_dp is not None and (model := self._trained_on_nothing(turn, reason)):
             noise = read_vectors(model, self._schema.names)
-        return self._round(turn, start).nothing(noise, samples, turn.residual)
+        return round_.nothing(noise, samples)
 
     def _trained_on_nothing(self, turn: Turn, reason: str) -> nn.Module | None:
         loaded, private = self._loaded, self._job.sample_dp
@@ -262,22 +258,27 @@ class Worker:
             log.debug("%s failed without samples, too", client_id(turn.client), exc_info=True)
             return None
 
-    def _begin(self, turn: Turn) -> HeldModel:
-        """Fill the model with the values that the client's training begins with, and return them."""
+    def _begin(self, turn: Turn) -> ClientRound:
+        """Begin the round of a client, with the model that its training begins with."""
         if self._base is None:
             raise ValueError("no round has begun")
-        fill(self._loaded.model, self._schema, self._base.vectors)
+        command, base, name, mask = self._command, self._base, client_id(turn.client), None
+        fill(self._loaded.model, self._schema, base.vectors)
         self._put_frozen_back()
-        if self._command.secure.blocks and turn.residual is not None:
-            return add_left_out(self._loaded.model, self._base, turn.residual)
-        return self._base
-
-    def _round(self, turn: Turn, start: HeldModel, correction: Correction | None = None) -> ClientRound:
-        command, name, mask = self._command, client_id(turn.client), None
+        kept = unpack(turn.kept)
+        residual, start = self._residual(kept), base
+        if command.secure.blocks and residual is not None:
+            start = add_left_out(self._loaded.model, base, residual)
         if turn.peers:
             dither = self._secret_of(name).derive(command, DITHER)
             mask = unmasked_updates(command, name, self._schema.num_parameters, turn.peers, dither).make
-        return ClientRound(command, name, start, mask, correction)
+        transforms = begin_transforms(RoundStart(command, base, lambda digest: self._control), kept)
+        return ClientRound(command, name, start, kept, residual, tuple(transforms), mask)
+
+    def _residual(self, kept: Sections) -> Residual | None:
+        command, nothing = self._command, pb.LastAccepted()  # the server has accepted what the clients know of
+        schema = residual_of(command.schema_hash, masked=command.HasField("secure"))
+        return residual_in(kept, command.run_id, schema, nothing)[0]
 
     def _plan(self, turn: Turn) -> Plan:
         name = client_id(turn.client)
@@ -290,12 +291,10 @@ class Worker:
         if self._frozen:  # a client's trainer may have changed them
             write_tensors(self._loaded.model, self._frozen)
 
-    def _train_own(self, turn: Turn) -> bytes:
-        loaded, how = self._loaded, self._personal
-        if how is None:
-            raise ValueError("the job asks for no models of clients' own")
+    def _train_own(self, turn: Turn, how: Personal) -> dict[str, Tensor] | None:
+        loaded = self._loaded
         self._begin(turn)
-        own = train_own(
+        return train_own(
             loaded.model,
             subset(loaded.split.train, self._parts[turn.client]),
             self._plan(turn),
@@ -303,10 +302,9 @@ class Worker:
             loss=loaded.loss,
             optimizer_factory=loaded.optimizer,
             schema=self._not_frozen,
-            start=load_tensors(turn.personal) if turn.personal else None,
+            start=values_in(unpack(turn.kept), PERSONAL, line_of(self._command), self._not_frozen),
             device=self._device,
         )
-        return save_tensors(own) if own else b""
 
     def _spending(self, turn: Turn) -> SampledSteps | None:
         """Return what a turn will spend; as fl-client does, do not train if that would be too much."""
@@ -319,19 +317,16 @@ class Worker:
             raise TrainError("privacy_policy", text)
         return spent
 
-    def _update(self, turn: Turn) -> tuple[Update, OwnControl | None, int]:
+    def _update(self, turn: Turn) -> tuple[Answer, int]:
         """Train and make an update, as fl-client does; also return the number of samples."""
-        loaded, start = self._loaded, self._begin(turn)
-        samples = subset(loaded.split.train, self._parts[turn.client])
-        line = self._command.control.line
-        correction = Correction(self._schema, line, self._control, turn.own) if line else None
-        corrections = correction.by_name() if correction else None
+        own = self._train_own(turn, self._personal) if self._personal else None
+        loaded, round_ = self._loaded, self._begin(turn)
         result = train_locally(
             loaded,
-            samples,
-            self._plan(turn),
+            subset(loaded.split.train, self._parts[turn.client]),
+            round_.plan(self._plan(turn)),
             device=self._device,
-            corrections=corrections,
+            corrections=round_.corrections(),
             private=self._job.sample_dp,
         )
         if loaded.trainer and (clause := self._schema.difference(split_tensors(loaded.model, self._sharing).shared)):
@@ -340,8 +335,11 @@ class Worker:
             raise UpdateRefused("frozen_changed", "the trainer has changed the values of frozen tensors")
         training = TrainingReport(result.num_samples, result.seconds, result.metrics)
         values = read_vectors(loaded.model, self._schema.names)
-        update, own = self._round(turn, start, correction).trained(values, training, turn.residual)
-        return update, own, result.num_samples
+        answer = round_.trained(values, training)
+        if own:
+            mine = {PERSONAL: section_of(line_of(self._command), self._not_frozen, own)}
+            answer = replace(answer, kept={**answer.kept, **mine})
+        return answer, result.num_samples
 
     def _admit(self, turn: Turn, update: Update) -> UpdateRow:
         client, command = turn.client, self._command

@@ -25,7 +25,7 @@ from fedring.train.plan import Plan
 from fedring.train.tally import Tally
 from fedring.workers.replica import Replica, all_equal, share_buffers
 from fedring.workers.replica_checkpoints import Content
-from fedring.workers.shards import World, epoch_order, shares
+from fedring.workers.shards import GroupRank, epoch_order, shares
 from fedring.workers.training import Diverged, Watcher, means_over_workers, worker_seed
 from fedring.workers.usage import Hook, Usage
 
@@ -79,7 +79,7 @@ class DataParallelTraining:
             Diverged: If the workers' parameters differ.
         """
         setup, progress = self.setup, self.replica.progress
-        world = World(dist.get_rank(), dist.get_world_size())
+        place = GroupRank(dist.get_rank(), dist.get_world_size())
         ddp = self._wrap()
         tally = Tally(setup.device)
         with seeded(worker_seed(setup.plan.seed, progress.steps), setup.device):
@@ -92,7 +92,7 @@ class DataParallelTraining:
             while progress.epoch < setup.plan.epochs:
                 self.hook.start_epoch(setup.first_epoch + progress.epoch)
                 tally.clear()
-                self._epoch(ddp, world, tally)
+                self._epoch(ddp, place, tally)
                 progress.epoch, progress.taken = progress.epoch + 1, 0
             if setup.table.checkpoint_every:
                 self.keep(random_state(setup.device))
@@ -139,11 +139,11 @@ class DataParallelTraining:
             for buffer, before in buffers:
                 buffer.copy_(before)
 
-    def _epoch(self, ddp: DistributedDataParallel, world: World, tally: Tally) -> None:
+    def _epoch(self, ddp: DistributedDataParallel, place: GroupRank, tally: Tally) -> None:
         setup, progress = self.setup, self.replica.progress
         plan, per_step = setup.plan, setup.plan.batch_size * setup.table.accumulation_steps
         order = epoch_order(size_of(setup.samples), seed=plan.seed, epoch=progress.epoch, wanted=plan.subset_size)
-        steps = list(shares(order, progress.taken, world, per_step))
+        steps = list(shares(order, progress.taken, place, per_step))
         cuts = [cut(share.indices, plan.batch_size) for share in steps]
         batches = fetch(setup.samples, [indices for step in cuts for indices in step], setup.device)
         every = max(1, len(steps) // _CHECKS_PER_EPOCH)

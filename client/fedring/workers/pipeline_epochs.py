@@ -47,7 +47,7 @@ from fedring.workers.exchange import gather_integers
 from fedring.workers.pipeline_groups import groups_of
 from fedring.workers.pipeline_profile import PipelineProfile
 from fedring.workers.replica import Progress, digest_of, equal_on_all
-from fedring.workers.shards import World, count_steps, epoch_order, micro_batches, shares
+from fedring.workers.shards import GroupRank, count_steps, epoch_order, micro_batches, shares
 from fedring.workers.stage_checkpoints import Checkpoint, Layout, StageCheckpoints, share_copies
 from fedring.workers.stage_state import CheckpointFacts, Sink, StagedModel, StageState, read_facts
 from fedring.workers.training import Diverged, Watcher, means_over_workers, worker_seed
@@ -127,7 +127,7 @@ class PipelineTraining:
         table, rank = setup.table, dist.get_rank()
         self.micro_batches = table.micro_batches if table.micro_batches != "auto" else micro_batches
         self._layout = layout_of(table)
-        self._place = World(rank // table.width, table.pipelines)  # the place of its pipeline among all pipelines
+        self._place = GroupRank(rank // table.width, table.pipelines)  # the place of its pipeline among all pipelines
         self._index = rank % table.width
         self._tally = Tally(setup.device)
         self._schedule = table.schedule_of(self.micro_batches or table.unit)  # of any run: which worker has which stage

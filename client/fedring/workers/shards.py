@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class World:
+class GroupRank:
     """A worker's place in its group."""
 
     rank: int = 0
@@ -47,20 +47,20 @@ def epoch_order(size: int, *, seed: int, epoch: int, wanted: int = 0) -> Tensor:
     return order[:wanted] if 0 < wanted < size else order
 
 
-def shares(order: Tensor, taken: int, world: World, batch: int) -> Iterator[Share]:
+def shares(order: Tensor, taken: int, place: GroupRank, batch: int) -> Iterator[Share]:
     """Yield the share of one worker in each step, from the sample at `taken` to the end of `order` [n] int64.
 
     Args:
         order: What epoch_order() returned.
         taken: The samples that were taken before.
-        world: The worker's rank, and the number of workers.
+        place: The worker's rank, and the number of workers.
         batch: The samples of each worker in a step.
     """
     size = len(order)
     while taken < size:
-        each = share_size(size - taken, world.size, batch)
-        start = taken + world.rank * each
-        taken = min(taken + world.size * each, size)
+        each = share_size(size - taken, place.size, batch)
+        start = taken + place.rank * each
+        taken = min(taken + place.size * each, size)
         yield Share(order[torch.arange(start, start + each) % size], taken)
 
 

@@ -4,7 +4,7 @@ Here live encoders and decoders, which turn values into bytes and back. `encode`
 payload formats of protos/FORMATS.md, `open_payload` reads a payload range by range, and `decode` reads a whole one. A
 new format enters as one module, and by its name in `encoding` and `payload`. I/O, clocks, torch and gRPC must not
 enter. A decoder does not trust any byte: it raises CodecError and nothing else, and it allocates by what the receiver
-expects, never by what the bytes claim.
+expects, never by what the bytes claim. The package may import no other package of fedring.
 """
 
 from fedring.codec.decoder import Decoder

@@ -1,4 +1,4 @@
 """What every daemon needs: configuration, logs, metrics, traces, locks, exit codes, and systemd.
 
-Nothing here knows gRPC, or imports any other package of fedring.
+The package knows no gRPC, and may import no other package of fedring.
 """

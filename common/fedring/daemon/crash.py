@@ -38,25 +38,16 @@ RESTORING = {
 
 
 DELIVERING = {
-    "client_residual_spooled",
+    "client_left_spooled",
     "client_update_spooled",
     "client_accepted",
-    "client_residual_placed",
+    "client_left_placed",
     "client_noted",
 }
 """Every crash point in fl-client: around the spooling of an update, and around the note that it was accepted."""
 
-PRIVATE = {"client_private_spooled", "client_private_placed"}
-"""Further crash points in fl-client, for jobs with private tensors: after these were spooled, and after they count."""
-
-CONTROL = {"client_control_spooled", "client_control_placed"}
-"""The same, for jobs with scaffold = true and the client's control variate."""
-
-PERSONAL = {"client_personal_spooled", "client_personal_placed"}
-"""The same, for jobs with the table [personal] and the client's own model."""
-
 SECURE = {f"client_secure_{step}" for step in ("begun", "roster", "peers", "payload", "survivors", "noted", "released")}
-"""The same, for jobs with secure aggregation: each step is on the disk, and nothing of it was said yet."""
+"""Further crash points in fl-client, for secure aggregation: each step is on the disk, and nothing of it was said."""
 
 SECURE_CALLS = {
     f"client_secure_{call}_{when}"

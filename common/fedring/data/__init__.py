@@ -1,8 +1,8 @@
 """Samples: where they come from, and how they are divided among clients.
 
 The package holds labelled samples in memory, the data sets that a job can name, and the division of a data set into one
-part for each client. It imports torch, numpy and `fedring.vision`, and nothing of jobs, training or the network. A data
-callable of a job takes the client's data folder (or None) and whether it may download, and returns a `Split`.
+part for each client. It may import `fedring.vision`. Jobs, training and the network have no place here. A data callable
+of a job takes the client's data folder (or None) and whether it may download, and returns a `Split`.
 """
 
 from fedring.data.images import cifar10, digits, fashion_mnist, mnist

@@ -5,7 +5,7 @@ clients of a group turn vectors into integers, `integers` does it, with a share 
 undoes it for their sum. `charges` says what one release costs, and `account` computes epsilon of all of them with
 dp-accounting, which it imports when it is first needed.
 
-The package is pure: it reads no file and no clock, and imports no other package of fedring. Which updates are clipped,
-and where secrets and charges are kept, is in `fedring.server`; what a site demands is in `fedring.client.privacy`; the
-training that protects single samples is in `fedring.train.private_loop`.
+The package is pure: it reads no file and no clock, and may import no other package of fedring. Which updates are
+clipped, and where secrets and charges are kept, is in `fedring.server`; what a site demands is in
+`fedring.client.privacy`; the training that protects single samples is in `fedring.train.private_loop`.
 """

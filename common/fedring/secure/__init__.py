@@ -5,6 +5,7 @@ clients a group. `statements` are what clients sign, `signing` proves who signed
 checked, `keys` derives every secret from a client's own, `sealing` hides shares from the server, `shamir` makes them,
 `masks` hides the values, and `levels` makes integers of an update.
 
-The package is pure: it reads no file and no clock, and sends nothing. FORMATS.md, "Secure aggregation", describes all
-bytes. Clients run the protocol in `fedring.client.secure`, the server in `fedring.server.secure`.
+The package is pure: it reads no file and no clock, and sends nothing. It may import `fedring.codec`. FORMATS.md,
+"Secure aggregation", describes all bytes. Clients run the protocol in `fedring.client.secure`, the server in
+`fedring.server.secure`.
 """

@@ -2,8 +2,9 @@
 
 The package holds the schema of a job with its tables, the code that a job names as "module:attribute", a model as flat
 vectors and as files, and training and evaluation in one process. It may import `fedring.codec`, `fedring.daemon`,
-`fedring.data`, `fedring.schedules` and `fedring.vision`. Training in a group is in `fedring.workers`, because only
-clients do it. gRPC and the server's own work have no place here. Modules that describe a job do not import torch.
+`fedring.data`, `fedring.privacy`, `fedring.rpc`, `fedring.schedules`, `fedring.secure` and `fedring.vision`. Training
+in a group is in `fedring.workers`, because only clients do it. gRPC and the server's own work have no place here.
+Modules that describe a job do not import torch.
 """
 
 import importlib

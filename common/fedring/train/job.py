@@ -20,7 +20,7 @@ from fedring.train.algorithm_checks import (
 )
 from fedring.train.bounds import MAX_JOB_BYTES
 from fedring.train.job_keys import JobKeys
-from fedring.train.round_settings import SCHEDULED, RoundSettings, Schedule, check_schedules, settings_of
+from fedring.train.round_settings import SCHEDULED, RoundSettings, SettingSchedule, check_schedules, settings_of
 from fedring.train.sharing import Sharing
 
 
@@ -158,10 +158,10 @@ class Job(JobKeys):
         return self.secure_aggregation is not None and "seed" not in self.model_fields_set
 
     @property
-    def scheduled(self) -> dict[str, Schedule]:
+    def scheduled(self) -> dict[str, SettingSchedule]:
         """The settings that follow a schedule, by their keys."""
         values = {key: getattr(self, key) for key in SCHEDULED}
-        return {key: value for key, value in values.items() if isinstance(value, Schedule)}
+        return {key: value for key, value in values.items() if isinstance(value, SettingSchedule)}
 
     def settings_of(self, job_round: int) -> RoundSettings:
         """Return the values that `lr`, `epochs` and `subset_size` have in a round of the job, from 1 to `rounds`."""

@@ -69,7 +69,7 @@ def train(
             "no_data", "This client has no samples to train on: give it some, or divide the data among fewer clients."
         )
     model.train()
-    step = _Step(model, plan, loss, optimizer_factory, corrections, towards)
+    step = _LocalStep(model, plan, loss, optimizer_factory, corrections, towards)
     tally, steps = Tally(device), 0
     with seeded(plan.seed, device):
         began = time.perf_counter()
@@ -118,7 +118,7 @@ def warm_up(device: torch.device) -> None:
 
 
 def _epoch(
-    step: "_Step", batches: Iterator[tuple[Inputs, Tensor]], count: int, tally: Tally, stopped: Callable[[], bool]
+    step: "_LocalStep", batches: Iterator[tuple[Inputs, Tensor]], count: int, tally: Tally, stopped: Callable[[], bool]
 ) -> Iterator[float]:
     """Train on `count` batches, and yield the share that is done, now and then and at the end."""
     every = max(1, count // _CHECKS_PER_EPOCH)
@@ -130,7 +130,7 @@ def _epoch(
             yield number / count
 
 
-class _Step:
+class _LocalStep:
     """One step of a new optimizer for each call."""
 
     def __init__(

@@ -106,7 +106,7 @@ def train_privately(
     # Masks of dropout must not follow from a seed that others know: a sample would change the masks of those after it.
     with sample_gradients(model), seeded(int.from_bytes(os.urandom(8), "little") >> 1, device):
         gradients = SampleGradients(model, samples, loss, device)
-        step = _Step(gradients, plan, privacy, optimizer_factory, taken.rate * size, Noise(secret, ["noise"]))
+        step = _PrivateStep(gradients, plan, privacy, optimizer_factory, taken.rate * size, Noise(secret, ["noise"]))
         tally, per_epoch = Tally(device), taken.steps // plan.epochs
         every, rate = max(1, per_epoch // _CHECKS_PER_EPOCH), 0.0 if on_nothing else taken.rate
         began = time.perf_counter()
@@ -247,7 +247,7 @@ class SampleGradients:
         return torch.stack([one(*pair) for pair in zip(outputs, labels, strict=True)])
 
 
-class _Step:
+class _PrivateStep:
     """Does one step of DP-SGD at each call, always with the same optimizer."""
 
     def __init__(

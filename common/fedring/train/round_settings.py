@@ -23,7 +23,7 @@ SCHEDULED = ("lr", "epochs", "subset_size")
 _EXAMPLE = '{ schedule = "cosine", start = 0.1, end = 0.001 }'
 
 
-class Schedule(BaseModel):
+class SettingSchedule(BaseModel):
     """How a setting changes from round to round. Unknown keys are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -90,8 +90,8 @@ def _number_or_table(number: TypeAdapter[Any]) -> WrapValidator:
     """Return a validator that chooses by the value's type, so that an error is about what was meant."""
 
     def validate(value: object, _: object) -> object:
-        if isinstance(value, Mapping | Schedule):
-            return Schedule.model_validate(value)
+        if isinstance(value, Mapping | SettingSchedule):
+            return SettingSchedule.model_validate(value)
         try:
             return number.validate_python(value)
         except ValidationError as error:
@@ -103,26 +103,31 @@ def _number_or_table(number: TypeAdapter[Any]) -> WrapValidator:
 
 
 Samples = Annotated[int, Field(ge=0, le=MAX_SAMPLES)]
-Rate = Annotated[Positive | Schedule, _number_or_table(TypeAdapter(Positive))]
-Epochs = Annotated[PositiveCount | Schedule, _number_or_table(TypeAdapter(PositiveCount))]
-SubsetSize = Annotated[Samples | Schedule, _number_or_table(TypeAdapter(Samples))]
+Rate = Annotated[Positive | SettingSchedule, _number_or_table(TypeAdapter(Positive))]
+Epochs = Annotated[PositiveCount | SettingSchedule, _number_or_table(TypeAdapter(PositiveCount))]
+SubsetSize = Annotated[Samples | SettingSchedule, _number_or_table(TypeAdapter(Samples))]
 
 
 def settings_of(
-    lr: float | Schedule, epochs: int | Schedule, subset_size: int | Schedule, *, job_round: int, rounds: int
+    lr: float | SettingSchedule,
+    epochs: int | SettingSchedule,
+    subset_size: int | SettingSchedule,
+    *,
+    job_round: int,
+    rounds: int,
 ) -> RoundSettings:
     """Return the values of one round. Those of `epochs` and `subset_size` are rounded, and at least 1 in a schedule."""
 
-    def whole(setting: int | Schedule, most: int) -> int:
-        if not isinstance(setting, Schedule):
+    def whole(setting: int | SettingSchedule, most: int) -> int:
+        if not isinstance(setting, SettingSchedule):
             return setting
         return max(1, round(min(setting.at(job_round, rounds), most + 1)))
 
-    rate = lr.at(job_round, rounds) if isinstance(lr, Schedule) else lr
+    rate = lr.at(job_round, rounds) if isinstance(lr, SettingSchedule) else lr
     return RoundSettings(rate, whole(epochs, MAX_COUNT), whole(subset_size, MAX_SAMPLES))
 
 
-def check_schedules(schedules: Mapping[str, Schedule], *, rounds: int) -> None:
+def check_schedules(schedules: Mapping[str, SettingSchedule], *, rounds: int) -> None:
     """Check that schedules stay within the bounds of their keys in all rounds.
 
     Args:

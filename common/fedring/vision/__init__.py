@@ -1,6 +1,6 @@
 """The import of torchvision, deferred until something needs it, and possible even if its compiled part does not load.
 
-Models and data sets of torchvision enter through this package alone. It imports torch, and nothing of fedring.
+Models and data sets of torchvision enter through this package alone. It may import no other package of fedring.
 """
 
 import importlib

@@ -1,4 +1,6 @@
-"""A small page to look at, read-only, and the JSON behind it: docs/web.md. It knows HTTP, and nothing of rounds.
+"""A small page to look at, read-only, and the JSON behind it: docs/web.md.
+
+It knows HTTP, and nothing of rounds. It may import `fedring.daemon`.
 
 app          what is served at which path
 feed         what has changed, as server-sent events

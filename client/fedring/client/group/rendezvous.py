@@ -72,7 +72,7 @@ class RendezvousStream:
 
     def tell(self, message: pb.WorkerMessage) -> None:
         """Send a message to the server. It is dropped while there is no stream: the server asks again later."""
-        self._link.call(lambda: self._write(message))
+        self._link.call(lambda: self._tell(message))
 
     async def _start(self) -> None:
         self._task = asyncio.create_task(self._run())
@@ -112,9 +112,11 @@ class RendezvousStream:
     async def _follow(self, backoff: Backoff) -> None:
         """Follow one stream to its end."""
         connection = self._link.connection
-        call = self._call = connection.rendezvous.Form(metadata=connection.metadata)
+        call = connection.rendezvous.Form(metadata=connection.metadata)
         try:
-            await self._write(pb.WorkerMessage(enter=self._enter))
+            await _write(call, pb.WorkerMessage(enter=self._enter))
+            # Only now: Enter must come first, and gRPC breaks a call that is given two messages at the same time.
+            self._call = call
             async for message in call:
                 backoff.reset()
                 if message.WhichOneof("message") == "prepare":
@@ -135,7 +137,11 @@ class RendezvousStream:
             self._news.notify_all()
         self.on_news(message)
 
-    async def _write(self, message: pb.WorkerMessage) -> None:
+    async def _tell(self, message: pb.WorkerMessage) -> None:
         if self._call is not None:
-            with suppress(aio.AioRpcError, asyncio.InvalidStateError):  # Whoever reads the stream learns why.
-                await self._call.write(message)
+            await _write(self._call, message)
+
+
+async def _write(call: Any, message: pb.WorkerMessage) -> None:
+    with suppress(aio.AioRpcError, asyncio.InvalidStateError):  # Whoever reads the stream learns why.
+        await call.write(message)

@@ -7,7 +7,9 @@ from contextlib import suppress
 from fedring.client.errors import FederationClosed, RoundOver, UpdateRefused
 from fedring.client.session.inbox import Assignment
 from fedring.client.session.link import ServerLink
-from fedring.client.transfer.spool import Residual, Spool, Spooled
+from fedring.client.transfer.own_values import line_of
+from fedring.client.transfer.residual import RESIDUAL
+from fedring.client.transfer.spool import Spool, Spooled
 from fedring.client.transfer.upload import DamagedSpool, GivenUp, Undecided, Upload
 from fedring.daemon.tracing import span
 from fedring.v1 import federation_pb2 as pb
@@ -33,7 +35,7 @@ class Delivery:
         self._link = link
         self._spool = spool
 
-    def send(self, spooled: Spooled, assignment: Assignment, residual: Residual | None = None) -> None:
+    def send(self, spooled: Spooled, assignment: Assignment) -> None:
         """Deliver an update, and note in the assignment what became of it.
 
         If the server has neither accepted nor refused it, it stays in the spool and will be offered again.
@@ -41,7 +43,6 @@ class Delivery:
         Args:
             spooled: The update.
             assignment: The round that it is for.
-            residual: What it leaves out, if the caller has it; this saves reading it from the disk later.
 
         Raises:
             RoundOver: If the server has not accepted the update.
@@ -56,7 +57,8 @@ class Delivery:
             self._spool.drop()
             detail = error.detail
             # A bit that the disk has flipped in a residual would keep this client out for ever.
-            if error.reason == _OF_THE_VALUES and self._spool.end_residual("an update with it is out of range"):
+            if error.reason == _OF_THE_VALUES and self._spool.kept.forget(line_of(assignment.command).key, RESIDUAL):
+                log.warning("dropped the residual of past updates: an update with it is out of range")
                 detail += "; what past updates have left out is dropped"
             if spooled.parts or not isinstance(error, DamagedSpool):  # An update of an earlier process is made again.
                 self.fail(assignment, error.reason, detail)
@@ -74,7 +76,7 @@ class Delivery:
             raise
         finally:
             self._link.session.begin(pb.ACTIVITY_UNSPECIFIED)
-        self._accept(spooled, assignment, residual)
+        self._accept(spooled, assignment)
         assignment.accepted_name = spooled.offer.name
 
     def settle(self, assignment: Assignment, *, send: bool = True) -> bool:
@@ -151,8 +153,8 @@ class Delivery:
             return None if isinstance(error, Undecided) or error.reason == "interrupted" else False
         return True
 
-    def _accept(self, spooled: Spooled, assignment: Assignment, residual: Residual | None = None) -> None:
-        self._spool.accept(spooled, residual)
+    def _accept(self, spooled: Spooled, assignment: Assignment) -> None:
+        self._spool.accept(spooled)
         header, known = spooled.header, self._link.connection.last_accepted
         # The two epochs differ if the server was restored in the meantime, to an older or to a newer state.
         epoch = min(header.epoch, assignment.command.epoch)

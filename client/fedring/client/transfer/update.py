@@ -1,6 +1,6 @@
 """Makes an update of a trained model: pure functions of arrays."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -50,7 +50,7 @@ def make_update(
     training: TrainingReport,
     residual: NDArray[np.float32] | None,
     *,
-    control: pb.UsedControl | None = None,
+    describe: Callable[[pb.UpdateHeader], None] = lambda header: None,
 ) -> Update:
     """Make the update that leads from `base` to `trained`, plus the residual.
 
@@ -61,7 +61,7 @@ def make_update(
         trained: The values that it ended with. Its parameters are overwritten.
         training: What the training reports.
         residual: What past updates left out, [num_parameters]; None = nothing.
-        control: What corrected the gradients; None = nothing did.
+        describe: Writes into the header what else the server must know.
 
     Raises:
         CodecError: With the reason "non_finite", if a value is not finite.
@@ -74,7 +74,7 @@ def make_update(
         parts.append(encode_buffers(trained.buffers))
         packets.append(pb.Packet(vector=pb.VECTOR_BUFFERS, kind=pb.KIND_WEIGHTS, encoding=BUFFERS))
         packets[1].bytes = len(parts[-1])
-    offer = _offer(command, client_id, packets, name_of(*parts), training, control)
+    offer = _offer(command, client_id, packets, name_of(*parts), training, describe)
     return Update(offer, parts, left_out)
 
 
@@ -131,7 +131,7 @@ def _offer(
     packets: Sequence[pb.Packet],
     digest: str,
     training: TrainingReport,
-    control: pb.UsedControl | None = None,
+    describe: Callable[[pb.UpdateHeader], None] = lambda header: None,
 ) -> pb.UpdateOffer:
     if command.job.dp or command.job.sample_dp:  # the noise on the model does not cover what a client says of its data
         training = TrainingReport(samples=1)
@@ -148,8 +148,8 @@ def _offer(
         total_bytes=sum(packet.bytes for packet in packets),
         train_seconds=training.train_seconds,
         metrics=sendable_metrics(training.metrics),
-        control=control,
     )
+    describe(header)
     sent = header.SerializeToString()
     return pb.UpdateOffer(header=sent, payload_digest=digest, name=update_name(sent, digest))
 

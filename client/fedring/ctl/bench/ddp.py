@@ -25,7 +25,7 @@ _BACKENDS = ("gloo", "fedring")
 
 
 @dataclass(frozen=True, slots=True)
-class Scale:
+class DdpScale:
     """How much is measured."""
 
     total: int = 60_000_000  # float32 values that are all-reduced
@@ -43,7 +43,7 @@ class Scale:
     small_shape: tuple[int, ...] = (16, 1, 28, 28)
 
 
-QUICK = Scale(
+QUICK = DdpScale(
     total=6_000_000,
     pieces=(1_000, 10_000, 100_000, 1_000_000, 6_000_000),
     shape=(4, 3, 64, 64),
@@ -76,7 +76,7 @@ def ddp(
     All-reduces in pieces of many sizes; when gradients are ready; bucket sizes; no_sync; 1 to 8 ranks. Lines with a
     rate need root; without root they are not limited, and the results say so.
     """
-    scale = QUICK if quick else Scale()
+    scale = QUICK if quick else DdpScale()
     wanted = tuple(unique_names("--rates", rates.split(","))) if rates else scale.rates
     chosen = replace(scale, rate=check_rate("--rate", rate), rates=tuple(check_rate("--rates", one) for one in wanted))
     make_out_folder(out)
@@ -84,7 +84,7 @@ def ddp(
     present(results, out / "ddp.json", output, plot=plot, print_results=print_tables)
 
 
-def measure(scale: Scale) -> dict[str, Any]:
+def measure(scale: DdpScale) -> dict[str, Any]:
     """Measure all parts.
 
     Returns:
@@ -109,35 +109,35 @@ def measure(scale: Scale) -> dict[str, Any]:
     return {"settings": asdict(scale), **measured, "scaling": [row for rows in worlds for row in rows]}
 
 
-def _pieces(scale: Scale, advance: Advance) -> dict[str, Any]:
+def _pieces(scale: DdpScale, advance: Advance) -> dict[str, Any]:
     settings = {"total": scale.total, "pieces": scale.pieces, "repeats": scale.repeats}
     return _on_ranks("all_reduce", settings, 2, "", advance)
 
 
-def _ready(scale: Scale, advance: Advance) -> dict[str, Any]:
+def _ready(scale: DdpScale, advance: Advance) -> dict[str, Any]:
     settings = {"model": scale.model, "shape": scale.shape, "repeats": scale.repeats}
     result: dict[str, Any] = run_ranks(f"{_TASKS}:gradients_ready", settings, [Host()], advance=advance)
     return result
 
 
-def _buckets(scale: Scale, advance: Advance) -> dict[str, Any]:
+def _buckets(scale: DdpScale, advance: Advance) -> dict[str, Any]:
     ways = [[{"backend": name, "bucket_mib": mib} for name in _BACKENDS] for mib in scale.buckets_mib]
     return _steps(scale, [[{"backend": "noop"}], *ways], 1, advance)
 
 
-def _no_sync(scale: Scale, advance: Advance) -> dict[str, Any]:
+def _no_sync(scale: DdpScale, advance: Advance) -> dict[str, Any]:
     ways = [[{"backend": name, "every": every} for name in _BACKENDS] for every in scale.every]
     return _steps(scale, ways, scale.cycle, advance)
 
 
-def _steps(scale: Scale, ways: Sequence[Any], iterations: int, advance: Advance) -> dict[str, Any]:
+def _steps(scale: DdpScale, ways: Sequence[Any], iterations: int, advance: Advance) -> dict[str, Any]:
     """Measure the ways on two ranks behind lines of the scale's rate."""
     settings = {"model": scale.model, "shape": scale.shape, "ways": ways}
     turns = {"turns": scale.repeats, "iterations": iterations}
     return _on_ranks("steps", {**settings, **turns}, 2, scale.rate, advance)
 
 
-def _world(scale: Scale, rate: str, world: int, advance: Advance) -> list[dict[str, Any]]:
+def _world(scale: DdpScale, rate: str, world: int, advance: Advance) -> list[dict[str, Any]]:
     ways = [[{"backend": name} for name in ("noop", *_BACKENDS, "dgc")]]
     settings = {"model": scale.small_model, "shape": scale.small_shape, "ways": ways}
     turns = {"turns": scale.repeats, "iterations": 1}

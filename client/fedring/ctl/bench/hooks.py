@@ -27,7 +27,7 @@ _RANKS = (1, 2, 4, 8)
 
 
 @dataclass(frozen=True, slots=True)
-class Scale:
+class HookScale:
     """How much is measured."""
 
     turns: int = 5  # of the steps whose time is measured
@@ -44,7 +44,7 @@ class Scale:
         return max(5, self.training // 10), max(10, 3 * self.training // 10)
 
 
-QUICK = Scale(turns=3, steps=3, training=20, seeds=1)
+QUICK = HookScale(turns=3, steps=3, training=20, seeds=1)
 
 
 def hooks(
@@ -65,7 +65,7 @@ def hooks(
         typer.Option(
             min=5,
             help="Steps of each training whose accuracy is measured.",
-            show_default=f"{Scale().training}, with --quick {QUICK.training}",
+            show_default=f"{HookScale().training}, with --quick {QUICK.training}",
         ),
     ] = None,
     quick: QuickOption = False,
@@ -76,7 +76,7 @@ def hooks(
 
     The time of a step is also given as a ratio to a step without communication, measured by turns in the same run.
     """
-    scale = QUICK if quick else Scale()
+    scale = QUICK if quick else HookScale()
     scale = replace(scale, training=steps or scale.training)
     names = unique_names("--hooks", split_hooks(hooks)) if hooks else default_hooks(scale)
     for name in names:
@@ -92,7 +92,7 @@ def hooks(
     present(results, out / "hooks.json", output, plot=plot, print_results=print_tables)
 
 
-def default_hooks(scale: Scale) -> list[str]:
+def default_hooks(scale: HookScale) -> list[str]:
     """Return the hooks of the table: dense, half precision, DGC, and PowerSGD with what can be tuned."""
     powersgd = [f"powersgd(matrix_approximation_rank={rank})" for rank in _RANKS]
     batched = [f"batched_powersgd(matrix_approximation_rank={rank})" for rank in _RANKS]
@@ -101,7 +101,7 @@ def default_hooks(scale: Scale) -> list[str]:
 
 
 def measure(
-    names: Sequence[str], dataset: Dataset, data_root: Path | None, *, scale: Scale, rate: str
+    names: Sequence[str], dataset: Dataset, data_root: Path | None, *, scale: HookScale, rate: str
 ) -> dict[str, Any]:
     """Measure all hooks, and return the results: settings, `network`, and a row for each hook."""
     preset = preset_job(dataset)

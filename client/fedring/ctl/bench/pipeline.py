@@ -47,7 +47,7 @@ MEMORY: Mapping[str, Mapping[str, Any]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Scale:
+class PipelineScale:
     """How much is measured."""
 
     model: str = "torchvision:resnet50"  # of the times and the memory
@@ -62,7 +62,7 @@ class Scale:
     lr: float = 0.02
 
 
-QUICK = Scale(
+QUICK = PipelineScale(
     model="torchvision:resnet18", shape=(24, 3, 64, 64), splits=(2, 6, 24), turns=2, stages=(2,), samples=1920, seeds=1
 )
 
@@ -83,11 +83,11 @@ def pipeline(
     check_data_root(dataset, data_root)
     make_out_folder(out)
     described = describe_run("pipeline", quick=quick)
-    results = described | measure(QUICK if quick else Scale(), dataset, data_root)
+    results = described | measure(QUICK if quick else PipelineScale(), dataset, data_root)
     present(results, out / "pipeline.json", output, plot=plot, print_results=print_tables)
 
 
-def measure(scale: Scale, dataset: Dataset, data_root: Path | None) -> dict[str, Any]:
+def measure(scale: PipelineScale, dataset: Dataset, data_root: Path | None) -> dict[str, Any]:
     """Measure all parts.
 
     Returns:
@@ -135,7 +135,7 @@ def summary(rows: Sequence[Mapping[str, Any]], batch: int) -> dict[str, Any]:
     }
 
 
-def _splits(scale: Scale, advance: Advance) -> dict[str, Any]:
+def _splits(scale: PipelineScale, advance: Advance) -> dict[str, Any]:
     settings = {"model": scale.model, "shape": scale.shape, "splits": scale.splits, "turns": scale.turns}
     with network(_DEVICES, shared_memory=True) as net:
         rows = run_ranks(f"{_TASKS}:split_sizes", settings, net.hosts, advance=advance)
@@ -143,7 +143,7 @@ def _splits(scale: Scale, advance: Advance) -> dict[str, Any]:
     return {"network": net.facts(), "rows": found}
 
 
-def _weights(scale: Scale, dataset: Dataset, data_root: Path | None, advance: Advance) -> list[dict[str, Any]]:
+def _weights(scale: PipelineScale, dataset: Dataset, data_root: Path | None, advance: Advance) -> list[dict[str, Any]]:
     preset = preset_job(dataset, Mode.PIPELINE)
     ways = [(name, stages, {**table, "stages": stages}) for stages in scale.stages for name, table in WEIGHTS.items()]
     settings = {
@@ -171,7 +171,7 @@ def _weights(scale: Scale, dataset: Dataset, data_root: Path | None, advance: Ad
     ]
 
 
-def _memory(scale: Scale, advance: Advance) -> list[dict[str, Any]]:
+def _memory(scale: PipelineScale, advance: Advance) -> list[dict[str, Any]]:
     rows = []
     for number, (name, table) in enumerate(MEMORY.items(), 1):
         keys = {**table, "stages": scale.memory_stages, "micro_batches": scale.memory_micro_batches}

@@ -29,7 +29,7 @@ from fedring.train.offered import Offered, collect
 from fedring.train.pipeline_table import Pipeline
 from fedring.train.seam import build_model
 from fedring.workers.cutting import count_layers, cut_model
-from fedring.workers.shards import World, epoch_order, micro_batches, shares
+from fedring.workers.shards import GroupRank, epoch_order, micro_batches, shares
 
 ALONE, FEDRING, TORCH = "one device", "fedring", "torch"
 _BATCH, _MOMENTUM = 64, 0.9
@@ -194,7 +194,7 @@ def trainings(
 def _train(model: nn.Module, table: Pipeline, samples: Any, wanted: int, *, lr: float, seed: int) -> None:
     """Train the model for one epoch, of as many samples as are wanted."""
     stages = _stages(model, table, lr)
-    steps = shares(epoch_order(size_of(samples), seed=seed, epoch=0, wanted=wanted), 0, World(), _BATCH)
+    steps = shares(epoch_order(size_of(samples), seed=seed, epoch=0, wanted=wanted), 0, GroupRank(), _BATCH)
     every = int(table.micro_batches) if table.schedule == "pipedream" else 1  # batches of one run of the schedule
     while taken := list(islice(steps, every)):
         parts = [

@@ -61,7 +61,7 @@ NOISE: dict[str, Any] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class PrivateDemoResult:
     """What came of the demo."""
 
     rounds: list[pb.Round]  # of both jobs, oldest first
@@ -125,7 +125,7 @@ def check_size(clients: int, rounds: int) -> str:
     return "" if rounds > KILL_IN else f"--private needs at least {KILL_IN + 1} rounds: a client is killed in round 2"
 
 
-def _run(clients: int, rounds: int, out: Path, say: Callable[[str], None]) -> Outcome:
+def _run(clients: int, rounds: int, out: Path, say: Callable[[str], None]) -> PrivateDemoResult:
     remove_earlier(out)
     fewest = threshold(clients)
     job = JOB | {"rounds": rounds, "min_clients": clients, "min_clients_to_aggregate": fewest}
@@ -151,7 +151,7 @@ def _run(clients: int, rounds: int, out: Path, say: Callable[[str], None]) -> Ou
     masked = {row.round for row in known if row.job_id == known[0].job_id}
     payloads = {key: payload for key, payload in stored_payloads(state).items() if key[0] in masked}
     evidence = gather(state, payloads, updates, trained, before[max(masked)])
-    return Outcome(known, killed, privacy, _sums(known, before, updates), evidence)
+    return PrivateDemoResult(known, killed, privacy, _sums(known, before, updates), evidence)
 
 
 def _follow(fleet: Fleet, control: Control, job_id: int, say: Callable[[str], None], *, kill: bool) -> str:
@@ -228,7 +228,7 @@ def _sums(rounds: list[pb.Round], before: dict[int, Any], updates: dict[tuple[in
     return sums
 
 
-def _tell(outcome: Outcome, say: Callable[[str], None]) -> None:
+def _tell(outcome: PrivateDemoResult, say: Callable[[str], None]) -> None:
     rows = [
         (
             f"{row['job']}.{row['round']}",

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fedring.compress.correction import Correction, Feedback, result_of, settle, target_of
+from fedring.compress.correction import ErrorFeedback, Feedback, result_of, settle, target_of
 from fedring.ddp.gradients import Gradients
 from fedring.ddp.state import HookState
 from fedring.ddp.turns import Steps
@@ -36,7 +36,7 @@ class CorrectedState(HookState):
         if feedback not in get_args(Feedback):
             raise ValueError(f"feedback is one of {', '.join(get_args(Feedback))}, not {feedback!r}")
         self.feedback: Feedback = feedback
-        self.kept: dict[str, Correction] = {}
+        self.kept: dict[str, ErrorFeedback] = {}
 
     def steps(self, grads: Gradients) -> Steps:
         """Exchange `grads`: their buffer comes to hold the mean over all workers, as far as messages tell it."""
@@ -93,12 +93,12 @@ class CorrectedState(HookState):
         """See HookState.regroup; in another group, the shared estimate is not the mean of the workers' own any more."""
         super().regroup(shared, steps=steps)
         for name, estimate in shared.items():
-            self.kept[name] = Correction(estimate.clone(), estimate.clone())
+            self.kept[name] = ErrorFeedback(estimate.clone(), estimate.clone())
 
-    def _kept(self, name: str, grad: Tensor) -> Correction:
+    def _kept(self, name: str, grad: Tensor) -> ErrorFeedback:
         kept = self.kept.get(name)
         if kept is None or kept.own.numel() != grad.numel() * (self.feedback != "none"):  # DDP made other buckets
-            kept = self.kept[name] = Correction.empty(grad.numel(), self.feedback, grad.device)
+            kept = self.kept[name] = ErrorFeedback.empty(grad.numel(), self.feedback, grad.device)
         return kept
 
     def _contents(self) -> dict[str, Any]:
@@ -116,4 +116,4 @@ class CorrectedState(HookState):
         if self.feedback == "ef21" and own.keys() != shared.keys():
             raise ValueError(f"the {self.kind} state does not have both estimates of every parameter")
         none = torch.empty(0)
-        self.kept = {name: Correction(tensor, shared.get(name, none)) for name, tensor in own.items()}
+        self.kept = {name: ErrorFeedback(tensor, shared.get(name, none)) for name, tensor in own.items()}

@@ -30,7 +30,7 @@ class Kind(Enum):
     OTHER = auto()
 
 
-class Scope:
+class CallbackScope:
     """Names the operations that the callback of a future starts.
 
     Ranks must call one operation by one name. To count calls works as long as every rank makes them in one order, and
@@ -49,13 +49,13 @@ class Scope:
         """Return the key of the next operation that the callback starts."""
         return f"{self._path}.{next(self._operations)}"
 
-    def next_callback(self) -> "Scope":
+    def next_callback(self) -> "CallbackScope":
         """Return the scope of the next callback on the same future."""
-        return Scope(f"{self._path}/{next(self._callbacks)}")
+        return CallbackScope(f"{self._path}/{next(self._callbacks)}")
 
 
 @contextmanager
-def inside(scope: Scope) -> Iterator[None]:
+def inside(scope: CallbackScope) -> Iterator[None]:
     """Have `scope` name the operations that this thread starts in the block."""
     outer = getattr(_local, "scope", None)
     _local.scope = scope
@@ -67,7 +67,7 @@ def inside(scope: Scope) -> Iterator[None]:
 
 def next_key(count: Callable[[], int]) -> str:
     """Return the key of an operation that starts on this thread now; outside of callbacks, what `count` returns."""
-    scope: Scope | None = getattr(_local, "scope", None)
+    scope: CallbackScope | None = getattr(_local, "scope", None)
     return scope.next_operation() if scope else str(count())
 
 

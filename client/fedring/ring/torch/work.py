@@ -3,7 +3,7 @@ collectives.
 
 Callbacks run on threads of a pool that grows, never on the thread that attaches them. So a callback that waits for
 another collective keeps nobody waiting, and ranks may attach theirs in different orders. Each callback runs in a scope,
-so that what it starts has one name on all ranks, also in chains of `then` (see `engine.operation.Scope`).
+so that what it starts has one name on all ranks, also in chains of `then` (see `engine.operation.CallbackScope`).
 """
 
 import copy
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.futures import Future
 
 from fedring.ring.engine.group import Group
-from fedring.ring.engine.operation import Operation, Scope, inside
+from fedring.ring.engine.operation import CallbackScope, Operation, inside
 from fedring.ring.errors import CollectiveTimeout, RingError
 from fedring.ring.torch.compiler import opaque
 
@@ -140,7 +140,7 @@ def together(group: Group, works: Sequence[RingWork]) -> RingWork:
     return RingWork(group, operations, [result for work in works for result in work.result()], finish=finish)
 
 
-class Failure:
+class FailedValue:
     """Stands in a future where a value would be, and raises an error as soon as it is used.
 
     torch gives Python no way to fail a future.
@@ -176,7 +176,7 @@ class Failure:
 class RingFuture(Future[Any]):
     """A future of what a function returns or raises, whose callbacks run in `scope`."""
 
-    def __init__(self, scope: Scope) -> None:
+    def __init__(self, scope: CallbackScope) -> None:
         super().__init__()
         self._scope = scope
 
@@ -185,7 +185,7 @@ class RingFuture(Future[Any]):
         try:
             result = function()
         except BaseException as error:  # noqa: BLE001  # raised again for those who wait
-            result = Failure(error)
+            result = FailedValue(error)
         self.set_result(result)
 
     def then(self, callback: Callable[[Any], Any]) -> "RingFuture":
@@ -242,12 +242,12 @@ def deferred(path: str, function: Callable[[], Any]) -> tuple[RingFuture, Callab
         path: The key of the operation that the future belongs to.
         function: Called once.
     """
-    future = RingFuture(Scope(path))
+    future = RingFuture(CallbackScope(path))
     return future, lambda: _pool.run(lambda: future.complete(function))
 
 
 def _value(value: Any) -> Any:
-    if isinstance(value, Failure):
+    if isinstance(value, FailedValue):
         raise value.copied_error()
     return value
 

@@ -151,7 +151,7 @@ class ModelMaker:
         return new.row(schema, version=version, number=0)
 
     def command(self, job: Job, command: pb.TrainCmd, base: ModelRow) -> None:
-        """Add to the command of a round what the job's transforms have to say.
+        """Let the transforms of the job add to the command of a round.
 
         Raises:
             DamagedModel: if a file of the base is damaged.
@@ -162,7 +162,7 @@ class ModelMaker:
             transforms_of(job).command(job, command, base, self._files(base, files))
 
     def prepare(self, closed: ClosedRound) -> RoundSteps:
-        """Return what the transforms do to a round that takes no more updates.
+        """Return the steps of the job's transforms for a closed round.
 
         Raises:
             RuleError: if the rule cannot combine so few updates.

@@ -1,4 +1,4 @@
-"""The hooks by which a transform takes part in the making of one model.
+"""The steps of transforms in the making of one model.
 
 `fedring.server.model.aggregate` walks over the base and the updates, and calls the hooks of all steps in their order.
 A step belongs to one attempt to close one round: it may keep in itself what one hook has found for a later one.
@@ -31,13 +31,19 @@ class Combine(Protocol):
     """Walks once over the combined delta of the parameters."""
 
     def __call__(self, finish: Finish[T]) -> Generator[T, None, None]:
-        """Yield finish(start, base, delta) of each piece, in order; the pieces are computed by several threads."""
+        """Yield finish(start, base, delta) of each piece, in order.
+
+        Several threads compute the pieces.
+        """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A model before it is written. Only one of the two walks may be made, and only once."""
+    """A model before it is written.
+
+    Only one of the two walks may be made, and only once.
+    """
 
     buffers: Float64
     deltas: Combine
@@ -56,7 +62,7 @@ class VectorFile:
 
 
 class BaseFiles:
-    """The files that belong to the base model of a round, which is being closed.
+    """The files of the base model, for the round that starts from it.
 
     Args:
         blobs: hold them.
@@ -88,19 +94,26 @@ class BaseFiles:
         return self.opened[-1]
 
     def read(self, name: str) -> bytes:
-        """Return all bytes of a blob; b"" if it has no name. Raises as open()."""
+        """Return all bytes of a blob; b"" without a name.
+
+        Raises:
+            DamagedModel, StorageFailed: as open().
+        """
         try:
             return read_checked(self._blobs, name) if name else b""
         except StorageError as error:
             raise self.damage_of(error) from error
 
     def damage_of(self, error: CodecError | StorageError) -> StorageError:
-        """Return the error of a base of which a file cannot be read, or cannot be trusted."""
+        """Return the error of the base for an error of one of its files."""
         return self._versions.damage_of(self._base, error)
 
 
 class Step:
-    """The part of one transform in making one model. Each hook does nothing by default."""
+    """One transform's part in making one model.
+
+    Each hook does nothing by default.
+    """
 
     whole: ClassVar[bool] = False
     """Whether `change` is called, for which the base is loaded into memory."""
@@ -110,7 +123,7 @@ class Step:
         return {}
 
     def charge(self) -> ChargeRow | None:
-        """Return the privacy that the model costs, which is charged in the moment that it is published."""
+        """Return the charge for publishing the model; None if it costs no privacy."""
         return None
 
     def read(self, base: ModelRow, files: BaseFiles) -> None:
@@ -122,7 +135,9 @@ class Step:
         """
 
     def contributions(self, given: list[Contribution], length: int) -> list[Contribution]:
-        """Return what the updates count, or what is made of them. Nothing is decoded yet.
+        """Return the contributions with other weights, or others in their place.
+
+        Nothing is decoded yet.
 
         Args:
             given: the updates, as the steps before have left them.
@@ -138,7 +153,9 @@ class Step:
         return how
 
     def piece(self, start: int, delta: Float64) -> None:
-        """Look at a piece of the combined delta, or change it in place. Several threads call this, in any order.
+        """Look at a piece of the combined delta, or change it in place.
+
+        Several threads call this, in any order.
 
         Args:
             start: the place where the piece begins.
@@ -154,7 +171,10 @@ class Step:
         return draft
 
     def files(self, walk: Walk) -> Mapping[str, bytes | VectorFile]:
-        """Return blobs to write, by their columns in ModelRow, now that all parameters are made."""
+        """Return blobs to write, by their columns in ModelRow.
+
+        All parameters are made by now.
+        """
         return {}
 
     def columns(self) -> Mapping[str, Any]:

@@ -8,7 +8,7 @@ from fedring.codec.schema import Schema
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What the round in progress, which takes an update of this client, demands of it."""
+    """The demands of the round in progress on an update of one client."""
 
     base_digest: str  # of the model that it starts from
     most_bytes: int  # of the payload

@@ -128,7 +128,7 @@ class RoundMetrics:
         self.named.show(figures)
 
     def guarded(self, stats: Mapping[str, Any]) -> None:
-        """Count the updates of a round that published a model which guards have changed; `stats` are its row's."""
+        """Count the updates that guards have changed, by the figures of their round."""
         self._capped.inc(len(stats.get("capped", ())))
         self._clipped.inc(len(stats.get("clipped", ())))
 

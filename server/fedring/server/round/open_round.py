@@ -85,7 +85,7 @@ class OpenRound:
         return pb.ServerEvent(train=command).SerializeToString()
 
     def terms(self, client: str, schema: Schema) -> Terms:
-        """Return the round's demands of an update.
+        """Return the demands of the round on an update.
 
         Args:
             client: whose update it is.
@@ -98,7 +98,7 @@ class OpenRound:
         return self.transforms.terms(terms, self.command, self.kind.members_with(client))
 
     def closed(self, secret: str, past: Past) -> ClosedRound:
-        """Return the closed round as a value.
+        """Return the round as it is when it takes no more updates.
 
         Args:
             secret: of the run, which clients do not know.

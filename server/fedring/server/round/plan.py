@@ -91,7 +91,10 @@ def _json(table: BaseModel | None) -> str:
 
 
 def round_command(job: Job, row: RoundRow, base: ModelRow, *, run_id: str, epoch: int, most_bytes: int) -> pb.TrainCmd:
-    """Return the command of a round, without its deadline, to which the job's transforms add what they have to say."""
+    """Return the command of a round, before the job's transforms add to it.
+
+    It has no deadline, which depends on the moment of sending.
+    """
     command = train_cmd(job, job_spec(job, row.job_id), number=row.round, job_round=row.job_round)
     command.run_id, command.epoch = run_id, epoch
     command.model_version, command.model_digest = base.version, base.digest

@@ -54,7 +54,7 @@ class RoundPrivacy:
         )
 
     def past_of(self, row: RoundRow) -> "RoundPast":
-        """Return what a round may ask of those before it; to be called in the event loop."""
+        """Return the rounds before one. Call it in the event loop."""
         return RoundPast(self._facts, row.job_id, partial(noise_secret, self._folder, self._name(row)))
 
     def why_not_resumed(self, open_: OpenRound) -> str:
@@ -89,7 +89,7 @@ class RoundPrivacy:
 
 
 class RoundPast:
-    """The rounds of a job that are over, for a thread other than that of the event loop, and other than the store's.
+    """The earlier rounds of a job, for a thread that makes a model.
 
     It must be made in the event loop, in which it reads the store.
 

@@ -175,7 +175,10 @@ def meaning_of(error: BaseException | None) -> StorageError | FsyncFailed:
         return StorageFailed("disk_full", str(error))
     if name.startswith(("SQLITE_IOERR", "SQLITE_READONLY", "SQLITE_CANTOPEN")):
         return StorageFailed("disk_error", str(error))
-    return StoreError("corrupt" if name in ("SQLITE_NOTADB", "SQLITE_CORRUPT") else "database", str(error))
+    # A column whose name has changed in the file is not found.
+    if name in ("SQLITE_NOTADB", "SQLITE_CORRUPT") or str(error).startswith("no such "):
+        return StoreError("corrupt", f"the database is damaged ({error}): restore a backup (flctl restore)")
+    return StoreError("database", str(error))
 
 
 def _engine(url: str, log_bytes: int) -> Engine:

@@ -107,7 +107,11 @@ class Store(Protocol):
         ...
 
     def update_round(self, row: RoundRow) -> None:
-        """Replace the row of a round. What is kept of the secure aggregation of a round goes with its end."""
+        """Replace the row of a round. What is kept of the secure aggregation of a round goes with its end.
+
+        Raises:
+            StoreError: "corrupt", if there is no such round.
+        """
         ...
 
     def save_seconds_left(self, number: int, phase: str, seconds: float) -> None:

@@ -6,37 +6,36 @@ forgotten.
 """
 
 from collections import Counter
+from collections.abc import Iterable
 
-from sqlalchemy import ColumnElement, Connection, Select, delete, func, select
+from sqlalchemy import ColumnElement, Connection, delete, func, select
 
 from fedring.server.state import sealed
-from fedring.server.state.rows import ClientRow, LastAccepted
+from fedring.server.state.rows import ClientRow, LastAccepted, UpdateRow
+from fedring.server.state.sealed import covered, rows_of
 from fedring.server.state.tables import clients, evaluations, rounds, updates
 
 _KEPT = select(updates.c.client_id, func.count()).group_by(updates.c.client_id)
 _PRUNED = select(clients.c.client_id, clients.c.pruned_updates)
-_ACCEPTED = select(updates.c.epoch, updates.c.round, updates.c.name)
-_LAST = (clients.c.last_epoch, clients.c.last_round, clients.c.last_name)
-_PRUNED_LAST = select(*_LAST).where(clients.c.last_name != "")
 
 
 def update_counts(connection: Connection) -> Counter[str]:
-    """Return how many updates of each client were accepted, kept or pruned."""
-    return _counted(connection, _PRUNED) + _counted(connection, _KEPT)
+    """Return how many updates of each client were accepted, kept or pruned, for people: digests are not checked."""
+    return Counter(dict(connection.execute(_PRUNED).all())) + Counter(dict(connection.execute(_KEPT).all()))
 
 
 def accepted_name(connection: Connection, number: int, client_id: str) -> str:
     """Return the name of the client's accepted update in the round; empty if none is known."""
-    kept = select(updates.c.name).where((updates.c.round == number) & (updates.c.client_id == client_id))
-    pruned = select(clients.c.last_name).where((clients.c.last_round == number) & (clients.c.client_id == client_id))
-    return connection.execute(kept).scalar() or connection.execute(pruned).scalar() or ""
+    this = (updates.c.round == number) & (updates.c.client_id == client_id)
+    if kept := rows_of(connection, covered(UpdateRow).where(this), UpdateRow):
+        return kept[0].name
+    pruned = rows_of(connection, select(clients).where(clients.c.client_id == client_id), ClientRow)
+    return next((row.last_name for row in pruned if row.last_round == number), "")
 
 
 def last_accepted(connection: Connection) -> dict[str, LastAccepted]:
     """Return each client's newest accepted update, kept or pruned, by client id."""
-    kept = _ACCEPTED.add_columns(updates.c.client_id)
-    pruned = _PRUNED_LAST.add_columns(clients.c.client_id)
-    return _newest(connection, kept, pruned)
+    return _newest(rows_of(connection, covered(UpdateRow), UpdateRow), rows_of(connection, select(clients), ClientRow))
 
 
 def forget(connection: Connection, client_id: str) -> int:
@@ -51,33 +50,28 @@ def forget(connection: Connection, client_id: str) -> int:
 
 def remember(connection: Connection, old: ColumnElement[bool]) -> None:
     """Note how many updates each client loses, and its newest, before the updates that match `old` are deleted."""
-    pruned = _counted(connection, _KEPT.where(old))
-    if not pruned:
+    lost = rows_of(connection, covered(UpdateRow).where(old), UpdateRow)
+    if not lost:
         return
-    counts = _counted(connection, _PRUNED)
-    newest = _newest(
-        connection,
-        _ACCEPTED.where(old).add_columns(updates.c.client_id),
-        _PRUNED_LAST.where(clients.c.client_id.in_(pruned)).add_columns(clients.c.client_id),
-    )
+    pruned = Counter(row.client_id for row in lost)
+    theirs = clients.c.client_id.in_(pruned)
+    before = rows_of(connection, select(clients).where(theirs), ClientRow)
+    counts = pruned + Counter({row.client_id: row.pruned_updates for row in before})
     rows = [
-        ClientRow(client, counts[client] + count, last.epoch, last.round, last.name)
-        for client, count in pruned.items()
-        for last in [newest[client]]
+        ClientRow(client, counts[client], last.epoch, last.round, last.name)
+        for client, last in _newest(lost, before).items()
     ]
-    connection.execute(delete(clients).where(clients.c.client_id.in_(pruned)))
+    connection.execute(delete(clients).where(theirs))
     sealed.add(connection, *rows)
 
 
-def _newest(connection: Connection, *queries: Select[int, int, str, str]) -> dict[str, LastAccepted]:
-    """Return each client's newest update among the rows (epoch, round, name, client) of all queries."""
+def _newest(kept: Iterable[UpdateRow], pruned: Iterable[ClientRow]) -> dict[str, LastAccepted]:
+    """Return each client's newest accepted update, by client id."""
+    found = [(row.client_id, LastAccepted(row.epoch, row.round, row.name)) for row in kept]
+    found += [
+        (row.client_id, LastAccepted(row.last_epoch, row.last_round, row.last_name)) for row in pruned if row.last_name
+    ]
     newest: dict[str, LastAccepted] = {}
-    for query in queries:
-        for epoch, number, name, client in connection.execute(query):
-            found = LastAccepted(epoch, number, name)
-            newest[client] = max(newest.get(client, found), found)
+    for client, last in found:
+        newest[client] = max(newest.get(client, last), last)
     return newest
-
-
-def _counted(connection: Connection, query: Select[str, int]) -> Counter[str]:
-    return Counter(dict(connection.execute(query).all()))

@@ -74,7 +74,7 @@ class RoundRow:
     ended_at: float | None = None
     stats: dict[str, Any] = field(default_factory=dict)
     # Until its phase ends, if the server is killed; None = the whole phase. It is noted every few seconds.
-    seconds_left: float | None = field(default=None, metadata=UNCOVERED)
+    seconds_left: float | None = None
     # What the job's own strategy has chosen for the round, by the job's keys; None = nothing yet, or it has failed.
     settings: dict[str, float] | None = field(default_factory=dict)
 

@@ -66,17 +66,24 @@ def rows_of(
     form, rows = _FORMS[kind], []
     try:
         result = connection.execute(query, parameters)
-        names = tuple(result.keys())
-        for found in result:
-            stored = dict(zip(names, found, strict=True))
-            if form.covered and stored.pop(ROW_DIGEST) != _digest(form, stored):
-                raise _damaged(kind, stored)
-            rows.append(row_of(kind, stored))
+        names, found = tuple(result.keys()), result.all()
     except OperationalError as error:
         if "decode to UTF-8" in str(error.orig):
             raise _damaged(kind) from error
         raise
+    except TypeError as error:  # SQLAlchemy's, of text where bytes were written
+        raise _damaged(kind) from error
+    for values in found:
+        stored = dict(zip(names, values, strict=True))
+        if form.covered and not _is_sound(form, stored.pop(ROW_DIGEST), stored):
+            raise _damaged(kind, stored)
+        rows.append(row_of(kind, stored))
     return rows
+
+
+def covered(kind: type[Any]) -> Select[Any]:
+    """Return the query of all rows of a kind, without the columns that the digest does not cover."""
+    return select(*(TABLE_OF[kind].c[name] for name in (*_FORMS[kind].covered, ROW_DIGEST)))
 
 
 def row_of(kind: type[Row], stored: Mapping[str, Any]) -> Row:
@@ -103,10 +110,15 @@ def change(connection: Connection, kind: type[Any], which: ColumnElement[bool], 
 
 
 def put(connection: Connection, row: Any) -> None:
-    """Replace the row of the same key. Nothing happens if there is none."""
-    table = TABLE_OF[type(row)]
-    same = and_(*(column == getattr(row, column.name) for column in table.primary_key))
-    connection.execute(update(table).where(same).values(values_of(row)))
+    """Replace the row of the same key.
+
+    Raises:
+        StoreError: "corrupt", if there is none: it was there, and nothing that is replaced is ever removed.
+    """
+    table, values = TABLE_OF[type(row)], values_of(row)
+    same = and_(*(column == values[column.name] for column in table.primary_key))
+    if not connection.execute(update(table).where(same).values(values)).rowcount:
+        raise _damaged(type(row), values, "is missing")
 
 
 def check_all(connection: Connection) -> None:
@@ -116,8 +128,16 @@ def check_all(connection: Connection) -> None:
         StoreError: "corrupt", if one is not what was written.
     """
     for kind, form in _FORMS.items():
+        connection.execute(select(TABLE_OF[kind]).limit(0))  # The names of all columns lie in the file, too.
         if form.covered:
-            rows_of(connection, select(*(TABLE_OF[kind].c[name] for name in (*form.covered, ROW_DIGEST))), kind)
+            rows_of(connection, covered(kind), kind)
+
+
+def _is_sound(form: _Form, digest: bytes, stored: Mapping[str, Any]) -> bool:
+    try:
+        return digest == _digest(form, stored)
+    except (struct.error, TypeError):  # a value of another type than its column's: SQLite keeps both
+        return False
 
 
 def _digest(form: _Form, stored: Mapping[str, Any]) -> bytes:
@@ -125,7 +145,10 @@ def _digest(form: _Form, stored: Mapping[str, Any]) -> bytes:
     numbers = [math.nan if stored[name] is None else stored[name] for name in form.numbers]
     texts = [stored[name] for name in form.texts]
     parts = [text.encode() if isinstance(text, str) else text or b"" for text in texts]
-    lengths = [-1 if text is None else len(part) for text, part in zip(texts, parts, strict=True)]
+    # SQLite tells text from bytes by one bit, which may flip, too.
+    lengths = [
+        -1 if text is None else 2 * len(part) + isinstance(text, str) for text, part in zip(texts, parts, strict=True)
+    ]
     head = form.layout.pack(*numbers, *lengths)
     return blake3(b"".join((form.table.encode(), head, *parts))).digest(_DIGEST_BYTES)
 
@@ -147,10 +170,12 @@ def _form(kind: type[Any]) -> _Form:
 _FORMS = {kind: _form(kind) for kind in TABLE_OF}
 
 
-def _damaged(kind: type[Any], stored: Mapping[str, Any] | None = None) -> StoreError:
-    """Return the error of a row that is not what was written; None if even its key cannot be read."""
+def _damaged(
+    kind: type[Any], stored: Mapping[str, Any] | None = None, what: str = "is not what was written"
+) -> StoreError:
+    """Return the error of a row; None if even its key cannot be read."""
     table = TABLE_OF[kind]
     key = ", ".join(f"{column.name} {stored[column.name]!r}" for column in table.primary_key) if stored else ""
     which = f"the row of {key}" if key else "a row"
-    text = f"the database is damaged ({which} in the table {table.name} of {FACTS} is not what was written)"
+    text = f"the database is damaged ({which} in the table {table.name} of {FACTS} {what})"
     return StoreError("corrupt", f"{text}: restore a backup (flctl restore)")

@@ -140,8 +140,8 @@ class SqlStore:
 
     def job_rounds_ended(self, job_id: int) -> int:
         ended = (rounds.c.job_id == job_id) & rounds.c.ended_at.is_not(None)
-        with self._transaction() as connection:
-            return connection.execute(select(func.max(rounds.c.job_round)).where(ended)).scalar() or 0
+        last = self._first(select(rounds).where(ended).order_by(rounds.c.job_round.desc()), RoundRow)
+        return last.job_round if last else 0
 
     def create_round(self, row: RoundRow) -> RoundRow:
         with self._transaction() as connection:
@@ -154,7 +154,7 @@ class SqlStore:
     def save_seconds_left(self, number: int, phase: str, seconds: float) -> None:
         this = (rounds.c.round == number) & (rounds.c.phase == phase)
         with self._transaction() as connection:
-            connection.execute(update(rounds).where(this).values(seconds_left=seconds))
+            sealed.change(connection, RoundRow, this, seconds_left=seconds)
 
     def round(self, number: int) -> RoundRow | None:
         return self._first(select(rounds).where(rounds.c.round == number), RoundRow)
@@ -338,8 +338,9 @@ class SqlStore:
 
     def next_version(self) -> int:
         with self._transaction() as connection:
-            dropped = connection.execute(select(meta.c.value).where(meta.c.name == _DROPPED)).scalar() or 0
-            return max(connection.execute(select(func.max(models.c.version))).scalar() or 0, int(dropped)) + 1
+            dropped = rows_of(connection, select(meta).where(meta.c.name == _DROPPED), MetaRow)
+            newest = rows_of(connection, select(models).order_by(models.c.version.desc()).limit(1), ModelRow)
+            return max([int(row.value) for row in dropped] + [row.version for row in newest], default=0) + 1
 
     def drop_models(self, versions: Sequence[int]) -> Pruned:
         highest = self.next_version() - 1

@@ -1,4 +1,4 @@
-"""The server halves of transforms: what a feature of a job demands of updates, and does with them.
+"""The server halves of transforms, one module for each feature of jobs.
 
 `fedring.server.model.transforms.listing` builds the list of a job's transforms, and nothing else decides by a feature.
 A module here holds one feature, which a key of the job asks for; `named` holds those that a job names in its list

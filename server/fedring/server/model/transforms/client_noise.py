@@ -1,4 +1,4 @@
-"""Differential privacy by the clients: their updates are integers with noise, of which the server learns sums."""
+"""Differential privacy by the clients, with sums of noisy integers."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -65,7 +65,7 @@ class ClientNoise(Feature):
 
 
 class SumsWithNoise(Sums):
-    """The groups of one round whose clients add noise: their sum over a fixed number of clients.
+    """The sum of noisy groups over a fixed number of clients.
 
     It costs nothing at the end of the round: it was charged when the sums could be seen.
     """
@@ -79,7 +79,7 @@ class SumsWithNoise(Sums):
         return self._done.stats()
 
     def contributions(self, given: list[Contribution], length: int) -> list[Contribution]:
-        """Return the sum of each group, which counts once."""
+        """Return the sum of each group, with the weight 1."""
         return [replace(each, weight=1.0) for each in super().contributions(given, length)]
 
     def combination(self, how: Combination) -> Combination:

@@ -1,4 +1,4 @@
-"""The encoded download: the delta to the next model, and the model that a client makes of it."""
+"""The encoded download, from one model to the next."""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self

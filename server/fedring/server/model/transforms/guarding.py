@@ -1,4 +1,4 @@
-"""What one update may count, how long it may be, and how many steps it stands for."""
+"""The guards of the mean, on the weights and norms of updates."""
 
 from dataclasses import dataclass, replace
 from typing import Any, Self

@@ -1,4 +1,4 @@
-"""The list of a job's transforms: the one place that builds it, and the calls that go through all of them."""
+"""The list of a job's transforms. Nothing else decides by a feature."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ _AFTER: tuple[type[Feature], ...] = (Optimizing, EncodedDownload)
 
 @dataclass(frozen=True, slots=True)
 class RoundSteps:
-    """The part of each transform in one attempt to make the model of a closed round."""
+    """The steps of all transforms in one attempt to make a model."""
 
     closed: ClosedRound
     steps: Sequence[Step]
@@ -49,12 +49,12 @@ class RoundSteps:
         return {key: figure for step in self.steps for key, figure in step.stats().items()}
 
     def charge(self) -> ChargeRow | None:
-        """Return the privacy that the model costs; None if it costs none, or was charged before."""
+        """Return the charge for publishing the model; None if there is none."""
         return next((charge for step in self.steps if (charge := step.charge()) is not None), None)
 
 
 class Transforms:
-    """All transforms of a job, in the order in which they take the updates of a round."""
+    """All transforms of a job, in the order of their steps."""
 
     def __init__(self, each: Sequence[Transform]) -> None:
         self._each = tuple(each)
@@ -80,7 +80,7 @@ class Transforms:
         return least
 
     def command(self, job: Job, command: pb.TrainCmd, base: ModelRow, files: BaseFiles) -> None:
-        """Add what they have to say to the command of a round: see Transform.command."""
+        """Add to the command of a round: see Transform.command."""
         for each in self._each:
             each.command(job, command, base, files)
 
@@ -122,7 +122,7 @@ def transforms_of(job: Job) -> Transforms:
 
 
 def algorithms() -> dict[str, type[Algorithm[Any]]]:
-    """Return the algorithms that jobs can name: those of the modules in the room `named`."""
+    """Return the algorithms in the room `named`, by their names."""
     modules = (import_module(f"{named.__name__}.{module.name}") for module in iter_modules(named.__path__))
     offered = (each for module in modules for each in vars(module).values())
     return {each.name: each for each in offered if isinstance(each, type) and issubclass(each, Algorithm) and each.name}

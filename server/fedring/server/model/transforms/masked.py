@@ -1,4 +1,4 @@
-"""Secure aggregation: the server learns the sums of groups of updates, whose clients have rounded them to levels."""
+"""Secure aggregation, with sums of levels."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -74,7 +74,7 @@ class MaskedLevels(Feature):
 
 
 class Sums(Step):
-    """The groups of one round, of which only the sums can be seen.
+    """The sums of the groups of one round.
 
     Args:
         closed: the round, with its groups.
@@ -91,7 +91,7 @@ class Sums(Step):
 
 
 class SumsOfLevels(Sums):
-    """The groups of one round whose clients send levels, which the spread of the next model follows from."""
+    """The sums of levels, and the spread of the next model."""
 
     def __init__(self, closed: ClosedRound, table: SecureAggregation) -> None:
         super().__init__(closed)

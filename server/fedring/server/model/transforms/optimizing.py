@@ -1,4 +1,4 @@
-"""The server optimizer: it steps by the combined delta, in the place of adding it to the base."""
+"""The server optimizer, and its step by the combined delta."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""Differential privacy for single samples: the clients add the noise, and tell nothing of their training."""
+"""Differential privacy for single samples, by the clients."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace

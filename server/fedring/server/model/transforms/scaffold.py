@@ -1,4 +1,4 @@
-"""SCAFFOLD: the server's control variate travels with commands, and follows from the updates that used it."""
+"""SCAFFOLD, with the server's control variate of each round."""
 
 import logging
 from collections.abc import Mapping
@@ -31,7 +31,7 @@ class Scaffold(Feature):
         return cls() if job.scaffold else None
 
     def command(self, job: Job, command: pb.TrainCmd, base: ModelRow, files: BaseFiles) -> None:
-        """Name the control variate of the base, or zero, with which a new line begins."""
+        """Name the control variate of the base, or a new line from zero."""
         if base.control_blob:
             command.control.CopyFrom(pb.Control(line=base.control_line, digest=base.control_digest))
         else:

@@ -1,4 +1,4 @@
-"""Differential privacy by the server: it shortens updates, and adds noise to their mean."""
+"""Differential privacy by the server, with clipped updates and a noisy mean."""
 
 import time
 from collections.abc import Callable
@@ -88,7 +88,9 @@ class Noised(Step):
 
 
 def check_no_buffers(schema: Schema, key: str, how: str) -> None:
-    """Check that a model has no buffers, which would be averaged as they are.
+    """Check that a model has no buffers.
+
+    They would be averaged as they are.
 
     Raises:
         ValueError: if it has.

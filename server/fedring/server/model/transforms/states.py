@@ -1,4 +1,4 @@
-"""The values that algorithms keep from round to round: one file of a model, in the format safetensors.
+"""The states of algorithms, one file of a model in the format safetensors.
 
 Its tensors are called "feddyn/h", and its metadata says to which job they belong, and to which arguments.
 """
@@ -40,7 +40,10 @@ class KeptStates(Step):
     def read(self, base: ModelRow, files: BaseFiles) -> None:
         """See Step.read."""
         data = files.read(base.transforms_blob)
-        found, owners = read_states(data) if data else ({}, {})
+        try:
+            found, owners = read_states(data) if data else ({}, {})
+        except CodecError as error:
+            raise files.damage_of(error) from error
         for name, step in self._steps.items():
             mine = owners.get(name) == self._owners[name]
             if data and not mine:
@@ -66,17 +69,17 @@ def write_states(states: Mapping[str, States], owners: Mapping[str, str]) -> byt
 
 
 def read_states(data: bytes) -> tuple[dict[str, dict[str, NDArray[np.float32]]], dict[str, str]]:
-    """Return the states in a file, and their owners, both by the names of algorithms.
+    """Return the states in a file, and their owners, by algorithm.
 
     Raises:
-        CodecError: "bad_state", if it is no such file.
+        CodecError: "bad_model", if it is no such file.
     """
     try:
         tensors = safetensors.numpy.load(data)
         header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
         owners = {str(name): str(owner) for name, owner in json.loads(header["__metadata__"][_OWNERS]).items()}
     except (SafetensorError, KeyError, ValueError, AttributeError, TypeError) as error:
-        raise CodecError("bad_state", f"the file of the transforms' states cannot be read: {error}") from error
+        raise CodecError("bad_model", f"the file of the transforms' states cannot be read: {error}") from error
     states: dict[str, dict[str, NDArray[np.float32]]] = {}
     for key, values in tensors.items():
         name, _, own = key.partition("/")

@@ -26,23 +26,30 @@ States = Mapping[str, NDArray[np.float32]]
 
 
 class Past(Protocol):
-    """What a closing round may ask of the rounds before it, and of the state folder. Its methods may take long."""
+    """The earlier rounds of a job, for one that closes.
+
+    Its methods may take long.
+    """
 
     def last_stats(self) -> Mapping[str, Any]:
-        """Return the figures of the job's last round that has published a model; empty if none has."""
+        """Return the figures of the last published round; empty without one."""
         ...
 
     def last_clip(self) -> float:
-        """Return the clip that the job's last charged round has chosen for the next one; 0 = there is none."""
+        """Return the clip that the last charged round has chosen; 0 without one."""
         ...
 
     def noise_secret(self) -> bytes:
-        """Return a secret of this round only, the same whenever it is asked for; StorageFailed if it cannot be kept."""
+        """Return a secret of this round only, always the same.
+
+        Raises:
+            StorageFailed: if it cannot be kept.
+        """
         ...
 
 
 class NoPast:
-    """The past of a round that is the first one, and draws no noise."""
+    """The past of a first round without noise."""
 
     def last_stats(self) -> Mapping[str, Any]:
         """See Past."""
@@ -59,7 +66,7 @@ class NoPast:
 
 @dataclass(frozen=True, slots=True)
 class ClosedRound:
-    """A round that takes no more updates, of which the next model is made."""
+    """A round that takes no more updates."""
 
     job: Job  # with the settings of this round
     command: pb.TrainCmd
@@ -76,7 +83,10 @@ class ClosedRound:
 
 
 class Transform:
-    """The server half of one feature of a job. It keeps nothing of a round; each hook does nothing by default."""
+    """The server half of one feature of a job.
+
+    It keeps nothing of a round. Each hook does nothing by default.
+    """
 
     opens_groups: ClassVar[bool] = False
     """Whether it makes contributions of groups of updates, so that its rounds have groups."""
@@ -97,11 +107,15 @@ class Transform:
         """
 
     def update_bytes(self, least: int) -> int:
-        """Return the fewest bytes of an update, which would have `least` without this transform; 0 = not known."""
+        """Return the fewest bytes of an update; 0 = not known.
+
+        Args:
+            least: the same without this transform.
+        """
         return least
 
     def command(self, job: Job, command: pb.TrainCmd, base: ModelRow, files: BaseFiles) -> None:
-        """Add to the command of a round. It must add the same whenever it is asked.
+        """Add to the command of a round, the same whenever it is asked.
 
         Raises:
             DamagedModel, StorageFailed: as BaseFiles raises them.
@@ -136,14 +150,17 @@ class Feature(Transform, ABC):
     @classmethod
     @abstractmethod
     def of(cls, job: Job) -> Self | None:
-        """Return the transform that a job asks for; None if it does not ask for this one."""
+        """Return the transform for a job; None if it does not ask for it."""
 
 
 class StatefulStep(Step):
-    """A step that keeps values from round to round of its job, as long as the arguments stay the same."""
+    """A step that keeps values from round to round of its job.
+
+    They are lost if its arguments change.
+    """
 
     def begin(self, before: States, length: int) -> None:
-        """Take the values that the job's last round has left; none in its first round.
+        """Take the values of the last round; none in the first one.
 
         Args:
             before: by the names that `state` gave them.
@@ -151,7 +168,10 @@ class StatefulStep(Step):
         """
 
     def state(self) -> States:
-        """Return the values for the next round, now that all parameters are made."""
+        """Return the values for the next round.
+
+        All parameters are made by now.
+        """
         return {}
 
 
@@ -178,5 +198,5 @@ class Algorithm(Transform, Generic[A]):
         self.args = args
 
     def owner(self, job_id: int) -> str:
-        """Return a text that is the same for two states only if one may follow the other."""
+        """Return the owner of a state: no other job and arguments may use it."""
         return json.dumps([job_id, self.args.model_dump(mode="json")], sort_keys=True)

@@ -1,5 +1,6 @@
-"""FedDyn (Acar et al. 2021, algorithm 1): each client's loss gets a term that moves with what it learned before.
+"""FedDyn (Acar et al. 2021, algorithm 1).
 
+Each client's loss gets a term that moves with what the client has learned before. Here is the server's part of it.
 With m clients, the clients P of a round, the mean d of their deltas, and h, which starts with zeros,
 
     h' = h - alpha |P| / m d        model' = model + d - h' / alpha
