@@ -259,7 +259,9 @@ def _group(
 ) -> ev.Group:
     members, peers, survivors, signers = (tuple(entry[key]) for key in ("members", "peers", "survivors", "signers"))
     ended = {"reason": entry["reason"], "liars": tuple(entry.get("liars", ()))}
-    group = ev.Group(members, SecureStep(entry["step"]), since, peers, survivors, signers, **ended)
+    # The masks that a group's shares have given lie in memory only: they are made of the same shares once more.
+    step = SecureStep.UNMASK if entry["step"] == SecureStep.DONE else SecureStep(entry["step"])
+    group = ev.Group(members, step, since, peers, survivors, signers, **ended)
     if group.survivors and not set(group.survivors) <= set(accepted):
         group = replace(group, reason=group.reason or "damaged_blob")  # the server has stopped while it noted this
     sent = messages.get(group.step, {})
