@@ -158,7 +158,7 @@ def client_summaries(sessions: Iterable[Session], updates: Mapping[str, int], ro
 
 
 def wait_summary(open_: OpenRound | None) -> Summary | None:
-    """Say what an open round waits for; None if it waits for nothing, or if there is none."""
+    """Summarize an open round's wait; None if there is none."""
     if open_ is None or (round_ := open_.state.round) is None or round_.phase is Phase.ABANDONED:
         return None
     now = time.monotonic()
