@@ -1,4 +1,4 @@
-"""Collectives between ranks, over any `Transport`: programs, the operations that run them, groups, and the endpoint.
+"""Collectives between ranks, over any `Transport`.
 
 A collective is a generator (`collectives`) that says what one rank sends and waits for. `program` steps it without
 locks or I/O; `operation`, `group` and `endpoint` put the locks around it and bring the frames. Code belongs here if it
