@@ -27,7 +27,7 @@ _SELECTION = DGC()  # how a threshold is found
 
 
 class TopKState(CorrectedState):
-    """The state of topk_hook: what was left out.
+    """The state of topk_hook: the entries that were left out.
 
     Args:
         process_group: The group to exchange with; None is the default group.
