@@ -1,4 +1,4 @@
-"""Calls between the ranks of a process group, and autograd and optimizers across them.
+"""Calls, autograd and optimizers across the ranks of a process group.
 
     import torch
     from fedring import remote
