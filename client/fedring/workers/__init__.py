@@ -1,4 +1,6 @@
-"""A round as one worker of a group: data-parallel with DistributedDataParallel, or as stages of a pipeline.
+"""A round as one worker of a group.
+
+The group trains data-parallel with DistributedDataParallel, or as stages of a pipeline.
 
 The package holds what a worker does between two changes of its group: which samples it takes, its epochs, and how it
 becomes equal to its peers. It uses torch's default process group, which the caller has set up, and knows nothing of the
