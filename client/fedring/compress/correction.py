@@ -1,4 +1,6 @@
-"""Error feedback for the mean of lossy messages over all workers, as functions of tensors.
+"""Error feedback for means of lossy messages over all workers.
+
+The functions are of tensors.
 
 "ef" (Seide et al. 2014, section 3; Karimireddy et al. 2019, algorithm 1) adds to each gradient what earlier messages
 left out:
@@ -26,19 +28,25 @@ Feedback = Literal["none", "ef", "ef21"]
 
 @dataclass(slots=True, eq=False)
 class ErrorFeedback:
-    """What one worker keeps of one tensor between steps."""
+    """One worker's memory of one tensor between steps."""
 
     own: Tensor  # [n] float32; empty with "none"
     shared: Tensor  # [n] float32, equal on all workers; empty but with "ef21"
 
     @staticmethod
     def empty(numel: int, feedback: Feedback, device: torch.device) -> "ErrorFeedback":
-        """Return the beginning: nothing was left out of `numel` entries, and estimates are 0."""
+        """Return the memory before the first step.
+
+        Nothing was left out of `numel` entries, and estimates are 0.
+        """
         own, shared = numel * (feedback != "none"), numel * (feedback == "ef21")
         return ErrorFeedback(torch.zeros(own, device=device), torch.zeros(shared, device=device))
 
     def rescale(self, old_world: int, new_world: int) -> None:
-        """Keep the laws valid in a mean over `new_world` workers instead of `old_world`."""
+        """Adapt the memory to another number of workers.
+
+        The laws stay valid in a mean over `new_world` workers instead of `old_world`.
+        """
         if self.shared.numel():
             self.own = self.shared.clone()  # the only estimate that all workers know
         else:
@@ -46,7 +54,7 @@ class ErrorFeedback:
 
 
 def target_of(grad: Tensor, kept: ErrorFeedback, feedback: Feedback) -> Tensor:
-    """Return what there is to send.
+    """Return the values to send.
 
     Args:
         grad: This worker's gradient [n] of any float dtype.
@@ -62,7 +70,7 @@ def target_of(grad: Tensor, kept: ErrorFeedback, feedback: Feedback) -> Tensor:
 
 
 def settle(kept: ErrorFeedback, target: Tensor, sent: Tensor, feedback: Feedback) -> None:
-    """Keep what a message left out, according to the law.
+    """Keep the part that a message left out, according to the law.
 
     Values that are not finite are not kept, since they would never leave again.
 
