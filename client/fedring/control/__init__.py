@@ -1,4 +1,6 @@
-"""Jobs of an fl-server from a script or notebook: start them, watch them, fetch their rounds and models.
+"""Jobs of an fl-server from a script or notebook.
+
+Start them, watch them, and fetch their rounds and models:
 
     from fedring.control import connect
 
@@ -42,7 +44,10 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name when it is first used, so that modules that need only one of them stay quick to import."""
+    """Import a public name when it is first used.
+
+    So modules that need only one of them stay quick to import.
+    """
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
