@@ -1,4 +1,6 @@
-"""Thousands of clients on this machine, without a network: the code of both daemons, in a few processes.
+"""Thousands of clients on this machine, without a network.
+
+A few processes run the code of both daemons:
 
     from fedring.simulation import simulate
 
@@ -26,7 +28,10 @@ __all__ = ["Show", "client_secret", "simulate"]
 
 
 def __getattr__(name: str) -> object:
-    """Import a public name when it is first used, because torch takes seconds to import."""
+    """Import a public name when it is first used.
+
+    torch takes seconds to import.
+    """
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = "secret" if name == "client_secret" else "run"
