@@ -12,9 +12,9 @@ difference from an estimate that every worker keeps of its own gradient:
 
     target = gradient - own    own' = own + sent    result = shared' = shared + mean(sent)
 
-so result == mean(own'). With "none", what is left out is lost. `sent` is what counts as sent by this worker.
+so result == mean(own'). With "none", the rest is lost. `sent` are the values that count as sent by this worker.
 
-A step replaces the tensors that are kept, and does not write into them: whoever keeps the old ones can undo the step.
+A step replaces the tensors that are kept, and does not write into them: with the old ones a caller can undo the step.
 """
 
 from dataclasses import dataclass
@@ -58,8 +58,8 @@ def target_of(grad: Tensor, kept: ErrorFeedback, feedback: Feedback) -> Tensor:
 
     Args:
         grad: This worker's gradient [n] of any float dtype.
-        kept: What this worker keeps of the tensor.
-        feedback: What becomes of what messages leave out.
+        kept: This worker's memory of the tensor.
+        feedback: The kind of error feedback.
 
     Returns:
         A new tensor [n] float32.
@@ -75,10 +75,10 @@ def settle(kept: ErrorFeedback, target: Tensor, sent: Tensor, feedback: Feedback
     Values that are not finite are not kept, since they would never leave again.
 
     Args:
-        kept: What this worker keeps of the tensor; it is replaced.
-        target: What there was to send, [n] float32; its memory may be reused.
-        sent: What counts as sent of it, [n] float32.
-        feedback: What becomes of what messages leave out.
+        kept: This worker's memory of the tensor; it is replaced.
+        target: The values to send, [n] float32; its memory may be reused.
+        sent: The part of it that counts as sent, [n] float32.
+        feedback: The kind of error feedback.
     """
     if feedback == "ef":
         kept.own = torch.sub(target, sent, out=target).nan_to_num_(0.0, 0.0, 0.0)
@@ -90,9 +90,9 @@ def result_of(mean: Tensor, kept: ErrorFeedback, feedback: Feedback) -> Tensor:
     """Return the gradient [n] to train with.
 
     Args:
-        mean: The mean of what all workers have sent, [n] float32.
-        kept: What this worker keeps of the tensor; the estimate that all workers share is replaced.
-        feedback: What becomes of what messages leave out.
+        mean: The mean of all workers' sent values, [n] float32.
+        kept: This worker's memory of the tensor; the estimate that all workers share is replaced.
+        feedback: The kind of error feedback.
     """
     if feedback != "ef21":
         return mean

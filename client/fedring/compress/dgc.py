@@ -2,7 +2,7 @@
 
 The method is that of Lin et al. 2018, arXiv 1712.01887.
 
-The law is that nothing is lost. What is not sent now stays in the residual, so that with momentum off
+The law is that nothing is lost. Entries that are not sent now stay in the residual, so that with momentum off
 
     sent + residual' == residual + gradient
 
@@ -98,7 +98,7 @@ class Memory:
 
     momentum: Tensor  # [n] float32; of a tensor sent whole, the momentum of the mean over all workers
     residual: Tensor  # [n] float32, what is owed
-    taken: Taken | None = None  # what the newest step has taken, until the step counts
+    taken: Taken | None = None  # entries that the newest step took out, until the step counts
 
     @staticmethod
     def empty(numel: int, device: torch.device) -> "Memory":
@@ -149,7 +149,7 @@ def accumulate(grad: Tensor, memory: Memory, config: DGC) -> Tensor:
 
     Args:
         grad: The gradient [n] float32.
-        memory: What is kept of the tensor; it is updated in place.
+        memory: The memory of the tensor; it is updated in place.
         config: How gradients are compressed.
 
     Returns:
@@ -187,9 +187,9 @@ def forget(memory: Memory, indices: Tensor, sent: Tensor, config: DGC) -> None:
     See sec. 3.3.
 
     Args:
-        memory: What is kept of the tensor; it is updated in place.
+        memory: The memory of the tensor; it is updated in place.
         indices: Where entries were sent, [k] int64.
-        sent: What receivers decode, [k] float32, so that rounding errors stay in the residual.
+        sent: The values that receivers decode, [k] float32, so that rounding errors stay in the residual.
         config: How gradients are compressed.
     """
     before = memory.residual[indices]
@@ -204,11 +204,11 @@ def apply_momentum(mean: Tensor, memory: Memory, config: DGC) -> Tensor:
 
     Args:
         mean: The mean of its gradient over all workers, [n] float32.
-        memory: What is kept of the tensor; its momentum is updated in place.
+        memory: The memory of the tensor; its momentum is updated in place.
         config: How gradients are compressed.
 
     Returns:
-        What an optimizer without momentum follows, [n] float32; it may be the memory's own tensor.
+        The gradient for an optimizer without momentum, [n] float32; it may be the memory's own tensor.
     """
     if not config.momentum:
         return mean

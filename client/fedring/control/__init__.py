@@ -10,8 +10,8 @@ Start them, watch them, and fetch their rounds and models:
             print(row["job_round"], row["accuracy"], row["loss"])
         model = job.load_model(MyModel())
 
-The names in `__all__` are public. `server` holds what they are; below it, `calls` has the calls of the control port as
-messages, with one kind of error (`failure`), `access` the caller's identity, `figures` what follows from a round's
+The names in `__all__` are public. `server` defines them; below it, `calls` has the calls of the control port as
+messages, with one kind of error (`failure`), `access` the caller's identity, `figures` the figures of a round's
 message, `model_export` the download of a model, and `trackers` writes rounds to TensorBoard and its like. flctl is
 built on this package. It may import what both daemons share, but neither the daemons nor flctl. It prints nothing.
 """

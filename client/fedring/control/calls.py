@@ -286,7 +286,7 @@ class Control:
         Args:
             version: The version.
             path: The file.
-            exact: Add what `download_encoding` has left out of the model that clients train from.
+            exact: Add the rest that `download_encoding` left out of the model that clients train from.
         """
         from fedring.control.model_export import write_model  # imports numpy, which most verbs do not need
 

@@ -50,7 +50,7 @@ def failure_of(error: grpc.RpcError, address: str, *, named: bool = True) -> Fai
     """Translate a failed call to the control port.
 
     Args:
-        error: What the call raised.
+        error: The error of the call.
         address: Address of the control port.
         named: Whether the user has named what the server did not find, such as a job; then it is a usage error.
     """

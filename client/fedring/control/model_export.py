@@ -25,7 +25,7 @@ def write_model(stream: Iterable[fb.ModelBlob], path: Path, *, exact: bool = Fal
     Args:
         stream: The server's answer.
         path: The file.
-        exact: Whether what the encoding of downloads has left out is to be added to the model.
+        exact: Whether to add the rest that the encoding of downloads left out.
 
     Returns:
         The model's header.

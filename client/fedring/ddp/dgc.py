@@ -162,7 +162,7 @@ class DGCState(HookState):
         with torch.no_grad():
             for name, grad, *parts in zip(names, grads, *decoded, strict=True):
                 apply_parts(parts, grad, self._memories[name], self.config)
-            if any(grad.is_cuda for grad in grads):  # whoever waits for the future may use another stream
+            if any(grad.is_cuda for grad in grads):  # those who wait for the future may use another stream
                 torch.cuda.current_stream().synchronize()
         self.meter.received(arrived=arrived)
 
@@ -271,10 +271,11 @@ def dgc_hook(state: DGCState, bucket: GradBucket) -> Future[Tensor]:
         bucket: The bucket that DistributedDataParallel has filled. Nothing of it is kept once the future has its value.
 
     Returns:
-        A future of the bucket's buffer, which then holds the mean of what all workers have sent. A gradient with NaN or
+        A future of the bucket's buffer, which then holds the mean of all workers' entries. A gradient with NaN or
         infinity is refused by all workers, with an error that is raised in backward.
     """
     grads = state.names.of(bucket)
+    # The common norm is known only when all gradients of the step are there.
     if state.clips_globally:
         return state.hold(bucket, grads)
     messages = state.send(grads.names, grads.flat(), last=bucket.is_last())

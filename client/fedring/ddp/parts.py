@@ -43,7 +43,7 @@ def make_part(grad: Tensor, memory: Memory, step: DGCStep) -> Part:
 
     Args:
         grad: The gradient [n] of any float dtype, which is not changed.
-        memory: What is owed of the tensor [n]. The gradient comes to it, and what is sent leaves it.
+        memory: The memory of the tensor [n]. The gradient is added to it, and sent entries are removed.
         step: The step.
 
     Returns:
@@ -77,7 +77,7 @@ def apply_parts(parts: Sequence[Entries], grad: Tensor, memory: Memory, config: 
         parts: All workers' parts about the tensor. They are added in this order, so that equal parts give equal bits on
             every worker.
         grad: The tensor [n] of any float dtype, which is overwritten.
-        memory: What this worker keeps of the tensor; the momentum of one that was sent whole is updated.
+        memory: This worker's memory of the tensor; the momentum of one that was sent whole is updated.
         config: How gradients are compressed.
     """
     in_place = grad.device.type == "cpu" and grad.dtype == torch.float32

@@ -35,7 +35,7 @@ class HookState:
         ratio: The share of a gradient's entries that is sent.
         process_group: The group to exchange with; None is the default group.
         names: The parameters and their names.
-        meter: What the hook's steps take.
+        meter: The meter of the hook's steps.
         turns: The buckets of a step, for hooks of several collectives.
     """
 
@@ -75,7 +75,7 @@ class HookState:
 
     @property
     def residual_norm(self) -> float:
-        """The L2 norm of all that is owed."""
+        """The L2 norm of all owed gradients."""
         norms = [torch.linalg.vector_norm(tensor) for tensor in self.owed().values()]
         return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
 
@@ -114,7 +114,7 @@ class HookState:
         It is scaled if the number of workers is another now.
 
         Args:
-            state: What `state_dict` returned.
+            state: The result of `state_dict`.
 
         Raises:
             ValueError: If it is of another kind, version or model, or if this state was made without names.
@@ -166,7 +166,7 @@ class HookState:
         """Move to the default group.
 
         Args:
-            shared: What all of its workers hold equally, as from `shared`.
+            shared: The state that all of its workers share, as from `shared`.
             steps: The steps that they have taken.
         """
         self.process_group = None

@@ -63,7 +63,7 @@ class Turns:
             steps: The exchange of its gradients.
 
         Returns:
-            A future of what `steps` returns. All futures of a step have their values once its last bucket was started.
+            A future of the result of `steps`. All futures of a step have their values once its last bucket was started.
         """
         if bucket.index() == 0:  # of a step that failed, something may be left
             self._buckets.clear()

@@ -48,7 +48,7 @@ def draw(timeline: Timeline, path: Path, *, title: str) -> None:
     Args:
         timeline: The times of all actions.
         path: The file to write.
-        title: What the picture shows.
+        title: The picture's title.
     """
     from matplotlib.figure import Figure  # takes a second to import
 

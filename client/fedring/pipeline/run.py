@@ -67,7 +67,7 @@ class Run:
     Attributes:
         traffic: The schedule, and the messages of its actions.
         index: The number of the worker in the schedule.
-        report: What the worker has done so far.
+        report: The worker's actions and times so far.
     """
 
     def __init__(

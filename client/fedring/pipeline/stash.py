@@ -24,7 +24,7 @@ class WeightStashing:
         parameters: Its parameters, in its order.
         bound: The largest number of versions that may exist.
         compute_dtype: The dtype of the versions if they are copies; the optimizer's parameters keep their own.
-        loss_scale: What gradients are divided by as they are added.
+        loss_scale: The divisor of gradients as they are added.
         version: The number of the newest version.
         skipped: The number of updates that were skipped because a scaled gradient had overflowed.
         most_kept: The largest number of versions that existed.

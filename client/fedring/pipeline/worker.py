@@ -59,7 +59,7 @@ class Worker:
             index: The number of the worker in the schedule. It is needed if the stage has several workers.
             replicas: The group of the workers with the same stage, as stage_group() returns it. They add up their
                 gradients, unless the stage has a function `average` of its own, which must also return sums.
-            credits: What the schedule is checked with; 0 means the credits of the transport.
+            credits: The credits to check the schedule with; 0 means those of the transport.
             watch: Is called before each forward and backward.
 
         Raises:
@@ -67,6 +67,7 @@ class Worker:
             PipelineError: If the stages are not those of one worker, or the group of their replicas is missing.
         """
         self.routes = routes or chain(schedule.stages)
+        # A wrong schedule would not fail later but deadlock, with all workers waiting for each other.
         check(schedule, routes=self.routes, credits=credits or getattr(transport, "credits", 0))
         workers = {worker for stage in stages for worker in schedule.owners(stage)} if index is None else {index}
         if len(workers) != 1 or set(stages) != {s for worker in workers for s in schedule.stages_of(worker)}:
@@ -108,7 +109,7 @@ class Worker:
                 stage. None means the number of their targets. They are needed if targets are None.
 
         Returns:
-            What the worker did. If the last stage has replicas, the loss of an update is the sum of theirs.
+            The report of the worker. If the last stage has replicas, the loss of an update is the sum of theirs.
 
         Raises:
             PipelineError: If a stage cannot go on. After any error, the stages keep nothing of the run, and the

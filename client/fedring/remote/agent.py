@@ -44,7 +44,7 @@ _times: "WeakKeyDictionary[Group, itertools.count[int]]" = WeakKeyDictionary()  
 
 
 class Agent:
-    """One rank's side. It serves from when it is made until `close`.
+    """One rank's side of remote calls. It serves until `close`.
 
     Args:
         group: The process group; all its ranks make an agent, in the same order if they make several.

@@ -141,6 +141,7 @@ class Context:
         wanted = list(leaves(outputs))
         if not wanted:
             return {}
+        # Not `backward`, which would add the gradients of all contexts in the `grad` of the same parameters.
         found = torch.autograd.grad(list(outputs), wanted, gradients, retain_graph=self.retain_graph, allow_unused=True)
         apart = {*inputs, self.anchor}
         returned: dict[Tensor, Tensor] = {}
@@ -247,6 +248,7 @@ def begun_by(number: int) -> int:
 
 def leaves(outputs: Sequence[Tensor]) -> Iterator[Tensor]:
     """Yield the leaves with `requires_grad` behind the outputs, each once."""
+    # A loop, as the graphs of deep models are deeper than Python's stack.
     seen: set[Any] = set()
     waiting: list[Any] = []
     for output in outputs:

@@ -145,7 +145,7 @@ class Incoming:
         """Return the message.
 
         Raises:
-            BadMessage: What came is not a message.
+            BadMessage: The received bytes are not a message.
         """
         if self.error is not None or self.message is None:
             raise self.error or BadMessage("nothing has come")
@@ -182,7 +182,7 @@ def decode(data: bytes, *, max_bytes: int) -> Message:
     Their values are not initialised unless the tensors are small.
 
     Args:
-        data: What `encode` returns, from a peer.
+        data: The result of `encode`, from a peer.
         max_bytes: The most bytes of its tensors together.
 
     Raises:

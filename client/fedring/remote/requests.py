@@ -145,7 +145,7 @@ def content_of(request: Request) -> Any:
 
 
 def parse(content: Any) -> Request:
-    """Return the request that JSON from a peer stands for.
+    """Parse a request from a peer's JSON.
 
     Raises:
         BadMessage: It is none.

@@ -39,7 +39,7 @@ class Service:
         size: The number of ranks.
         modules: The served modules, by name.
         offered: The functions and classes that may be called.
-        caller: Through what the functions that run here call other ranks.
+        caller: The agent through which functions that run here call other ranks.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Service:
         It does not wait.
 
         Returns:
-            What answers the request, if there is an answer, and the context that the request ends, if it ends one.
+            The job that answers the request, if there is an answer, and the context that the request ends, if any.
 
         Raises:
             FedringError: The request is not valid, or refused.

@@ -87,7 +87,7 @@ def monitored_barrier(
         CollectiveTimeout: A rank has not come in time. As every RingError it ends the generation, on every rank.
         NotSupported: The group is of another backend.
     """
-    if not isinstance(group, int):  # what torch gives to ranks that are not in a group
+    if not isinstance(group, int):  # torch gives an int to ranks that are not in a group
         _ring_group(group).monitored_barrier(timeout, wait_all_ranks=wait_all_ranks)
 
 

@@ -1,4 +1,4 @@
-"""How collectives fail. A RingError ends the generation, on every rank."""
+"""The errors of collectives. A RingError ends the generation, on every rank."""
 
 from grpc import StatusCode
 

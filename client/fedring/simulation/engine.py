@@ -157,7 +157,7 @@ class Processes:
     """Workers in processes of their own.
 
     Args:
-        setup: What each of them loads.
+        setup: The data that each of them loads.
         workers: Their number.
 
     Raises:

@@ -24,7 +24,7 @@ class Actors:
     They run on the cluster that the script has connected to, or that RAY_ADDRESS names.
 
     Args:
-        setup: What each of them loads; fedring, the modules that the job names and the data must be on each machine.
+        setup: Loaded by each of them; fedring, the modules that the job names and the data must be on each machine.
         workers: Their number. Each of them takes as many of the cluster's CPUs as it has threads.
 
     Raises:

@@ -124,7 +124,7 @@ class SimulatedServer:
 
         Args:
             base: The model that the round started from.
-            work: What has come of the round.
+            work: The results of the round.
 
         Raises:
             StorageError, CodecError, OptimizerError, RuleError, SeamError, RuntimeError: It cannot be made; the last is

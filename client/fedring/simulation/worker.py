@@ -77,7 +77,7 @@ class Setup:
     job: Job
     clients: int  # among whom the samples are divided
     data_root: Path | None
-    trusted: tuple[str, ...]  # what the job names
+    trusted: tuple[str, ...]  # the code that the job names
     device: str
     threads: int  # of torch
     secret: bytes  # from which those of the clients follow
@@ -375,9 +375,9 @@ def admit(client: str, offer: pb.UpdateOffer, payload: bytes, terms: Terms, *, e
 
     Args:
         client: The id of the client that offers the update.
-        offer: What it offers.
+        offer: The client's offer.
         payload: The bytes of the update.
-        terms: What the round demands.
+        terms: The terms of the round.
         epoch: Of the server.
 
     Raises:

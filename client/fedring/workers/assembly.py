@@ -56,7 +56,7 @@ def assemble(
         target: The rank that writes the file.
 
     Returns:
-        What the target has written; None on other workers.
+        The model that the target has written; None on other workers.
 
     Raises:
         TrainError: With the reason non_finite, if a value is not finite, or disk_failed.

@@ -54,8 +54,8 @@ def cut_model(model: nn.Module, table: Pipeline, counts: Sequence[int], offered:
     Args:
         model: Is put into training mode; the stages share its tensors.
         table: Says where to cut, and into how many stages.
-        counts: What count_layers() returned.
-        offered: What jobs may name here.
+        counts: The result of count_layers().
+        offered: The code that jobs may name here.
 
     Returns:
         The stages, in order, with their routes.

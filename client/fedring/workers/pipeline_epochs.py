@@ -84,7 +84,7 @@ class PipelineSetup:
     loss: Loss
     optimizer: OptimizerFactory
     device: torch.device
-    offered: Offered  # what jobs may name here
+    offered: Offered  # the code that jobs may name here
     held_out: Dataset[Any] | None = None  # the samples to evaluate the trained model on; None = it is not evaluated
     counts: Sequence[int] = ()  # the layers of each stage, as count_layers() returns them
     on_run: Callable[[Report, int], None] = lambda report, in_flight: None  # called after each run of the schedule
@@ -97,12 +97,12 @@ class PipelineTraining:
     every `checkpoint_every` steps and at the end of the round.
 
     Attributes:
-        usage: What the training has taken so far.
+        usage: The time and bytes of the training so far.
         micro_batches: The micro-batches of a run; 0 until "auto" has found the fastest number.
         steps: The steps of the job that are done, including those after the newest checkpoint.
         samples: The samples that the stages were trained on in the round, without steps that were repeated.
         model_digest: The name of the model that was trained; empty until run() has ended.
-        evaluation: What this member counted when the trained model was evaluated; zeros without the last stage.
+        evaluation: This member's counts in the evaluation of the trained model; zeros without the last stage.
         update: The whole model as a file, if this member can deliver it and run() has ended.
     """
 
@@ -118,7 +118,7 @@ class PipelineTraining:
         """Make the stages of this member ready to train.
 
         Args:
-            setup: What is trained.
+            setup: The configuration of the training.
             checkpoint: The checkpoint to start from, as recover() returned it.
             watcher: Is told the progress.
             profile: Takes the figures of the training.
@@ -201,7 +201,7 @@ class PipelineTraining:
         self._last_steps = self.steps  # of the newest checkpoint
         self._stages = {number: self._stage(number, state) for number, state in self._states.items()}
         self.profile.stage = mine[0]
-        trim()  # what the download has left behind
+        trim()  # memory that the download has left behind
 
     def _agree_with_rank_0(self, counts: Sequence[int]) -> list[int]:
         """Agree with rank 0 on micro-batches, group number and layers.
@@ -391,7 +391,7 @@ class PipelineTraining:
         self._count_checkpoint(began, sent)
 
     def _count_checkpoint(self, began: float, sent: int) -> None:
-        trim()  # what many small messages have left behind
+        trim()  # memory that many small messages have left behind
         seconds = time.perf_counter() - began
         self.profile.checkpoint_seconds += seconds
         self.usage += Usage(seconds=seconds, bytes_sent=self.watcher.bytes_sent() - sent)
@@ -425,5 +425,5 @@ def _spread(tensors: Sequence[Tensor], micro_batches: Sequence[int], count: int)
 
 
 def layout_of(table: Pipeline) -> Layout:
-    """Return which rank has which stages of a job."""
+    """Return the layout of a job's stages over the ranks."""
     return Layout(table.stages, table.width, table.pipelines, table.stage_workers)

@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from fedring.train.errors import TrainError
 from fedring.train.state import dtype_of, tensors_of
 
-State = dict[str, Any]  # what an optimizer keeps for one parameter
+State = dict[str, Any]  # an optimizer's state of one parameter
 _MAX_LAYOUT_BYTES = 64 << 20
 
 
 @dataclass(slots=True)
 class Progress:
-    """How far a worker has come."""
+    """The progress of a worker."""
 
     steps: int = 0  # of the job that are done
     round_steps: int = 0  # of the round that are done
@@ -178,6 +178,7 @@ def _share_states(parameters: Sequence[Tensor], states: Sequence[State], source:
         layout = json.loads(_share_text("", source))
         pairs = zip(parameters, layout, strict=True)
         shared = [{key: _made(entry, parameter) for key, entry in entries.items()} for parameter, entries in pairs]
+    # All workers have the same layout now, so all take part in the same broadcasts in the same order.
     for state, entries in zip(shared, layout, strict=True):
         for key, entry in entries.items():
             if "shape" in entry:

@@ -103,7 +103,7 @@ def restore_replica(replica: Replica, content: dict[str, Any], *, same_round: bo
 
     Args:
         replica: Holds the model with which its round begins.
-        content: What replica_content() returned.
+        content: The result of replica_content().
         same_round: Whether the checkpoint was taken in the replica's round. In another round, the model stays as the
             server has published it, and only the optimizer's state and the number of steps are restored.
 

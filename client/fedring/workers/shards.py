@@ -55,7 +55,7 @@ def shares(order: Tensor, taken: int, place: GroupRank, batch: int) -> Iterator[
     The first step begins with the sample at `taken` of `order`, [n] int64.
 
     Args:
-        order: What epoch_order() returned.
+        order: The result of epoch_order().
         taken: The samples that were taken before.
         place: The worker's rank, and the number of workers.
         batch: The samples of each worker in a step.

@@ -45,7 +45,7 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Where a tensor lies in a file."""
+    """The place of a tensor in a file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -73,6 +73,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
             left = _bytes_of(tensor.detach().cpu().contiguous())
             while left:
                 left = left[file.write(left) :]
+        # The values must be on the disk before the rename is, or a power loss could leave the name without them.
         os.fsync(file.fileno())
     part.replace(path)
     sync(path.parent)
@@ -84,7 +85,7 @@ class TensorFile:
     It may have been written on another machine.
 
     Attributes:
-        tensors: What the file holds, by name.
+        tensors: The tensors' places in the file, by name.
         metadata: Its texts, by name.
 
     Raises:

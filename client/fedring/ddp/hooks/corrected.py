@@ -23,11 +23,11 @@ class CorrectedState(HookState):
 
     Args:
         process_group: The group to exchange with; None is the default group.
-        feedback: What becomes of what a message leaves out (`fedring.compress.correction`).
+        feedback: The kind of error feedback (`fedring.compress.correction`).
         named_parameters: As from `model.named_parameters()`; without them the state is kept by the index of buckets.
 
     Attributes:
-        kept: What is kept of each tensor, by name.
+        kept: The memory of each tensor, by name.
     """
 
     def __init__(
@@ -63,8 +63,8 @@ class CorrectedState(HookState):
 
         Args:
             grads: The tensors.
-            targets: What there was to send of each, [n] float32; their memory may be reused.
-            sent: What counts as sent of each by this worker, [n] float32.
+            targets: The values to send of each, [n] float32; their memory may be reused.
+            sent: The values of each that count as sent by this worker, [n] float32.
         """
         for name, target, part in zip(grads.names, targets, sent, strict=True):
             settle(self.kept[name], target, part, self.feedback)

@@ -35,7 +35,7 @@ class Int8State(CorrectedState):
     Args:
         process_group: The group to exchange with; None is the default group.
         chunk: Entries that share a scale, a multiple of 4.
-        feedback: What becomes of what roundings leave out (`fedring.compress.correction`).
+        feedback: The kind of error feedback (`fedring.compress.correction`).
         named_parameters: As from `model.named_parameters()`; without them the state is kept by the index of buckets.
     """
 

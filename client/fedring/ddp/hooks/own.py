@@ -38,7 +38,7 @@ class OwnState(HookState):
 
     The user's state is not a HookState: it is kept in checkpoints, and nothing else.
 
-    What a step that broke off has done to it is not undone, and newcomers to a group do not get it.
+    Changes by a step that broke off are not undone, and newcomers to a group do not get the state.
 
     Args:
         own: The state, as the hook takes it.

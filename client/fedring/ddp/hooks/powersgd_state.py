@@ -30,7 +30,7 @@ class PowerSGDState(HookState):
 
     Attributes:
         rng: Random numbers as they were at the start of this step; equal on all workers.
-        error_dict: What earlier messages left out of this worker's matrices, [n] by name.
+        error_dict: The errors that earlier messages left in this worker's matrices, [n] by name.
         q_memory_dict: Right factors [columns, rank] by name; equal on all workers.
         iter: The steps taken.
     """

@@ -33,7 +33,7 @@ class TopKState(CorrectedState):
         process_group: The group to exchange with; None is the default group.
         ratio: The share of the entries that is sent, above 0 and at most 1.
         precision: Of the values in messages.
-        feedback: What becomes of the other entries (`fedring.compress.correction`).
+        feedback: The kind of error feedback for the other entries (`fedring.compress.correction`).
         named_parameters: As from `model.named_parameters()`; without them the state is kept by the index of buckets.
     """
 

@@ -6,7 +6,7 @@ rank: more bytes, but one step. Either way each value is reduced in one order on
 that all ranks end with the same bits.
 
 In all programs `rank` is this rank in the group, `size` the number of ranks, and memoryviews are of bytes. Where a
-docstring says what holds "at the end", that is when the program has ended on this rank.
+docstring says "at the end", that is when the program has ended on this rank.
 """
 
 from collections.abc import Generator, Iterator, Sequence

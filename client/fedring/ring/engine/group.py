@@ -128,9 +128,9 @@ class Group:
         """Start an operation.
 
         Args:
-            what: What the operation is, with dtype and lengths; equal on all ranks.
+            what: The operation's description, with dtype and lengths; equal on all ranks.
             program: This rank's program.
-            kind: What the operation is for.
+            kind: The operation's purpose.
             timeout: Seconds that it may take.
             key: Names the operation, equal on all ranks; "" = the next one in the order in which this rank starts them.
             ending: See `Operation`.

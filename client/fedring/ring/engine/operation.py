@@ -100,12 +100,12 @@ class Operation:
     """A collective that runs on the threads that deliver its frames.
 
     Args:
-        carrier: Sends what the program sends, and hears of the end.
+        carrier: Sends the program's data, and is told of the end.
         key: Names the operation, equal on all ranks.
         what: What the operation is, with dtype and lengths, equal on all ranks. Its CRC-32 is sent in every frame, so
             the text is part of the protocol.
         program: This rank's program.
-        kind: What the operation is for.
+        kind: The operation's purpose.
         timeout: Seconds that it may take.
         ending: Called once at the end, before anybody learns of it, under a lock; None = nothing.
     """
@@ -224,7 +224,7 @@ class Operation:
             Whether the operation has ended.
 
         Raises:
-            RingError: What it ended with, of the same class.
+            RingError: A copy of the error that it ended with.
         """
         if not self._done.wait(timeout):
             return False

@@ -57,10 +57,10 @@ class Stepper:
 
     Args:
         program: The program, which has not begun.
-        what: What the operation is, equal on all ranks; for errors.
+        what: The operation's description, equal on all ranks; for errors.
         key: The operation's key; for errors.
         rank: This worker's rank; for errors.
-        signature: What every frame of the operation must carry.
+        signature: The number that every frame of the operation must carry.
     """
 
     def __init__(self, program: Program, *, what: str, key: str, rank: int, signature: int) -> None:
@@ -97,10 +97,10 @@ class Stepper:
         The frame that it waits for must be there.
 
         Returns:
-            What to send now, or None: the program waits, or has ended.
+            The data to send now, or None: the program waits, or has ended.
 
         Raises:
-            Mismatch: What the program waited for is of another size.
+            Mismatch: The data that the program waited for has another size.
         """
         answer: memoryview | None = None  # a generator takes None first, and after a Send
         if (waited := self.waiting) is not None:

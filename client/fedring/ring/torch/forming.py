@@ -41,7 +41,7 @@ def next_generation(
 
     Raises:
         PeerLost: A slot has stayed empty, or the last member that was lost when the time was up.
-        RingError: See `Meeting.take_part`, or what ended the generation if it was not a loss.
+        RingError: See `Meeting.take_part`, or the error other than a loss that ended the generation.
     """
     while True:
         endpoint, membership = meeting.take_part(terms, step=step, deadline=deadline)

@@ -3,7 +3,7 @@
 Each worker has a slot, a number below the size of the world that its launcher gives it. Each try to form a generation
 is an attempt. In the newest attempt a worker takes the seat of its slot: one key of the store with its address. Then
 one worker closes the attempt: it replaces the last membership by the next one, in one atomic operation, so that every
-attempt has exactly one membership, whoever dies at whatever time. The keys are
+attempt has exactly one membership, even if workers die at any time. The keys are
 
     membership          the `Membership` of the attempt that was closed last, as JSON
     ATTEMPT/SLOT        the `Candidate` of the slot in the attempt that is open, as JSON

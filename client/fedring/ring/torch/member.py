@@ -158,12 +158,12 @@ class Member(_ProcessGroup):  # type: ignore[misc]  # see _ProcessGroup
         """Start a program, and return its work.
 
         Args:
-            what: What the operation is, equal on all ranks; part of the protocol.
+            what: The operation's description, equal on all ranks; part of the protocol.
             program: This rank's program.
-            results: The tensors that hold what came.
+            results: The tensors that hold the received values.
             seconds: How long the operation may take.
             finish: Called once after it.
-            kind: What the operation is for.
+            kind: The operation's purpose.
         """
         ending = begin_record(what, results)
         operation = self.ring.start(what, program, kind=kind, timeout=seconds, ending=ending)

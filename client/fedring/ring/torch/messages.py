@@ -64,7 +64,7 @@ class Messages:
         """Start to receive the first message with the tag from any rank.
 
         Args:
-            staged: What the message is received into.
+            staged: Receives the message's values.
             tag: The tag.
             patience: Seconds to wait until a message begins to come.
             timeout: Seconds that the operation may take after that.
@@ -136,7 +136,7 @@ class ReceiveFromAny(RingWork):
 
         Raises:
             CollectiveTimeout: No rank has sent one in time. That ends the generation.
-            RingError: What the generation ended with.
+            RingError: The error that ended the generation.
         """
         seconds = timeout.total_seconds() or self._timeout
         if not self._matched(seconds):
@@ -189,7 +189,7 @@ class BytesGather:
             timeout_seconds: How long to wait; None = as long as the group's timeout says.
 
         Raises:
-            RingError: What kept them from coming.
+            RingError: The error that ended the generation before they came.
         """
         self._work.wait(timedelta(seconds=timeout_seconds or 0))
 

@@ -24,7 +24,7 @@ def begin_record(what: str, tensors: Sequence[Tensor]) -> Callable[[], None] | N
     Returns a function that ends the record, or None if no profiler runs on this thread.
 
     Args:
-        what: What the operation is; its first word names the record.
+        what: The operation's description; its first word names the record.
         tensors: The tensors whose shapes are recorded.
     """
     if not _profiler_enabled():

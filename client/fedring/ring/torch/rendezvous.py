@@ -2,7 +2,7 @@
 
 They find each other by addresses that a server hands out, or through torch's store as in init_process_group.
 
-`create` is what torch calls to make every group.
+torch calls `create` to make every group.
 """
 
 import os
@@ -108,8 +108,8 @@ def rejoin(
     know that all have. If a member is lost while the group forms, the next one is formed. Afterwards rank 0 has the
     newest state: ranks follow from who was a member before, the finished steps, and the slots, in this order.
 
-    What is not given is as in the last call, or in `init_process_group`; in the first call it comes from the variables
-    MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE.
+    Values that are not given are as in the last call, or in `init_process_group`; in the first call they come from the
+    variables MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE.
 
     Args:
         store: A store that outlives the workers.

@@ -139,8 +139,8 @@ def as_bytes(flat: Tensor) -> memoryview:
 
     The bytes share the memory of the values, and keep it alive.
 
-    After `Tensor.numpy()`, torch would never again let anybody resize the storage, as FSDP does. So whoever takes these
-    bytes must not use them once the operation has ended: the storage may be another one then.
+    After `Tensor.numpy()`, torch would never again let anybody resize the storage, as FSDP does. So a caller must
+    not use these bytes once the operation has ended: the storage may be another one then.
     """
     return np.asarray(_Memory(flat)).data
 
@@ -255,7 +255,7 @@ class SparseSum:
         size: The number of ranks.
 
     Attributes:
-        messages: What each rank has, by rank. Only this rank's is there at first.
+        messages: The message of each rank, by rank. Only this rank's is there at first.
         limit: The most bytes that a rank's message can have.
 
     Raises:

@@ -35,8 +35,8 @@ class RingWork(dist.Work):
     Args:
         group: The group in which they run.
         operations: The operations.
-        results: What `result` returns: the tensors that hold what came.
-        finish: Called once after all have ended, by the first caller that asks: it stores what came in the tensors.
+        results: The result of `result`: the tensors that hold the received values.
+        finish: Called once after all have ended, by the first caller that asks; stores received values in the tensors.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class RingWork(dist.Work):
 
         Raises:
             CollectiveTimeout: It has not ended within the timeout. That ends the generation.
-            RingError: What it ended with.
+            RingError: The error that it ended with.
         """
         seconds = timeout.total_seconds()
         try:
@@ -72,6 +72,7 @@ class RingWork(dist.Work):
                     what = f"{operation.what} has not ended within the timeout of {seconds:g} s"
                     raise self.failed(CollectiveTimeout(what, rank=operation.waiting_for))
         except RingError as error:
+            # The caller gets its tensors back with the error, so no operation may write to them any more.
             self._stop(self.exception() or error)
             raise
         self.synchronize()

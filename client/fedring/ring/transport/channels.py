@@ -3,7 +3,7 @@
 A pulse is a call that tells whether a worker still lives.
 
 An address is "host:port", or "host:port;host id;", where workers with the same host id share a kernel and a user: they
-can use the local transport. What follows the second semicolon is not used.
+can use the local transport. The part after the second semicolon is not used.
 """
 
 import os

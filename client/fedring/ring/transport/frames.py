@@ -64,7 +64,7 @@ def write(head: pb.Head, payload: Bytes = b"", *, checksum: bool = False) -> byt
     """Return a frame's bytes. The payload is copied once.
 
     Args:
-        head: What the frame is; gets the checksum, if there is one.
+        head: The frame's head; gets the checksum, if there is one.
         payload: At most MAX_PAYLOAD bytes.
         checksum: Whether the frame carries a CRC-32 of head and payload.
     """
@@ -81,7 +81,7 @@ def write(head: pb.Head, payload: Bytes = b"", *, checksum: bool = False) -> byt
 
 
 def read(data: bytes) -> Frame:
-    """Return the frame that `write` made `data` of.
+    """Parse a frame: the inverse of `write`.
 
     Raises:
         BadFrame: `write` cannot have made it, or its checksum does not match.

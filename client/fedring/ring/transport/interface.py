@@ -17,7 +17,7 @@ class Outgoing(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """How often something was waited for, and how long in all."""
+    """The number and the total time of waits."""
 
     times: int = 0
     seconds: float = 0.0
@@ -68,7 +68,7 @@ class Transport(Protocol):
 
         The maker of the link calls this once, before all other methods.
 
-        The link adds to HELLO what it offers to a peer of the same host.
+        The link adds its offer to a peer of the same host to HELLO.
         """
 
     def send(self, frame: Outgoing) -> None:

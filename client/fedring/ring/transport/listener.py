@@ -94,7 +94,7 @@ class PeerService:
         options: The worker's options.
         generation: Streams of another generation are refused.
         members: Who may open streams.
-        traffic: Counts what is received and refused.
+        traffic: Counts received frames and refused streams.
         serve: Called with a peer's address and its `Receiver`, on the stream's own thread. The stream ends when it
             returns.
 

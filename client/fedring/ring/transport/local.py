@@ -300,7 +300,7 @@ class SocketReceiver:
         A message that is cut off is dropped.
 
         Raises:
-            BadFrame: What comes is no message, or a message larger than MAX_MESSAGE.
+            BadFrame: The data is no message, or a message larger than MAX_MESSAGE.
         """
         with self._socket.makefile("rb", _BUFFER) as stream, suppress(OSError):
             while len(prefix := stream.read(_PREFIX.size)) == _PREFIX.size:

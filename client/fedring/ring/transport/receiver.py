@@ -22,7 +22,7 @@ class Receiver:
     The thread that reads them closes it.
 
     Args:
-        messages: What comes over the stream.
+        messages: The messages of the stream.
         generation: Frames of another generation are dropped.
         checksum: Whether every frame must carry a checksum.
         traffic: Counts the frames.
@@ -46,7 +46,7 @@ class Receiver:
         Frames that repeat or belong to another generation are dropped.
 
         Raises:
-            BadFrame: The peer sent what no peer of ours sends; nothing more is read.
+            BadFrame: The peer sent a frame that no correct worker sends; nothing more is read.
         """
         expected = 0
         for message in self._messages():
@@ -92,6 +92,8 @@ class Receiver:
             with self._lock:
                 if hello.socket and not self._ended:
                     self._socket = SocketReceiver(hello.socket)
+        # The peer may be in another container, where this process cannot open its memory or its socket. Then the
+        # payloads, or all frames, stay on the stream.
         except OSError as error:
             log.info("cannot open all that a peer of this host offers: %s", error)
         return self._inbox is not None
