@@ -24,7 +24,7 @@ ClipNorm = Literal["tensor", "global"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DGC:
-    """How gradients are compressed.
+    """The configuration of deep gradient compression.
 
     The comments say which way is more aggressive: it saves more bytes or time, and costs more accuracy. Making one
     raises ValueError if a value does not fit.

@@ -58,7 +58,7 @@ class Context:
 
     @property
     def size(self) -> tuple[int, int]:
-        """How many calls' graphs and how many gradients it keeps."""
+        """The number of calls whose graphs it keeps, and that of gradients."""
         with self.lock:
             return len(self._records), len(self._gradients)
 

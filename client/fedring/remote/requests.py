@@ -159,7 +159,7 @@ def parse(content: Any) -> Request:
 
 
 class RemoteFailure(BaseModel):
-    """How a call has failed."""
+    """The failure of a call."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 

@@ -1,4 +1,4 @@
-"""How workers agree through a store on the next generation's members.
+"""The agreement of workers, through a store, on the next generation's members.
 
 Each worker has a slot, a number below the size of the world that its launcher gives it. Each try to form a generation
 is an attempt. In the newest attempt a worker takes the seat of its slot: one key of the store with its address. Then
