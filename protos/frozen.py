@@ -1,8 +1,8 @@
-"""The wire as a value: what the .proto files declare, and how it differs from what they declared before.
+"""The declarations of the .proto files as a value, and their changes.
 
 All clients and servers with one protocol number must understand each other, whatever their versions. So within one
 number, calls, messages, fields and values may be added, because an older side ignores them, but nothing may be removed
-or changed. protocol.json lists what exists. It is compared with the .proto files, and grows with them.
+or changed. protocol.json lists the present declarations. It is compared with the .proto files, and grows with them.
 """
 
 from collections.abc import Iterable, Mapping
@@ -29,18 +29,24 @@ _RESERVED = "reserved"
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """The changes of a wire: one sentence for each thing that was removed or changed, and for each that was added."""
+    """The changes of a wire, one sentence each.
+
+    Things that were removed or changed break it; the others were added.
+    """
 
     broken: list[str]
     added: list[str]
 
 
 class Refused(Exception):
-    """The protocol cannot be frozen. The text says why, and what to do."""
+    """The protocol cannot be frozen.
+
+    The text says why, and what to do.
+    """
 
 
 def describe(files: Iterable[FileDescriptorProto]) -> Wire:
-    """Return what the files declare.
+    """Return the declarations of the files.
 
     Args:
         files: the descriptors of all .proto files, in any order. Comments and options are ignored.
@@ -51,6 +57,7 @@ def describe(files: Iterable[FileDescriptorProto]) -> Wire:
     services: Wire = {}
     messages: Wire = {}
     enums: Wire = {}
+    # Methods, messages and enums are sorted, so that moving a declaration changes nothing.
     for file in files:
         for service in file.service:
             services[f"{file.package}.{service.name}"] = {
@@ -67,7 +74,7 @@ def describe(files: Iterable[FileDescriptorProto]) -> Wire:
 
 
 def compare(before: Wire, now: Wire) -> Changes:
-    """Return how one wire differs from another.
+    """Return the differences between two wires.
 
     Args:
         before: the earlier wire, from `describe` or from the file.
@@ -91,7 +98,7 @@ def freeze(before: Wire | None, now: Wire, protocol: int) -> Wire:
 
     Args:
         before: its present content; None = the file does not exist.
-        now: what the .proto files declare.
+        now: the declarations of the .proto files.
         protocol: the number in the contract.
 
     Raises:
@@ -108,7 +115,9 @@ def freeze(before: Wire | None, now: Wire, protocol: int) -> Wire:
 
 
 def complaint(before: Wire, now: Wire, protocol: int) -> str:
-    """Return why the .proto files are not what protocol.json says, and what to do; an empty text if they are.
+    """Return how the .proto files contradict protocol.json, or "".
+
+    The text also says what to do.
 
     Args: the same as for `freeze`.
     """
@@ -143,6 +152,7 @@ def _compare_entries(
     entries = {key: text for key, text in before.items() if key != _RESERVED}
     new = {key: text for key, text in now.items() if key not in before and key != _RESERVED}
     for key, was in entries.items():
+        # The same field under a new number is one change, not a loss and a gain.
         moved = next((other for other, text in new.items() if text == was), "")
         if key in now and now[key] != was:
             broken.append(f"{owner}: {_entry(key, was)} has become {_entry(key, now[key])}")
@@ -160,27 +170,39 @@ def _compare_entries(
 
 
 def _entry(key: str, text: str | int) -> str:
-    """Return a field as "string name = 1", a method as "Name (Input -> Output)", a value as "NAME = 1"."""
+    """Return a declaration as text.
+
+    A field is "string name = 1", a method "Name (Input -> Output)", a value "NAME = 1".
+    """
     if isinstance(text, int):
         return f"{key} = {text}"
     return f"{text} = {key}" if key.isdecimal() else f"{key} ({text})"
 
 
 def _covers(entry: str, key: str, text: str | int) -> bool:
-    """Return whether a reserved number, range or name forbids this field or value."""
+    """Return whether a reserved entry forbids this field or value.
+
+    The entry is a number, a range or a name.
+    """
     number, name = (text, key) if isinstance(text, int) else (int(key), text.rpartition(" ")[2])
     return _within(name, [entry]) or _within(str(number), [entry])
 
 
 def _within(entry: str, entries: Iterable[str]) -> bool:
-    """Return whether a reserved number, range or name lies within one of these entries."""
+    """Return whether a reserved entry lies within one of these.
+
+    The entry is a number, a range or a name.
+    """
     if (wanted := _numbers(entry)) is None:
         return entry in entries
     return any(found[0] <= wanted[0] and wanted[1] <= found[1] for found in map(_numbers, entries) if found)
 
 
 def _numbers(entry: str) -> tuple[int, int] | None:
-    """Return the first and the last number of a reserved range; None for a name."""
+    """Return the first and last number of a reserved range.
+
+    It is None for a name.
+    """
     first, _, last = entry.partition(" to ")
     return (int(first), int(last or first)) if first.lstrip("-").isdecimal() else None
 
@@ -226,7 +248,10 @@ def _enum(enum: EnumDescriptorProto) -> Wire:
 
 
 def _spans(ranges: Iterable[tuple[int, int]]) -> list[str]:
-    """Return each run of reserved numbers, including the last number. Adjacent runs are joined."""
+    """Return each run of reserved numbers, with adjacent runs joined.
+
+    A run includes its last number.
+    """
     runs: list[tuple[int, int]] = []
     for first, last in sorted(ranges):
         if runs and first == runs[-1][1] + 1:

@@ -3,8 +3,8 @@
 This is both a script (`python protos/generate.py`) and hatchling's build hook. An old
 generator writes the code on purpose: its code runs on every later protobuf.
 
-With --freeze, the script also writes to protocol.json what the files declare. It refuses
-to do so if something was removed or changed and PROTOCOL was not raised.
+With --freeze, the script also writes the declarations to protocol.json. It refuses to do so
+if something was removed or changed and PROTOCOL was not raised.
 """
 
 import json
@@ -28,7 +28,11 @@ def generate(root: Path = ROOT) -> None:
 
 
 def freeze(root: Path = ROOT) -> None:
-    """Write protocol.json in `root`, or end the program with a text that says why not."""
+    """Write protocol.json in `root`.
+
+    Raises:
+        SystemExit: if the protocol cannot be frozen, with a text that says why.
+    """
     import frozen  # beside this file, where a build does not look
 
     path = root / "protocol.json"
@@ -60,7 +64,10 @@ def _protoc(root: Path, *outputs: str) -> None:
 
 
 class GenerateHook(BuildHookInterface[Any]):
-    """Runs `generate` before a wheel, an sdist or an editable install is made."""
+    """Runs `generate` before any build.
+
+    That is of a wheel, an sdist or an editable install.
+    """
 
     PLUGIN_NAME = "custom"
 

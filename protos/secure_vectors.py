@@ -1,4 +1,7 @@
-"""The examples of secure aggregation in vectors.json. All secrets are counted out, so that the file stays the same."""
+"""The examples of secure aggregation in vectors.json.
+
+All secrets are counted out, so that the file stays the same.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -92,6 +95,7 @@ def _statement(command: pb.TrainCmd, number: int) -> bytes:
 def _keys(roster: bytes) -> Json:
     first, second = _secrets(0), _secrets(1)
     shared = keys.share_key(first.sealing, keys.public_key(second.sealing), roster, *_NAMES[:2])
+    # Real shares would be random; sealing treats them as bytes.
     shares = _counted(1, shamir.SHARE_BYTES), _counted(2, shamir.SHARE_BYTES)
     return {
         "client": _NAMES[0],
@@ -112,7 +116,10 @@ def _keys(roster: bytes) -> Json:
 
 
 def _shares(threshold: int, places: Sequence[int]) -> Json:
-    """Return shares of a polynomial with large coefficients; a client draws them at random."""
+    """Return shares of a polynomial with large coefficients.
+
+    A client draws them at random.
+    """
     secret = _counted(200)
     polynomial = [int.from_bytes(secret, "little"), *(_PRIME - 3**power for power in range(1, threshold))]
     shares = {
@@ -150,6 +157,7 @@ def _levels(
         max_weight=most,
     )
     values = (np.arange(length, dtype=np.float32) - 11) / np.float32(8)
+    # Before to_integers, which overwrites the values with the residual.
     told = values.tolist()
     integers = to_integers(values, secure, weight).integers
     bits = bits_of_sum(clients, 7, max(1, most))
@@ -167,7 +175,10 @@ def _levels(
 
 
 def _private(shows: str, clients: int, dimension: int, needed: int, **keys: Any) -> Json:
-    """Return a plan, the signs of the rotation, and what a sum with three integers that are not 0 means."""
+    """Return a plan, the rotation's signs, and the decoding of a sum.
+
+    The sum has three integers that are not 0.
+    """
     table = {"noise_multiplier": 1.0, "clip": 0.5, "adaptive": False, "noise_by": "clients", **keys}
     dp = ClientPrivacy.model_validate(table)
     plan, seed = dp.plan(clients, dimension, needed), _counted(clients)

@@ -1,4 +1,7 @@
-"""The cases of vectors.json: the values, and bytes that are not a payload. vectors.py computes the rest."""
+"""The cases of vectors.json: values, and bytes that are no payload.
+
+vectors.py computes the rest.
+"""
 
 import struct
 from collections.abc import Mapping, Sequence
@@ -45,7 +48,10 @@ MODELS: list[tuple[list[float], list[float]]] = [([1, -2.5], [3]), ([-0.0], []),
 
 @dataclass(frozen=True)
 class Case:
-    """One vector in one encoding. `shows` begins with the name of the encoding."""
+    """One vector in one encoding.
+
+    `shows` begins with the name of the encoding.
+    """
 
     shows: str
     values: Values
@@ -185,7 +191,10 @@ AGGREGATED: dict[str, tuple[int, Packets]] = {
 
 
 def refused() -> list[tuple[str, str, bytes, str]]:
-    """Return payloads that every reader of two values refuses: what is wrong, encoding, bytes, reason."""
+    """Return payloads that every reader of two values refuses.
+
+    Each comes with its fault, encoding, bytes and reason.
+    """
     dense = encode(np.array([1, -2], np.float32), Encoding("fp32"))
     levels = encode(np.array([1, -127], np.float32), Encoding("int8", chunk=2))
     sparse = struct.pack("<2sBBII2I2f", b"S4", 0, 1, 2, 2, 0, 1, 1, 1)
@@ -219,7 +228,10 @@ def _packed(levels: bytes, high: bytes, bits: int = 0, after: bytes = b"") -> by
 
 
 def _stream(content: bytes) -> bytes:
-    """Return a stream whose bytes depend on no library: its blocks are uncompressed, or repeat one byte."""
+    """Return a stream whose bytes depend on no library.
+
+    Its blocks are uncompressed, or repeat one byte.
+    """
     frame = struct.pack("<IBI", 0xFD2FB528, 0xA0, len(content))
     for start in range(0, len(content), 1 << 17):
         block = content[start : start + (1 << 17)]

@@ -1,7 +1,8 @@
-"""Write vectors.json, on which every implementation must agree, and the examples of FORMATS.md.
+"""Write vectors.json and the examples of FORMATS.md.
 
-Run `python protos/vectors.py` after a change. fedring's codecs make the encodings. Digests and the bytes of headers are
-computed here, from what the documents say. tests/unit/test_vectors.py checks everything again without this code.
+Every implementation must agree on vectors.json. Run `python protos/vectors.py` after a change. fedring's codecs make
+the encodings. Digests and the bytes of headers are computed here, from what the documents say.
+tests/unit/test_vectors.py checks everything again without this code.
 """
 
 import hashlib
@@ -85,7 +86,10 @@ def name_of(*parts: bytes) -> str:
 
 
 def message(fields: Sequence[tuple[int, int | float | str | bytes]]) -> bytes:
-    """Return a protobuf message of (number, value) fields. An int is a varint, a float a double, others are bytes."""
+    """Return a protobuf message of (number, value) fields.
+
+    An int is a varint, a float a double, others are bytes.
+    """
     out = b""
     for number, value in fields:
         if isinstance(value, int):
@@ -123,7 +127,10 @@ def _model(parameters: Sequence[float], buffers: Sequence[float]) -> Json:
 
 
 def _updates() -> Iterator[Json]:
-    """Yield one update, and another one whose header says the same in different bytes."""
+    """Yield one update, and another with an equivalent header.
+
+    The two headers say the same in different bytes.
+    """
     schema = parse_schema(SCHEMAS[0].encode())
     parts = [
         encode(_f32([0.5, -1, 0, 0, 2, 0, 0, 0, 0, 0.25]), Encoding("fp16")),
@@ -154,6 +161,7 @@ def _updates() -> Iterator[Json]:
         ("an update", before + after),
         ("the same header in different bytes, which is a different update", after + before),
     ):
+        # An update is named by its header's bytes: readers must not serialise it anew.
         header, payload_digest = message(fields), name_of(payload)
         yield {
             "shows": shows,
@@ -200,7 +208,7 @@ def _stated(vector: NDArray[Any]) -> Any:
 
 
 def _written(packets: Packets) -> tuple[list[Json], list[NDArray[Any]]]:
-    """Return the packets as the file writes them, and the values that a reader gets from each."""
+    """Return the packets as the file writes them, and their decoded values."""
     told, values = [], []
     for vector, kind, encoding, given in packets:
         name = encoding.name if encoding else BUFFERS
@@ -313,7 +321,10 @@ def _gradients(shows: str, tensors: Sequence[_Tensor]) -> Json:
 
 
 def dump(value: Any, margin: str = "") -> str:
-    """Return JSON for people: short values and lists of numbers are on one line."""
+    """Return JSON for people.
+
+    Short values and lists of numbers are on one line.
+    """
     text, inner = json.dumps(value), margin + "  "
     if len(text) <= _LINE or not isinstance(value, dict | list):
         return text
@@ -326,7 +337,10 @@ def dump(value: Any, margin: str = "") -> str:
 
 
 def blocks(vectors: Json) -> dict[str, str]:
-    """Return the examples for FORMATS.md by their first line, as they appear between the fences."""
+    """Return the examples for FORMATS.md by their first line.
+
+    They are as they appear between the fences.
+    """
     found = {each["shows"]: _lines(each) for each in vectors["encodings"]}
     for each in vectors["gradients"]:
         found[f"gradient: {each['shows']}"] = f"hex: {_spaced(each['encoded'])}\n"

@@ -3,8 +3,8 @@
     @offers("model")
     def net(hidden: int = 32) -> nn.Module: ...
 
-A daemon collects what is marked in the modules that its operator trusts, once, when it starts: `fedring.train.offered`.
-This module imports nothing of fedring and no torch, so that any code can use the mark.
+When it starts, a daemon collects the marked functions and classes of the modules that its operator trusts:
+`fedring.train.offered`. This module imports nothing of fedring and no torch, so that any code can use the mark.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ def offers(*kinds: Kind) -> Callable[[Marked], Marked]:
     """Mark a function, class or method as something that jobs may name.
 
     Args:
-        kinds: As what it is offered, such as "model" or "data": at least one of KINDS.
+        kinds: The kinds that it is offered as, such as "model" or "data": at least one of KINDS.
 
     Returns:
         A decorator, which returns its argument unchanged but for the mark. It goes above all other decorators.
@@ -63,11 +63,17 @@ def marks_of(value: object) -> tuple[Kind, ...]:
 
 
 def can_be_offered(value: object) -> bool:
-    """Return whether a value is a function or a class, and not only something that can be called."""
+    """Return whether a value is a function or a class.
+
+    Other callable objects cannot be offered.
+    """
     kind = type(value)  # isinstance() would ask the value, which may say anything
     return issubclass(kind, type) or kind in (FunctionType, _CACHED)
 
 
 def named(**names: str) -> list[str]:
-    """Return the entries of `trusted` for names by their kinds, such as model="my_project:net"; "" is left out."""
+    """Return the entries of `trusted` for names by their kinds.
+
+    An example is model="my_project:net"; an empty name is left out.
+    """
     return [f"{name} as {kind}" for kind, name in names.items() if name]

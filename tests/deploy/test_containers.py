@@ -74,7 +74,7 @@ def test_a_service_has_no_more_privileges_than_it_needs(name: str) -> None:
     assert re.fullmatch(r"\d+[mg]", service["mem_limit"])
     assert 0 < service["pids_limit"] <= 512
     assert service["init"] is True
-    assert re.fullmatch(r"[\w./-]+:v?\d+\.\d+\.\d+", service["image"])  # an explicit version
+    assert re.fullmatch(r"[\w./-]+:v?\d+\.\d+\.\d+(\.dev\d+)?", service["image"])  # an explicit version
     assert all(str(port).startswith("127.0.0.1:") for port in service.get("ports", []))
 
 

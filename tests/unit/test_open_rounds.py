@@ -89,6 +89,21 @@ async def test_two_rounds_of_two_jobs_are_open_at_once_and_each_publishes_its_ow
     assert made == [first.made, second.made]
 
 
+async def test_rounds_that_close_at_once_publish_one_after_the_other(both: tuple[Host, list[OpenRound]]) -> None:
+    host, open_rounds = both
+    clients = ((EU, "a"), (EU, "b"), (US, "x"), (US, "y"))
+    sessions = {name: host.join(name, labels) for labels, name in clients}
+    runs = [asyncio.create_task(host.parts.runner.run(open_)) for open_ in open_rounds]
+    commands = {name: await host.command(session) for name, session in sessions.items()}
+    await asyncio.gather(*(host.offer(host.update(command, name)) for name, command in commands.items()))
+    async with asyncio.timeout(60):
+        assert all([(await run).published for run in runs])
+    versions = [open_.made.version for open_ in open_rounds if open_.made]
+    assert len(set(versions)) == 2
+    assert host.rounds.latest is not None
+    assert host.rounds.latest.version == max(versions)
+
+
 async def test_an_update_for_one_open_round_is_refused_by_the_other(both: tuple[Host, list[OpenRound]]) -> None:
     host, (first, second) = both
     session, *_ = [host.join(name, EU) for name in ("a", "b")]
@@ -119,6 +134,23 @@ async def test_a_stop_a_loss_and_a_failure_concern_their_own_round(both: tuple[H
     assert not (await runs[0]).published
     assert (second.phase, list(host.rounds)) == (Phase.TRAINING, [second])
     runs[1].cancel()
+
+
+async def test_each_open_round_has_a_group_of_its_own_with_another_generation(tmp_path: Path) -> None:
+    host = Host(tmp_path)
+    open_rounds = [await opened(host, job(labels, mode="data_parallel")) for labels in (EU, US)]
+    sessions = [host.join(name, labels) for labels, name in ((EU, "a"), (EU, "b"), (US, "x"), (US, "y"))]
+    runs = [asyncio.create_task(host.parts.runner.run(open_)) for open_ in open_rounds]
+    for session in sessions:
+        await host.command(session)
+    groups = [open_.group for open_ in open_rounds if open_.group is not None]
+    assert sorted(group.generation for group in groups) == [1, 2]
+    assert [sorted(group.state.expected) for group in groups] == [["a", "b"], ["x", "y"]]
+    host.rounds.group_event(open_rounds[0], gr.Entered("a"))
+    assert [set(group.state.workers) for group in groups] == [{"a"}, set()]
+    for run in runs:
+        run.cancel()
+    host.facts.close()
 
 
 async def test_the_groups_of_two_rounds_form_for_themselves(host: Host) -> None:

@@ -7,15 +7,19 @@ from typing import Any
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from tests.unit.host import Host, running, spec
+from tests.unit.host import SIZE, Host, running, spec
 
 from fedring.rpc.errors import UnknownRound
 from fedring.secure.keys import draw_secrets
 from fedring.secure.roster import signed_keys
 from fedring.secure.signing import Proof, public_bytes
-from fedring.server.round.events import Delayed, Phase
+from fedring.server.round.events import Delayed, Phase, Round, RoundRules, RoundState
 from fedring.server.round.open_round import OpenRound
+from fedring.server.secure.events import Group, ProtocolState, SecureRules, SecureStep, SignersChosen
+from fedring.server.secure.exchange import SecureExchange
+from fedring.server.secure.steps import SecureSteps
 from fedring.server.sessions.sessions import Session
+from fedring.server.state.rows import ModelRow, RoundRow, UpdateRow
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1 import secure_pb2 as wire
 
@@ -80,3 +84,22 @@ async def test_a_round_is_not_given_up_while_the_disk_takes_no_messages(host: Ho
     async with asyncio.timeout(60):
         event = pb.ServerEvent.FromString(await sessions[0].outbox.get())
     assert event.secure.WhichOneof("step") == "roster"
+
+
+def test_the_masks_of_a_group_are_made_anew_after_a_restart_between_two_groups() -> None:
+    row = RoundRow(1, 1, 1, Phase.TRAINING, 0.0, selected=tuple("abcdef"))
+    job = spec(min_clients=6, min_clients_to_aggregate=5, secure_aggregation={"group_size": 3})
+    open_ = OpenRound(row, job, pb.TrainCmd(round=1), ModelRow(1, 0, "", "", "", SIZE, 0, 0.0))
+    open_.accepted = {name: UpdateRow(1, name, "", "", (), 1, 1, 0.1, 1.0, 0.0) for name in "abcdef"}
+    rules = SecureRules(60.0, 3)
+    first, second = (
+        Group(names, step, 0.0, names, names, names, frozenset(names))
+        for names, step in ((("a", "b", "c"), SecureStep.DONE), (("d", "e", "f"), SecureStep.SURVIVORS))
+    )
+    state = ProtocolState(rules, frozenset("abcdef"), 0.0, frozenset("abcdef"), (first, second), frozenset("abcdef"))
+    selected = frozenset("abcdef")
+    round_ = Round(1, RoundRules(), Phase.AGGREGATING, 0.0, selected, selected, steps=SecureSteps(state))
+    open_.state = RoundState(round=round_)
+    noted = SecureExchange(open_).row(1, 0, SignersChosen(1, second.members))  # the first group's masks are in memory
+    restored = SecureExchange(open_).restored(rules, noted, 0.0)
+    assert [group.step for group in restored.groups] == [SecureStep.UNMASK, SecureStep.UNMASK]

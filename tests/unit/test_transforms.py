@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.closed_rounds import closed_round
+from tests.closed_rounds import FixedPast, closed_round
 from tests.unit.host import SIZE, running, spec
 
 from fedring.codec import Entry, Schema
@@ -16,6 +16,7 @@ from fedring.codec.errors import CodecError
 from fedring.codec.masked import Width
 from fedring.daemon.config import ConfigError
 from fedring.server.config import ServerConfig
+from fedring.server.model.combining import Combination
 from fedring.server.model.modelfile import ModelReader
 from fedring.server.model.terms import Terms
 from fedring.server.model.transforms import named
@@ -25,6 +26,7 @@ from fedring.server.operator.job_checks import JobChecks
 from fedring.server.startup_checks import check
 from fedring.server.state.checked import read_checked
 from fedring.server.state.rows import UpdateRow
+from fedring.simulation.server import SimulatedPast
 from fedring.train.errors import SeamError
 from fedring.train.job import Job
 from fedring.v1 import federation_pb2 as pb
@@ -160,3 +162,72 @@ def test_states_that_are_no_file_of_states_are_an_error_and_those_that_are_come_
         assert caught.value.reason == "bad_model"
     with pytest.raises(CodecError, match="a/x has a value that is not finite"):
         write_states({"a": {"x": np.array([np.inf], np.float32)}}, {})
+
+
+DP: dict[str, Any] = PRIVATE | {"dp": {"noise_multiplier": 0.1, "delta": 1e-3}}
+MASKED: dict[str, Any] = PRIVATE | {"secure_aggregation": {}, "min_clients_to_aggregate": 3}
+OWN_NOISE = MASKED | {"dp": {"noise_multiplier": 1.0, "adaptive": False, "noise_by": "clients", "delta": 1e-3}}
+
+
+def updates(*norms: float) -> list[UpdateRow]:
+    return [UpdateRow(1, f"c{number}", "", "", (), 1, 1, 1.0, norm, 1.0) for number, norm in enumerate(norms)]
+
+
+@pytest.mark.parametrize(
+    ("keys", "hidden"), [({}, False), (DP, True), (MASKED, True), (OWN_NOISE, True), ({"scaffold": False}, False)]
+)
+def test_norms_of_single_updates_are_shown_unless_they_are_private(keys: dict[str, Any], hidden: bool) -> None:
+    assert transforms_of(spec(**keys)).hide_norms is hidden
+
+
+def test_guards_follow_the_median_norm_of_the_last_round() -> None:
+    job = spec(update_clip_factor=2.0)
+    steps = transforms_of(job).close(closed_round(job, updates(1.0, 8.0), past=FixedPast({"median_norm": 3.0})), None)
+    assert steps.stats() == {"update_clip": 6.0, "median_norm": 1.0, "clipped": ["c1"]}
+    assert steps.charge() is None
+
+
+def test_noise_of_the_server_goes_on_from_the_last_clip_and_is_charged_with_the_model() -> None:
+    job = spec(**DP | {"min_clients": 8})
+    for clip, used in ((0.0, 0.1), (0.7, 0.7)):  # the job's own clip at first
+        steps = transforms_of(job).close(closed_round(job, updates(*[0.5] * 8), 5, past=FixedPast(clip=clip)), None)
+        found, charge = steps.stats()["dp"], steps.charge()
+        assert (found["noise_by"], found["clip"], found["clients"]) == ("server", used, 8.0)
+        assert charge is not None
+        assert (charge.round, charge.job_id, charge.noise_multiplier) == (5, 1, 0.1)
+        assert charge.next_clip == found["next_clip"] != used
+
+
+def test_the_servers_noise_is_on_each_piece_of_the_mean_over_those_that_were_drawn() -> None:
+    job = spec(**PRIVATE | {"dp": {"noise_multiplier": 3.0, "adaptive": False, "clip": 0.5, "delta": 1e-3}})
+    steps = transforms_of(job).close(closed_round(job, updates(*[0.5] * 8)), None).steps
+    delta, how = np.zeros(100_000), Combination()
+    for step in steps:
+        step.piece(0, delta)
+        how = step.combination(how)
+    assert delta.std() == pytest.approx(3.0 * 0.5 / 8, rel=0.02)
+    assert how.divisor == 8.0
+
+
+def test_noise_of_clients_costs_nothing_when_the_model_is_published() -> None:
+    job = spec(**OWN_NOISE)
+    steps = transforms_of(job).close(closed_round(job, updates(0.0, 0.0, 0.0), groups=[]), None)
+    assert steps.stats()["dp"]["noise_by"] == "clients"
+    assert steps.charge() is None
+
+
+def test_a_simulation_goes_on_from_the_figures_of_its_last_round() -> None:
+    past = SimulatedPast({"median_norm": 2.0, "dp": {"next_clip": 0.3}})
+    assert (past.last_stats()["median_norm"], past.last_clip()) == (2.0, 0.3)
+    assert SimulatedPast({}).last_clip() == 0.0
+    assert past.noise_secret() != past.noise_secret()
+
+
+async def test_a_job_is_checked_by_all_of_its_transforms(tmp_path: Path) -> None:
+    async with running(tmp_path) as host:
+        small = JobChecks(host.config.model_copy(update={"max_update_bytes": 4}), host.parts.models.maker)
+        with pytest.raises(ConfigError, match="encoding: an update as int8 has at least 8 bytes"):
+            small.check(spec(encoding="int8"), [], runs_next=True)
+        small.check(spec(**MASKED, encoding="int8"), [], runs_next=True)  # its group decides
+        with pytest.raises(ConfigError, match=r"server_optimizer: SGD takes no rl"):
+            small.check(spec(encoding="uniform", server_optimizer={"args": {"rl": 1.0}}), [], runs_next=True)

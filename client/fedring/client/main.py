@@ -121,7 +121,8 @@ def serve(loaded: Loaded[ClientConfig]) -> Exit:
     from fedring.client.federation import Federation
     from fedring.client.restart import Restart
     from fedring.client.startup_checks import warn_of_insecurity
-    from fedring.client.trainer import MODES, DeclaredTrainer, prepare
+    from fedring.client.trainer import DeclaredTrainer, prepare
+    from fedring.train.modes import MODES
 
     config = loaded.config
     set_up_logs(config.log_style, config.log_level)

@@ -24,7 +24,9 @@ from fedring.train.batches import size_of
 from fedring.train.device import pick_device, threads_for
 from fedring.train.errors import SeamError, TrainError, TrainingStopped, failure_detail, failure_reason
 from fedring.train.evaluation import Counts, run_evaluator
+from fedring.train.job_table import TrainingMode
 from fedring.train.loop import warm_up
+from fedring.train.modes import MODES
 from fedring.train.offered import Offered, collect
 from fedring.train.plan import TrainResult
 from fedring.train.seam import build_model, optimizer_factory
@@ -39,9 +41,6 @@ log = logging.getLogger(__name__)
 
 NAMES: tuple[Kind, ...] = ("model", "data", "loss", "optimizer", "trainer", "evaluator")
 """The names in a job that the client's configuration may override."""
-
-MODES = ("federated", "data_parallel", "pipeline")
-"""The modes of jobs that DeclaredTrainer can train in."""
 
 
 _WRONG_BASE = ("wrong_base", "frozen_changed")
@@ -87,7 +86,7 @@ class DeclaredTrainer:
                 task.progress(0.0)
             loaded = self._load(task.job)
             with span("train", task.command.traceparent, round=task.round, client=self._config.client_id):
-                if task.job.mode != "federated":
+                if MODES[task.job.mode].grouped:
                     self._train_in_group(loaded, task)
                     return None
                 size = self._size(loaded, task)  # all that may be told to the server of a covered job comes before this
@@ -128,7 +127,7 @@ class DeclaredTrainer:
             RoundOver: If the evaluation is no longer wanted.
             Refused: If the server has refused this client for good.
         """
-        if evaluation.job.mode == "pipeline":  # The group has done it, at the end of the round.
+        if MODES.get(evaluation.job.mode, TrainingMode).staged:  # The group has done it, at the end of the round.
             return self._pipeline_trainer.evaluation_of(evaluation.command.model_digest)
         try:
             loaded = self._load(evaluation.job)
@@ -167,7 +166,7 @@ class DeclaredTrainer:
 
     def _train_in_group(self, loaded: LoadedJob, task: Task) -> None:
         model, samples, loss, optimizer = loaded.model, loaded.split.train, loaded.loss, loaded.optimizer
-        if task.job.mode == "pipeline":
+        if MODES[task.job.mode].staged:
             whole = partial(build_model, *_model_of(task.job, self._config), self._offered)
             held_out = loaded.split.test
             self._pipeline_trainer.train(task, model, samples, held_out, loss=loss, optimizer=optimizer, whole=whole)
@@ -285,9 +284,9 @@ class DeclaredTrainer:
 
     def _build(self, job: pb.JobSpec) -> LoadedJob:
         whole = load_job(job, self._config, self._offered, self._device)
-        if job.mode == "pipeline":  # Its workers read the same samples.
+        if MODES[job.mode].staged:  # Its workers read the same samples.
             return whole
-        config, split, shared = self._config, whole.split, job.mode != "federated"
+        config, split, shared = self._config, whole.split, MODES[job.mode].grouped
         part = load_part(
             split,
             "iid" if shared else job.partition or "none",
@@ -324,7 +323,7 @@ def load_job(job: pb.JobSpec, config: ClientConfig, offered: Offered, device: to
     data = offered.get("data", name["data"])
     arguments = (*_model_of(job, config), offered)
     # No worker of a pipeline has the memory for all stages.
-    model = build_skeleton(*arguments) if job.mode == "pipeline" else build_model(*arguments).to(device)
+    model = build_skeleton(*arguments) if MODES[job.mode].staged else build_model(*arguments).to(device)
     return LoadedJob(
         model,
         load_split(lambda: data(config.data_root, config.download)),

@@ -1,4 +1,4 @@
-"""Lossy compression as functions of tensors and arrays, each with its law of conservation.
+"""Lossy compression of tensors and arrays, with laws of conservation.
 
 Here live error feedback for updates (`feedback`) and for means over workers (`correction`), deep gradient compression
 (`dgc`, `dgc_select`) and low-rank approximation (`lowrank`). What enters is a function of its arguments, with the

@@ -1,4 +1,6 @@
-"""Error feedback for the mean of lossy messages over all workers, as functions of tensors.
+"""Error feedback for means of lossy messages over all workers.
+
+The functions are of tensors.
 
 "ef" (Seide et al. 2014, section 3; Karimireddy et al. 2019, algorithm 1) adds to each gradient what earlier messages
 left out:
@@ -10,9 +12,9 @@ difference from an estimate that every worker keeps of its own gradient:
 
     target = gradient - own    own' = own + sent    result = shared' = shared + mean(sent)
 
-so result == mean(own'). With "none", what is left out is lost. `sent` is what counts as sent by this worker.
+so result == mean(own'). With "none", the rest is lost. `sent` are the values that count as sent by this worker.
 
-A step replaces the tensors that are kept, and does not write into them: whoever keeps the old ones can undo the step.
+A step replaces the tensors that are kept, and does not write into them: with the old ones a caller can undo the step.
 """
 
 from dataclasses import dataclass
@@ -26,19 +28,25 @@ Feedback = Literal["none", "ef", "ef21"]
 
 @dataclass(slots=True, eq=False)
 class ErrorFeedback:
-    """What one worker keeps of one tensor between steps."""
+    """One worker's memory of one tensor between steps."""
 
     own: Tensor  # [n] float32; empty with "none"
     shared: Tensor  # [n] float32, equal on all workers; empty but with "ef21"
 
     @staticmethod
     def empty(numel: int, feedback: Feedback, device: torch.device) -> "ErrorFeedback":
-        """Return the beginning: nothing was left out of `numel` entries, and estimates are 0."""
+        """Return the memory before the first step.
+
+        Nothing was left out of `numel` entries, and estimates are 0.
+        """
         own, shared = numel * (feedback != "none"), numel * (feedback == "ef21")
         return ErrorFeedback(torch.zeros(own, device=device), torch.zeros(shared, device=device))
 
     def rescale(self, old_world: int, new_world: int) -> None:
-        """Keep the laws valid in a mean over `new_world` workers instead of `old_world`."""
+        """Adapt the memory to another number of workers.
+
+        The laws stay valid in a mean over `new_world` workers instead of `old_world`.
+        """
         if self.shared.numel():
             self.own = self.shared.clone()  # the only estimate that all workers know
         else:
@@ -46,12 +54,12 @@ class ErrorFeedback:
 
 
 def target_of(grad: Tensor, kept: ErrorFeedback, feedback: Feedback) -> Tensor:
-    """Return what there is to send.
+    """Return the values to send.
 
     Args:
         grad: This worker's gradient [n] of any float dtype.
-        kept: What this worker keeps of the tensor.
-        feedback: What becomes of what messages leave out.
+        kept: This worker's memory of the tensor.
+        feedback: The kind of error feedback.
 
     Returns:
         A new tensor [n] float32.
@@ -62,15 +70,15 @@ def target_of(grad: Tensor, kept: ErrorFeedback, feedback: Feedback) -> Tensor:
 
 
 def settle(kept: ErrorFeedback, target: Tensor, sent: Tensor, feedback: Feedback) -> None:
-    """Keep what a message left out, according to the law.
+    """Keep the part that a message left out, according to the law.
 
     Values that are not finite are not kept, since they would never leave again.
 
     Args:
-        kept: What this worker keeps of the tensor; it is replaced.
-        target: What there was to send, [n] float32; its memory may be reused.
-        sent: What counts as sent of it, [n] float32.
-        feedback: What becomes of what messages leave out.
+        kept: This worker's memory of the tensor; it is replaced.
+        target: The values to send, [n] float32; its memory may be reused.
+        sent: The part of it that counts as sent, [n] float32.
+        feedback: The kind of error feedback.
     """
     if feedback == "ef":
         kept.own = torch.sub(target, sent, out=target).nan_to_num_(0.0, 0.0, 0.0)
@@ -82,9 +90,9 @@ def result_of(mean: Tensor, kept: ErrorFeedback, feedback: Feedback) -> Tensor:
     """Return the gradient [n] to train with.
 
     Args:
-        mean: The mean of what all workers have sent, [n] float32.
-        kept: What this worker keeps of the tensor; the estimate that all workers share is replaced.
-        feedback: What becomes of what messages leave out.
+        mean: The mean of all workers' sent values, [n] float32.
+        kept: This worker's memory of the tensor; the estimate that all workers share is replaced.
+        feedback: The kind of error feedback.
     """
     if feedback != "ef21":
         return mean

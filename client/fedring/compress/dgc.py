@@ -1,6 +1,8 @@
-"""Deep gradient compression (Lin et al. 2018, arXiv 1712.01887), as functions of tensors.
+"""Deep gradient compression, as functions of tensors.
 
-The law is that nothing is lost. What is not sent now stays in the residual, so that with momentum off
+The method is that of Lin et al. 2018, arXiv 1712.01887.
+
+The law is that nothing is lost. Entries that are not sent now stay in the residual, so that with momentum off
 
     sent + residual' == residual + gradient
 
@@ -22,7 +24,7 @@ ClipNorm = Literal["tensor", "global"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DGC:
-    """How gradients are compressed.
+    """The configuration of deep gradient compression.
 
     The comments say which way is more aggressive: it saves more bytes or time, and costs more accuracy. Making one
     raises ValueError if a value does not fit.
@@ -80,7 +82,10 @@ class DGC:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Taken:
-    """What a memory held in some places before a step took from them."""
+    """Entries that a step took out of a memory.
+
+    With them the step can be undone.
+    """
 
     indices: Tensor | None  # [k] the places; None = all, and before the step's gradient was added
     momentum: Tensor  # [k], or [n]
@@ -89,11 +94,11 @@ class Taken:
 
 @dataclass(slots=True, eq=False)
 class Memory:
-    """What one worker keeps of one tensor for later steps."""
+    """One worker's momentum and residual of one tensor."""
 
     momentum: Tensor  # [n] float32; of a tensor sent whole, the momentum of the mean over all workers
     residual: Tensor  # [n] float32, what is owed
-    taken: Taken | None = None  # what the newest step has taken, until the step counts
+    taken: Taken | None = None  # entries that the newest step took out, until the step counts
 
     @staticmethod
     def empty(numel: int, device: torch.device) -> "Memory":
@@ -102,24 +107,36 @@ class Memory:
 
 
 def ratio_at(config: DGC, epoch: int) -> float:
-    """Return the share of entries to send in an epoch (sec. 3.3): with 4 warm-up epochs 25, 6.3, 1.6, 0.4, 0.1 %."""
+    """Return the share of entries to send in an epoch (sec. 3.3).
+
+    With 4 warm-up epochs the shares are 25, 6.3, 1.6, 0.4 and 0.1 %.
+    """
     return float(config.ratio ** (min(epoch + 1, config.warmup_epochs + 1) / (config.warmup_epochs + 1)))
 
 
 def kept_count(numel: int, ratio: float) -> int:
-    """Return how many of `numel` >= 1 entries are sent: at least one."""
+    """Return the number of entries to send of `numel` >= 1.
+
+    It is at least one.
+    """
     return min(numel, max(1, ceil(numel * ratio)))
 
 
 def clipped(grad: Tensor, threshold: float, workers: int) -> Tensor:
-    """Return `grad` [n], scaled down to a norm of at most threshold * workers^-1/2 (sec. 3.2)."""
+    """Return `grad` [n], clipped to a norm (sec. 3.2).
+
+    The norm is at most threshold * workers^-1/2.
+    """
     norm = float(torch.linalg.vector_norm(grad))
     limit = threshold * workers**-0.5
     return grad * (limit / norm) if norm > limit else grad
 
 
 def clip_together(grads: Sequence[Tensor], threshold: float, workers: int) -> None:
-    """Scale `grads`, all of one worker, down in place to a common norm of at most threshold * workers^-1/2."""
+    """Clip all gradients of one worker to a common norm, in place.
+
+    The norm is at most threshold * workers^-1/2.
+    """
     norms = torch.stack([torch.linalg.vector_norm(grad.float()) for grad in grads])
     norm, limit = float(torch.linalg.vector_norm(norms)), threshold * workers**-0.5
     if norm > limit:
@@ -132,7 +149,7 @@ def accumulate(grad: Tensor, memory: Memory, config: DGC) -> Tensor:
 
     Args:
         grad: The gradient [n] float32.
-        memory: What is kept of the tensor; it is updated in place.
+        memory: The memory of the tensor; it is updated in place.
         config: How gradients are compressed.
 
     Returns:
@@ -149,7 +166,9 @@ def accumulate(grad: Tensor, memory: Memory, config: DGC) -> Tensor:
 
 
 def put_back(memory: Memory) -> None:
-    """Put back what the newest step has sent of a memory, unless that step counts already.
+    """Undo the newest step's removals from a memory.
+
+    Nothing happens if that step counts already.
 
     The step's gradient stays in the residual if the tensor is not sent whole: it counts as one more gradient of the
     next step, which is taken with the same parameters.
@@ -163,12 +182,14 @@ def put_back(memory: Memory) -> None:
 
 
 def forget(memory: Memory, indices: Tensor, sent: Tensor, config: DGC) -> None:
-    """Remove what was sent from the residual, and mask its momentum (sec. 3.3).
+    """Remove sent entries from the residual, and mask their momentum.
+
+    See sec. 3.3.
 
     Args:
-        memory: What is kept of the tensor; it is updated in place.
+        memory: The memory of the tensor; it is updated in place.
         indices: Where entries were sent, [k] int64.
-        sent: What receivers decode, [k] float32, so that rounding errors stay in the residual.
+        sent: The values that receivers decode, [k] float32, so that rounding errors stay in the residual.
         config: How gradients are compressed.
     """
     before = memory.residual[indices]
@@ -183,11 +204,11 @@ def apply_momentum(mean: Tensor, memory: Memory, config: DGC) -> Tensor:
 
     Args:
         mean: The mean of its gradient over all workers, [n] float32.
-        memory: What is kept of the tensor; its momentum is updated in place.
+        memory: The memory of the tensor; its momentum is updated in place.
         config: How gradients are compressed.
 
     Returns:
-        What an optimizer without momentum follows, [n] float32; it may be the memory's own tensor.
+        The gradient for an optimizer without momentum, [n] float32; it may be the memory's own tensor.
     """
     if not config.momentum:
         return mean

@@ -1,4 +1,6 @@
-"""Selection of the entries to send: the largest magnitudes, by a sampled threshold (Lin et al. 2018, sec. 5).
+"""Selection of the largest magnitudes by a sampled threshold.
+
+The method is that of Lin et al. 2018, sec. 5.
 
 All entries are compared with the threshold in one pass. If too few or too many reach it, it is changed. Of what is
 still too many, the largest are taken, not the first. Entries that are 0 are never sent; NaN and infinity are larger
@@ -28,15 +30,24 @@ class Entries(Protocol):
         ...
 
     def find(self, floor: float) -> int:
-        """Make the entries that reach `floor` and are not 0 the candidates, and return their number."""
+        """Make all entries of at least `floor` the candidates.
+
+        Entries that are 0 are left out. Returns the number of candidates.
+        """
         ...
 
     def narrow(self, floor: float, least: int) -> int:
-        """Keep the candidates that reach `floor`, or all if these are fewer than `least`; return their number."""
+        """Keep the candidates of at least `floor`.
+
+        If these are fewer than `least`, all are kept. Returns the number of candidates.
+        """
         ...
 
     def largest(self, count: int) -> Tensor:
-        """Return the indices, rising, of the `count` largest candidates, int64; of all if there are fewer."""
+        """Return the indices of the `count` largest candidates.
+
+        They are rising, int64; all candidates if there are fewer.
+        """
         ...
 
 
@@ -59,6 +70,7 @@ def select(values: Tensor, count: int, config: DGC, *, step: int = 0) -> Tensor:
         if found < config.lower_bound * count and floor > 0:
             floor *= config.lower_bound
             found = entries.find(floor)
+        # With `resample`, `largest` chooses among all candidates instead.
         elif found > config.upper_bound * count and not config.resample:
             floor *= config.upper_bound
             found = entries.narrow(floor, count)
@@ -68,7 +80,10 @@ def select(values: Tensor, count: int, config: DGC, *, step: int = 0) -> Tensor:
 
 
 def _sampled_floor(entries: Entries, numel: int, count: int, config: DGC, step: int) -> float:
-    """Return a magnitude that about `count` of `numel` entries reach, from a sample of them."""
+    """Return a magnitude that about `count` entries reach.
+
+    It is found from a sample of the `numel` entries.
+    """
     wanted = max(_FEW, ceil(numel * config.sample_ratio), ceil(2 * numel / count))
     if wanted >= numel:
         return entries.floor(slice(None), count)
@@ -164,6 +179,9 @@ class _DeviceEntries:
 
 
 def _bits_of(floor: float) -> np.uint32:
-    """Return the bits that a magnitude must reach to reach `floor` and not to be 0."""
+    """Return the least bits of a magnitude that reaches `floor`.
+
+    They are at least 1, so that 0 does not reach it.
+    """
     with np.errstate(over="ignore"):
         return np.uint32(max(1, int(np.float32(floor).view(np.uint32) & _MAGNITUDE)))

@@ -1,4 +1,6 @@
-"""Error feedback of updates (Seide et al. 2014, section 3; Karimireddy et al. 2019, algorithm 1).
+"""Error feedback of updates.
+
+See Seide et al. 2014, section 3; Karimireddy et al. 2019, algorithm 1.
 
 The law is that nothing is lost. What a payload leaves out stays in the residual, so that
 
@@ -17,14 +19,17 @@ from fedring.codec import STATELESS, TILE, Encoding, encode, open_payload
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Compressed:
-    """What to send, and what to add to the next update as soon as this one is accepted."""
+    """A payload to send, and the residual for the next update.
+
+    The residual is used as soon as this update is accepted.
+    """
 
     payload: bytes
     residual: NDArray[np.float32] | None  # [D]; None if the encoding leaves none
 
 
 def compress(update: NDArray[np.float32], residual: NDArray[np.float32] | None, encoding: Encoding) -> Compressed:
-    """Encode an update together with what earlier payloads left out.
+    """Encode an update together with the residual of earlier ones.
 
     Args:
         update: The update [D] float32, which is not changed.
@@ -45,7 +50,7 @@ def compress(update: NDArray[np.float32], residual: NDArray[np.float32] | None, 
 
 
 def _left_out(target: NDArray[np.float32], payload: bytes, name: str) -> NDArray[np.float32]:
-    """Return `target` [D] less what a receiver decodes from `payload`."""
+    """Return `target` [D] less the values decoded from `payload`."""
     view = memoryview(payload)
     decoder = open_payload(lambda offset, size: view[offset : offset + size], len(view), name=name, length=target.size)
     rest = np.empty(target.size, np.float32)

@@ -1,4 +1,6 @@
-"""Low-rank approximation of gradients (PowerSGD, Vogels et al. 2019, arXiv 1905.13727, algorithm 1).
+"""Low-rank approximation of gradients.
+
+The method is PowerSGD (Vogels et al. 2019, arXiv 1905.13727, algorithm 1).
 
 A matrix M, the mean over all workers of their M_i, is sent as two thin factors, M ~ P Qᵀ. With Q of the previous step
 
@@ -19,7 +21,10 @@ _GRAM_SCHMIDT = 2  # columns up to which it is faster than QR
 
 
 def as_matrix(shape: Sequence[int]) -> tuple[int, int]:
-    """Return the rows and columns of a tensor of `shape` as a matrix: its first dimension, and all others together."""
+    """Return the rows and columns of a tensor as a matrix.
+
+    The rows are its first dimension, the columns all others together.
+    """
     rows = shape[0] if shape else 1
     columns = 1
     for size in shape[1:]:
@@ -33,12 +38,17 @@ def factors_numel(rows: int, columns: int, rank: int) -> int:
 
 
 def worth_factoring(rows: int, columns: int, *, rank: int, min_rate: float) -> bool:
-    """Return whether the factors are more than `min_rate` times smaller than the matrix."""
+    """Return whether factors are `min_rate` times smaller than the matrix.
+
+    They must be more than that.
+    """
     return factors_numel(rows, columns, rank) * min_rate < rows * columns
 
 
 def orthonormalise(matrices: Tensor, epsilon: float = 0.0) -> Tensor:
-    """Make the columns of matrices orthonormal, in place; columns of zeros stay zero.
+    """Make the columns of matrices orthonormal, in place.
+
+    Columns of zeros stay zero.
 
     Args:
         matrices: The matrices [b, n, r], r <= n, of any float dtype.
@@ -54,6 +64,7 @@ def orthonormalise(matrices: Tensor, epsilon: float = 0.0) -> Tensor:
         raise ValueError(f"cannot make the columns of matrices {tuple(matrices.shape)} orthonormal")
     if matrices.shape[2] > _GRAM_SCHMIDT and matrices.dtype not in _HALVES:
         return matrices.copy_(torch.linalg.qr(matrices).Q)
+    # Gram-Schmidt is faster than QR for a few columns, and works in half precision.
     for index in range(matrices.shape[2]):
         column = matrices[:, :, index : index + 1]
         norm = torch.linalg.vector_norm(column, dim=1, keepdim=True) + epsilon
@@ -64,15 +75,39 @@ def orthonormalise(matrices: Tensor, epsilon: float = 0.0) -> Tensor:
 
 
 def left_factor(matrices: Tensor, right: Tensor) -> Tensor:
-    """Return P [b, n, r] = M Q, for `matrices` M [b, n, m] and `right` Q [b, m, r]."""
+    """Return the left factor P = M Q.
+
+    Args:
+        matrices: M, [b, n, m].
+        right: Q, [b, m, r].
+
+    Returns:
+        P, [b, n, r].
+    """
     return torch.bmm(matrices, right)
 
 
 def right_factor(matrices: Tensor, left: Tensor) -> Tensor:
-    """Return Q [b, m, r] = Mᵀ P, for `matrices` M [b, n, m] and `left` P [b, n, r]."""
+    """Return the right factor Q = Mᵀ P.
+
+    Args:
+        matrices: M, [b, n, m].
+        left: P, [b, n, r].
+
+    Returns:
+        Q, [b, m, r].
+    """
     return torch.bmm(matrices.transpose(1, 2), left)
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:
-    """Return P Qᵀ [b, n, m], for `left` P [b, n, r] and `right` Q [b, m, r]."""
+    """Return the product P Qᵀ of both factors.
+
+    Args:
+        left: P, [b, n, r].
+        right: Q, [b, m, r].
+
+    Returns:
+        The matrices, [b, n, m].
+    """
     return torch.bmm(left, right.transpose(1, 2))

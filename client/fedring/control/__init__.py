@@ -1,4 +1,6 @@
-"""Jobs of an fl-server from a script or notebook: start them, watch them, fetch their rounds and models.
+"""Jobs of an fl-server from a script or notebook.
+
+Start them, watch them, and fetch their rounds and models:
 
     from fedring.control import connect
 
@@ -8,8 +10,8 @@
             print(row["job_round"], row["accuracy"], row["loss"])
         model = job.load_model(MyModel())
 
-The names in `__all__` are public. `server` holds what they are; below it, `calls` has the calls of the control port as
-messages, with one kind of error (`failure`), `access` the caller's identity, `figures` what follows from a round's
+The names in `__all__` are public. `server` defines them; below it, `calls` has the calls of the control port as
+messages, with one kind of error (`failure`), `access` the caller's identity, `figures` the figures of a round's
 message, `model_export` the download of a model, and `trackers` writes rounds to TensorBoard and its like. flctl is
 built on this package. It may import what both daemons share, but neither the daemons nor flctl. It prints nothing.
 """
@@ -42,7 +44,10 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name when it is first used, so that modules that need only one of them stay quick to import."""
+    """Import a public name when it is first used.
+
+    So modules that need only one of them stay quick to import.
+    """
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

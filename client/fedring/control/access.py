@@ -1,4 +1,7 @@
-"""Who calls a control port: a certificate or a token, and the authority that the server must be signed by."""
+"""The identity of a caller, and the trusted authority of the server.
+
+A caller has a certificate or a token.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +16,10 @@ from fedring.rpc.tls import PLAINTEXT, Tls, read_token
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """How to connect: the user's certificate or token, and the authority that the server must be signed by."""
+    """The user's certificate or token, and the server's authority.
+
+    The server's certificate must be signed by that authority.
+    """
 
     tls: Tls = PLAINTEXT
     token_file: Path | None = None  # a file with a bearer token

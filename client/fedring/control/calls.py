@@ -1,4 +1,7 @@
-"""A typed client of fl-server's control port, for the verbs of flctl and for tests."""
+"""A typed client of fl-server's control port.
+
+The verbs of flctl and tests use it.
+"""
 
 import json
 import uuid
@@ -27,7 +30,9 @@ _R = TypeVar("_R")
 
 
 class Events:
-    """A stream of the server's events, in order, which ends at `cancel` or when the server goes away.
+    """A stream of the server's events, in order.
+
+    It ends at `cancel`, or when the server goes away.
 
     Control.events makes it.
     """
@@ -48,12 +53,17 @@ class Events:
             return
 
     def cancel(self) -> None:
-        """End the stream, from any thread; whoever reads it gets a Failure."""
+        """End the stream, from any thread.
+
+        Its reader gets a Failure.
+        """
         self._call.cancel()
 
 
 class Control:
-    """A connection to a server's control port. Every method raises a Failure if the call fails.
+    """A connection to a server's control port.
+
+    Every method raises a Failure if the call fails.
 
     Args:
         address: "host:port" of the control port.
@@ -90,7 +100,10 @@ class Control:
         return self._start(lambda: self._stub.StartJob(request, timeout=max(self._timeout, _START_SECONDS)))
 
     def start_round(self, overrides: Mapping[str, Any], *, key: str = "") -> pb.StartReply:
-        """Queue a job of one round, with the server's defaults and `overrides`; `key` is as in start_job."""
+        """Queue a job of one round.
+
+        It has the server's defaults and `overrides`; `key` is as in start_job.
+        """
         request = pb.StartRoundRequest(overrides=json.dumps(overrides), idempotency_key=key or str(uuid.uuid4()))
         return self._start(lambda: self._stub.StartRound(request, timeout=max(self._timeout, _START_SECONDS)))
 
@@ -99,12 +112,16 @@ class Control:
         return self._call(lambda: self._stub.StopRound(pb.StopRoundRequest(), timeout=self._timeout))
 
     def stop_job(self, job_id: int = 0) -> pb.StopReply:
-        """End the job, or the running one if `job_id` is 0, with its round."""
+        """End a job with its round; 0 is the running job."""
         request = pb.StopJobRequest(job_id=job_id)
         return self._call(lambda: self._stub.StopJob(request, timeout=self._timeout), named=job_id > 0)
 
     def status(self, *, wait_seconds: float = 0.0) -> pb.Status:
-        """Return what the server does now. Wait up to `wait_seconds` for a server that cannot be reached yet."""
+        """Return the server's status.
+
+        Args:
+            wait_seconds: How long to wait for a server that cannot be reached yet.
+        """
         timeout = max(wait_seconds, self._timeout)
         return self._call(
             lambda: self._stub.GetStatus(pb.GetStatusRequest(), timeout=timeout, wait_for_ready=wait_seconds > 0)
@@ -141,26 +158,45 @@ class Control:
         return rounds
 
     def clients(self, *, limit: int = 0) -> list[pb.Client]:
-        """Return the clients that the server knows, at most `limit`; 0 = the server's default."""
+        """Return the clients that the server knows.
+
+        Args:
+            limit: The most clients to return; 0 = the server's default.
+        """
         request = pb.ListRequest(limit=limit)
         return list(self._call(lambda: self._stub.ListClients(request, timeout=self._timeout)).clients)
 
     def forget_client(self, client_id: str) -> pb.ForgottenClient:
-        """Let the server forget a client that is not in session, and return what is forgotten."""
+        """Make the server forget a client that is not in session.
+
+        Returns the client's id, and the number of its accepted updates.
+
+        Returns the forgotten rows and files.
+        """
         request = pb.ForgetClientRequest(client_id=client_id)
         return self._call(lambda: self._stub.ForgetClient(request, timeout=self._timeout))
 
     def privacy(self, delta: float = 0.0) -> pb.Privacy:
-        """Return how much of the clients' privacy was spent, for this delta; 0 = that of the newest job with [dp]."""
+        """Return the privacy that clients have spent, for this delta.
+
+        Args:
+            delta: The delta; 0 = that of the newest job with [dp].
+        """
         return self._call(lambda: self._stub.GetPrivacy(pb.GetPrivacyRequest(delta=delta), timeout=self._timeout))
 
     def models(self, *, limit: int = 0) -> list[pb.Model]:
-        """Return the model versions that the server keeps, newest first, at most `limit`; 0 = the server's default."""
+        """Return the model versions that the server keeps, newest first.
+
+        Args:
+            limit: The most versions to return; 0 = the server's default.
+        """
         request = pb.ListRequest(limit=limit)
         return list(self._call(lambda: self._stub.ListModels(request, timeout=self._timeout)).models)
 
     def create_token(self, role: str, name: str, *, valid_seconds: int = 0) -> pb.CreatedToken:
-        """Make a token. Its secret is only in this answer, since the server keeps a digest.
+        """Create a token.
+
+        Its secret is only in this answer, since the server keeps a digest.
 
         Args:
             role: "client" or "operator".
@@ -202,7 +238,9 @@ class Control:
         return job
 
     def events(self, after: int = 0) -> Events:
-        """Return the events after the one with the id `after`, or those from now on if that is 0.
+        """Return the events after the one with the id `after`.
+
+        If that is 0, they are those from now on.
 
         No event is missed that happens after this method has returned.
         """
@@ -212,14 +250,18 @@ class Control:
         return Events(call, self.address, after)
 
     def watch(self, *, patience_seconds: float = 60.0) -> Iterator[pb.Event]:
-        """Yield every event from now on. Wait up to `patience_seconds` for a server that restarts."""
+        """Yield every event from now on.
+
+        Args:
+            patience_seconds: How long to wait for a server that restarts.
+        """
         for events in self._streams(None, patience_seconds):
             yield from events
 
     def follow_job(
         self, job_id: int, events: Events | None = None, *, patience_seconds: float = 60.0
     ) -> Iterator[pb.Event]:
-        """Yield the events of a job, and those of clients, up to the job's "job_ended".
+        """Yield the events of a job and of clients, up to "job_ended".
 
         Args:
             job_id: The job.
@@ -237,12 +279,14 @@ class Control:
                     return
 
     def export_model(self, version: int, path: Path, *, exact: bool = False) -> ModelHeader:
-        """Write a model version, or the newest if it is 0, to `path` as safetensors in the model's own dtypes.
+        """Write a model version to a safetensors file.
+
+        The tensors have the model's own dtypes.
 
         Args:
             version: The version.
             path: The file.
-            exact: Add what `download_encoding` has left out of the model that clients train from.
+            exact: Add the rest that `download_encoding` left out of the model that clients train from.
         """
         from fedring.control.model_export import write_model  # imports numpy, which most verbs do not need
 
@@ -251,7 +295,10 @@ class Control:
             return write_model(stream, path, exact=exact)
 
     def _streams(self, first: Events | None, patience_seconds: float) -> Iterator[Events]:
-        """Yield `first` or a new stream, and after its end one that continues where it ended, and so on."""
+        """Yield `first` or a new stream, then streams that continue it.
+
+        Each begins after the last event of the one before.
+        """
         events = first or self.events()
         while True:
             try:
@@ -278,7 +325,10 @@ class Control:
 
 @contextmanager
 def _translated(address: str, *, named: bool = True) -> Iterator[None]:
-    """Raise a Failure for a call that fails within; `named` is as in failure_of."""
+    """Raise a Failure for a call that fails inside the context.
+
+    `named` is as in failure_of.
+    """
     try:
         yield
     except grpc.RpcError as error:

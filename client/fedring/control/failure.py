@@ -1,4 +1,7 @@
-"""How a verb fails: with one sentence for people and an exit code for programs."""
+"""The failure of a verb: one sentence, and an exit code.
+
+The sentence is for people, the exit code for programs.
+"""
 
 import grpc
 from grpc import StatusCode
@@ -9,7 +12,10 @@ from fedring.rpc.probe import Listener, listener_at
 
 
 class Failure(Exception):
-    """A verb cannot do what was asked; the sentence says why, and what to do about it."""
+    """A verb has failed.
+
+    The sentence says why, and what to do about it.
+    """
 
     def __init__(self, sentence: str, exit_code: Exit = Exit.FAILED) -> None:
         super().__init__(sentence)
@@ -44,7 +50,7 @@ def failure_of(error: grpc.RpcError, address: str, *, named: bool = True) -> Fai
     """Translate a failed call to the control port.
 
     Args:
-        error: What the call raised.
+        error: The error of the call.
         address: Address of the control port.
         named: Whether the user has named what the server did not find, such as a job; then it is a usage error.
     """
@@ -52,6 +58,8 @@ def failure_of(error: grpc.RpcError, address: str, *, named: bool = True) -> Fai
     if reason_of(error) == "bad_job":
         return Failure(error.details() or "" if isinstance(error, grpc.Call) else str(error), Exit.CONFIG)
     details = (error.details() or "") if isinstance(error, grpc.Call) else str(error)
+    # gRPC reports every trouble with TLS as UNAVAILABLE; only the details tell a wrong certificate from a server that
+    # is off.
     match status:
         case StatusCode.UNAVAILABLE if "WRONG_VERSION_NUMBER" in details:
             return Unreachable(f"{address} speaks plaintext, and flctl was told to use TLS: leave out --tls-ca")

@@ -14,7 +14,10 @@ _FIELDS = (
 
 
 def row(round_: pb.Round) -> Row:
-    """Return a round as a row: its fields, accuracy and loss (None if they are not known), and every metric by name."""
+    """Return a round as a row of named values.
+
+    It has the round's fields, accuracy and loss (None if they are not known), and every metric by name.
+    """
     server: Row = {
         "server_accuracy": round_.server_accuracy if round_.HasField("server_accuracy") else None,
         "server_loss": round_.server_loss if round_.HasField("server_loss") else None,
@@ -24,7 +27,7 @@ def row(round_: pb.Round) -> Row:
 
 
 def accuracy(round_: pb.Round) -> float | None:
-    """Return the share of the clients' held-out samples that the round's model classifies correctly.
+    """Return the model's accuracy on the clients' held-out samples.
 
     None means that the model was not evaluated, or that accuracy is not defined.
     """
@@ -38,17 +41,17 @@ def loss(round_: pb.Round) -> float | None:
 
 
 def upload_per_client(round_: pb.Round) -> float:
-    """Return the bytes that the round's clients have sent, divided by the clients that took part."""
+    """Return the mean bytes that a client of the round sent."""
     return round_.upload_bytes / _took_part(round_)
 
 
 def download_per_client(round_: pb.Round) -> float:
-    """Return the bytes that the round's clients have received, divided by the clients that took part."""
+    """Return the mean bytes that a client of the round received."""
     return round_.download_bytes / _took_part(round_)
 
 
 def communication_seconds(round_: pb.Round) -> float:
-    """Return the mean seconds that a client of the round spent on its download and upload."""
+    """Return the mean seconds of a client's download and upload."""
     return sum(client.upload_seconds + client.download_seconds for client in round_.clients) / _took_part(round_)
 
 

@@ -10,7 +10,9 @@ from fedring.train.job import Job
 
 
 def check_job(table: Mapping[str, Any], *, where: str) -> None:
-    """Check the keys and values of a job, or of the part of it that differs from the server's defaults.
+    """Check the keys and values of a job.
+
+    The table may be only the part of it that differs from the server's defaults.
 
     Args:
         table: The keys.

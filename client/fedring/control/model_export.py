@@ -1,4 +1,7 @@
-"""The download of a model: its stream of chunks is checked and written as a safetensors file."""
+"""The download of a model.
+
+Its stream of chunks is checked and written as a safetensors file.
+"""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -15,12 +18,14 @@ _HEADER_BYTES = 1 << 16  # upper bound of the headers of all packets together
 
 
 def write_model(stream: Iterable[fb.ModelBlob], path: Path, *, exact: bool = False) -> fb.ModelHeader:
-    """Write the model of the stream to `path` as safetensors, after its length and its digest were checked.
+    """Write the model of a stream to a safetensors file.
+
+    Its length and its digest are checked before.
 
     Args:
         stream: The server's answer.
         path: The file.
-        exact: Whether what the encoding of downloads has left out is to be added to the model.
+        exact: Whether to add the rest that the encoding of downloads left out.
 
     Returns:
         The model's header.
@@ -86,7 +91,10 @@ def _vectors(header: fb.ModelHeader, schema: Schema, payload: bytearray) -> Vect
 
 
 def _add_residual(header: fb.ModelHeader, payload: bytearray, vectors: Vectors) -> None:
-    """Add the last packet, if it is what the encoding has left out, to the parameters."""
+    """Add the rest that the encoding left out to the parameters.
+
+    It is the last packet, if there is such a rest.
+    """
     last = header.packets[-1]
     if last.kind == fb.KIND_DELTA:
         data = memoryview(payload)[len(payload) - last.bytes :]

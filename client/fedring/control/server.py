@@ -41,7 +41,9 @@ def connect(
     tls_key: str | Path | None = None,
     token_file: str | Path | None = None,
 ) -> "Server":
-    """Connect to the control port of an fl-server. What is left out is read from the environment, as flctl reads it.
+    """Connect to the control port of an fl-server.
+
+    Values that are not given are read from the environment, as flctl reads them.
 
     Args:
         server: "host:port"; empty = FLCTL_SERVER, or 127.0.0.1:8444.
@@ -68,6 +70,7 @@ def connect(
     except ValueError as error:
         raise Failure(str(error), Exit.USAGE) from error
     try:
+        # Ask once, so that a wrong address or certificate fails here and not at the first use.
         control.status()
     except Failure:
         control.close()
@@ -134,7 +137,9 @@ class Server:
 
 
 class Job:
-    """A job of an fl-server, which goes on whether or not anybody watches it.
+    """A job of an fl-server.
+
+    It goes on whether or not anybody watches it.
 
     Attributes:
         id: Its number, as flctl shows it.
@@ -149,7 +154,7 @@ class Job:
 
     @property
     def message(self) -> pb.Job:
-        """What the server says of the job now: name, state, reason, rounds_done, ..."""
+        """The job's state at the server: name, state, reason, rounds_done, ..."""
         return self._control.job(self.id)
 
     @property
@@ -168,11 +173,16 @@ class Job:
         self._control.stop_job(self.id)
 
     def events(self) -> Iterator[pb.Event]:
-        """Yield what happens from now on to the job and to clients, until the job has ended."""
+        """Yield the events of the job and of clients from now on.
+
+        They end when the job has ended.
+        """
         return self._control.follow_job(self.id)
 
     def watch(self) -> Iterator[Row]:
-        """Yield a row for each round as soon as it has ended, those before this call included, until the job has ended.
+        """Yield a row for each round as soon as it has ended.
+
+        Rounds before this call are included. The rows end when the job has ended.
 
         Raises:
             Failure: If the job failed or was stopped; the sentence says why. Its rounds have been yielded before.
@@ -199,7 +209,9 @@ class Job:
         return self
 
     def rounds(self) -> list[Row]:
-        """Return a row for each round so far, oldest first: pandas.DataFrame(job.rounds()) is a table of them.
+        """Return a row for each round so far, oldest first.
+
+        `pandas.DataFrame(job.rounds())` is a table of them.
 
         A row has the fields of a round (docs/flctl.md), `accuracy` and `loss`, which are None where they are not known,
         and every metric under its name, such as "eval/f1".
@@ -207,13 +219,18 @@ class Job:
         return list(self._rows(after=0, limit=0))
 
     def best(self) -> Row | None:
-        """Return the row of the best round, as the job's key best_by says; None if no round was evaluated."""
+        """Return the row of the best round; None without an evaluated one.
+
+        The job's key best_by says how rounds are compared.
+        """
         rows = [row for row in self.rounds() if row["model_version"]]
         place = best_of([_numbers(row) for row in rows], self.spec.get("best_by", ""))
         return None if place is None else rows[place]
 
     def export(self, path: str | Path, version: int | Literal["newest", "best"] = "newest") -> int:
-        """Write a model of the job to a .safetensors file, and return its version.
+        """Write a model of the job to a .safetensors file.
+
+        Returns the model's version.
 
         Args:
             path: The file.

@@ -1,4 +1,8 @@
-"""Writes the rounds of a job to TensorBoard, MLflow or Weights & Biases, from wherever somebody watches the job.
+"""Trackers of a job's rounds: TensorBoard, MLflow, Weights & Biases.
+
+They write the rounds from wherever somebody watches the job.
+
+It runs wherever somebody watches the job.
 
     with tensorboard("runs/digits") as log:
         for row in job.watch():
@@ -45,7 +49,9 @@ def tensorboard(folder: str | Path) -> Iterator[Log]:
 
 @contextmanager
 def mlflow(experiment: str) -> Iterator[Log]:
-    """Write a new run of the experiment to the MLflow server or folder that MLFLOW_TRACKING_URI names.
+    """Write a new run of the experiment to MLflow.
+
+    MLFLOW_TRACKING_URI names the server or folder.
 
     Raises:
         Failure: If the package mlflow is not installed.
@@ -58,7 +64,9 @@ def mlflow(experiment: str) -> Iterator[Log]:
 
 @contextmanager
 def wandb(project: str) -> Iterator[Log]:
-    """Write a new run of the project to Weights & Biases; with WANDB_MODE=offline, into the folder wandb/.
+    """Write a new run of the project to Weights & Biases.
+
+    With WANDB_MODE=offline, it is written into the folder wandb/.
 
     Raises:
         Failure: If the package wandb is not installed.
@@ -87,7 +95,10 @@ def tracker(text: str) -> AbstractContextManager[Log]:
 
 
 def scalars(row: Row) -> dict[str, float]:
-    """Return the metrics of a round, and its time and bytes as "round/seconds", ..., without what is not known."""
+    """Return the known metrics, times and bytes of a round.
+
+    Times and bytes are called "round/seconds", ...
+    """
     named = {f"round/{name}": row.get(name) for name in _OF_ROUNDS} | {name: row[name] for name in row if "/" in name}
     return {name: float(value) for name, value in named.items() if isinstance(value, int | float)}
 

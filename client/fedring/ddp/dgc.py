@@ -1,4 +1,6 @@
-"""Deep gradient compression as a communication hook (Lin et al. 2018, arXiv 1712.01887): its state and the hook.
+"""Deep gradient compression as a communication hook: its state and the hook.
+
+The method is that of Lin et al. 2018, arXiv 1712.01887.
 
 One message a bucket goes to all other workers at once, while the gradients of other buckets are computed, unless
 gradients are clipped together. The state knows nothing of buckets: it is the same with any bucket_cap_mb.
@@ -28,14 +30,19 @@ from fedring.ddp.state import HookState
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Held:
-    """A bucket that waits for all others of its step, since their gradients are clipped together."""
+    """A bucket that waits for the other buckets of its step.
+
+    Their gradients are clipped together.
+    """
 
     grads: Gradients
     future: Future[Tensor]
 
 
 class DGCState(HookState):
-    """The state of deep gradient compression for the parameters that need a gradient: residuals and momentum.
+    """The state of deep gradient compression: residuals and momentum.
+
+    It covers the parameters that need a gradient.
 
     Args:
         group: The group to exchange with; None is the default group.
@@ -74,15 +81,21 @@ class DGCState(HookState):
 
     @property
     def clips_globally(self) -> bool:
-        """Whether nothing can be sent before all of a step's gradients are there."""
+        """Whether a step's gradients must be complete before any is sent."""
         return self.config.clip is not None and self.config.clip_norm == "global"
 
     def name_of(self, parameter: Tensor) -> str:
-        """Return the name of a parameter; ValueError if it is not among the named parameters."""
+        """Return the name of a parameter.
+
+        Raises:
+            ValueError: The parameter is not among the named parameters.
+        """
         return self.names.name_of(parameter)
 
     def bind(self, named_parameters: Iterable[tuple[str, Tensor]], *, optimizer: Optimizer | None = None) -> None:
-        """See HookState.bind, for a state that was loaded as an object; it checks what the constructor checks.
+        """See HookState.bind; this also checks the model and the optimizer.
+
+        To be called for a state that was loaded as an object. The checks are those of the constructor.
 
         Args:
             named_parameters: Of the model that the state was made for.
@@ -97,16 +110,21 @@ class DGCState(HookState):
             check_optimizer(optimizer, self.config)
 
     def start_epoch(self, epoch: int) -> None:
-        """See HookState.start_epoch: the share of entries that is sent falls during the warm-up."""
+        """See HookState.start_epoch; the warm-up lowers the share that is sent."""
         self.epoch = epoch
 
     def clip(self, grads: Sequence[Tensor]) -> None:
-        """Clip `grads`, all gradients of a step, in place, if it is their common norm that is bounded."""
+        """Clip all gradients of a step in place, by their common norm.
+
+        Nothing happens unless the configuration bounds that norm.
+        """
         if self.config.clip is not None and self.config.clip_norm == "global":
             clip_together(grads, self.config.clip, self.group.size())
 
     def send(self, names: Sequence[str], grads: Sequence[Tensor], *, last: bool) -> Future[list[memoryview]]:
-        """Send a message about some tensors; all workers send about the same ones in the same order.
+        """Send a message with some tensors' entries to all workers.
+
+        All workers send messages about the same tensors in the same order.
 
         Args:
             names: The names of the tensors.
@@ -122,12 +140,13 @@ class DGCState(HookState):
         with torch.no_grad():
             parts = [make_part(grad, self._memories[name], now) for name, grad in zip(names, grads, strict=True)]
         payload = encode_gradient(parts, sizes=sizes)
+        # The parts have left the residuals above; if the step fails, `undo` puts them back.
         self.step += last
         self.meter.sent(len(payload) * (now.workers - 1), began=began, last=last)
         return exchange(self.group, payload, limit=_limit(sizes, now))
 
     def receive(self, names: Sequence[str], grads: Sequence[Tensor], messages: Sequence[memoryview]) -> None:
-        """Replace gradients by what all workers' messages make of them.
+        """Replace gradients by the mean of all workers' messages.
 
         Args:
             names: The names of the tensors.
@@ -143,12 +162,14 @@ class DGCState(HookState):
         with torch.no_grad():
             for name, grad, *parts in zip(names, grads, *decoded, strict=True):
                 apply_parts(parts, grad, self._memories[name], self.config)
-            if any(grad.is_cuda for grad in grads):  # whoever waits for the future may use another stream
+            if any(grad.is_cuda for grad in grads):  # those who wait for the future may use another stream
                 torch.cuda.current_stream().synchronize()
         self.meter.received(arrived=arrived)
 
     def hold(self, bucket: GradBucket, grads: Gradients) -> Future[Tensor]:
-        """Exchange the buckets of a step when the last one has come, after clipping them together.
+        """Hold a bucket until the last one of its step comes.
+
+        Then all are clipped together and exchanged.
 
         Returns:
             A future of the bucket's buffer, which has its value once the step's last bucket was held.
@@ -172,12 +193,15 @@ class DGCState(HookState):
         return {name: memory.residual for name, memory in self._memories.items()}
 
     def end_step(self) -> None:
-        """See HookState.end_step: what was sent is not put back any more."""
+        """See HookState.end_step; sent entries are not put back any more."""
         for memory in self._memories.values():
             memory.taken = None
 
     def undo(self) -> None:
-        """See HookState.undo: what was sent since is owed again, and the gradients since are owed, too."""
+        """See HookState.undo; entries that were sent return to the residuals.
+
+        The gradients since then are owed, too.
+        """
         for memory in self._memories.values():
             put_back(memory)
 
@@ -194,7 +218,10 @@ class DGCState(HookState):
             self._memories[name].momentum.copy_(momentum)
 
     def rescale(self, old_world: int, new_world: int) -> None:
-        """See HookState.rescale; the momentum of tensors that are sent whole is a mean already, and stays."""
+        """See HookState.rescale; the momentum of whole tensors stays.
+
+        Tensors that are sent whole have a momentum that is a mean already.
+        """
         whole = self._sent_whole()
         for name, memory in self._memories.items():
             memory.residual.mul_(new_world / old_world)
@@ -244,10 +271,11 @@ def dgc_hook(state: DGCState, bucket: GradBucket) -> Future[Tensor]:
         bucket: The bucket that DistributedDataParallel has filled. Nothing of it is kept once the future has its value.
 
     Returns:
-        A future of the bucket's buffer, which then holds the mean of what all workers have sent. A gradient with NaN or
+        A future of the bucket's buffer, which then holds the mean of all workers' entries. A gradient with NaN or
         infinity is refused by all workers, with an error that is raised in backward.
     """
     grads = state.names.of(bucket)
+    # The common norm is known only when all gradients of the step are there.
     if state.clips_globally:
         return state.hold(bucket, grads)
     messages = state.send(grads.names, grads.flat(), last=bucket.is_last())
@@ -260,7 +288,7 @@ def dgc_hook(state: DGCState, bucket: GradBucket) -> Future[Tensor]:
 
 
 def _limit(sizes: Sequence[int], step: DGCStep) -> int:
-    """Return the size that no worker's message about tensors of `sizes` exceeds, in bytes."""
+    """Return the largest size of a message about the tensors, in bytes."""
     sparse = [(size, count) for size in sizes if (count := count_to_send(size, step)) is not None]
     whole = [(size, None) for size in sizes if count_to_send(size, step) is None]
     return largest_message(sparse, step.config.precision) + largest_message(whole, whole_precision(step.config))

@@ -1,4 +1,7 @@
-"""Evaluation of one model by all workers of a process group, each on its share of the samples."""
+"""Evaluation of one model by all workers of a process group.
+
+Each worker evaluates it on its share of the samples.
+"""
 
 from typing import Any
 
@@ -24,7 +27,9 @@ def evaluate_together(
     batch_size: int = 64,
     group: dist.ProcessGroup | None = None,
 ) -> Counts:
-    """Evaluate a model with all workers of a group; each sample counts once, whatever the number of workers is.
+    """Evaluate a model with all workers of a group.
+
+    Each sample counts once, whatever the number of workers is.
 
     Every worker of the group must call this. The model is in evaluation mode meanwhile, and has the buffers (BatchNorm)
     of the group's first worker, as the model that this worker would save.
@@ -57,6 +62,8 @@ def evaluate_together(
     finally:
         for buffer, own in zip(module.buffers(), before, strict=True):
             buffer.copy_(own)
+    # Sums travel as float64, which holds every count exactly. A worker without samples does not know whether the model
+    # has classes, so that is decided by the others.
     row = [counts.correct or 0, counts.total, counts.loss_sum, int(counts.total > 0 and counts.correct is None)]
     sums = torch.tensor(row, dtype=torch.float64, device=device_of(group))
     dist.all_reduce(sums, group=group)

@@ -1,4 +1,4 @@
-"""The exchange of bytes in a process group: every rank's message goes to every rank.
+"""The exchange of bytes between all ranks of a process group.
 
 Groups of fedring send messages of different sizes as they are, in one round trip. In any other group each rank sends a
 tensor of the same size: the message's length, the message, and zeros up to a capacity that all ranks compute alike.
@@ -38,7 +38,7 @@ class BytesGroup(Protocol):
     """A process group that can send bytes."""
 
     def allgather_bytes(self, payload: bytes | memoryview, *, limit: int) -> BytesHandle:
-        """Send `payload` to every rank and receive theirs; no rank's message is larger than `limit` bytes."""
+        """Start an allgather of payloads of at most `limit` bytes."""
         ...
 
 

@@ -1,4 +1,7 @@
-"""The gradients of a bucket by the names of their parameters: what a hook works on."""
+"""The gradients of a bucket, by the names of their parameters.
+
+Hooks work on them.
+"""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,6 @@
-"""Many local steps, then one exchange (local SGD; DiLoCo, Douillard et al. 2023, arXiv 2311.08105, algorithm 1).
+"""Local SGD: many local steps between two exchanges.
+
+DiLoCo is one form of it (Douillard et al. 2023, arXiv 2311.08105, algorithm 1).
 
     local = LocalSGD(None, model.named_parameters(), every=50)
     for inputs, labels in batches:
@@ -26,7 +28,10 @@ OuterOptimizer = Callable[[list[Tensor]], Optimizer]
 
 
 class Compression(Protocol):
-    """How outer gradients are sent: by an Int8State or a TopKState, with names or without."""
+    """A compression of outer gradients.
+
+    An Int8State or a TopKState is one, with names or without.
+    """
 
     def steps(self, grads: Gradients) -> Steps:
         """Exchange `grads`: their buffer comes to hold the mean over all workers."""
@@ -42,12 +47,17 @@ class Compression(Protocol):
 
 
 def diloco(anchors: list[Tensor]) -> Optimizer:
-    """Return DiLoCo's outer optimizer (section 3.1), with Nesterov's momentum, for the tensors `anchors`."""
+    """Return DiLoCo's outer optimizer for the tensors `anchors`.
+
+    It is SGD with Nesterov's momentum (section 3.1).
+    """
     return SGD(anchors, lr=0.7, momentum=0.9, nesterov=True)
 
 
 class LocalSGD:
-    """Makes the workers equal after every `every`-th local step; they all begin with the first worker's parameters.
+    """Makes the workers equal after every `every`-th local step.
+
+    All workers begin with the first worker's parameters.
 
     Args:
         process_group: The workers; None is the default group.
@@ -96,7 +106,7 @@ class LocalSGD:
 
     @torch.no_grad()
     def exchange(self) -> None:
-        """Take a step of the outer optimizer, and move all workers' parameters to where it ends."""
+        """Take an outer step, and move all workers to its result."""
         names, anchors = list(self.anchors), list(self.anchors.values())
         moved = [anchor - self.parameters[name] for name, anchor in self.anchors.items()]
         buffer = torch.cat([tensor.reshape(-1) for tensor in moved])
@@ -111,7 +121,10 @@ class LocalSGD:
         self.taken = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for a checkpoint: tensors and plain values. With a compression, each worker has its own."""
+        """Return the state for a checkpoint: tensors and plain values.
+
+        With a compression, each worker has its own state.
+        """
         return {
             "taken": self.taken,
             "anchors": dict(self.anchors),
@@ -120,7 +133,9 @@ class LocalSGD:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state from a checkpoint; the parameters themselves are restored with the model.
+        """Restore the state from a checkpoint.
+
+        The parameters themselves are restored with the model.
 
         Raises:
             ValueError: If the checkpoint is of other parameters.

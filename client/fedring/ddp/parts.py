@@ -1,4 +1,4 @@
-"""One tensor's part of a step of deep gradient compression: into a message, and out of the messages of all workers."""
+"""One tensor's part in messages of deep gradient compression."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,12 +23,18 @@ class DGCStep:
 
 
 def count_to_send(numel: int, step: DGCStep) -> int | None:
-    """Return how many entries at most are sent of a tensor of `numel`; None if it is sent whole."""
+    """Return the largest number of entries to send of a tensor.
+
+    It is None for a tensor that is sent whole.
+    """
     return None if numel < max(1, step.config.min_numel_to_compress) else kept_count(numel, step.ratio)
 
 
 def whole_precision(config: DGC) -> Precision:
-    """Return the precision of tensors that are sent whole: never signs, which suit entries of equal magnitude."""
+    """Return the precision of tensors that are sent whole.
+
+    It is never signs, which suit entries of equal magnitude.
+    """
     return "fp32" if config.precision == "fp32" else "fp16"
 
 
@@ -37,7 +43,7 @@ def make_part(grad: Tensor, memory: Memory, step: DGCStep) -> Part:
 
     Args:
         grad: The gradient [n] of any float dtype, which is not changed.
-        memory: What is owed of the tensor [n]. The gradient comes to it, and what is sent leaves it.
+        memory: The memory of the tensor [n]. The gradient is added to it, and sent entries are removed.
         step: The step.
 
     Returns:
@@ -48,6 +54,7 @@ def make_part(grad: Tensor, memory: Memory, step: DGCStep) -> Part:
     if config.clip is not None and config.clip_norm == "tensor":
         grad = clipped(grad, config.clip, step.workers)
     count = count_to_send(grad.numel(), step)
+    # A small tensor is sent whole, without momentum: the receivers apply momentum to the mean.
     if count is None:
         memory.taken = Taken(None, memory.momentum.clone(), memory.residual.clone())
         owed = memory.residual.add_(grad)
@@ -62,13 +69,15 @@ def make_part(grad: Tensor, memory: Memory, step: DGCStep) -> Part:
 
 
 def apply_parts(parts: Sequence[Entries], grad: Tensor, memory: Memory, config: DGC) -> None:
-    """Replace a gradient by the mean of all workers' parts, with momentum if the tensor was sent whole.
+    """Replace a gradient by the mean of all workers' parts.
+
+    Momentum is applied here if the tensor was sent whole.
 
     Args:
         parts: All workers' parts about the tensor. They are added in this order, so that equal parts give equal bits on
             every worker.
         grad: The tensor [n] of any float dtype, which is overwritten.
-        memory: What this worker keeps of the tensor; the momentum of one that was sent whole is updated.
+        memory: This worker's memory of the tensor; the momentum of one that was sent whole is updated.
         config: How gradients are compressed.
     """
     in_place = grad.device.type == "cpu" and grad.dtype == torch.float32
@@ -82,7 +91,10 @@ def apply_parts(parts: Sequence[Entries], grad: Tensor, memory: Memory, config: 
 
 
 def add_entries(messages: Sequence[Entries], total: Tensor) -> Tensor:
-    """Add what messages say of one tensor to `total` [n] float32, in place and in the order given; return it."""
+    """Add the entries of messages to `total` [n] float32, in place.
+
+    They are added in the order given. Returns `total`.
+    """
     for entries in messages:
         values = torch.tensor(entries.values, device=total.device)
         if entries.positions is None:

@@ -1,4 +1,4 @@
-"""Where the time and the bytes of a hook's steps go: the one meter of all hooks.
+"""The meter of hooks: time and bytes of their steps.
 
 Metrics, the figures of a job's rounds and `flctl profile` read the sums; hooks report to the meter.
 """
@@ -29,13 +29,18 @@ class Profile:
         self.longest_wait_seconds = longest
 
     def means(self) -> dict[str, float]:
-        """Return each sum per step, by its name; nothing if there was no step."""
+        """Return each sum per step, by its name.
+
+        Without steps there is none.
+        """
         sums = ("bytes_sent", "wait_seconds", "compress_seconds", "decompress_seconds")
         return {name: getattr(self, name) / self.steps for name in sums} if self.steps else {}
 
 
 class Meter:
-    """Measures the steps of one hook on one worker; every HookState owns one.
+    """Measures the steps of one hook on one worker.
+
+    Every HookState has one.
 
     A hook reports in the way in which it works:
 
@@ -55,7 +60,7 @@ class Meter:
         self._idle_since: float | None = None  # the moment since when there is nothing to do but to wait
 
     def forget_step(self) -> None:
-        """Forget what a step that failed has reported, and the messages that nobody will answer."""
+        """Forget the reports and messages of a step that failed."""
         with self._lock:
             self._begin_step()
 
@@ -76,7 +81,11 @@ class Meter:
                 self._idle_since = now
 
     def received(self, *, arrived: float) -> None:
-        """Report that the answer to a message arrived at `arrived`, and has been decompressed by now."""
+        """Report the answer to a message, which is decompressed by now.
+
+        Args:
+            arrived: When it arrived, by `time.perf_counter`.
+        """
         now = time.perf_counter()
         with self._lock:
             self._step.decompress_seconds += now - arrived
@@ -98,7 +107,11 @@ class Meter:
 
     @contextmanager
     def waiting(self, bytes_sent: int) -> Iterator[None]:
-        """Count the time inside as a wait for a collective, for which this worker has sent so many bytes."""
+        """Count the time inside as a wait for a collective.
+
+        Args:
+            bytes_sent: The bytes that this worker has sent for it.
+        """
         began = time.perf_counter()
         yield
         with self._lock:
@@ -111,7 +124,10 @@ class Meter:
             self._idle_since = time.perf_counter()
 
     def end_step(self) -> None:
-        """Report that all of the step's gradients have been exchanged; without any other report there was no step."""
+        """Report that all of the step's gradients have been exchanged.
+
+        Without any other report there was no step.
+        """
         with self._lock:
             if self._idle_since is not None:
                 self._step.wait_seconds += time.perf_counter() - self._idle_since

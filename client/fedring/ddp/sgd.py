@@ -46,7 +46,9 @@ class DGCSGD(Optimizer):
     def step(self, closure: Callable[[], float]) -> float: ...
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Move every parameter against its gradient, as it was received, and its weight decay.
+        """Move every parameter against its gradient and weight decay.
+
+        The gradient is used as it was received.
 
         Args:
             closure: As torch's optimizers take it: computes the loss again.
@@ -63,6 +65,7 @@ class DGCSGD(Optimizer):
                 if parameter.grad is not None:
                     if group["weight_decay"]:
                         parameter.sub_(self._decay(parameter, group), alpha=group["lr"])
+                    # Without momentum, which acts in the compression, before entries are selected.
                     parameter.sub_(parameter.grad, alpha=group["lr"])
         return loss
 
@@ -80,7 +83,7 @@ class DGCSGD(Optimizer):
 
 
 def check_optimizer(optimizer: Optimizer, config: DGC) -> None:
-    """Check that momentum acts in the compression or in the optimizer, but not in both.
+    """Check that only the compression or the optimizer has momentum.
 
     Args:
         optimizer: The optimizer that follows.

@@ -1,4 +1,6 @@
-"""The contract of hook states: what every hook remembers has a group, names, a meter, and outlives its group.
+"""The contract of hook states.
+
+Every hook's state has a group, names and a meter, and outlives its group.
 
 A script makes a state, registers it together with its hook, and saves it with `state_dict`. A job's state outlives
 groups of workers: `end_step` tells it of each step that counts. When a group has failed, `shared` and then `regroup`
@@ -24,14 +26,16 @@ _NOT_SAVED = ("process_group", "names", "meter", "turns", "_counted")
 
 
 class HookState:
-    """What one communication hook remembers on one worker; each kind of hook has a subclass.
+    """The state of one communication hook on one worker.
+
+    Each kind of hook has a subclass.
 
     Attributes:
         kind: The kind of the hook, as its checkpoints name it.
         ratio: The share of a gradient's entries that is sent.
         process_group: The group to exchange with; None is the default group.
         names: The parameters and their names.
-        meter: What the hook's steps take.
+        meter: The meter of the hook's steps.
         turns: The buckets of a step, for hooks of several collectives.
     """
 
@@ -71,16 +75,21 @@ class HookState:
 
     @property
     def residual_norm(self) -> float:
-        """The L2 norm of all that is owed."""
+        """The L2 norm of all owed gradients."""
         norms = [torch.linalg.vector_norm(tensor) for tensor in self.owed().values()]
         return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
 
     def owed(self) -> dict[str, Tensor]:
-        """Return what earlier messages of this worker left out, [numel] by name: the state's own tensors."""
+        """Return the unsent rest of this worker's gradients.
+
+        They are the state's own tensors, [numel] by name.
+        """
         return {}
 
     def bind(self, named_parameters: Iterable[tuple[str, Tensor]]) -> None:
-        """Keep the state by these names from now on, so that it does not depend on buckets.
+        """Keep the state by these names from now on.
+
+        Then it does not depend on buckets.
 
         Args:
             named_parameters: As from `model.named_parameters()`.
@@ -100,10 +109,12 @@ class HookState:
         return {"version": _VERSION, "kind": self.kind, "workers": self.group.size(), **self._contents()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state from a checkpoint, scaled if the number of workers is another now.
+        """Restore the state from a checkpoint.
+
+        It is scaled if the number of workers is another now.
 
         Args:
-            state: What `state_dict` returned.
+            state: The result of `state_dict`.
 
         Raises:
             ValueError: If it is of another kind, version or model, or if this state was made without names.
@@ -119,13 +130,22 @@ class HookState:
             self.rescale(state["workers"], self.group.size())
 
     def rescale(self, old_world: int, new_world: int) -> None:
-        """Make what is owed count in a mean over `new_world` workers as it would have in one over `old_world`."""
+        """Scale owed gradients to another number of workers.
+
+        In a mean over `new_world` workers they count as they would have in one over `old_world`.
+        """
 
     def start_epoch(self, epoch: int) -> None:
-        """Begin an epoch, counted from 0; all workers call this between the same two steps."""
+        """Begin an epoch, counted from 0.
+
+        All workers call this between the same two steps.
+        """
 
     def end_step(self) -> None:
-        """Note that the step counts. This costs nothing, as steps replace tensors and do not write into them."""
+        """Note that the step counts.
+
+        This costs nothing, as steps replace tensors and do not write into them.
+        """
         self._counted = self._contents()
 
     def undo(self) -> None:
@@ -134,7 +154,9 @@ class HookState:
             self._load(self._counted)
 
     def shared(self) -> dict[str, Tensor]:
-        """Return copies of what must be equal on all workers, as it was after the newest step that counts.
+        """Return copies of the state that all workers share.
+
+        It is the state after the newest step that counts.
 
         Names and shapes depend on nothing but the parameters and the options of the state.
         """
@@ -144,7 +166,7 @@ class HookState:
         """Move to the default group.
 
         Args:
-            shared: What all of its workers hold equally, as from `shared`.
+            shared: The state that all of its workers share, as from `shared`.
             steps: The steps that they have taken.
         """
         self.process_group = None
@@ -171,11 +193,11 @@ class HookState:
         self._counted = {}
 
     def _contents(self) -> dict[str, Any]:
-        """Return what `_load` takes: plain values and tensors."""
+        """Return plain values and tensors for `_load`."""
         return {}
 
     def _load(self, state: dict[str, Any]) -> None:
-        """Restore what `_contents` returned."""
+        """Restore the contents that `_contents` returned."""
 
     def _check_bound(self) -> None:
         if not self.names.bound:
@@ -185,7 +207,10 @@ class HookState:
             )
 
     def _checked(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return copies of `tensors` on their parameters' devices; each must have the size of its parameter."""
+        """Return copies of `tensors` on their parameters' devices.
+
+        Each must have the size of its parameter, or this raises ValueError.
+        """
         copies = {}
         for name, tensor in tensors.items():
             parameter = self.parameters.get(name)

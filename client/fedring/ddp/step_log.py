@@ -1,4 +1,7 @@
-"""Statistics of a hook's steps for scripts: one line in the log every so many steps."""
+"""Statistics of a hook's steps in the log, for scripts.
+
+There is one line every so many steps.
+"""
 
 import logging
 
@@ -9,7 +12,7 @@ log = logging.getLogger(__name__)
 
 
 class StepLog:
-    """Logs the means of the newest steps: waits for peers, compression, and bytes.
+    """Logs the mean waits, compression times and bytes of the newest steps.
 
     Args:
         state: The state of the hook.

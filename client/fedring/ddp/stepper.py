@@ -8,7 +8,9 @@ _BUCKET_BYTES = 25 << 20
 
 
 class DGCStepper:
-    """Exchanges gradients between the backward pass and the optimizer's step, several buckets at a time.
+    """Exchanges gradients between backward pass and optimizer step.
+
+    Several buckets are on their way at a time.
 
     Args:
         state: The state of this worker.
@@ -20,7 +22,10 @@ class DGCStepper:
         self._buckets = _cut(state.parameters, bucket_bytes)
 
     def exchange(self) -> None:
-        """Replace every parameter's `grad` by what all workers have sent of theirs; a missing one counts as zeros."""
+        """Replace every parameter's `grad` by the exchanged gradient.
+
+        A missing one counts as zeros.
+        """
         buckets = []
         for names in self._buckets:
             tensors = [_grad(self.state.parameters[name]) for name in names]

@@ -1,4 +1,6 @@
-"""Hooks that need several collectives for a bucket, one after another, on any backend.
+"""Hooks that need several collectives for each bucket.
+
+They run one after another, on any backend.
 
 All ranks must start collectives in the same order. Callbacks of futures start them in the order in which messages
 happen to arrive, which is why torch's PowerSGD with several buckets hangs on Gloo. Here the thread that calls the hook
@@ -52,14 +54,16 @@ class Turns:
         self._buckets: list[_Bucket] = []
 
     def start(self, bucket: GradBucket, steps: Steps) -> Future[Tensor]:
-        """Start a bucket's first collective; with the last bucket of a step, exchange all of them.
+        """Start a bucket's first collective.
+
+        With the last bucket of a step, all buckets are exchanged.
 
         Args:
             bucket: The bucket that DistributedDataParallel has filled.
             steps: The exchange of its gradients.
 
         Returns:
-            A future of what `steps` returns. All futures of a step have their values once its last bucket was started.
+            A future of the result of `steps`. All futures of a step have their values once its last bucket was started.
         """
         if bucket.index() == 0:  # of a step that failed, something may be left
             self._buckets.clear()
@@ -90,7 +94,10 @@ class Turns:
 
 
 def run(steps: Steps) -> Tensor:
-    """Exchange gradients outside of DistributedDataParallel: wait for each collective, and return the buffer."""
+    """Exchange gradients outside of DistributedDataParallel.
+
+    This waits for each collective, and returns the buffer.
+    """
     with torch.no_grad():
         try:
             collective = next(steps)

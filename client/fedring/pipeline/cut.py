@@ -1,4 +1,6 @@
-"""Cutting a model into stages: by names or numbers of layers, balanced by costs, or as the user's own code cuts it.
+"""Cuts a model into stages.
+
+A cut is by names or numbers of layers, balanced by costs, or the work of the user's own code.
 
 Cuts by numbers and costs prefer places that a single tensor passes, so that stages are a chain. A cut at a named module
 may be anywhere. What passes there goes straight to the stages that use it, and each stage's own worker reads what the
@@ -16,7 +18,9 @@ from fedring.schedules.routes import Routes, chain
 
 
 def cut_at(model: nn.Module, names: Sequence[str]) -> Stages:
-    """Cut a model before the modules with these names, in the model's order; several tensors may pass there.
+    """Cut a model before the modules with these names.
+
+    The names are in the model's order. Several tensors may pass at a cut.
 
     Raises:
         CutError: If the model cannot be cut there.
@@ -37,7 +41,9 @@ def cut_by_counts(model: nn.Module, counts: Sequence[int]) -> Stages:
 
 
 def cut_evenly(model: nn.Module, stages: int, *, sample: Tensor | Mapping[str, Tensor] | None = None) -> Stages:
-    """Cut a model so that its most expensive stage is as cheap as possible.
+    """Cut a model into stages of balanced cost.
+
+    The most expensive stage is as cheap as possible.
 
     Args:
         model: The model.
@@ -75,7 +81,7 @@ def as_cut(stages: object) -> Stages:
 
 
 def balanced(costs: Sequence[float], parts: int) -> list[int]:
-    """Divide costs into parts of neighbours so that the largest sum is as small as possible.
+    """Divide costs into neighbouring parts with the smallest possible maximum.
 
     Args:
         costs: The cost of each layer.
@@ -104,7 +110,9 @@ def balanced(costs: Sequence[float], parts: int) -> list[int]:
 
 
 def check_apart(stages: Stages) -> Stages:
-    """Check that no two stages share a parameter or a buffer, and return the stages.
+    """Check that no two stages share a parameter or a buffer.
+
+    Returns the stages.
 
     Raises:
         CutError: If two stages share a tensor.

@@ -1,4 +1,4 @@
-"""Schedules for people to read: as text, and as a picture that shows the bubbles."""
+"""Drawings of schedules: as text, and as a picture with bubbles."""
 
 from pathlib import Path
 
@@ -30,7 +30,10 @@ def text(schedule: Schedule) -> str:
 
 
 def _place(schedule: Schedule, worker: int) -> str:
-    """Return the stage of a worker and the number of its replica, if stages have replicas."""
+    """Return the text for a worker's stage and replica number.
+
+    It is "" if no stage has replicas.
+    """
     if not schedule.replicas:
         return ""
     (stage,) = schedule.stages_of(worker)
@@ -38,12 +41,14 @@ def _place(schedule: Schedule, worker: int) -> str:
 
 
 def draw(timeline: Timeline, path: Path, *, title: str) -> None:
-    """Write a PNG with one row for each worker, in which the bubble stays pale.
+    """Write a PNG with one row for each worker.
+
+    The bubble stays pale.
 
     Args:
         timeline: The times of all actions.
         path: The file to write.
-        title: What the picture shows.
+        title: The picture's title.
     """
     from matplotlib.figure import Figure  # takes a second to import
 

@@ -1,11 +1,14 @@
-"""The errors of pipelines, and notes that say where in a pipeline an error was raised."""
+"""The errors of pipelines, and notes on where they were raised."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 
 class PipelineError(RuntimeError):
-    """A stage cannot go on, and the results of this run must not be used."""
+    """A stage cannot go on.
+
+    The results of this run must not be used.
+    """
 
 
 class CutError(ValueError):
@@ -14,7 +17,10 @@ class CutError(ValueError):
 
 @contextmanager
 def add_note(where: str) -> Iterator[None]:
-    """Add a note to any exception from inside the context; usually a user's model or loss has raised it."""
+    """Add a note to any exception from inside the context.
+
+    Usually a user's model or loss has raised it.
+    """
     try:
         yield
     except Exception as error:

@@ -45,7 +45,9 @@ class Stages(list[nn.Module]):
     """
 
     def __init__(self, modules: Iterable[nn.Module], routes: Routes) -> None:
-        """Check that each module has its routes, and that each but the last makes something that a later one uses.
+        """Check that the modules and the routes fit together.
+
+        Each module but the last must make a tensor that a later one uses.
 
         Raises:
             CutError: If not.
@@ -61,7 +63,7 @@ class Stages(list[nn.Module]):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Part:
-    """Some neighbouring nodes of the graph, and the nodes that pass in and out of them."""
+    """Neighbouring nodes of the graph, with the nodes at their borders."""
 
     nodes: Sequence[fx.Node]
     inputs: Sequence[fx.Node]
@@ -69,7 +71,7 @@ class _Part:
 
 
 class Layers:
-    """The layers of a model, in the order in which they are computed.
+    """The layers of a model, in the order of computation.
 
     A layer begins at a module to which a single tensor passes, so a residual block is one layer. If this gives fewer
     layers than stages, every module begins a layer, and several tensors may pass. A module never begins a layer if it,
@@ -80,7 +82,9 @@ class Layers:
     """
 
     def __init__(self, model: nn.Module, *, stages: int = 1) -> None:
-        """Trace a model. The arguments of its forward are tensors of the batch; those with a default keep it.
+        """Trace a model.
+
+        The arguments of its forward are tensors of the batch; those with a default keep it.
 
         Args:
             model: The model.
@@ -101,6 +105,8 @@ class Layers:
         self._result = result
         self._place = {node: index for index, node in enumerate(self._body)}
         modules = [0, *self._beginnings()]
+        # Prefer borders that a single tensor passes, for they make a chain of stages; fall back to all modules if they
+        # are too few.
         single = [at for at in modules if at == 0 or self._single(at)]
         self._starts = single if len(single) >= stages else modules
         self._all = modules
@@ -110,11 +116,16 @@ class Layers:
         return len(self._starts)
 
     def stages(self, counts: Sequence[int]) -> Stages:
-        """Return stages with these numbers of layers, which must add up to all of them."""
+        """Return stages with these numbers of layers.
+
+        They must add up to all layers.
+        """
         return self._cut([self._starts[end] for end in [0, *accumulate(counts[:-1])]])
 
     def stages_at(self, names: Sequence[str]) -> Stages:
-        """Return stages, all but the first of which begin at the modules with these names.
+        """Return stages that begin at the modules with these names.
+
+        The first stage begins at the start of the model.
 
         Raises:
             CutError: If no stage can begin at one of them, or they are not in the model's order.
@@ -146,6 +157,7 @@ class Layers:
         seconds = []
         for part in self._parts(self._starts):
             layer = self._module(part)
+            # A forward changes the running averages of BatchNorm, and measuring must not.
             kept = {name: buffer.clone() for name, buffer in layer.named_buffers()}
             given = {self._name_of(node): values[node] for node in part.inputs}
             spent, outputs = zip(*(_timed(layer, given) for _ in range(max(1, repeats))), strict=True)
@@ -164,12 +176,15 @@ class Layers:
             changed = max(changed, self._last_change(node))
 
     def _last_change(self, node: fx.Node) -> int:
-        """Return the last place at which the value of a node is changed in place."""
+        """Return the last place where a node's value is changed in place."""
         users = (user for user in node.users if _works_in_place(user, self._traced) and user.args[0] is node)
         return max((self._place[user] for user in users), default=0)
 
     def _single(self, at: int) -> bool:
-        """Return whether the value just computed is the only one that the nodes from `at` on use."""
+        """Return whether a single value passes the border before `at`.
+
+        It is the value just computed: the nodes from `at` on use no other.
+        """
         older = [*self._arguments, *self._body[: at - 1]]
         return not any(self._place.get(user, at) >= at for node in older for user in node.users)
 
@@ -215,6 +230,7 @@ class Layers:
             for node in group:
                 needed = [used for used in node.all_input_nodes if used in made or used in self._arguments]
                 inputs[number] |= dict.fromkeys(used for used in needed if made.get(used) != number)
+        # The last stage returns the result, also if an earlier one has made it.
         if made[self._result] != len(groups) - 1:
             inputs[-1][self._result] = None
         wanted = {node for needs in inputs for node in needs} | {self._result}
@@ -224,7 +240,12 @@ class Layers:
         ]
 
     def _module(self, part: _Part, *, single: bool = False) -> nn.Module:
-        """Return a part as a module of named tensors, or of a single one."""
+        """Return a part as a module of named tensors.
+
+        With `single` the module has one input, called `INPUTS`, and returns one tensor.
+
+        With `single` its only input is called `INPUTS`.
+        """
         graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
         for node in part.inputs:
             copies[node] = graph.placeholder(INPUTS if single else self._name_of(node))
@@ -245,7 +266,10 @@ class Layers:
         return module
 
     def _name_of(self, node: fx.Node) -> str:
-        """Return the name of a tensor: that of an argument, or of the node that makes it, which is unique."""
+        """Return the unique name of a tensor.
+
+        It is that of an argument, or of the node that makes the tensor.
+        """
         if node in self._place or node.op == "get_attr":
             taken = {INPUTS, *(str(argument.target) for argument in self._arguments)}
             return f"{node.name}_value" if node.name in taken else node.name
@@ -253,7 +277,10 @@ class Layers:
 
 
 class _Tracer(fx.Tracer):
-    """A tracer that does not look into the layers of an nn.Sequential, so that they need not be traceable."""
+    """A tracer that keeps the layers of an nn.Sequential whole.
+
+    So these need not be traceable.
+    """
 
     def __init__(self, *, sequential: bool) -> None:
         super().__init__()
@@ -289,7 +316,9 @@ def _trace(model: nn.Module) -> fx.GraphModule:
 
 
 def _check_names(model: nn.Module) -> None:
-    """Check that the names in a model are plain: torch.fx writes them into Python code as they are.
+    """Check that the names in a model are plain.
+
+    torch.fx writes them into Python code as they are.
 
     Keys of an nn.ModuleDict may come from the arguments of a job.
     """
@@ -299,7 +328,10 @@ def _check_names(model: nn.Module) -> None:
 
 
 def _graph_of(model: nn.Module) -> fx.Graph:
-    """Return the graph of a model in its present mode; arguments with a default keep it."""
+    """Return the graph of a model in its present mode.
+
+    Arguments with a default keep it.
+    """
     parameters = inspect.signature(model.forward).parameters.values()
     defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
     graph = _Tracer(sequential=isinstance(model, nn.Sequential)).trace(model, concrete_args=defaults or None)
@@ -311,7 +343,10 @@ def _graph_of(model: nn.Module) -> fx.Graph:
 
 
 def _follow_mode(graph: fx.Graph, other: fx.Graph, *, training: bool) -> None:
-    """Replace the arguments that are the mode of the model, which the graph of the other mode shows, by `training`."""
+    """Replace constants that are the model's mode by `training`.
+
+    The graph of the other mode shows which arguments they are.
+    """
     pairs = list(zip(graph.nodes, other.nodes, strict=False))
     if len(graph.nodes) != len(other.nodes) or any(_what(a) != _what(b) for a, b in pairs):
         return
@@ -326,7 +361,10 @@ def _follow_mode(graph: fx.Graph, other: fx.Graph, *, training: bool) -> None:
 
 
 def _what(node: fx.Node) -> tuple[str, object]:
-    """Return what a node does; constants of a forward have other names in each trace."""
+    """Return the operation of a node, for a comparison of two traces.
+
+    Constants of a forward have other names in each trace.
+    """
     return node.op, None if node.op == "get_attr" else node.target
 
 

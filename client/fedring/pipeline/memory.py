@@ -1,4 +1,7 @@
-"""The memory of stages, in bytes: parameters and their older versions, optimizer state, and activations."""
+"""The memory of stages, in bytes.
+
+It consists of parameters and their older versions, optimizer state, and activations.
+"""
 
 import copy
 import weakref
@@ -29,7 +32,10 @@ class Kept(NamedTuple):
 
 
 class Saved:
-    """A handle for a tensor that autograd keeps for the backward; its end shows that the tensor is released."""
+    """A handle for a tensor that autograd keeps for the backward.
+
+    Its end shows that the tensor is released.
+    """
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
@@ -51,7 +57,10 @@ class MemoryMeter:
         self._uses: Counter[int] = Counter()  # handles, by the address of the memory
 
     def keep(self, saved: Saved) -> None:
-        """Count the tensor's bytes as long as a handle of it exists; several handles of one memory count once."""
+        """Count the tensor's bytes as long as a handle of it exists.
+
+        Several handles of one memory count once.
+        """
         place = saved.tensor.data_ptr()
         nbytes = min(saved.tensor.nbytes, saved.tensor.untyped_storage().nbytes())  # the latter is less if expanded
         self._sizes[place] = max(self._sizes[place], nbytes)
@@ -67,7 +76,9 @@ class MemoryMeter:
 
 
 class MeasuredStage(Stage):
-    """A stage that enters the tensors of its micro-batches with its worker's meter, and measures its stashed weights.
+    """A stage that measures its activations and stashed weights.
+
+    It enters the tensors of its micro-batches with its worker's meter.
 
     Attributes:
         stashed: The most bytes that older versions of the weights took.
@@ -89,7 +100,7 @@ class MeasuredStage(Stage):
         target: Tensor | None = None,
         share: float = 1.0,
     ) -> dict[str, Tensor]:
-        """Do what Stage.forward does; the inputs count even if autograd does not save them."""
+        """See Stage.forward; inputs count even if autograd saves none."""
         with saved_tensors_hooks(self._pack, _unpack):
             outputs = super().forward(micro_batch, inputs, version=version, target=target, share=share)
         saved = [Saved(leaf) for leaf in self._in_flight[micro_batch].inputs.values()]
@@ -99,14 +110,17 @@ class MeasuredStage(Stage):
         return outputs
 
     def backward(self, micro_batch: int, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Do what Stage.backward does; a recomputed forward is measured, too."""
+        """See Stage.backward; a recomputed forward is measured, too."""
         with saved_tensors_hooks(self._pack, _unpack):
             result = super().backward(micro_batch, gradients)
         del self._meter.inputs[id(self), micro_batch]
         return result
 
     def update(self, *, keep: Collection[int] = ()) -> int:
-        """Do what Stage.update does, after which there are as many versions as ever, and measure them."""
+        """See Stage.update; afterwards, measure the stashed versions.
+
+        There are as many versions as ever then.
+        """
         version = super().update(keep=keep)
         sizes = {w.data_ptr(): w.nbytes for w in self._weights()}
         self.stashed = max(self.stashed, sum(sizes.values()) - sum(w.nbytes for w in self.stash.weights()))
@@ -133,7 +147,7 @@ def measure(
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = torch.optim.Adam,
     recompute: bool = False,
 ) -> list[Kept]:
-    """Run a schedule in one process, and measure what each worker's stages would keep.
+    """Run a schedule in one process, and measure each worker's memory.
 
     Args:
         modules: The stages, in order.

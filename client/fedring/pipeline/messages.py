@@ -42,7 +42,10 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StageMessage:
-    """A tensor for another stage, and the version of the weights that computed it."""
+    """A tensor for another stage, with the version of its weights.
+
+    The weights of that version have computed the tensor.
+    """
 
     key: Key
     version: int
@@ -68,7 +71,9 @@ def header(message: StageMessage) -> Tensor:
 
 
 def parse(words: Tensor, *, max_bytes: int) -> StageMessage:
-    """Return the message that a header describes, with a tensor on the device "meta", which has no memory.
+    """Parse a header into a message without data.
+
+    The message's tensor is on the device "meta", which has no memory.
 
     Args:
         words: The header, [16] int64.

@@ -1,4 +1,6 @@
-"""Stages with several workers each: they add up their gradients before an update, and share the buffers of replica 0.
+"""Stages with several workers each.
+
+They add up their gradients before an update, and share the buffers of replica 0.
 
 Each replica does its own micro-batches, so the running averages of BatchNorm differ from replica to replica. As in
 DistributedDataParallel, those of replica 0 are the stage's: an evaluation uses them on all replicas, and a checkpoint
@@ -16,7 +18,9 @@ from fedring.schedules.schedule import Schedule
 
 
 def stage_group(schedule: Schedule, group: dist.ProcessGroup | None = None) -> dist.ProcessGroup | None:
-    """Make the groups of the stages with several workers, and return the one that this rank belongs to.
+    """Make the groups of stages with several workers.
+
+    Returns the group that this rank belongs to.
 
     Every rank of the default group must call this, at the same time as all others.
 
@@ -33,6 +37,8 @@ def stage_group(schedule: Schedule, group: dist.ProcessGroup | None = None) -> d
         members = [ranks[worker] for worker in schedule.owners(stage)]
         if len(members) == 1:
             continue
+        # Every rank makes every group, in the same order, as torch.distributed requires also of ranks that are not
+        # members.
         made = dist.new_group(members)
         if rank in members:
             if not isinstance(made, dist.ProcessGroup):
@@ -42,7 +48,7 @@ def stage_group(schedule: Schedule, group: dist.ProcessGroup | None = None) -> d
 
 
 def add_up(gradients: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
-    """Replace gradients, in place, by their sums over the replicas of a stage.
+    """Sum gradients over the replicas of a stage, in place.
 
     Sums, and not means: the loss of each micro-batch is already weighted by its share of the batch.
     """

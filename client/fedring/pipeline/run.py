@@ -1,4 +1,4 @@
-"""One run of a schedule on the stages of one worker: what it receives, computes and sends."""
+"""One run of a schedule on the stages of one worker."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +32,7 @@ class Spent(NamedTuple):
 
 @dataclass(slots=True)
 class Report:
-    """What one worker did in a run."""
+    """The losses and times of one worker in a run."""
 
     losses: list[float] = field(default_factory=list)  # one for each update, on the worker of the last stage
     seconds: float = 0.0  # of the whole run
@@ -44,7 +44,7 @@ class Report:
         return sum(spent.seconds for spent in self.spent.values())
 
     def seconds_of(self, kind: Kind) -> float:
-        """Return the seconds that all stages of the worker spent with one kind of actions."""
+        """Return the seconds that all stages spent with one kind of actions."""
         return sum(spent.seconds for (_, what), spent in self.spent.items() if what is kind)
 
     def add(self, action: Action, seconds: float) -> None:
@@ -60,12 +60,14 @@ class Report:
 
 
 class Run:
-    """One run of a schedule on the stages of one worker. The caller decides when to do which action.
+    """One run of a schedule on the stages of one worker.
+
+    The caller decides when to do which action.
 
     Attributes:
         traffic: The schedule, and the messages of its actions.
         index: The number of the worker in the schedule.
-        report: What the worker has done so far.
+        report: The worker's actions and times so far.
     """
 
     def __init__(
@@ -96,7 +98,9 @@ class Run:
     def feed(
         self, inputs: Inputs | None, targets: Sequence[Tensor | None] | None, weights: Sequence[float] | None = None
     ) -> None:
-        """Give the micro-batches to the stages that read them, and their targets to the last stage, if they are here.
+        """Give inputs and targets of the micro-batches to local stages.
+
+        Stages that read the batch get inputs; the last stage gets targets.
 
         Args:
             inputs: The tensors of the batch.
@@ -117,6 +121,7 @@ class Run:
                 f"stage {self._last} has {len(weights)} weights for {len(self._targets)} micro-batches: if a worker "
                 "gets only some of the targets, pass the weights of all micro-batches"
             )
+        # A weight of NaN would spoil the model, and weights of 0 alone would be divided by their sum.
         self._weights = weights
         for micro_batch, weight in enumerate(weights):
             if not 0 <= weight < inf or not sum(self._of_same_update(micro_batch)):
@@ -126,7 +131,7 @@ class Run:
                 )
 
     def feed_inputs(self, inputs: Inputs | None) -> None:
-        """Give the micro-batches to the stages that read them, if they are here.
+        """Give the micro-batches to the local stages that read them.
 
         Raises:
             PipelineError: If something is missing, or its number is not that of the schedule.
@@ -139,7 +144,10 @@ class Run:
         }
 
     def do(self, action: Action) -> None:
-        """Do an action, after receiving the messages that it needs, and send its results."""
+        """Do an action, and send its results.
+
+        The messages that it needs are received before.
+        """
         if action.kind is Kind.UPDATE:
             with add_note(_place(action)):
                 self._update(action)
@@ -158,12 +166,12 @@ class Run:
         self._send(action, results)
 
     def forget(self) -> None:
-        """Let all stages drop what they keep of this run."""
+        """Let all stages drop their state of this run."""
         for stage in self._stages.values():
             stage.forget()
 
     def _checked(self, stage: int, what: str, given: Sequence[Tensor | None] | None) -> Sequence[Tensor | None]:
-        """Return the micro-batches that were given to a stage, if none that it needs is missing."""
+        """Return the micro-batches of a stage, unless it misses one."""
         count, needed = self.traffic.schedule.micro_batches, self.traffic.schedule.micro_batches_of(stage, self.index)
         if given is None or len(given) != count:
             raise PipelineError(
@@ -175,7 +183,10 @@ class Run:
         return given
 
     def _receive(self, action: Action) -> dict[str, Tensor]:
-        """Return the tensors for a forward, or for a backward the sums of the gradients that later stages sent."""
+        """Return the tensors that an action gets from other stages.
+
+        For a backward, they are the sums of the gradients that later stages sent.
+        """
         received: dict[str, Tensor] = {}
         for edge in self.traffic.received(action):
             if action.kind is Kind.BACKWARD and not self._floating[edge]:
@@ -203,6 +214,7 @@ class Run:
         edges = self.traffic.sent(action)
         if action.kind is Kind.BACKWARD:
             edges = [edge for edge in edges if self._floating[edge]]
+            # All later stages wait for this message, so say at once why it cannot come.
             if edges and not results:
                 names = ", ".join(self.traffic.edges[edge].tensor for edge in edges)
                 raise PipelineError(
@@ -222,7 +234,10 @@ class Run:
             self._transport.send(StageMessage(key, self._version(action), tensor))
 
     def _note(self, edge: int, tensor: Tensor) -> None:
-        """Remember whether the tensor of an edge has gradients: only floating ones do."""
+        """Remember whether the tensor of an edge has gradients.
+
+        Only floating ones do.
+        """
         if self._floating.setdefault(edge, tensor.is_floating_point()) != tensor.is_floating_point():
             raise PipelineError(
                 f"{self.traffic.edges[edge].tensor} is {tensor.dtype} in one micro-batch and was not in another: "
@@ -245,7 +260,7 @@ class Run:
         return outputs
 
     def _with_batch(self, action: Action, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the inputs of a forward: what was received, and what the stage reads from the batch."""
+        """Return the inputs of a forward, from other stages and the batch."""
         names = self.traffic.routes.from_batch(action.stage)
         read = {name: self._inputs[name][action.micro_batch] for name in names}
         return {**received, **{name: tensor for name, tensor in read.items() if tensor is not None}}
@@ -258,7 +273,7 @@ class Run:
         self.report.add(action, perf_counter() - began)
 
     def _drop_after(self, action: Action) -> None:
-        """Drop the version that the action used, if no later action uses it."""
+        """Drop the version of the action's weights after its last use."""
         self._uses[action.stage, action.version] -= 1
         if not self._uses[action.stage, action.version]:
             self._stages[action.stage].stash.drop(self._version(action))
@@ -318,7 +333,7 @@ def _sum(first: Tensor, second: Tensor, name: str) -> Tensor:
 
 
 def _place(action: Action) -> str:
-    """Return where in the pipeline the action is, for the note of an error."""
+    """Return the place of an action, for the note of an error."""
     if action.kind is Kind.UPDATE:
         return f"in the update of stage {action.stage}"
     what = "forward" if action.kind is Kind.FORWARD else "backward"

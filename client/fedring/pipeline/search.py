@@ -1,4 +1,7 @@
-"""The search for the best number of micro-batches: few leave a large bubble, and many make each one too small."""
+"""The search for the best number of micro-batches.
+
+Few leave a large bubble, and many make each one too small.
+"""
 
 import statistics
 import time
@@ -25,7 +28,10 @@ class Curve:
 
     @property
     def best(self) -> int:
-        """The number of micro-batches with the fastest step; of equally fast ones, the smallest."""
+        """The number of micro-batches with the fastest step.
+
+        Of equally fast ones, it is the smallest.
+        """
         return min(self.points, key=lambda point: (point.seconds, point.micro_batches)).micro_batches
 
 
@@ -59,6 +65,7 @@ def search_micro_batches(
             if turn:
                 seconds.append(time.perf_counter() - began)
     medians = torch.tensor([statistics.median(seconds) for seconds in spent], dtype=torch.float64)
+    # The slowest rank determines the time of a step. Equal medians also make all ranks choose the same number.
     if dist.is_initialized():
         dist.all_reduce(medians, dist.ReduceOp.MAX, group=group)
     return Curve([Point(count, seconds) for count, seconds in zip(candidates, medians.tolist(), strict=True)])

@@ -1,4 +1,6 @@
-"""One stage of a model: forwards and backwards of micro-batches, in any order that a schedule asks for.
+"""One stage of a model: forwards and backwards of micro-batches.
+
+They come in any order that a schedule asks for.
 
 A stage's inputs and outputs are tensors by name. A module whose forward has arguments of these names gets the inputs as
 keywords, and any other module gets its only input as its only argument. A module returns a dict of tensors, or one
@@ -47,7 +49,9 @@ class InFlight:
 
 
 class Stage:
-    """A part of a model with its optimizer. The last part has the loss.
+    """A part of a model with its optimizer.
+
+    The last part has the loss.
 
     Attributes:
         module: The layers.
@@ -102,7 +106,9 @@ class Stage:
         target: Tensor | None = None,
         share: float = 1.0,
     ) -> dict[str, Tensor]:
-        """Compute the forward of a micro-batch, and keep what its backward needs.
+        """Compute the forward of a micro-batch.
+
+        The tensors for its backward are kept.
 
         Args:
             micro_batch: Its number within the run.
@@ -128,6 +134,8 @@ class Stage:
         number = self.stash.version if version is None else version
         kept = InFlight(leaves, number, self.stash.weights(number), target, share, random)
         if self._recompute:
+            # The backward repeats this forward, which must then find the buffers as they were. Only those that a
+            # forward changes, as tensor versions tell, are kept.
             before = {name: (buffer, buffer._version, buffer.clone()) for name, buffer in self.module.named_buffers()}
             with torch.no_grad():
                 outputs = self._call(kept)
@@ -143,7 +151,9 @@ class Stage:
         return {name: tensor.detach() / scale if scale != 1 else tensor.detach() for name, tensor in outputs.items()}
 
     def evaluate(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Compute a forward with the newest weights in evaluation mode, without a graph and without a loss.
+        """Compute a forward in evaluation mode, without graph or loss.
+
+        It uses the newest weights.
 
         Args:
             inputs: The tensors [batch, ...] by name.
@@ -164,11 +174,16 @@ class Stage:
             self.module.train(training)
 
     def weights_of(self, micro_batch: int) -> Sequence[Tensor]:
-        """Return the weights that the micro-batch's forward used, and that its backward will use."""
+        """Return the weights of a micro-batch in flight.
+
+        Its forward used them, and its backward will use them.
+        """
         return self._in_flight[micro_batch].weights
 
     def backward(self, micro_batch: int, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Compute the backward of a micro-batch, and add the gradients of the weights to those of the next update.
+        """Compute the backward of a micro-batch.
+
+        The gradients of the weights are added to those of the next update.
 
         Args:
             micro_batch: Its number within the run.
@@ -213,12 +228,18 @@ class Stage:
         return self.stash.step(keep={*keep, *(kept.version for kept in self._in_flight.values())})
 
     def forget(self) -> None:
-        """Drop all micro-batches in flight and all gradients, after a run that failed."""
+        """Drop all micro-batches in flight and all gradients.
+
+        To be called after a run that failed.
+        """
         self._in_flight.clear()
         self.stash.optimizer.zero_grad()
 
     def _leaf(self, tensor: Tensor) -> Tensor:
-        """Return the tensor on the stage's device, without a graph; a floating one in the dtype that it computes in."""
+        """Return the tensor on the stage's device, without a graph.
+
+        A floating one is in the dtype that the stage computes in.
+        """
         leaf = tensor.detach().to(self.device)
         return leaf.to(self.stash.compute_dtype or leaf.dtype) if leaf.is_floating_point() else leaf
 
@@ -228,7 +249,10 @@ class Stage:
         return {tensor.device for tensor in tensors}
 
     def _call(self, kept: InFlight, buffers: Mapping[str, Tensor] | None = None) -> Mapping[str, Tensor]:
-        """Return the outputs of the micro-batch, or its scaled share of the loss; `buffers` replace the module's."""
+        """Return the outputs of a micro-batch, or its scaled loss.
+
+        `buffers` replace the module's.
+        """
         outputs = self._outputs(kept.weights, kept.inputs, buffers)
         if self._loss is None:
             return outputs
@@ -271,7 +295,10 @@ class Stage:
         return outputs
 
     def _recomputed(self, kept: InFlight) -> Mapping[str, Tensor]:
-        """Repeat a forward, with the same random numbers and with copies of the buffers as they were before it."""
+        """Repeat a forward with the same random numbers and buffers.
+
+        The buffers are copies, as they were before the forward.
+        """
         now = {name: buffer.clone() for name, buffer in self.module.named_buffers() if name not in self._changing}
         buffers = {**now, **(kept.buffers or {})}
         with repeating(kept.random):
@@ -279,7 +306,10 @@ class Stage:
 
 
 def generator_states(devices: Iterable[torch.device]) -> dict[torch.device, Tensor]:
-    """Return the states of the default generators of the CPU and of these devices."""
+    """Return the states of the default generators.
+
+    They are those of the CPU and of these devices.
+    """
     states = {torch.device("cpu"): torch.get_rng_state()}
     for device in devices:
         if device.type not in ("cpu", "meta"):
@@ -289,7 +319,10 @@ def generator_states(devices: Iterable[torch.device]) -> dict[torch.device, Tens
 
 @contextmanager
 def repeating(states: Mapping[torch.device, Tensor]) -> Iterator[None]:
-    """Set the default generators to these states inside the context; afterwards restore their present states."""
+    """Set the default generators to these states inside the context.
+
+    Afterwards their present states are restored.
+    """
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[]))
         for device, state in states.items():
@@ -302,7 +335,7 @@ def repeating(states: Mapping[torch.device, Tensor]) -> Iterator[None]:
 
 
 def _fitted(gradient: Tensor, name: str, outputs: Mapping[str, Tensor]) -> Tensor:
-    """Return the gradient on the device and in the dtype of its output."""
+    """Return the gradient on its output's device, in its dtype."""
     if name not in outputs:
         raise PipelineError(f"there is a gradient for {name!r}, but the stage made {', '.join(outputs)}")
     output = outputs[name]

@@ -1,4 +1,6 @@
-"""Weight stashing: a backward uses the same weights as its forward (PipeDream, Narayanan et al. 2019, section 3.3).
+"""Weight stashing: a backward uses the same weights as its forward.
+
+The method is that of PipeDream (Narayanan et al. 2019, section 3.3).
 
 A version is a list of leaf tensors over the parameters' storage. Before an update, if the old version is still needed,
 the parameters move to new storage and the old storage stays as it is. So only weights are kept twice, never the state
@@ -22,7 +24,7 @@ class WeightStashing:
         parameters: Its parameters, in its order.
         bound: The largest number of versions that may exist.
         compute_dtype: The dtype of the versions if they are copies; the optimizer's parameters keep their own.
-        loss_scale: What gradients are divided by as they are added.
+        loss_scale: The divisor of gradients as they are added.
         version: The number of the newest version.
         skipped: The number of updates that were skipped because a scaled gradient had overflowed.
         most_kept: The largest number of versions that existed.
@@ -54,7 +56,9 @@ class WeightStashing:
         return sorted(self._kept)
 
     def weights(self, version: int | None = None) -> Sequence[Tensor]:
-        """Return the weights of a version, in the order of the optimizer; None means the newest version.
+        """Return the weights of a version; None means the newest.
+
+        They are in the order of the optimizer.
 
         Raises:
             PipelineError: If the version no longer exists.
@@ -76,7 +80,9 @@ class WeightStashing:
                 _add(parameter, self.loss_scale, gradient.clone())
 
     def step(self, *, keep: Collection[int] = ()) -> int:
-        """Step the optimizer with the gradients so far, and return the new version.
+        """Step the optimizer, and return the new version.
+
+        It uses the gradients so far.
 
         If a scaled gradient has overflowed, the new version has the values of the old one.
 
@@ -92,6 +98,8 @@ class WeightStashing:
         if self._overflowed():
             self.skipped += 1
         else:
+            # Micro-batches in flight still use the old storage, so the optimizer must write into new storage. With a
+            # compute dtype, versions are copies anyhow.
             if self.version in wanted and self.compute_dtype is None:
                 for parameter in self.parameters:
                     if parameter.grad is not None:
@@ -110,7 +118,10 @@ class WeightStashing:
             self._kept.pop(version, None)
 
     def reload(self) -> None:
-        """Drop all older versions and take the present values of the parameters, which other code has changed."""
+        """Drop all older versions and read the parameters again.
+
+        Other code has changed them.
+        """
         self._kept = {self.version: self._leaves()}
 
     def _leaves(self) -> list[Tensor]:
@@ -122,7 +133,10 @@ class WeightStashing:
         return leaves
 
     def _overflowed(self) -> bool:
-        """Return whether a gradient of a scaled loss is not finite; without scaling, gradients are not checked."""
+        """Return whether a gradient of a scaled loss is not finite.
+
+        Without scaling, gradients are not checked.
+        """
         if self.loss_scale == 1:
             return False
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
@@ -130,7 +144,10 @@ class WeightStashing:
 
 
 def _take(parameter: Tensor, loss_scale: float, leaf: Tensor) -> None:
-    """Move the gradient that a backward has left at a version's weight to the parameter."""
+    """Move a gradient from a version's weight to the parameter.
+
+    A backward has left it there.
+    """
     gradient, leaf.grad = leaf.grad, None
     if gradient is not None:
         _add(parameter, loss_scale, gradient)

@@ -1,4 +1,6 @@
-"""The transport of messages between stages: within a process, or over any process group of torch.distributed.
+"""The transport of messages between stages.
+
+It works within a process, or over any process group of torch.distributed.
 
 The messages of one tensor, or of its gradients, from one worker to another form a lane. Over a group, the lanes of an
 edge have tags of their own. A sender waits while as many messages of the lane as it has credits have not been taken,
@@ -47,7 +49,7 @@ class StageTransport(Protocol):
         """Wait until all messages of the run have been sent."""
 
     def abort(self) -> None:
-        """Let the workers that wait for this one fail, if the group can do that."""
+        """Let waiting workers fail, if the group can do that."""
 
 
 class Mailbox:
@@ -69,7 +71,10 @@ class Mailbox:
         self._messages[message.key] = message
 
     def take(self, key: Key) -> StageMessage | None:
-        """Remove the message with this key and return it; None if it has not arrived."""
+        """Remove and return the message with this key.
+
+        It is None if the message has not arrived.
+        """
         return self._messages.pop(key, None)
 
 
@@ -103,7 +108,9 @@ class LocalTransport:
 
 
 class GroupTransport:
-    """Messages over point-to-point operations of a process group. Rank w of the group is worker w of the schedule.
+    """Messages over point-to-point operations of a process group.
+
+    Rank w of the group is worker w of the schedule.
 
     Attributes:
         group: The process group.
@@ -143,6 +150,7 @@ class GroupTransport:
         self._box, self._traffic = Mailbox(), traffic
         self._in, self._out = {}, {}
         for name, count in traffic.lanes(worker).items():
+            # The sizes of the last run with the same schedule are the frames' sizes in this one.
             place = schedule.name, schedule.micro_batches, name
             lane = _Lane(name, step, count, traffic.credits(name, self.credits), self._sizes.get(place, ()))
             self._sizes[place] = lane.sizes
@@ -161,7 +169,10 @@ class GroupTransport:
         self.sent_bytes += message.tensor.nbytes
 
     def receive(self, key: Key) -> StageMessage:
-        """Wait for the message with this key, and return the credit to its sender."""
+        """Wait for the message with this key.
+
+        Its sender gets the credit back.
+        """
         lane = self._in.get(self._lane_of(key))
         while (message := self._box.take(key)) is None:
             if lane is None:
@@ -179,7 +190,10 @@ class GroupTransport:
             into.drain()
 
     def abort(self) -> None:
-        """Make the group fail on every rank, if its backend can do that."""
+        """Make the group fail on every rank, if it can.
+
+        This depends on its backend.
+        """
         self.group.abort()
 
     def _lane_of(self, key: Key) -> Lane:
@@ -189,7 +203,10 @@ class GroupTransport:
 
 
 def tag_of(kind: Kind, edge: int) -> int:
-    """Return the tag of a lane's frames; its receipts have the next tag, and its separate tensors the one after."""
+    """Return the tag of a lane's frames.
+
+    The lane's receipts have the next tag, and its separate tensors the one after.
+    """
     return 6 * edge + (3 if kind is Kind.BACKWARD else 6)
 
 
@@ -210,16 +227,24 @@ class _Lane:
         return tag_of(self.name.kind, self.name.edge)
 
     def expected(self, number: int) -> int:
-        """Return the bytes that a frame has for its tensor; both ends agree, because both have seen all messages."""
+        """Return the bytes of a frame that hold its tensor.
+
+        Both ends agree, because both have seen all messages.
+        """
         return self.known[number] if number < len(self.known) else 0
 
     def needs_receipt(self, number: int) -> bool:
-        """Return whether the sender waits until this message has been taken, because a later one needs its credit."""
+        """Return whether the sender waits for a message's receipt.
+
+        It does if a later message needs the credit.
+        """
         return number + self.credits < self.count
 
 
 class _InLane:
-    """The receiving end of a lane. As many messages can arrive in advance as there are credits.
+    """The receiving end of a lane.
+
+    As many messages can arrive in advance as there are credits.
 
     Receives are posted when the first message is wanted, because a tensor of whole numbers has no gradients.
     """
@@ -281,7 +306,7 @@ class _OutLane:
         self._waiting: deque[tuple[list[Any], list[Tensor]]] = deque()  # messages not known to be sent and taken
 
     def send(self, message: StageMessage) -> None:
-        """Send a message, after waiting for an earlier one if as many are waiting as there are credits."""
+        """Send a message, once a credit is free."""
         lane, body = self._lane, message.tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         if len(self._waiting) >= lane.credits:
             self._wait()
@@ -294,6 +319,7 @@ class _OutLane:
         else:
             frame[HEADER_BYTES:] = 0
             parts.append((body, lane.tag + 2))
+        # The frame told the receiver the tensor's size, so both ends now expect the same in the next run.
         lane.sizes.append(len(body))
         works = [dist.isend(part, group=self._group, group_dst=self._peer, tag=tag) for part, tag in parts]
         kept = [part for part, _ in parts]

@@ -1,4 +1,9 @@
-"""A worker of a pipeline, which runs its part of a schedule; and a pipeline whose workers are all in one process."""
+"""Workers of a pipeline, each with its part of a schedule.
+
+A `LocalPipeline` has all of its workers in one process.
+
+A `LocalPipeline` has all of its workers in one process.
+"""
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -54,7 +59,7 @@ class Worker:
             index: The number of the worker in the schedule. It is needed if the stage has several workers.
             replicas: The group of the workers with the same stage, as stage_group() returns it. They add up their
                 gradients, unless the stage has a function `average` of its own, which must also return sums.
-            credits: What the schedule is checked with; 0 means the credits of the transport.
+            credits: The credits to check the schedule with; 0 means those of the transport.
             watch: Is called before each forward and backward.
 
         Raises:
@@ -62,6 +67,7 @@ class Worker:
             PipelineError: If the stages are not those of one worker, or the group of their replicas is missing.
         """
         self.routes = routes or chain(schedule.stages)
+        # A wrong schedule would not fail later but deadlock, with all workers waiting for each other.
         check(schedule, routes=self.routes, credits=credits or getattr(transport, "credits", 0))
         workers = {worker for stage in stages for worker in schedule.owners(stage)} if index is None else {index}
         if len(workers) != 1 or set(stages) != {s for worker in workers for s in schedule.stages_of(worker)}:
@@ -91,7 +97,9 @@ class Worker:
         *,
         weights: Sequence[float] | None = None,
     ) -> Report:
-        """Do this worker's part of one run of the schedule. All workers must call this at the same time.
+        """Do this worker's part of one run of the schedule.
+
+        All workers must call this at the same time.
 
         Args:
             inputs: The tensors of the batch that this worker's stages read: by name, the micro-batches [batch, ...]. A
@@ -101,7 +109,7 @@ class Worker:
                 stage. None means the number of their targets. They are needed if targets are None.
 
         Returns:
-            What the worker did. If the last stage has replicas, the loss of an update is the sum of theirs.
+            The report of the worker. If the last stage has replicas, the loss of an update is the sum of theirs.
 
         Raises:
             PipelineError: If a stage cannot go on. After any error, the stages keep nothing of the run, and the
@@ -114,7 +122,9 @@ class Worker:
         return run.report
 
     def evaluate(self, inputs: Inputs | None = None, *, micro_batches: int = 0) -> list[Tensor] | None:
-        """Run forwards only, in evaluation mode with the newest weights. All workers must call this at the same time.
+        """Run forwards only, in evaluation mode with the newest weights.
+
+        All workers must call this at the same time.
 
         No worker needs the whole model. The stages keep nothing, and weights do not change. Replicas of a stage take
         over the buffers of replica 0.
@@ -136,6 +146,7 @@ class Worker:
         run = EvaluationRun(self.stages, traffic, self.transport, index=self.index, step=self.step)
         with self._failing_together(run):
             run.feed_inputs(inputs)
+            # All replicas must evaluate one model; the running averages of each have seen only its own micro-batches.
             if self._replicas is not None:
                 for stage in self.stages.values():
                     share_buffers(stage.module, self._replicas)
@@ -153,7 +164,10 @@ class Worker:
 
     @contextmanager
     def _failing_together(self, run: Run) -> Iterator[None]:
-        """After any error inside the context, keep nothing of the run, and let the other workers fail."""
+        """Let all workers fail after an error inside the context.
+
+        The stages drop their state of the run.
+        """
         try:
             yield
         except BaseException:  # whatever it is, the other workers must not wait for this one
@@ -163,7 +177,10 @@ class Worker:
 
 
 class LocalPipeline:
-    """A pipeline whose workers are all in this process, each stage on the device of its parameters."""
+    """A pipeline whose workers are all in this process.
+
+    Each stage is on the device of its parameters.
+    """
 
     def __init__(
         self,
@@ -199,7 +216,9 @@ class LocalPipeline:
         self._watch = watch
 
     def run(self, inputs: Inputs, targets: Sequence[Tensor], *, weights: Sequence[float] | None = None) -> Report:
-        """Do the actions of all workers in one run, in an order that the schedule allows.
+        """Do the actions of all workers in one run.
+
+        The order is one that the schedule allows.
 
         Args:
             inputs: The tensors of the batch: by name, the micro-batches [batch, ...]. A sequence alone is that of
@@ -219,7 +238,9 @@ class LocalPipeline:
         return report
 
     def evaluate(self, inputs: Inputs) -> list[Tensor]:
-        """Run forwards only, in evaluation mode with the newest weights, and return the outputs of the last stage.
+        """Run forwards only, in evaluation mode with the newest weights.
+
+        Returns the outputs of the last stage.
 
         Args:
             inputs: As for run(), but as many micro-batches as you like.
@@ -241,6 +262,7 @@ class LocalPipeline:
         for run in runs:
             run.feed_inputs(inputs)
         self._do_all(runs)
+        # Replicas of the last stage do micro-batches in turn, so their outputs are merged in that order.
         last = self.schedule.stages - 1
         queues = [iter(runs[worker].outputs) for worker in self.schedule.owners(last)]
         return [next(queues[micro_batch % len(queues)]) for micro_batch in range(len(given))]
@@ -265,14 +287,17 @@ class LocalPipeline:
 
 
 def _prepare(stage: Stage, number: int, routes: Routes) -> None:
-    """Give the name of its tensor to a stage whose module returns one that has no name."""
+    """Name the output of a stage that returns one unnamed tensor."""
     names = list(routes.consumers(number))
     if len(names) == 1:
         stage.output = names[0]
 
 
 def _add_up_here(replicas: Sequence[Stage]) -> None:
-    """Add up the gradients of the replicas of a stage that are all in this process."""
+    """Add up the gradients of local replicas of a stage.
+
+    All of them are in this process.
+    """
     if len(replicas) == 1:
         return
     for same in zip(*(stage.stash.parameters for stage in replicas), strict=True):

@@ -1,4 +1,4 @@
-"""Calls between the ranks of a process group, and autograd and optimizers across them.
+"""Calls, autograd and optimizers across the ranks of a process group.
 
     import torch
     from fedring import remote
@@ -10,11 +10,11 @@ Every rank serves for as long as the block lasts, and any rank may call any othe
 engine (`fedring.ring.engine.group`), in a group of their own beside the process group's: a call is one operation that
 carries the request and one that carries the reply. So identities, TLS, shared memory, the 5 s in which a lost peer is
 noticed, and the error that then ends the generation on every rank are the ring's. torch's point-to-point operations
-would not do: a receive that waits for whoever may call would run into the group's timeout.
+would not do: a receive that waits for any caller would run into the group's timeout.
 
-`values` and `messages` turn values into bytes and check what comes; `contexts` holds graphs and gradients; `stepping`,
-`holdings` and `service` answer requests at an owner; `agent` connects them with the ring; `owner`, `steps` and
-`optimizer` are what callers use. The package may import `fedring.ring`, `fedring.rpc` and `fedring.train`. It knows
+`values` and `messages` turn values into bytes and check incoming ones; `contexts` holds graphs and gradients;
+`stepping`, `holdings` and `service` answer requests at an owner; `agent` connects them with the ring; callers use
+`owner`, `steps` and `optimizer`. The package may import `fedring.ring`, `fedring.rpc` and `fedring.train`. It knows
 nothing of jobs, servers or pipelines, and nothing that a peer sends is ever run as code.
 """
 

@@ -1,4 +1,6 @@
-"""A rank's place in a group that calls each other: requests and replies as operations of the ring's engine.
+"""The sending and receiving of calls at one rank.
+
+Requests and replies are operations of the ring's engine.
 
 The n-th request of rank a to rank b has the key "a>b?n", and its reply "b>a!n". One thread waits for requests of all
 peers. Requests of a peer are accepted in the order in which it has sent them, and then run on threads of a pool.
@@ -42,7 +44,7 @@ _times: "WeakKeyDictionary[Group, itertools.count[int]]" = WeakKeyDictionary()  
 
 
 class Agent:
-    """One rank's side. It serves from when it is made until `close`.
+    """One rank's side of remote calls. It serves until `close`.
 
     Args:
         group: The process group; all its ranks make an agent, in the same order if they make several.
@@ -88,7 +90,10 @@ class Agent:
         return self.service.contexts.begin()
 
     def end(self, context: int) -> None:
-        """Free a context here and at the owners that were called from here within it. Do not wait for them."""
+        """Free a context here and at the owners it has called.
+
+        This does not wait for the owners.
+        """
         owners = self.service.contexts.end(context)
         with suppress(RingError):  # this rank has left, and so the others free what it had
             for owner in owners:
@@ -98,7 +103,7 @@ class Agent:
             self._pool.run(partial(self.service.undo, context))
 
     def request(self, rank: int, message: Message, context: Context | None = None) -> Future[Message]:
-        """Send a request to a rank, and return a future of the answer.
+        """Send a request to a rank, and return the future answer.
 
         Args:
             rank: The owner; may be this rank.
@@ -127,11 +132,16 @@ class Agent:
         return future
 
     def drop(self, handle: Handle) -> None:
-        """Let an owner drop what a handle names, soon. May be called while any lock is held: it only makes a note."""
+        """Note that an owner may drop a handle's value.
+
+        The owner is told soon. This only makes a note, so it may be called while any lock is held.
+        """
         self._dropped.append(handle)
 
     def wait_for_all(self) -> None:
-        """Wait until all ranks wait here, so that no rank leaves while another may still call it.
+        """Wait until all ranks wait here.
+
+        So no rank leaves while another may still call it.
 
         Raises:
             RingError: A rank is lost, or has left.
@@ -144,14 +154,20 @@ class Agent:
         self._ring.fail(error)
 
     def close(self) -> None:
-        """Leave the group, and free everything. Calls that wait for an answer raise an error."""
+        """Leave the group, and free everything.
+
+        Calls that wait for an answer raise an error.
+        """
         self._world.leave(self._ring)
         self._end_with(self._failure or RingError(f"rank {self.rank} does not serve any more"))
         if self._listener.ident is not None:
             self._listener.join()
 
     def _start(self, rank: int, message: Message, future: Future[Message] | None = None) -> None:
-        """Send a request; end the future, if there is one, with the answer or an error."""
+        """Send a request.
+
+        The future, if there is one, ends with the answer or an error.
+        """
         if rank == self.rank:
             self._deliver_here(message, future)
             return
@@ -166,7 +182,10 @@ class Agent:
         self._ring.start(_REQUEST, send(rank, message), key=f"{self.rank}>{rank}?{number}", timeout=self._timeout)
 
     def _deliver_here(self, message: Message, future: Future[Message] | None) -> None:
-        """Answer a request of this rank to itself. Tensors are copied, as on their way to another rank."""
+        """Answer a request of this rank to itself.
+
+        Tensors are copied, as on their way to another rank.
+        """
         if self._failure is not None:
             raise _again(self._failure)
 
@@ -177,7 +196,10 @@ class Agent:
         self._accept(self.rank, _copied(message), answer)
 
     def _accept(self, rank: int, message: Message, answer: Any) -> None:
-        """Accept a request, and have it run on a thread of the pool. `answer` is called with the reply."""
+        """Accept a request, and run it on a thread of the pool.
+
+        `answer` is called with the reply.
+        """
         try:
             job, ended = self.service.accept(rank, message)
         except Exception as error:  # noqa: BLE001  # it is for the caller
@@ -189,7 +211,10 @@ class Agent:
             self._pool.run(lambda: answer(job()))
 
     def _listen(self) -> None:
-        """Receive the requests of all peers, until this rank leaves or the generation fails."""
+        """Receive the requests of all peers.
+
+        This ends when this rank leaves or the generation fails.
+        """
         peers = [rank for rank in range(self.size) if rank != self.rank]
         numbers = dict.fromkeys(peers, 0)
         while not all(self._ring.has_left(peer) for peer in peers):
@@ -216,7 +241,10 @@ class Agent:
         self.service.fail(error)
 
     def _arrived(self, peer: int, number: int, operation: Operation, incoming: Incoming) -> None:
-        """Take a request that has come. Called in the order of a peer's requests; must not wait."""
+        """Handle a request that has arrived.
+
+        Called in the order of a peer's requests; must not wait.
+        """
         if operation.error is not None:
             return
         answer = partial(self._reply, peer, number)
@@ -240,7 +268,10 @@ class Agent:
             log.info("a reply to rank %d was not sent: %s", peer, error)
 
     def _tidy(self, peers: Sequence[int]) -> None:
-        """Tell owners which references are not needed any more, and free what ranks that have left had here."""
+        """Send dropped references to their owners.
+
+        References and contexts of ranks that have left are freed here.
+        """
         dropped: dict[int, list[int]] = {}
         with suppress(IndexError):  # once there are no more; several threads may be here
             while True:
@@ -272,7 +303,7 @@ def _again(error: RingError) -> RingError:
 
 
 def _copied(message: Message) -> Message:
-    """Return what a message would be after its way over the wire."""
+    """Return a copy of a message, as if it had been sent."""
     copy = decode(encode(message), max_bytes=sum(tensor.nbytes for tensor in message.tensors) + (1 << 40))
     for into, tensor in zip(copy.tensors, message.tensors, strict=True):
         into.copy_(tensor)

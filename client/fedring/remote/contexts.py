@@ -1,4 +1,6 @@
-"""Contexts: the graphs and gradients of one step of training, as far as they are at one rank. No I/O.
+"""Contexts: one rank's graphs and gradients of a training step.
+
+No I/O.
 
 A context has a number that is unique in its group: the rank that began it, in the bits from 48 on, and a counter (as in
 torch.distributed.autograd). Gradients belong to a context and never go to the `grad` of a tensor.
@@ -26,14 +28,16 @@ MAX_OPEN = 10_000
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Record:
-    """A call that was made within a context, at the owner that ran it."""
+    """A call within a context, at the owner that ran it."""
 
     outputs: Sequence[Tensor]  # those that gradients flow back from
     inputs: Sequence[Tensor]  # leaves, whose gradients go to the caller
 
 
 class Context:
-    """One rank's part of a context. Its methods may be called from several threads.
+    """One rank's part of a context.
+
+    Its methods may be called from several threads.
 
     Attributes:
         number: The context's number.
@@ -54,12 +58,14 @@ class Context:
 
     @property
     def size(self) -> tuple[int, int]:
-        """How many calls' graphs and how many gradients it keeps."""
+        """The number of calls whose graphs it keeps, and that of gradients."""
         with self.lock:
             return len(self._records), len(self._gradients)
 
     def calling(self, owner: int) -> None:
-        """Note that an owner is called from now on. The caller holds `lock` until the request is on its way.
+        """Note that an owner is called from now on.
+
+        The caller holds `lock` until the request is on its way.
 
         Raises:
             Refused: The context has ended.
@@ -77,7 +83,15 @@ class Context:
         return number
 
     def backward_of(self, number: int, gradients: Sequence[Tensor | None], *, retain_graph: bool) -> list[Any]:
-        """Compute the gradients of a call, given those of its outputs. Return those of its inputs, None where unused.
+        """Compute the gradients of a call's inputs.
+
+        Args:
+            number: The call's number.
+            gradients: The gradients of its outputs.
+            retain_graph: Whether another backward pass through the call follows.
+
+        Returns:
+            The gradients of the inputs, None where unused.
 
         Raises:
             Refused: There is no such call, or a gradient does not have the shape and dtype of its output.
@@ -96,6 +110,7 @@ class Context:
                 f"{len(gradients)} gradients came for {len(record.outputs)} outputs", reason="bad_gradient"
             )
         pairs = [(out, grad) for out, grad in zip(record.outputs, gradients, strict=True) if grad is not None]
+        # The gradients come from a peer: autograd would broadcast some wrong shapes without an error.
         for output, gradient in pairs:
             if (gradient.shape, gradient.dtype) != (output.shape, output.dtype):
                 raise CallRefused(
@@ -111,7 +126,9 @@ class Context:
     def backward(
         self, outputs: Sequence[Tensor], gradients: Sequence[Tensor] | None, inputs: Sequence[Tensor] = ()
     ) -> dict[Tensor, Tensor]:
-        """Compute gradients of all leaves; add those of parameters to the context.
+        """Compute the gradients of all leaves.
+
+        Those of parameters are added to the context.
 
         Args:
             outputs: Where to begin.
@@ -124,6 +141,7 @@ class Context:
         wanted = list(leaves(outputs))
         if not wanted:
             return {}
+        # Not `backward`, which would add the gradients of all contexts in the `grad` of the same parameters.
         found = torch.autograd.grad(list(outputs), wanted, gradients, retain_graph=self.retain_graph, allow_unused=True)
         apart = {*inputs, self.anchor}
         returned: dict[Tensor, Tensor] = {}
@@ -175,7 +193,9 @@ class Contexts:
         return context
 
     def enter(self, number: int) -> Context:
-        """Return the context of a call that has come. It is made if another rank has begun it.
+        """Return the context of an incoming call.
+
+        It is made if another rank has begun it.
 
         Raises:
             Refused: This rank has begun it, and it has ended; or too many are open; or no rank can have begun it.
@@ -205,7 +225,10 @@ class Contexts:
         return context
 
     def end(self, number: int) -> set[int]:
-        """End a context, if it is there. Return the owners that were called from here within it."""
+        """End a context, if it is there.
+
+        Returns the owners that were called from here within it.
+        """
         with self._lock:
             context = self._open.pop(number, None)
         return context.end() if context is not None else set()
@@ -224,7 +247,8 @@ def begun_by(number: int) -> int:
 
 
 def leaves(outputs: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Yield the tensors with `requires_grad` that the outputs were computed from, each once."""
+    """Yield the leaves with `requires_grad` behind the outputs, each once."""
+    # A loop, as the graphs of deep models are deeper than Python's stack.
     seen: set[Any] = set()
     waiting: list[Any] = []
     for output in outputs:
@@ -248,7 +272,9 @@ def leaves(outputs: Sequence[Tensor]) -> Iterator[Tensor]:
 
 @contextmanager
 def keeping_versions() -> Iterator[None]:
-    """Let a backward pass use the values that its forward pass has used, even if a step has replaced them since.
+    """Let a backward pass use the values of its forward pass.
+
+    It does so even if a step has replaced them since.
 
     A step gives a parameter new memory. Autograd would find the new memory through the parameter, but finds the old one
     through a tensor that is detached from it. What is changed in place is noticed, as without this.
@@ -272,7 +298,7 @@ def keeping_versions() -> Iterator[None]:
 
 
 class Caller(Protocol):
-    """What a scope needs of the agent through which calls are made."""
+    """The part of the agent that a scope uses."""
 
     def begin(self) -> Context:
         """Begin a context."""
@@ -280,7 +306,10 @@ class Caller(Protocol):
 
 
 class Scope:
-    """The context that calls belong to. Without one, a context is begun by the first call."""
+    """The context of a thread's calls.
+
+    Without one, a context is begun by the first call.
+    """
 
     def __init__(self, caller: Caller | None = None, context: Context | None = None) -> None:
         self.caller, self.context = caller, context
@@ -306,7 +335,7 @@ current: ContextVar[Scope | None] = ContextVar("fedring.remote.current", default
 
 @contextmanager
 def inside(scope: Scope) -> Iterator[None]:
-    """Let the calls that this thread makes in the block belong to a scope."""
+    """Put this thread's calls in the block into a scope."""
     token = current.set(scope)
     try:
         yield

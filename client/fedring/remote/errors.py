@@ -1,4 +1,7 @@
-"""The errors of remote calls. That a peer is lost is an error of the ring (`fedring.ring.PeerLost`)."""
+"""The errors of remote calls.
+
+The loss of a peer is an error of the ring (`fedring.ring.PeerLost`).
+"""
 
 from grpc import StatusCode
 
@@ -6,19 +9,26 @@ from fedring.rpc.errors import FedringError
 
 
 class BadMessage(FedringError, ValueError):
-    """A peer sent what is not a message of this protocol, or a value cannot be sent. Nothing was run."""
+    """A message breaks the protocol, or a value cannot be sent.
+
+    Nothing was run.
+
+    Nothing was run.
+    """
 
     status, reason = StatusCode.INVALID_ARGUMENT, "bad_message"
 
 
 class CallRefused(FedringError, RuntimeError):
-    """An owner does not do what it is asked to do."""
+    """An owner refuses a request."""
 
     status, reason = StatusCode.FAILED_PRECONDITION, "refused"
 
 
 class RemoteError(FedringError, RuntimeError):
-    """A call has failed at its owner. A note has the owner's traceback.
+    """A call has failed at its owner.
+
+    A note has the owner's traceback.
 
     Attributes:
         owner: The owner's name.

@@ -13,7 +13,7 @@ Backward = Callable[[Sequence[Tensor | None]], Sequence[Tensor | None]]
 
 
 def attach(context: Context, inputs: Sequence[Tensor], outputs: Sequence[Tensor], backward: Backward) -> list[Tensor]:
-    """Return the outputs of a remote call as tensors of the caller's graph.
+    """Attach the outputs of a remote call to the caller's graph.
 
     Args:
         context: The call's context.
@@ -27,7 +27,10 @@ def attach(context: Context, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
 
 
 class _RemoteCall(torch.autograd.Function):
-    """The outputs of a call that its owner has run, and whose gradients it computes."""
+    """The outputs of a remote call, as a function of the graph.
+
+    The owner has run the call, and computes its gradients.
+    """
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]  # torch's takes anything

@@ -1,4 +1,7 @@
-"""What an owner holds for others: served modules, and values that calls have left here."""
+"""The modules and values that an owner holds for other ranks.
+
+Modules are served; values have been left here by calls.
+"""
 
 import inspect
 import itertools
@@ -14,7 +17,9 @@ from fedring.train.offered import Offered
 
 
 class Holdings:
-    """Named modules, which every rank may use, and references, each of which only the rank that made it may use.
+    """Named modules, and references to values.
+
+    Every rank may use the modules, and only the rank that made a reference may use it.
 
     Args:
         modules: The served modules, by name.
@@ -39,7 +44,11 @@ class Holdings:
         return number
 
     def get(self, rank: int, key: int | str) -> Any:
-        """Return what a rank names: a served module by its name, or one of the rank's references by its number.
+        """Return a served module or a rank's reference.
+
+        Args:
+            rank: The rank that asks.
+            key: The module's name, or the reference's number.
 
         Raises:
             Refused: There is no such module or reference.
@@ -75,7 +84,9 @@ class Holdings:
         return self._offered.get("remote", name)
 
     def method(self, value: Any, name: str) -> Any:
-        """Return a method of a value: the call of a module, or a method that is marked as offered to other ranks.
+        """Return a method that other ranks may call.
+
+        It is the call of a module, or a method that is marked as offered to other ranks.
 
         Raises:
             Refused: There is no such method, or it may not be called.
@@ -94,7 +105,9 @@ class Holdings:
         return found.__get__(value, kind)
 
     def parameters(self, rank: int, key: int | str) -> dict[str, Tensor]:
-        """Return the parameters of what a rank names, by name; those of a tensor that is a leaf by the name "".
+        """Return the parameters of a held value, by name.
+
+        A tensor that is a leaf has the name "".
 
         Raises:
             Refused: It has no parameters.

@@ -1,4 +1,6 @@
-"""Messages: a header of JSON and the bytes of tensors, as a program of the ring's engine. No I/O, no locks.
+"""Messages: a header of JSON, and the bytes of tensors.
+
+A message is sent by a program of the ring's engine. No I/O, no locks.
 
     step 0, part 0:      magic "FRC1" | u32 number of parts | u32 length of the header | header | small tensors
     step 1, parts 0...:  the bytes of large tensors, one after another, each cut into parts of at most MAX_PAYLOAD bytes
@@ -44,7 +46,7 @@ _Dtype = Literal[
 
 
 class _Tensor(BaseModel):
-    """What a header says of a tensor."""
+    """The description of a tensor in a header."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
@@ -54,7 +56,10 @@ class _Tensor(BaseModel):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the values; a width of 0 counts as 1, since torch refuses huge widths even beside a 0."""
+        """The bytes of the values, with widths of 0 counted as 1.
+
+        torch refuses huge widths even beside a 0.
+        """
         return prod(max(1, width) for width in self.shape) * _DTYPES[self.dtype].itemsize
 
 
@@ -117,7 +122,10 @@ def encode(message: Message) -> bytes:
 
 
 def send(to: int, message: Message) -> Program:
-    """Send a message to a rank. Its tensors must not change before their bytes are copied."""
+    """Send a message to a rank.
+
+    Its tensors must not change before their bytes are copied.
+    """
     yield Send(to, encode(message))
     parts = list(_parts(message.tensors))
     if sum(map(len, parts)) > SMALL:
@@ -127,7 +135,7 @@ def send(to: int, message: Message) -> Program:
 
 @dataclass(slots=True, eq=False)
 class Incoming:
-    """What `receive` has received: a message or an error."""
+    """The result of `receive`: a message or an error."""
 
     max_bytes: int
     message: Message | None = None
@@ -137,7 +145,7 @@ class Incoming:
         """Return the message.
 
         Raises:
-            BadMessage: What came is not a message.
+            BadMessage: The received bytes are not a message.
         """
         if self.error is not None or self.message is None:
             raise self.error or BadMessage("nothing has come")
@@ -145,7 +153,10 @@ class Incoming:
 
 
 def receive(source: int, incoming: Incoming) -> Program:
-    """Receive a message from a rank. What is not a message is received as well, and dropped."""
+    """Receive a message from a rank.
+
+    Bytes that are not a message are received as well, and dropped.
+    """
     first = yield Receive(source, -1)
     count = _PREFIX.unpack_from(first)[1] if len(first) >= _PREFIX.size and first[:4] == _MAGIC else 0
     message, into = Message(None), []
@@ -166,10 +177,12 @@ def receive(source: int, incoming: Incoming) -> Program:
 
 
 def decode(data: bytes, *, max_bytes: int) -> Message:
-    """Return the message that begins with `data`. Its tensors are not initialised unless they are small.
+    """Parse the beginning of a message, and allocate its tensors.
+
+    Their values are not initialised unless the tensors are small.
 
     Args:
-        data: What `encode` returns, from a peer.
+        data: The result of `encode`, from a peer.
         max_bytes: The most bytes of its tensors together.
 
     Raises:
@@ -190,6 +203,7 @@ def decode(data: bytes, *, max_bytes: int) -> Message:
     total = sum(described.nbytes for described in header.tensors)
     if total > max_bytes:
         raise BadMessage(f"the tensors of a message have {total} bytes, more than max_message_bytes={max_bytes}")
+    # Allocate only now, when the sum of the sizes is known to be within the limit.
     tensors = [torch.empty(described.shape, dtype=_DTYPES[described.dtype]) for described in header.tensors]
     parts = list(_parts(tensors))
     held = sum(map(len, parts))

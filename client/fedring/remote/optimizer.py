@@ -1,4 +1,7 @@
-"""One optimizer for parameters that several owners have: all owners do a step, or none does."""
+"""One optimizer for parameters of several owners.
+
+All owners do a step, or none does.
+"""
 
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
@@ -19,14 +22,19 @@ from fedring.ring import RingError
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RemoteParameter:
-    """A parameter: what its owner holds, and its name in it ("" if it is that tensor itself)."""
+    """A parameter: a reference to its holder, and its name there.
+
+    The name is "" if the held value is that tensor itself.
+    """
 
     of: Reference
     name: str
 
 
 def parameters(*references: Reference) -> list[RemoteParameter]:
-    """Return all parameters of modules, and leaf tensors that require gradients, for a DistributedOptimizer.
+    """Return all parameters of references, for a DistributedOptimizer.
+
+    References name modules, or leaf tensors that require gradients.
 
     Raises:
         RemoteError: A reference names neither.
@@ -42,7 +50,7 @@ def parameters(*references: Reference) -> list[RemoteParameter]:
 
 
 def gradients(step: Step, reference: Reference) -> dict[str, Tensor]:
-    """Return a step's gradients of what an owner holds, by the names of the parameters.
+    """Return a step's gradients of a reference, by parameter name.
 
     Raises:
         RemoteError: The owner has not been called within the step.
@@ -53,7 +61,9 @@ def gradients(step: Step, reference: Reference) -> dict[str, Tensor]:
 
 
 class DistributedOptimizer:
-    """An optimizer for parameters of several owners, which step in two phases: prepare, then commit or abort.
+    """An optimizer for parameters of several owners.
+
+    They step in two phases: prepare, then commit or abort.
 
     Each owner builds an optimizer of the class for its own parameters. Steps on an owner run one after the other.
 
@@ -94,7 +104,7 @@ class DistributedOptimizer:
         _raise(errors, "an optimizer cannot be built")
 
     def step(self, step: Step) -> None:
-        """Let every owner apply the gradients of a step, or none of them.
+        """Apply the gradients of a step at all owners, or at none.
 
         Raises:
             ExceptionGroup: With the errors of all owners. If it says "no owner has stepped", nothing has changed.
@@ -135,7 +145,11 @@ def _at_all(
     ask: Callable[[Owner], Future[Any]],
     wait: Callable[[Owner, Future[Any]], Any] = lambda owner, future: future.result(),
 ) -> tuple[dict[Owner, Any], list[Exception]]:
-    """Ask all owners at the same time. Return their answers, and their errors in the order of the owners."""
+    """Ask all owners at the same time.
+
+    Returns:
+        Their answers, and their errors in the order of the owners.
+    """
     asked: list[tuple[Owner, Future[Any]]] = []
     answers: dict[Owner, Any] = {}
     errors: list[Exception] = []
@@ -153,7 +167,10 @@ def _at_all(
 
 
 def _raise(errors: Sequence[Exception], what: str) -> None:
-    """Raise the errors together; if the generation has ended, raise what has ended it."""
+    """Raise several errors together.
+
+    If the generation has ended, raise its error alone.
+    """
     for error in errors:
         if isinstance(error, RingError):
             raise error

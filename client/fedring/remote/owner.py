@@ -1,4 +1,7 @@
-"""The ranks of a group as callers see them: owners of modules and values, and references to what they hold."""
+"""The owners of modules and values, as callers see them.
+
+Owners are the ranks of a group. References name the values that they hold.
+"""
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,7 +30,9 @@ Then = TypeVar("Then")
 
 
 class Owner:
-    """A rank, as the others see it. It may be this rank itself: calls are the same, without a network.
+    """A rank that answers calls.
+
+    It may be this rank itself: calls are the same, without a network.
 
     Attributes:
         rank: The rank in the group.
@@ -54,15 +59,23 @@ class Owner:
         return self.call_async(function, *args, **kwargs).result()
 
     def call_async(self, function: str, /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """As `call`, but return a future. Do not change tensors among the arguments before it has ended."""
+        """As `call`, but return a future.
+
+        Do not change tensors among the arguments before it has ended.
+        """
         return self.send_call({"function": function}, args, kwargs)
 
     def remote(self, function: str, /, *args: Any, **kwargs: Any) -> "Reference":
-        """As `call`, but let the result stay at the owner, and return a reference to it."""
+        """As `call`, but leave the result at the owner.
+
+        Returns a reference to it.
+        """
         return self.reference(self.send_call({"function": function, "stay": True}, args, kwargs))
 
     def reference(self, made: Future[Any]) -> "Reference":
-        """Wait for the number that the owner has given to a value, and return a reference to the value.
+        """Wait for a value's number, and return a reference to it.
+
+        The owner has given the number to the value.
 
         Raises:
             BadMessage: The owner answers with something else.
@@ -73,11 +86,17 @@ class Owner:
         return Reference(self, key)
 
     def module(self, name: str) -> "Reference":
-        """Return a reference to a module that the owner serves under a name."""
+        """Return a reference to a module that the owner serves."""
         return Reference(self, name)
 
     def send_call(self, what: Mapping[str, Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Future[Any]:
-        """Send a call of `what` (fields of `requests.Call`), and return a future of its result."""
+        """Send a call, and return a future of its result.
+
+        Args:
+            what: Fields of `requests.Call`.
+            args: The positional arguments.
+            kwargs: The keyword arguments.
+        """
         tensors: list[Tensor] = []
         arguments = flatten([list(args), dict(kwargs)], tensors, owner=self.rank)
         future = self._in_graph(partial(requests.Call, arguments=arguments, **what), tensors)
@@ -85,16 +104,25 @@ class Owner:
         return future
 
     def fetch(self, key: int | str) -> Any:
-        """Return a copy of what the owner holds; within a context, gradients flow back to it."""
+        """Return a copy of a held value.
+
+        Within a context, gradients flow back to it.
+        """
         return self._in_graph(partial(requests.Fetch, target=key), []).result()
 
     def ask(self, request: Request, tensors: Sequence[Tensor] = (), context: Context | None = None) -> Future[Any]:
-        """Send a request outside of any graph, and return a future of the answer's value."""
+        """Send a request outside of any graph.
+
+        Returns a future of the answer's value.
+        """
         future = self.agent.request(self.rank, outgoing(requests.content_of(request), tensors), context)
         return _then(future, lambda reply: self._value(self._answer(reply), reply.tensors))
 
     def _in_graph(self, request: Callable[..., Request], tensors: Sequence[Tensor]) -> Future[Any]:
-        """Send a call whose results belong to the graph, if this thread is in a context and computes gradients."""
+        """Send a call whose results may belong to the graph.
+
+        They do if this thread is in a context and computes gradients.
+        """
         scope = current.get() if torch.is_grad_enabled() else None
         if scope is None:
             return self.ask(request(), tensors)
@@ -153,7 +181,9 @@ class Owner:
 
 
 class Reference(Handle):
-    """A name for a value that stays at its owner: a module that it serves, or a result of `Owner.remote`.
+    """A name for a value that stays at its owner.
+
+    The value is a module that the owner serves, or a result of `Owner.remote`.
 
     Pass it as an argument to calls at its owner. The owner drops the value of a result when the caller has dropped the
     last reference, or is lost.
@@ -187,7 +217,10 @@ class Reference(Handle):
         return future
 
     def fetch(self) -> Any:
-        """Return a copy of the value; within a context, gradients flow back to it."""
+        """Return a copy of the value.
+
+        Within a context, gradients flow back to it.
+        """
         return self.owner.fetch(self.key)
 
 
@@ -221,7 +254,9 @@ def serve(
     max_message_bytes: int = 1 << 30,
     timeout: float | None = None,
 ) -> Iterator[Owners]:
-    """Serve other ranks' calls, and call other ranks, in a `with` block that all ranks of a group enter.
+    """Serve other ranks' calls, and call them, in a `with` block.
+
+    All ranks of a group enter the block.
 
     At its end the block waits until all ranks have come to theirs. If it is left with an error, the generation ends, so
     that no other rank waits for this one.
@@ -259,6 +294,7 @@ def serve(
         yield Owners(agent)
         agent.wait_for_all()
     except BaseException as error:
+        # The others wait for this rank at the end of their blocks, and would do so forever.
         agent.fail(RingError(f"rank {agent.rank} has left fedring.remote with {type(error).__name__}: {error}"))
         raise
     finally:
@@ -266,7 +302,10 @@ def serve(
 
 
 def _then(future: Future[Message], convert: Callable[[Message], Then]) -> Future[Then]:
-    """Return a future of what `convert` makes of the value of another future."""
+    """Return a future of a converted result.
+
+    `convert` is called with the result of the other future.
+    """
     after: Future[Then] = Future()
     after.set_running_or_notify_cancel()  # a call that has been sent cannot be cancelled
 
@@ -281,7 +320,10 @@ def _then(future: Future[Message], convert: Callable[[Message], Then]) -> Future
 
 
 def _keep(future: Future[Any], *values: Any) -> None:
-    """Keep the values until the future has ended, so that the owner is not told before that they are not needed."""
+    """Keep values alive until the future has ended.
+
+    Otherwise the owner might be told before that they are not needed.
+    """
     kept = list(values)
 
     def done(_: object) -> None:

@@ -1,4 +1,7 @@
-"""What a rank may ask an owner for, as JSON. Values in it are trees (see `fedring.remote.values`)."""
+"""The requests of a rank to an owner, as JSON.
+
+Values in it are trees (see `fedring.remote.values`).
+"""
 
 from typing import Annotated, Any, Literal
 
@@ -14,7 +17,7 @@ REASON = r"^[a-z0-9_]{0,64}$"
 
 
 class Place(BaseModel):
-    """A parameter: what the owner holds, and the parameter's name in it."""
+    """A parameter: the key of its holder, and its name there."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
@@ -29,7 +32,7 @@ class _Request(BaseModel):
 
 
 class Call(_Request):
-    """Call a function ("module:attribute"), or a method of what the owner holds."""
+    """Call a function ("module:attribute"), or a method of a held value."""
 
     verb: Literal["call"] = "call"
     function: Name = ""
@@ -41,7 +44,7 @@ class Call(_Request):
 
 
 class Fetch(_Request):
-    """Return what the owner holds."""
+    """Return a held value."""
 
     verb: Literal["fetch"] = "fetch"
     target: Key
@@ -49,14 +52,14 @@ class Fetch(_Request):
 
 
 class Parameters(_Request):
-    """Return the names of the parameters of what the owner holds."""
+    """Return the names of a held value's parameters."""
 
     verb: Literal["parameters"] = "parameters"
     target: Key
 
 
 class Backward(_Request):
-    """Compute the gradients of a call, given those of its outputs; return those of its inputs."""
+    """Compute the gradients of a call's inputs from those of its outputs."""
 
     verb: Literal["backward"] = "backward"
     context: Number
@@ -66,7 +69,7 @@ class Backward(_Request):
 
 
 class FetchGradients(_Request):
-    """Return a context's gradients of what the owner holds, by the names of the parameters."""
+    """Return a context's gradients of a held value, by parameter name."""
 
     verb: Literal["gradients"] = "gradients"
     context: Number
@@ -90,7 +93,10 @@ class Lock(_Request):
 
 
 class Prepare(_Request):
-    """Do a step so that it can still be undone. Answer False if another context steps."""
+    """Do a step so that it can still be undone.
+
+    The answer is False if another context steps.
+    """
 
     verb: Literal["prepare"] = "prepare"
     context: Number
@@ -134,12 +140,12 @@ _ADAPTER: TypeAdapter[Request] = TypeAdapter(Annotated[Request, Field(discrimina
 
 
 def content_of(request: Request) -> Any:
-    """Return a request as JSON, without what is as it is by default."""
+    """Return a request as JSON, without default values."""
     return {"verb": request.verb, **request.model_dump(exclude_defaults=True)}
 
 
 def parse(content: Any) -> Request:
-    """Return the request that JSON from a peer stands for.
+    """Parse a request from a peer's JSON.
 
     Raises:
         BadMessage: It is none.
@@ -153,7 +159,7 @@ def parse(content: Any) -> Request:
 
 
 class RemoteFailure(BaseModel):
-    """How a call has failed."""
+    """The failure of a call."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
@@ -164,7 +170,7 @@ class RemoteFailure(BaseModel):
 
 
 class Reply(BaseModel):
-    """What an owner answers."""
+    """The answer of an owner."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 

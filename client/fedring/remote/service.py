@@ -1,4 +1,7 @@
-"""Answers requests at their owner. No I/O: the agent brings requests and sends the answers."""
+"""Answers requests at their owner.
+
+No I/O: the agent brings requests and sends the answers.
+"""
 
 import itertools
 import re
@@ -29,14 +32,14 @@ Job = Callable[[], Message]
 
 
 class Service:
-    """What one rank does for others.
+    """Answers the requests of all ranks at one rank.
 
     Args:
         rank: This rank.
         size: The number of ranks.
         modules: The served modules, by name.
         offered: The functions and classes that may be called.
-        caller: Through what the functions that run here call other ranks.
+        caller: The agent through which functions that run here call other ranks.
     """
 
     def __init__(
@@ -53,10 +56,12 @@ class Service:
         self._prepared: tuple[int, OwnedOptimizer] | None = None  # the step under way, and its context
 
     def accept(self, rank: int, message: Message) -> tuple[Job | None, int | None]:
-        """Take a request, in the order in which a rank has sent them. It does not wait.
+        """Accept a request, in the order of the sending rank.
+
+        It does not wait.
 
         Returns:
-            What answers the request, if there is an answer, and the context that the request ends, if it ends one.
+            The job that answers the request, if there is an answer, and the context that the request ends, if any.
 
         Raises:
             FedringError: The request is not valid, or refused.
@@ -89,14 +94,17 @@ class Service:
         return self._steps.holder == context
 
     def left(self, ranks: Sequence[int]) -> None:
-        """Free what ranks that have left would not free any more."""
+        """Free the values of ranks that have left.
+
+        Nobody else would free them any more.
+        """
         self.holdings.release_all(ranks.__contains__)
         self.contexts.end_all(ranks.__contains__)
         if (holder := self._steps.holder) is not None and begun_by(holder) in ranks:
             self.undo(holder)
 
     def fail(self, error: Exception) -> None:
-        """Free everything; what waits here raises the error."""
+        """Free everything, and raise the error in waiting requests."""
         self._steps.fail(error)
         if (holder := self._steps.holder) is not None:
             self.undo(holder)
@@ -145,7 +153,10 @@ class Service:
                 raise BadMessage(f"{request.verb} has no answer")
 
     def _run(self, rank: int, request: Any, message: Message, context: Context | None) -> Message:
-        """Call what is asked for, or fetch a value; within a context, keep the graph."""
+        """Run a call, or fetch a value.
+
+        Within a context, the graph is kept.
+        """
 
         def held(key: int | str) -> Any:
             return self.holdings.get(rank, key)
@@ -193,6 +204,7 @@ class Service:
         if context is None:
             return outgoing(Reply(value=tree).model_dump(exclude_defaults=True), tensors)
         grads = [tensor.requires_grad for tensor in tensors]
+        # A caller that computes no gradients of the result will not ask for them, so keep no graph for it.
         record = None
         if any(grads):
             record = context.keep(Record([one for one in tensors if one.requires_grad], inputs))
@@ -220,7 +232,10 @@ class Service:
         return answer(self.holdings.keep(rank, OwnedOptimizer(request.kind, parameters, options)))
 
     def _acquire(self, context: int, *, wait: bool) -> bool:
-        """Let a context step, as `StepLock.acquire` does, unless the context has ended by then."""
+        """Let a context step, as `StepLock.acquire` does.
+
+        A context that has ended by then is refused.
+        """
         acquired = self._steps.acquire(context, wait=wait)
         try:
             self.contexts.get(context)
@@ -256,7 +271,7 @@ class Service:
         self._steps.release(context)
 
     def undo(self, context: int) -> None:
-        """Undo the step of a context if there is one, and let others step."""
+        """Undo the step of a context, if any, and let others step."""
         with self._stepping:
             if self._prepared is not None and self._prepared[0] == context:
                 self._prepared[1].abort()
@@ -300,7 +315,7 @@ def _type_name(error: BaseException) -> str:
 
 
 def _tensors_in(value: Any) -> list[Tensor]:
-    """Return the tensors in a value, as far as they are in lists, tuples and dicts."""
+    """Return the tensors in nested lists, tuples and dicts."""
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, list | tuple):

@@ -1,4 +1,6 @@
-"""Optimizers at an owner, which step in two phases: prepare on copies, then commit or abort.
+"""Optimizers at an owner, which step in two phases.
+
+The first is prepare, on copies; the second is commit or abort.
 
 Steps of several coordinators on one owner run one after the other: a context holds the owner from its first phase to
 its last. A step never writes to the memory that parameters have. It makes new memory, which they get when it is
@@ -17,7 +19,9 @@ from fedring.remote.errors import CallRefused
 
 
 class OwnedOptimizer:
-    """An optimizer of parameters of this rank. The caller lets only one step run at a time.
+    """An optimizer of parameters of this rank.
+
+    The caller lets only one step run at a time.
 
     Args:
         kind: The name of a class of torch.optim.
@@ -53,6 +57,7 @@ class OwnedOptimizer:
             values = gradient.coalesce().values() if gradient.is_sparse else gradient
             if not bool(torch.isfinite(values).all()):
                 raise CallRefused(f"the gradient of {self._names[index]} is not finite", reason="non_finite")
+        # `abort` restores this state; the parameters themselves are not touched before `commit`.
         self._before = {stepped: copy.deepcopy(state) for stepped, state in self._optimizer.state.items()}
         for index, (stepped, parameter) in enumerate(zip(self._stepped, self._parameters, strict=True)):
             stepped.data = parameter.data.clone() if index in found else parameter.data
@@ -63,7 +68,10 @@ class OwnedOptimizer:
             self._optimizer.zero_grad()
 
     def commit(self) -> list[Tensor]:
-        """Give the parameters their new values. Return the old ones, which calls that run may still use."""
+        """Give the parameters their new values.
+
+        Returns the old ones, which calls that run may still use.
+        """
         if self._before is None:
             return []
         self._before = None
@@ -73,7 +81,7 @@ class OwnedOptimizer:
         return old
 
     def abort(self) -> None:
-        """Undo what `prepare` has done."""
+        """Undo the step of `prepare`."""
         before, self._before = self._before, None
         if before is None:
             return
@@ -84,7 +92,10 @@ class OwnedOptimizer:
 
 
 class StepLock:
-    """Lets one context step at a time. Its methods may be called from several threads."""
+    """Lets one context step at a time.
+
+    Its methods may be called from several threads.
+    """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -97,7 +108,9 @@ class StepLock:
         return self._holder
 
     def acquire(self, context: int, *, wait: bool) -> bool:
-        """Let a context step. If another one does, wait for its end, or return False.
+        """Let a context step.
+
+        If another one does, wait for its end, or return False.
 
         Raises:
             Refused: This rank does not serve any more.

@@ -1,4 +1,7 @@
-"""A step of training over several ranks: a context, and the backward pass through it."""
+"""Training steps over several ranks.
+
+A step is a context, and the backward pass through it.
+"""
 
 import threading
 from contextvars import Token
@@ -12,7 +15,9 @@ from fedring.remote.errors import CallRefused
 
 
 def context() -> "Step":
-    """Return a step, to be used in a `with` statement: remote calls of this thread in the block belong to its graph.
+    """Return a step, to be used in a `with` statement.
+
+    Remote calls of this thread in the block belong to its graph.
 
     Gradients are kept at the owners of their parameters until the end of the block, which frees them and all graphs.
     """
@@ -20,7 +25,9 @@ def context() -> "Step":
 
 
 class Step(Scope):
-    """The forward pass, the backward pass and the gradients of one step; see `context`.
+    """One step: its forward and backward pass, and its gradients.
+
+    See `context`.
 
     Attributes:
         stepping: Held while an optimizer steps, since owners know the two phases of a step only by its context.
@@ -42,7 +49,9 @@ class Step(Scope):
             self.caller.end(self.context.number)
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
-        """Compute the gradients of all parameters that the loss depends on, at their owners.
+        """Compute the gradients of the loss at all owners.
+
+        They are those of all parameters that the loss depends on.
 
         Gradients are added to those of the context. Nothing is written to the `grad` of a tensor, here or there.
 

@@ -19,7 +19,10 @@ _MAX_INTEGER = 2**63
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Handle:
-    """A name for a value that an owner holds: a number that the owner has given, or a served module's name."""
+    """A name for a value that an owner holds.
+
+    It is a number that the owner has given, or a served module's name.
+    """
 
     rank: int
     key: int | str
@@ -71,7 +74,7 @@ def flatten(value: Any, tensors: list[Tensor], *, owner: int, depth: int = 0) ->
 
 
 def unflatten(tree: Any, tensors: Sequence[Tensor], held: Callable[[int | str], Any], *, depth: int = 0) -> Any:
-    """Return the value that `flatten` has made `tree` and `tensors` of.
+    """Rebuild a value from the JSON and the tensors of `flatten`.
 
     Args:
         tree: JSON, from a peer.

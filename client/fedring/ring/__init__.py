@@ -1,4 +1,6 @@
-"""Collectives between workers over gRPC, and the torch.distributed backend "fedring" on top of them.
+"""Collectives between workers over gRPC, with a torch.distributed backend.
+
+The backend is called "fedring":
 
     import fedring.ring
     torch.distributed.init_process_group("fedring")
@@ -53,7 +55,7 @@ __all__ = [
 def allgather_bytes(
     payload: bytes | memoryview, group: dist.ProcessGroup | None = None, *, limit: int = 1 << 30
 ) -> BytesGather:
-    """Start to send bytes to every rank of a group, and to receive every other rank's.
+    """Start an allgather of bytes over the ranks of a group.
 
     Args:
         payload: This rank's message.
@@ -70,7 +72,9 @@ def allgather_bytes(
 def monitored_barrier(
     group: dist.ProcessGroup | int | None = None, timeout: timedelta | None = None, wait_all_ranks: bool = False
 ) -> None:
-    """Wait until all ranks of a group have come; rank 0's error names those that have not.
+    """Wait until all ranks of a group have come.
+
+    Rank 0's error names those that have not.
 
     It is `torch.distributed.monitored_barrier`, which refuses every backend but Gloo.
 
@@ -83,7 +87,7 @@ def monitored_barrier(
         CollectiveTimeout: A rank has not come in time. As every RingError it ends the generation, on every rank.
         NotSupported: The group is of another backend.
     """
-    if not isinstance(group, int):  # what torch gives to ranks that are not in a group
+    if not isinstance(group, int):  # torch gives an int to ranks that are not in a group
         _ring_group(group).monitored_barrier(timeout, wait_all_ranks=wait_all_ranks)
 
 

@@ -1,4 +1,4 @@
-"""How collectives fail. A RingError ends the generation, on every rank."""
+"""The errors of collectives. A RingError ends the generation, on every rank."""
 
 from grpc import StatusCode
 
@@ -26,7 +26,7 @@ class PeerLost(RingError):
 
 
 class CollectiveTimeout(RingError):
-    """A rank did not send in time what others wait for."""
+    """A rank did not send its data in time."""
 
     status, reason = StatusCode.DEADLINE_EXCEEDED, "timeout"
 
@@ -38,19 +38,25 @@ class Mismatch(RingError):
 
 
 class BadFrame(RingError):
-    """A peer sent what no peer of ours sends."""
+    """A peer sent a frame that no correct worker sends."""
 
     status, reason = StatusCode.INVALID_ARGUMENT, "bad_frame"
 
 
 class Overrun(RingError):
-    """Peers are too far ahead: what they sent for operations that this rank has not started fills its memory."""
+    """Peers are too far ahead of this rank.
+
+    Their frames for operations that have not started here exceed its memory limit.
+    """
 
     status, reason = StatusCode.RESOURCE_EXHAUSTED, "overrun"
 
 
 class NotSupported(FedringError, NotImplementedError):
-    """The ring does not have the collective that was asked for. The group can still be used."""
+    """The ring does not have the requested collective.
+
+    The group can still be used.
+    """
 
     status, reason = StatusCode.UNIMPLEMENTED, "not_supported"
 

@@ -66,7 +66,10 @@ class RingOptions(BaseSettings):
     @model_validator(mode="before")
     @classmethod
     def _known_variables(cls, given: Any) -> Any:
-        """Refuse unknown variables, which pydantic-settings would ignore, and with them perhaps a safer choice."""
+        """Refuse unknown environment variables.
+
+        pydantic-settings would ignore them, and with them perhaps a safer choice.
+        """
         for name in os.environ:
             if name.upper().startswith(_PREFIX) and name[len(_PREFIX) :].lower() not in cls.model_fields:
                 keys = ", ".join(cls.model_fields)

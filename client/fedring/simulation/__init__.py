@@ -1,17 +1,19 @@
-"""Thousands of clients on this machine, without a network: the code of both daemons, in a few processes.
+"""Thousands of clients on this machine, without a network.
+
+A few processes run the code of both daemons:
 
     from fedring.simulation import simulate
 
     if __name__ == "__main__":  # the workers are processes, which import the script
         report = simulate("job.toml", clients=10_000, per_round=100)
 
-What `__all__` names is public. `run` goes through the rounds and draws the clients. `server` makes the next model with
-the server's own functions. `worker` trains one client after the other with the client's own functions, and checks each
-update as the server does. `secret` makes the clients' secrets from one. `engine` and `ray_engine` have the workers,
-`vectors` what clients keep from round to round, and `checks` what is known to be wrong before anything runs.
+The names in `__all__` are public. `run` goes through the rounds and draws the clients. `server` makes the next model
+with the server's own functions. `worker` trains one client after the other with the client's own functions, and checks
+each update as the server does. `secret` makes the clients' secrets from one. `engine` and `ray_engine` have the
+workers, `vectors` the state that clients keep from round to round, and `checks` the checks before anything runs.
 
 It may import `fedring.client`, `fedring.control`, `fedring.server` and what both daemons share. It opens no sockets and
-stores no facts, and it holds no formula of its own: what trains, encodes, checks or aggregates belongs to the daemons'
+stores no facts, and it holds no formula of its own: training, encoding, checking and aggregating belong to the daemons'
 rooms. Its workers are processes that it has started itself, and only these speak through pipes of `multiprocessing`.
 """
 
@@ -26,7 +28,10 @@ __all__ = ["Show", "client_secret", "simulate"]
 
 
 def __getattr__(name: str) -> object:
-    """Import a public name when it is first used, because torch takes seconds to import."""
+    """Import a public name when it is first used.
+
+    torch takes seconds to import.
+    """
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = "secret" if name == "client_secret" else "run"

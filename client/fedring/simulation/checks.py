@@ -1,4 +1,7 @@
-"""What is known to be wrong with a simulation before anything runs. Each fault is one sentence, with exit code 78."""
+"""The checks of a simulation before anything runs.
+
+Each fault is one sentence, with exit code 78.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -47,6 +50,7 @@ def job_of(job: Job | Mapping[str, Any] | str | Path, *, per_round: int | None, 
         spec = Job.model_validate({**table, **{key: value for key, value in given.items() if value is not None}})
     except ValidationError as error:
         raise Failure(explain(error, {}, Job), Exit.CONFIG) from error
+    # A server accepts these modes and keys; a simulation cannot run them.
     if spec.mode != "federated":
         raise _wrong(f"mode = {spec.mode!r} cannot be simulated, because its clients train together: use `flctl demo`")
     if spec.shared != ["*"] or spec.private:
@@ -65,7 +69,9 @@ def job_of(job: Job | Mapping[str, Any] | str | Path, *, per_round: int | None, 
 
 
 def check_numbers(job: Job, clients: int, workers: int, threads: int | None) -> None:
-    """Check that there are as many clients as the job needs, and possible numbers of workers and of threads.
+    """Check the numbers of clients, workers and threads.
+
+    There must be as many clients as the job needs.
 
     Raises:
         Failure: There are not.
@@ -122,7 +128,7 @@ def make_folder(path: Path) -> None:
 
 
 def check_enough(job: Job, clients: int, with_samples: int) -> None:
-    """Check that the barrier of the job would open for the clients that have samples.
+    """Check that enough clients have samples for the job's barrier.
 
     Raises:
         Failure: It would wait for ever.
@@ -135,7 +141,10 @@ def check_enough(job: Job, clients: int, with_samples: int) -> None:
 
 
 def trusted_by(job: Job) -> tuple[str, ...]:
-    """Return what the job itself names: whoever names it here runs it on this very machine."""
+    """Return the names of code in the job itself, which is trusted.
+
+    The person who names it here runs it on this very machine.
+    """
     table = job.aggregation
     own = named(rule=table.rule if table.own else "", data=table.data)
     return (*named(**{key: getattr(job, key) for key in _NAMES}), *own)

@@ -1,4 +1,7 @@
-"""Where the workers of a simulation run: in processes of this machine, or one of them in the calling process."""
+"""The engines of a simulation, which run its workers.
+
+Workers are processes of this machine, or one of them is in the calling process.
+"""
 
 import logging
 import multiprocessing
@@ -42,7 +45,9 @@ class Engine(Protocol):
         ...
 
     def train(self, order: Order, turns: Iterable[Turn]) -> Iterator[Outcome]:
-        """Yield what comes of each turn, in any order. The next turns are taken when a worker is free.
+        """Yield the outcome of each turn, in any order.
+
+        The next turns are read when a worker is free.
 
         Raises:
             Failure: A worker has ended.
@@ -50,7 +55,9 @@ class Engine(Protocol):
         ...
 
     def evaluate_own(self, clients: Iterable[Own]) -> Iterator[OwnResult]:
-        """Yield the evaluation of each client's own model on its test samples, in any order.
+        """Yield the evaluation of each client's own model, in any order.
+
+        It is made on the client's test samples.
 
         Raises:
             Failure: The evaluation has failed, or a worker has ended.
@@ -70,7 +77,10 @@ class Engine(Protocol):
 
 
 def load(setup: Setup) -> SimulationWorker | Failure:
-    """Return a worker, or why there can be none; an error of the user's code may not survive the way to a caller."""
+    """Return a worker, or the failure to make one.
+
+    An error of the user's code may not survive pickling on its way to the caller, so it becomes a Failure here.
+    """
     try:
         return SimulationWorker(setup)
     except (SeamError, DataError) as error:
@@ -81,7 +91,7 @@ def load(setup: Setup) -> SimulationWorker | Failure:
 
 
 def evaluate(worker: SimulationWorker, vectors: Vectors) -> Counts | Failure:
-    """Return what a worker counts, or why it cannot."""
+    """Return a worker's counts, or its failure."""
     try:
         return worker.evaluate(vectors)
     except Exception as error:  # the user's code may raise anything
@@ -90,7 +100,7 @@ def evaluate(worker: SimulationWorker, vectors: Vectors) -> Counts | Failure:
 
 
 def evaluate_own(worker: SimulationWorker, clients: Sequence[Own]) -> list[OwnResult] | Failure:
-    """Return how good clients' own models are, or why that cannot be known."""
+    """Return the evaluation of clients' own models, or its failure."""
     try:
         return worker.evaluate_own(clients)
     except Exception as error:  # the user's code may raise anything
@@ -106,7 +116,9 @@ def succeeded(result: T | Failure) -> T:
 
 
 class InProcess:
-    """One worker in the calling process, which needs no other process and can be debugged.
+    """One worker in the calling process.
+
+    It needs no other process and can be debugged.
 
     Raises:
         Failure: The job or its samples cannot be loaded.
@@ -145,7 +157,7 @@ class Processes:
     """Workers in processes of their own.
 
     Args:
-        setup: What each of them loads.
+        setup: The data that each of them loads.
         workers: Their number.
 
     Raises:
@@ -183,7 +195,10 @@ class Processes:
         return self._spread(clients)
 
     def _spread(self, work: Iterable[object]) -> Iterator[Any]:
-        """Yield the workers' answers; each worker is given a little of the work whenever it is free."""
+        """Yield the workers' answers.
+
+        Each worker is given a little of the work whenever it is free.
+        """
         rest, busy = iter(work), set[Connection]()
 
         def give(pipe: Connection) -> None:
@@ -245,7 +260,10 @@ class Processes:
 
 
 def _serve(pipe: Connection, setup: Setup, environment: Mapping[str, str]) -> None:
-    """Be a worker until the other end of the pipe is closed. Runs in a process of its own."""
+    """Serve as a worker until the pipe is closed.
+
+    Runs in a process of its own.
+    """
     os.environ.clear()  # They are those of the first simulation of this script.
     os.environ.update(environment)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes, and the parent ends this one

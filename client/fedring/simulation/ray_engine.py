@@ -1,4 +1,7 @@
-"""The workers of a simulation as actors on a Ray cluster, which may have several machines."""
+"""The workers of a simulation as actors on a Ray cluster.
+
+The cluster may have several machines.
+"""
 
 import importlib
 import logging
@@ -16,10 +19,12 @@ from fedring.train.evaluation import Counts
 
 
 class Actors:
-    """Workers as actors of Ray, on the cluster that the script has connected to, or that RAY_ADDRESS names.
+    """Workers as actors of Ray.
+
+    They run on the cluster that the script has connected to, or that RAY_ADDRESS names.
 
     Args:
-        setup: What each of them loads; fedring, the modules that the job names and the data must be on each machine.
+        setup: Loaded by each of them; fedring, the modules that the job names and the data must be on each machine.
         workers: Their number. Each of them takes as many of the cluster's CPUs as it has threads.
 
     Raises:
@@ -62,7 +67,10 @@ class Actors:
         return self._spread("evaluate_own", clients)
 
     def _spread(self, method: str, work: Iterable[object]) -> Iterator[Any]:
-        """Yield the workers' answers; each worker is given a little of the work whenever it is free."""
+        """Yield the workers' answers.
+
+        Each worker is given a little of the work whenever it is free.
+        """
         rest, busy = iter(work), dict[Any, Any]()
 
         def give(actor: Any) -> None:
@@ -92,7 +100,10 @@ class Actors:
             self._ray.shutdown()
 
     def _check_room(self, workers: int, threads: int) -> None:
-        """Check that the machines of the cluster have room for the workers; Ray would wait for room without end."""
+        """Check that the cluster's machines have room for the workers.
+
+        Ray would wait for room without end.
+        """
         machines = [machine for machine in self._ray.nodes() if machine["Alive"]]
         room = sum(int(machine["Resources"].get("CPU", 0)) // threads for machine in machines)
         if workers > room:
@@ -112,7 +123,7 @@ class Actors:
 
 
 class _Actor:
-    """What Ray runs on a machine of the cluster: one worker."""
+    """One worker, as Ray runs it on a machine of the cluster."""
 
     def load(self, setup: Setup) -> Sequence[int] | Failure:
         limit_threads(setup.threads)

@@ -1,4 +1,6 @@
-"""A simulation: the rounds of one job, with clients that take turns in a few processes.
+"""A simulation: the rounds of one job.
+
+The clients take turns in a few processes.
 
 Each round does what fl-server does, with its functions: `machine.sample` draws the clients, `round_command` makes the
 command, and `ModelMaker` makes the next model. So for the same job, the same number of clients with the same secrets
@@ -79,7 +81,7 @@ def simulate(
     out: str | Path | None = None,
     show: Show = lambda share, row: None,
 ) -> dict[str, Any]:
-    """Run a job with simulated clients on this machine, and return its report.
+    """Run a job with simulated clients, and return its report.
 
     The modules that the job names are imported, in this process and in the workers.
 
@@ -117,6 +119,7 @@ def simulate(
     trusted, used = trusted_by(spec), secret_of_seed(spec.seed) if secret is None else secret
     setup = Setup(spec, clients, root, trusted, device, threads or threads_for(count), used)
     try:
+        # All checks are over: a simulation may take hours, and must not end with an error that was known before.
         report = _simulate(setup, count, engine, out, show)
         if out:
             (Path(out) / "report.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
@@ -199,7 +202,10 @@ class _Run:
         }
 
     def _sample_epsilon(self, private: SamplePrivacy) -> float | None:
-        """Return the largest epsilon of a client's samples; None if dp-accounting is not installed."""
+        """Return the largest epsilon of a client's samples.
+
+        It is None if dp-accounting is not installed.
+        """
         with suppress(NoAccountant):
             return max((sampled_epsilon(spent, private.delta) for spent in self._spent.values()), default=0.0)
         return None
@@ -227,7 +233,9 @@ class _Run:
                 return
 
     def _overspent(self, rounds: int) -> bool:
-        """Return whether so many published rounds would cost more than dp.max_epsilon, so that the job ends before.
+        """Return whether so many rounds would exceed dp.max_epsilon.
+
+        Then the job ends before. Only published rounds are counted.
 
         Raises:
             Failure: It would end before its first round.
@@ -242,13 +250,14 @@ class _Run:
         return spent > privacy.max_epsilon
 
     def _work(self, number: int) -> Work:
-        """Run a round, and make its model, if that is possible."""
+        """Run a round, and make its model if possible."""
         work = Work(number, self._job)
         try:
             chosen = self._server.settings(self._history)
         except (StrategyError, SeamError) as error:
             work.reason, work.why = error.reason, str(error)
             return work
+        # From here on, the round has the job as the strategy has changed it.
         work.job = with_settings(self._job, chosen)
         self._train(work)
         work.settings |= chosen
@@ -271,6 +280,7 @@ class _Run:
         self._server.command(work.job, command, self._model)
         names = machine.sample(self._candidates, Round(number, rules, Phase.WAITING, 0.0))
         work.selected, peers = len(names), dict[str, int]()
+        # The draw comes first, as on a server, so that clients that stopped do not change the others that are drawn.
         names, stopped = self._those_who_go_on(names)
         work.failures += stopped
         if (secure := work.job.secure_aggregation) is not None:
@@ -287,13 +297,16 @@ class _Run:
             self._show((number - 1 + share) / self._job.rounds, self._rows[-1] if self._rows else None)
 
     def _turns(self, names: list[str], peers: Mapping[str, int]) -> Iterator[Turn]:
-        """Yield the turns of the clients; what they keep is read when it is needed."""
+        """Yield the turns of the clients.
+
+        Their state is read only when it is needed.
+        """
         for client in (int(name.rpartition("-")[2]) for name in names):
             group, samples = peers.get(client_id(client), 0), self._counted.get(client, 0)
             yield Turn(client, self._kept.get(client), self._spent.get(client, ()), group, samples)
 
     def _those_who_go_on(self, names: list[str]) -> tuple[list[str], list[str]]:
-        """Return the clients that go on, and a sentence for each other one."""
+        """Return the clients that go on, and a sentence for each other."""
         most = SitePolicy.model_validate({}).max_failed_rounds
         stopped = {client_id(client) for client, failed in self._failed.items() if failed >= most}
         why = f"has failed in {most} rounds in a row, and takes no further part"

@@ -1,4 +1,6 @@
-"""Secure aggregation in a simulation: the same integers as with real clients, without their masks.
+"""Secure aggregation in a simulation, without masks.
+
+The integers are the same as with real clients.
 
 Masks cancel in the sum, so they change neither the models nor the sizes of updates. They would only hide the updates of
 clients that all live in this process.
@@ -23,7 +25,9 @@ Group = tuple[str, ...]
 
 
 def draw_groups(clients: Iterable[str], size: int, seed: int) -> list[Group]:
-    """Return the groups of a round, each sorted. A server draws them from the operating system instead.
+    """Return the groups of a round, each sorted.
+
+    A server draws them with the operating system's random numbers instead.
 
     Args:
         clients: of the round.
@@ -40,7 +44,7 @@ def draw_groups(clients: Iterable[str], size: int, seed: int) -> list[Group]:
 def groups_that_count(
     groups: Iterable[Group], delivered: Iterable[str], command: pb.TrainCmd, dimension: int
 ) -> list[GroupMasks]:
-    """Return the groups of which enough clients are left, with those clients.
+    """Return the groups with enough clients left, with those clients.
 
     Args:
         groups: of the round.
@@ -61,7 +65,9 @@ def groups_that_count(
 
 
 def unmasked_updates(command: pb.TrainCmd, client: str, dimension: int, clients: int, dither: bytes) -> MaskedUpdates:
-    """Return how a client makes its updates, as it does before it masks them.
+    """Return the maker of a client's updates, which are not masked.
+
+    It makes them as the client does before it masks them.
 
     Args:
         command: The command that is answered.
@@ -78,7 +84,7 @@ def unmasked_updates(command: pb.TrainCmd, client: str, dimension: int, clients:
 
 
 def _integers(command: pb.TrainCmd, clients: int, dimension: int) -> PrivateIntegers | None:
-    """Return how the clients of a group make private integers; None if they send levels."""
+    """Return the private integers of a group; None for levels."""
     privacy = dp_of(command.job)
     if privacy is None:
         return None
@@ -86,7 +92,10 @@ def _integers(command: pb.TrainCmd, clients: int, dimension: int) -> PrivateInte
 
 
 def short_of(job: Job, groups: Sequence[GroupMasks]) -> str:
-    """Return why a round cannot be unmasked, as a clause; empty if it can."""
+    """Return why a round cannot be unmasked, as a clause.
+
+    It is empty if the round can be unmasked.
+    """
     left = sum(len(group.clients) for group in groups)
     if left and left >= job.min_clients_to_aggregate:
         return ""

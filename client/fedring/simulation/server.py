@@ -1,4 +1,7 @@
-"""The server of a simulation: it makes models with the functions of fl-server, and keeps the newest one."""
+"""The server of a simulation.
+
+It makes models with the functions of fl-server, and keeps the newest one.
+"""
 
 import os
 import time
@@ -47,7 +50,7 @@ _FAILURES = 10
 
 
 class SimulatedServer:
-    """What the server of a simulation keeps: the newest model, and the means to make the next one."""
+    """The newest model, and the means to make the next one."""
 
     def __init__(self, job: Job, setup: Setup, folder: Path, stack: ExitStack) -> None:
         config = ServerConfig.model_construct(  # which does not read the environment
@@ -67,7 +70,7 @@ class SimulatedServer:
         self._checks = JobChecks(config, self._maker)
 
     def check(self) -> None:
-        """Make the checks of a server that is asked to queue the job.
+        """Check the job as a server does before it queues one.
 
         Raises:
             Failure: The job would fail.
@@ -83,7 +86,7 @@ class SimulatedServer:
         return self._maker.first(self._job, 1, path)
 
     def read(self, row: ModelRow) -> tuple[Schema, Vectors]:
-        """Return what a model consists of, and its values."""
+        """Return the schema and the values of a model."""
         with self._blobs.reader(row.blob) as blob:
             reader = ModelReader(blob)
             return reader.schema, reader.vectors()
@@ -94,7 +97,10 @@ class SimulatedServer:
             return ModelReader(blob).vectors().parameters
 
     def settings(self, history: Iterable[PastRound]) -> dict[str, float]:
-        """Return what the job's own strategy chooses for the next round, from the rounds before it, oldest first.
+        """Return the next round's settings from the job's own strategy.
+
+        Args:
+            history: The rounds before it, oldest first.
 
         Raises:
             StrategyError, SeamError: It fails.
@@ -110,15 +116,15 @@ class SimulatedServer:
         return self._maker.ask_metrics(row, self._job) if self._job.aggregation.own else {}
 
     def command(self, job: Job, command: pb.TrainCmd, base: ModelRow) -> None:
-        """Let the transforms of the job add to the command of a round."""
+        """Add the fields of the job's transforms to a round's command."""
         self._maker.command(job, command, base)
 
     def next(self, base: ModelRow, work: "Work") -> ModelRow:
-        """Make the model that a round publishes, and forget the one that it started from.
+        """Make the model of a round, and forget the one before.
 
         Args:
             base: The model that the round started from.
-            work: What has come of the round.
+            work: The results of the round.
 
         Raises:
             StorageError, CodecError, OptimizerError, RuleError, SeamError, RuntimeError: It cannot be made; the last is
@@ -130,12 +136,16 @@ class SimulatedServer:
         prepared = self._maker.prepare(closed)
         model = self._maker.next(base, prepared, base.version + 1)
         self._stats = prepared.stats()
+        # Both models may share files, so delete only those that the new one does not use.
         for name in {*files_of(base)} - {*files_of(model), ""}:
             self._blobs.delete(name)
         return model
 
     def no_better(self, models: list[ModelRow]) -> bool:
-        """Return whether the job ends early: since its best model it has published `patience` others."""
+        """Return whether the job ends early, without a better model.
+
+        Since its best model it has published `patience` others.
+        """
         best = best_of(models, self._job.best_by) if self._job.patience else None
         return best is not None and models[-1].version - best.version >= self._job.patience
 
@@ -161,7 +171,7 @@ class SimulatedPast:
 
 @dataclass(slots=True)
 class Work:
-    """What has come of a round so far."""
+    """The results of a round so far."""
 
     number: int
     job: Job  # with the settings of this round

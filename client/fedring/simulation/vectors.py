@@ -1,4 +1,6 @@
-"""What clients keep from round to round: vectors in files with a slot for each client, and other tensors in files.
+"""The state that clients keep from round to round.
+
+Vectors are in files with a slot for each client, and other tensors in files of their own.
 
 They take up space on the disk, and memory only for the words by which they are known.
 """
@@ -30,7 +32,12 @@ class Packed:
 
 
 def pack(sections: Sections, size: int) -> dict[str, Packed]:
-    """Return sections in the form in which they travel; `size` is the number of the model's parameters."""
+    """Return sections in the form in which they travel.
+
+    Args:
+        sections: The sections.
+        size: The number of the model's parameters.
+    """
     packed = {}
     for name, section in sections.items():
         if all(each.shape == (size,) and each.dtype == torch.float32 for each in section.tensors.values()):
@@ -41,7 +48,10 @@ def pack(sections: Sections, size: int) -> dict[str, Packed]:
 
 
 def unpack(packed: Mapping[str, Packed]) -> Sections:
-    """Return the sections of which `pack` has made this. Their vectors must not be changed."""
+    """Return the sections of packed ones: the inverse of `pack`.
+
+    Their vectors must not be changed.
+    """
     sections = {}
     for name, each in packed.items():
         tensors = load(each.tensors) if each.tensors else {}
@@ -51,7 +61,9 @@ def unpack(packed: Mapping[str, Packed]) -> Sections:
 
 
 class ClientVectors:
-    """One vector of each client, in one file. The file is deleted by `close`.
+    """One vector of each client, in one file.
+
+    The file is deleted by `close`.
 
     Args:
         path: The file to make.
@@ -90,7 +102,9 @@ class ClientVectors:
 
 
 class ClientSections:
-    """The sections of each client. All files are deleted at the end of the `with` block.
+    """The sections of each client.
+
+    All files are deleted at the end of the `with` block.
 
     Args:
         folder: The folder to make the files in.
@@ -115,7 +129,10 @@ class ClientSections:
         return {name: self._filled(client, name, known) for name, known in self._kept.get(client, {}).items()}
 
     def section(self, client: int, name: str) -> Packed | None:
-        """Return one section of a client, with its tensors; None if there is none."""
+        """Return one section of a client, with its tensors.
+
+        It is None if there is none.
+        """
         known = self._kept.get(client, {}).get(name)
         return None if known is None else self._filled(client, name, known)
 

@@ -1,4 +1,6 @@
-"""A worker: it holds the model and the samples of one job, and trains one client after the other.
+"""A worker of a simulation, which trains one client after the other.
+
+It holds the model and the samples of one job.
 
 For each client it does what fl-client does between a command and an upload, and what fl-server does before it accepts
 the update, with their functions.
@@ -70,12 +72,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What a worker loads once, when it starts."""
+    """The data that a worker loads once, when it starts."""
 
     job: Job
     clients: int  # among whom the samples are divided
     data_root: Path | None
-    trusted: tuple[str, ...]  # what the job names
+    trusted: tuple[str, ...]  # the code that the job names
     device: str
     threads: int  # of torch
     secret: bytes  # from which those of the clients follow
@@ -105,7 +107,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Outcome:
-    """What came of a client's turn."""
+    """The result of a client's turn."""
 
     client: int
     update: UpdateRow | None  # with its payload; None if there is none
@@ -116,7 +118,10 @@ class Outcome:
 
 
 def client_id(client: int) -> str:
-    """Return the id of a client by its number, as `fedring.ctl.fleet.Fleet` names its clients."""
+    """Return the id of a client by its number.
+
+    `fedring.ctl.fleet.Fleet` names its clients in the same way.
+    """
     return f"client-{client}"
 
 
@@ -179,7 +184,10 @@ class SimulationWorker:
         self._control = np.zeros(self._schema.num_parameters, np.float32) if order.control is None else order.control
 
     def train(self, turns: Sequence[Turn]) -> list[Outcome]:
-        """Train clients in the round that has begun. What goes wrong is the failure of the client alone."""
+        """Train clients in the round that has begun.
+
+        An error is the failure of its client alone.
+        """
         return [self._turn(turn) for turn in turns]
 
     def evaluate(self, vectors: Vectors) -> Counts:
@@ -196,7 +204,9 @@ class SimulationWorker:
         return run_evaluator(loaded.evaluator, loaded.model, self._held_out, loss=loaded.loss, device=self._device)
 
     def evaluate_own(self, clients: Sequence[Own]) -> list[tuple[Counts, dict[str, float]]]:
-        """Evaluate clients' own models, each on its client's test samples. Returns the counts, and the figures to tell.
+        """Evaluate clients' own models, each on its client's test samples.
+
+        Returns the counts, and the figures to report.
 
         Raises:
             Exception: Whatever the user's evaluator or loss raises.
@@ -237,7 +247,7 @@ class SimulationWorker:
         return Outcome(turn.client, row, samples, pack(answer.kept, self._schema.num_parameters), failure, spent)
 
     def _nothing(self, turn: Turn, reason: str) -> Answer:
-        """Make the update with which fl-client answers in the place of a failure."""
+        """Make the update that fl-client sends instead of a failure."""
         round_ = self._begin(turn)
         samples = counted(self._loaded, self._command, self.sizes[turn.client], turn.samples)
         noise = None
@@ -259,7 +269,10 @@ class SimulationWorker:
             return None
 
     def _begin(self, turn: Turn) -> ClientRound:
-        """Begin the round of a client, with the model that its training begins with."""
+        """Begin the round of a client.
+
+        The model gets the values that the client's training begins with.
+        """
         if self._base is None:
             raise ValueError("no round has begun")
         command, base, name, mask = self._command, self._base, client_id(turn.client), None
@@ -307,7 +320,10 @@ class SimulationWorker:
         )
 
     def _spending(self, turn: Turn) -> SampledSteps | None:
-        """Return what a turn will spend; as fl-client does, do not train if that would be too much."""
+        """Return the privacy that a turn will spend.
+
+        As fl-client does, refuse to train if that would be too much.
+        """
         private, size = self._job.sample_dp, self.sizes[turn.client]
         if private is None or not size:
             return None
@@ -318,7 +334,10 @@ class SimulationWorker:
         return spent
 
     def _update(self, turn: Turn) -> tuple[Answer, int]:
-        """Train and make an update, as fl-client does; also return the number of samples."""
+        """Train and make an update, as fl-client does.
+
+        Returns the update, and the number of samples.
+        """
         own = self._train_own(turn, self._personal) if self._personal else None
         loaded, round_ = self._loaded, self._begin(turn)
         result = train_locally(
@@ -329,6 +348,7 @@ class SimulationWorker:
             corrections=round_.corrections(),
             private=self._job.sample_dp,
         )
+        # The user's own trainer may have done anything to the model, so check before values leave it.
         if loaded.trainer and (clause := self._schema.difference(split_tensors(loaded.model, self._sharing).shared)):
             raise UpdateRefused("wrong_schema", f"this model is not the one that was loaded: {clause}")
         if loaded.trainer and not has_frozen(loaded.model, self._frozen_schema, self._frozen_digest):
@@ -349,13 +369,15 @@ class SimulationWorker:
 
 
 def admit(client: str, offer: pb.UpdateOffer, payload: bytes, terms: Terms, *, epoch: int) -> UpdateRow:
-    """Return the row of an update that the server would accept, with its payload.
+    """Return the row of an update that the server would accept.
+
+    The row comes with the update's payload.
 
     Args:
         client: The id of the client that offers the update.
-        offer: What it offers.
+        offer: The client's offer.
         payload: The bytes of the update.
-        terms: What the round demands.
+        terms: The terms of the round.
         epoch: Of the server.
 
     Raises:

@@ -1,4 +1,6 @@
-"""The update at the end of a round, put together on a worker's disk from the stages of all workers.
+"""The assembly of a round's update from the stages of all workers.
+
+It is put together at the end of the round, on a worker's disk.
 
 The model passes tensor by tensor, in the order of the schema, from the workers that have trained it to the one that
 writes it. So no worker holds more of the model than its own stages. The file is the payload of the update:
@@ -42,7 +44,9 @@ class AssembledModel:
 def assemble(
     path: Path, schema: Schema, tensors: Mapping[str, Tensor], owners: Mapping[str, int], *, target: int
 ) -> AssembledModel | None:
-    """Write the whole model to a file of one worker. Every worker of the default group must call this.
+    """Write the whole model to a file of one worker.
+
+    Every worker of the default group must call this.
 
     Args:
         path: The file on the target.
@@ -52,7 +56,7 @@ def assemble(
         target: The rank that writes the file.
 
     Returns:
-        What the target has written; None on other workers.
+        The model that the target has written; None on other workers.
 
     Raises:
         TrainError: With the reason non_finite, if a value is not finite, or disk_failed.
@@ -79,13 +83,16 @@ def assemble(
                 mine = source == target
                 for values in pieces(tensors[entry.name], dtype) if mine else requests.receive(entry, dtype, source):
                     if not bool(values.isfinite().all()):
+                        # Better no update than one that the server refuses after the whole upload.
                         raise TrainError("non_finite", f"A value of {entry.name} is not finite after the training.")
                     writer.write(values.view(torch.uint8).numpy().data, of_model=True)
     return AssembledModel(path, writer.model.name, writer.payload.name, tuple(packets))
 
 
 def agree_on_digest(assembled: AssembledModel | None) -> str:
-    """Return the name of the model that the group has trained, which those that have assembled it know.
+    """Return the digest of the trained model on all workers.
+
+    The workers that have assembled the model know it.
 
     Every worker of the default group must call this.
 
@@ -122,7 +129,7 @@ def _order(schema: Schema, owners: Mapping[str, int], only: str = "") -> Iterato
 
 
 class _Requests:
-    """What the target has asked for: a few pieces ahead of those that it has received.
+    """The target's requests for pieces, a few ahead of the received ones.
 
     If nobody asked, the pieces of fast workers would pile up in the memory of a slower target.
     """

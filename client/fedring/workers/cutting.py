@@ -18,7 +18,9 @@ from fedring.train.pipeline_table import Pipeline
 
 
 def count_layers(model: nn.Module, table: Pipeline, sample: Callable[[], Tensor | Mapping[str, Tensor]]) -> list[int]:
-    """Count the layers of each stage for a cut that balances parameters or time.
+    """Count the layers of each stage for a balanced cut.
+
+    The cut balances parameters or time.
 
     Args:
         model: Is put into training mode.
@@ -38,6 +40,7 @@ def count_layers(model: nn.Module, table: Pipeline, sample: Callable[[], Tensor 
         sizes = layers.costs()
         costs = sizes
         if table.cut == "time":
+            # Only one worker measures. Its random numbers must stay the same as those of its peers.
             with torch.random.fork_rng(devices=[]):
                 costs = layers.measured(sample())
         return _even(sizes, costs, table.stages)
@@ -51,8 +54,8 @@ def cut_model(model: nn.Module, table: Pipeline, counts: Sequence[int], offered:
     Args:
         model: Is put into training mode; the stages share its tensors.
         table: Says where to cut, and into how many stages.
-        counts: What count_layers() returned.
-        offered: What jobs may name here.
+        counts: The result of count_layers().
+        offered: The code that jobs may name here.
 
     Returns:
         The stages, in order, with their routes.
@@ -65,6 +68,7 @@ def cut_model(model: nn.Module, table: Pipeline, counts: Sequence[int], offered:
         stages = _stages(model, table, counts, offered)
         if len(stages) != table.stages:
             raise CutError(f"{table.cut} returned {len(stages)} stages, but the job's table has stages={table.stages}")
+        # A user's own cut is checked, too: a lost or doubled parameter would train a wrong model.
         _check_parameters(model, stages)
     except CutError as error:
         raise SeamError("cannot_cut", f"The model cannot be cut: {error}.") from error
@@ -89,7 +93,10 @@ def _made_by(name: str, model: nn.Module, offered: Offered) -> object:
 
 
 def _even(sizes: Sequence[float], costs: Sequence[float], stages: int) -> list[int]:
-    """Return the layers of each stage; a layer without parameters stays with the one before, as stages need some."""
+    """Return the number of layers of each balanced stage.
+
+    A layer without parameters stays with the one before, as each stage needs some.
+    """
     starts = [index for index, size in enumerate(sizes) if size]
     if len(starts) < stages:
         raise CutError(

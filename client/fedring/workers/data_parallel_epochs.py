@@ -1,4 +1,7 @@
-"""The epochs of one round with DistributedDataParallel: all members of a process group train one model together."""
+"""The epochs of one round with DistributedDataParallel.
+
+All members of a process group train one model together.
+"""
 
 import inspect
 import logging
@@ -43,7 +46,10 @@ _BUFFERS_KEY = next(  # torch 2.13 has renamed the argument, and warns of the ol
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DataParallelSetup:
-    """What a group trains and how; the samples, the plan and the table are equal on all members."""
+    """The configuration of a group's training.
+
+    The samples, the plan and the table are equal on all members.
+    """
 
     samples: Dataset[Any]
     plan: Plan
@@ -56,7 +62,10 @@ class DataParallelSetup:
 
 @dataclass(slots=True, eq=False)
 class DataParallelTraining:
-    """One member's part in a round; the replica's progress says where it starts and how far it has come."""
+    """One member's part in a round.
+
+    The replica's progress says where it starts and how far it has come.
+    """
 
     replica: Replica
     setup: DataParallelSetup
@@ -121,7 +130,9 @@ class DataParallelTraining:
         return unchanged
 
     def _rehearse(self, ddp: DistributedDataParallel) -> None:
-        """Compute gradients that are not used, so that DDP makes other buckets, as it did after the first step.
+        """Compute unused gradients, so that DDP rebuilds its buckets.
+
+        It did so after the first step of the training.
 
         An all-reduce adds in an order that depends on the places in buckets. So that a round goes on from a checkpoint
         with the same bits, its next step needs the buckets that it would have had.
@@ -158,7 +169,7 @@ class DataParallelTraining:
             self._after_step()
 
     def _step(self, ddp: DistributedDataParallel, batches: list[tuple[Inputs, Tensor]], tally: Tally) -> None:
-        """Do one step of the optimizer, on the mean gradient of all workers' batches."""
+        """Do one optimizer step on the mean gradient of all workers."""
         optimizer = self.replica.optimizer
         self._set_lr()
         optimizer.zero_grad()
@@ -177,7 +188,7 @@ class DataParallelTraining:
 
     @contextmanager
     def _measured(self, samples: int) -> Iterator[None]:
-        """Add to the usage what the step within takes."""
+        """Add the step inside the context to the usage."""
         began, sent, before = time.perf_counter(), self.watcher.bytes_sent(), self.hook.usage()
         yield
         seconds, bytes_sent = time.perf_counter() - began, self.watcher.bytes_sent() - sent
@@ -199,7 +210,10 @@ class DataParallelTraining:
         self.watcher.progress(share)
 
     def _after_step(self) -> None:
-        """Share buffers, compare parameters, take a checkpoint and log the usage, each if it is due after this step."""
+        """Do all tasks that are due after this step.
+
+        These are sharing buffers, comparing parameters, taking a checkpoint and logging the usage.
+        """
         table, steps = self.setup.table, self.replica.progress.steps
         if isinstance(table.buffers, int) and steps % table.buffers == 0:
             share_buffers(self.replica.model)
@@ -213,7 +227,9 @@ class DataParallelTraining:
 
 
 def lr_factor(table: DataParallel, done: float, total: float) -> float:
-    """Return what the job's learning rate is multiplied by; it depends on samples, not on the number of workers.
+    """Return the factor of the job's learning rate.
+
+    It depends on samples, not on the number of workers.
 
     Args:
         table: Names the schedule: constant, step, or cosine (Loshchilov and Hutter 2017, eq. 5, without restarts and

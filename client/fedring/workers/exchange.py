@@ -1,4 +1,6 @@
-"""Exchanges between the workers of the default group: lists of integers, and files, which pass piece by piece.
+"""Exchanges of integers and files between workers.
+
+They are those of the default group. Files pass piece by piece.
 
 Whatever a peer sends is checked before memory or disk is taken for it.
 """
@@ -24,7 +26,9 @@ _MAX_INTEGERS = 1 << 16
 
 
 def gather_integers(values: Sequence[int]) -> list[list[int]]:
-    """Return the values of every worker, by rank. Their number may differ from worker to worker.
+    """Return the values of every worker, by rank.
+
+    Their number may differ from worker to worker.
 
     Raises:
         TrainError: With the reason bad_checkpoint, if a worker sends too many.
@@ -41,7 +45,9 @@ def gather_integers(values: Sequence[int]) -> list[list[int]]:
 
 
 def exchange_files(outgoing: tuple[Path, int] | None, incoming: tuple[Path, int] | None, *, limit: int = 0) -> None:
-    """Send one file to a worker while another one is received, piece by piece.
+    """Send one file while another one is received, piece by piece.
+
+    The two other sides may be different workers.
 
     Args:
         outgoing: The file and the rank that it goes to; None = none. The other side must call this, too.
@@ -73,6 +79,7 @@ def exchange_files(outgoing: tuple[Path, int] | None, incoming: tuple[Path, int]
                 dist.recv(received, incoming[1], tag=TAG)
                 _write(target, received.numpy().data)
             if work is not None:
+                # The next piece is read only when this one has left, so that one piece at a time is in memory.
                 work.wait()
         if target:
             os.fsync(target.fileno())
@@ -82,7 +89,7 @@ def exchange_files(outgoing: tuple[Path, int] | None, incoming: tuple[Path, int]
 
 
 def _announced(source: int, limit: int) -> int:
-    """Receive the size of the file that a rank is about to send."""
+    """Receive the size of a rank's file."""
     size = torch.zeros(1, dtype=torch.int64)
     dist.recv(size, source, tag=TAG)
     if not 0 < int(size) <= limit:

@@ -1,4 +1,6 @@
-"""The epochs of one round as a pipeline: each member of a process group trains its stages of the model.
+"""The epochs of one round as a pipeline.
+
+Each member of a process group trains its stages of the model.
 
 Rank r is worker r modulo the pipeline's width, in pipeline r // width. All members hold the same samples and draw the
 same order. The first stage reads the inputs, and the last stage reads the labels. A member holds its own stages only.
@@ -66,7 +68,10 @@ _EVALUATION_BATCHES = 8  # micro-batches whose outputs the last stage keeps at a
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class PipelineSetup:
-    """What a pipeline trains and how; all but the device, the folder and the callbacks is equal on all members."""
+    """The configuration of a pipeline's training.
+
+    All but the device, the folder and the callbacks is equal on all members.
+    """
 
     model: nn.Module  # without values
     base_digest: str  # the name of the model that the round starts from
@@ -79,7 +84,7 @@ class PipelineSetup:
     loss: Loss
     optimizer: OptimizerFactory
     device: torch.device
-    offered: Offered  # what jobs may name here
+    offered: Offered  # the code that jobs may name here
     held_out: Dataset[Any] | None = None  # the samples to evaluate the trained model on; None = it is not evaluated
     counts: Sequence[int] = ()  # the layers of each stage, as count_layers() returns them
     on_run: Callable[[Report, int], None] = lambda report, in_flight: None  # called after each run of the schedule
@@ -92,12 +97,12 @@ class PipelineTraining:
     every `checkpoint_every` steps and at the end of the round.
 
     Attributes:
-        usage: What the training has taken so far.
+        usage: The time and bytes of the training so far.
         micro_batches: The micro-batches of a run; 0 until "auto" has found the fastest number.
         steps: The steps of the job that are done, including those after the newest checkpoint.
         samples: The samples that the stages were trained on in the round, without steps that were repeated.
         model_digest: The name of the model that was trained; empty until run() has ended.
-        evaluation: What this member counted when the trained model was evaluated; zeros without the last stage.
+        evaluation: This member's counts in the evaluation of the trained model; zeros without the last stage.
         update: The whole model as a file, if this member can deliver it and run() has ended.
     """
 
@@ -113,7 +118,7 @@ class PipelineTraining:
         """Make the stages of this member ready to train.
 
         Args:
-            setup: What is trained.
+            setup: The configuration of the training.
             checkpoint: The checkpoint to start from, as recover() returned it.
             watcher: Is told the progress.
             profile: Takes the figures of the training.
@@ -137,7 +142,9 @@ class PipelineTraining:
         self._build(checkpoint)
 
     def run(self) -> dict[str, float]:
-        """Train the rest of the round, together with all other members, and put the update together.
+        """Train the rest of the round, and assemble the update.
+
+        All members do this together.
 
         Returns:
             Loss and accuracy over the last epoch, as `means_over_workers` returns them.
@@ -153,6 +160,7 @@ class PipelineTraining:
                 self._tally.clear()
                 self._epoch(now)
                 now.epoch, now.taken = now.epoch + 1, 0
+        # The last checkpoint comes before the assembly, so that a worker killed during it need not train again.
         if now != self._saved:
             self._make_checkpoint(now)
         if setup.held_out is not None:
@@ -161,7 +169,10 @@ class PipelineTraining:
         return means_over_workers(self._tally)
 
     def _build(self, checkpoint: Checkpoint | None) -> None:
-        """Cut the model, and fill this worker's own stages with the values that the group starts from."""
+        """Cut the model, and fill this worker's stages with values.
+
+        They are the values that the group starts from.
+        """
         setup, table = self.setup, self.setup.table
         mine = self._layout.stages_of(dist.get_rank())
         files = {} if checkpoint is None else {n: setup.checkpoints.path(checkpoint, n) for n in mine}
@@ -190,10 +201,12 @@ class PipelineTraining:
         self._last_steps = self.steps  # of the newest checkpoint
         self._stages = {number: self._stage(number, state) for number, state in self._states.items()}
         self.profile.stage = mine[0]
-        trim()  # what the download has left behind
+        trim()  # memory that the download has left behind
 
     def _agree_with_rank_0(self, counts: Sequence[int]) -> list[int]:
-        """Take over rank 0's number of micro-batches and of the group, and return its counts of layers.
+        """Agree with rank 0 on micro-batches, group number and layers.
+
+        Returns rank 0's counts of layers.
 
         It may have measured the counts.
         """
@@ -219,14 +232,20 @@ class PipelineTraining:
         )
 
     def _loss(self, outputs: Tensor, labels: Tensor) -> Tensor:
-        """Return the job's loss, and count each micro-batch once: with recomputation, in its first forward only."""
+        """Return the job's loss, and count each micro-batch once.
+
+        With recomputation, it is counted in its first forward only.
+        """
         loss = self.setup.loss(outputs, labels)
         if torch.is_grad_enabled() != self.setup.table.recompute:
             self._tally.add(loss, outputs, labels)
         return loss
 
     def _average_with(self, stash: WeightStashing, state: StageState) -> Average:
-        """Return what combines the gradients of a stage's replicas: sums of shares of a batch, or means of batches."""
+        """Return a function that combines gradients of a stage's replicas.
+
+        It makes sums of shares of a batch, or means of batches.
+        """
         table, group = self.setup.table, self._stage_group
         choice = choose_hook(table.hook)
         ready = make_hook(choice, state.module.named_parameters(), group)
@@ -251,7 +270,10 @@ class PipelineTraining:
                 self._make_checkpoint(now)
 
     def _run(self, order: Tensor, now: Progress, count: int) -> None:
-        """Run the schedule once, with `count` micro-batches, or with fewer if the epoch ends before."""
+        """Run the schedule once.
+
+        It has `count` micro-batches, or fewer if the epoch ends before.
+        """
         self.watcher.check()
         setup, table, began = self.setup, self.setup.table, time.perf_counter()
         interval = table.interval or count
@@ -278,12 +300,15 @@ class PipelineTraining:
             bytes_sent=self.watcher.bytes_sent() - sent,
             wait_seconds=report.seconds - report.busy_seconds,
         )
+        # Only the last stage sees losses; its error ends the group, and with it the other stages.
         if not all(map(math.isfinite, report.losses)):
             raise Diverged(f"the loss is not finite: use a learning rate below {setup.plan.lr:g}")
         self.watcher.progress((now.epoch + now.taken / len(order)) / setup.plan.epochs)
 
     def _read(self, samples: Dataset[Any], cuts: Sequence[Tensor]) -> tuple[dict[str, MicroBatches], MicroBatches]:
-        """Read the micro-batches that this worker does of the stages that use tensors of the batch, or the labels.
+        """Read the inputs or labels of this worker's micro-batches.
+
+        Only stages that use tensors of the batch have inputs, and only the last one has labels.
 
         Returns:
             The inputs by name, and the labels, with None for the micro-batches that other workers do.
@@ -299,7 +324,10 @@ class PipelineTraining:
 
     @torch.no_grad()
     def _evaluate(self, samples: Dataset[Any]) -> Counts:
-        """Evaluate the stages on a share of the samples: each pipeline takes every so many batches."""
+        """Evaluate the stages on a share of the samples.
+
+        Each pipeline takes every so many batches.
+        """
         setup, table, tally = self.setup, self.setup.table, Tally(self.setup.device)
         cuts = torch.split(torch.arange(size_of(samples)), _EVALUATION_BATCH)[self._place.rank :: self._place.size]
         for start in range(0, len(cuts), _EVALUATION_BATCHES):
@@ -329,7 +357,10 @@ class PipelineTraining:
         return self._workers[count]
 
     def _make_checkpoint(self, now: Progress) -> None:
-        """Write the present stages to this worker's disk, and to the disks of those that keep copies."""
+        """Write the present stages to the disks of their keepers.
+
+        These are this worker, and the workers that keep copies.
+        """
         began, sent, folder = time.perf_counter(), self.watcher.bytes_sent(), self.setup.checkpoints
         if self._stage_group is not None:
             parameters = (p for state in self._states.values() for p in state.module.parameters())
@@ -346,7 +377,7 @@ class PipelineTraining:
         self._count_checkpoint(began, sent)
 
     def _assemble(self) -> None:
-        """Put the whole model together on the disks of the members that can deliver it."""
+        """Assemble the whole model on the members that can deliver it."""
         began, sent, layout, staged = time.perf_counter(), self.watcher.bytes_sent(), self._layout, self._model
         tensors = {name: tensor for state in self._states.values() for name, tensor in state.tensors.items()}
         for target in layout.deliverers:
@@ -360,13 +391,16 @@ class PipelineTraining:
         self._count_checkpoint(began, sent)
 
     def _count_checkpoint(self, began: float, sent: int) -> None:
-        trim()  # what many small messages have left behind
+        trim()  # memory that many small messages have left behind
         seconds = time.perf_counter() - began
         self.profile.checkpoint_seconds += seconds
         self.usage += Usage(seconds=seconds, bytes_sent=self.watcher.bytes_sent() - sent)
 
     def _search(self, order: Tensor, now: Progress) -> None:
-        """Find the fastest number of micro-batches, in steps that train like any other."""
+        """Find the fastest number of micro-batches.
+
+        The measured steps train like any other.
+        """
         plan, unit = self.setup.plan, self.setup.table.unit
         candidates = [unit * count for count in _CANDIDATES if 2 * unit * count <= plan.batch_size] or [unit]
         steps = count_steps(len(order) - now.taken, self._place.size, plan.batch_size)
@@ -382,11 +416,14 @@ class PipelineTraining:
 
 
 def _spread(tensors: Sequence[Tensor], micro_batches: Sequence[int], count: int) -> MicroBatches:
-    """Return the tensors of some micro-batches in their places, and None in the places of all others."""
+    """Return the tensors of some micro-batches in their places.
+
+    All other places are None.
+    """
     found = dict(zip(micro_batches, tensors, strict=True))
     return [found.get(micro_batch) for micro_batch in range(count)]
 
 
 def layout_of(table: Pipeline) -> Layout:
-    """Return which rank has which stages of a job."""
+    """Return the layout of a job's stages over the ranks."""
     return Layout(table.stages, table.width, table.pipelines, table.stage_workers)

@@ -1,4 +1,7 @@
-"""The process groups of a pipeline job: one for each parallel pipeline, and one for the workers of each stage."""
+"""The process groups of a pipeline job.
+
+There is one for each parallel pipeline, and one for the workers of each stage.
+"""
 
 import torch.distributed as dist
 
@@ -8,7 +11,7 @@ from fedring.train.pipeline_table import Pipeline
 
 
 def groups_of(table: Pipeline, schedule: Schedule) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
-    """Return the group of this worker's pipeline, and that of the workers with the same stages.
+    """Return the groups of this worker's pipeline and stages.
 
     A single pipeline is the default group, which is returned as None. So is the second group if no other worker has the
     same stages.

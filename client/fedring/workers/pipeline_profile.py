@@ -1,4 +1,7 @@
-"""What the stages of one worker did in a round, as figures that the client sends to the server."""
+"""The figures of one worker's stages in a round.
+
+The client sends them to the server.
+"""
 
 from dataclasses import dataclass
 
@@ -8,7 +11,7 @@ from fedring.schedules.schedule import Kind
 
 @dataclass(slots=True)
 class PipelineProfile:
-    """What one worker's stages did in a round, and how long it took."""
+    """The actions and times of one worker's stages in a round."""
 
     stage: int = 0  # the worker's first stage
     micro_batches: int = 0  # in the newest run

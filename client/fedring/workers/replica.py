@@ -1,4 +1,6 @@
-"""A worker's copy of model, optimizer and progress, and how the copies of all workers become equal.
+"""A worker's copy of model, optimizer and progress.
+
+The copies of all workers are made equal here.
 
 Nothing that a peer sends is unpickled. The layout of the optimizer's state travels as JSON, and its tensors as bytes.
 """
@@ -17,13 +19,13 @@ from torch import Tensor, nn
 from fedring.train.errors import TrainError
 from fedring.train.state import dtype_of, tensors_of
 
-State = dict[str, Any]  # what an optimizer keeps for one parameter
+State = dict[str, Any]  # an optimizer's state of one parameter
 _MAX_LAYOUT_BYTES = 64 << 20
 
 
 @dataclass(slots=True)
 class Progress:
-    """How far a worker has come."""
+    """The progress of a worker."""
 
     steps: int = 0  # of the job that are done
     round_steps: int = 0  # of the round that are done
@@ -33,7 +35,10 @@ class Progress:
 
 @dataclass(slots=True, eq=False)
 class Replica:
-    """One worker's copy of what all workers of a job have in common; the client keeps it from round to round."""
+    """One worker's copy of the state that all workers share.
+
+    The client keeps it from round to round.
+    """
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -41,22 +46,33 @@ class Replica:
     shared: dict[str, Tensor] = field(default_factory=dict)  # other state that must be equal on all workers, by name
 
     def begin_round(self) -> None:
-        """Count the round's steps, epochs and samples from 0 again; the job's steps go on."""
+        """Reset the round's steps, epochs and samples to 0.
+
+        The job's steps go on.
+        """
         self.progress = Progress(self.progress.steps)
 
     def digest(self) -> bytes:
-        """Return the BLAKE3 of the parameters, 32 bytes; it is equal on all workers after every step."""
+        """Return the BLAKE3 of the parameters, 32 bytes.
+
+        It is equal on all workers after every step.
+        """
         return digest_of(parameter for parameter in self.model.parameters())
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield the tensors of the model and of the shared state, in the same order on all workers."""
+        """Yield the tensors of the model and of the shared state.
+
+        The order is the same on all workers.
+        """
         yield from (tensor for _, tensor in tensors_of(self.model))
         yield from (self.shared[name] for name in sorted(self.shared))
 
 
 @torch.no_grad()
 def synchronize(replica: Replica) -> int:
-    """Make all workers of the default group equal to the one that has done the most steps.
+    """Make all workers equal to the one with the most steps.
+
+    All workers of the default group become equal.
 
     Model, shared state, optimizer and progress are taken over. If all workers are equal already, they exchange hashes
     and nothing else. Every worker of the group must call this.
@@ -72,6 +88,7 @@ def synchronize(replica: Replica) -> int:
     everyone = gather(mine)
     steps = [row[0] for row in everyone]
     source = steps.index(max(steps))
+    # All workers see the same rows, so all of them take part in the broadcasts, or none does.
     if any(row != everyone[0] for row in everyone):
         replica.progress = _share_progress(progress, source)
         for tensor in replica.tensors():
@@ -81,7 +98,10 @@ def synchronize(replica: Replica) -> int:
 
 
 def _states_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    """Yield the tensors of an optimizer's state, in the same order on all workers."""
+    """Yield the tensors of an optimizer's state.
+
+    The order is the same on all workers.
+    """
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
         state = optimizer.state.get(parameter, {})
         yield from (state[key] for key in sorted(state) if isinstance(state[key], Tensor))
@@ -93,7 +113,12 @@ def all_equal(replica: Replica) -> bool:
 
 
 def equal_on_all(digest: bytes, group: dist.ProcessGroup | None = None) -> bool:
-    """Compare a digest of 32 bytes with those of all workers of the group, and return whether they are equal."""
+    """Return whether a digest is the same on all workers.
+
+    Args:
+        digest: This worker's digest, 32 bytes.
+        group: The workers; None is the default group.
+    """
     rows = gather(_words(digest), group)
     return all(row == rows[0] for row in rows)
 
@@ -129,7 +154,9 @@ def _share_optimizer(optimizer: torch.optim.Optimizer, source: int) -> None:
 
 
 def _share_states(parameters: Sequence[Tensor], states: Sequence[State], source: int) -> list[State]:
-    """Send an optimizer's state from one worker to all others of the default group.
+    """Send an optimizer's state to all other workers.
+
+    They are those of the default group.
 
     Args:
         parameters: The parameters, in the same order on all workers; new tensors are made on their devices.
@@ -151,6 +178,7 @@ def _share_states(parameters: Sequence[Tensor], states: Sequence[State], source:
         layout = json.loads(_share_text("", source))
         pairs = zip(parameters, layout, strict=True)
         shared = [{key: _made(entry, parameter) for key, entry in entries.items()} for parameter, entries in pairs]
+    # All workers have the same layout now, so all take part in the same broadcasts in the same order.
     for state, entries in zip(shared, layout, strict=True):
         for key, entry in entries.items():
             if "shape" in entry:
@@ -180,7 +208,10 @@ def _layout(state: State) -> dict[str, dict[str, Any]]:
 
 
 def _made(entry: dict[str, Any], parameter: Tensor) -> Any:
-    """Return the value that an entry of a layout describes; for a tensor, an empty one that takes its values."""
+    """Return the value that an entry of a layout describes.
+
+    For a tensor, it is an empty one, into which the values will be received.
+    """
     if "shape" not in entry:
         return entry["value"]
     dtype = dtype_of(str(entry["dtype"]))
@@ -209,7 +240,10 @@ def _share_text(text: str, source: int) -> str:
 
 
 def _broadcast(tensor: Tensor, source: int) -> None:
-    """Write the source's values into `tensor` on all other workers of the default group; any dtype and device."""
+    """Copy the source's values into `tensor` on all workers.
+
+    The workers are those of the default group. Any dtype and device will do.
+    """
     dense = tensor.detach().cpu().contiguous()
     if dense.numel():
         dist.broadcast(dense, source)
@@ -227,7 +261,10 @@ def gather(values: list[int], group: dist.ProcessGroup | None = None) -> list[li
 
 @torch.no_grad()
 def digest_of(tensors: Iterable[Tensor]) -> bytes:
-    """Return the BLAKE3 of the tensors' values, 32 bytes; shapes and names do not count."""
+    """Return the BLAKE3 of the tensors' values, 32 bytes.
+
+    Shapes and names do not count.
+    """
     digest = blake3()
     for tensor in tensors:
         flat = tensor.detach().cpu().contiguous().view(-1)

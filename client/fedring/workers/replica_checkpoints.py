@@ -1,4 +1,6 @@
-"""Checkpoints of one worker on its disk: what it needs to go on with a job after it was killed.
+"""Checkpoints of one worker on its disk.
+
+With them it goes on with a job after it was killed.
 
     step-100.safetensors    the tensors; the header's metadata hold, as JSON, where each tensor belongs and all plain
                             values, and the BLAKE3 of everything
@@ -39,16 +41,24 @@ Content = dict[str, Any]
 
 
 class CannotKeep(ValueError):
-    """Something cannot go into a checkpoint; the text is a clause that names it."""
+    """A value cannot go into a checkpoint.
+
+    The text is a clause that names it.
+    """
 
 
 class BadCheckpoint(ValueError):
-    """A file is no checkpoint of this job, or is damaged; the text is a clause."""
+    """A file is damaged, or is no checkpoint of this job.
+
+    The text is a clause.
+    """
 
 
 @dataclass(slots=True)
 class ReplicaCheckpoints:
-    """The checkpoints of one job in one folder, which no other process uses.
+    """The checkpoints of one job in one folder.
+
+    No other process uses the folder.
 
     Attributes:
         folder: Is made when the first checkpoint is written.
@@ -63,7 +73,9 @@ class ReplicaCheckpoints:
     seconds: float = 0.0
 
     def steps(self) -> list[int]:
-        """Return the steps of all checkpoints that can be used, the newest first; delete all other files.
+        """Return the steps of all usable checkpoints, the newest first.
+
+        All other files are deleted.
 
         This reads the files, to check their digests.
         """
@@ -104,6 +116,8 @@ class ReplicaCheckpoints:
                 self.folder.mkdir(mode=0o700, parents=True)
                 sync(self.folder.parent)
             save_file(tensors, part, metadata=metadata)
+            # The content must be on the disk before the name is, or a power loss could leave a complete name with half
+            # a file.
             sync(part)
             crashpoint("worker_checkpoint_written")
             part.rename(self._path(step))
@@ -120,7 +134,10 @@ class ReplicaCheckpoints:
         log.debug("the checkpoint of step %d has %d bytes", step, size, extra={"step": step})
 
     def drop_after(self, step: int) -> None:
-        """Delete the checkpoints of later steps, since the job goes on from `step` and will take them again."""
+        """Delete the checkpoints of later steps.
+
+        The job goes on from `step`, and will take them again.
+        """
         for later in self._written():
             if later > step:
                 self._path(later).unlink()
@@ -134,7 +151,9 @@ class ReplicaCheckpoints:
 
 
 def encode(content: Content, job: str) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return the tensors of a checkpoint by unique names, and its metadata: the inverse of decode().
+    """Return a checkpoint's tensors and metadata: the inverse of decode().
+
+    The tensors have unique names.
 
     Raises:
         CannotKeep: If something is neither a tensor nor a value that JSON can hold.
@@ -182,7 +201,10 @@ def _digest(job: str, text: str, tensors: Mapping[str, Tensor]) -> str:
 
 
 def _encoded(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
-    """Return `value` for JSON: a tensor becomes ["tensor", name], and a list ["list", ...]."""
+    """Return `value` for JSON.
+
+    A tensor becomes ["tensor", name], and a list ["list", ...].
+    """
     if isinstance(value, Tensor):
         name = f"{len(tensors)} {path}"
         tensors[name] = value.detach().cpu().contiguous()

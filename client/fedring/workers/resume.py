@@ -1,4 +1,7 @@
-"""How a group goes on from checkpoints on the workers' disks, after all workers were killed."""
+"""Resuming from checkpoints on the workers' disks.
+
+A group does so after all of its workers were killed.
+"""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -23,7 +26,9 @@ class Resumption:
 
 
 def agree(steps: Sequence[int], *, live: int | None, most: int) -> Resumption | None:
-    """Choose, with all workers of the default group, the checkpoint from which to go on.
+    """Choose the checkpoint to resume from, with all workers.
+
+    Every worker of the default group must call this.
 
     Every worker of the group must call this.
 
@@ -40,7 +45,9 @@ def agree(steps: Sequence[int], *, live: int | None, most: int) -> Resumption | 
 
 
 def choose(workers: Sequence[tuple[int, Sequence[int]]]) -> Resumption | None:
-    """Return the newest checkpoint that all workers have, or else the newest that any worker has.
+    """Return the newest checkpoint that all workers have.
+
+    If there is none, it is the newest that any worker has.
 
     Args:
         workers: For each worker, the steps of what it has in memory, -1 if it has nothing, and those of its
@@ -59,7 +66,9 @@ def choose(workers: Sequence[tuple[int, Sequence[int]]]) -> Resumption | None:
 
 
 def is_same_on_all(content: dict[str, Any], model: nn.Module) -> bool:
-    """Return whether the checkpoints that all workers of the default group have read were taken by one group.
+    """Return whether all workers have read checkpoints of one group.
+
+    The workers are those of the default group.
 
     A worker that was lost may have one of the same step as the others, which continued without it. Every worker of the
     group must call this.
@@ -75,7 +84,10 @@ def is_same_on_all(content: dict[str, Any], model: nn.Module) -> bool:
 
 
 def replica_content(replica: Replica) -> dict[str, Any]:
-    """Return what a checkpoint holds of a replica: its own tensors and plain values."""
+    """Return a replica's content for a checkpoint.
+
+    It consists of the replica's own tensors and plain values.
+    """
     names = _names(replica)
     states = replica.optimizer.state.items()
     return {
@@ -91,7 +103,7 @@ def restore_replica(replica: Replica, content: dict[str, Any], *, same_round: bo
 
     Args:
         replica: Holds the model with which its round begins.
-        content: What replica_content() returned.
+        content: The result of replica_content().
         same_round: Whether the checkpoint was taken in the replica's round. In another round, the model stays as the
             server has published it, and only the optimizer's state and the number of steps are restored.
 
@@ -108,6 +120,7 @@ def restore_replica(replica: Replica, content: dict[str, Any], *, same_round: bo
             tensor.copy_(saved)
     replica.progress = progress if same_round else Progress(progress.steps)
     optimizer, names = replica.optimizer, _names(replica)
+    # The checkpoint names parameters, and torch's optimizers number them in the order of their groups.
     ordered = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
     states = {number: content["optimizer"].get(name) for number, name in enumerate(ordered)}
     found = {number: state for number, state in states.items() if state}

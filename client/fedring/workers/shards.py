@@ -1,4 +1,6 @@
-"""The samples that each worker takes in each step, as pure functions of a seed and of how far the epoch has come.
+"""The samples of each worker in each step.
+
+They are pure functions of a seed and of how far the epoch has come.
 
 The steps of an epoch go through its order from the beginning to the end, whatever the number of workers is and whenever
 it changes. Each sample is taken once. Only in the last step, a few of the first samples are taken again, so that all
@@ -48,10 +50,12 @@ def epoch_order(size: int, *, seed: int, epoch: int, wanted: int = 0) -> Tensor:
 
 
 def shares(order: Tensor, taken: int, place: GroupRank, batch: int) -> Iterator[Share]:
-    """Yield the share of one worker in each step, from the sample at `taken` to the end of `order` [n] int64.
+    """Yield one worker's share of each step of the epoch.
+
+    The first step begins with the sample at `taken` of `order`, [n] int64.
 
     Args:
-        order: What epoch_order() returned.
+        order: The result of epoch_order().
         taken: The samples that were taken before.
         place: The worker's rank, and the number of workers.
         batch: The samples of each worker in a step.
@@ -65,7 +69,9 @@ def shares(order: Tensor, taken: int, place: GroupRank, batch: int) -> Iterator[
 
 
 def share_size(left: int, workers: int, batch: int) -> int:
-    """Return how many samples each worker takes in the next step, if `left` are left in the epoch.
+    """Return each worker's number of samples in the next step.
+
+    There are `left` samples left in the epoch.
 
     That is `batch`, except in the last step. The last step never leaves a single sample to a worker if `batch` is above
     1, because BatchNorm fails on a single one.
@@ -90,7 +96,7 @@ def micro_batches(indices: Tensor, *, size: int, most: int, unit: int = 1) -> Se
 
 
 def count_steps(left: int, workers: int, batch: int) -> int:
-    """Return the number of steps that take the `left` samples of an epoch."""
+    """Return the number of steps for `left` samples of an epoch."""
     steps = 0
     while left > 0:
         left -= workers * share_size(left, workers, batch)

@@ -1,4 +1,6 @@
-"""Checkpoints of a pipeline: files, of which each worker keeps those of its own stages and of one neighbour's.
+"""Checkpoints of a pipeline, in files of single stages.
+
+Each worker keeps those of its own stages and of one neighbour's.
 
 A file holds one stage after one step: parameters, buffers, and the state of the optimizer. It is written durably and
 appears under its name when it is complete. A checkpoint consists of the files of all stages after the same step. The
@@ -37,7 +39,10 @@ Held = frozenset[tuple[Checkpoint, int]]
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Which rank has which stages: rank r is worker r modulo `width`, in pipeline r // width."""
+    """The stages of each rank.
+
+    Rank r is worker r modulo `width`, in pipeline r // width.
+    """
 
     stages: int
     width: int
@@ -52,7 +57,12 @@ class Layout:
 
     @property
     def deliverers(self) -> list[int]:
-        """The ranks that hold the whole update at the end of a round: two, so that one of them may be lost."""
+        """The ranks that hold the whole update after a round.
+
+        There are two, so that one of them may be lost.
+
+        There are two, so that one of them may be lost.
+        """
         return list(range(min(2, self.width * self.pipelines)))
 
     def owner(self, stage: int) -> int:
@@ -60,14 +70,20 @@ class Layout:
         return sum(self.stage_workers[:stage]) if self.stage_workers else stage % self.width
 
     def kept_by(self, rank: int) -> set[int]:
-        """Return the stages whose checkpoint a rank keeps, so that every stage is kept by two ranks if there are two.
+        """Return the stages whose checkpoint a rank keeps.
+
+        Every stage is kept by two ranks if there are two.
 
         Replicas of a stage keep the same checkpoint. If a stage has one worker, one of the next stage keeps it, too.
         """
         return {*self.stages_of(rank), *(stage for stage, _, target in self.copies() if target == rank)}
 
     def copies(self) -> list[tuple[int, int, int]]:
-        """Return the stages of which only one rank trains them, each with this rank and the one that keeps a copy."""
+        """Return the stages that need a copy on another rank.
+
+        Returns:
+            Each stage that only one rank trains, with this rank and the rank that keeps its copy.
+        """
         if self.pipelines > 1 or self.width == 1:
             return []
         if not self.stage_workers:
@@ -108,24 +124,35 @@ class StageCheckpoints:
 
     @property
     def steps(self) -> int:
-        """The step of the newest checkpoint that is known to be complete on all workers; 0 = there is none.
+        """The step of the newest complete checkpoint; 0 = there is none.
+
+        It is known to be complete on all workers.
 
         While there are files of two steps, it is not known whether the newer one is complete.
         """
         return min((checkpoint.step for checkpoint, _ in self.held()), default=0)
 
     def keep(self, checkpoint: Checkpoint | None, stages: Collection[int]) -> None:
-        """Delete all files but those of these stages of a checkpoint; None = all files."""
+        """Keep only these stages of a checkpoint; None = no file.
+
+        All other files are deleted.
+        """
         for one in self.held():
             if one[0] != checkpoint or one[1] not in stages:
                 self.path(*one).unlink(missing_ok=True)
 
     def note_result(self, checkpoint: Checkpoint, digest: str) -> None:
-        """Note the digest of a checkpoint's model, as it is published. It need not survive a power loss."""
+        """Note the digest of a checkpoint's published model.
+
+        The note need not survive a power loss.
+        """
         (self._folder / "result").write_text(f"{checkpoint.step} {checkpoint.group} {digest}")
 
     def is_result(self, checkpoint: Checkpoint, digest: str) -> bool:
-        """Return whether the model of a checkpoint is known to have this digest."""
+        """Return whether a checkpoint's model has this digest.
+
+        It is false if the digest is not known.
+        """
         try:
             return (self._folder / "result").read_text() == f"{checkpoint.step} {checkpoint.group} {digest}"
         except (OSError, UnicodeDecodeError):
@@ -133,7 +160,9 @@ class StageCheckpoints:
 
 
 def share_copies(folder: StageCheckpoints, layout: Layout, checkpoint: Checkpoint) -> None:
-    """Finish a checkpoint of which each worker has written its own stages: send them to whom else keeps them.
+    """Send a checkpoint's stages to the ranks that keep copies.
+
+    Each worker has written its own stages before.
 
     Every worker of the default group must call this. When it returns, the checkpoint is complete on all workers, and
     the older one is deleted.
@@ -149,7 +178,9 @@ def share_copies(folder: StageCheckpoints, layout: Layout, checkpoint: Checkpoin
 
 
 def recover(folder: StageCheckpoints, layout: Layout) -> Checkpoint | None:
-    """Find the newest complete checkpoint among all workers, and give each of them the files that it keeps.
+    """Find the newest complete checkpoint among all workers.
+
+    Each of them gets the files that it keeps.
 
     Every worker of the default group must call this.
 
@@ -170,13 +201,17 @@ def recover(folder: StageCheckpoints, layout: Layout) -> Checkpoint | None:
             exchange_files((path, target), None)
         elif rank == target:
             exchange_files(None, (path, source), limit=folder.max_file_bytes)
+    # Older files are deleted only when all workers have their files of this checkpoint.
     dist.barrier()
     folder.keep(checkpoint, layout.kept_by(rank))
     return checkpoint
 
 
 def newest_complete(everyone: Sequence[Held], stages: int) -> Checkpoint | None:
-    """Return the newest checkpoint of which all stages are held by somebody; None if there is none."""
+    """Return the newest checkpoint with all stages on any workers.
+
+    It is None if there is none.
+    """
     held: Mapping[Checkpoint, set[int]] = {checkpoint: set() for one in everyone for checkpoint, _ in one}
     for one in everyone:
         for checkpoint, stage in one:
@@ -185,7 +220,9 @@ def newest_complete(everyone: Sequence[Held], stages: int) -> Checkpoint | None:
 
 
 def missing(everyone: Sequence[Held], layout: Layout, checkpoint: Checkpoint) -> Iterator[tuple[int, int, int]]:
-    """Yield each file that somebody should have and has not, in an order that is the same on all workers.
+    """Yield each file that a worker lacks.
+
+    The order is the same on all workers.
 
     Yields:
         The stage, the rank that sends it, and the rank that receives it. One rank after the other sends a stage, so

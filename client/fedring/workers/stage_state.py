@@ -1,4 +1,7 @@
-"""The stages of a model that no worker holds whole: cut without values, and filled with their own values only."""
+"""The stages of a model that no worker holds whole.
+
+They are cut without values, and filled with their own values only.
+"""
 
 import copy
 import json
@@ -32,7 +35,10 @@ _MODEL, _OPTIMIZER = "model/", "optimizer/"
 
 @dataclass(frozen=True, slots=True)
 class CheckpointFacts:
-    """What a checkpoint says besides tensors; it is the same in the files of all stages."""
+    """The plain values of a checkpoint, beside its tensors.
+
+    They are the same in the files of all stages.
+    """
 
     round: int  # in which it was made
     base: str  # the name of the model that the round started from
@@ -71,7 +77,9 @@ class StagedModel:
             self.stage_of |= dict.fromkeys(self._names[-1].values(), number)
 
     def make(self, number: int, plan: Plan, factory: OptimizerFactory, device: torch.device) -> "StageState":
-        """Return one stage on a device, to train it there. Its values must be filled in.
+        """Return one stage on a device, to train it there.
+
+        Its values must be filled in.
 
         Args:
             number: The stage.
@@ -100,7 +108,9 @@ class StageState:
 
     @torch.no_grad()
     def put(self, entry: Entry, start: int, values: NDArray[np.floating]) -> None:
-        """Write some values of a model into a tensor; values of integer tensors are rounded.
+        """Write some values of a model into a tensor.
+
+        Values of integer tensors are rounded.
 
         Args:
             entry: The tensor.
@@ -166,12 +176,12 @@ class StageState:
         self.optimizer.load_state_dict({"state": filled, "param_groups": groups})
 
     def _trained(self) -> dict[str, Tensor]:
-        """Return the parameters that the optimizer steps, by their names in the model."""
+        """Return the parameters of the optimizer, by name in the model."""
         return {n: t for n, t in self.tensors.items() if isinstance(t, nn.Parameter) and t.requires_grad}
 
 
 def read_facts(path: Path) -> CheckpointFacts:
-    """Return what a checkpoint's file says besides its tensors.
+    """Return the plain values of a checkpoint's file.
 
     Raises:
         TrainError: With the reason bad_checkpoint, if it is not the file of a checkpoint.

@@ -1,4 +1,6 @@
-"""Files of tensors in the format of safetensors, written and read one tensor after the other.
+"""Files of tensors in the format of safetensors.
+
+They are written and read one tensor after the other.
 
 The library of safetensors maps a whole file into memory, or takes the bytes of all tensors at once. Here, a tensor on
 the CPU is written from its own memory and read into it, so that a file of any size takes no memory.
@@ -43,7 +45,7 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Where a tensor lies in a file."""
+    """The place of a tensor in a file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -52,7 +54,9 @@ class StoredTensor:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Write a file durably. A file of this name is replaced; nobody ever finds half of one.
+    """Write a file durably, replacing a file of this name.
+
+    Nobody ever finds half of one.
 
     Args:
         path: The file.
@@ -69,16 +73,19 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
             left = _bytes_of(tensor.detach().cpu().contiguous())
             while left:
                 left = left[file.write(left) :]
+        # The values must be on the disk before the rename is, or a power loss could leave the name without them.
         os.fsync(file.fileno())
     part.replace(path)
     sync(path.parent)
 
 
 class TensorFile:
-    """A file that write_tensors() has written, here or on another machine; a context manager.
+    """A file that write_tensors() has written; a context manager.
+
+    It may have been written on another machine.
 
     Attributes:
-        tensors: What the file holds, by name.
+        tensors: The tensors' places in the file, by name.
         metadata: Its texts, by name.
 
     Raises:
@@ -114,6 +121,7 @@ class TensorFile:
             raise self._bad(f"{name} must be {tensor.dtype}{list(tensor.shape)}, and the file has {found}")
         target = tensor.detach()
         if target.device.type != "cpu" or not target.is_contiguous():
+            # Read into host memory first, if the tensor's own memory cannot be read into.
             target = torch.empty(stored.shape, dtype=stored.dtype)
         left, offset = _bytes_of(target), stored.start
         while left:
@@ -163,7 +171,10 @@ def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes
 
 
 def _stored(row: Mapping[str, Any], at: int, data: int) -> StoredTensor:
-    """Return where a tensor lies that must begin at `at`; the tensors' bytes begin at `data`."""
+    """Return the place of a tensor that must begin at `at`.
+
+    The tensors' bytes begin at `data`.
+    """
     dtype, shape = _DTYPES[row["dtype"]], tuple(row["shape"])
     if not all(type(size) is int and size >= 0 for size in shape):
         raise ValueError(f"the shape {str(shape)[:100]}")
@@ -181,6 +192,11 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 
 
 def pieces(tensor: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
-    """Yield the values of a tensor in order, some MiB at a time, on the CPU, as `dtype`: [n] each."""
+    """Yield the values of a tensor in pieces of some MiB.
+
+    Each piece is on the CPU, [n] of `dtype`; pieces are in order.
+
+    Each piece is on the CPU, [n] of `dtype`.
+    """
     for piece in torch.split(tensor.detach().reshape(-1), PIECE):
         yield piece.to("cpu", dtype).contiguous()

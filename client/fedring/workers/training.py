@@ -1,4 +1,7 @@
-"""What data-parallel and pipeline training have in common: callbacks, seeds, one error, and means over all workers."""
+"""Common parts of data-parallel and pipeline training.
+
+They are callbacks, seeds, one error, and means over all workers.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,12 +15,15 @@ _MAX_SEED = (1 << 62) - 1
 
 
 class Diverged(Exception):
-    """The parameters of the workers differ, through a fault of a worker or its machine, or are no longer finite."""
+    """The parameters of the workers differ, or are not finite.
+
+    The cause is a fault of a worker or its machine, or a training that diverges.
+    """
 
 
 @dataclass(slots=True, eq=False)
 class Watcher:
-    """The callbacks by which a group's training talks to the client that runs it."""
+    """The callbacks of a group's training to its client."""
 
     progress: Callable[[float], None] = lambda share: None  # takes the share of the round that is done, 0 to 1
     check: Callable[[], None] = lambda: None  # raises an exception if training must end
@@ -25,7 +31,7 @@ class Watcher:
 
 
 def worker_seed(seed: int, steps: int) -> int:
-    """Return the seed of this worker's random numbers for the rest of a round.
+    """Return this worker's seed for the rest of a round.
 
     Args:
         seed: The round's seed.
@@ -38,7 +44,9 @@ def worker_seed(seed: int, steps: int) -> int:
 
 
 def means_over_workers(tally: Tally) -> dict[str, float]:
-    """Return the mean loss and the accuracy over the samples that all workers of the default group counted.
+    """Return the mean loss and the accuracy over all workers.
+
+    They cover the samples that all workers of the default group counted.
 
     Every worker of the group must call this, also one that counted no samples.
 

@@ -1,4 +1,7 @@
-"""What data-parallel steps take: seconds and bytes, and how much of them the communication hook takes."""
+"""Seconds and bytes of data-parallel steps.
+
+The shares of the communication hook are counted apart.
+"""
 
 from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol
@@ -31,7 +34,10 @@ class Usage:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The sums and what can be computed from them, by name, as the client sends them to the server."""
+        """The sums and the figures computed from them, by name.
+
+        The client sends them to the server.
+        """
         busy = self.wait_seconds + self.compress_seconds + self.decompress_seconds
         return {field.name: round(float(getattr(self, field.name)), 6) for field in fields(Usage)} | {
             "compute_seconds": round(max(0.0, self.seconds - busy), 6),
@@ -40,22 +46,34 @@ class Usage:
 
 
 class Hook(Protocol):
-    """A communication hook that measures itself, as the epochs of a group use it."""
+    """A communication hook with a meter.
+
+    The epochs of a group use it.
+    """
 
     @property
     def state(self) -> Any:
         """The first argument that DDP passes to `function`."""
 
     def function(self, state: Any, bucket: GradBucket) -> Future[Tensor]:
-        """Exchange a bucket of gradients; the future's value is its buffer with the mean over all workers."""
+        """Exchange a bucket of gradients.
+
+        The future's value is the bucket's buffer, with the mean over all workers.
+        """
         ...
 
     def start_epoch(self, epoch: int) -> None:
-        """Note that the next step belongs to that epoch of the job, counted from 0."""
+        """Note that the next step belongs to an epoch of the job.
+
+        Epochs are counted from 0.
+        """
 
     def end_step(self) -> None:
         """Note that all gradients of the step have been exchanged."""
 
     def usage(self) -> Usage:
-        """Return the times of waiting and compressing so far; the other fields are 0."""
+        """Return the times of waiting and compressing so far.
+
+        The other fields are 0.
+        """
         ...

@@ -1,4 +1,4 @@
-"""Formats of everything that travels as bytes: payloads of updates and models, gradient messages, schemas, digests.
+"""Formats of payloads, gradient messages, schemas and digests.
 
 Here live encoders and decoders, which turn values into bytes and back. `encode` turns a flat vector into one of the
 payload formats of protos/FORMATS.md, `open_payload` reads a payload range by range, and `decode` reads a whole one. A

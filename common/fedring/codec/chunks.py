@@ -37,7 +37,10 @@ def quantise(values: NDArray[np.float32], chunk: int) -> tuple[NDArray[np.int8],
 
 
 def quantised_blocks(values: NDArray[np.float32], chunk: int) -> Iterator[tuple[NDArray[np.int8], NDArray[np.float32]]]:
-    """See quantise, block by block: yields the levels and scales of each block, which consists of whole chunks."""
+    """Yield the levels and scales of each block; see `quantise`.
+
+    Each block consists of whole chunks.
+    """
     width = max(1, _BLOCK // chunk) * chunk
     scratch = np.empty((0, 0), np.float32)
     for start in range(0, values.size, width):
@@ -75,7 +78,10 @@ def dequantise(levels: NDArray[np.int8], scales: NDArray[np.float32], chunk: int
 
 
 def as_rows(values: NDArray[np.float32], chunk: int) -> NDArray[np.float32]:
-    """Return `values`, at least one, with one chunk a row; the last row is filled up with zeros."""
+    """Return `values` with one chunk a row.
+
+    There is at least one value. The last row is filled up with zeros.
+    """
     width = min(chunk, values.size)
     if values.size % width:
         values = np.pad(values, (0, -values.size % width))
@@ -91,22 +97,35 @@ def peaks(rows: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 def tame(scales: NDArray[np.float32], limit: np.float32) -> NDArray[np.float32]:
-    """Return `scales` with subnormal ones replaced by 0, and those above `limit` by `limit`."""
+    """Return `scales` limited to 0 and normal numbers up to `limit`.
+
+    Subnormal scales become 0, and scales above `limit` become `limit`.
+    """
     return np.where(scales < _FLOAT32.tiny, np.float32(0), np.minimum(scales, limit))
 
 
 def divisors(scales: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Return `scales` as a column to divide rows by; 1 in the place of 0, so that all values get level 0."""
+    """Return `scales` as a column to divide rows by.
+
+    A scale of 0 is replaced by 1, so that all values of its row get level 0.
+    """
     return np.where(scales == 0, np.float32(1), scales)[:, None]
 
 
 def check_scales(scales: NDArray[np.float32], limit: np.float32) -> None:
-    """Check that every scale is a number from 0 to `limit`; else raise CodecError("bad_scale")."""
+    """Check that every scale is a number from 0 to `limit`.
+
+    Raises:
+        CodecError: "bad_scale".
+    """
     if not ((scales >= 0) & (scales <= limit)).all():
         raise CodecError("bad_scale", f"a scale is not in 0..{limit}")
 
 
 def spread(scales: NDArray[np.float32], chunk: int, start: int, count: int) -> NDArray[np.float32]:
-    """Return the scale of each of `count` values [count]; the first has place `start` in its chunk."""
+    """Return the scale of each of `count` values, [count].
+
+    The first value has place `start` in its chunk.
+    """
     edges = np.arange(len(scales) + 1) * chunk
     return np.repeat(scales, np.diff(edges.clip(start, start + count)))

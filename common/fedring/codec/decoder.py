@@ -8,7 +8,10 @@ from numpy.typing import NDArray
 
 
 class Decoder(ABC):
-    """An open payload. It holds no values: each range is read, checked and decoded when it is asked for."""
+    """An open payload.
+
+    It holds no values: each range is read, checked and decoded when it is asked for.
+    """
 
     seeks: ClassVar[bool] = False
     """Whether a range costs as much as its own values only, wherever it lies."""
@@ -30,7 +33,10 @@ class Decoder(ABC):
         """
 
     def add(self, start: int, stop: int, out: NDArray[np.float64], weight: float) -> None:
-        """Add the entries start..stop, times `weight`, to `out` [stop - start]; the arithmetic is float64."""
+        """Add the entries start..stop, times `weight`, to `out`.
+
+        `out` is [stop - start]; the arithmetic is float64.
+        """
         out += np.multiply(self.decode(start, stop), weight, dtype=np.float64)
 
 
@@ -60,6 +66,6 @@ class SparseDecoder(Decoder):
         return out
 
     def add(self, start: int, stop: int, out: NDArray[np.float64], weight: float) -> None:
-        """See Decoder.add; it costs only as much as the entries that the payload carries."""
+        """See Decoder.add; costs only as much as the entries carried."""
         positions, values = self.entries(start, stop)
         out[positions] += np.multiply(values, weight, dtype=np.float64)

@@ -23,7 +23,10 @@ _LARGEST_BF16 = np.uint32(0x7F7F0000).view(np.float32)
 
 
 def dense_header(name: str, dim: int) -> bytes:
-    """Return the header of a dense payload; the `dim` values follow it as they are in memory."""
+    """Return the header of a dense payload.
+
+    The `dim` values follow it as they are in memory.
+    """
     return HEADER.pack(FORMATS[name][0], 0, VERSION, 0, dim)
 
 
@@ -85,7 +88,7 @@ class DenseDecoder(Decoder):
 
 
 def _bf16(vector: NDArray[np.floating]) -> NDArray[np.uint16]:
-    """Return the upper halves of the float32 bit patterns, rounded to nearest even."""
+    """Return the upper halves of float32 patterns, rounded to nearest even."""
     bits = vector.astype(np.float32).clip(-_LARGEST_BF16, _LARGEST_BF16).view(np.uint32)
     bits += ((bits >> 16) & 1) + 0x7FFF
     return (bits >> 16).astype("<u2")

@@ -1,7 +1,8 @@
-"""Names of bytes: payloads, updates, blobs and models are named by their digests, so that anybody can check them.
+"""Names of payloads, updates, blobs and models: their digests.
 
-A name is text that says how it was computed: `blake3-` and 64 hex digits for BLAKE3. 64 hex digits alone are SHA-256,
-as fedring named everything before protocol 2; such names are still read, but not given any more.
+A name is a digest of the bytes, so that anybody can check them. A name is text that says how it was computed: `blake3-`
+and 64 hex digits for BLAKE3. 64 hex digits alone are SHA-256, as fedring named everything before protocol 2; such names
+are still read, but not given any more.
 """
 
 import hashlib
@@ -37,7 +38,7 @@ class Digest:
 
 
 def name_of(*parts: bytes | bytearray | memoryview) -> str:
-    """Return the name of the bytes that the parts make up, one after the other."""
+    """Return the name of the concatenated parts."""
     digest = Digest()
     for part in parts:
         digest.update(part)
@@ -57,7 +58,7 @@ def is_name(text: str) -> bool:
 
 
 def is_blake3(text: str) -> bool:
-    """Return whether `text` can be a name of the kind that is given now."""
+    """Return whether `text` can be a BLAKE3 name, the current kind."""
     return is_name(text) and text.startswith(_PREFIX)
 
 

@@ -23,7 +23,9 @@ STATELESS = frozenset({"fp32", "uniform"})
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
-    """An encoding by name, with its parameters. Parameters that an encoding does not take are ignored.
+    """An encoding by name, with its parameters.
+
+    Parameters that an encoding does not take are ignored.
 
     Making one raises CodecError, "unknown_encoding" or "bad_encoding", if a value does not fit.
     """

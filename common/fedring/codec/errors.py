@@ -6,7 +6,7 @@ class CodecError(ValueError):
 
     Args:
         reason: A stable label, as metrics and refusals have it.
-        detail: What is wrong, for people.
+        detail: The fault in words, for people.
     """
 
     def __init__(self, reason: str, detail: str = "") -> None:

@@ -1,4 +1,4 @@
-"""Gradient messages: what one worker sends about the tensors of one bucket.
+"""Gradient messages of one worker about the tensors of one bucket.
 
     'G','R',0,1  tensors u32  layout u32    a row for each tensor    for each tensor its positions, then its values
 
@@ -41,7 +41,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Entries:
-    """One tensor in a message that was decoded; the entries that are not listed are 0."""
+    """One tensor of a decoded message; unlisted entries are 0."""
 
     positions: NDArray[np.int64] | None  # [count], strictly rising, below the tensor's size; None: every entry
     values: NDArray[np.float32]  # [count], finite
@@ -51,7 +51,7 @@ def encode_gradient(parts: Sequence[Part], *, sizes: Sequence[int]) -> bytes:
     """Encode a message.
 
     Args:
-        parts: What to send of each tensor.
+        parts: The entries to send of each tensor.
         sizes: The number of entries of each tensor, below 2^31.
 
     Raises:
@@ -75,13 +75,14 @@ def decode_gradient(data: bytes | memoryview, *, sizes: Sequence[int]) -> list[E
         sizes: The number of entries of each tensor, as the receiver expects it.
 
     Returns:
-        What the message says of each tensor.
+        The entries of each tensor.
 
     Raises:
         CodecError: For bytes that encode_gradient would not write for tensors of these sizes.
     """
     data = memoryview(data)
     rows = _read_table(data, sizes)
+    # _read_table has compared the sum of these sizes with the message's length, so no slice falls short.
     end = _HEADER.size + _ROW.size * len(rows)
     entries = []
     for row, size in zip(rows, sizes, strict=True):
@@ -93,7 +94,7 @@ def decode_gradient(data: bytes | memoryview, *, sizes: Sequence[int]) -> list[E
 
 
 def largest_message(tensors: Iterable[tuple[int, int | None]], precision: Precision) -> int:
-    """Return the size in bytes that no message about some tensors exceeds.
+    """Return an upper bound of the size of a message in bytes.
 
     Args:
         tensors: Of each tensor, its number of entries and how many of them are sent at most; None stands for all.
@@ -117,7 +118,11 @@ class _Row:
 
 
 def _read_table(data: memoryview, sizes: Sequence[int]) -> list[_Row]:
-    """Read the table of a message about tensors of `sizes`; check that the message is as long as the table says."""
+    """Read the table of a message about tensors of `sizes`.
+
+    Raises:
+        CodecError: If the table does not fit `sizes`, or the message is not as long as the table says.
+    """
     start = _HEADER.size
     if len(data) < start:
         raise CodecError("truncated", f"{len(data)} of {start} header bytes")
@@ -148,7 +153,7 @@ def _read_row(fields: tuple[int, ...], size: int) -> _Row:
 
 
 def _pack_positions(positions: NDArray[np.int64] | None, size: int) -> tuple[int, int, bytes]:
-    """Return the form, the number of low bits, and the bytes of positions."""
+    """Return the form, number of low bits, and bytes of positions."""
     if size >= _TOO_LARGE:
         raise CodecError("bad_encoding", f"a message holds tensors of fewer than 2^31 entries, not {size}")
     if positions is None:

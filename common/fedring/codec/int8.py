@@ -1,4 +1,4 @@
-"""The format int8: dense levels in ±127, with one scale for each chunk.
+"""The format int8: dense levels in ±127, one scale a chunk.
 
 HEADER   scales[ceil(dim / chunk)] f32   levels[dim] i8
 """

@@ -1,9 +1,11 @@
-"""The packet masked: integers modulo 2^bits of which each looks random, as clients of secure aggregation send them.
+"""The packet masked: the integers modulo 2^bits of secure aggregation.
+
+Each integer looks random, as a client of secure aggregation sends it.
 
     HEADER (chunk = bits, 1 to 32)   ceil(dim / 8) times `bits` bytes
 
-It is no encoding of a vector: how many values there are, and what they mean, follows from the round (FORMATS.md,
-"Secure aggregation"). So a job cannot name it, and only a round with secure aggregation takes it.
+It is no encoding of a vector: the number of values and their meaning follow from the round (FORMATS.md, "Secure
+aggregation"). So a job cannot name it, and only a round with secure aggregation takes it.
 """
 
 from dataclasses import dataclass
@@ -28,7 +30,11 @@ Words = NDArray[np.uint8] | NDArray[np.uint16] | NDArray[np.uint32]
 
 
 def word_type(bits: int) -> np.dtype[np.unsignedinteger]:
-    """Return the little-endian type of a value of so many bits, 1 to 32."""
+    """Return the little-endian type of a value of `bits` bits.
+
+    Raises:
+        ValueError: If `bits` is not 1 to 32.
+    """
     if not 1 <= bits <= MAX_BITS:
         raise ValueError(f"{bits} bits are not 1 to {MAX_BITS}")
     return np.dtype("u1" if bits <= 8 else "<u2" if bits <= 16 else "<u4")
@@ -36,7 +42,7 @@ def word_type(bits: int) -> np.dtype[np.unsignedinteger]:
 
 @dataclass(frozen=True, slots=True)
 class Width:
-    """How many values a packet has, and how wide they are."""
+    """The number of values of a packet, and their bits."""
 
     count: int
     bits: int
@@ -48,12 +54,14 @@ class Width:
 
 
 class MaskedPacket:
-    """An open packet. It holds no values: each range is read when it is asked for.
+    """An open packet.
+
+    It holds no values: each range is read when it is asked for.
 
     Args:
         read: Returns the bytes at an offset, of a given size.
         size: The size of the packet in bytes.
-        width: What the receiver expects.
+        width: The width that the receiver expects.
 
     Raises:
         CodecError: "wrong_width", if the packet is of another width or size; "truncated" or "bad_header".
@@ -67,7 +75,9 @@ class MaskedPacket:
             raise CodecError("wrong_width", f"{found}, and not {width.count} of {width.bits} in {width.bytes}")
 
     def words(self, start: int, stop: int) -> Words:
-        """Return the values from `start`, a multiple of 8, to `stop`, [stop - start].
+        """Return the values from `start` to `stop`, [stop - start].
+
+        `start` is a multiple of 8.
 
         Raises:
             CodecError: "truncated", if bytes are missing.
@@ -80,28 +90,33 @@ def masked_packet(words: Words, bits: int) -> list[bytes | memoryview]:
     """Return the parts of a packet, which follow each other.
 
     Args:
-        words: The masked values [n], of which the lowest `bits` bits count.
+        words: The masked values [n]; only their lowest `bits` bits count.
         bits: Of a value.
     """
     return [HEADER.pack(_MAGIC, 0, VERSION, bits, len(words)), pack(words, bits).data]
 
 
 def packed_size(count: int, bits: int) -> int:
-    """Return the bytes of `count` packed values: each 8 values take `bits` bytes, and so does a rest of fewer."""
+    """Return the size in bytes of `count` packed values.
+
+    Each 8 values take `bits` bytes, and so does a rest of fewer than 8.
+    """
     return -(-count // _EIGHT) * bits
 
 
 def pack(words: Words, bits: int) -> NDArray[np.uint8]:
-    """Return the bytes of words, [packed_size(n, bits)]. The bits of the last 8 values that are not there are 0.
+    """Return words packed to `bits` bits, [packed_size(n, bits)] uint8.
 
-    Of each 8 values come first the lowest bytes of all, then the next ones, and last the bits above the last whole
-    byte, as one little-endian number in which the first value has the lowest bits.
+    If n is not a multiple of 8, the missing values of the last 8 are 0. Of each 8 values come first the lowest bytes of
+    all, then the next ones, and last the bits above the last whole byte, as one little-endian number in which the first
+    value has the lowest bits.
     """
     eights = -(-len(words) // _EIGHT)
     padded = words
     if len(words) % _EIGHT:
         padded = np.zeros(eights * _EIGHT, words.dtype)
         padded[: len(words)] = words
+    # Equal bytes of 8 values lie together: whole bytes are copied as arrays, and only the top bits are shifted.
     planes = padded.view("u1").reshape(eights, _EIGHT, words.itemsize)
     out = np.empty((eights, bits), "u1")
     whole, rest = divmod(bits, 8)
@@ -118,7 +133,10 @@ def pack(words: Words, bits: int) -> NDArray[np.uint8]:
 
 
 def unpack(data: bytes | memoryview, count: int, bits: int) -> Words:
-    """Return the `count` values that `pack` has written; `data` is packed_size(count, bits) long."""
+    """Return the `count` values packed in `data`, the inverse of `pack`.
+
+    `data` is packed_size(count, bits) long.
+    """
     kind = word_type(bits)
     eights = -(-count // _EIGHT)
     rows = np.frombuffer(data, "u1").reshape(eights, bits)

@@ -1,6 +1,6 @@
-"""The format packed: the kept entries as gaps and int8 levels, both entropy coded.
+"""The format packed: gaps and int8 levels of the kept entries.
 
-A segment (segments.py) without kept entries is empty. Any other one is
+Both are entropy coded. A segment (segments.py) without kept entries is empty. Any other one is
 
     n u32   bits u32   scales[ceil(n / chunk)] f32   stream levels[n] i8
     stream high[n] u8   low planes: bits times ceil(n / 8) bytes
@@ -91,7 +91,10 @@ def _encode_segment(positions: NDArray[np.int64], values: NDArray[np.float32], c
 
 
 def _low_bits(steps: NDArray[np.int64]) -> int:
-    """Return how many bits to send as they are: half of the gaps then have a high part below 16, which codes well."""
+    """Return the number of low bits to send uncoded.
+
+    Half of the gaps then have a high part below 16, which codes well.
+    """
     median = int(np.partition(steps, steps.size // 2)[steps.size // 2])
     return min(max(0, median.bit_length() - 4), _MAX_BITS)
 
@@ -99,7 +102,11 @@ def _low_bits(steps: NDArray[np.int64]) -> int:
 def _bridge(
     steps: NDArray[np.int64], values: NDArray[np.float32], reach: int
 ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """Return steps of at most `reach`, and the values, with a zero inserted wherever a larger step was divided."""
+    """Divide steps larger than `reach`, and insert zeros.
+
+    Returns:
+        Steps of at most `reach`, and the values, with a zero wherever a larger step was divided.
+    """
     bridges = (steps - 1) // reach
     if not bridges.any():
         return steps, values
@@ -112,7 +119,10 @@ def _bridge(
 
 
 def _decode_segment(segment: Segment, length: int, chunk: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """Return the positions, strictly rising and below `length`, and the values of a segment's entries."""
+    """Return the positions and values of a segment's entries.
+
+    The positions rise strictly and are below `length`.
+    """
     if not len(segment):
         return np.empty(0, np.int64), np.empty(0, np.float32)
     count, bits = segment.number(), segment.number()

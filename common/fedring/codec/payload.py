@@ -1,4 +1,4 @@
-"""Payloads of all formats: from a name to the module that has the format."""
+"""Payloads of all formats, dispatched by the format's name."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -97,6 +97,7 @@ def decode(data: bytes | memoryview, *, name: str, length: int) -> NDArray[np.fl
     Raises:
         CodecError: If the bytes are not a valid payload.
     """
+    # In tiles, so that a sparse or compressed payload never needs a second vector of full length.
     view = memoryview(data)
     decoder = open_payload(lambda offset, size: view[offset : offset + size], len(view), name=name, length=length)
     values: NDArray[np.floating] = np.empty(length, np.float64 if name == BUFFERS else np.float32)

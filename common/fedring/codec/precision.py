@@ -1,4 +1,4 @@
-"""The values in gradient messages, in one of three precisions: fp32, fp16 or sign.
+"""The values in gradient messages: fp32, fp16 or sign.
 
     fp32   values[count] f32
     fp16   exponent i8   halves[count] f16                 value = half / 2^exponent
@@ -27,7 +27,7 @@ _SMALLEST_EXPONENT, _LARGEST_EXPONENT = -113, 100  # 2^-100 times a half is neve
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Words:
-    """Values as they travel, and as they arrive."""
+    """Rounded values: their bytes, and their values after decoding."""
 
     precision: Precision
     data: bytes

@@ -1,4 +1,4 @@
-"""Rice coding of gaps (Rice and Plaunt 1971), for a whole array at once.
+"""Rice coding of gaps for a whole array (Rice and Plaunt 1971).
 
     low    the lowest `bits` bits of every gap, lowest first      ceil(count * bits / 8) bytes
     high   for every gap (gap >> bits) zeros, then a one          the rest
@@ -19,7 +19,12 @@ _GOLDEN = log((5**0.5 - 1) / 2)
 
 
 def bits_for(count: int, size: int) -> int:
-    """Return the number of low bits for `count` >= 1 gaps, spread evenly over `size` entries (Kiely 2004, eq. 8)."""
+    """Return the number of low bits for gaps (Kiely 2004, eq. 8).
+
+    Args:
+        count: The number of gaps, at least 1.
+        size: The number of entries over which they are spread evenly.
+    """
     mean = (size - count) / count
     if mean < 1:
         return 0
@@ -27,12 +32,23 @@ def bits_for(count: int, size: int) -> int:
 
 
 def coded_size(gaps: NDArray[np.int64], bits: int) -> int:
-    """Return the size in bytes of `gaps` [count] coded with `bits` low bits."""
+    """Return the size in bytes of `gaps` [count], Rice coded.
+
+    Args:
+        gaps: The gaps.
+        bits: The number of low bits.
+    """
     return -(-gaps.size * bits // 8) + -(-(gaps.size + int((gaps >> bits).sum())) // 8)
 
 
 def largest_size(count: int, size: int, bits: int) -> int:
-    """Return the size in bytes that no `count` gaps in `size` entries exceed, coded with `bits` low bits."""
+    """Return the largest coded size in bytes of any gaps.
+
+    Args:
+        count: The number of gaps.
+        size: The number of entries that they lie in.
+        bits: The number of low bits.
+    """
     return -(-count * bits // 8) + -(-(count + ((size - count) >> bits)) // 8)
 
 
@@ -64,6 +80,8 @@ def unpack_gaps(data: memoryview, count: int, *, bits: int, size: int) -> NDArra
     """
     if bits > MAX_BITS or count > size:
         raise CodecError("bad_header", f"{count} gaps of {bits} low bits in {size} entries")
+    # A gap is a run of zeros, which a few bytes can make long. The sum of the gaps is bounded by `size`, and so is the
+    # message: check its length before expanding it to bits.
     middle = -(-count * bits // 8)
     if not middle <= len(data) <= largest_size(count, size, bits):
         raise CodecError("bad_indices", f"{len(data)} bytes of {count} gaps")

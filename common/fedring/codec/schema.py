@@ -1,4 +1,4 @@
-"""Schemas: the names, shapes and dtypes of a model's tensors, in their order.
+"""Schemas: names, shapes and dtypes of a model's tensors, in order.
 
 A model travels as two flat vectors: all parameters as float32, and all buffers (BatchNorm's running statistics and
 counts) as float64, which holds float32 and integers up to 2^53 exactly. Each tensor is laid out row by row, in the
@@ -40,7 +40,10 @@ class Entry:
 
 @dataclass(frozen=True)
 class Schema:
-    """A model's tensors in their order. Two models fit each other exactly if the hashes of their schemas are equal."""
+    """A model's tensors in their order.
+
+    Two models fit each other exactly if the hashes of their schemas are equal.
+    """
 
     entries: tuple[Entry, ...]
 
@@ -76,7 +79,7 @@ class Schema:
         return Schema(tuple(entry for entry in self.entries if entry.role == "parameter"))
 
     def spans(self, role: str) -> Iterator[tuple[Entry, slice]]:
-        """Yield each tensor of a role, and its place in the vector of that role.
+        """Yield each tensor of a role, with its place in the vector.
 
         Args:
             role: "parameter" or "buffer".
@@ -94,7 +97,11 @@ class Schema:
         return spans
 
     def difference(self, other: "Schema") -> str:
-        """Return one clause that names the first difference from `other`; empty if there is none."""
+        """Return one clause that names the first difference, or "".
+
+        Args:
+            other: The schema that was found where this one is expected.
+        """
         for entry, its in zip(self.entries, other.entries, strict=False):
             if entry != its:
                 return f"expected {_describe(entry)}, got {_describe(its)}"
@@ -113,7 +120,9 @@ class Vectors:
     buffers: NDArray[np.float64]  # [schema.num_buffers]
 
     def digest(self, like: str = "blake3-") -> str:
-        """Return the name of the model: of both vectors' little-endian bytes, parameters first.
+        """Return the name of the model.
+
+        It is the digest of both vectors' little-endian bytes, parameters first.
 
         Args:
             like: A name, whose algorithm is used.

@@ -24,7 +24,7 @@ _WINDOW = 1 << 22  # bytes, more than any stream of one segment needs
 
 
 def span_of(chunk: int) -> int:
-    """Return how many entries a segment covers."""
+    """Return the number of entries that a segment covers."""
     return TILE // chunk * chunk
 
 
@@ -42,7 +42,9 @@ def join_segments(magic: bytes, chunk: int, length: int, segments: list[bytes]) 
 
 
 class Segments:
-    """The segments of an open payload. It holds nothing but a table of their places.
+    """The segments of an open payload.
+
+    Only a table of their places is held in memory.
 
     Args:
         source: The bytes.
@@ -69,7 +71,10 @@ class Segments:
         self._sizes = sizes.tobytes()  # a copy, so that the source can free its memory
 
     def covering(self, start: int, stop: int) -> Iterator[tuple["Segment", int, int]]:
-        """Yield the segments that hold entries of start..stop, each with its first entry and the one after its last."""
+        """Yield the segments that hold entries of start..stop.
+
+        Each comes with its first entry and the one after its last.
+        """
         if start >= stop:
             return
         for number in range(start // self.span, -(-stop // self.span)):
@@ -80,7 +85,7 @@ class Segments:
 
 
 class Segment:
-    """The bytes of one segment, which are taken from the front to the end."""
+    """The bytes of one segment, taken from front to end."""
 
     def __init__(self, data: memoryview) -> None:
         self._data = data
@@ -105,7 +110,11 @@ class Segment:
         return read_only(np.frombuffer(self.take(4 * count), "<f4"))
 
     def stream(self, size: int) -> NDArray[np.uint8]:
-        """Take the next compressed stream, and return its content [size] uint8, which must be `size` bytes."""
+        """Take the next compressed stream; return its content [size] uint8.
+
+        Raises:
+            CodecError: If the content is not `size` bytes.
+        """
         return np.frombuffer(_expand(self.take(self.number()), size), np.uint8)
 
     def end(self) -> None:
@@ -121,7 +130,10 @@ def stream(content: NDArray[np.uint8]) -> bytes:
 
 
 def pack_bits(flags: NDArray[np.bool_]) -> NDArray[np.uint8]:
-    """Return flags [n] with eight of them in a byte, the first in the lowest bit, [ceil(n / 8)]."""
+    """Return flags [n] packed eight to a byte, [ceil(n / 8)].
+
+    The first flag is in the lowest bit.
+    """
     return np.packbits(flags, bitorder="little")
 
 
@@ -131,7 +143,10 @@ def unpack_bits(data: memoryview | NDArray[np.uint8], count: int) -> NDArray[np.
 
 
 def _expand(frame: memoryview, size: int) -> bytes:
-    """Decompress a frame; its content never takes more than `size` bytes, whatever the frame claims."""
+    """Decompress a frame to exactly `size` bytes.
+
+    The content never takes more memory than that, whatever the frame claims.
+    """
     if not frame and size == 0:
         return b""
     try:

@@ -37,7 +37,10 @@ def largest(values: NDArray[np.float32], count: int) -> NDArray[np.int64]:
 
 
 def _safe_floor(bits: NDArray[np.uint32], count: int) -> np.uint32:
-    """Return bits, at least 1, that `count` entries most likely reach: a sample's quantile less 4 deviations."""
+    """Return a floor for the magnitude bits of the `count` largest.
+
+    It is at least 1, and `count` entries most likely reach it: a sample's quantile less 4 deviations.
+    """
     stride = max(1, bits.size // _SAMPLES) | 1
     sample = np.sort(bits[::stride] & _MAGNITUDE)
     expected = count / bits.size * sample.size
@@ -46,7 +49,11 @@ def _safe_floor(bits: NDArray[np.uint32], count: int) -> np.uint32:
 
 
 def _at_least(bits: NDArray[np.uint32], floor: np.uint32) -> tuple[NDArray[np.int64], NDArray[np.uint32]]:
-    """Return the indices and the magnitude bits of the entries whose magnitude bits are at least `floor`."""
+    """Return the entries with magnitude bits of at least `floor`.
+
+    Returns:
+        Their indices, rising, and their magnitude bits.
+    """
     indices, magnitudes = [], []
     for start in range(0, bits.size, _BLOCK):
         block = bits[start : start + _BLOCK] & _MAGNITUDE

@@ -1,4 +1,4 @@
-"""The bytes of a payload, as a decoder reads them, and the checks that all decoders share."""
+"""A payload's bytes, and the checks that all decoders share."""
 
 import struct
 from collections.abc import Callable
@@ -58,7 +58,11 @@ class Source:
         return tuple(rest)
 
     def demand(self, size: int) -> None:
-        """Check that the payload has exactly `size` bytes; else raise CodecError, "truncated" or "wrong_size"."""
+        """Check that the payload has exactly `size` bytes.
+
+        Raises:
+            CodecError: "truncated" or "wrong_size".
+        """
         if self.size < size:
             raise CodecError("truncated", f"{self.size} of {size} bytes")
         if self.size > size:
@@ -66,7 +70,11 @@ class Source:
 
 
 def check_length(got: int, expected: int) -> None:
-    """Check that a header's dim is what the receiver expects; else raise CodecError("wrong_length")."""
+    """Check that a header's dim is the expected number of entries.
+
+    Raises:
+        CodecError: "wrong_length".
+    """
     if got != expected:
         raise CodecError("wrong_length", f"expected {expected} entries, got {got}")
 

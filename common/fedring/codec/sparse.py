@@ -26,7 +26,10 @@ _FENCE = 4096  # an open payload remembers one index in so many
 
 
 def kept(vector: NDArray[np.float32], keep_ratio: float) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """Return indices and values of the max(1, ceil(keep_ratio D)) largest magnitudes of `vector` [D], without zeros."""
+    """Return indices and values of the largest magnitudes of `vector` [D].
+
+    They are max(1, ceil(keep_ratio D)) entries; zeros among them are left out.
+    """
     indices = largest(vector, max(1, ceil(keep_ratio * vector.size)))
     values = vector[indices]
     check_finite(values)  # a value that is not finite is among the largest
@@ -96,7 +99,10 @@ class IndexedDecoder(SparseDecoder):
         return fence
 
     def _read_indices(self, first: int, last: int) -> NDArray[np.uint32]:
-        """Return the indices from fence post `first` to the one before post `last`, after checking that they rise."""
+        """Return the indices between fence posts, checked to rise strictly.
+
+        They are those from post `first` to the one before post `last`.
+        """
         low, high = first * _FENCE, min(last * _FENCE, self._count)
         indices = np.frombuffer(self._source.piece(self._indices + 4 * low, 4 * (high - low)), "<u4")
         _check_rising(indices, int(self._fence[last]) if last < len(self._fence) else self._dim)

@@ -1,4 +1,4 @@
-"""The format uniform: every entry as a multiple of its chunk's scale, entropy coded.
+"""The format uniform: entropy-coded multiples of each chunk's scale.
 
 scale = step times the chunk's root mean square, level = round(x / scale) with |level| <= 65535; the scale is raised
 where a level would not fit. In a segment (segments.py) of n entries, m have a level other than 0, and r of those a
@@ -96,7 +96,10 @@ def _scales(rows: NDArray[np.float32], count: int, step: float) -> NDArray[np.fl
 
 
 def _pack_pairs(values: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Return values of two bits with four of them in a byte, the first in the lowest bits."""
+    """Return two-bit values packed four to a byte.
+
+    The first is in the lowest bits.
+    """
     fours = np.pad(values, (0, -values.size % 4)).reshape(-1, 4)
     two, four, six = np.array([2, 4, 6], np.uint8)
     packed: NDArray[np.uint8] = fours[:, 0] | fours[:, 1] << two | fours[:, 2] << four | fours[:, 3] << six

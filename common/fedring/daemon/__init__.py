@@ -1,4 +1,5 @@
-"""What every daemon needs: configuration, logs, metrics, traces, locks, exit codes, and systemd.
+"""Parts that every daemon needs.
 
-The package knows no gRPC, and may import no other package of fedring.
+They are configuration, logs, metrics, traces, locks, exit codes, and systemd. The package knows no gRPC, and may import
+no other package of fedring.
 """

@@ -1,4 +1,7 @@
-"""Checks before a daemon starts, shared by `--check-config`, each start, and `flctl doctor`."""
+"""Checks before a daemon starts.
+
+`--check-config`, each start, and `flctl doctor` share them.
+"""
 
 import logging
 import os
@@ -13,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 class Level(StrEnum):
-    """How a check ended."""
+    """The outcome of a check."""
 
     OK = "ok"
     WARN = "warn"
@@ -22,7 +25,7 @@ class Level(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One check: what was looked at, what was found, and what to do."""
+    """The result of one check: its subject, its finding, and advice."""
 
     name: str
     level: Level
@@ -31,7 +34,10 @@ class Check:
 
 
 def refuse_failed(checks: Iterable[Check]) -> None:
-    """Raise ConfigError on the first check that has failed, and log those before it that warn; make no later ones."""
+    """Raise ConfigError on the first check that has failed.
+
+    Checks before it that warn are logged; those after it are not made.
+    """
     for check in checks:
         if check.level is Level.WARN:
             log.warning("%s: %s: %s", check.name, check.found, check.advice)
@@ -46,7 +52,7 @@ def existing_part(path: Path) -> Path:
 
 
 def check_writable(name: str, folder: Path) -> Check:
-    """Check that the folder exists and can be written to, or can be made."""
+    """Check that the folder can be written to, or created."""
     folder = folder.absolute()
     there = existing_part(folder)
     if not there.is_dir():
@@ -57,7 +63,7 @@ def check_writable(name: str, folder: Path) -> Check:
 
 
 def check_data_root(folder: Path | None) -> Iterator[Check]:
-    """Check that the folder of the data sets can be read, if one is named."""
+    """Check that the folder of the data sets, if named, is readable."""
     if folder is not None and not (folder.is_dir() and os.access(folder, os.R_OK | os.X_OK)):
         yield Check(
             "data_root", Level.FAIL, f"{folder} is no folder that can be read", "create it, or correct the path"

@@ -1,6 +1,7 @@
-"""Configuration in layers: defaults, a TOML or JSON file, the environment, `key=value`, flags.
+"""Configuration in layers, from defaults to command-line flags.
 
-A later layer wins. Unknown keys are errors that name the nearest valid key.
+The layers are defaults, a TOML or JSON file, the environment, `key=value`, and flags. A later layer wins. Unknown keys
+are errors that name the nearest valid key.
 """
 
 import difflib
@@ -24,7 +25,10 @@ _NEAR = 0.7  # how similar a key must be to be suggested, from 0 to 1
 
 
 class ConfigError(Exception):
-    """The configuration is wrong; the text says what, and where, in one sentence."""
+    """The configuration is wrong.
+
+    The text names the mistake and its place in one sentence.
+    """
 
 
 C = TypeVar("C", bound=BaseSettings)
@@ -32,7 +36,10 @@ C = TypeVar("C", bound=BaseSettings)
 
 @dataclass(frozen=True, slots=True)
 class Loaded(Generic[C]):
-    """A configuration, and where each value that is not a default came from."""
+    """A configuration, and the origin of each value that was set.
+
+    Values that are defaults have no origin.
+    """
 
     config: C
     origins: dict[str, str]
@@ -65,6 +72,7 @@ def load_config(
     merged: dict[str, Any] = {}
     origins: dict[str, str] = {}
     for origin, layer in layers:
+        # Each layer is checked before it is merged: afterwards nobody could tell where a wrong key came from.
         check_keys(model, layer, where=origin)
         origins |= {key: origin for key, _ in _leaves(layer)}
         merged = merge(merged, layer)
@@ -75,7 +83,13 @@ def load_config(
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[Path | None, list[str]]:
-    """Divide arguments into the configuration's file, or None, and `key=value` overrides; ConfigError for others."""
+    """Divide arguments into the configuration's file and `key=value` overrides.
+
+    The file is None if none is given.
+
+    Raises:
+        ConfigError: for any other argument, or a second file.
+    """
     files = [a for a in arguments if "=" not in a and a.endswith((".toml", ".json"))]
     if len(files) > 1:
         raise ConfigError(f"there is one configuration file at most, and these are {len(files)}: {', '.join(files)}")
@@ -86,7 +100,11 @@ def split_arguments(arguments: Sequence[str]) -> tuple[Path | None, list[str]]:
 
 
 def read_document(path: Path) -> dict[str, Any]:
-    """Read the table in a .toml or .json file; ConfigError if that cannot be done."""
+    """Read the table in a .toml or .json file.
+
+    Raises:
+        ConfigError: if the file cannot be read, or does not hold a table.
+    """
     try:
         text = path.read_text(encoding="utf-8")
         document = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
@@ -102,7 +120,10 @@ def read_document(path: Path) -> dict[str, Any]:
 
 
 def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
-    """Return the nested table that `a.b=value` strings describe. A value that is not JSON is text."""
+    """Return the nested table that `a.b=value` strings describe.
+
+    A value that is not JSON is text.
+    """
     table: dict[str, Any] = {}
     for override in overrides:
         key, equals, text = override.partition("=")
@@ -145,19 +166,23 @@ def check_keys(model: type[BaseModel], table: Mapping[str, Any], *, where: str, 
 
 
 def _table_of(annotation: Any) -> type[BaseModel] | None:
-    """Return the model of the table that a key of this type holds, or None; the table may be optional."""
+    """Return the model of a key's table, or None.
+
+    The table may be optional.
+    """
     kinds = get_args(annotation) or (annotation,)
     return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
 
 
 def explain(error: ValidationError, origins: Mapping[str, str], model: type[BaseModel] | None = None) -> str:
-    """Return what is wrong first, in one sentence.
+    """Return the first error in one sentence.
 
     Args:
-        error: what pydantic found.
+        error: pydantic's findings.
         origins: where each key's value came from.
         model: describes the keys, if it is given.
     """
+    # A key that may have several types has one error for each of them: these become one clause.
     found: dict[str, list[str]] = {}
     values: dict[str, str] = {}
     for row in error.errors():
@@ -176,7 +201,7 @@ def explain(error: ValidationError, origins: Mapping[str, str], model: type[Base
 
 
 def _locate(loc: Sequence[int | str], model: type[BaseModel] | None) -> tuple[str, FieldInfo | None]:
-    """Return the key that an error is about, and its field if the model is known."""
+    """Return the key of an error, and its field if known."""
     field, end = None, len(loc)
     for depth, part in enumerate(loc, 1):
         field = model.model_fields.get(str(part)) if model else None
@@ -189,7 +214,10 @@ def _locate(loc: Sequence[int | str], model: type[BaseModel] | None) -> tuple[st
 
 
 def describe(loaded: Loaded[C]) -> str:
-    """Return every key with its value and where it came from, a line each: what --print-config prints."""
+    """Return every key with its value and origin, a line each.
+
+    `--print-config` prints this text.
+    """
     rows = []
     for key, value in _leaves(loaded.config.model_dump(mode="json")):
         rows.append(f"{key} = {json.dumps(value)}  # {loaded.origins.get(key, 'default')}")
@@ -209,10 +237,17 @@ def _environment(model: type[BaseSettings]) -> dict[str, Any]:
 
 
 class _Variables(EnvSettingsSource):
-    """The environment variables of a configuration; a value that must be JSON and is not is a SettingsError."""
+    """The environment variables of a configuration.
+
+    A value that must be JSON and is not is a SettingsError.
+    """
 
     def decode_complex_value(self, field_name: str, field: FieldInfo, value: Any) -> Any:
-        """Parse a value that must be JSON; ValueError with a sentence for people if it is not."""
+        """Parse a value that must be JSON.
+
+        Raises:
+            ValueError: if it is not JSON, with a sentence for people.
+        """
         try:
             return super().decode_complex_value(field_name, field, value)
         except ValueError as error:
@@ -221,7 +256,10 @@ class _Variables(EnvSettingsSource):
             raise ValueError(f"environment variable {self._name(field_name, value)} must be JSON, {wanted}") from error
 
     def _name(self, field_name: str, value: str) -> str:
-        """Return the variable's name as whoever set it wrote it: pydantic-settings tells only its lower-case form."""
+        """Return the variable's name as it was written in the environment.
+
+        pydantic-settings tells only its lower-case form.
+        """
         start, end = self.env_prefix.lower(), field_name.lower()
         for name, text in os.environ.items():
             if text == value and name.lower().startswith(start) and name.lower().endswith(end):

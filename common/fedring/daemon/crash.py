@@ -1,4 +1,7 @@
-"""Crash points: places at which a fault test ends the process as kill -9 would."""
+"""Crash points, where a fault test ends the process abruptly.
+
+The process ends as by kill -9.
+"""
 
 import os
 
@@ -17,7 +20,7 @@ SECURE_COMMITS = {
     for what in ("start", "keys", "roster", "shares", "peers", "survivors", "signature", "signers", "unmask")
     for when in ("before", "after")
 }
-"""Further crash points in fl-server, for jobs with secure aggregation: around what is kept of clients' messages, and
+"""Further crash points in fl-server, for jobs with secure aggregation: around the storing of clients' messages, and
 around each decision that they are told of."""
 
 SECURE_FAILURE = {"before_secure_failure_commit", "after_secure_failure_commit"}
@@ -64,6 +67,6 @@ TRAINING = {"worker_checkpoint_written"}
 
 
 def crashpoint(name: str) -> None:
-    """End the process at once if FL_CRASH_AT names this place; else do nothing."""
+    """End the process at once if FL_CRASH_AT names this place."""
     if os.environ.get("FL_CRASH_AT") == name:
         os._exit(137)

@@ -1,10 +1,13 @@
-"""The descriptors that this process may open: raised when it starts, and divided between connections and files."""
+"""The limit of file descriptors, raised at a daemon's start.
+
+Connections and files share the descriptors.
+"""
 
 import resource
 
 
 def raise_limit(wanted: int) -> int:
-    """Raise the limit of descriptors to `wanted`, or as far as the system lets this process.
+    """Raise the limit of descriptors to `wanted`, or as far as allowed.
 
     Returns:
         The limit that holds now. It is never lowered.

@@ -1,4 +1,7 @@
-"""Durability: what must be on the disk before anybody relies on it."""
+"""Durable writes to files and folders.
+
+After a durable write, the bytes are on the disk: others may rely on them.
+"""
 
 import contextlib
 import hashlib
@@ -20,7 +23,7 @@ def sync(path: Path) -> None:
 
 
 def delete(path: Path) -> None:
-    """Delete a file, or a folder with everything in it; it need not exist."""
+    """Delete a file, or a folder with its contents, if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -28,7 +31,10 @@ def delete(path: Path) -> None:
 
 
 def create(path: Path) -> Any:
-    """Open a file for writing that only its owner may read. A file that is there is emptied."""
+    """Open a file for writing, readable by its owner alone.
+
+    A file that is there is emptied.
+    """
     return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "wb")
 
 
@@ -52,7 +58,10 @@ def close_to_others(folder: Path, *globs: str) -> None:
 
 
 def write_durably(path: Path, data: bytes) -> None:
-    """Write a whole file and sync it. Its name is durable once its folder has been synced, too."""
+    """Write a whole file and sync it.
+
+    Its name is durable once its folder has been synced, too.
+    """
     with create(path) as file:
         file.write(data)
         make_durable(file)
@@ -65,7 +74,10 @@ def make_durable(file: Any) -> None:
 
 
 def create_durably(path: Path, data: bytes) -> None:
-    """Write a whole new file durably, with its folder; one that is there stays."""
+    """Write a whole new file durably, with its folder.
+
+    A file that is there already stays.
+    """
     new = path.with_name(f"{path.name}.{secrets.token_hex(8)}.new")
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -78,9 +90,13 @@ def create_durably(path: Path, data: bytes) -> None:
 
 
 def replace_durably(path: Path, data: bytes) -> None:
-    """Put a whole file in the place of the one that may be there, durably, or leave that one as it is."""
+    """Write or replace a whole file durably and atomically.
+
+    If this fails, the earlier file is as it was.
+    """
     new = path.with_name(f"{path.name}.new")
     write_durably(new, data)
+    # The bytes are synced before the rename, and the rename after it: a power cut leaves the old file or the new one.
     new.replace(path)
     sync(path.parent)
 
@@ -96,7 +112,7 @@ def replace_with_digest(path: Path, text: bytes) -> None:
 
 
 def text_after_digest(data: bytes) -> bytes:
-    """Return the text of which `with_digest` has made this.
+    """Return the text from the output of `with_digest`.
 
     Raises:
         ValueError: If the digest is that of another text.

@@ -1,10 +1,13 @@
-"""The exit codes of all programs, those of sysexits.h where it has a fitting one."""
+"""The exit codes of all programs.
+
+They are those of sysexits.h where it has a fitting one.
+"""
 
 from enum import IntEnum
 
 
 class Exit(IntEnum):
-    """Why a program ended."""
+    """The reason why a program ended."""
 
     OK = 0
     FAILED = 1  # the operation failed

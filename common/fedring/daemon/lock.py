@@ -1,4 +1,4 @@
-"""The lock that lets only one process use a state folder, and only one client."""
+"""The lock that reserves a state folder for one process and client."""
 
 import fcntl
 import os
@@ -19,10 +19,10 @@ class StateInUse(ConfigError):
 
 
 class StateLock:
-    """The right to use a state folder, held until `release`, or until the process ends, however it ends.
+    """The right to use a state folder, until `release`.
 
-    The folder itself is locked, which nobody can delete from under its owner. The file `lock` in it says who that is,
-    and is locked, too, as versions before 0.2 lock nothing else.
+    It also ends with the process, however that ends. The folder itself is locked, which nobody can delete from under
+    its owner. The file `lock` in it says who that is, and is locked, too, as versions before 0.2 lock nothing else.
 
     Args:
         folder: The state folder, which is made if it is missing.
@@ -48,6 +48,7 @@ class StateLock:
         except OSError as error:
             self.release()
             raise ConfigError(f"state_dir {folder} cannot be used: {error.strerror}") from error
+        # Both locks are held: only now is the text of the last owner replaced.
         os.ftruncate(self._fds[-1], 0)
         os.pwrite(self._fds[-1], f"{os.getpid()}\n".encode(), 0)
         if client:
@@ -79,6 +80,7 @@ def _claim(folder: Path, client: str) -> None:
     """
     path = folder / "client"
     try:
+        # The digest tells a damaged note from another client's name.
         known = text_after_digest(path.read_bytes()).decode()
     except FileNotFoundError:
         try:

@@ -15,7 +15,7 @@ _of_task: ContextVar[Mapping[str, object]] = ContextVar("ids", default=MappingPr
 
 
 class JsonFormatter(logging.Formatter):
-    """Writes each record as one JSON object, with the `extra` that the caller gave."""
+    """Writes each record and its `extra` as one JSON object."""
 
     def format(self, record: logging.LogRecord) -> str:
         row = {
@@ -31,7 +31,10 @@ class JsonFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
-    """Writes each record as one line of visible characters, whatever text from elsewhere it quotes."""
+    """Writes each record as one line of visible characters.
+
+    This holds whatever text from elsewhere the record quotes.
+    """
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname).1s %(message)s", "%H:%M:%S")
@@ -41,12 +44,18 @@ class TextFormatter(logging.Formatter):
         return visible(super().formatMessage(record))
 
     def formatException(self, ei: Any) -> str:
-        """Return the lines of a traceback, indented: the text of an error may hold some that look like records."""
+        """Return the lines of a traceback, indented.
+
+        The text of an error may hold lines that look like records.
+        """
         return "\n".join(f"  {visible(line)}" for line in super().formatException(ei).split("\n"))
 
 
 def visible(text: str) -> str:
-    """Return a text with escapes for the characters that cannot be printed, such as line ends and ESC."""
+    """Return a text with escapes for unprintable characters.
+
+    Line ends and ESC are among them.
+    """
     if text.isprintable():
         return text
     return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
@@ -83,6 +92,10 @@ def log_with(**ids: object) -> None:
 
 
 def log_always(ids: Callable[[], Mapping[str, object]]) -> None:
-    """Add what `ids` returns at the time to every record of this process from now on."""
+    """Add the current ids to every record of this process.
+
+    Args:
+        ids: Called for each record; returns the ids.
+    """
     for handler in logging.getLogger().handlers:
         handler.addFilter(_Ids(ids))

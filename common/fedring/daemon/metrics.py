@@ -34,14 +34,14 @@ CONNECTION_SECONDS = 10.0
 _LOOK_SECONDS = 0.5
 
 SECONDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0)
-"""The buckets of histograms of what may take long."""
+"""The buckets of histograms for operations that may take long."""
 
 Labels = Iterable[str]  # the values that a label can have
 _M = TypeVar("_M", bound=MetricWrapperBase)
 
 
 class Registry(CollectorRegistry):
-    """The metrics of one daemon, with those of its process, its Python and its version.
+    """The metrics of one daemon, its process, Python and version.
 
     A metric shows every combination of its labels' values at once, so that rate() sees the first event.
     """
@@ -68,7 +68,18 @@ class Registry(CollectorRegistry):
 
 @contextmanager
 def serving(address: str, registry: CollectorRegistry) -> Iterator[str]:
-    """Let Prometheus read the registry at the address that is yielded; with an empty address nothing listens."""
+    """Serve the registry to Prometheus at `address`.
+
+    Args:
+        address: The host and port; with an empty one, nothing listens.
+        registry: The metrics.
+
+    Yields:
+        The address with the actual port.
+
+    Raises:
+        ConfigError: If the address cannot be used.
+    """
     if not address:
         yield ""
         return
@@ -89,7 +100,7 @@ def serving(address: str, registry: CollectorRegistry) -> Iterator[str]:
 
 
 class _Page(ThreadingMixIn, WSGIServer):
-    """Serves the metrics, with a bound on the connections and on the time of each.
+    """Serves the metrics, with bounds on connections and their time.
 
     Each connection has a thread, so a stranger who opens connections and says nothing would start threads without end.
     prometheus_client's own server has no such bounds.
@@ -111,7 +122,10 @@ class _Page(ThreadingMixIn, WSGIServer):
         self.set_app(one_at_a_time)
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
-        """Return whether there is room for the connection; otherwise it is closed at once."""
+        """Return whether there is room for the connection.
+
+        Without room, it is closed at once.
+        """
         host = client_address[0]
         with self._lock:
             same = sum(other == host for other, _ in self._open.values())
@@ -127,7 +141,10 @@ class _Page(ThreadingMixIn, WSGIServer):
         super().shutdown_request(request)
 
     def service_actions(self) -> None:
-        """End connections that last too long, whatever they are doing: the threads notice it and end."""
+        """End connections that last too long.
+
+        A connection is shut down whatever it is doing; its thread notices that and ends.
+        """
         now = time.monotonic()
         with self._lock:
             late = [request for request, (_, until) in self._open.items() if now > until]
@@ -136,7 +153,7 @@ class _Page(ThreadingMixIn, WSGIServer):
                 request.shutdown(SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing of connections that break."""
+        """Ignore connections that break."""
 
 
 class _Quiet(WSGIRequestHandler):

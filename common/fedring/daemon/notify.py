@@ -7,7 +7,7 @@ from contextlib import suppress
 
 
 def sd_notify(state: str) -> None:
-    """Tell systemd; do nothing outside it, or where it does not listen."""
+    """Notify systemd; do nothing outside it, or where it does not listen."""
     if path := os.environ.get("NOTIFY_SOCKET"):
         # This does not wait: a manager that does not read must not block the event loop.
         kind = socket.SOCK_DGRAM | socket.SOCK_NONBLOCK
@@ -16,7 +16,10 @@ def sd_notify(state: str) -> None:
 
 
 async def watchdog() -> None:
-    """Prove to systemd that the event loop still turns, twice in each period that it asks for, if it asks for one."""
+    """Prove to systemd regularly that the event loop still turns.
+
+    It does so twice in each period that systemd asks for, and returns at once if it asks for none.
+    """
     period = int(os.environ.get("WATCHDOG_USEC", "0")) / 1e6
     while period:
         sd_notify("WATCHDOG=1")

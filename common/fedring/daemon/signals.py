@@ -1,7 +1,7 @@
-"""Waiting on the main thread without being deaf to signals.
+"""Waiting on the main thread, with signals handled meanwhile.
 
 The system may give a signal to any thread of a process. Python then runs the signal's handler on the main thread, but
-does not interrupt what the main thread waits for. So the main thread never waits for long at a time.
+does not interrupt a wait of the main thread. So the main thread never waits for long at a time.
 """
 
 from concurrent.futures import Future
@@ -19,7 +19,11 @@ def wait(event: Event) -> None:
 
 
 def result_of(future: "Future[T]") -> T:
-    """Wait for a future, and handle signals meanwhile. Return its result, or raise its exception."""
+    """Wait for a future, and handle signals meanwhile.
+
+    Returns:
+        Its result; an exception of the future is raised.
+    """
     while True:
         try:
             return future.result(_LOOK_SECONDS)

@@ -1,7 +1,7 @@
-"""OpenTelemetry traces of this process, if OTEL_TRACES_EXPORTER asks for them and the extra `tracing` is installed.
+"""OpenTelemetry traces of this process.
 
-Without them the API's own tracer does nothing, and nothing of a trace is passed on. Other processes know a span by its
-W3C `traceparent`.
+They are recorded if OTEL_TRACES_EXPORTER asks for them and the extra `tracing` is installed. Without them the API's own
+tracer does nothing, and nothing of a trace is passed on. Other processes know a span by its W3C `traceparent`.
 """
 
 import logging
@@ -23,36 +23,42 @@ _tracer = trace.get_tracer("fedring")
 
 
 def start_span(name: str, parent: str = "", **attributes: str | int) -> trace.Span:
-    """Begin a span, which whoever asked for it must end.
+    """Begin a span; the caller must end it.
 
     Args:
-        name: the span's.
+        name: the name of the span.
         parent: the traceparent of the span that it is a part of; empty for the span around this place, if there is one.
-        attributes: what it says of itself.
+        attributes: the attributes of the span.
     """
     return _tracer.start_span(name, _context_of(parent), attributes=attributes)
 
 
 @contextmanager
 def span(name: str, parent: str = "", **attributes: str | int) -> Iterator[None]:
-    """Make what happens inside a span; the arguments are those of `start_span`."""
+    """Run the body of a `with` statement inside a span.
+
+    The arguments are those of `start_span`.
+    """
     around = _context_of(parent)
     with _tracer.start_as_current_span(name, around, attributes=attributes, set_status_on_exception=False):
         yield
 
 
 def go_on_in(begun: trace.Span) -> None:
-    """Make what this task begins from now on a part of that span."""
+    """Make later spans of this task children of that span."""
     context.attach(trace.set_span_in_context(begun))
 
 
 def traceparent_of(begun: trace.Span) -> str:
-    """Return the name of a span for other processes; empty if nothing is traced."""
+    """Return a span's name for other processes, or "" without tracing."""
     return _name_in(trace.set_span_in_context(begun))
 
 
 def trace_metadata() -> tuple[tuple[str, str], ...]:
-    """Return what a call says of the span it belongs to, as gRPC metadata; empty if nothing is traced."""
+    """Return the current span as gRPC metadata for a call.
+
+    It is empty if nothing is traced.
+    """
     name = _name_in(context.get_current())
     return ((KEY, name),) if name else ()
 

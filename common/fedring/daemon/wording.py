@@ -1,4 +1,4 @@
-"""Pydantic's findings in words that say what the value must be."""
+"""Pydantic's findings in words that state the demand on the value."""
 
 import re
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ _SHOULD = re.compile(r"^\w+ should ")  # "Input should be greater than 0", "Stri
 
 
 def word(found: Mapping[str, Any], description: str = "") -> str:
-    """Say what a value must be.
+    """Return the demand on a value, such as "must be a number".
 
     Args:
         found: one of a ValidationError's errors().
@@ -44,7 +44,10 @@ def word(found: Mapping[str, Any], description: str = "") -> str:
 
 
 def given(found: Mapping[str, Any]) -> str:
-    """Return ", not 1.5" for a value of 1.5; empty if the words about it need no value, or it is long."""
+    """Return ", not 1.5" for a value of 1.5.
+
+    It is empty if the sentence needs no value, or if the value is long.
+    """
     value = found["input"]
     shown = repr(value) if isinstance(value, str | int | float | list) else ""
     said = found["type"] in ("missing", "extra_forbidden", "value_error", "string_type")

@@ -1,4 +1,4 @@
-"""Samples: where they come from, and how they are divided among clients.
+"""Samples: their sources, and their division among clients.
 
 The package holds labelled samples in memory, the data sets that a job can name, and the division of a data set into one
 part for each client. It may import `fedring.vision`. Jobs, training and the network have no place here. A data callable

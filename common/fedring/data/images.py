@@ -1,7 +1,8 @@
-"""Data sets of small images, held in memory: scikit-learn's digits, which come with fedring, and three of torchvision.
+"""Data sets of small images, held in memory.
 
-The digits are the test part of "Optical Recognition of Handwritten Digits" (E. Alpaydin and C. Kaynak, 1998, UCI
-Machine Learning Repository, CC BY 4.0): 1,797 images of 8 by 8 pixels with values from 0 to 16.
+They are scikit-learn's digits, which come with fedring, and three of torchvision. The digits are the test part of
+"Optical Recognition of Handwritten Digits" (E. Alpaydin and C. Kaynak, 1998, UCI Machine Learning Repository, CC BY
+4.0): 1,797 images of 8 by 8 pixels with values from 0 to 16.
 """
 
 from collections.abc import Sequence
@@ -70,7 +71,10 @@ def fashion_mnist(root: Path | None, download: bool = False) -> Split:
 
 @offers("data")
 def cifar10(root: Path | None, download: bool = False) -> Split:
-    """Return CIFAR-10: 50,000 training and 10,000 test samples [3, 32, 32] in 10 classes; see `mnist`."""
+    """Return CIFAR-10, [3, 32, 32] in 10 classes; see `mnist`.
+
+    It has 50,000 training and 10,000 test samples.
+    """
     return _load("CIFAR10", root, download, _scale([0.4914, 0.4822, 0.4465], [0.2470, 0.2435, 0.2616]))
 
 
@@ -79,7 +83,10 @@ FROM_FOLDER = (mnist, fashion_mnist, cifar10)
 
 
 def _scale(mean: Sequence[float], std: Sequence[float]) -> Scale:
-    """Return the scale for bytes from 0 to 255; `mean` and `std` are those of values from 0 to 1, by channel."""
+    """Return the scale for bytes from 0 to 255.
+
+    `mean` and `std` are those of values from 0 to 1, by channel.
+    """
     return Scale(255 * torch.tensor(mean).view(-1, 1, 1), 255 * torch.tensor(std).view(-1, 1, 1))
 
 
@@ -106,5 +113,8 @@ def _read(name: str, root: Path, download: bool, train: bool, scale: Scale) -> S
 
 
 def _channels_first(images: Tensor) -> Tensor:
-    """Return uint8 images as [n, channels, height, width], from [n, height, width] or [n, height, width, channels]."""
+    """Return uint8 images as [n, channels, height, width].
+
+    The images are [n, height, width] or [n, height, width, channels].
+    """
     return images.unsqueeze(1) if images.ndim == 3 else images.permute(0, 3, 1, 2).contiguous()

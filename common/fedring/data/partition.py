@@ -1,7 +1,8 @@
-"""The division of one data set among clients, as pure functions of labels and a seed.
+"""The division of one data set among clients.
 
-Each client computes the whole division and keeps its own part, so all clients must compute the same division. Random
-numbers come from numpy's RandomState, whose streams are the same in all versions of numpy (NEP 19).
+Its functions are pure, of labels and a seed. Each client computes the whole division and keeps its own part, so all
+clients must compute the same division. Random numbers come from numpy's RandomState, whose streams are the same in all
+versions of numpy (NEP 19).
 """
 
 from collections.abc import Sequence
@@ -18,12 +19,17 @@ Labels = NDArray[np.int64]  # [n]
 
 
 def iid(n: int, count: int, seed: int) -> list[Indices]:
-    """Divide the indices 0 to n - 1 at random into `count` parts, whose sizes differ by at most one."""
+    """Divide the indices 0 to n - 1 at random among clients.
+
+    They make `count` parts, whose sizes differ by at most one.
+    """
     return [np.sort(part) for part in np.array_split(_random(seed).permutation(n), count)]
 
 
 def shards(labels: Labels, count: int, seed: int, shards_per_client: int = 2) -> list[Indices]:
-    """Cut samples, sorted by label, into equal shards, and give each client several (McMahan et al. 2017, section 3).
+    """Give each client several shards of samples sorted by label.
+
+    The shards are equal (McMahan et al. 2017, section 3).
 
     Args:
         labels: The label of each sample, [n] int64.
@@ -43,9 +49,10 @@ def shards(labels: Labels, count: int, seed: int, shards_per_client: int = 2) ->
 
 
 def dirichlet(labels: Labels, count: int, alpha: float, seed: int) -> list[Indices]:
-    """Divide samples into equal parts whose class shares are drawn from Dir(alpha p) (Hsu et al. 2019, section 3).
+    """Divide samples into equal parts with Dirichlet-distributed class shares.
 
-    Here p is the share of each class in `labels`. A class of which no samples are left takes no part in later draws.
+    The class shares of a part are drawn from Dir(alpha p) (Hsu et al. 2019, section 3). Here p is the share of each
+    class in `labels`. A class without samples left takes no part in later draws.
 
     Args:
         labels: The label of each sample, [n] int64.
@@ -73,7 +80,7 @@ def dirichlet(labels: Labels, count: int, alpha: float, seed: int) -> list[Indic
 
 
 def part(name: str, labels: Labels, *, index: int, count: int, alpha: float, seed: int) -> Indices:
-    """Return the indices of the samples that client `index` holds under one partition.
+    """Return the sample indices of client `index` under one partition.
 
     Args:
         name: "none" (every client holds all samples), "iid", "shards" or "dirichlet".
@@ -99,7 +106,9 @@ def part(name: str, labels: Labels, *, index: int, count: int, alpha: float, see
 
 
 def parts(name: str, labels: Labels, *, count: int, alpha: float, seed: int) -> list[Indices]:
-    """Return the indices of the samples that each of `count` clients holds; the arguments are those of `part`.
+    """Return the sample indices of each of `count` clients.
+
+    The arguments are those of `part`.
 
     Raises:
         DataError: With the reason bad_partition, if there is no partition called `name`.
@@ -117,7 +126,9 @@ def parts(name: str, labels: Labels, *, count: int, alpha: float, seed: int) -> 
 
 
 def parts_alike(held: Sequence[Indices], labels: Labels, others: Labels, *, seed: int) -> list[Indices]:
-    """Divide other samples so that each client gets the same share of each class as it holds of these.
+    """Divide other samples by each client's shares of the classes.
+
+    Each client gets the same share of each class of the others as it holds of these samples.
 
     Args:
         held: The indices of the samples that each client holds.
@@ -133,6 +144,7 @@ def parts_alike(held: Sequence[Indices], labels: Labels, others: Labels, *, seed
         pool = random.permutation(np.flatnonzero(others == label))
         counts = np.array([np.count_nonzero(labels[part] == label) for part in held])
         ends = np.cumsum(counts if counts.any() else np.ones_like(counts))
+        # Round the cumulative ends, not the shares: then the parts always add up to the whole pool.
         cuts = np.rint(ends[:-1] * (len(pool) / ends[-1])).astype(np.int64)
         for mine, share in zip(found, np.split(pool, cuts), strict=True):
             mine.append(share)
@@ -142,7 +154,7 @@ def parts_alike(held: Sequence[Indices], labels: Labels, others: Labels, *, seed
 def held_out_parts(
     name: str, held: Sequence[Indices], labels: Labels, samples: Dataset[Any], *, seed: int
 ) -> list[Indices]:
-    """Divide test samples so that those of each client have the labels of its training samples.
+    """Divide test samples by the labels of each client's training samples.
 
     Args:
         name: As for `part`.
@@ -178,6 +190,7 @@ def load_part(
         DataError: As in `part`, and with the reason no_labels, if the partition needs labels that the data set does
             not show.
     """
+    # Each test sample must be with one client only, or the clients' counts would not add up.
     for_test = partition if partition == "none" else "iid"
     labels = labels_of(split.train, partition)
     train = part(partition, labels, index=index, count=count, alpha=alpha, seed=seed)
@@ -190,7 +203,9 @@ def load_part(
 
 
 def labels_of(dataset: Dataset[Any], partition: str) -> Labels:
-    """Return the label of every sample, [n] int64; zeros if the partition does not use labels.
+    """Return the label of every sample, [n] int64.
+
+    They are zeros if the partition does not use labels.
 
     Raises:
         DataError: With the reason no_labels, if the partition needs labels that the data set does not show.
@@ -207,7 +222,10 @@ def labels_of(dataset: Dataset[Any], partition: str) -> Labels:
 
 
 def subset(dataset: Dataset[Any], indices: Indices) -> Dataset[Any]:
-    """Return the samples at `indices`, as Samples if the data set is in memory."""
+    """Return the samples at `indices`.
+
+    They are Samples if the data set is in memory.
+    """
     return dataset.subset(indices) if isinstance(dataset, Samples) else Subset(dataset, _ints(indices))
 
 
@@ -218,7 +236,10 @@ def _random(seed: int) -> np.random.RandomState:
 def _draw_counts(
     random: np.random.RandomState, concentration: NDArray[np.float64], quota: int, left: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """Return how many samples to take of each class: `quota` in all, by drawn shares, at most `left` of each."""
+    """Return the number of samples to take of each class.
+
+    They are `quota` in all, by drawn shares, and at most `left` of each.
+    """
     taken = np.zeros_like(left)
     shares = np.zeros_like(concentration)
     while (missing := quota - int(taken.sum())) > 0:

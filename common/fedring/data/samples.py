@@ -1,4 +1,7 @@
-"""Labelled samples in memory, which are taken a whole batch at a time, and the error of all that concerns samples."""
+"""Labelled samples in memory, and the error of samples.
+
+Samples are taken a whole batch at a time.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,7 +18,7 @@ class DataError(Exception):
     """The samples cannot be loaded or divided.
 
     Attributes:
-        reason: A stable word for what is wrong; the text is one sentence that also says what to do.
+        reason: A stable word for the fault; the text is one sentence that also says what to do.
     """
 
     def __init__(self, reason: str, detail: str) -> None:
@@ -25,7 +28,10 @@ class DataError(Exception):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scale:
-    """A map from stored values to a model's inputs: (value - mean) / std, channel by channel."""
+    """A map from stored values to a model's inputs, by channel.
+
+    It is (value - mean) / std.
+    """
 
     mean: Tensor  # [channels, 1, 1] float32, in stored units
     std: Tensor  # [channels, 1, 1] float32, > 0
@@ -70,24 +76,33 @@ class Samples(Dataset[tuple[Tensor, Tensor]]):
         return (self.scale.apply(values) if self.scale else values), self.labels[index]
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
-        """Return the samples at `indices`, one by one; torch's DataLoader calls this instead of __getitem__."""
+        """Return the samples at `indices`, one by one.
+
+        torch's DataLoader calls this instead of __getitem__.
+        """
         inputs, labels = self.batch(torch.as_tensor(indices, dtype=torch.int64))
         return list(zip(inputs, labels, strict=True))
 
     def batch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the inputs [batch, ...] and the labels [batch, ...] at `indices` [batch] int64."""
+        """Return inputs and labels at `indices` [batch] int64, [batch, ...] each."""
         values = self.inputs.index_select(0, indices)
         return (self.scale.apply(values) if self.scale else values), self.labels.index_select(0, indices)
 
     def subset(self, indices: NDArray[np.int64]) -> "Samples":
-        """Return a copy of the samples at `indices` [n]; it does not keep the other samples in memory."""
+        """Return a copy of the samples at `indices` [n].
+
+        It does not keep the other samples in memory.
+        """
         chosen = torch.from_numpy(np.array(indices, np.int64))
         return Samples(self.inputs.index_select(0, chosen), self.labels.index_select(0, chosen), self.scale)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Split:
-    """What a data callable returns: training and test samples, as Samples or other map-style datasets of pairs."""
+    """The return value of a data callable: training and test samples.
+
+    Each is a Samples or another map-style dataset of pairs.
+    """
 
     train: Dataset[Any]
     test: Dataset[Any]
@@ -95,7 +110,7 @@ class Split:
 
 
 def load_split(load: Callable[[], Any]) -> Split:
-    """Return what a data callable of the user's returns.
+    """Return the Split of a user's data callable.
 
     Args:
         load: Calls it with its arguments.

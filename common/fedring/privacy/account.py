@@ -1,6 +1,7 @@
-"""How much privacy was spent: epsilon for a delta, by Renyi differential privacy (Mironov 2017).
+"""Privacy accounting: epsilon for a delta, by Renyi differential privacy.
 
-Two data sets are neighbours if one has all the data of one client more, or one sample more ("add or remove one").
+The definition is that of Mironov (2017). Two data sets are neighbours if one has all the data of one client more, or
+one sample more ("add or remove one").
 """
 
 import logging
@@ -16,7 +17,10 @@ from fedring.privacy.charges import Charge, renyi
 
 @dataclass(frozen=True, slots=True)
 class SampledSteps:
-    """Steps of DP-SGD, in each of which each sample takes part with the same probability, independently of others."""
+    """Steps of DP-SGD with Poisson sampling.
+
+    In each of them, each sample takes part with the same probability, independently of others.
+    """
 
     rate: float  # that probability, above 0 and at most 1
     noise_multiplier: float  # deviation of the Gaussian noise in units of the most that one sample changes the sum
@@ -28,7 +32,7 @@ class NoAccountant(Exception):
 
 
 def check_accountant() -> None:
-    """Return if epsilon can be computed.
+    """Check that epsilon can be computed.
 
     Raises:
         NoAccountant: if dp-accounting is not installed.
@@ -37,11 +41,11 @@ def check_accountant() -> None:
 
 
 def epsilon(charges: Iterable[Charge], delta: float) -> float:
-    """Return the epsilon of all of these releases together, without amplification by sampling.
+    """Return the epsilon of all these releases, without amplification by sampling.
 
     Args:
         charges: of each release, the standard deviation of its Gaussian noise in units of the most that one client can
-            change it (in L2 norm), above 0; or what its Skellam noise costs.
+            change it (in L2 norm), above 0; or the charge of its Skellam noise.
         delta: the probability that epsilon may fail, above 0 and below 1.
 
     Raises:
@@ -52,7 +56,7 @@ def epsilon(charges: Iterable[Charge], delta: float) -> float:
 
 
 def sampled_epsilon(spent: Iterable[SampledSteps], delta: float) -> float:
-    """Return the epsilon of all of these steps together, with amplification by Poisson sampling.
+    """Return the epsilon of all these steps, amplified by Poisson sampling.
 
     Args:
         spent: the steps.

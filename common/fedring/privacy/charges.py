@@ -1,6 +1,7 @@
-"""What one release costs, as a curve of Renyi differential privacy (Mironov 2017) over its order.
+"""The privacy cost of one release, over the Renyi order.
 
-A charge is one of two things, and the curves of any charges add up:
+It is a curve of Renyi differential privacy (Mironov 2017). A charge is one of two things, and the curves of any charges
+add up:
 
 - a number: the standard deviation of Gaussian noise, in units of the most that one client can change the release;
 - a `SkellamCharge`: integers with Skellam noise.
@@ -15,7 +16,7 @@ _PREFIX = "skellam"
 
 @dataclass(frozen=True, slots=True)
 class SkellamCharge:
-    """What a sum of vectors of integers with Skellam noise costs.
+    """The cost of a sum of integer vectors with Skellam noise.
 
     `variance` is that of the noise on each value: the mu of Agarwal, Kairouz, Liu (2021), whose noise is the difference
     of two Poisson variables with the mean mu / 2 each.
@@ -41,7 +42,7 @@ class SkellamCharge:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Return the charge of a text that `str` made.
+        """Parse a charge from the text that `str` made of it.
 
         Raises:
             ValueError: if it is no such text.
@@ -52,7 +53,11 @@ class SkellamCharge:
         return cls(float(values[0]), int(values[1]), float(values[2]))
 
     def renyi(self, order: float) -> float:
-        """Return an upper bound of the Renyi divergence of an order above 1."""
+        """Return an upper bound of the Renyi divergence.
+
+        Args:
+            order: above 1.
+        """
         lower, upper = floor(order), ceil(order)
         if lower == upper:
             return self._at_integer(lower)
@@ -62,7 +67,7 @@ class SkellamCharge:
         return min(line, self._by_curvature(order))
 
     def _at_integer(self, order: int) -> float:
-        """Return the bound of Agarwal, Kairouz, Liu (2021), which they prove for integer orders.
+        """Return the bound of Agarwal, Kairouz, Liu (2021) for integer orders.
 
         A vector of integers has an L1 norm of at most the square of its L2 norm.
         """
@@ -72,13 +77,14 @@ class SkellamCharge:
         return order * square / (2.0 * variance) + min(for_large, 1.5 * norm1 / variance)
 
     def _by_curvature(self, order: float) -> float:
-        """Return a bound for all orders, which is close to the Gaussian one if the variance is large.
+        """Return a bound for all orders.
 
-        Let f(k) be -log P(X = k), and L the largest second difference of f. Then f(k) - L k^2 / 2 is concave, and stays
-        so if it is interpolated linearly. Applied to the points k - a s, k - s and k, of which the middle one is a mean
-        of the others, this bounds the sum of P(X = k - s)^a P(X = k)^(1 - a), in which the order a need not be an
-        integer, by exp(L s^2 a (a - 1) / 2) times a sum of P(X = k) over k from a lattice that is moved by a s. By
-        Hoelder's inequality, the latter is at most exp(L / 8), because of the interpolation.
+        It is close to the Gaussian bound if the variance is large. Let f(k) be -log P(X = k), and L the largest second
+        difference of f. Then f(k) - L k^2 / 2 is concave, and stays so if it is interpolated linearly. Applied to the
+        points k - a s, k - s and k, where the middle one is a mean of the others, this bounds the sum of
+        P(X = k - s)^a P(X = k)^(1 - a), in which the order a need not be an integer, by
+        exp(L s^2 a (a - 1) / 2) times a sum of P(X = k) over k from a lattice that is moved by a s. By Hoelder's
+        inequality, the latter is at most exp(L / 8), because of the interpolation.
 
         With y = x I_n'(x) / I_n(x), the second difference at n is -log(1 - y' / x). It is largest at 0: Riccati's
         equation x y' = x^2 + n^2 - y^2 shows that dy/dn falls in x. So L = 2 log(I_0(v) / I_1(v)), and Amos (1974)
@@ -96,7 +102,7 @@ Charge = float | SkellamCharge
 
 
 def charge_of(text: str) -> Charge:
-    """Return the charge of a text that `str` made of one.
+    """Parse a charge from the text that `str` made of it.
 
     Raises:
         ValueError: if it is no such text, or its charge is not finite and above 0.
@@ -110,7 +116,10 @@ def charge_of(text: str) -> Charge:
 
 
 def renyi(charge: Charge, order: float) -> float:
-    """Return an upper bound of the Renyi divergence of an order above 1 between a release with and without a client."""
+    """Return an upper bound of the Renyi divergence of a release.
+
+    The divergence is that between the release with and without one client, of an order above 1.
+    """
     if isinstance(charge, SkellamCharge):
         return charge.renyi(order)
     return order * 0.5 / charge / charge

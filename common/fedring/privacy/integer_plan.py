@@ -1,7 +1,7 @@
-"""How clients turn vectors into integers with noise, so that a sum of them is differentially private.
+"""The plan by which clients encode vectors as noisy integers.
 
-Both sides derive the same plan from the settings of a job and the number of clients. Norms and variances are in units
-of one integer; one unit of the vector is `scale` integers.
+Their sum is differentially private. Both sides derive the same plan from the settings of a job and the number of
+clients. Norms and variances are in units of one integer; one unit of the vector is `scale` integers.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ MIN_BITS, BITS, MAX_BITS = 8, 20, 48
 """The bits of the modulus: the fewest, as many as are enough for most groups, and the most."""
 
 FEW_ROUNDING, _MAX_ROUNDING = 1.01, 1.1
-"""How much larger than the clip the norm may be after rounding: as it should be, and what is refused above."""
+"""How much larger than the clip the norm may be after rounding: the aim, and the most."""
 
 _FINE = 16.0
 """The clip need not be more than this times the square root of the dimension: rounding then makes the norm larger by a
@@ -32,7 +32,10 @@ _QUIET = 8.0
 
 @dataclass(frozen=True, slots=True)
 class IntegerPlan:
-    """Everything that a client needs to encode a vector, and the server to decode a sum of them."""
+    """The parameters for encoding a vector and decoding a sum.
+
+    A client encodes, and the server decodes.
+    """
 
     clip: float  # the L2 norm to which vectors are shortened, in their own unit
     scale: float  # integers per unit
@@ -45,17 +48,23 @@ class IntegerPlan:
 
     @property
     def padded(self) -> int:
-        """How many integers a client sends: the dimension, rounded up to whole blocks."""
+        """The number of integers that a client sends.
+
+        It is the dimension, rounded up to whole blocks.
+        """
         return -(-self.dimension // self.block) * self.block
 
     @property
     def charge(self) -> SkellamCharge:
-        """What the sum costs."""
+        """The privacy cost of the sum."""
         return SkellamCharge(self.rounded_norm, self.padded, self.central_variance)
 
     @property
     def multiplier(self) -> float:
-        """The noise on the sum in units of the most that one client can change it: `noise_multiplier`, or less."""
+        """The noise multiplier of the sum: `noise_multiplier`, or less.
+
+        It is the noise on the sum in units of the most that one client can change it.
+        """
         return sqrt(self.central_variance) / self.rounded_norm
 
 
@@ -76,7 +85,7 @@ def integer_plan(
     larger than is useful. A value that leaves the range costs accuracy, and no privacy.
 
     Rounding makes a vector longer. So the sum is a little less private than with Gaussian noise of the same multiplier:
-    `IntegerPlan.multiplier` is what a site's demands are to be compared with, and `IntegerPlan.charge` is what counts.
+    compare a site's demands with `IntegerPlan.multiplier`, and account for `IntegerPlan.charge`.
 
     Args:
         clip: the L2 norm to which each client's vector is shortened, above 0.
@@ -84,7 +93,7 @@ def integer_plan(
             clip. A sum of more clients has more noise.
         clients: the most whose vectors are added.
         survivors: the fewest whose noise is in a sum that anybody sees. Clients who tell others of their own noise do
-            not count: to be private from c clients who share what they know with the server, take c off.
+            not count: to be private from c clients who share their knowledge with the server, subtract c.
         dimension: the number of values of a vector.
         bits: of the modulus.
         block: how many values are rotated together, a power of two.
@@ -98,6 +107,8 @@ def integer_plan(
         raise ValueError(f"bits = {bits} is not from {MIN_BITS} to {MAX_BITS}")
     group = _Group(noise_multiplier, clients, survivors, dimension, block)
     norm = group.norm(bits)
+    # Rounding adds up to 1 to each value. If the norm in integers is small, that dominates, and the sum would be less
+    # private than its noise multiplier says.
     if group.rounding(norm) > _MAX_ROUNDING:
         fewest = group.fewest_bits(_MAX_ROUNDING)
         advice = f": {fewest} are needed" if fewest > bits else ", and so are any: less noise is needed"
@@ -126,9 +137,10 @@ def fewest_bits(
     block: int = BLOCK,
     rounding: float = FEW_ROUNDING,
 ) -> int:
-    """Return the fewest bits with which rounding makes the norm larger by no more than a factor.
+    """Return the fewest bits with little growth by rounding.
 
-    If the noise is too much for that factor, return the fewest bits with which more would not help.
+    Rounding then makes the norm larger by no more than a factor. If the noise is too much for that factor, return the
+    fewest bits with which more would not help.
 
     Args:
         noise_multiplier: as for `integer_plan`, and so are `clients`, `survivors`, `dimension` and `block`.
@@ -142,7 +154,10 @@ def fewest_bits(
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """What the scale depends on, besides the bits. The norm is that of the clip, in integers."""
+    """The parameters of the scale, besides the bits.
+
+    The norm is that of the clip, in integers.
+    """
 
     noise_multiplier: float
     clients: int
@@ -164,13 +179,16 @@ class _Group:
         return f"{self.dimension} values of {self.clients} clients with noise_multiplier = {self.noise_multiplier:g}"
 
     def norm(self, bits: int) -> float:
-        """Return the norm of the clip in integers for a modulus; 0 if there are too few bits for any."""
+        """Return the norm of the clip in integers for a modulus.
+
+        It is 0 if there are too few bits for any.
+        """
         useful = max(_FINE * sqrt(self._padded), _QUIET * sqrt(self.clients) / self.noise_multiplier)
         drawn = sqrt(MAX_VARIANCE * self.survivors) / self.noise_multiplier
         return _round_down(min(self._largest(bits), useful, drawn))
 
     def rounding(self, norm: float) -> float:
-        """Return how much larger the norm of a vector can be after it was rounded.
+        """Return the largest growth factor of a norm by rounding.
 
         Rounding is repeated until the norm is within the bound of Kairouz, Liu, Steinke (2021) for conditional
         rounding, with beta = exp(-1/2), which makes one of its factors 1.
@@ -182,7 +200,10 @@ class _Group:
         return min(norm + root, sqrt(likely)) / norm
 
     def fewest_bits(self, rounding: float) -> int:
-        """Return the fewest bits with which rounding makes the norm larger by no more than a factor, if possible."""
+        """Return the fewest bits with at most this growth by rounding.
+
+        If no number of bits reaches it, return the fewest with which more would not help.
+        """
         reached = max(rounding, self.rounding(self.norm(MAX_BITS)))
         return next(bits for bits in range(MIN_BITS, MAX_BITS + 1) if self.rounding(self.norm(bits)) <= reached)
 
@@ -191,7 +212,7 @@ class _Group:
         return -(-self.dimension // self.block) * self.block
 
     def _largest(self, bits: int) -> float:
-        """Return the largest norm with which a sum of the clients stays in the range."""
+        """Return the largest norm that keeps a sum in the range."""
         below, above = 0.0, ldexp(1.0, bits)
         for _ in range(64):
             middle = (below + above) / 2.0
@@ -199,11 +220,12 @@ class _Group:
         return below
 
     def _stays(self, norm: float, bits: int) -> bool:
-        """Return whether the probability that any value of the sum leaves the range is low enough.
+        """Return whether values of the sum leave the range rarely enough.
 
-        Rounding moves each value of the sum by less than 1 for each client. The rest is bounded by Chernoff's method: a
-        sum of k vectors has the norm k norm, hence after a rotation with random signs, each value is sub-Gaussian with
-        the variance (k norm)^2 / block; the noise has the moments exp(v (cosh(x) - 1)).
+        The probability that any of them does is compared with `WRAP_PROBABILITY`. Rounding moves each value of the sum
+        by less than 1 for each client. The rest is bounded by Chernoff's method: a sum of k vectors has the norm k
+        norm, hence after a rotation with random signs, each value is sub-Gaussian with the variance (k norm)^2 / block;
+        the noise has the moments exp(v (cosh(x) - 1)).
         """
         room = ldexp(1.0, bits - 1) - self.clients
         if room <= 0.0:
@@ -218,6 +240,9 @@ class _Group:
 
 
 def _round_down(value: float) -> float:
-    """Return a number with 20 significant bits, so that no computer's last bits make another plan."""
+    """Return a number rounded down to 20 significant bits.
+
+    So the last bits of different computers cannot make different plans.
+    """
     fraction, exponent = frexp(value)
     return ldexp(floor(ldexp(fraction, 20)), exponent - 20)

@@ -1,9 +1,9 @@
-"""Vectors as integers with noise: what a client sends under distributed differential privacy, and what their sum says.
+"""Vectors as integers with noise, for distributed differential privacy.
 
 A vector is clipped, rotated, scaled, and rounded at random to integers around each value; then its share of Skellam
 noise is added (Agarwal, Kairouz, Liu 2021; rotation, conditional rounding and the modulus are those of Kairouz, Liu,
-Steinke 2021). Secure aggregation adds such vectors modulo 2^bits. Two sets of data are neighbours if they differ in
-what one client sends, all its values being 0 in one of them; that client's noise is in both.
+Steinke 2021). Secure aggregation adds such vectors modulo 2^bits. Two sets of data are neighbours if they differ in the
+vector of one client, all its values being 0 in one of them; that client's noise is in both.
 """
 
 import hashlib
@@ -25,7 +25,10 @@ _ATTEMPTS = 256
 
 
 class RoundingFailed(Exception):
-    """No attempt of rounding kept the norm, which has a probability below 2^-180."""
+    """No attempt of rounding kept the norm within its bound.
+
+    Its probability is below 2^-180.
+    """
 
 
 def encode_private(delta: NDArray[np.float32], plan: IntegerPlan, seed: bytes, secret: bytes) -> NDArray[np.int64]:
@@ -55,6 +58,7 @@ def encode_private(delta: NDArray[np.float32], plan: IntegerPlan, seed: bytes, s
     context = [hashlib.sha256(delta.data).hexdigest(), repr(plan), seed.hex()]
     rotation = Rotation(seed, plan.block)
     whole = np.empty(plan.padded, np.int64)
+    # Conditional rounding: rounding is drawn again until the norm is within the bound on which the charge is based.
     for attempt in range(_ATTEMPTS):
         random = KeyStream(secret, ["rounding", str(attempt), *context])
         square = sum(_round(delta, piece, start, factor, rotation, random) for piece, start in _pieces(whole, plan))
@@ -70,7 +74,7 @@ def encode_private(delta: NDArray[np.float32], plan: IntegerPlan, seed: bytes, s
 
 
 def decode_sum(total: NDArray[np.int64], plan: IntegerPlan, seed: bytes, start: int) -> NDArray[np.float64]:
-    """Return a piece of the sum of the clients' vectors, with noise, from the sum of their integers.
+    """Return a piece of the clients' noisy sum from its integers.
 
     Args:
         total: [m], whole blocks of the sum modulo 2^bits. Which of the numbers of the same residue does not matter.
@@ -79,12 +83,13 @@ def decode_sum(total: NDArray[np.int64], plan: IntegerPlan, seed: bytes, start: 
         start: the place of the first value in the padded vector, a multiple of the block.
 
     Returns:
-        [m], of which those from `dimension` on are padding.
+        [m]; those from `dimension` on are padding.
 
     Raises:
         ValueError: if the piece is not whole blocks.
     """
     half = 1 << (plan.bits - 1)
+    # Residues stand for numbers from -2^(bits - 1) to 2^(bits - 1) - 1.
     values = (((total + half) & (2 * half - 1)) - half).astype(np.float64)
     Rotation(seed, plan.block).undo(values, start)
     values /= plan.scale
@@ -111,7 +116,13 @@ def _round(
     rotation: Rotation,
     random: KeyStream,
 ) -> float:
-    """Write a piece of the rotated vector, rounded at random, to `whole`. Return the square of its norm."""
+    """Write a piece of the rotated vector, rounded at random.
+
+    It is written to `whole`.
+
+    Returns:
+        The square of its norm.
+    """
     values = np.zeros(len(whole))
     given = delta[start : start + len(whole)]
     np.multiply(given, factor, out=values[: len(given)])

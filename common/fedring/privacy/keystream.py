@@ -1,4 +1,7 @@
-"""A sequence of random bytes that follows from a key and can be read from any place: AES-256 in counter mode."""
+"""A key stream with random access: AES-256 in counter mode.
+
+The random bytes follow from a key, and can be read from any place.
+"""
 
 import hashlib
 import hmac
@@ -18,11 +21,13 @@ _WORD_BYTES = 8
 
 
 class KeyStream:
-    """An endless sequence of bytes that nobody without the key can tell from random ones.
+    """An endless sequence of pseudorandom bytes.
+
+    Nobody without the key can tell them from random ones.
 
     Args:
         key: a secret, or a public seed if everybody may know the sequence.
-        context: what the sequence is for; another context gives an independent sequence.
+        context: the purpose of the sequence; another context gives an independent sequence.
     """
 
     def __init__(self, key: bytes, context: Iterable[str]) -> None:
@@ -36,12 +41,12 @@ class KeyStream:
         return cipher.update(bytes(skipped + stop - start))[skipped:]
 
     def words(self, start: int, stop: int) -> NDArray[np.uint64]:
-        """Return the 64-bit words from `start` to `stop` of the sequence, [stop - start]."""
+        """Return the 64-bit words from `start` to `stop`, [stop - start]."""
         return np.frombuffer(self.read(start * _WORD_BYTES, stop * _WORD_BYTES), "<u8")
 
 
 def check_secret(secret: bytes) -> None:
-    """Return if a secret is long enough.
+    """Check that a secret is long enough.
 
     Raises:
         ValueError: if it is shorter than 32 bytes.

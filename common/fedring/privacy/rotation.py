@@ -16,7 +16,9 @@ _PIECE = 2**17
 
 
 class Rotation:
-    """A rotation of a vector whose length is a multiple of the block, which can be applied piece by piece.
+    """A rotation of a vector, applied piece by piece.
+
+    The vector's length is a multiple of the block.
 
     Args:
         seed: draws the signs; everybody who has it can undo the rotation.
@@ -41,7 +43,10 @@ class Rotation:
             self._hadamard(piece)
 
     def undo(self, values: NDArray[np.float64], start: int) -> None:
-        """Undo the rotation of a piece of the vector in place. The arguments are those of `apply`."""
+        """Undo the rotation of a piece of the vector in place.
+
+        The arguments are those of `apply`.
+        """
         for piece, place in self._pieces(values, start):
             self._hadamard(piece)
             piece *= self._sign(place, len(piece))

@@ -1,12 +1,13 @@
-"""Noise of the Skellam distribution: the difference of two independent Poisson variables of the same mean.
+"""Noise of the Skellam distribution.
 
-Sums of it are of the same distribution, with the sum of the variances, which is what distributed differential privacy
-needs (Agarwal, Kairouz, Liu 2021). The distribution with the variance v takes the value k with the probability
-exp(-v) I_k(v), where I_k is the modified Bessel function of the first kind.
+It is the distribution of the difference of two independent Poisson variables with the same mean. Sums of it are of the
+same distribution, with the sum of the variances, as distributed differential privacy needs it (Agarwal, Kairouz, Liu
+2021). The distribution with the variance v takes the value k with the probability exp(-v) I_k(v), where I_k is the
+modified Bessel function of the first kind.
 
 Values are drawn by inversion: a number of 128 random bits is looked up in a table of the cumulative distribution, which
 is computed with integers, each entry to within 2^-128. Values that are drawn with a probability below 2^-160 are left
-out. The total variation distance between what is drawn and the Skellam distribution is below 2^-106: for a vector of
+out. The total variation distance between the drawn values and the Skellam distribution is below 2^-106: for a vector of
 2^25 values, it is below 2^-81, far less than any delta.
 """
 
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 from fedring.privacy.keystream import KeyStream
 
 MIN_VARIANCE, MAX_VARIANCE = 2.0**-32, 2.0**32
-"""The bounds of what can be drawn. The table of the largest variance has 1.7 million entries."""
+"""The bounds of the variance. The table of the largest variance has 1.7 million entries."""
 
 _HALF = 64
 _BITS = 2 * _HALF
@@ -30,7 +31,7 @@ _PRECISION = 160
 
 
 class SkellamNoise:
-    """An endless sequence of independent values of the Skellam distribution with the mean 0.
+    """An endless sequence of independent Skellam values with mean 0.
 
     Args:
         variance: from `MIN_VARIANCE` to `MAX_VARIANCE`.
@@ -45,7 +46,7 @@ class SkellamNoise:
         self._high, self._low = high, low
 
     def draw(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Return the values from `start` to `stop` of the sequence, [stop - start]."""
+        """Return the values from `start` to `stop`, [stop - start]."""
         words = self._high.words(start, stop)
         upper, lower, guide = self._table
         first = (words >> np.uint64(_HALF - _GUIDE_BITS)).astype(np.int64)
@@ -61,7 +62,10 @@ class SkellamNoise:
 
 @lru_cache(maxsize=4)
 def _table(variance: float) -> tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.int32]]:
-    """Return the upper and the lower halves of P(X <= k) 2^128 for k from -n to n - 1, each [2 n], and a guide to them.
+    """Return the cumulative distribution in two halves, and a guide.
+
+    Returns:
+        The upper and the lower halves of P(X <= k) 2^128 for k from -n to n - 1, [2 n] each, and the guide.
 
     The guide, [2^_GUIDE_BITS + 1], holds how many of the upper halves are below each number of so many bits. It spares
     most values the search.
@@ -76,10 +80,11 @@ def _table(variance: float) -> tuple[NDArray[np.uint64], NDArray[np.uint64], NDA
 
 
 def _tails(variance: float) -> list[int]:
-    """Return P(X >= k) 2^128 for k from 1 to n, where n is the largest k that matters.
+    """Return P(X >= k) 2^128 for k from 1 to n.
 
-    I_(k-1) = I_(k+1) + (2 k / v) I_k is stable from large k to small ones (Miller's algorithm, which begins as if
-    I_(n+1) were 0). The probabilities of all values together are 1, which gives the common factor.
+    Here n is the largest k for which that is not rounded to 0. I_(k-1) = I_(k+1) + (2 k / v) I_k is stable from large k
+    to small ones (Miller's algorithm, which begins as if I_(n+1) were 0). The probabilities of all values together are
+    1, which gives the common factor.
     """
     last = _last(variance)
     numerator, denominator = variance.as_integer_ratio()

@@ -1,7 +1,7 @@
-"""What both ends of every gRPC call share: channels, TLS, identities, errors, chunks, and the interceptors of servers.
+"""The common parts of both ends of every gRPC call.
 
-What may enter: bytes, messages of the protocol, and settings of a daemon. What must not: rounds, jobs, models and
-anything else that a call is about. A server's interceptors go in this order: `CountCalls` counts what the caller sees,
-`Boundary` turns exceptions into statuses; what fl-server adds (who may call, spans) comes after them. The package may
-import `fedring.codec` and `fedring.daemon`.
+They are channels, TLS, identities, errors, chunks, and the interceptors of servers. Bytes, messages of the protocol,
+and settings of a daemon may enter. Rounds, jobs, models and other subjects of calls must not. A server's interceptors
+go in this order: `CountCalls` counts the statuses that callers see, and `Boundary` turns exceptions into statuses;
+those that fl-server adds (access, spans) come after them. The package may import `fedring.codec` and `fedring.daemon`.
 """

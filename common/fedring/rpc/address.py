@@ -1,6 +1,7 @@
-"""Addresses in settings: "host:port", or "unix:path" where a Unix socket may be used.
+"""Addresses in settings: "host:port", or "unix:path" where allowed.
 
-The types are for fields of a configuration. They check the port, because gRPC itself takes a port modulo 65536.
+A path is that of a Unix socket. The types are for fields of a configuration. They check the port, because gRPC itself
+takes a port modulo 65536.
 """
 
 import re
@@ -27,7 +28,7 @@ def check_address(text: str) -> str:
 
 
 def check_tcp_address(text: str) -> str:
-    """Return `text` if it is "host:port", with a port from 0 to 65535.
+    """Return `text` if it is "host:port".
 
     Raises:
         ValueError: If it is not.
@@ -41,9 +42,10 @@ def check_tcp_address(text: str) -> str:
 
 
 def check_peer_address(text: str) -> str:
-    """Return `text`, which comes from another machine, if it is "host:port" with a plain host, "[address]" in IPv6.
+    """Return `text` if it is a plain "host:port".
 
-    gRPC would take more, such as a path, or a name server to ask.
+    It comes from another machine. The host is a name or an IPv4 address, or "[address]" in IPv6. gRPC would take more,
+    such as a path, or a name server to ask.
 
     Raises:
         ValueError: If it is something else.

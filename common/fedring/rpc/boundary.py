@@ -21,10 +21,10 @@ metadata of more than 8 KiB altogether, including the reason."""
 
 
 class Boundary(aio.ServerInterceptor):
-    """Turns everything that a handler raises into one status, a sentence and a reason.
+    """Turns any exception of a handler into a status.
 
-    Only `CountCalls` may go before it. A FedringError or CodecError becomes its own status; all else becomes INTERNAL
-    without details, and is logged with its traceback.
+    The status has a sentence and a reason. Only `CountCalls` may go before it. A FedringError or CodecError becomes its
+    own status; all else becomes INTERNAL without details, and is logged with its traceback.
     """
 
     async def intercept_service(self, continuation: Callable[..., Awaitable[Any]], handler_call_details: Any) -> Any:
@@ -34,6 +34,7 @@ class Boundary(aio.ServerInterceptor):
         inner = getattr(handler, kind)
         checked = _CheckedStream if handler.request_streaming else require_message
 
+        # The name may be any text of the caller: escaped and cut, it cannot forge a line of the log.
         meter, method = CallMeter(), ascii(details.method[:100])[1:-1]
 
         async def call(request: Any, context: Any) -> Any:
@@ -78,7 +79,10 @@ class _CheckedStream(AsyncIterator[Any]):
 
 
 def _none_if_invalid(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
-    """Wrap a deserializer so that it returns None for invalid bytes: the caller must not see a parser's own words."""
+    """Wrap a deserializer to return None for invalid bytes.
+
+    The caller must not see a parser's own words.
+    """
 
     def parse(data: bytes) -> Any:
         try:
@@ -90,7 +94,10 @@ def _none_if_invalid(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], A
 
 
 def _cut(text: str) -> str:
-    """Shorten a sentence for the metadata, and escape lone surrogates, which UTF-8 cannot encode."""
+    """Shorten a sentence for the metadata.
+
+    Lone surrogates, which UTF-8 cannot encode, are escaped.
+    """
     cut = text if len(text) <= MOST_LETTERS else f"{text[: MOST_LETTERS - 3]}..."
     return cut.encode(errors="backslashreplace").decode()
 

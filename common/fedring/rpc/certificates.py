@@ -25,8 +25,8 @@ def load_pair(cert: Path, key: Path) -> CertifiedKey:
     """Read a certificate and its private key.
 
     Raises:
-        ConfigError: If a file cannot be read, does not hold what it should, or if any user of this host can read the
-            key; or if the key belongs to another certificate.
+        ConfigError: If a file cannot be read, has other content, or if any user of this host can read the key; or if
+            the key belongs to another certificate.
     """
     chain, private = read_secretly(cert, secret=False), read_secretly(key)
     certificate = _parse(chain, cert)[0]
@@ -69,11 +69,11 @@ def read_secretly(path: Path, *, secret: bool = True) -> bytes:
 
 
 def check_dates(certificate: x509.Certificate, what: str) -> timedelta:
-    """Return for how long a certificate is still valid.
+    """Return the time for which a certificate is still valid.
 
     Args:
         certificate: The certificate.
-        what: What to call it in an error, such as the name of its file.
+        what: Its name in an error, such as the name of its file.
 
     Raises:
         ConfigError: If it is not valid yet, or has expired.
@@ -98,7 +98,10 @@ def names_of(certificate: x509.Certificate) -> x509.SubjectAlternativeName:
 
 
 def identity_of(certificate: x509.Certificate) -> Identity | None:
-    """Return the identity that a certificate names; None if it holds no `fedring://` URI."""
+    """Return the identity in a certificate, or None.
+
+    It is None if the certificate holds no `fedring://` URI.
+    """
     found = [parse_uri(uri) for uri in names_of(certificate).get_values_for_type(x509.UniformResourceIdentifier)]
     return next((identity for identity in found if identity), None)
 

@@ -67,7 +67,7 @@ _AGING: list[tuple[str, Any]] = [
 
 
 def open_channel(address: str, tls: Tls = PLAINTEXT, *, own_connection: bool = False) -> aio.Channel:
-    """Open a channel for asyncio, with the certificates as they are on disk now.
+    """Open an asyncio channel with the certificates now on disk.
 
     Args:
         address: "host:port" or "unix:path".
@@ -84,7 +84,7 @@ def open_channel(address: str, tls: Tls = PLAINTEXT, *, own_connection: bool = F
 
 
 def open_sync_channel(address: str, tls: Tls = PLAINTEXT, token: str = "") -> grpc.Channel:
-    """Open a channel for threads, with the certificates as they are on disk now.
+    """Open a channel for threads with the certificates now on disk.
 
     Args:
         address: "host:port" or "unix:path".
@@ -121,7 +121,10 @@ def make_server(
 
 
 def encrypts(address: str, tls: Tls) -> bool:
-    """Return whether calls to `address` are encrypted. Those to a Unix socket never are."""
+    """Return whether calls to `address` are encrypted.
+
+    Those to a Unix socket never are.
+    """
     return tls.on and not address.startswith("unix:")
 
 

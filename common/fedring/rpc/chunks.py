@@ -1,6 +1,7 @@
-"""Long payloads in chunks: cut, written to the wire with one copy, and read from it without any.
+"""Long payloads in chunks, with few copies.
 
-A ModelBlob and a ClientUpdate that carry a chunk are the same bytes, because the chunk is field 2 of both:
+They are cut, written to the wire with one copy, and read from it without any. A ModelBlob and a ClientUpdate that carry
+a chunk are the same bytes, because the chunk is field 2 of both:
 
     0x12 length | 0x08 offset (absent if 0) | 0x12 length data
 
@@ -24,7 +25,7 @@ _CHUNK, _OFFSET, _DATA = 0x12, 0x08, 0x12  # field number << 3 | wire type
 
 @dataclass(frozen=True, slots=True)
 class ReceivedChunk:
-    """A chunk whose data lies in the bytes that were received; nothing is copied."""
+    """A chunk whose data lies in the received bytes, uncopied."""
 
     offset: int  # of the data in the payload, in bytes
     data: memoryview
@@ -46,7 +47,12 @@ def chunks(read: Callable[[int, int], bytes | memoryview], *, start: int, total:
 
 
 def chunk_message(offset: int, data: bytes | memoryview) -> bytes:
-    """Return a serialised ModelBlob or ClientUpdate that carries `data`, which lies at `offset` of the payload."""
+    """Return a serialised ModelBlob or ClientUpdate with a chunk.
+
+    Args:
+        data: The chunk.
+        offset: Its offset in the payload.
+    """
     head = (bytes((_OFFSET,)) + varint(offset) if offset else b"") + bytes((_DATA,)) + varint(len(data))
     return b"".join((bytes((_CHUNK,)), varint(len(head) + len(data)), head, data))
 

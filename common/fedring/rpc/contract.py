@@ -1,4 +1,7 @@
-"""Constants that both sides of the protocol must agree on and that the .proto files cannot hold."""
+"""Constants of the protocol that the .proto files cannot hold.
+
+Both sides must agree on them.
+"""
 
 import re
 

@@ -20,7 +20,9 @@ _RETRY_SECONDS, _MOST_RETRY_SECONDS = 10.0, 3600.0  # the default, and the most 
 
 
 class FedringError(Exception):
-    """A deliberate refusal. Its sentence says what is wrong and what to do.
+    """A deliberate refusal.
+
+    Its sentence says what is wrong and what to do.
 
     Args:
         detail: The sentence.
@@ -92,7 +94,10 @@ class NoSuchClient(FedringError):
 
 
 class ClientInUse(FedringError):
-    """The client has a session, or an update in an open round, so that it cannot be forgotten now."""
+    """The client cannot be forgotten now.
+
+    It has a session, or an update in an open round.
+    """
 
     status, reason = StatusCode.FAILED_PRECONDITION, "client_is_here"
 
@@ -110,7 +115,10 @@ class OtherUpdate(FedringError):
 
 
 class OtherMessage(FedringError):
-    """Another message of this kind was taken from this client for the secure aggregation of the round."""
+    """Another message of this kind was taken for secure aggregation.
+
+    It came from this client, for the same round.
+    """
 
     status, reason = StatusCode.FAILED_PRECONDITION, "other_message"
 
@@ -146,7 +154,9 @@ class Superseded(FedringError):
 
 
 class IdInUse(FedringError):
-    """Another session uses the client id, and the caller has not proven to be its owner.
+    """The client id is used by another session.
+
+    The caller has not proven to be its owner.
 
     Args:
         detail: A sentence for the caller.
@@ -161,7 +171,10 @@ class IdInUse(FedringError):
 
 
 class Gone(FedringError):
-    """The caller has closed the connection. Nobody would read the error, and it is not logged."""
+    """The caller has closed the connection.
+
+    Nobody would read the error, and it is not logged.
+    """
 
     status, reason = StatusCode.CANCELLED, "gone"
 
@@ -173,7 +186,7 @@ class Stalled(FedringError):
 
 
 class Overloaded(FedringError):
-    """The server cannot handle the call now; it should be tried again later."""
+    """The server cannot handle the call now; try it again later."""
 
     status, reason = StatusCode.RESOURCE_EXHAUSTED, "overloaded"
 
@@ -185,7 +198,10 @@ class TooLarge(FedringError):
 
 
 class Damaged(FedringError):
-    """The stored part of this upload cannot be used; it should be sent again from the start."""
+    """The stored part of this upload cannot be used.
+
+    It should be sent again from the start.
+    """
 
     status, reason = StatusCode.UNAVAILABLE, "damaged"
 
@@ -199,7 +215,7 @@ class Unavailable(FedringError):
 def refusal_in(group: ExceptionGroup[Exception]) -> FedringError | None:
     """Return the refusal that has ended a group of tasks.
 
-    Use it in `except`, not in `except*`, which before Python 3.11.4 wraps what is raised in it in another group.
+    Use it in `except`, not in `except*`, which before Python 3.11.4 wraps errors raised in it in another group.
 
     Args:
         group: The errors of the tasks.
@@ -210,6 +226,7 @@ def refusal_in(group: ExceptionGroup[Exception]) -> FedringError | None:
     Raises:
         ExceptionGroup: If the group holds an error that is no FedringError.
     """
+    # A caller that has gone or stalled reads no refusal: only the other errors are worth an answer.
     told = group.split((Gone, Stalled))[1]
     if told is None:
         return None
@@ -220,25 +237,28 @@ def refusal_in(group: ExceptionGroup[Exception]) -> FedringError | None:
 
 
 def reason_of(error: grpc.RpcError | FedringError) -> str:
-    """Return the reason of a failed call; the name of its status, in lower case, if the server gave no reason."""
+    """Return the reason of a failed call.
+
+    It is the name of the call's status, in lower case, if the server gave no reason.
+    """
     if isinstance(error, FedringError):
         return error.reason
     return reason_in(_trailing_metadata(error)) or status_of(error).name.lower()
 
 
 def reason_in(metadata: Sequence[tuple[str, str | bytes]] | None) -> str:
-    """Return the reason in a call's trailing metadata; empty if there is none."""
+    """Return the reason in a call's trailing metadata, or ""."""
     return _text_in(metadata, REASON_KEY)
 
 
 def retry_seconds_of(error: grpc.RpcError) -> float:
-    """Return for how many seconds a client should keep trying after "id_in_use".
+    """Return the seconds for which to keep trying after "id_in_use".
 
     Args:
         error: The call that was refused.
 
     Returns:
-        What the server says, limited to 0 to 3600; 10 if it gives no finite number.
+        The server's answer, limited to 0 to 3600; 10 if it gives no finite number.
     """
     try:
         seconds = float(_text_in(_trailing_metadata(error), RETRY_KEY))
@@ -256,7 +276,7 @@ def _text_in(metadata: Sequence[tuple[str, str | bytes]] | None, wanted: str) ->
 
 
 def status_of(error: grpc.RpcError | FedringError) -> StatusCode:
-    """Return the gRPC status of a failed call, or the one that a FedringError stands for."""
+    """Return the gRPC status of a failed call or FedringError."""
     if isinstance(error, FedringError):
         return error.status
     code = error.code() if isinstance(error, aio.AioRpcError | grpc.Call) else StatusCode.UNKNOWN

@@ -1,4 +1,7 @@
-"""How interceptors take the handler of a method apart, and put it together again."""
+"""Taking a method's handler apart and putting it together again.
+
+Interceptors need both.
+"""
 
 import inspect
 from collections.abc import AsyncIterator, Callable
@@ -42,11 +45,12 @@ def unknown_method(method: str) -> Any:
 
 
 def around(method: Callable[..., Any], enter: Callable[[Any, Any], AbstractAsyncContextManager[Any]]) -> Any:
-    """Wrap a handler's method so that each call of it runs inside a context manager.
+    """Wrap a handler's method in a context manager for each call.
 
     Args:
         method: A coroutine function or an asynchronous generator function of (request, context).
-        enter: Makes the context manager from the same two arguments; what it yields is passed on as the context.
+        enter: Makes the context manager from the same two arguments; the object that it yields is passed on as the
+            context.
 
     Returns:
         A function of the same kind as `method`.
@@ -61,4 +65,5 @@ def around(method: Callable[..., Any], enter: Callable[[Any, Any], AbstractAsync
             async for response in method(request, entered):
                 yield response
 
+    # gRPC also tells the two kinds apart by the function, so the wrapper must be of the same kind.
     return generate if inspect.isasyncgenfunction(method) else call

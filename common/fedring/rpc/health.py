@@ -17,7 +17,7 @@ _PORT_STREAMS = 16
 
 
 class Health:
-    """What a process answers to health checks.
+    """The answers of a process to health checks.
 
     Each port answers for its own services, and for "", which means the whole process. A port without services of its
     own answers for all services of the process.
@@ -58,20 +58,23 @@ class Health:
                 await servicer.set(service, status.SERVING if serving else status.NOT_SERVING)
 
     async def stop(self) -> None:
-        """Set all services to NOT_SERVING for good, even if `set` is called afterwards."""
+        """Set all services to NOT_SERVING permanently.
+
+        This holds even if `set` is called afterwards.
+        """
         for servicer, _ in self._ports:
             await servicer.enter_graceful_shutdown()
 
 
 def health_port(address: str, health: Health) -> tuple[aio.Server, str]:
-    """Make a server that does nothing but answer health checks.
+    """Make a server that only answers health checks.
 
     It uses plaintext, also with other hosts, because the probes of orchestrators cannot use TLS. All that it reveals is
     whether the daemon is serving.
 
     Args:
         address: Where it is to listen, "host:port" or "unix:path"; port 0 takes any free one.
-        health: What it answers.
+        health: Its answers.
 
     Returns:
         The server, which has not been started, and the address with the port that it got.

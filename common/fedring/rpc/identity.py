@@ -1,7 +1,7 @@
-"""Identities: the role and the name that a certificate or a token stands for, and what they allow.
+"""Identities, and the rights that they give.
 
-In a certificate, an identity is a URI among the alternative names: `fedring://client/NAME`, `fedring://operator/NAME`
-or `fedring://server/NAME`.
+An identity is the role and the name that a certificate or a token stands for. In a certificate, it is a URI among the
+alternative names: `fedring://client/NAME`, `fedring://operator/NAME` or `fedring://server/NAME`.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ _URI = re.compile(rf"fedring://(client|operator|server)/({NAME.pattern})")
 
 
 class Role(StrEnum):
-    """What an identity may do: train, operate the server, or serve."""
+    """The rights of an identity: train, operate the server, or serve."""
 
     CLIENT = "client"
     OPERATOR = "operator"
@@ -27,7 +27,10 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """A caller who has proven who they are; without a role, a local user who could read the daemon's own files."""
+    """A caller who has proven who they are.
+
+    Without a role, it is a local user who could read the daemon's own files.
+    """
 
     role: Role | None
     name: str
@@ -35,15 +38,18 @@ class Identity:
     ends_at: float | None = None  # when the token expires, in seconds since 1970
 
     def is_a(self, role: Role) -> bool:
-        """Return whether they may do what that role may do."""
+        """Return whether the caller has the rights of that role."""
         return self.role in (None, role)
 
     def speaks_for(self, client_id: str) -> bool:
-        """Return whether they may join as the client of this id."""
+        """Return whether the caller may join as the client of this id."""
         return self.role is None or (self.role, self.name) == (Role.CLIENT, client_id)
 
     def owns(self, other: "Identity") -> bool:
-        """Return whether they may continue what `other` has begun, such as an upload."""
+        """Return whether the caller may continue work begun by `other`.
+
+        An upload is an example.
+        """
         return self.role is None or (self.role, self.name) == (other.role, other.name)
 
     def __str__(self) -> str:
@@ -54,7 +60,7 @@ LOCAL = Identity(None, "local")
 """The caller of a port that only this host can reach, or that the operator has opened to everybody."""
 
 NOBODY = Identity(None, "nobody")
-"""What the audit log calls a caller without an identity. Such a call is never let in."""
+"""A caller without an identity, for the audit log. Such a call is never let in."""
 
 IDENTITY: ContextVar[Identity] = ContextVar("IDENTITY")
 """The caller of the call that the running handler serves. It has no value unless `Auth` has set it."""
@@ -72,14 +78,20 @@ def parse_uri(uri: str) -> Identity | None:
 
 
 def certified(context: Any) -> Identity | None:
-    """Return the identity in the caller's certificate; None if it names none, or there is no certificate."""
+    """Return the identity in the caller's certificate, or None.
+
+    It is None without a certificate, and if the certificate names no identity.
+    """
     uris: Any = context.auth_context().get("peer_uri", ())
     found = (parse_uri(bytes(uri).decode("utf-8", "replace")) for uri in uris)
     return next((identity for identity in found if identity), None)
 
 
 def peer_name(uri: str) -> str:
-    """Return the host name in the certificate of the worker whose identity is `uri`.
+    """Return the host name in a worker's certificate.
+
+    Args:
+        uri: The identity of the worker.
 
     A peer that connects to the worker demands this name, and so this identity, whatever the worker's address is. The
     name is a digest because DNS does not distinguish upper and lower case.

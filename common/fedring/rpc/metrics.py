@@ -1,4 +1,7 @@
-"""Metrics of gRPC calls, by method and by the status code that the caller sees."""
+"""Metrics of gRPC calls, by method and status code.
+
+The status code is the one that the caller sees.
+"""
 
 import asyncio
 import time
@@ -55,13 +58,22 @@ class MethodMetrics:
     received: Counter
 
     def begin(self) -> float:
-        """Count the beginning of a call, and return the time for `end`, in seconds."""
+        """Count the beginning of a call.
+
+        Returns:
+            The time for `end`, in seconds.
+        """
         self.started.inc()
         self.in_flight.inc()
         return time.perf_counter()
 
     def end(self, began: float, code: str) -> None:
-        """Count the end of a call that began at `began` with a status code, given by name."""
+        """Count the end of a call.
+
+        Args:
+            began: The time that `begin` returned.
+            code: The name of the status code.
+        """
         self.handled[code].inc()
         self.seconds.observe(time.perf_counter() - began)
         self.in_flight.dec()  # last, so that once it reads 0, all calls have been counted above
@@ -115,7 +127,11 @@ class CallMetrics:
                     self.of(f"/{service.full_name}/{method.name}")
 
     def of(self, path: str) -> MethodMetrics:
-        """Return the metrics of a method, given its path, "/package.Service/Method"; they are made if need be."""
+        """Return the metrics of a method; make them if need be.
+
+        Args:
+            path: The method's path, "/package.Service/Method".
+        """
         if path not in self._methods:
             label = path.rpartition(".")[2].lstrip("/")
             self._methods[path] = MethodMetrics(
@@ -129,12 +145,18 @@ class CallMetrics:
         return self._methods[path]
 
     def known(self, path: str) -> MethodMetrics | None:
-        """Return the metrics of a method, given its path; None if `of` has not made them."""
+        """Return the metrics of a method by its path, or None.
+
+        It is None if `of` has not made them.
+        """
         return self._methods.get(path)
 
 
 class CountCalls(aio.ServerInterceptor):
-    """Counts a server's calls. It goes before the Boundary, where a call has the status code that its caller sees."""
+    """Counts a server's calls.
+
+    It goes before the Boundary, where a call has the status code that its caller sees.
+    """
 
     def __init__(self, calls: CallMetrics) -> None:
         self._calls = calls
@@ -155,7 +177,10 @@ class CountCalls(aio.ServerInterceptor):
 
 
 class _StatusKeeper:
-    """A call's context that remembers the status of an abort, which not every version of gRPC reveals."""
+    """A call's context that remembers the status of an abort.
+
+    Not every version of gRPC reveals it.
+    """
 
     def __init__(self, context: Any) -> None:
         self._context = context
@@ -170,7 +195,10 @@ class _StatusKeeper:
         await self._context.abort(code, *args, **kwargs)
 
     def ended_as(self) -> str:
-        """Return the name of the status of a call that has returned or was aborted."""
+        """Return the name of the status of an ended call.
+
+        The call has returned or was aborted.
+        """
         code = self._aborted or self._context.code() or StatusCode.OK
         return code.name if isinstance(code, StatusCode) else _NAMES[code]
 
@@ -208,7 +236,10 @@ def counted(channel: aio.Channel, calls: CallMetrics) -> aio.Channel:
 
 
 class _CountedChannel:
-    """The part of a channel that stubs use; the methods are those of aio.Channel."""
+    """The part of a channel that stubs use.
+
+    The methods are those of aio.Channel.
+    """
 
     def __init__(self, channel: aio.Channel, calls: CallMetrics) -> None:
         self._channel, self._calls = channel, calls
@@ -249,7 +280,10 @@ class _CountedChannel:
 
 
 def _code_of(call: Any) -> str:
-    """Return the status of a call that is done. gRPC's coroutine is run by hand, because it has nothing to wait for."""
+    """Return the status of a call that is done.
+
+    gRPC's coroutine is run by hand, because it has nothing to wait for.
+    """
     asking = call.code()
     try:
         asking.send(None)

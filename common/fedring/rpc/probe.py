@@ -1,4 +1,7 @@
-"""What listens at an address where no call succeeds: nobody, or a server that speaks TLS, or something else."""
+"""A probe of the listener at an address where no call succeeds.
+
+It finds nobody, a server that speaks TLS, or something else.
+"""
 
 import socket
 import ssl
@@ -8,7 +11,7 @@ _SECONDS = 2.0  # for each of the two attempts
 
 
 class Listener(Enum):
-    """What answers at an address."""
+    """The kind of listener at an address."""
 
     NOBODY = auto()
     PLAINTEXT = auto()  # or something that says nothing
@@ -16,7 +19,10 @@ class Listener(Enum):
 
 
 def listener_at(address: str) -> Listener:
-    """Return what listens at an address "host:port". It takes at most a few seconds. A Unix socket is not asked."""
+    """Return the kind of listener at an address "host:port".
+
+    It takes at most a few seconds. A Unix socket is not asked.
+    """
     host, _, port = address.rpartition(":")
     if not port.isdecimal():
         return Listener.NOBODY

@@ -1,7 +1,8 @@
-"""Revoked certificates: lists that an authority has signed (X.509 CRLs), read again whenever their file changes.
+"""Lists of revoked certificates, signed by an authority (X.509 CRLs).
 
-gRPC's Python API takes no such list, and shows a caller's certificate only to the side that was called. So the handlers
-of a port look here at each call, and nobody can look at the certificate of a port that they call.
+They are read again whenever their file changes. gRPC's Python API takes no such list, and shows a caller's certificate
+only to the side that was called. So the handlers of a port look here at each call, and nobody can look at the
+certificate of a port that they call.
 """
 
 import logging
@@ -21,11 +22,11 @@ log = logging.getLogger(__name__)
 _PEM = re.compile(rb"-----BEGIN X509 CRL-----.*?-----END X509 CRL-----", re.DOTALL)
 
 Serial = tuple[bytes, int]
-"""What distinguishes a certificate: the name of its issuer, in DER, and its serial number."""
+"""The key of a certificate: the name of its issuer, in DER, and its serial number."""
 
 
 def shown(context: Any) -> Serial | None:
-    """Return the serial of the certificate that the caller of this context has shown; None if there is none."""
+    """Return the serial of the caller's certificate, or None."""
     (pem, *_) = context.auth_context().get("x509_pem_cert") or (b"",)
     return _serial_in(bytes(pem)) if pem else None
 
@@ -36,7 +37,7 @@ def serial_of(certificate: "x509.Certificate") -> Serial:
 
 
 def load_revoked(crl: Path, authorities: "Iterable[x509.Certificate]") -> frozenset[Serial]:
-    """Return the serials of all certificates that the lists in a PEM file revoke.
+    """Return the serials of all certificates revoked in a PEM file.
 
     The end of a list's validity is not checked: an old list is better than none.
 
@@ -57,6 +58,7 @@ def load_revoked(crl: Path, authorities: "Iterable[x509.Certificate]") -> frozen
             parsed = x509.load_pem_x509_crl(pem)
         except ValueError as error:
             raise ConfigError(f"{crl} holds a damaged list of revoked certificates") from error
+        # One list from elsewhere refuses the whole file: used in part, it would look as if all were in force.
         if not any(_signed(parsed, key) for key in keys):
             raise ConfigError(f"the list of revoked certificates in {crl} is not signed by an authority in tls.ca")
         revoked.update((parsed.issuer.public_bytes(), entry.serial_number) for entry in parsed)
@@ -64,7 +66,7 @@ def load_revoked(crl: Path, authorities: "Iterable[x509.Certificate]") -> frozen
 
 
 class Revocations:
-    """The certificates that may not be used any more, from a file that may change at any time.
+    """The revoked certificates, from a file that may change.
 
     Args:
         crl: The file of the lists; None = nothing is revoked.

@@ -20,13 +20,16 @@ GRPC_PREFIX = 5
 
 @dataclass(slots=True)
 class CallMeter:
-    """Counts the bytes of one call's messages as they are on the wire, including gRPC's own prefix."""
+    """Counts the bytes of one call's messages on the wire.
+
+    gRPC's own prefix is included.
+    """
 
     received: int = 0
     sent: int = 0
 
     def receiving(self, parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
-        """Wrap a deserializer so that it counts the bytes that it is given."""
+        """Wrap a deserializer so that it counts its input bytes."""
 
         def count(data: bytes) -> Any:
             self.received += len(data) + GRPC_PREFIX
@@ -58,7 +61,10 @@ def wire_bytes(message: Message | bytes) -> int:
 
 
 class TimedStream(AsyncIterator[_T]):
-    """The messages of a stream, each of which must come within `seconds` of being asked for; raises Stalled if not."""
+    """A stream with a deadline for each message.
+
+    A message must come within `seconds` of being asked for; otherwise Stalled is raised.
+    """
 
     def __init__(self, messages: AsyncIterator[_T], seconds: float) -> None:
         self._messages, self._seconds = messages, seconds
@@ -72,7 +78,7 @@ class TimedStream(AsyncIterator[_T]):
 
 
 async def write(context: Any, message: Any, seconds: float) -> None:
-    """Write a message of a response stream, and return when gRPC has taken it.
+    """Write a message of a response stream, and wait for gRPC.
 
     Args:
         context: The context of the call.
@@ -91,7 +97,9 @@ async def write(context: Any, message: Any, seconds: float) -> None:
 
 
 async def finish_write(context: Any, message: Any) -> None:
-    """Write a message; if cancelled, give the write that has begun half a second to end.
+    """Write a message, and finish it even if cancelled.
+
+    A write that has begun gets half a second to end.
 
     Raises:
         Gone: If the caller has closed the connection.

@@ -1,4 +1,4 @@
-"""The table `tls` of both daemons' configuration, and the credentials that it makes for gRPC.
+"""The daemons' table `tls`, and gRPC credentials made from it.
 
 Files that have changed are read again, so that certificates can be replaced without a restart.
 """
@@ -68,7 +68,9 @@ PLAINTEXT = Tls()
 
 
 def check_tls(tls: Tls) -> None:
-    """Check that the files can be used now; log a warning if the certificate expires soon.
+    """Check that the certificates can be used now.
+
+    A certificate that expires soon causes a warning in the log.
 
     Raises:
         ConfigError: If they cannot be used.
@@ -94,7 +96,10 @@ def check_tls(tls: Tls) -> None:
 
 
 def ends_at(tls: Tls) -> float | None:
-    """Return when the certificate on disk expires, in seconds since 1970; None if there is none."""
+    """Return the expiry of the certificate on disk, or None.
+
+    It is in seconds since 1970.
+    """
     from fedring.rpc.certificates import load_authorities
 
     try:
@@ -104,7 +109,9 @@ def ends_at(tls: Tls) -> float | None:
 
 
 def server_credentials(tls: Tls, on_handshake: Callable[[], None]) -> grpc.ServerCredentials:
-    """Return credentials for a port of this daemon; each handshake uses the files as they are then.
+    """Return credentials for a port of this daemon.
+
+    Each handshake uses the files as they are then.
 
     Args:
         tls: The certificates. With `ca`, callers must have a certificate that it signed.
@@ -127,7 +134,9 @@ def server_credentials(tls: Tls, on_handshake: Callable[[], None]) -> grpc.Serve
 
 
 def channel_credentials(tls: Tls, token: str = "") -> grpc.ChannelCredentials:
-    """Return credentials for a new channel, from the files as they are now.
+    """Return credentials for a new channel.
+
+    They are made from the files as they are now.
 
     Args:
         tls: The certificates.
@@ -161,7 +170,10 @@ def read_token(path: Path) -> str:
 
 
 class _Renewed:
-    """Returns the certificates if their files have changed since the last call, else None."""
+    """Returns the certificates if their files have changed, else None.
+
+    A change is one since the last call.
+    """
 
     def __init__(self, tls: Tls) -> None:
         self._tls = tls

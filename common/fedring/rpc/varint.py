@@ -1,4 +1,7 @@
-"""Protobuf's variable-length integers, for the few messages that are written and read without protobuf."""
+"""Protobuf's variable-length integers.
+
+A few messages are written and read without protobuf.
+"""
 
 
 def varint(value: int) -> bytes:

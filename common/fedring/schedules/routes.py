@@ -1,7 +1,8 @@
-"""The routes of named tensors between the stages of a model: who makes each tensor, and which stages use it.
+"""The routes of named tensors between the stages of a model.
 
-A tensor goes straight from the stage that makes it to every stage that uses it. One name is one tensor of the whole
-model. A tensor of the batch, such as a mask, is not sent: the worker of each stage that uses it reads it.
+A route names the stage that makes a tensor, and the stages that use it. A tensor goes straight from the stage that
+makes it to every stage that uses it. One name is one tensor of the whole model. A tensor of the batch, such as a mask,
+is not sent: the worker of each stage that uses it reads it.
 """
 
 from collections.abc import Mapping
@@ -15,7 +16,7 @@ BATCH = -1
 
 
 class Edge(NamedTuple):
-    """A tensor that passes from the stage that makes it to one that uses it."""
+    """A tensor that passes from its source stage to a user."""
 
     tensor: str
     source: int
@@ -59,7 +60,10 @@ class Routes:
 
     @property
     def edges(self) -> tuple[Edge, ...]:
-        """All edges, by their target and their tensor's name, so that every worker numbers them alike."""
+        """All edges, sorted by their target and their tensor's name.
+
+        So every worker numbers them alike.
+        """
         return tuple(
             Edge(name, source, target)
             for target, inputs in enumerate(self.sources)
@@ -68,7 +72,10 @@ class Routes:
         )
 
     def consumers(self, stage: int) -> dict[str, tuple[int, ...]]:
-        """Return the tensors that later stages use of those that a stage makes, each with those stages, in order."""
+        """Return a stage's tensors that later stages use.
+
+        Each comes with those stages, in order.
+        """
         found: dict[str, tuple[int, ...]] = {}
         for later, inputs in enumerate(self.sources):
             for name, source in inputs.items():
@@ -77,12 +84,15 @@ class Routes:
         return found
 
     def from_batch(self, stage: int) -> tuple[str, ...]:
-        """Return the names of the tensors that a stage's own worker reads from the batch."""
+        """Return the tensors that a stage's own worker reads from the batch."""
         return tuple(name for name, source in self.sources[stage].items() if source == BATCH)
 
 
 def chain(stages: int) -> Routes:
-    """Return the routes of a chain: stage 0 reads "inputs", and stage s the one output of stage s-1, "stage{s-1}"."""
+    """Return the routes of a chain of stages.
+
+    Stage 0 reads "inputs", and stage s reads the one output of stage s-1, "stage{s-1}".
+    """
     return Routes(({"inputs": BATCH}, *({f"stage{stage - 1}": stage - 1} for stage in range(1, stages))))
 
 

@@ -12,7 +12,10 @@ from typing import NamedTuple
 
 
 class ScheduleError(ValueError):
-    """A schedule cannot be made, would deadlock or lose a gradient, or would need more memory than allowed."""
+    """A schedule is impossible.
+
+    It cannot be made, would deadlock or lose a gradient, or would need more memory than allowed.
+    """
 
 
 class Kind(StrEnum):
@@ -24,7 +27,7 @@ class Kind(StrEnum):
 
 
 class Versions(StrEnum):
-    """Which weights the forwards of an asynchronous schedule use.
+    """The weights that the forwards of an asynchronous schedule use.
 
     The first two are of PipeDream (Narayanan et al. 2019, section 3.3), the third is of PipeDream-2BW (Narayanan et al.
     2021, "Memory-Efficient Pipeline-Parallel DNN Training", section 3.1).
@@ -91,7 +94,9 @@ class Schedule:
 
 
 def gpipe(stages: int, micro_batches: int, *, replicas: Sequence[int] = ()) -> Schedule:
-    """Return GPipe: all forwards, then all backwards, then the update (Huang et al. 2019, section 2.2).
+    """Return GPipe: all forwards, all backwards, then the update.
+
+    See Huang et al. 2019, section 2.2.
 
     Args:
         stages: The number of stages.
@@ -107,7 +112,7 @@ def gpipe(stages: int, micro_batches: int, *, replicas: Sequence[int] = ()) -> S
 
 
 def one_forward_one_backward(stages: int, micro_batches: int, *, replicas: Sequence[int] = ()) -> Schedule:
-    """Return 1F1B: each backward as early as possible, and one update at the end.
+    """Return 1F1B: backwards as early as possible, and one final update.
 
     The result is that of GPipe, with fewer activations in memory. Narayanan et al. 2021 ("Efficient Large-Scale
     Language Model Training on GPU Clusters Using Megatron-LM", section 2.2.1) call it PipeDream-Flush. With replicas,
@@ -128,9 +133,9 @@ def one_forward_one_backward(stages: int, micro_batches: int, *, replicas: Seque
 
 
 def interleaved(stages: int, micro_batches: int, *, workers: int) -> Schedule:
-    """Return interleaved 1F1B, where each worker has several stages, so that the pipeline fills earlier.
+    """Return interleaved 1F1B, with several stages for each worker.
 
-    It is that of Narayanan et al. 2021 (Megatron-LM, as above), section 2.2.2.
+    So the pipeline fills earlier. The schedule is that of Narayanan et al. 2021 (Megatron-LM, as above), section 2.2.2.
 
     Args:
         stages: A multiple of `workers`.
@@ -147,6 +152,7 @@ def interleaved(stages: int, micro_batches: int, *, workers: int) -> Schedule:
         raise ScheduleError(
             f"{micro_batches} micro-batches must be a multiple of {workers}, the number of workers, to be interleaved"
         )
+    # A group of `workers` micro-batches fills the pipeline exactly once: a rest would leave gaps in each turn.
     orders = [_interleave(w, stages, micro_batches, workers) for w in range(workers)]
     return _synchronous("interleaved_1f1b", micro_batches, orders, stages)
 
@@ -159,7 +165,9 @@ def pipedream(
     interval: int = 0,
     versions: Versions = Versions.STASHED,
 ) -> Schedule:
-    """Return PipeDream: 1F1B without a flush before each update (Narayanan et al. 2019, sections 3.2 and 3.3).
+    """Return PipeDream: 1F1B without a flush before each update.
+
+    See Narayanan et al. 2019, sections 3.2 and 3.3.
 
     Args:
         stages: The number of stages; each has its own worker.
@@ -187,6 +195,7 @@ def pipedream(
         raise ScheduleError(
             f"macrobatch needs an interval of at least {max(ahead)}, the longest warm-up, and it is {every}"
         )
+    # The orders do not depend on the versions. Add those last: vertical sync needs the whole order of the first stage.
     orders = [_with_updates(_alternate(s, micro_batches, ahead[s]), micro_batches, every) for s in range(stages)]
     used = [_newest(orders[0 if versions is Versions.VERTICAL else s]) for s in range(stages)]
     if versions is Versions.MACROBATCH:
@@ -196,9 +205,10 @@ def pipedream(
 
 
 def forwards(schedule: Schedule, micro_batches: int) -> Schedule:
-    """Return the forwards alone, on the workers of another schedule, to evaluate the model that they train.
+    """Return a schedule of forwards alone, for evaluation.
 
-    The stages of a worker take turns, with as many micro-batches each as there are workers.
+    It runs on the workers of another schedule, whose model it evaluates. The stages of a worker take turns, with as
+    many micro-batches each as there are workers.
 
     Args:
         schedule: Says which worker has which stage.
@@ -271,7 +281,10 @@ def _check_counts(stages: int, micro_batches: int, replicas: Sequence[int] = ())
 
 
 def _alternate(stage: int, micro_batches: int, warmup: int) -> list[Action]:
-    """Return `warmup` forwards, then forwards and backwards in alternation, then the backwards that are left."""
+    """Return the actions of one stage under 1F1B.
+
+    They are `warmup` forwards, then forwards and backwards in alternation, then the backwards that are left.
+    """
     ahead = min(warmup, micro_batches)
     actions = [Action(Kind.FORWARD, stage, m) for m in range(ahead)]
     for m in range(ahead, micro_batches):
@@ -280,7 +293,10 @@ def _alternate(stage: int, micro_batches: int, warmup: int) -> list[Action]:
 
 
 def _interleave(worker: int, stages: int, micro_batches: int, workers: int) -> list[Action]:
-    """Return the actions of a worker, whose stages take `workers` micro-batches each, by turns."""
+    """Return the actions of one worker under interleaved 1F1B.
+
+    Its stages take `workers` micro-batches each, by turns.
+    """
     chunks = stages // workers
     turns = [
         (chunk, group + m)
@@ -307,7 +323,10 @@ def _divided(orders: Iterable[Sequence[Action]], replicas: Iterable[int]) -> lis
 def _synchronous(
     name: str, micro_batches: int, orders: Sequence[Sequence[Action]], stages: int, replicas: Sequence[int] = ()
 ) -> Schedule:
-    """Return the schedule with these orders of workers, after each of which its worker updates all its stages."""
+    """Return the schedule with these orders, and updates at the end.
+
+    After its order, each worker updates all its stages.
+    """
     made = Schedule(name, stages, micro_batches, micro_batches, _frozen(orders), replicas=tuple(replicas))
     ends = [
         [Action(Kind.UPDATE, stage, micro_batches - 1, 1) for stage in made.stages_of(worker)]

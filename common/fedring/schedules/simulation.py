@@ -1,4 +1,7 @@
-"""The simulation of a schedule without a network: whether it ends, how long it takes, and what stages must keep."""
+"""The simulation of a schedule without a network.
+
+It finds whether the schedule ends, how long it takes, and how much stages must keep.
+"""
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
@@ -11,7 +14,7 @@ from fedring.schedules.traffic import Lane, Traffic
 
 
 class Costs(NamedTuple):
-    """How long an action of each kind takes, in any unit of time."""
+    """The durations of actions by kind, in any unit of time."""
 
     forward: float = 1.0
     backward: float = 2.0
@@ -42,7 +45,7 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """The share of the workers' time in which they are idle, 0 to 1."""
+        """The idle share of the workers' time, 0 to 1."""
         busy = sum(span.end - span.start for span in self.spans)
         whole = self.makespan * self.workers
         return 1 - busy / whole if whole else 0.0
@@ -62,21 +65,24 @@ def check(
     credits: int = 0,
     bounds: Sequence[Needs] | None = None,
 ) -> list[Needs]:
-    """Check that a schedule is complete, uses each version correctly, and comes to an end.
+    """Check that a schedule is complete, correct, and comes to an end.
+
+    It is correct if each action uses the right version of the weights.
 
     Args:
         schedule: The schedule.
-        routes: Which stage uses which tensors of which other one; None means a chain.
+        routes: The tensors that each stage uses of others; None means a chain.
         credits: If above 0, how many messages a stage may send to the next one before the first of them is taken;
             a lane that passes by other stages has more, see Traffic.credits().
         bounds: The most that each stage may need.
 
     Returns:
-        What each stage needs; if it has replicas, the one that needs the most.
+        The needs of each stage; if it has replicas, those of the one that needs the most.
 
     Raises:
         ScheduleError: If the schedule is wrong, deadlocks, or exceeds `bounds`.
     """
+    # Each stage on its own first: the simulation below relies on complete actions.
     for worker, actions in enumerate(schedule.workers):
         if any(not 0 <= a.stage < schedule.stages or worker not in schedule.owners(a.stage) for a in actions):
             raise ScheduleError(f"worker {worker} has an action of a stage that it does not have")
@@ -117,7 +123,10 @@ def simulate(
 
 
 def needs_of(actions: Sequence[Action]) -> Needs:
-    """Return the most activations and versions of the weights that a stage keeps while it does these actions."""
+    """Return the most that a stage keeps during these actions.
+
+    It keeps activations and versions of the weights.
+    """
     uses = Counter(action.version for action in actions if action.kind is not Kind.UPDATE)
     in_flight = most_in_flight = newest = 0
     most_kept = 1
@@ -144,6 +153,7 @@ def _check_replica(stage: int, worker: int, schedule: Schedule) -> Needs:
     newest, missing = 0, 0
     updates = [action.version for action in actions if action.kind is Kind.UPDATE]
     others = [a.version for a in schedule.of_stage(stage, schedule.owners(stage)[0]) if a.kind is Kind.UPDATE]
+    # Replicas sum their gradients at an update, so all of them must come to the same ones.
     if updates != others:
         raise ScheduleError(f"the replicas of stage {stage} do not make the same updates")
     for action in actions:
@@ -171,7 +181,10 @@ def _require(holds: bool, action: Action, fault: str) -> None:
 
 @dataclass(slots=True)
 class _Run:
-    """Workers as sequential processes. The outcome does not depend on the order in which they advance."""
+    """A simulated run, with workers as sequential processes.
+
+    The outcome does not depend on the order in which they advance.
+    """
 
     traffic: Traffic
     costs: Costs
@@ -194,7 +207,10 @@ class _Run:
         self.awake = deque(range(workers))
 
     def advance(self, worker: int) -> None:
-        """Let a worker do what it can, and wake the workers that may have waited for it."""
+        """Run a worker until it must wait.
+
+        Workers that may have waited for it are woken.
+        """
         actions = self.traffic.schedule.workers[worker]
         self._send(worker)
         while not self.unsent[worker] and self.position[worker] < len(actions):
@@ -212,6 +228,7 @@ class _Run:
         else:
             causes = [self.arrived.get((lane, micro_batch)) for lane in lanes]
         start = self.clock[worker]
+        # Nothing may change before every cause is known: a worker that cannot begin tries again later.
         for cause in causes:
             if cause is None:
                 return False
@@ -228,7 +245,10 @@ class _Run:
         return True
 
     def _come_to_update(self, worker: int, action: Action) -> list[float | None]:
-        """Return when each replica of the stage has come to its update; None for those that have not."""
+        """Return the times at which the stage's replicas reached the update.
+
+        A time is None for a replica that has not reached it.
+        """
         ready = self.ready[action.stage, action.version]
         owners = self.traffic.schedule.owners(action.stage)
         if worker not in ready:
@@ -237,7 +257,10 @@ class _Run:
         return [ready.get(replica) for replica in owners]
 
     def _send(self, worker: int) -> None:
-        """Send those of the worker's messages whose lanes have a credit, in order."""
+        """Send those of the worker's messages whose lanes have credit.
+
+        They are sent in order.
+        """
         unsent = self.unsent[worker]
         while unsent:
             lane, micro_batch = unsent[0]

@@ -1,4 +1,7 @@
-"""The messages that the actions of a schedule receive and send, if tensors take given routes."""
+"""The messages between the actions of a schedule.
+
+They follow from the routes that tensors take.
+"""
 
 from collections import defaultdict
 from math import lcm
@@ -9,7 +12,7 @@ from fedring.schedules.schedule import Action, Kind, Schedule, ScheduleError
 
 
 class Lane(NamedTuple):
-    """The messages of one kind, over one edge, from one worker to another."""
+    """The messages of one kind and edge between two workers."""
 
     kind: Kind  # FORWARD for tensors, BACKWARD for their gradients
     edge: int  # its number in Routes.edges
@@ -48,13 +51,19 @@ class Traffic:
                 raise ScheduleError(f"no later stage uses what stage {stage} makes")
 
     def received(self, action: Action) -> list[int]:
-        """Return the edges from which an action needs a message, in the order in which it takes them."""
+        """Return the edges of the messages that an action needs.
+
+        They are in the order in which it takes them.
+        """
         if action.kind is Kind.UPDATE:
             return []
         return (self._into if action.kind is Kind.FORWARD else self._out_of)[action.stage]
 
     def sent(self, action: Action) -> list[int]:
-        """Return the edges on which an action sends a message, in this order."""
+        """Return the edges of the messages that an action sends.
+
+        They are in the order of sending.
+        """
         if action.kind is Kind.UPDATE:
             return []
         return (self._out_of if action.kind is Kind.FORWARD else self._into)[action.stage]
@@ -67,7 +76,10 @@ class Traffic:
         return Lane(kind, edge, maker, user) if kind is Kind.FORWARD else Lane(kind, edge, user, maker)
 
     def lanes(self, worker: int) -> dict[Lane, int]:
-        """Return the lanes between a worker and other workers, each with the number of its messages in a run."""
+        """Return the lanes between a worker and others, with message counts.
+
+        The counts are those of a run.
+        """
         counts: dict[Lane, int] = defaultdict(int)
         for action in self.schedule.workers[worker]:
             for edge in self.sent(action):
@@ -77,7 +89,9 @@ class Traffic:
         return {lane: count for lane, count in counts.items() if lane.sender != lane.receiver}
 
     def credits(self, lane: Lane, credits: int) -> int:
-        """Return how many messages of a lane may be sent before the first of them is taken.
+        """Return the number of messages that a lane can hold.
+
+        So many may be sent before the first of them is taken.
 
         Args:
             lane: The lane.

@@ -1,8 +1,8 @@
-"""What goes wrong in secure aggregation."""
+"""The error of secure aggregation."""
 
 
 class SecureError(Exception):
-    """A side does not go on with the secure aggregation of a round.
+    """A side stops taking part in a round's secure aggregation.
 
     Args:
         reason: a stable word.

@@ -1,4 +1,7 @@
-"""A client's secrets for one round, and what is derived from them with X25519 and HKDF-SHA256."""
+"""A client's secrets for one round, and the keys derived from them.
+
+Keys are derived with X25519 and HKDF-SHA256.
+"""
 
 import secrets
 from dataclasses import dataclass
@@ -15,7 +18,7 @@ SECRET_BYTES = 32
 
 @dataclass(frozen=True, slots=True, repr=False)
 class RoundSecrets:
-    """What a client keeps to itself in one round, 32 random bytes each."""
+    """A client's own secrets of one round, 32 random bytes each."""
 
     sealing: bytes  # X25519 private key of the shares
     masking: bytes  # X25519 private key of the masks that pairs of clients have in common
@@ -33,12 +36,17 @@ def public_key(private: bytes) -> bytes:
 
 
 def commitment(own_mask: bytes) -> bytes:
-    """Return what a client says of the seed of its own mask beforehand, 32 bytes."""
+    """Return the commitment to the seed of a client's own mask.
+
+    It has 32 bytes, and is told before the seed.
+    """
     return digest_of("own mask", [own_mask])
 
 
 def share_key(own: bytes, other: bytes, roster: bytes, sender: str, receiver: str) -> bytes:
-    """Return the key that seals the shares from one client for another, 32 bytes. It seals one text only.
+    """Return the key that seals one client's shares for another.
+
+    It has 32 bytes, and seals one text only.
 
     Args:
         own: the sealing key of one of them, private.
@@ -51,7 +59,7 @@ def share_key(own: bytes, other: bytes, roster: bytes, sender: str, receiver: st
 
 
 def pair_seed(own: bytes, other: bytes, roster: bytes, first: str, second: str) -> bytes:
-    """Return the seed of the mask that two clients have in common, 32 bytes.
+    """Return the seed of the mask that two clients share, 32 bytes.
 
     Args:
         own: the masking key of one of them, private.
@@ -64,7 +72,7 @@ def pair_seed(own: bytes, other: bytes, roster: bytes, first: str, second: str) 
 
 
 def own_seed(own_mask: bytes, roster: bytes, client: str) -> bytes:
-    """Return the seed of the mask that a client adds for itself, 32 bytes."""
+    """Return the seed of a client's own mask, 32 bytes."""
     return _derive(own_mask, roster, "own", client)
 
 

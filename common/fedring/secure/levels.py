@@ -1,18 +1,17 @@
-"""The values of secure aggregation: an update as integers, on steps that all clients share.
+"""Updates as integers, on steps that all clients share.
 
-The parameters are cut into blocks of neighbouring values. A round sends some blocks or all of them, and each has one
-step s. In an update of the weight w, the value v becomes the integer x = w v / s, rounded to the nearest, halves to
-even, and cut to what the round's levels L and its largest weight W hold: -L W to L W, for every client alike. A
-dither between -1/2 and 1/2 is added before, which nobody else can compute: so two sums of nearly the same updates
-differ by more than these do.
+These integers are the values of secure aggregation. The parameters are cut into blocks of neighbouring values. A round
+sends some blocks or all of them, and each has one step s. In an update of the weight w, the value v becomes the integer
+x = w v / s, rounded to the nearest, halves to even, and cut to the range of the round's levels L and its largest weight
+W: -L W to L W, for every client alike. A dither between -1/2 and 1/2 is added before, which nobody else can compute: so
+two sums of nearly the same updates differ by more than these do.
 
 The weight counts before the rounding. Unequal weights that multiply a few levels afterwards make a knapsack of their
 sum, which opens: only one choice of levels gives it. Integers on one grid, in one range, have nothing of that.
 
-What the integers do not say stays with the client: the residual v - s x / w, and the values of blocks that are not
-sent. In a round that leaves blocks out, a client trains from the model plus its residual. If it trained from the model
-alone, in which a block has not moved, it would repeat the change that it keeps already, and the sum of both would go
-much too far.
+The rest stays with the client: the residual v - s x / w, and the values of blocks that are not sent. In a round that
+leaves blocks out, a client trains from the model plus its residual. If it trained from the model alone, in which a
+block has not moved, it would repeat the change that it keeps already, and the sum of both would go much too far.
 """
 
 from dataclasses import dataclass
@@ -40,7 +39,7 @@ _TINY, _LARGEST = 2.0**-126, 2.0**112
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Blocks:
-    """Which values of the parameters a round sends, and with which steps."""
+    """The values of the parameters that a round sends, and their steps."""
 
     length: int  # number of parameters
     block: int  # values of a block; the last one may have fewer
@@ -58,7 +57,7 @@ class Blocks:
         return len(self.indices) * self.block >= self.length
 
     def place(self, parameter: int) -> int:
-        """Return how many of the parameters before this one are sent."""
+        """Return the number of sent parameters before this one."""
         number, rest = divmod(parameter, self.block)
         before = int(np.searchsorted(self.indices, number))
         sent = before < len(self.indices) and self.indices[before] == number
@@ -66,15 +65,15 @@ class Blocks:
 
 
 def blocks_of(length: int, block: int) -> int:
-    """Return how many blocks so many parameters have."""
+    """Return the number of blocks of `length` parameters."""
     return -(-length // block)
 
 
 def open_blocks(secure: wire.SecureRound, length: int) -> Blocks:
-    """Return which values a round sends.
+    """Return the blocks of values that a round sends.
 
     Args:
-        secure: what the command says of the round.
+        secure: the command's settings of the round.
         length: the number of parameters of the model.
 
     Raises:
@@ -86,6 +85,7 @@ def open_blocks(secure: wire.SecureRound, length: int) -> Blocks:
         total = blocks_of(length, block)
     if not total or len(secure.blocks) not in (0, -(-total // 8)) or len(secure.scales) % 4:
         raise SecureError("bad_blocks", f"blocks of {block} with {secure.levels} levels do not fit {length} parameters")
+    # The lengths are checked: everything below takes no more memory than the model's blocks.
     indices = np.arange(total)
     if secure.blocks:
         flags = np.unpackbits(np.frombuffer(secure.blocks, np.uint8), bitorder="little")
@@ -101,7 +101,9 @@ def open_blocks(secure: wire.SecureRound, length: int) -> Blocks:
 
 
 def shorten(values: NDArray[np.float32], clip: float) -> None:
-    """Multiply the change of the parameters so that its L2 norm is at most about `clip`.
+    """Scale the change of the parameters to an L2 norm of `clip`.
+
+    The norm is then at most about `clip`; a smaller one stays as it is.
 
     Args:
         values: the change, [n], which is overwritten.
@@ -129,7 +131,7 @@ def weight_of(secure: wire.SecureRound, samples: int) -> int:
 
 
 def bits_of(secure: wire.SecureRound, clients: int) -> int:
-    """Return the bits of a masked value in a round, in a group of so many clients."""
+    """Return the bits of a masked value in a group of `clients`."""
     return bits_of_sum(clients, secure.levels, secure.max_weight or 1)
 
 
@@ -150,12 +152,15 @@ def to_integers(
     dither: bytes = b"",
     max_clipped_share: float = 1.0,
 ) -> Rounded:
-    """Round an update to the integers whose sum over clients the server learns.
+    """Round an update to the integers of secure aggregation.
+
+    The server learns their sum over clients.
 
     Args:
-        values: the parameters' change, [n]. It becomes what the client keeps for its next update: what the integers
-            leave out, computed in float64 and rounded to float32; values that are not sent stay as they are.
-        secure: what the command says of the round.
+        values: the parameters' change, [n]. It becomes the residual that the client keeps for its next update: the part
+            that the integers leave out, computed in float64 and rounded to float32; values that are not sent stay as
+            they are.
+        secure: the command's settings of the round.
         samples: how many samples the client was trained on, at least 1.
         dither: 32 bytes that it follows from, for this update only; empty = none.
         max_clipped_share: of the values that are sent and are not 0. If more would be cut, nothing is told: each
@@ -167,6 +172,8 @@ def to_integers(
     """
     blocks, weight, largest = open_blocks(secure, values.size), weight_of(secure, samples), largest_of(secure)
     found, share = zero_integers(secure, values.size, samples), _clipped_share(values, blocks, (largest + 0.5) / weight)
+    # Cut values stay in the residual and are sent again: if too many are, the steps are wrong, and a cut update would
+    # be another direction.
     zeroed = share > max_clipped_share
     if not zeroed:
         _round_all(values, blocks, _Grid(weight, _not_above(largest), dither), found[: blocks.count])
@@ -177,7 +184,7 @@ def zero_integers(secure: wire.SecureRound, length: int, samples: int) -> NDArra
     """Return the integers of an update of zeros, with its full weight.
 
     Args:
-        secure: what the command says of the round.
+        secure: the command's settings of the round.
         length: the number of parameters.
         samples: how many samples the client's updates count for, at least 1.
 
@@ -191,7 +198,7 @@ def zero_integers(secure: wire.SecureRound, length: int, samples: int) -> NDArra
 
 
 def _clipped_share(values: NDArray[np.float32], blocks: Blocks, steps: float) -> float:
-    """Return the share of sent, nonzero values beyond so many steps.
+    """Return the share of sent, nonzero values beyond `steps` steps.
 
     Raises:
         CodecError: "non_finite", if any value is not finite, sent or not.
@@ -211,7 +218,12 @@ def _clipped_share(values: NDArray[np.float32], blocks: Blocks, steps: float) ->
 
 
 def _count(rows: NDArray[np.float32], edges: NDArray[np.float32]) -> tuple[int, int]:
-    """Count the values of rows [n, m] beyond the rows' edges [n], and those other than 0."""
+    """Count values of rows beyond their edges, and those not 0.
+
+    Args:
+        rows: [n, m].
+        edges: of the rows, [n]; NaN for rows that are not sent.
+    """
     sizes = np.abs(rows)
     longest = sizes.max()
     if not np.isfinite(longest):
@@ -226,7 +238,7 @@ def _count(rows: NDArray[np.float32], edges: NDArray[np.float32]) -> tuple[int, 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Grid:
-    """How values become integers."""
+    """The parameters by which values become integers."""
 
     weight: int
     largest: np.float32
@@ -234,7 +246,10 @@ class _Grid:
 
 
 def _round_all(values: NDArray[np.float32], blocks: Blocks, grid: _Grid, found: NDArray[np.int32]) -> None:
-    """Write the integers of sent values to `found`; leave the rest in `values`."""
+    """Write the integers of sent values to `found`.
+
+    The rest of each value is left in `values`.
+    """
     block = blocks.block
     whole = len(blocks.indices) - (blocks.count % block != 0)  # blocks that are not cut by the end of the model
     table = values[: blocks.length // block * block].reshape(-1, block)
@@ -256,7 +271,10 @@ def _round_all(values: NDArray[np.float32], blocks: Blocks, grid: _Grid, found: 
 
 
 def _dither(key: bytes, start: int, stop: int) -> NDArray[np.float32] | None:
-    """Return the dither of the sent values `start` to `stop`, [stop - start]."""
+    """Return the dither of the sent values, [stop - start].
+
+    The values are those from `start` to `stop`. It is None without a key.
+    """
     if not key:
         return None
     # The middles of 256 equal cells: never 1/2, which would move a value that is an integer already.

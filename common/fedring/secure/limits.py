@@ -5,16 +5,18 @@ MIN_GROUP, MAX_GROUP = 3, 100
 
 
 def threshold(clients: int) -> int:
-    """Return how many clients of a group must answer to the end: more than two thirds.
+    """Return the number of clients of a group that must answer.
 
-    With fewer than a third of dishonest clients, no two sets of survivors can both reach it (Bonawitz et al. 2017,
-    section 6.2).
+    It is more than two thirds of them, and they must answer to the end. With fewer than a third of dishonest clients,
+    no two sets of survivors can both reach it (Bonawitz et al. 2017, section 6.2).
     """
     return 2 * clients // 3 + 1
 
 
 def fewest_survivors(clients: int, needed: int) -> int:
-    """Return how many clients are in every sum of a group whose clients add noise.
+    """Return the fewest clients in a sum with noise.
+
+    Every sum of a group whose clients add noise has at least these.
 
     Args:
         clients: of the group.
@@ -24,10 +26,11 @@ def fewest_survivors(clients: int, needed: int) -> int:
 
 
 def honest_survivors(clients: int, needed: int, *, trusted: bool) -> int:
-    """Return how many clients with noise of which nobody else knows are in every sum of a group.
+    """Return the fewest honest clients in a sum with noise.
 
-    Without trust, fewer than a third of the group may add no noise, or tell the server theirs. One client is left out
-    in any case: each knows its own noise, which hides nothing from it.
+    An honest client has added noise that nobody else knows. Without trust, fewer than a third of the group may add no
+    noise, or tell the server theirs. One client is left out in any case: each knows its own noise, which hides nothing
+    from it.
 
     Args:
         clients: of the group.
@@ -39,7 +42,9 @@ def honest_survivors(clients: int, needed: int, *, trusted: bool) -> int:
 
 
 def group_count(clients: int, size: int) -> int:
-    """Return into how many groups, of nearly equal size, clients are divided.
+    """Return the number of groups into which clients are divided.
+
+    The groups are of nearly equal size.
 
     Args:
         clients: their number.
@@ -50,5 +55,8 @@ def group_count(clients: int, size: int) -> int:
 
 
 def bits_of_sum(clients: int, levels: int, max_weight: int = 1) -> int:
-    """Return the bits that hold the sum of `clients` values between -max_weight * levels and max_weight * levels."""
+    """Return the bits that hold a sum over clients.
+
+    Each of the `clients` values is between -max_weight * levels and max_weight * levels.
+    """
     return (2 * clients * max_weight * levels).bit_length()

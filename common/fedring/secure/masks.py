@@ -19,7 +19,9 @@ __all__ = ["GROUP", "MAX_BITS", "Words", "mask", "pack", "packed_size", "unpack"
 
 
 def mask(seed: bytes, bits: int, start: int, stop: int) -> Words:
-    """Return the values from `start` to `stop` of a mask, [stop - start], of which the lowest `bits` bits count.
+    """Return the mask's values from `start` to `stop`, [stop - start].
+
+    Only the lowest `bits` bits of a value count.
 
     Args:
         seed: 32 bytes, used for one mask only.
@@ -36,12 +38,18 @@ def mask(seed: bytes, bits: int, start: int, stop: int) -> Words:
 
 
 def wrap(values: NDArray[np.signedinteger], bits: int) -> Words:
-    """Return values modulo 2^bits as words of their own, [n]; higher bits of the words are not defined."""
+    """Return values modulo 2^bits as words of their own, [n].
+
+    Higher bits of the words are not defined.
+    """
     return values.astype(word_type(bits))
 
 
 def unwrap(words: Words, bits: int) -> NDArray[np.int64]:
-    """Return the integers from -2^(bits-1) to 2^(bits-1) - 1 that are equal to words modulo 2^bits, [n]."""
+    """Return the signed integers of words modulo 2^bits, [n].
+
+    They are from -2^(bits-1) to 2^(bits-1) - 1.
+    """
     values = words.astype(np.int64)
     values &= (1 << bits) - 1
     values -= (values >> (bits - 1)) << bits

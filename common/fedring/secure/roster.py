@@ -1,4 +1,7 @@
-"""A group of clients whose keys were checked: the statements of all members, and what names the group."""
+"""A group of clients whose keys were checked.
+
+It has the statements of all members, and a digest that names the group.
+"""
 
 import re
 from collections.abc import Callable, Sequence
@@ -36,23 +39,29 @@ class Member:
 
 @dataclass(frozen=True)
 class Roster:
-    """A group, in rising order of client id. The place of the first member is 1."""
+    """A group of clients, in rising order of client id.
+
+    The place of the first member is 1.
+    """
 
     members: tuple[Member, ...]
 
     @cached_property
     def digest(self) -> bytes:
-        """What names the group, 32 bytes."""
+        """The digest that names the group, 32 bytes."""
         return roster_digest([member.statement for member in self.members])
 
     @cached_property
     def places(self) -> dict[str, int]:
-        """The place of each member, from 1, by client id; shares belong to places."""
+        """The place of each member, from 1, by client id.
+
+        Shares belong to places.
+        """
         return {member.client_id: place for place, member in enumerate(self.members, 1)}
 
     @property
     def threshold(self) -> int:
-        """How many members must answer to the end."""
+        """The number of members that must answer to the end."""
         return threshold(len(self.members))
 
     def member(self, client: str) -> Member:
@@ -75,8 +84,9 @@ def signed_keys(
         client_id: of the client.
         secrets: of the client, for this round only.
         key: proves who the client is.
-        proof: what it shows for that key.
+        proof: the proof for that key.
     """
+    # The run, round and task are signed with the keys, so that the server can use them for no other round or task.
     statement = wire.KeyStatement(
         context=CONTEXT,
         client_id=client_id,
@@ -99,7 +109,7 @@ def signed_keys(
 def check_member(
     signed: wire.SignedKeys, command: pb.TrainCmd, check_identity: CheckIdentity, task: bytes = b""
 ) -> Member:
-    """Return what a client has signed for a round.
+    """Return a client of a group after checking its signed keys.
 
     Args:
         signed: its keys.
@@ -128,6 +138,7 @@ def check_member(
         verify(key, signed.signature, signed.statement)
     except BadProof as error:
         raise SecureError("bad_peer_signature", f"the keys of {name} are not signed well: {error}") from error
+    # The signature is good: now a replay from another round, then another task for this client, are told apart.
     if (said.context, said.run_id, said.epoch, said.round) != (CONTEXT, command.run_id, command.epoch, command.round):
         raise SecureError("other_round", f"the keys of {name} are of another round: {said.round} of {said.run_id[:64]}")
     if said.task != (task or task_digest(command)):
@@ -140,7 +151,7 @@ def check_member(
 
 
 def check_roster(message: wire.SecureRoster, command: pb.TrainCmd, check_identity: CheckIdentity) -> Roster:
-    """Return the group that a client was told.
+    """Return the group of a roster message after checking every member.
 
     Raises:
         SecureError: "too_few_peers" if it is too small, "bad_roster" if it is too large, not in order or names a key
@@ -153,6 +164,7 @@ def check_roster(message: wire.SecureRoster, command: pb.TrainCmd, check_identit
         )
     if count > MAX_GROUP:
         raise SecureError("bad_roster", f"a group of {count} clients is above {MAX_GROUP}")
+    # Once for all members: it serialises the whole command.
     task = task_digest(command)
     members = tuple(check_member(each, command, check_identity, task) for each in message.members)
     names = [member.client_id for member in members]

@@ -1,4 +1,7 @@
-"""Shares on their way between two clients, which the server must not read: ChaCha20-Poly1305 (RFC 8439)."""
+"""Sealed shares on their way between two clients.
+
+The server passes them on and must not read them: ChaCha20-Poly1305 (RFC 8439).
+"""
 
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
@@ -26,7 +29,9 @@ def seal(key: bytes, masking: bytes, own_mask: bytes) -> bytes:
 
 
 def unseal(key: bytes, sealed: bytes) -> tuple[bytes, bytes]:
-    """Return the shares of the sender's masking key and of the seed of its own mask, SHARE_BYTES each.
+    """Return the two shares of a sender, SHARE_BYTES each.
+
+    They are the share of its masking key and the share of the seed of its own mask.
 
     Raises:
         SecureError: "bad_share", if they were not sealed with this key.
@@ -41,10 +46,10 @@ def unseal(key: bytes, sealed: bytes) -> tuple[bytes, bytes]:
 
 
 def share_digests(roster: bytes, maker: str, holder: str, masking: bytes, own_mask: bytes) -> bytes:
-    """Return what a client tells the server of two shares that it seals, 2 * DIGEST_BYTES.
+    """Return the digests of two sealed shares, 2 * DIGEST_BYTES.
 
-    With it the server checks a share that it is given later. It learns nothing of a share that it is not given, because
-    that is one of 2^521.
+    The client that seals them tells the server these digests. With them the server checks a share that it is given
+    later. It learns nothing of a share that it is not given, because that is one of 2^521.
 
     Args:
         roster: the digest of the group.
@@ -59,6 +64,9 @@ def share_digests(roster: bytes, maker: str, holder: str, masking: bytes, own_ma
 
 
 def share_digest(roster: bytes, maker: str, holder: str, share: bytes, *, own_mask: bool) -> bytes:
-    """Return the digest of one share, of the seed of its maker's own mask or of its masking key, DIGEST_BYTES."""
+    """Return the digest of one share, DIGEST_BYTES.
+
+    The share is of the seed of its maker's own mask, or of its masking key.
+    """
     what = "share of own mask" if own_mask else "share of masking key"
     return digest_of(what, [roster, maker.encode(), holder.encode(), share])

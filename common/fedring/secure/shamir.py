@@ -1,6 +1,6 @@
-"""Shamir's secret sharing (Shamir 1979) over the integers modulo the Mersenne prime 2^521 - 1.
+"""Shamir's secret sharing (Shamir 1979) modulo 2^521 - 1.
 
-Any `threshold` shares of a secret give it back, and fewer say nothing about it.
+The modulus is a Mersenne prime. Any `threshold` shares of a secret give it back, and fewer say nothing about it.
 """
 
 import secrets
@@ -17,7 +17,7 @@ class BadShares(ValueError):
 
 
 def split(secret: bytes, threshold: int, count: int) -> list[bytes]:
-    """Return `count` shares of a secret, the first of them for the place 1.
+    """Return `count` shares of a secret, the first for place 1.
 
     Args:
         secret: 32 bytes.
@@ -31,7 +31,7 @@ def split(secret: bytes, threshold: int, count: int) -> list[bytes]:
 
 
 def combine(shares: Mapping[int, bytes]) -> bytes:
-    """Return the secret, 32 bytes, that shares belong to.
+    """Return the secret, 32 bytes, from its shares.
 
     Args:
         shares: by their places, from 1, as many as the threshold or more.
@@ -48,7 +48,7 @@ def combine(shares: Mapping[int, bytes]) -> bytes:
 
 
 def secret_of(constant: int) -> bytes:
-    """Return the secret, 32 bytes, that a polynomial's constant stands for.
+    """Return the secret, 32 bytes, from a polynomial's constant.
 
     Raises:
         BadShares: if it stands for none.
@@ -60,7 +60,10 @@ def secret_of(constant: int) -> bytes:
 
 @lru_cache(maxsize=4)  # all secrets of a group are combined of shares at the same places
 def _weights(places: tuple[int, ...]) -> tuple[int, ...]:
-    """Return what the shares at these places count in the polynomial's value at 0 (Lagrange)."""
+    """Return the Lagrange weights of shares at 0.
+
+    They are the factors of the shares at these places in the polynomial's value at 0.
+    """
     weights = []
     for place in places:
         above = below = 1

@@ -1,4 +1,7 @@
-"""Who has signed: keys that prove a client's identity, and the certificates that name their owners."""
+"""Signatures that prove a client's identity.
+
+Keys make them, and certificates name the owners of keys.
+"""
 
 import hashlib
 from collections.abc import Sequence
@@ -24,12 +27,18 @@ MAX_SIGNATURE_BYTES = 1024
 
 
 class BadProof(Exception):
-    """A key, a certificate or a signature does not prove what it should; the text is a clause that says why."""
+    """A proof of identity fails.
+
+    A key, a certificate or a signature does not prove enough; the text is a clause that gives the reason.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """What a client shows to prove who it is: certificates in DER, its own first; or only a public key in DER."""
+    """A client's proof of identity: certificates, or only a public key.
+
+    All are in DER; the client's own certificate is the first.
+    """
 
     certificates: tuple[bytes, ...] = ()
     public_key: bytes = b""
@@ -65,7 +74,10 @@ class Proof:
 
 
 def fingerprint(key: PublicKey | PrivateKey) -> str:
-    """Return what people compare keys by: SHA-256 of the SubjectPublicKeyInfo in DER, 64 hexadecimal digits."""
+    """Return a key's fingerprint, 64 hexadecimal digits.
+
+    It is SHA-256 of the SubjectPublicKeyInfo in DER, by which people compare keys.
+    """
     public = key if isinstance(key, PublicKey) else key.public_key()
     return hashlib.sha256(public_bytes(public)).hexdigest()
 
@@ -76,14 +88,21 @@ def public_bytes(key: PublicKey) -> bytes:
 
 
 def sign(key: PrivateKey, text: bytes) -> bytes:
-    """Return a signature of a text: ECDSA or RSA (PKCS #1 v1.5) with SHA-256, or Ed25519, as the key is."""
+    """Return a signature of a text.
+
+    It is ECDSA or RSA (PKCS #1 v1.5) with SHA-256, or Ed25519, as the key is.
+    """
     if isinstance(key, EllipticCurvePrivateKey):
         return key.sign(text, ECDSA(SHA256()))
     return key.sign(text, PKCS1v15(), SHA256()) if isinstance(key, RSAPrivateKey) else key.sign(text)
 
 
 def verify(key: PublicKey, signature: bytes, text: bytes) -> None:
-    """Return if a signature is that of a text; BadProof if not."""
+    """Check that a signature is that of a text.
+
+    Raises:
+        BadProof: if it is not.
+    """
     if len(signature) > MAX_SIGNATURE_BYTES:
         raise BadProof("its signature is too long")
     try:
@@ -98,7 +117,9 @@ def verify(key: PublicKey, signature: bytes, text: bytes) -> None:
 
 
 def check_chain(chain: Sequence[x509.Certificate], authorities: Sequence[x509.Certificate]) -> None:
-    """Return if the first certificate leads to one of the authorities, all are valid now, and none is out of place.
+    """Check that certificates lead to one of the authorities.
+
+    All must be valid now, and none out of place. The first is the client's own.
 
     Raises:
         BadProof: if it does not.

@@ -1,4 +1,7 @@
-"""What clients sign, and the digests that name a task, a roster and a set of survivors. All digests are SHA-256."""
+"""Statements that clients sign, and digests that name things.
+
+The digests name a task, a roster and a set of survivors. All of them are SHA-256.
+"""
 
 import hashlib
 from collections.abc import Iterable, Sequence
@@ -11,7 +14,9 @@ _SET_ASIDE = ("deadline_seconds", "model", "traceparent")
 
 
 def digest_of(what: str, parts: Iterable[bytes]) -> bytes:
-    """Return the digest of byte strings, each after its length, for one purpose, 32 bytes.
+    """Return the digest of byte strings for one purpose, 32 bytes.
+
+    Each string is hashed after its length.
 
     Args:
         what: the purpose; the digests of another one are never equal.
@@ -25,7 +30,7 @@ def digest_of(what: str, parts: Iterable[bytes]) -> bytes:
 
 
 def task_digest(command: pb.TrainCmd) -> bytes:
-    """Return what names all that a client is asked to do in a round, 32 bytes.
+    """Return the digest of a client's task in a round, 32 bytes.
 
     It is the digest of the command without deadline_seconds, model and traceparent, which may differ between clients.
     """
@@ -37,12 +42,16 @@ def task_digest(command: pb.TrainCmd) -> bytes:
 
 
 def roster_digest(statements: Sequence[bytes]) -> bytes:
-    """Return what names a group, 32 bytes, from the statements of its members in rising order of client id."""
+    """Return the digest that names a group, 32 bytes.
+
+    Args:
+        statements: of its members, in rising order of client id.
+    """
     return digest_of("roster", statements)
 
 
 def survivors_statement(roster: bytes, peers: Sequence[str], survivors: Sequence[str]) -> bytes:
-    """Return what a client signs before it helps to remove masks.
+    """Return the statement that a client signs before helping to unmask.
 
     Args:
         roster: the digest of its group.

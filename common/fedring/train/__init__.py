@@ -1,10 +1,11 @@
-"""What both daemons share about training: jobs, models, the local epochs of one client, and evaluation.
+"""Training, as both daemons share it.
 
-The package holds the schema of a job with its tables, the code that a job names as "module:attribute", a model as flat
-vectors and as files, and training and evaluation in one process. It may import `fedring.codec`, `fedring.daemon`,
-`fedring.data`, `fedring.privacy`, `fedring.rpc`, `fedring.schedules`, `fedring.secure` and `fedring.vision`. Training
-in a group is in `fedring.workers`, because only clients do it. gRPC and the server's own work have no place here.
-Modules that describe a job do not import torch.
+It covers jobs, models, the local epochs of one client, and evaluation. The package holds the schema of a job with its
+tables, the code that a job names as "module:attribute", a model as flat vectors and as files, and training and
+evaluation in one process. It may import `fedring.codec`, `fedring.daemon`, `fedring.data`, `fedring.privacy`,
+`fedring.rpc`, `fedring.schedules`, `fedring.secure` and `fedring.vision`. Training in a group is in `fedring.workers`,
+because only clients do it. gRPC and the server's own work have no place here. Modules that describe a job do not import
+torch.
 """
 
 import importlib

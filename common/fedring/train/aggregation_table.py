@@ -1,4 +1,7 @@
-"""The table [aggregation] of a job: the rule that turns the updates of a round into one change of the model."""
+"""The table [aggregation] of a job: the aggregation rule.
+
+The rule turns the updates of a round into one change of the model.
+"""
 
 import re
 from difflib import get_close_matches
@@ -55,7 +58,10 @@ class Aggregation(BaseModel):
         return ":" in self.rule
 
     def too_few(self, updates: int) -> str:
-        """Return a clause that says why the rule cannot combine so many updates, or "" if it can."""
+        """Return why the rule cannot combine `updates` updates, or "".
+
+        The text is a clause.
+        """
         buckets = ceil(updates / self.bucketing)
         after = f", which bucketing = {self.bucketing} makes {buckets}" if self.bucketing > 1 else ""
         if self.rule in ("krum", "multi_krum") and buckets <= 2 * self.malicious + 2:
@@ -82,6 +88,7 @@ class Aggregation(BaseModel):
             raise ValueError("fltrust needs data, the function that returns the server's own samples")
         if self.data and not _NAME.fullmatch(self.data):
             raise ValueError(f"data = {self.data!r} is not of the form module:attribute")
+        # A value that no rule reads is a mistake of its author, not a harmless extra.
         for key, readers in _READERS.items():
             value = getattr(self, key)
             if self.rule not in readers and value != type(self).model_fields[key].default:
@@ -94,5 +101,8 @@ class Aggregation(BaseModel):
 
 
 def trimmed(beta: float, count: int) -> int:
-    """Return how many of `count` values a trimmed mean leaves out at each end: the share beta, rounded up."""
+    """Return the number of values trimmed at each end.
+
+    A trimmed mean of `count` values leaves out the share beta of them at each end, rounded up.
+    """
     return ceil(beta * count - 1e-9)

@@ -1,4 +1,4 @@
-"""What an algorithm demands of the other keys of a job."""
+"""The demands of an algorithm on other keys of a job."""
 
 import json
 from collections.abc import Mapping
@@ -20,10 +20,10 @@ SCAFFOLD: Mapping[str, object] = {
     "normalize_steps": False,
     "aggregation.rule": MEAN,
 }
-"""What scaffold = true needs: its formulas are those of plain steps, and of a plain mean."""
+"""The demands of scaffold = true: its formulas are those of plain steps, and of a plain mean."""
 
 PERSONAL: Mapping[str, object] = {"mode": "federated", "trainer": "", "shared": ["*"], "private": []}
-"""What the table [personal] needs: the built-in loop trains a client's whole model."""
+"""The demands of the table [personal]: the built-in loop trains a client's whole model."""
 
 PRIVATE: Mapping[str, tuple[object, str]] = {
     "mode": ("federated", "the other modes do not bound what one client contributes"),
@@ -37,13 +37,13 @@ PRIVATE: Mapping[str, tuple[object, str]] = {
     "straggler_factor": (0.0, "one client's time would decide which others count"),
     "aggregation.rule": (MEAN, "the noise is not made for other rules"),
 }
-"""What the table [dp] needs, and why."""
+"""The demands of the table [dp], with reasons."""
 
 BY_CLIENTS: Mapping[str, tuple[object, str]] = {
     "dp.adaptive": (False, "nobody knows how many updates are within the clip: choose dp.clip"),
     "secure_aggregation.keep_ratio": (1.0, "noise covers all values, and nothing is left for later rounds"),
 }
-"""What noise needs that clients add, and why."""
+"""The demands of noise by clients, with reasons."""
 
 SECURE: Mapping[str, tuple[object, str]] = {
     "mode": ("federated", "the workers of the other modes see each other's gradients"),
@@ -54,7 +54,7 @@ SECURE: Mapping[str, tuple[object, str]] = {
     "close_at_minimum": (False, "the server would choose whose updates count"),
     "straggler_factor": (0.0, "the server would choose whose updates count"),
 }
-"""What the table [secure_aggregation] needs, and why."""
+"""The demands of the table [secure_aggregation], with reasons."""
 SAMPLE_PRIVATE: Mapping[str, tuple[object, str]] = {
     "mode": ("federated", "the workers of the other modes see each other's gradients"),
     "trainer": ("", "only the built-in loop adds the noise"),
@@ -63,11 +63,11 @@ SAMPLE_PRIVATE: Mapping[str, tuple[object, str]] = {
     "normalize_steps": (False, "numbers of steps are not private"),
     "scaffold": (False, "its control variates would count in gradients that are shortened"),
 }
-"""What the table [sample_dp] needs, and why. What is made of the updates afterwards costs no privacy."""
+"""The demands of the table [sample_dp], with reasons. Later uses of the updates cost no privacy."""
 
 
 def check_keys(job: object, cause: str, needs: Mapping[str, object]) -> None:
-    """Check that keys of a job have the values that an algorithm needs.
+    """Check that keys have the values that an algorithm needs.
 
     Args:
         job: The job.
@@ -83,12 +83,14 @@ def check_keys(job: object, cause: str, needs: Mapping[str, object]) -> None:
 
 
 def check_private(job: object, table: str, needs: Mapping[str, tuple[object, str]], best_by: str) -> None:
-    """Check that a job with differential privacy has no key that would reveal what the noise does not cover.
+    """Check that no key undoes a job's differential privacy.
+
+    Some keys would reveal more than the noise covers.
 
     Args:
         job: The job.
         table: The name of the table that makes it private.
-        needs: What the table needs, and why: PRIVATE or SAMPLE_PRIVATE.
+        needs: The demands of the table, with reasons: PRIVATE or SAMPLE_PRIVATE.
         best_by: The job's key best_by.
 
     Raises:
@@ -98,7 +100,7 @@ def check_private(job: object, table: str, needs: Mapping[str, tuple[object, str
 
 
 def check_noise_by(job: object) -> None:
-    """Check that who adds the noise of the table [dp] can do so.
+    """Check that dp.noise_by fits the job.
 
     Raises:
         ValueError: If another key must change; the sentence says which, and why.
@@ -115,7 +117,9 @@ def check_noise_by(job: object) -> None:
 
 
 def check_secure(job: object, best_by: str) -> None:
-    """Check that a job with secure aggregation has no key that needs single updates; arguments as check_private.
+    """Check that no key needs updates that secure aggregation hides.
+
+    The arguments are those of check_private.
 
     Raises:
         ValueError: If a key has another value than it must have; the sentence says why.

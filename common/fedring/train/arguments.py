@@ -1,12 +1,13 @@
-"""Arguments that a job gives to what it names: checked before the call, against bounds and against the signature.
+"""Arguments from a job for the callables that it names.
 
-They come from a server or an operator as JSON. Allowed are numbers, booleans, short texts, lists of those, and tables
-of all these; a table holds no other table. A text is no path and no URL, unless the callable declares its parameter as
-a `Path`. Then the text is taken as relative to the daemon's `data_root`, and what it leads to lies below that folder.
+They are checked before the call, against bounds and against the signature. They come from a server or an operator as
+JSON. Allowed are numbers, booleans, short texts, lists of those, and tables of all these; a table holds no other table.
+A text is no path and no URL, unless the callable declares its parameter as a `Path`. Then the text is taken as relative
+to the daemon's `data_root`, and must lead to a place below that folder.
 
-An annotation decides what a value becomes, and some that pydantic knows would import or open what a text names. So only
-plain ones are taken: bool, int, float, str, None, Any, Literal, enumerations, lists, tuples and dicts of these, and
-unions. A parameter with another one cannot be given by a job.
+An annotation decides the type of a value, and some that pydantic knows would import modules or open files that a text
+names. So only plain ones are taken: bool, int, float, str, None, Any, Literal, enumerations, lists, tuples and dicts of
+these, and unions. A parameter with another one cannot be given by a job.
 """
 
 import inspect
@@ -43,7 +44,9 @@ _UNKNOWN = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def read_arguments(text: str) -> dict[str, Any]:
-    """Parse the arguments of a command, which are JSON, or empty if there are none.
+    """Parse the arguments of a command from JSON.
+
+    The text is empty if there are none.
 
     Raises:
         SeamError: With the reason bad_argument.
@@ -62,11 +65,11 @@ def read_arguments(text: str) -> dict[str, Any]:
 def check_arguments(
     name: str, function: Callable[..., Any], args: Mapping[str, Any], *, given: int, root: Path | None
 ) -> dict[str, Any]:
-    """Check the keyword arguments of a call, and return them as the function declares them.
+    """Check keyword arguments, and return them in their declared types.
 
     Args:
         name: The name of the function, for errors.
-        function: Its signature decides which arguments there are, and of which types.
+        function: Its signature decides the names and the types of arguments.
         args: The arguments, as parsed from JSON.
         given: How many arguments come before them, by position.
         root: The folder below which paths lie; None = no path can be given.
@@ -93,7 +96,11 @@ def check_arguments(
 
 
 def _check_values(name: str, args: Mapping[str, Any]) -> None:
-    """Check depth, number, length and size of everything in the arguments, without recursion."""
+    """Check the size and the depth of all arguments, without recursion.
+
+    Depth, number, length and size are bounded.
+    """
+    # The sender chose the depth: a list of work to do cannot overflow the stack.
     count = 0
     waiting: list[tuple[str, Any, int, bool]] = [(str(key), value, 1, False) for key, value in args.items()]
     while waiting:
@@ -132,7 +139,10 @@ def _check_leaf(name: str, key: str, value: object) -> None:
 
 
 def _signature(name: str, function: Callable[..., Any]) -> inspect.Signature:
-    """Return the signature, with annotations that are text evaluated if all of them can be."""
+    """Return the signature, with its annotations evaluated if possible.
+
+    Annotations that are text are evaluated if all of them can be.
+    """
     with suppress(Exception):  # an annotation may name what is imported for type checkers only
         return inspect.signature(function, eval_str=True)
     try:
@@ -142,7 +152,10 @@ def _signature(name: str, function: Callable[..., Any]) -> inspect.Signature:
 
 
 def _parts(annotation: Any) -> list[Any]:
-    """Return the types that an annotation allows: those of a union, without metadata."""
+    """Return the types that an annotation allows, without metadata.
+
+    They are the members of a union, or the one type.
+    """
     if get_origin(annotation) is Annotated:
         return _parts(get_args(annotation)[0])
     if get_origin(annotation) in (Union, types.UnionType):
@@ -155,7 +168,7 @@ def _declares_path(annotation: Any) -> bool:
 
 
 def _holds_path(annotation: Any) -> bool:
-    """Return whether a path would be made of a value, or of something in it."""
+    """Return whether a path would be made of any value inside."""
     return any(
         (isinstance(part, type) and hasattr(part, "__fspath__")) or any(map(_holds_path, get_args(part)))
         for part in _parts(annotation)
@@ -164,7 +177,9 @@ def _holds_path(annotation: Any) -> bool:
 
 
 def _plain(annotation: Any) -> Any:
-    """Return an annotation without the types that no job can give, and without metadata but for bounds.
+    """Return an annotation reduced to types that a job can give.
+
+    Metadata other than bounds is left out.
 
     Raises:
         TypeError: If nothing is left.
@@ -192,7 +207,10 @@ def _plain(annotation: Any) -> Any:
 
 
 def _path_below(name: str, key: str, value: object, root: Path | None) -> Path | None:
-    """Return the path that a text stands for, below the folder even after all links are followed."""
+    """Return the path of a text, which must lie below the folder.
+
+    This holds even after all links are followed.
+    """
     if value is None:
         return None
     if not isinstance(value, str):
@@ -218,7 +236,13 @@ def _may_be_path(text: str) -> bool:
 
 
 def _no_path(name: str, key: str, value: Any) -> Any:
-    """Return a value in which no text could be a path or a URL."""
+    """Return a value if none of its texts looks like a path.
+
+    A URL counts as one.
+
+    Raises:
+        SeamError: With the reason bad_path.
+    """
     waiting = [value]
     while waiting:
         one = waiting.pop()

@@ -1,7 +1,8 @@
-"""Models that are no torch modules: numpy arrays by name, such as the coefficients of a classifier of scikit-learn.
+"""Models that are numpy arrays by name, not torch modules.
 
-On the way and on the server, they are a model as any other, whose tensors have these names and shapes, in this order,
-and are float32 parameters. In the client's memory, the arrays may be of any type of floats.
+Examples are the coefficients of a classifier of scikit-learn. On the way and on the server, they are a model as any
+other, whose tensors have these names and shapes, in this order, and are float32 parameters. In the client's memory, the
+arrays may be of any type of floats.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +18,7 @@ Arrays = Mapping[str, NDArray[Any]]
 
 
 def module_of_shapes(shapes: Mapping[str, Sequence[int]]) -> nn.Module:
-    """Return a module without forward that has a parameter of zeros for each name.
+    """Return a module of named parameters of zeros, without forward.
 
     Raises:
         ValueError: If there are no names, or a name or a shape cannot be that of a parameter.
@@ -26,9 +27,10 @@ def module_of_shapes(shapes: Mapping[str, Sequence[int]]) -> nn.Module:
 
 
 def as_module(model: nn.Module | Arrays) -> nn.Module:
-    """Return a module with the values of `model`: the module itself, or a new one with a parameter for each array.
+    """Return a module with the values of `model`.
 
-    An array of float32 shares its memory with its parameter, if it is contiguous and may be written to.
+    It is the module itself, or a new one with a parameter for each array. An array of float32 shares its memory with
+    its parameter, if it is contiguous and may be written to.
 
     Raises:
         ValueError: If there are no arrays, or one of them is not an array of floats.
@@ -39,7 +41,9 @@ def as_module(model: nn.Module | Arrays) -> nn.Module:
 
 
 def copy_back(module: nn.Module, model: nn.Module | Arrays) -> None:
-    """Copy the values of as_module(model) into the arrays of `model`, as far as they do not share memory.
+    """Copy the values of as_module(model) into the arrays of `model`.
+
+    Arrays that share memory with the module have them already.
 
     Raises:
         ValueError: If an array may not be written to.

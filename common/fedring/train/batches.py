@@ -1,4 +1,4 @@
-"""Batches of any map-style dataset: how samples are drawn, cut into batches, and fetched."""
+"""Batches of any map-style dataset: drawing, cutting and fetching them."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
@@ -55,16 +55,17 @@ def cut(order: Tensor, batch_size: int) -> Sequence[Tensor]:
 
 
 def batches_in(size: int, batch_size: int) -> int:
-    """Return into how many batches cut() cuts `size` samples."""
+    """Return the number of batches that cut() makes of `size` samples."""
     full, rest = divmod(size, batch_size)
     return full + (rest > 1 or (rest == 1 and not full))
 
 
 def fetch(samples: Dataset[Any], cuts: Sequence[Tensor], device: torch.device) -> Iterator[tuple[Inputs, Tensor]]:
-    """Yield the inputs and the labels [batch, ...] of each batch of indices in `cuts`, on `device`.
+    """Yield inputs and labels [batch, ...] of each batch of indices.
 
-    Samples with a method `batch`, as `fedring.data.Samples` has it, are asked for whole batches, which takes no Python
-    object for each sample. It is given indices [batch] int64, and returns inputs and labels [batch, ...].
+    The batches of indices are `cuts`; tensors are moved to `device`. Samples with a method `batch`, as
+    `fedring.data.Samples` has it, are asked for whole batches, which takes no Python object for each sample. It is
+    given indices [batch] int64, and returns inputs and labels [batch, ...].
 
     Raises:
         TrainError: With the reason bad_batch, if a sample is not a pair of inputs and a label, or if the samples of a
@@ -89,7 +90,10 @@ def fetch(samples: Dataset[Any], cuts: Sequence[Tensor], device: torch.device) -
 
 
 def apply(model: nn.Module, inputs: Inputs) -> Tensor:
-    """Return the outputs of a model; inputs by name are the arguments of its forward."""
+    """Return the outputs of a model.
+
+    Inputs by name are the arguments of its forward.
+    """
     outputs: Tensor = model(**inputs) if isinstance(inputs, dict) else model(inputs)
     return outputs
 
@@ -107,6 +111,7 @@ def by_name(batches: Sequence[Inputs], names: Collection[str]) -> dict[str, list
     found: dict[str, list[Tensor]] = {name: [] for name in names}
     for inputs in batches:
         given = {"inputs": inputs} if isinstance(inputs, Tensor) else inputs
+        # A model with one input takes any name: samples need not call theirs "inputs".
         if set(names) == {"inputs"} and len(given) == 1:
             given = {"inputs": next(iter(given.values()))}
         for name, tensors in found.items():
@@ -117,7 +122,10 @@ def by_name(batches: Sequence[Inputs], names: Collection[str]) -> dict[str, list
 
 
 def _collated(samples: list[Any]) -> Any:
-    """Return the samples as a batch; torch alone would leave out an input that the first sample does not have."""
+    """Return the samples as a batch with all their inputs.
+
+    torch alone would leave out an input that the first sample does not have.
+    """
     pairs = (one for one in samples if isinstance(one, list | tuple) and len(one) == 2)
     names = [sorted(map(str, inputs)) for inputs, _ in pairs if isinstance(inputs, dict)]
     if other := next((found for found in names if found != names[0]), None):

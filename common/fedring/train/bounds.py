@@ -1,4 +1,4 @@
-"""The types of a job's keys, bounded by what the wire and the database can carry.
+"""Types of a job's keys, bounded by wire and database.
 
 The wire counts in `uint32` and `uint64`, and SQLite in signed 64-bit integers. Tables of free content travel and are
 stored as JSON, so their depth, their numbers and their texts are bounded, too.

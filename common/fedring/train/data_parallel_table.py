@@ -1,12 +1,17 @@
-"""The table [data_parallel] of a job: how its clients train together as workers with equal models."""
+"""The table [data_parallel] of a job: training with equal models.
+
+It describes how the clients train together as workers.
+"""
 
 import re
-from typing import Any, Literal, Self
+from collections.abc import Iterator
+from typing import Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from fedring.train.bounds import MAX_COUNT, Count, NonNegative, Positive, PositiveCount, Text
 from fedring.train.hooks import PARAMETERS, WRAPPERS, HookChoice, choose_hook, name_of
+from fedring.train.job_table import JobView, TrainingMode
 
 HOOKS = tuple(name for name in PARAMETERS if name != "noop")
 """The hooks that a job can name: those that leave all workers with equal parameters."""
@@ -15,10 +20,10 @@ _NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _ANY_MOMENTUM = 0.9  # a job's momentum is in another table
 
 
-class DataParallel(BaseModel):
-    """All settings of data-parallel training. Unknown keys are errors."""
+class DataParallel(TrainingMode):
+    """All settings of data-parallel training."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    grouped: ClassVar[bool] = True
 
     hook: Text = Field(
         "none",
@@ -86,6 +91,26 @@ class DataParallel(BaseModel):
     )
 
     @property
+    def patience(self) -> float:
+        """See TrainingMode."""
+        return self.replacement_seconds
+
+    def applied_momentum(self, momentum: float) -> float:
+        """See TrainingMode."""
+        hook = self.chosen_hook(momentum)
+        applied: float = hook.parameters["momentum"] if hook is not None and hook.name == "dgc" else 0.0
+        return applied
+
+    def own_code(self, momentum: float) -> Iterator[tuple[str, Literal["hook", "cut"], str]]:
+        """See TrainingMode."""
+        if self.chosen_hook(momentum) is None:
+            yield "data_parallel.hook", "hook", self.hook
+
+    def check(self, job: JobView) -> None:
+        """See JobTable."""
+        self.chosen_hook(job.momentum)
+
+    @property
     def hook_name(self) -> str:
         """The name of the hook, without a wrapper and parameters."""
         return name_of(self.hook)
@@ -117,6 +142,7 @@ class DataParallel(BaseModel):
             "start_powerSGD_iter": self.start_iteration,
             "use_error_feedback": self.feedback == "ef",
         }
+        # Each hook names its parameters differently; torch's names are those of powersgd.
         keys: dict[str, dict[str, Any]] = {
             "int8": {"feedback": self.feedback},
             "topk": {**ratio, "feedback": self.feedback},

@@ -29,6 +29,9 @@ def pick_device(name: str) -> torch.device:
 
 
 def threads_for(clients_on_host: int) -> int:
-    """Return the number of threads for one of several clients on a host: its share of the usable cores, at least 1."""
+    """Return the number of threads for one client of several.
+
+    It is its share of the host's usable cores, at least 1.
+    """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // max(1, clients_on_host))

@@ -1,4 +1,7 @@
-"""The optimizer of a job whose hook is dgc, which applies the momentum before it sends."""
+"""The optimizer of a job whose hook is dgc.
+
+The hook applies the momentum before it sends.
+"""
 
 import logging
 from collections.abc import Callable, Iterable
@@ -19,7 +22,9 @@ def make_optimizer(
     *,
     dgc_momentum: float,
 ) -> Optimizer:
-    """Make the optimizer of a job: the one that it names, but without momentum if its hook has momentum.
+    """Make the optimizer of a job, with momentum in one place only.
+
+    It is the one that the job names, but without momentum if its hook has momentum.
 
     Args:
         factory: Makes the optimizer from parameters, learning rate and momentum.
@@ -36,6 +41,7 @@ def make_optimizer(
     optimizer = factory(parameters, lr, momentum)
     if not dgc_momentum or follows_dgc(optimizer):
         return optimizer
+    # Made again, not changed: a user\'s optimizer may keep its momentum under any name.
     if momentum:
         log.info("dgc applies the momentum %g before it sends: the optimizer is made with momentum 0", dgc_momentum)
         try:
@@ -51,12 +57,17 @@ def make_optimizer(
 
 
 def follows_dgc(optimizer: Optimizer) -> bool:
-    """Return whether the optimizer is made for DGC, as DGCSGD is: its momentum acts on the weight decay only."""
+    """Return whether the optimizer is made for DGC, as DGCSGD is.
+
+    The momentum of such an optimizer acts on the weight decay only.
+    """
     return getattr(optimizer, "follows_dgc", False) is True
 
 
 def check_momentum(optimizer: Optimizer, dgc_momentum: float) -> None:
-    """Check that momentum acts in the compression or in the optimizer, but not in both.
+    """Check that momentum does not act twice.
+
+    It may act in the compression or in the optimizer.
 
     Args:
         optimizer: The optimizer that follows.

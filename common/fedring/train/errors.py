@@ -1,4 +1,7 @@
-"""The errors between the names in a job and a trained model; each text is one sentence that also says what to do."""
+"""The errors between the names in a job and a trained model.
+
+Each text is one sentence that also says what to do.
+"""
 
 import errno
 from collections.abc import Iterator
@@ -11,7 +14,9 @@ _OF_THE_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
 
 
 class SeamError(Exception):
-    """Something that the user plugged in does not fit: a callable, a model, a device or a file.
+    """Something that the user plugged in does not fit.
+
+    It is a callable, a model, a device or a file.
 
     Attributes:
         reason: A stable word, which clients report to the server.
@@ -36,7 +41,9 @@ class TrainError(Exception):
 
 @contextmanager
 def on_disk(path: Path) -> Iterator[None]:
-    """Write a file; if the disk is full or fails, delete what there is of it.
+    """Clean up after a failed write in a `with` statement.
+
+    If the disk is full or fails, the partial file is deleted.
 
     Raises:
         TrainError: With the reason disk_failed. The fault is of this worker, and not of the job's code.
@@ -50,9 +57,10 @@ def on_disk(path: Path) -> Iterator[None]:
 
 
 def failure_reason(error: Exception) -> str:
-    """Return the reason for an error in a training: "out_of_memory", "disk_failed" or "train_error".
+    """Return the reason for an error in a training.
 
-    They differ in what follows: another worker may have enough memory, but an error of the code happens everywhere.
+    It is "out_of_memory", "disk_failed" or "train_error". The reasons have different consequences: another worker may
+    have enough memory, but an error of the code happens everywhere.
     """
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return "out_of_memory"
@@ -60,9 +68,15 @@ def failure_reason(error: Exception) -> str:
 
 
 def failure_detail(error: BaseException) -> str:
-    """Return the error's type and text, and the notes that say where it happened."""
+    """Return the error's type and text, and its notes.
+
+    The notes say where it happened.
+    """
     return "; ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
 
 
 class TrainingStopped(Exception):
-    """Training was asked to stop and did so; the model's values are undefined."""
+    """Training was asked to stop and did so.
+
+    The model's values are undefined.
+    """

@@ -1,4 +1,4 @@
-"""The evaluation of a model on samples that it was not trained on."""
+"""The evaluation of a model on held-out samples."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -20,7 +20,10 @@ Evaluator = Callable[[nn.Module, Dataset[Any]], Any]
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Sums over samples; the counts of several clients add up to the counts of all their samples."""
+    """Sums over samples.
+
+    The counts of several clients add up to the counts of all their samples.
+    """
 
     correct: int | None = 0  # samples whose largest output is that of their label; None = labels are not classes
     total: int = 0  # samples
@@ -29,7 +32,10 @@ class Counts:
 
     @property
     def accuracy(self) -> float | None:
-        """The share of the samples that are classified correctly; None if there are none, or labels are not classes."""
+        """The share of samples that are classified correctly, or None.
+
+        It is None without samples, and if labels are not classes.
+        """
         return None if self.correct is None or not self.total else self.correct / self.total
 
     @property
@@ -72,6 +78,7 @@ def evaluate(
     wanted = torch.arange(size_of(samples)) if indices is None else indices
     if len(wanted) == 0:
         return Counts()
+    # By module, because a user's model may keep some of its layers in evaluation mode during training.
     modes = [(module, module.training) for module in model.modules()]
     model.to(device).eval()
     tally = Tally(device)
@@ -90,7 +97,9 @@ def evaluate(
 def run_evaluator(
     evaluator: Evaluator | None, model: nn.Module, samples: Dataset[Any], *, loss: Loss, device: torch.device
 ) -> Counts:
-    """Evaluate a model with a user's function, or as `evaluate` does without one.
+    """Evaluate a model with a user's function, or without one.
+
+    Without one, this does the same as `evaluate`.
 
     Args:
         evaluator: The function of (model, samples); None = the built-in evaluation.
@@ -114,7 +123,7 @@ def run_evaluator(
 
 
 def counts_of(told: object, size: int | None = None) -> Counts:
-    """Return what a user's evaluation reports, checked.
+    """Return the checked result of a user's evaluation.
 
     Args:
         told: Counts; or (correct, total, sum of losses), whose `correct` is None where accuracy is not defined; or a

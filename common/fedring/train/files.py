@@ -1,4 +1,7 @@
-"""Models as files: safetensors, state dicts written by torch.save, and the model versions that an fl-server keeps."""
+"""Models as files.
+
+They are safetensors, state dicts written by torch.save, and the model versions that an fl-server keeps.
+"""
 
 import pickle
 import sqlite3
@@ -27,13 +30,14 @@ def load_model(
     state_dir: str | Path = "fl-server-state",
     partial: bool = False,
 ) -> nn.Module:
-    """Fill a model from a file or from a version that an fl-server keeps.
+    """Fill a model from a file or an fl-server's model version.
 
     Args:
         source: A file, safetensors or a state dict of torch.save; or the number of a model version, 0 for the newest.
         model: Takes the values, in its own dtypes. It is unchanged if an error is raised.
         state_dir: The state folder of the fl-server that keeps the version; the server may be running.
-        partial: The file may hold a part of the model only, such as what a job shares; the rest keeps its values.
+        partial: The file may hold a part of the model only, such as the shared tensors of a job; the rest keeps its
+            values.
 
     Returns:
         The same model.
@@ -43,6 +47,7 @@ def load_model(
             damaged_blob, if a version cannot be read; or wrong_schema, if a tensor's name or shape differs.
     """
     path = _version(Path(state_dir), source) if isinstance(source, int) else Path(source)
+    # A file of the user's may be any file, but a version is named by its digest: a damaged one is noticed.
     if isinstance(source, int):
         _check_digest(path)
     fill_from(path, model, optional={name for name, _ in tensors_of(model)} if partial else ())
@@ -80,7 +85,9 @@ def fill_from(path: Path, model: nn.Module, *, optional: Container[str] = ()) ->
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a file by name, on the CPU; the file's code is never run.
+    """Return the tensors of a file by name, on the CPU.
+
+    Code in the file is never run.
 
     Raises:
         SeamError: With the reason no_file, if it cannot be read, or bad_file, if it is neither safetensors nor a state
@@ -100,12 +107,18 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def save_model(model: nn.Module, path: str | Path) -> None:
-    """Write the tensors of `model`, in their dtypes, to the safetensors file `path`; readers never see half of it."""
+    """Write the tensors of `model` to the safetensors file `path`.
+
+    They keep their dtypes. Readers never see half of the file.
+    """
     _write({name: tensor.detach() for name, tensor in tensors_of(model)}, Path(path))
 
 
 def save_vectors(schema: Schema, vectors: Vectors, path: str | Path) -> None:
-    """Write the model with this schema and these values to the safetensors file `path`, in the schema's dtypes."""
+    """Write a model's values to the safetensors file `path`.
+
+    They are written in the dtypes of the schema.
+    """
     _write({entry.name: values.to(dtype_of(entry.dtype)) for entry, values in values_of(schema, vectors)}, Path(path))
 
 
@@ -116,7 +129,10 @@ def _write(tensors: dict[str, Tensor], path: Path) -> None:
 
 
 def _version(state_dir: Path, version: int) -> Path:
-    """Return the file of a model version in a server's state folder, as fedring.server.model.modelfile writes it."""
+    """Return the file of a model version in a server's state folder.
+
+    fedring.server.model.modelfile writes it.
+    """
     query = "SELECT blob FROM models WHERE ?1 IN (0, version) ORDER BY version DESC LIMIT 1"
     facts = (state_dir / "facts.sqlite").absolute()
     try:

@@ -1,4 +1,4 @@
-"""The communication hooks that have a name, and every parameter that each of them takes.
+"""The communication hooks that have a name, and their parameters.
 
 Jobs, `flctl profile`, `flctl bench data-parallel` and scripts name hooks in the same way: by a name, followed by those
 parameters whose defaults do not fit, as in a call:
@@ -30,7 +30,10 @@ _PRECISION = "of the values that are sent; sign = only their signs, and one magn
 
 
 class Parameters(BaseModel):
-    """The parameters of one kind of hook, with their defaults; names that are not listed are errors."""
+    """The parameters of one kind of hook, with their defaults.
+
+    Other names are errors.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -168,7 +171,7 @@ def choose_hook(text: str, given: Mapping[str, Any] | None = None) -> HookChoice
         The name, and a value for each parameter of the hook: from the call, from `given`, or else its default.
 
     Raises:
-        ValueError: If there is no such hook or parameter, or if a value does not fit. The text lists what there is.
+        ValueError: If there is no such hook or parameter, or if a value does not fit. The text lists the choices.
     """
     wrapper, inner = split_wrapper(text)
     call = _CALL.fullmatch(inner)
@@ -177,6 +180,7 @@ def choose_hook(text: str, given: Mapping[str, Any] | None = None) -> HookChoice
         raise ValueError(f"there is no hook {name!r}: choose from {', '.join(PARAMETERS)}")
     if wrapper and name in WRAPPERS:
         raise ValueError(f"hook {wrapper} cannot wrap {name!r}: it wraps a hook other than {' and '.join(WRAPPERS)}")
+    # The call wins over `given`: it is the more exact of the two.
     values = {**(given or {}), **_arguments(call.group(2) or "")}
     try:
         return HookChoice(name, PARAMETERS[name].model_validate(values).model_dump(), wrapper)
@@ -198,12 +202,17 @@ def split_wrapper(text: str) -> tuple[str, str]:
 
 
 def name_of(text: str) -> str:
-    """Return the name of the hook in a text such as `fp16(powersgd(...))`, without a wrapper and parameters."""
+    """Return the hook's name without a wrapper and parameters.
+
+    An example is "powersgd" for `fp16(powersgd(...))`.
+    """
     return split_wrapper(text)[1].partition("(")[0].strip()
 
 
 def split_hooks(text: str) -> list[str]:
-    """Split a comma-separated list of hooks; commas between the parentheses of a call do not count.
+    """Split a comma-separated list of hooks.
+
+    Commas between the parentheses of a call do not count.
 
     Args:
         text: Such as `none,topk(ratio=0.05,feedback=ef21)`.
@@ -226,7 +235,7 @@ def _arguments(text: str) -> dict[str, str]:
 
 
 def _sentence(hook: str, error: dict[str, Any]) -> str:
-    """Return what is wrong with one parameter of the hook, as one sentence."""
+    """Return the error of one parameter of a hook as a sentence."""
     name = ".".join(map(str, error["loc"]))
     if error["type"] == "extra_forbidden":
         known = ", ".join(PARAMETERS[hook].model_fields) or "none at all"

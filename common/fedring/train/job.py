@@ -1,4 +1,7 @@
-"""The schema of a job: what to train, on how many clients, and for how many rounds."""
+"""The schema of a job.
+
+A job says what to train, on how many clients, and for how many rounds.
+"""
 
 from math import ceil
 from typing import Self
@@ -8,20 +11,14 @@ from pydantic import model_validator
 from fedring.codec.encoding import Encoding
 from fedring.secure.limits import group_count
 from fedring.train.aggregation_table import MEAN
-from fedring.train.algorithm_checks import (
-    PERSONAL,
-    PRIVATE,
-    SAMPLE_PRIVATE,
-    SCAFFOLD,
-    check_keys,
-    check_noise_by,
-    check_private,
-    check_secure,
-)
+from fedring.train.algorithm_checks import SCAFFOLD, check_keys
 from fedring.train.bounds import MAX_JOB_BYTES
 from fedring.train.job_keys import JobKeys
+from fedring.train.job_table import JobTable, TrainingMode
 from fedring.train.round_settings import SCHEDULED, RoundSettings, SettingSchedule, check_schedules, settings_of
 from fedring.train.sharing import Sharing
+
+_FEDERATED = TrainingMode()
 
 
 class Job(JobKeys):
@@ -60,26 +57,15 @@ class Job(JobKeys):
                 "shared, private and send_frozen belong to the mode federated: leave them out of a "
                 f"{self.mode} job, whose workers train one whole model"
             )
-        if self.mode == "pipeline" and (self.evaluator or self.evaluate_on_server):
-            raise ValueError(
-                "evaluator and evaluate_on_server need the whole model in one place, which a pipeline job avoids: "
-                "leave them out, and the stages evaluate each model together"
-            )
-        if self.mode == "data_parallel":
-            self.data_parallel.chosen_hook(self.momentum)
-        least = max(self.pipeline.interval, self.pipeline.unit)
-        if self.mode == "pipeline" and self.batch_size < least:
-            raise ValueError(
-                f"batch_size={self.batch_size} must be at least {least}, the number of micro-batches in a batch"
-            )
+        self.training.check(self)
         return self
 
     @model_validator(mode="after")
     def _algorithms_fit(self) -> Self:
         if self.scaffold:
             check_keys(self, "scaffold = true", SCAFFOLD)
-        if self.personal is not None:
-            check_keys(self, "the table [personal]", PERSONAL)
+        for table in self.tables:
+            table.check(self)
         return self
 
     @model_validator(mode="after")
@@ -108,33 +94,11 @@ class Job(JobKeys):
             )
         if self.aggregation.data and (self.private or self.shared != ["*"]):
             raise ValueError("fltrust trains the whole model on the server: leave out shared and private")
-        size = self.secure_aggregation.group_size if self.secure_aggregation is not None else 0
+        size = self.group_size
         updates = group_count(self.fewest_updates, size) if size else self.fewest_updates
         if shortage := self.aggregation.too_few(updates):
             each = ", of which each group of secure_aggregation has one" if size else ""
             raise ValueError(f"aggregation: {shortage}{each}, in a round with the fewest clients that this job allows")
-        return self
-
-    @model_validator(mode="after")
-    def _can_be_private(self) -> Self:
-        if self.dp is not None:
-            check_private(self, "dp", PRIVATE, self.best_by)
-            check_noise_by(self)
-            self.dp.sum_multiplier(self.fewest_updates)
-            if self.dp.delta * self.fewest_updates >= 1:
-                raise ValueError(f"dp.delta = {self.dp.delta:g} must be below 1 / {self.fewest_updates} clients")
-        if self.sample_dp is not None:
-            check_private(self, "sample_dp", SAMPLE_PRIVATE, self.best_by)
-        return self
-
-    @model_validator(mode="after")
-    def _can_be_aggregated_securely(self) -> Self:
-        if self.secure_aggregation is not None:
-            check_secure(self, self.best_by)
-            weighted = self.weights == "samples"
-            self.secure_aggregation.check(
-                fewest=self.fewest_updates, needed=self.min_clients_to_aggregate, weighted=weighted
-            )
         return self
 
     @model_validator(mode="after")
@@ -159,22 +123,51 @@ class Job(JobKeys):
 
     @property
     def scheduled(self) -> dict[str, SettingSchedule]:
-        """The settings that follow a schedule, by their keys."""
+        """The settings that follow a schedule, by key."""
         values = {key: getattr(self, key) for key in SCHEDULED}
         return {key: value for key, value in values.items() if isinstance(value, SettingSchedule)}
 
     def settings_of(self, job_round: int) -> RoundSettings:
-        """Return the values that `lr`, `epochs` and `subset_size` have in a round of the job, from 1 to `rounds`."""
+        """Return the values of the scheduled settings in a round.
+
+        They are `lr`, `epochs` and `subset_size`.
+
+        Args:
+            job_round: the number of the round within the job, from 1 to `rounds`.
+        """
         return settings_of(self.lr, self.epochs, self.subset_size, job_round=job_round, rounds=self.rounds)
 
     @property
     def grouped(self) -> bool:
-        """Whether the clients of a round form one group of workers, one of which delivers the update for all."""
-        return self.mode != "federated"
+        """Whether the clients of a round form one group of workers.
+
+        One of the workers delivers the update for all.
+        """
+        return self.training.grouped
+
+    @property
+    def training(self) -> TrainingMode:
+        """How the clients train together: the table of the job's mode."""
+        modes: dict[str, TrainingMode] = {"data_parallel": self.data_parallel, "pipeline": self.pipeline}
+        return modes.get(self.mode, _FEDERATED)
+
+    @property
+    def tables(self) -> list[JobTable]:
+        """The tables that the job has, each of which turns an algorithm on."""
+        tables = (self.dp, self.sample_dp, self.secure_aggregation, self.personal)
+        return [table for table in tables if table is not None]
+
+    @property
+    def group_size(self) -> int:
+        """The wanted number of clients in a group of secure aggregation; 0 = any."""
+        return self.secure_aggregation.group_size if self.secure_aggregation is not None else 0
 
     @property
     def fewest_updates(self) -> int:
-        """The number of updates of a round with the fewest clients that the job allows, if none of them fails."""
+        """The fewest updates of a round without failures.
+
+        The round has the fewest clients that the job allows.
+        """
         if self.close_at_minimum:
             return self.min_clients_to_aggregate
         if self.sample_clients:
@@ -183,17 +176,20 @@ class Job(JobKeys):
 
     @property
     def sharing(self) -> Sharing:
-        """Which tensors of the model travel."""
+        """The choice of the model's tensors that travel."""
         return Sharing(tuple(self.shared), tuple(self.private), not (self.grouped or self.send_frozen))
 
     @property
     def upload_encoding(self) -> Encoding:
-        """How clients encode their updates."""
+        """The encoding of the clients' updates."""
         return Encoding(self.encoding, self.chunk, self.keep_ratio, self.step)
 
     @property
     def delta_encoding(self) -> Encoding | None:
-        """How the server encodes the delta from one model to the next; None if it sends whole models."""
+        """The encoding of the delta between models, or None.
+
+        It is None if the server sends whole models.
+        """
         if self.download_encoding == "full":
             return None
         return Encoding(self.download_encoding, self.chunk, self.keep_ratio, self.step)

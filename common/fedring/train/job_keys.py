@@ -1,4 +1,4 @@
-"""The keys of a job: what each means, and which values it can have."""
+"""The keys of a job: their meanings and their values."""
 
 from typing import Annotated, Literal
 
@@ -37,7 +37,10 @@ EncodingName = Literal["fp32", "fp16", "bf16", "int8", "fp32_sparse", "sq8", "pa
 
 
 class ServerOptimizer(BaseModel):
-    """An optimizer that the server applies to the clients' mean delta (Reddi et al. 2021, algorithm 1)."""
+    """An optimizer that the server applies to the mean delta.
+
+    See Reddi et al. 2021, algorithm 1.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -48,7 +51,10 @@ class ServerOptimizer(BaseModel):
 
 
 class NamedTransform(BaseModel):
-    """An algorithm that changes updates on their way, at the clients and at the server."""
+    """An algorithm that changes updates on their way.
+
+    It acts at the clients and at the server.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -57,7 +63,10 @@ class NamedTransform(BaseModel):
 
 
 class JobKeys(BaseModel):
-    """All settings of a job, each for itself: `fedring.train.job.Job` says which go together."""
+    """All settings of a job, each for itself.
+
+    `fedring.train.job.Job` says which go together.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

@@ -1,4 +1,4 @@
-"""Labels: what a client says of itself, such as its site, and which labels a job asks for.
+"""Labels of clients, such as a site, and of jobs.
 
 A client's labels are a table such as { site = "eu", device = "phone" }. A job asks for labels with a table that holds,
 for each of them, one value or a list of those that will do: { site = ["eu", "us"] }.
@@ -65,7 +65,10 @@ def match(labels: Mapping[str, str], wanted: Wanted) -> bool:
 
 
 def shown(labels: Wanted) -> str:
-    """Return labels in one line, such as "device=phone,site=eu|us"; "" if there are none."""
+    """Return labels in one line, such as "device=phone,site=eu|us".
+
+    It is "" if there are none.
+    """
     parts = ((name, "|".join(values) if isinstance(values, list) else values) for name, values in labels.items())
     return ",".join(f"{name}={value}" for name, value in sorted(parts))
 

@@ -1,4 +1,7 @@
-"""The local epochs of one round: one process trains a model on its own samples."""
+"""The local epochs of one round in one process.
+
+The process trains a model on its own samples.
+"""
 
 import math
 import time
@@ -52,8 +55,9 @@ def train(
         device: Where to train.
         progress: Is called now and then with the share of the work that is done, 0 to 1.
         stopped: Is called before each step; once it returns True, training ends.
-        corrections: What is added to the gradients in each step, in the shapes of the parameters, by their names.
-        towards: What the proximal term pulls parameters to, by their names; others are pulled to where they start.
+        corrections: Tensors that are added to the gradients in each step, by the names of the parameters, in their
+            shapes.
+        towards: Values to which the proximal term pulls parameters, by their names; others are pulled to their start.
 
     Returns:
         The means over the last epoch, and how long training took.
@@ -71,6 +75,7 @@ def train(
     model.train()
     step = _LocalStep(model, plan, loss, optimizer_factory, corrections, towards)
     tally, steps = Tally(device), 0
+    # Two sources of randomness: `generator` draws and orders samples, and the global ones drive dropout.
     with seeded(plan.seed, device):
         began = time.perf_counter()
         for epoch in range(plan.epochs):
@@ -87,7 +92,10 @@ def train(
 
 @contextmanager
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Seed torch's global generators, which drive dropout, inside the context; afterwards restore their states."""
+    """Seed torch's global generators inside the context.
+
+    They drive dropout. Afterwards their states are restored.
+    """
     cuda = [torch.cuda.current_device() if device.index is None else device.index] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=cuda):
         torch.default_generator.manual_seed(seed)
@@ -97,20 +105,29 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
 
 
 def random_state(device: torch.device) -> dict[str, Tensor]:
-    """Return the states of torch's global generators, each [n] uint8: of the CPU and, if it is CUDA, of the device."""
+    """Return the states of torch's global generators, [n] uint8 each.
+
+    There is one of the CPU and, if the device is CUDA, one of the device.
+    """
     states = {"cpu": torch.get_rng_state()}
     return states | {"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else states
 
 
 def set_random_state(states: Mapping[str, Tensor], device: torch.device) -> None:
-    """Set torch's global generators to what random_state() returned for the same kind of device."""
+    """Restore torch's global generators from random_state().
+
+    The states must be those of the same kind of device.
+    """
     torch.set_rng_state(states["cpu"])
     if device.type == "cuda" and "cuda" in states:
         torch.cuda.set_rng_state(states["cuda"], device)
 
 
 def warm_up(device: torch.device) -> None:
-    """Make torch load its optimizers now; otherwise the first round would wait a second or two for that."""
+    """Make torch load its optimizers now.
+
+    Otherwise the first round would wait a second or two for that.
+    """
     parameter = nn.Parameter(torch.zeros(1, device=device))
     optimizer = torch.optim.SGD([parameter], lr=0.1)
     parameter.sum().backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
@@ -120,7 +137,10 @@ def warm_up(device: torch.device) -> None:
 def _epoch(
     step: "_LocalStep", batches: Iterator[tuple[Inputs, Tensor]], count: int, tally: Tally, stopped: Callable[[], bool]
 ) -> Iterator[float]:
-    """Train on `count` batches, and yield the share that is done, now and then and at the end."""
+    """Train on `count` batches, and yield the share that is done.
+
+    It is yielded now and then, and at the end.
+    """
     every = max(1, count // _CHECKS_PER_EPOCH)
     for number, (inputs, labels) in enumerate(batches, start=1):
         if stopped():
@@ -156,7 +176,11 @@ class _LocalStep:
         self._optimizer = optimizer_factory(self._parameters, plan.lr, plan.momentum)
 
     def __call__(self, inputs: Inputs, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Do a step, and return the loss (scalar) and the outputs of the batch before it. No gradients are left."""
+        """Do a step on one batch. No gradients are left.
+
+        Returns:
+            The loss, a scalar, and the outputs of the batch, both from before the step.
+        """
         outputs = apply(self._model, inputs)
         loss = self._loss(outputs, labels)
         loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
@@ -170,7 +194,10 @@ class _LocalStep:
 
 @torch.no_grad()
 def add_corrections(corrections: Sequence[tuple[nn.Parameter, Tensor]]) -> None:
-    """Add a tensor to the gradient of each parameter that has one, in place."""
+    """Add corrections to the gradients in place.
+
+    A parameter without a gradient is left out.
+    """
     for parameter, correction in corrections:
         if parameter.grad is not None:
             parameter.grad.add_(correction)

@@ -8,5 +8,10 @@ from fedring.offers import offers
 
 @offers("loss")
 def cross_entropy(outputs: Tensor, labels: Tensor) -> Tensor:
-    """Return the mean cross entropy, a scalar, of logits `outputs` [batch, classes] and `labels` [batch] int64."""
+    """Return the mean cross entropy, a scalar.
+
+    Args:
+        outputs: Logits [batch, classes].
+        labels: [batch] int64.
+    """
     return functional.cross_entropy(outputs, labels)

@@ -1,7 +1,8 @@
-"""Named figures of trainings and evaluations: which are allowed, how they are combined, what is best.
+"""Named figures of trainings and evaluations.
 
-A name that ends in "_sum" stands for a sum over clients, and every other name for a mean, weighted by samples. So the
-name alone says how a figure is combined, and clients cannot disagree about it.
+This module says which figures are allowed, how they are combined, and which round is the best. A name that ends in
+"_sum" stands for a sum over clients, and every other name for a mean, weighted by samples. So the name alone says how a
+figure is combined, and clients cannot disagree about it.
 """
 
 import logging
@@ -24,7 +25,7 @@ ORIGINS = ("train", "eval", "server")
 """Where a round's figures are from: its updates, its clients' evaluations, and the server's own evaluation."""
 
 RULES = ("max eval/accuracy", "max server/accuracy", "min eval/loss", "min server/loss")
-"""What makes a round the best of its job if the job does not say: the first of these figures that any round has."""
+"""The rules for the best round if a job names none: the first of these figures that any round has decides."""
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _RULE = re.compile(rf"(max|min) ({'|'.join(ORIGINS)})/{_NAME.pattern}")
@@ -33,7 +34,9 @@ Metrics = Mapping[str, float]
 
 
 def check_metrics(metrics: Metrics) -> None:
-    """Check that figures can be sent: their number, their names, and their magnitudes.
+    """Check that figures can be sent.
+
+    Their number, their names and their magnitudes are bounded.
 
     Raises:
         ValueError: If a server would refuse them.
@@ -48,7 +51,10 @@ def check_metrics(metrics: Metrics) -> None:
 
 
 def sendable_metrics(metrics: Metrics) -> dict[str, float]:
-    """Return the figures without those that are not finite or too large, for which a server would refuse an update."""
+    """Return the figures without those that cannot be sent.
+
+    A server would refuse an update with figures that are not finite or too large.
+    """
     sendable = {name: float(value) for name, value in metrics.items() if abs(value) <= MAX_FIGURE}
     if left_out := sorted(metrics.keys() - sendable.keys()):
         log.warning(
@@ -58,7 +64,7 @@ def sendable_metrics(metrics: Metrics) -> dict[str, float]:
 
 
 def named_metrics(told: Mapping[Any, object]) -> dict[str, float]:
-    """Return the figures that a user's function has returned, without those that are not finite numbers.
+    """Return the finite figures that a user's function has returned.
 
     Raises:
         ValueError: If names, or their number, are not allowed.
@@ -80,8 +86,8 @@ def combine(reports: Iterable[tuple[float, Metrics]]) -> dict[str, float]:
     The order of the reports makes no difference.
 
     Args:
-        reports: For each client what it counts, such as its number of samples, and its figures, which do not count
-            with a 0.
+        reports: For each client its weight, such as its number of samples, and its figures, which do not count with a
+            weight of 0.
 
     Returns:
         For each name the sum or the mean over the clients that have reported it, sorted by name. If there are more
@@ -108,7 +114,9 @@ def with_origin(origin: str, metrics: Metrics, **means: float | None) -> dict[st
 
 
 def check_rule(rule: str) -> str:
-    """Return a rule that says which round is the best, such as "max eval/f1"; empty = RULES.
+    """Return a valid rule for the best round, such as "max eval/f1".
+
+    An empty rule stands for RULES.
 
     Raises:
         ValueError: If it has another form.
@@ -119,7 +127,9 @@ def check_rule(rule: str) -> str:
 
 
 def best_of(rounds: Sequence[Metrics], rule: str = "") -> int | None:
-    """Return which of the rounds is the best: its place in the sequence, or None if they cannot be compared.
+    """Return the place of the best round, or None.
+
+    It is None if the rounds cannot be compared.
 
     Args:
         rounds: The figures of each round, as Round.metrics has them. A round without the figure that is compared, or
@@ -134,13 +144,19 @@ def best_of(rounds: Sequence[Metrics], rule: str = "") -> int | None:
 
 
 def result_of(metrics: Metrics, rule: str = "") -> str:
-    """Return the figure by which best_of compares a round, such as "eval/f1 0.75", or "" if the round has none."""
+    """Return the figure of a round that best_of compares, or "".
+
+    An example is "eval/f1 0.75"; it is "" if the round has no such figure.
+    """
     name = next((name for _, name in _rules(rule) if _has(metrics, name)), "")
     return f"{name} {metrics[name]:.6g}" if name else ""
 
 
 def _rules(rule: str) -> list[tuple[str, str]]:
-    """Return directions and names, of which the first that any round has is compared."""
+    """Return pairs of direction and name, in order of preference.
+
+    The first name that any round has is compared.
+    """
     pairs = (each.split() for each in ([rule] if rule else RULES))
     return [(direction, name) for direction, name in pairs]
 

@@ -24,9 +24,10 @@ def mnist_cnn() -> nn.Module:
 
 @offers("model")
 def mnist_tanh_cnn() -> nn.Module:
-    """Return a small network for MNIST with bounded activations, which DP-SGD trains well (Papernot et al. 2021).
+    """Return a small network for MNIST with bounded activations.
 
-    It maps [batch, 1, 28, 28] to logits [batch, 10], and has 26,010 parameters.
+    DP-SGD trains it well (Papernot et al. 2021). It maps [batch, 1, 28, 28] to logits [batch, 10], and has 26,010
+    parameters.
     """
     return nn.Sequential(
         nn.Conv2d(1, 16, 8, 2, padding=2),
@@ -44,7 +45,9 @@ def mnist_tanh_cnn() -> nn.Module:
 
 @offers("model")
 def digits_mlp(hidden: int = 64, layers: int = 1) -> nn.Module:
-    """Return a perceptron for the digits, which maps [batch, 1, 8, 8] to logits [batch, 10].
+    """Return a perceptron for the digits.
+
+    It maps [batch, 1, 8, 8] to logits [batch, 10].
 
     Args:
         hidden: The width of each hidden layer.
@@ -76,7 +79,10 @@ def cifar_cnn() -> nn.Module:
 
 @offers("model")
 def vector(size: int) -> nn.Module:
-    """Return a module with one parameter of `size` zeros and no forward, for measurements of transport."""
+    """Return a module with one parameter of `size` zeros.
+
+    It has no forward, and serves measurements of transport.
+    """
     model = nn.Module()
     model.register_parameter("values", nn.Parameter(torch.zeros(size)))
     return model
@@ -84,7 +90,9 @@ def vector(size: int) -> nn.Module:
 
 @offers("model")
 def arrays(shapes: Mapping[str, Sequence[int]]) -> nn.Module:
-    """Return a module without forward, for clients whose model is numpy arrays (docs/clients.md).
+    """Return a module without forward, for models of numpy arrays.
+
+    docs/clients.md describes such clients.
 
     Args:
         shapes: The shape of each array by its name, in order. They are float32 parameters, and all zeros at first.

@@ -1,4 +1,7 @@
-"""Checks, before anything starts, of what a configuration names: callables as "module:attribute", and a device."""
+"""Checks of the names in a configuration, before anything starts.
+
+They are callables as "module:attribute", and a device.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,13 +18,13 @@ _MOST_LISTED = 12
 
 
 def check_name(key: str, kind: Kind, name: str, offered: Offered) -> Check:
-    """Check that jobs may name this here.
+    """Check that jobs may use a name here.
 
     Args:
         key: The configuration key that holds the name, for the report.
-        kind: As what it is named.
+        kind: The kind that it is named as.
         name: A callable as "module:attribute".
-        offered: What jobs may name here.
+        offered: The names that jobs may use here.
     """
     try:
         offered.get(kind, name)
@@ -31,7 +34,10 @@ def check_name(key: str, kind: Kind, name: str, offered: Offered) -> Check:
 
 
 def check_data(key: str, name: str, offered: Offered, *, root: Path | None) -> Check:
-    """Check a data callable like check_name(), and that it is given a folder if it needs one; loads no samples."""
+    """Check a data callable like check_name(), without loading samples.
+
+    A callable that needs a folder must be given one.
+    """
     check = check_name(key, "data", name, offered)
     if check.level is Level.OK and root is None and (data := offered.get("data", name)) in FROM_FOLDER:
         try:
@@ -42,7 +48,10 @@ def check_data(key: str, name: str, offered: Offered, *, root: Path | None) -> C
 
 
 def check_offered(offered: Offered) -> Iterator[Check]:
-    """List what jobs may name here, by kind, and warn of trusted modules that offer nothing."""
+    """List the names that jobs may use here, by kind.
+
+    Trusted modules that offer nothing cause a warning.
+    """
     names = offered.names()
     for kind, of_kind in names.items():
         yield Check(f"offered as {kind}", Level.OK, _listed(of_kind))

@@ -1,14 +1,14 @@
-"""What jobs may name: collected by kind when a daemon starts, from what its operator trusts.
+"""The names that jobs may use, collected when a daemon starts.
 
-`trusted` is a list of
+They are collected by kind, from the modules and names that its operator trusts. `trusted` is a list of
 
 - `fedring`: the models, data sets, losses and optimizers that come with it;
 - `torchvision`: the models for images in torchvision's own registry, as `torchvision:resnet18`;
-- a module: what is marked with `fedring.offers.offers` in it, or in the modules below it that it imports itself, and
-  the classes derived from torch.nn.Module there, as models. What a module only imports is not offered through it,
-  unless it stands in its `__all__`;
-- a function or class, `module:attribute as kind`, which needs no mark. Without `as`, it is what it is marked as, or a
-  model.
+- a module: everything that is marked with `fedring.offers.offers` in it, or in the modules below it that it imports
+  itself, and the classes derived from torch.nn.Module there, as models. A name that a module only imports is not
+  offered through it, unless it stands in its `__all__`;
+- a function or class, `module:attribute as kind`, which needs no mark. Without `as`, its mark decides; without a mark,
+  it is a model.
 
 Afterwards a name is only looked up: that imports nothing and calls nothing.
 """
@@ -43,7 +43,7 @@ class Offer:
     """A function or class that jobs may name.
 
     Attributes:
-        kind: As what.
+        kind: Its kind.
         name: Its name, module:attribute.
         function: The function or class.
         marked: Whether it carries the mark, or the operator has named it, and not only its module.
@@ -61,8 +61,8 @@ class Offered:
     """The table of all that jobs may name here.
 
     Args:
-        offers: What is offered.
-        trusted: What it was collected from, for errors.
+        offers: The offers.
+        trusted: The entries that it was collected from, for errors.
         root: The folder below which paths in arguments lie; None = no path can be given.
         download: Whether arguments may make a callable download files.
     """
@@ -80,10 +80,10 @@ class Offered:
         self._root, self._download = root, download
 
     def get(self, kind: Kind, name: str, args: Mapping[str, Any] | None = None) -> Callable[..., Any]:
-        """Look up what a job names.
+        """Look up a name from a job.
 
         Args:
-            kind: As what the job names it.
+            kind: The kind that the job names it as.
             name: The name, module:attribute.
             args: Keyword arguments from the job, as parsed from JSON; None = the job gives it none.
 
@@ -102,6 +102,7 @@ class Offered:
             raise SeamError("no_download", f"{name} would download files with {asked[0]}: {advice}")
         if args is None:
             return offer.function
+        # The arguments that download were checked above, and only names of weights are passed on.
         typed = {key: value for key, value in args.items() if key not in offer.downloads}
         checked = check_arguments(name, offer.function, typed, given=_GIVEN.get(kind, 0), root=self._root)
         chosen = {key: _weights(name, args[key]) for key in args if key in offer.downloads}
@@ -119,7 +120,10 @@ class Offered:
         return [f"jobs may name as {kind}: {', '.join(names)}" for kind, names in self.names().items()]
 
     def marked(self) -> "Offered":
-        """Return the same table without classes that nobody has marked or named, for sites with a policy."""
+        """Return the same table without unmarked classes.
+
+        Nobody has marked or named these. Sites with a policy use this table.
+        """
         offers = [offer for offer in self._offers.values() if offer.marked]
         return Offered(offers, self.trusted, root=self._root, download=self._download)
 
@@ -130,7 +134,10 @@ class Offered:
         return [root for root in whole if not any(_is_below(module, root) for module in modules)]
 
     def knows_module(self, name: str) -> bool:
-        """Return whether the module of a name is trusted as a whole, so that all that it offers is known here."""
+        """Return whether the module of a name is trusted as a whole.
+
+        Then everything that it offers is known here.
+        """
         module = name.partition(":")[0]
         return any(":" not in root and _is_below(module, root) for root in self.trusted)
 
@@ -161,7 +168,9 @@ class Offered:
 
 
 def collect(trusted: Iterable[str], *, root: Path | None = None, download: bool = False) -> Offered:
-    """Import what an operator trusts, and collect what it offers. This may take seconds.
+    """Import everything that an operator trusts, and collect its offers.
+
+    This may take seconds.
 
     Args:
         trusted: Modules, and names of functions and classes, as the module's docstring says.
@@ -174,7 +183,7 @@ def collect(trusted: Iterable[str], *, root: Path | None = None, download: bool 
     """
     entries = list(dict.fromkeys(trusted))
     offers = [offer for entry in entries for offer in _offers_of(entry)]
-    # An operator's own word counts more than what a module says of the same name.
+    # An operator's own word counts more than a module's mark of the same name.
     return Offered(sorted(offers, key=lambda offer: offer.marked), entries, root=root, download=download)
 
 
@@ -196,7 +205,7 @@ def _offers_of(entry: str) -> Iterator[Offer]:
             yield from _in_module(_import(own, entry))
     else:
         _import(module, entry)
-        # What the module itself has imported of its package is there by now. Nothing else is imported.
+        # The modules of its package that it has itself imported are there by now. Nothing else is imported.
         for below in sorted(each for each in sys.modules if _is_below(each, module)):
             private = "._" in below.removeprefix(module)
             if not private and isinstance(found := sys.modules[below], ModuleType):
@@ -204,7 +213,7 @@ def _offers_of(entry: str) -> Iterator[Offer]:
 
 
 def _named(name: str, module: ModuleType, attribute: str, kind: str) -> Iterator[Offer]:
-    """Return what an operator has named."""
+    """Yield the offers of a name that an operator trusts."""
     try:
         value = getattr(module, attribute)
     except AttributeError as error:
@@ -220,7 +229,10 @@ def _named(name: str, module: ModuleType, attribute: str, kind: str) -> Iterator
 
 
 def _in_module(module: ModuleType, name: str = "") -> Iterator[Offer]:
-    """Return what is marked in a module, and its classes that are torch modules."""
+    """Yield the offers of a module.
+
+    They are the marked functions and classes in it, and its classes that are torch modules.
+    """
     name = name or module.__name__
     public = vars(module).get("__all__")
     public = set(public) if isinstance(public, list | tuple) else set()
@@ -237,7 +249,10 @@ def _in_module(module: ModuleType, name: str = "") -> Iterator[Offer]:
 
 
 def _of_torchvision(attribute: str) -> Iterator[Offer]:
-    """Return the models of torchvision for images, or one of them; other models download weights by default."""
+    """Yield torchvision's models for images, or one of them.
+
+    Other models download weights by default.
+    """
     try:
         vision.load()
     except ImportError as error:
@@ -255,7 +270,11 @@ def _of_torchvision(attribute: str) -> Iterator[Offer]:
 
 
 def _weights(name: str, value: object) -> object:
-    """Return the name of weights, which torchvision looks up in its own list."""
+    """Return the name of weights for torchvision's own lookup.
+
+    Raises:
+        SeamError: With the reason bad_argument, if it is no such name.
+    """
     if value is None or value is False or (isinstance(value, str) and value.replace(".", "_").isidentifier()):
         return value
     raise SeamError("bad_argument", f"{name}: the weights {str(value)[:80]!r} are no name, such as DEFAULT.")

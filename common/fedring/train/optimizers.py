@@ -1,4 +1,7 @@
-"""Optimizers that come with fedring; a job can name each of them, and gives further arguments in `optimizer_args`."""
+"""Optimizers that come with fedring.
+
+A job can name each of them, and gives further arguments in `optimizer_args`.
+"""
 
 from collections.abc import Iterable
 
@@ -41,7 +44,10 @@ def adam(
     weight_decay: float = 0.0,
     amsgrad: bool = False,
 ) -> torch.optim.Optimizer:
-    """Return torch's Adam with `momentum` as beta1, with one fused kernel for all tensors."""
+    """Return torch's Adam with `momentum` as beta1.
+
+    It has one fused kernel for all tensors.
+    """
     return torch.optim.Adam(
         parameters, lr=lr, betas=(momentum, beta2), eps=eps, weight_decay=weight_decay, amsgrad=amsgrad, fused=True
     )

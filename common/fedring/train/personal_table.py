@@ -1,16 +1,22 @@
-"""The table [personal] of a job: each client also trains a model of its own."""
+"""The table [personal] of a job: models of the clients' own.
+
+Each client also trains a model of its own.
+"""
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from fedring.train.algorithm_checks import PERSONAL, check_keys
 from fedring.train.bounds import NonNegative, PositiveCount
+from fedring.train.job_table import JobTable, JobView
 
 
-class Personal(BaseModel):
-    """How each client trains a model of its own, which never leaves it. Unknown keys are errors."""
+class Personal(JobTable):
+    """All settings of personal models.
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    Each client trains a model of its own, which never leaves it.
+    """
 
     method: Literal["ditto", "fine_tuning"] = Field(
         "ditto",
@@ -21,3 +27,7 @@ class Personal(BaseModel):
         0.1, description="weight of the term that pulls a client's own model to the round's model (Ditto's lambda)"
     )
     epochs: PositiveCount = Field(1, description="passes over the drawn samples, in addition to those of the job")
+
+    def check(self, job: JobView) -> None:
+        """See JobTable."""
+        check_keys(job, "the table [personal]", PERSONAL)

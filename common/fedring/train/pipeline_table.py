@@ -1,14 +1,19 @@
-"""The table [pipeline] of a job: how its model is cut into stages, and how the clients train them."""
+"""The table [pipeline] of a job: its stages and their training.
+
+It describes how the model is cut into stages, and how the clients train them.
+"""
 
 import re
-from typing import Annotated, Literal, Self
+from collections.abc import Iterator
+from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from fedring.schedules.schedule import Schedule, Versions, make, pipedream
 from fedring.schedules.simulation import check
 from fedring.train.bounds import Count, Positive, PositiveCount, Text
 from fedring.train.hooks import PARAMETERS, choose_hook, name_of
+from fedring.train.job_table import JobView, TrainingMode
 
 CREDITS = 4
 """How many messages of one kind a stage may send before the receiver has taken the first of them."""
@@ -35,10 +40,11 @@ def _check_range(replicas: int | list[int]) -> int | list[int]:
 _NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
-class Pipeline(BaseModel):
-    """All settings of pipeline training. Unknown keys are errors."""
+class Pipeline(TrainingMode):
+    """All settings of pipeline training."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    grouped: ClassVar[bool] = True
+    staged: ClassVar[bool] = True
 
     stages: int = Field(2, ge=1, le=256, description="number of parts that the model is cut into")
     stages_per_worker: int = Field(
@@ -118,6 +124,7 @@ class Pipeline(BaseModel):
             raise ValueError("micro_batches=auto does not work with the schedule pipedream: set a number")
         self._check_cut()
         micro_batches = self.unit if self.micro_batches == "auto" else self.micro_batches
+        # Before the schedule is made: its size is this product, and a stranger may have written the job.
         if self.stages * micro_batches > MAX_CELLS:
             raise ValueError(
                 f"{self.stages} stages times {micro_batches} micro_batches are above MAX_CELLS = {MAX_CELLS}: use fewer"
@@ -139,6 +146,7 @@ class Pipeline(BaseModel):
             and max(self.stage_workers, default=1) == 1
         ):
             raise ValueError(f"hook={self.hook} has no effect on replicas={self.replicas}: no stage has two workers")
+        # A number repeats the whole pipeline, under any schedule; only a list gives stages workers of their own.
         if isinstance(self.replicas, int):
             return
         if len(self.replicas) != self.stages:
@@ -174,7 +182,10 @@ class Pipeline(BaseModel):
 
     @property
     def stage_workers(self) -> tuple[int, ...]:
-        """The number of workers of each stage of a pipeline; () if no stage has more than one."""
+        """The number of workers of each stage of a pipeline.
+
+        It is () if no stage has more than one.
+        """
         return () if isinstance(self.replicas, int) else tuple(self.replicas)
 
     @property
@@ -183,19 +194,55 @@ class Pipeline(BaseModel):
         return self.width * self.pipelines
 
     @property
+    def patience(self) -> float:
+        """See TrainingMode."""
+        return self.replacement_seconds
+
+    @property
+    def by_module(self) -> bool:
+        """See TrainingMode."""
+        return self.first_model == "by_module"
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """See TrainingMode."""
+        return tuple(layer for layer in self.cut if isinstance(layer, str)) if isinstance(self.cut, list) else ()
+
+    def own_code(self, momentum: float) -> Iterator[tuple[str, Literal["hook", "cut"], str]]:
+        """See TrainingMode."""
+        if isinstance(self.cut, str) and ":" in self.cut:
+            yield "pipeline.cut", "cut", self.cut
+
+    def check(self, job: JobView) -> None:
+        """See JobTable."""
+        if job.evaluator or job.evaluate_on_server:
+            raise ValueError(
+                "evaluator and evaluate_on_server need the whole model in one place, which a pipeline job avoids: "
+                "leave them out, and the stages evaluate each model together"
+            )
+        least = max(self.interval, self.unit)
+        if job.batch_size < least:
+            raise ValueError(
+                f"batch_size={job.batch_size} must be at least {least}, the number of micro-batches in a batch"
+            )
+
+    @property
     def unit(self) -> int:
         """The number that micro-batches must be a multiple of."""
         return self.width if self.schedule == "interleaved_1f1b" else 1
 
     @property
     def interval(self) -> int:
-        """The number of micro-batches in a batch; for synchronous schedules, all of a run (0 if it is "auto")."""
+        """The number of micro-batches in a batch.
+
+        For synchronous schedules, it is all of a run, or 0 if that is "auto".
+        """
         if self.schedule != "pipedream":
             return 0 if self.micro_batches == "auto" else self.micro_batches
         return self.update_interval or (self.stages if self.versions == "macrobatch" else 1)
 
     def schedule_of(self, micro_batches: int) -> Schedule:
-        """Return what every worker of a pipeline does in a run of `micro_batches`.
+        """Return the schedule of a run of `micro_batches`.
 
         Raises:
             ScheduleError: If there is no such schedule for this number of stages and micro-batches.

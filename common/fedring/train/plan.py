@@ -1,4 +1,4 @@
-"""What a round asks of a client, and what the client's training did."""
+"""A client's task in a round, and the result of its training."""
 
 import math
 from collections.abc import Mapping
@@ -7,7 +7,10 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a round asks of a client. The built-in loop and a user's trainer both get it."""
+    """A client's training settings in a round.
+
+    The built-in loop and a user's trainer both get it.
+    """
 
     epochs: int = 1  # passes over the drawn samples
     batch_size: int = 64
@@ -22,7 +25,10 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class TrainResult:
-    """What one client's training did. Loss and accuracy are means over the last epoch, computed during training."""
+    """The result of one client's training.
+
+    Loss and accuracy are means over the last epoch, computed during training.
+    """
 
     num_samples: int  # samples drawn, at least 1
     loss: float | None = None

@@ -1,17 +1,22 @@
-"""The table [dp] of a job: differential privacy for whole clients, with noise that the server or the clients add."""
+"""The table [dp] of a job: differential privacy for whole clients.
+
+The server or the clients add the noise.
+"""
 
 from collections.abc import Collection
 from functools import lru_cache
 from math import sqrt
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from fedring.codec.masked import MAX_BITS
 from fedring.privacy.charges import SkellamCharge
 from fedring.privacy.integer_plan import IntegerPlan, fewest_bits, integer_plan
 from fedring.secure.limits import honest_survivors
+from fedring.train.algorithm_checks import PRIVATE, check_noise_by, check_private
 from fedring.train.bounds import NonNegative
+from fedring.train.job_table import JobTable, JobView
 
 COUNT_NOISE = 20
 """The standard deviation of the noise on the number of updates within the clip is clients / COUNT_NOISE (Andrew et al.
@@ -30,10 +35,10 @@ _TRIES = 20
 _MORE = 1.0 + 2.0**-30
 
 
-class ClientPrivacy(BaseModel):
-    """All settings of differential privacy for whole clients. Unknown keys are errors."""
+class ClientPrivacy(JobTable):
+    """All settings of differential privacy for whole clients."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    hides: ClassVar[bool] = True
 
     noise_multiplier: float = Field(
         ge=1e-9, le=1e6, description="standard deviation of the noise on the sum of the updates, in units of the clip"
@@ -68,16 +73,24 @@ class ClientPrivacy(BaseModel):
         "noise is enough if fewer than a third of a group do not",
     )
 
+    def check(self, job: JobView) -> None:
+        """See JobTable."""
+        check_private(job, "dp", PRIVATE, job.best_by)
+        check_noise_by(job)
+        self.sum_multiplier(job.fewest_updates)
+        if self.delta * job.fewest_updates >= 1:
+            raise ValueError(f"dp.delta = {self.delta:g} must be below 1 / {job.fewest_updates} clients")
+
     @property
     def by_clients(self) -> bool:
         """Whether the clients add the noise."""
         return self.noise_by == "clients"
 
     def plan(self, clients: int, dimension: int, needed: int) -> IntegerPlan:
-        """Return how the clients of a group make integers with noise, of which the server learns the sum.
+        """Return the plan by which a group's clients make noisy integers.
 
-        The noise of the honest ones among the fewest survivors is what noise_multiplier says, in units of the most that
-        one client can change the sum.
+        The server learns the sum of these integers. The noise of the honest ones among the fewest survivors is
+        noise_multiplier, in units of the most that one client can change the sum.
 
         Args:
             clients: of the group.
@@ -91,10 +104,10 @@ class ClientPrivacy(BaseModel):
         return _plan(self.clip, self.noise_multiplier, self.bits, clients, honest, dimension)
 
     def charge_of(self, groups: Collection[int], dimension: int, needed: int) -> SkellamCharge:
-        """Return what a round costs in which the clients add the noise: no group's sum costs more.
+        """Return the cost of a round in which clients add noise.
 
-        Each client is in one group only. At the same noise in units of what one client can change, smaller integers
-        cost more.
+        No group's sum costs more. Each client is in one group only. At the same noise in units of one client's largest
+        change, smaller integers cost more.
 
         Args:
             groups: the numbers of clients of its groups.
@@ -110,10 +123,10 @@ class ClientPrivacy(BaseModel):
         return SkellamCharge(norm, charges[0].dimension, variance)
 
     def sum_multiplier(self, clients: int) -> float:
-        """Return the noise multiplier of the sum of the updates (Andrew et al. 2021, theorem 1).
+        """Return the noise multiplier of the sum of the updates.
 
-        An adaptive clip spends part of the privacy on the number of updates within the clip, so that the sum needs more
-        noise for both to cost what noise_multiplier says.
+        See Andrew et al. 2021, theorem 1. An adaptive clip spends part of the privacy on the number of updates within
+        the clip, so that the sum needs more noise for both to cost as much as noise_multiplier says.
 
         Args:
             clients: the denominator of the mean.

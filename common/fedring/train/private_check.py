@@ -1,6 +1,6 @@
-"""Whether a model treats samples alone, as DP-SGD needs it.
+"""A check that a model treats samples alone, as DP-SGD needs it.
 
-What the check finds is told to the server, and not charged. So it sees no data: two samples that are made up, of the
+The result of the check is told to the server, and not charged. So it sees no data: two samples that are made up, of the
 shapes and types of the first one. And it sees none of the server's values, but weights that nobody has chosen: chosen
 ones could make the answer depend on samples, or hide that the model mixes them.
 """
@@ -34,7 +34,7 @@ def check_private_training(model: nn.Module, samples: Dataset[Any], *, loss: Los
         device: Where to train.
 
     Raises:
-        TrainError: With the reason bad_batch, if the first sample is not what a data set must hold.
+        TrainError: With the reason bad_batch, if the first sample is not a valid one.
         SeamError: With the reason no_opacus, if Opacus is not installed, or no_sample_dp, if the model does not fit.
     """
     inputs, label = next(fetch(samples, [torch.zeros(1, dtype=torch.int64)], device))
@@ -86,6 +86,7 @@ def _random_values(model: nn.Module, drawn: torch.Generator) -> Iterator[None]:
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     try:
         for parameter in parameters:
+            # Scaled as at a usual initialisation, so that activations neither vanish nor explode.
             inputs = parameter[0].numel() if parameter.dim() > 1 else 1
             values = torch.randn(parameter.shape, generator=drawn) / max(1, inputs) ** 0.5
             parameter.detach().copy_(values if parameter.dim() > 1 else 0.5 + 0.1 * values)
@@ -100,10 +101,10 @@ def _random_values(model: nn.Module, drawn: torch.Generator) -> Iterator[None]:
 
 
 def _compare_samples(gradients: SampleGradients, inputs: Inputs, labels: Tensor, device: torch.device) -> bool:
-    """Compare gradients of two samples; return False if nobody can.
+    """Compare gradients of two samples; return whether that was possible.
 
-    They cannot be compared if they are not finite, or all zero. Those of both must add up to what torch computes, those
-    of the first must not depend on what is beside it, and its loss alone must have none with respect to the second.
+    Gradients that are not finite, or all zero, cannot be compared. Those of both must add up to torch's own gradient,
+    those of the first must not depend on its neighbour, and its loss alone must have none with respect to the second.
 
     Args:
         gradients: Of the model.
@@ -120,6 +121,7 @@ def _compare_samples(gradients: SampleGradients, inputs: Inputs, labels: Tensor,
     finite = all(torch.isfinite(found).all() for found in (*of_both, *of_twice, *of_first))
     if not (finite and any(found.any() for found in of_first)):
         return False
+    # Another neighbour must not change the first gradient, and the first loss must not depend on the neighbour.
     for (name, _), both, twice, first in zip(gradients.named, of_both, of_twice, of_first, strict=True):
         _compare(name, both[0], twice[0])
         _compare(name, first.sum(0), first[0])
@@ -129,7 +131,15 @@ def _compare_samples(gradients: SampleGradients, inputs: Inputs, labels: Tensor,
 def _gradients(
     gradients: SampleGradients, inputs: Inputs, labels: Tensor, device: torch.device, *, alone: bool = False
 ) -> list[Tensor]:
-    """Return the gradients of two samples, [2, ...]; alone = of the first loss."""
+    """Return the gradients of two samples, [2, ...].
+
+    Args:
+        gradients: Of the model.
+        inputs: Of two samples, [2, ...].
+        labels: Of these, [2, ...].
+        device: Where the model lies.
+        alone: Whether only the first loss has gradients.
+    """
     with seeded(0, device):
         gradients.backward(inputs, labels, alone=alone)
     found = list(gradients.found(2))

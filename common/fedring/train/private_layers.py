@@ -1,4 +1,7 @@
-"""The layers that DP-SGD cannot train: those that compute with several samples at once, or keep what they saw."""
+"""The layers that DP-SGD cannot train.
+
+They compute with several samples at once, or keep what they saw.
+"""
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -6,7 +9,9 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 
 
 def unfit_layer(model: nn.Module) -> str:
-    """Return one sentence that names a layer of a model which DP-SGD cannot train, and what to use; "" if all fit.
+    """Return a sentence about a layer that DP-SGD cannot train, or "".
+
+    It names the layer of the model, and says what to use instead.
 
     Args:
         model: The model, which may be without values.
@@ -18,7 +23,10 @@ def unfit_layer(model: nn.Module) -> str:
 
 
 def _unfit(layer: nn.Module) -> str:
-    """Return the end of a sentence that says why a layer does not fit; "" if it does."""
+    """Return the reason why a layer does not fit, or "".
+
+    The reason is the end of a sentence.
+    """
     trained = any(parameter.requires_grad for parameter in layer.parameters(recurse=False))
     if isinstance(layer, _InstanceNorm):
         return "keeps statistics of the samples: set track_running_stats = False" if layer.track_running_stats else ""

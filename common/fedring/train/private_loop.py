@@ -1,9 +1,10 @@
-"""The local epochs of one round with DP-SGD (Abadi et al. 2016, algorithm 1), which protects single samples.
+"""The local epochs of one round with DP-SGD.
 
-In each step, each sample is in the batch with the same probability, independently of all others (Poisson sampling).
-Opacus computes the gradient of each sample and shortens it to `max_grad_norm`. The sum of them gets Gaussian noise, and
-is divided by the expected size of a batch. Batches and noise follow from a secret of the operating system, which is
-forgotten when the training ends. Nothing of them, and no other random choice, follows from the job's seed.
+DP-SGD (Abadi et al. 2016, algorithm 1) protects single samples. In each step, each sample is in the batch with the same
+probability, independently of all others (Poisson sampling). Opacus computes the gradient of each sample and shortens it
+to `max_grad_norm`. The sum of them gets Gaussian noise, and is divided by the expected size of a batch. Batches and
+noise follow from a secret of the operating system, which is forgotten when the training ends. Nothing of them, and no
+other random choice, follows from the job's seed.
 """
 
 import logging
@@ -72,7 +73,9 @@ def train_privately(
     stopped: Callable[[], bool] = lambda: False,
     on_nothing: bool = False,
 ) -> TrainResult:
-    """Train a model in place with DP-SGD. Nobody can repeat the result.
+    """Train a model in place with DP-SGD.
+
+    The result cannot be repeated.
 
     Args:
         model: Lies on `device`, and is trained there. fedring.train.private_check must have accepted it.
@@ -128,7 +131,10 @@ def train_privately(
 
 
 class SampleGradients:
-    """Computes the gradients of single samples, which Opacus leaves in `grad_sample` of each parameter."""
+    """Computes the gradients of single samples.
+
+    Opacus leaves them in `grad_sample` of each parameter.
+    """
 
     def __init__(self, model: nn.Module, samples: Dataset[Any], loss: Loss, device: torch.device) -> None:
         self._model, self._samples, self._loss, self._device = model, samples, loss, device
@@ -141,10 +147,11 @@ class SampleGradients:
         self._first_error: Exception | None = None
 
     def __call__(self, indices: Tensor, tally: Tally) -> None:
-        """Leave [n, ...] in `grad_sample` of each parameter, for the samples `indices` [n] int64; n may be 0.
+        """Compute the gradients of the samples `indices` [n] int64.
 
-        A sample that raises an error counts as zeros, and so does one whose gradients are not finite: if it ended the
-        training, all other samples would be missing in the update, too, and everybody would see that.
+        They are left in `grad_sample` of each parameter, [n, ...]; n may be 0. A sample that raises an error counts as
+        zeros, and so does one whose gradients are not finite: if it ended the training, all other samples would be
+        missing in the update, too, and everybody would see that.
         """
         try:
             self._compute(indices, tally)
@@ -163,9 +170,10 @@ class SampleGradients:
                 getattr(parameter, SAMPLES)[broken] = 0.0
 
     def check(self) -> None:
-        """Log how many samples were left out, and raise the first error if there was no other sample.
+        """Log the number of samples that were left out.
 
-        Then the model has nothing but its noise, and the site should know.
+        If there was no other sample, the first error is raised. Then the model has nothing but its noise, and the site
+        should know.
         """
         if self._first_error is not None:
             log.warning("%d samples raised an error in the training, and count as zeros", self._left_out)
@@ -182,7 +190,10 @@ class SampleGradients:
             self._computed += len(indices)
 
     def _compute_alone(self, indices: Tensor, tally: Tally) -> None:
-        """Compute the gradients of each sample in a batch of its own; those of samples that raise errors are zeros."""
+        """Compute the gradients of each sample in its own batch.
+
+        Those of samples that raise errors are zeros.
+        """
         gradients = [p.new_zeros(len(indices), *p.shape) for p in self.parameters]
         for place, index in enumerate(indices):
             self._forget()
@@ -200,7 +211,10 @@ class SampleGradients:
             setattr(parameter, SAMPLES, each)
 
     def _forget(self) -> None:
-        """Remove what Opacus has noted of a batch, which an error may have ended in the middle."""
+        """Remove Opacus' notes of a batch.
+
+        An error may have ended the batch in the middle.
+        """
         for module in self._model.modules():
             _forget_batch(module)
         for parameter in self.parameters:
@@ -210,7 +224,10 @@ class SampleGradients:
             vars(parameter).pop("_current_grad_sample", None)
 
     def found(self, count: int) -> Iterator[Tensor]:
-        """Yield the gradients of single samples [count, ...] of each parameter; zeros if the model has not used it."""
+        """Yield the gradients of single samples of each parameter.
+
+        They are [count, ...], and zeros if the model has not used the parameter.
+        """
         for name, parameter in self.named:
             found: Tensor | None = getattr(parameter, SAMPLES)
             if found is None and parameter.grad is None:
@@ -221,7 +238,7 @@ class SampleGradients:
             yield found
 
     def backward(self, inputs: Inputs, labels: Tensor, *, alone: bool = False) -> tuple[Tensor, Tensor]:
-        """Compute gradients, and return the losses of single samples [n] and the outputs [n, ...].
+        """Compute gradients from a batch.
 
         Args:
             inputs: [n, ...].
@@ -234,7 +251,10 @@ class SampleGradients:
         return losses, outputs
 
     def _losses(self, outputs: Tensor, labels: Tensor) -> Tensor:
-        """Return the loss of each sample alone, [n]: the loss of a batch may depend on several samples at once."""
+        """Return the loss of each sample alone, [n].
+
+        The loss of a batch may depend on several samples at once.
+        """
 
         def one(output: Tensor, label: Tensor) -> Tensor:
             return self._loss(output.unsqueeze(0), label.unsqueeze(0))
@@ -248,7 +268,10 @@ class SampleGradients:
 
 
 class _PrivateStep:
-    """Does one step of DP-SGD at each call, always with the same optimizer."""
+    """Does one step of DP-SGD at each call.
+
+    All steps use the same optimizer.
+    """
 
     def __init__(
         self,
@@ -273,7 +296,10 @@ class _PrivateStep:
         self._optimizer.attach_step_hook(lambda _: self._complete())
 
     def __call__(self, drawn: Tensor, tally: Tally) -> None:
-        """Do a step with the samples that were drawn, [n] int64; n may be 0. No gradients are left."""
+        """Do a step with the samples `drawn`, [n] int64.
+
+        There may be none of them. No gradients are left.
+        """
         parts = torch.split(drawn, self._gradients.most)  # which yields an empty part if there are none
         for number, part in enumerate(parts, start=1):
             self._gradients(part, tally)
@@ -283,7 +309,10 @@ class _PrivateStep:
 
     @torch.no_grad()
     def _complete(self) -> None:
-        """Add the noise to the mean of the shortened gradients, and then what does not depend on samples."""
+        """Add noise to the mean of the shortened gradients.
+
+        Then add the proximal term, which does not depend on samples.
+        """
         for parameter in self._gradients.parameters:
             start, self._place = self._place, self._place + parameter.numel()
             noise = torch.from_numpy(self._noise.normal(start, self._place)).view(parameter.shape).to(parameter.device)
@@ -315,7 +344,10 @@ def check_private_model(model: nn.Module) -> None:
 
 @contextmanager
 def sample_gradients(model: nn.Module) -> Iterator[None]:
-    """Let Opacus compute gradients of single samples inside the context; afterwards the model is as it was."""
+    """Let Opacus compute gradients of single samples inside the context.
+
+    Afterwards the model is as it was.
+    """
     check_private_model(model)
     sampler, _ = _opacus()
     replacing = [vars(module) for module in model.modules() if getattr(module, "inplace", False) is True]
@@ -355,7 +387,10 @@ def _check_trained(model: nn.Module, kept: dict[str, Tensor], plan: Plan) -> Non
 
 
 def _opacus() -> Sequence[Any]:
-    """Return Opacus' class of hooks, and its class of optimizers. The first call takes seconds."""
+    """Return Opacus' class of hooks, and its class of optimizers.
+
+    The first call takes seconds.
+    """
     root = logging.getLogger()
     handlers = root.handlers[:]
     try:

@@ -1,6 +1,7 @@
-"""The settings of a job that may change from round to round: `lr`, `epochs` and `subset_size`.
+"""The settings of a job that may change from round to round.
 
-Each of them is a number, which holds for all rounds, or a table that describes a schedule:
+They are `lr`, `epochs` and `subset_size`. Each of them is a number, which holds for all rounds, or a table that
+describes a schedule:
 
     lr = { schedule = "cosine", start = 0.1, end = 0.001, warmup_rounds = 5 }
 
@@ -24,7 +25,10 @@ _EXAMPLE = '{ schedule = "cosine", start = 0.1, end = 0.001 }'
 
 
 class SettingSchedule(BaseModel):
-    """How a setting changes from round to round. Unknown keys are errors."""
+    """The change of a setting from round to round.
+
+    Unknown keys are errors.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -71,6 +75,7 @@ class SettingSchedule(BaseModel):
                 return float(self.start * self.gamma ** (done // self.every))
             except OverflowError:
                 return inf
+        # The last round has the share 1. If it alone follows the warm-up, max() avoids a division by 0.
         share = done / max(rounds - self.warmup_rounds - 1, 1)
         end = self.start if self.end is None else self.end
         if self.schedule == "cosine":
@@ -87,7 +92,10 @@ class RoundSettings(NamedTuple):
 
 
 def _number_or_table(number: TypeAdapter[Any]) -> WrapValidator:
-    """Return a validator that chooses by the value's type, so that an error is about what was meant."""
+    """Return a validator that chooses by the value's type.
+
+    So an error is about the type that its author meant.
+    """
 
     def validate(value: object, _: object) -> object:
         if isinstance(value, Mapping | SettingSchedule):
@@ -116,7 +124,10 @@ def settings_of(
     job_round: int,
     rounds: int,
 ) -> RoundSettings:
-    """Return the values of one round. Those of `epochs` and `subset_size` are rounded, and at least 1 in a schedule."""
+    """Return the values of one round.
+
+    Those of `epochs` and `subset_size` are rounded, and at least 1 in a schedule.
+    """
 
     def whole(setting: int | SettingSchedule, most: int) -> int:
         if not isinstance(setting, SettingSchedule):
@@ -128,7 +139,9 @@ def settings_of(
 
 
 def check_schedules(schedules: Mapping[str, SettingSchedule], *, rounds: int) -> None:
-    """Check that schedules stay within the bounds of their keys in all rounds.
+    """Check that schedules stay within the bounds of their keys.
+
+    This holds for all rounds.
 
     Args:
         schedules: those of a job, by its keys.

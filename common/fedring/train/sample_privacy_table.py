@@ -1,16 +1,21 @@
-"""The table [sample_dp] of a job: differential privacy for single samples, with noise that each client adds."""
+"""The table [sample_dp] of a job: privacy for single samples.
 
-from typing import Annotated
+Each client adds the noise of their differential privacy.
+"""
 
-from pydantic import BaseModel, ConfigDict, Field
+from typing import Annotated, ClassVar
 
+from pydantic import Field
+
+from fedring.train.algorithm_checks import SAMPLE_PRIVATE, check_private
 from fedring.train.bounds import NonNegative
+from fedring.train.job_table import JobTable, JobView
 
 
-class SamplePrivacy(BaseModel):
-    """All settings of DP-SGD (Abadi et al. 2016), with which clients train. Unknown keys are errors."""
+class SamplePrivacy(JobTable):
+    """All settings of DP-SGD (Abadi et al. 2016) at the clients."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    hides: ClassVar[bool] = True
 
     noise_multiplier: float = Field(
         ge=1e-9,
@@ -28,3 +33,7 @@ class SamplePrivacy(BaseModel):
         description="a client trains in no round that would take the epsilon of its samples in this job above it; "
         "0 = no limit",
     )
+
+    def check(self, job: JobView) -> None:
+        """See JobTable."""
+        check_private(job, "sample_dp", SAMPLE_PRIVATE, job.best_by)

@@ -1,7 +1,8 @@
-"""SCAFFOLD (Karimireddy et al. 2020, algorithm 1, option II): what the server and its clients compute alike.
+"""SCAFFOLD's formulas, shared by the server and its clients.
 
-The server keeps a control variate c, and client i its own c_i. Each local step follows the gradient minus c_i plus c.
-After K steps with the learning rate eta, which have moved the model by delta_i, the client's control variate becomes
+They are those of Karimireddy et al. 2020, algorithm 1, option II. The server keeps a control variate c, and client i
+its own c_i. Each local step follows the gradient minus c_i plus c. After K steps with the learning rate eta, which have
+moved the model by delta_i, the client's control variate becomes
 
     c_i' = c_i - c - delta_i / (K eta)
 
@@ -21,7 +22,7 @@ Float32 = NDArray[np.float32]
 
 
 def local_steps(samples: int, *, epochs: int, batch_size: int) -> int:
-    """Return how many steps the built-in training loop takes.
+    """Return the number of steps of the built-in training loop.
 
     Args:
         samples: that are drawn for the round, at least 1.
@@ -37,7 +38,7 @@ def next_own(own: Float32 | None, control: Float32, delta: NDArray[np.floating],
     Args:
         own: before the round, c_i, [n]; None = there was none, and c_i = c.
         control: the server's, c, [n].
-        delta: what the round has moved the parameters by, as it was sent, [n].
+        delta: the change of the parameters in the round, as it was sent, [n].
         steps: K, at least 1.
         lr: eta, the learning rate of the round, above 0.
     """

@@ -1,4 +1,4 @@
-"""A job's model and optimizer, made by code that is offered here, and checked after it."""
+"""A job's model and optimizer, made by offered code and checked."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +17,7 @@ def build_model(name: str, args: dict[str, Any], seed: int, offered: Offered) ->
         name: A callable as "module:attribute" that returns a torch.nn.Module.
         args: Its keyword arguments, as the job gives them.
         seed: Seeds torch's CPU generator, so that the same seed gives the same values.
-        offered: What jobs may name here.
+        offered: The names that jobs may use here.
 
     Raises:
         SeamError: As Offered.get() raises it, or with the reason no_model.
@@ -42,7 +42,7 @@ def optimizer_factory(
     Args:
         name: A callable (parameters, lr, momentum) that returns an optimizer.
         args: Its further keyword arguments, as the job gives them.
-        offered: What jobs may name here.
+        offered: The names that jobs may use here.
 
     Returns:
         A function of (parameters, lr, momentum). It raises SeamError, with the reason bad_optimizer, if the optimizer

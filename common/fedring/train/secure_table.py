@@ -1,12 +1,17 @@
-"""The table [secure_aggregation] of a job: the server learns sums of updates only."""
+"""The table [secure_aggregation] of a job: only sums are learned.
 
-from typing import Annotated, Self
+The server learns sums of updates, and no single one.
+"""
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from typing import Annotated, ClassVar, Self
+
+from pydantic import Field, model_validator
 
 from fedring.secure.limits import MAX_GROUP, MIN_GROUP, group_count, threshold
 from fedring.secure.masks import MAX_BITS
+from fedring.train.algorithm_checks import check_secure
 from fedring.train.bounds import Positive, Seconds
+from fedring.train.job_table import JobTable, JobView
 
 MAX_BLOCK = 8192
 
@@ -14,10 +19,10 @@ _TOTALS = 4 * MAX_GROUP**2
 """Numbers of clients that show all sizes of groups: more clients have groups of the same sizes."""
 
 
-class SecureAggregation(BaseModel):
-    """All settings of secure aggregation. Unknown keys are errors."""
+class SecureAggregation(JobTable):
+    """All settings of secure aggregation."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    hides: ClassVar[bool] = True
 
     levels: int = Field(
         7,
@@ -68,7 +73,7 @@ class SecureAggregation(BaseModel):
         return self
 
     def group_sizes(self, fewest: int, most: int) -> frozenset[int]:
-        """Return how many clients a group may have.
+        """Return the numbers of clients that a group may have.
 
         Args:
             fewest: the fewest results that the job makes a model of.
@@ -79,17 +84,10 @@ class SecureAggregation(BaseModel):
         counts = [(total, group_count(total, self.group_size)) for total in totals]
         return frozenset(size for total, count in counts for size in (total // count, -(-total // count)))
 
-    def check(self, *, fewest: int, needed: int, weighted: bool) -> None:
-        """Check that rounds of a job can be aggregated securely.
-
-        Args:
-            fewest: the fewest clients of a round, if none of them fails.
-            needed: the job's min_clients_to_aggregate.
-            weighted: whether updates count by their numbers of samples.
-
-        Raises:
-            ValueError: the sentence says which key must change.
-        """
+    def check(self, job: JobView) -> None:
+        """See JobTable."""
+        check_secure(job, job.best_by)
+        fewest, needed = job.fewest_updates, job.min_clients_to_aggregate
         smallest = self.group_size or MIN_GROUP
         if fewest < smallest:
             raise ValueError(
@@ -100,6 +98,7 @@ class SecureAggregation(BaseModel):
                 f"secure_aggregation: min_clients_to_aggregate is {needed}, and must be at least "
                 f"{threshold(min(fewest, MAX_GROUP))}: more than two thirds of the {fewest} clients of a round"
             )
-        most = 2 * MAX_GROUP * self.levels * (self.max_weight if weighted else 1)
+        # The largest possible group, and both signs: the modulus must hold every sum that a round can have.
+        most = 2 * MAX_GROUP * self.levels * (self.max_weight if job.weights == "samples" else 1)
         if most.bit_length() > MAX_BITS:
             raise ValueError(f"secure_aggregation: levels times max_weight is too large for sums of {MAX_BITS} bits")

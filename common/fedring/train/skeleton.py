@@ -1,8 +1,9 @@
-"""Models without values, whose parameters and buffers are on torch's device "meta" and take no memory.
+"""Models without values, on torch's device "meta".
 
-Torch builds almost every model there. What is not in the state dict would be lost (buffers that are not persistent, and
-tensors that are plain attributes), because nobody sends it. A model with such tensors is built whole, once, and only
-then gives up the values of its state dict. It therefore needs the whole model's memory for a moment.
+Their parameters and buffers take no memory. Torch builds almost every model there. Tensors outside of the state dict
+would be lost (buffers that are not persistent, and tensors that are plain attributes), because nobody sends them. A
+model with such tensors is built whole, once, and only then gives up the values of its state dict. It therefore needs
+the whole model's memory for a moment.
 """
 
 import copy
@@ -24,13 +25,13 @@ log = logging.getLogger(__name__)
 
 
 def build_skeleton(name: str, args: dict[str, Any], seed: int, offered: Offered) -> nn.Module:
-    """Build the model that a job names, without the values of its state dict.
+    """Build a job's model without the values of its state dict.
 
     Args:
         name: A callable as "module:attribute" that returns a torch.nn.Module.
         args: Its keyword arguments.
         seed: As for build_model(); it matters only for tensors outside of the state dict.
-        offered: What jobs may name here.
+        offered: The names that jobs may use here.
 
     Returns:
         The model. All tensors of its state dict are on the device "meta"; others have their values.
@@ -43,6 +44,7 @@ def build_skeleton(name: str, args: dict[str, Any], seed: int, offered: Offered)
             model = build_model(name, args, seed, offered)
         if not (lost := _lost(model)):
             return model
+        # The model on "meta" is given up: nobody would send these values.
         why = f"it keeps {lost} outside of its state dict"
     except SeamError as error:
         if error.reason != "no_model":
@@ -56,12 +58,14 @@ def build_skeleton(name: str, args: dict[str, Any], seed: int, offered: Offered)
 
 
 def replace_tensors(model: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
-    """Replace all parameters and buffers of a model; a tied tensor is changed once and stays tied.
+    """Replace all parameters and buffers of a model.
+
+    A tied tensor is changed once and stays tied.
 
     Args:
         model: The model, which is changed in place.
-        change: Takes a parameter or a buffer, and returns what takes its place: another tensor of its shape and dtype,
-            or the same one.
+        change: Takes a parameter or a buffer, and returns its replacement: another tensor of its shape and dtype, or
+            the same one.
     """
     changed: dict[int, tuple[Tensor, Tensor]] = {}  # The old tensors are kept, so that no id is used twice.
 
@@ -83,10 +87,11 @@ def replace_tensors(model: nn.Module, change: Callable[[Tensor], Tensor]) -> Non
 
 
 def initialize(model: nn.Module, seed: int, role: str) -> Iterator[tuple[str, Tensor]]:
-    """Give values to one module of a skeleton after the other, by its `reset_parameters()`, as FSDP does.
+    """Give values to a skeleton's modules, one after the other.
 
-    Each module has random numbers of its own, which the seed and its name determine. So the values are not those that
-    build_model() gives with this seed. What the model's own code does to its layers afterwards is not repeated.
+    They come from the modules' `reset_parameters()`, as in FSDP. Each module has random numbers of its own, which the
+    seed and its name determine. So the values are not those that build_model() gives with this seed. Later changes of
+    the layers by the model's own code are not repeated.
 
     Args:
         model: The model without values, which stays as it is.
@@ -107,6 +112,7 @@ def initialize(model: nn.Module, seed: int, role: str) -> Iterator[tuple[str, Te
         }
         if not any(own.values()):
             continue
+        # A copy is filled and yielded, so that only one module's values are in memory at a time.
         made = copy.deepcopy(module)
         for key, tensor in list(_own(made)):
             if tensor.is_meta:
@@ -136,7 +142,10 @@ def check_can_initialize(model: nn.Module) -> None:
 
 
 def _lost(model: nn.Module) -> str:
-    """Return the name of a tensor that the state dict of a model on "meta" does not hold; empty if there is none."""
+    """Return a tensor's name outside of the state dict, or "".
+
+    Such a tensor of a model on "meta" would be lost.
+    """
     stored = {id(tensor) for _, tensor in tensors_of(model)}
     for path, module in model.named_modules():
         for name, tensor in chain(module.named_buffers(recurse=False), _attributes(module)):
@@ -146,7 +155,7 @@ def _lost(model: nn.Module) -> str:
 
 
 def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters and the buffers of a module, without those of its children."""
+    """Yield a module's parameters and buffers, without its children's."""
     yield from module.named_parameters(recurse=False)
     yield from module.named_buffers(recurse=False)
 
@@ -164,7 +173,10 @@ def _seed_of(seed: int, path: str) -> int:
 
 
 def _attributes(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors that are plain attributes of a module, or lie in a list, a tuple or a dictionary there."""
+    """Yield the tensors that are plain attributes of a module.
+
+    They may lie in a list, a tuple or a dictionary there.
+    """
     for name, value in vars(module).items():
         if name in ("_parameters", "_buffers"):
             continue

@@ -1,4 +1,7 @@
-"""The key `start` of a job: what it starts from, as text in one spelling."""
+"""The key `start` of a job, as text in one spelling.
+
+It says what the job starts from.
+"""
 
 from difflib import get_close_matches
 from typing import Annotated
@@ -11,7 +14,7 @@ FRESH, NEWEST, BEST = WORDS = ("fresh", "newest", "best")
 
 
 def spelled(start: object) -> str:
-    """Return the one spelling of `start`.
+    """Return the canonical spelling of `start`.
 
     Args:
         start: "fresh", "newest", "best", the number of a version, or a path. 0 is an older spelling of "newest".
@@ -24,6 +27,7 @@ def spelled(start: object) -> str:
     if not isinstance(start, str):
         raise ValueError(f"must be {_CHOICES}")
     if start.isascii() and start.isdigit():
+        # The length first: int() of very long text takes quadratic time, or fails.
         if len(start) > len(str(MAX_WHOLE)) or int(start) > MAX_WHOLE:
             raise ValueError("must be a version of at most 2^63 - 1")
         return str(int(start)) if int(start) else NEWEST

@@ -1,4 +1,7 @@
-"""A torch model as a schema and two flat vectors, which is how models travel."""
+"""A torch model as a schema and two flat vectors.
+
+This is how models travel.
+"""
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -26,7 +29,7 @@ _Value = TypeVar("_Value", np.float32, np.float64)
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The tensors of a model, by what becomes of them."""
+    """The tensors of a model: shared, private and frozen."""
 
     shared: Schema  # what travels: the server's model, and all updates, consist of these
     private: Schema  # each client has its own values
@@ -34,12 +37,14 @@ class Parts:
 
     @property
     def not_frozen(self) -> Schema:
-        """The tensors that training may change: the shared ones, and the private ones."""
+        """The tensors that training may change: shared and private ones."""
         return Schema(self.shared.entries + self.private.entries)
 
 
 def schema_of(model: nn.Module, names: Collection[str] | None = None) -> Schema:
-    """Return the schema of a model: its tensors in the order of its state dict; a tied tensor counts once.
+    """Return the schema of a model.
+
+    It has the model's tensors in the order of its state dict; a tied tensor counts once.
 
     Args:
         model: The model.
@@ -53,7 +58,9 @@ def schema_of(model: nn.Module, names: Collection[str] | None = None) -> Schema:
 
 
 def split(model: nn.Module, sharing: Sharing) -> Parts:
-    """Divide the tensors of a model into those that are shared, private and frozen; each keeps the model's order.
+    """Divide a model's tensors into shared, private and frozen ones.
+
+    Each part keeps the model's order.
 
     Raises:
         SeamError: As schema_of() raises it. Frozen tensors may be of any dtype.
@@ -70,7 +77,7 @@ def split(model: nn.Module, sharing: Sharing) -> Parts:
 
 
 def check_sharing(model: nn.Module, sharing: Sharing) -> Parts:
-    """Return what split() returns, if a job can be run with it.
+    """Return the result of split(), if it fits a job.
 
     Raises:
         SeamError: As split() raises it, or with the reason bad_sharing, if a glob matches no tensor, or if no parameter
@@ -90,7 +97,10 @@ def check_sharing(model: nn.Module, sharing: Sharing) -> Parts:
 
 
 def frozen_digest(model: nn.Module, frozen: Schema) -> str:
-    """Return the name of the values of frozen tensors (FORMATS.md, "Digest of frozen tensors"); empty without any."""
+    """Return the name of the values of frozen tensors, or "".
+
+    It is "" without any (FORMATS.md, "Digest of frozen tensors").
+    """
     if not frozen.entries:
         return ""
     digest, tensors = Digest(), dict(tensors_of(model))
@@ -102,13 +112,18 @@ def frozen_digest(model: nn.Module, frozen: Schema) -> str:
 
 
 def has_frozen(model: nn.Module, frozen: Schema, digest: str) -> bool:
-    """Return whether a model has these frozen tensors, with the values that frozen_digest() named `digest`."""
+    """Return whether a model has frozen tensors with these values.
+
+    `digest` is the result of frozen_digest() for the values.
+    """
     names = {name for name, _ in tensors_of(model)}
     return names >= frozen.names and frozen_digest(model, frozen) == digest
 
 
 def tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the model's own tensors with their names in the schema; a tied tensor comes once, under its first name.
+    """Yield the model's own tensors with their names in the schema.
+
+    A tied tensor comes once, under its first name.
 
     Raises:
         SeamError: With the reason unsupported_state, if the state dict holds something that is no tensor.
@@ -123,7 +138,9 @@ def tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def read_vectors(model: nn.Module, names: Collection[str] | None = None) -> Vectors:
-    """Return copies of a model's values: parameters [n] as float32, and buffers [m] as float64.
+    """Return copies of a model's values.
+
+    They are parameters [n] as float32, and buffers [m] as float64.
 
     Args:
         model: The model.
@@ -137,13 +154,19 @@ def read_vectors(model: nn.Module, names: Collection[str] | None = None) -> Vect
 
 
 def read_tensors(model: nn.Module, names: Collection[str]) -> dict[str, Tensor]:
-    """Return copies of some of a model's tensors, by name, on the CPU and in their own dtypes."""
+    """Return copies of some of a model's tensors, by name.
+
+    They are on the CPU and in their own dtypes.
+    """
     own = dict(tensors_of(model))
     return {name: own[name].detach().to("cpu", copy=True).contiguous() for name in names}
 
 
 def write_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Write values into the tensors of a model that have these names, which must have their shapes."""
+    """Write values into the tensors of a model by name.
+
+    Their shapes must be those of the model's tensors.
+    """
     own = dict(tensors_of(model))
     with torch.no_grad():
         for name, tensor in tensors.items():
@@ -151,7 +174,9 @@ def write_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
 
 def write_vectors(model: nn.Module, schema: Schema, vectors: Vectors, *, partial: bool = False) -> None:
-    """Write values into a model, cast to its dtypes; values of integer tensors are rounded.
+    """Write values into a model, cast to its dtypes.
+
+    Values of integer tensors are rounded.
 
     Args:
         model: The model to change.
@@ -168,7 +193,10 @@ def write_vectors(model: nn.Module, schema: Schema, vectors: Vectors, *, partial
 
 
 def fill(model: nn.Module, schema: Schema, vectors: Vectors) -> None:
-    """Do what write_vectors() does, for a schema that was just read from this model and needs no comparison."""
+    """Write values like write_vectors(), without comparing the schema.
+
+    The schema was just read from this model.
+    """
     tensors = dict(tensors_of(model))
     with torch.no_grad():
         for entry, values in values_of(schema, vectors):
@@ -176,7 +204,7 @@ def fill(model: nn.Module, schema: Schema, vectors: Vectors) -> None:
 
 
 def values_of(schema: Schema, vectors: Vectors) -> Iterator[tuple[Entry, Tensor]]:
-    """Yield each entry of a schema with its values, in the entry's shape.
+    """Yield each entry of a schema with its shaped values.
 
     The values of parameters are float32 and those of buffers float64, whatever the entry's dtype is. Values of integer
     entries are rounded.
@@ -184,6 +212,7 @@ def values_of(schema: Schema, vectors: Vectors) -> Iterator[tuple[Entry, Tensor]
     Raises:
         SeamError: With the reason wrong_schema, if the size of a vector is not that of the schema.
     """
+    # Both lengths follow from the schema, and a vector may come from a peer: compare before any slice.
     for role, vector, size in (
         ("parameter", vectors.parameters, schema.num_parameters),
         ("buffer", vectors.buffers, schema.num_buffers),
@@ -198,7 +227,9 @@ def values_of(schema: Schema, vectors: Vectors) -> Iterator[tuple[Entry, Tensor]
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """Return torch's dtype of this name, which may come from elsewhere: it is looked up in a list.
+    """Return torch's dtype of this name.
+
+    The name may come from elsewhere, so it is looked up in a list.
 
     Raises:
         SeamError: With the reason wrong_schema, if there is none.
@@ -209,7 +240,10 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def _entry(name: str, tensor: Tensor, *, stays: bool = False) -> Entry:
-    """Return a tensor's entry; the dtype of one that stays where it is matters to nobody else."""
+    """Return the entry of a tensor.
+
+    A tensor that stays where it is may have any dtype, because it is not sent.
+    """
     role = _role(tensor)
     if is_lazy(tensor):
         raise SeamError("lazy_parameter", f"The {role} {name} has no shape yet: run the model once where it is built.")
@@ -223,7 +257,7 @@ def _role(tensor: Tensor) -> str:
 
 
 def _flat(tensors: list[Tensor], dtype: type[_Value]) -> NDArray[_Value]:
-    """Return the values of `tensors` one after the other, [sum of their sizes]."""
+    """Return the concatenated values of `tensors`, [sum of their sizes]."""
     if not tensors:
         return np.empty(0, dtype)
     sizes = [t.numel() for t in tensors]

@@ -1,4 +1,7 @@
-"""Sums of losses and right answers over batches, which stay on the device until they are read."""
+"""Sums of losses and right answers over batches.
+
+They stay on the device until they are read.
+"""
 
 import torch
 from torch import Tensor
@@ -7,7 +10,10 @@ from fedring.train.plan import TrainResult
 
 
 class Tally:
-    """The loss and the right answers so far. Adding a batch does not wait for the device, but reading a sum does."""
+    """The loss and the right answers so far.
+
+    Adding a batch does not wait for the device, but reading a sum does.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -56,13 +62,14 @@ class Tally:
 
     @property
     def correct(self) -> int:
-        """The number of samples whose largest output is that of their label; 0 if labels are not classes.
+        """The number of samples that are classified correctly.
 
-        A sample of several labels counts as the share of them that is right, and the sum is rounded.
+        The largest output of such a sample is that of its label. It is 0 if labels are not classes. A sample of several
+        labels counts as the share of them that is right, and the sum is rounded.
         """
         return round(float(self._correct))
 
     def result(self, num_samples: int, seconds: float, steps: int) -> TrainResult:
-        """Return the means over all batches, together with the given facts about the training."""
+        """Return the means over all batches, with facts about the training."""
         accuracy = self.correct / self.total if self._classified else None
         return TrainResult(num_samples, self.loss_sum / self.total, accuracy, seconds, steps)

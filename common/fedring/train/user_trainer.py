@@ -1,4 +1,4 @@
-"""Runs a user's own training function in the place of the built-in loop."""
+"""A user's own training function in place of the built-in loop."""
 
 import math
 import time
@@ -26,13 +26,14 @@ def run_trainer(
 
     Args:
         trainer: The function.
-        model: The model, which is moved to `device` and trained in place. What the function freezes is freed after it.
+        model: The model, which is moved to `device` and trained in place. Parameters that the function freezes are
+            freed after it.
         samples: This client's samples.
         plan: How the job wants it trained. Its seed is set for the time of the training.
         device: Where to train.
 
     Returns:
-        What the function reports, checked, with the seconds that it took.
+        The checked report of the function, with the seconds that it took.
 
     Raises:
         TrainError: If the function reports nonsense: "bad_result", or "diverged" if a figure is not finite.

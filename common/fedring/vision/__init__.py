@@ -1,6 +1,7 @@
-"""The import of torchvision, deferred until something needs it, and possible even if its compiled part does not load.
+"""The deferred import of torchvision.
 
-Models and data sets of torchvision enter through this package alone. It may import no other package of fedring.
+It happens when something needs it, and works even if torchvision's compiled part does not load. Models and data sets of
+torchvision enter through this package alone. It may import no other package of fedring.
 """
 
 import importlib

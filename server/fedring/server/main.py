@@ -44,7 +44,6 @@ from fedring.server.operator.view import View
 from fedring.server.parts import Parts
 from fedring.server.recovery import recover
 from fedring.server.round.replacements import look_after_groups
-from fedring.server.round.runner import keep_time
 from fedring.server.service.spans import TraceCalls
 from fedring.server.services import add_client_services, control_service, model_streams
 from fedring.server.startup_checks import check
@@ -272,7 +271,7 @@ async def _until_stopped(
         parts.jobs.run(),
         parts.acceptor.run(),
         parts.journal.save(parts.facts.save_events),
-        keep_time(parts.runner),
+        parts.keeper.run(),
         look_after_groups(parts.rounds, parts.sessions, parts.facts),
         watchdog(),
         parts.metrics.measure_lag(),
@@ -285,7 +284,7 @@ async def _until_stopped(
             await stop.wait()
             log.info("stopping")
             await drain(drain_seconds)
-            await parts.runner.save_time()
+            await parts.keeper.save_time()
             for task in running:
                 task.cancel()
     except* FsyncFailed as group:

@@ -11,9 +11,11 @@ from fedring.server.model.models import Models
 from fedring.server.model.testset import TestSet
 from fedring.server.operator.metrics import Metrics
 from fedring.server.round.client_reports import ClientReports
+from fedring.server.round.keeping import Keeper
 from fedring.server.round.open_round import KindMaker
 from fedring.server.round.opening import RoundOpener
 from fedring.server.round.private_rounds import RoundPrivacy
+from fedring.server.round.publishing import Publisher
 from fedring.server.round.rounds import Rounds
 from fedring.server.round.runner import RoundRunner
 from fedring.server.secure.rounds import SecureRounds
@@ -25,7 +27,7 @@ from fedring.server.update.acceptance import Acceptor
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What fl-server is made of; each part knows only those that it needs."""
+    """The parts of one fl-server."""
 
     facts: Facts
     models: Models
@@ -37,6 +39,8 @@ class Parts:
     secure: SecureRounds
     opener: RoundOpener
     privacy: RoundPrivacy
+    publisher: Publisher
+    keeper: Keeper
     runner: RoundRunner
     starter: JobStarter
     jobs: Jobs
@@ -46,7 +50,10 @@ class Parts:
 def assemble(
     config: ServerConfig, facts: Facts, models: Models, sessions: Sessions, more_kinds: Sequence[KindMaker] = ()
 ) -> Parts:
-    """Put the parts of a server together; none of them runs yet. `more_kinds` are kinds of rounds beyond its own."""
+    """Put the parts of a server together.
+
+    None of them runs yet. `more_kinds` are kinds of rounds beyond its own.
+    """
     journal, metrics = Journal(), Metrics()
     metrics.follow(facts)
     rounds = Rounds(facts.store.run_id, sessions, journal, metrics.rounds)
@@ -55,11 +62,13 @@ def assemble(
     reports = ClientReports(rounds, kinds, sessions, facts, journal, metrics.rounds)
     test_set = TestSet(facts.blobs, config.data_root, models.maker.offered)
     privacy = RoundPrivacy(facts, config.state_dir, models.maker.schema_of)
-    opener = RoundOpener(rounds, kinds, facts, models, privacy, sessions, test_set, config)
-    runner = RoundRunner(rounds, facts, models, sessions, privacy, metrics.rounds, test_set, config)
-    starter = JobStarter(rounds, facts, models)
-    job_runner = JobRunner(starter, opener, runner, rounds, facts, journal)
+    opener = RoundOpener(rounds, kinds, facts, models, privacy, sessions, config)
+    publisher = Publisher(rounds, facts, models, privacy, sessions, metrics.rounds, test_set)
+    keeper = Keeper(rounds, facts, models, config)
+    runner = RoundRunner(rounds, facts, publisher, keeper, sessions, metrics.rounds, config.listen)
+    starter = JobStarter(rounds, facts, models, test_set)
+    job_runner = JobRunner(starter, opener, runner, keeper, rounds, facts, journal)
     jobs = Jobs(job_runner, rounds, facts, journal, metrics.job_started)
     acceptor = Acceptor(rounds, facts, metrics.updates)
-    rooms = (rounds, reports, secure, opener, privacy, runner, starter, jobs, acceptor)
+    rooms = (rounds, reports, secure, opener, privacy, publisher, keeper, runner, starter, jobs, acceptor)
     return Parts(facts, models, sessions, journal, metrics, *rooms)

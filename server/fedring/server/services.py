@@ -35,8 +35,8 @@ def add_client_services(server: aio.Server, parts: Parts, streams: ModelStreams,
 
 
 def model_streams(parts: Parts) -> ModelStreams:
-    """Make what streams models to clients and operators."""
-    return ModelStreams(parts.models.downloads, parts.facts, parts.runner.damaged)
+    """Make the streams of models for clients and operators."""
+    return ModelStreams(parts.models.downloads, parts.facts, parts.publisher.damaged)
 
 
 def update_service(parts: Parts, config: ServerConfig) -> ClientUpdateService:
@@ -49,7 +49,10 @@ def update_service(parts: Parts, config: ServerConfig) -> ClientUpdateService:
 def control_service(
     parts: Parts, streams: ModelStreams, config: ServerConfig, *, refused: Callable[[], Mapping[str, int]]
 ) -> ControlService:
-    """Make the service that flctl calls; `refused` returns the calls that the ports have refused, by reason."""
+    """Make the service that flctl calls.
+
+    `refused` returns the calls that the ports have refused, by reason.
+    """
     checks = JobChecks(config, parts.models.maker)
     return ControlService(
         JobRequests(parts.jobs, parts.rounds, parts.facts, checks, config.job),

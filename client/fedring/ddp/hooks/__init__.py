@@ -1,4 +1,6 @@
-"""Communication hooks of DistributedDataParallel for any backend: torch's, under torch's names, and others.
+"""Communication hooks of DistributedDataParallel for any backend.
+
+They are torch's, under torch's names, and others.
 
 Here live the hooks, each with its state, and the list by name (`by_name`). A new hook enters with a state that is a
 `fedring.ddp.state.HookState`, and with its name and parameters in `fedring.train.hooks`. Mathematics of tensors does

@@ -1,4 +1,6 @@
-"""The hooks by name: the one list that jobs, `flctl profile`, `flctl bench data-parallel` and scripts use.
+"""The list of all hooks by name.
+
+Jobs, `flctl profile`, `flctl bench data-parallel` and scripts use it.
 
 `fedring.train.hooks` has the names, the parameters and their defaults; this module makes the hooks.
 """
@@ -29,7 +31,7 @@ NamedParameters = Iterable[tuple[str, Tensor]]
 
 
 class ReadyHook(NamedTuple):
-    """What `DistributedDataParallel.register_comm_hook` takes."""
+    """The arguments of `DistributedDataParallel.register_comm_hook`."""
 
     state: HookState
     hook: HookFunction

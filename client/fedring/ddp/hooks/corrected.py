@@ -1,4 +1,7 @@
-"""What hooks with lossy messages have in common: they remember what was left out of each tensor."""
+"""The common part of hooks with lossy messages.
+
+They remember the part of each tensor that messages left out.
+"""
 
 from collections.abc import Iterable
 from typing import Any, get_args
@@ -14,15 +17,17 @@ from fedring.ddp.turns import Steps
 
 
 class CorrectedState(HookState):
-    """The state of a hook whose messages are lossy; subclasses say how messages are made.
+    """The state of a hook whose messages are lossy.
+
+    Subclasses say how messages are made.
 
     Args:
         process_group: The group to exchange with; None is the default group.
-        feedback: What becomes of what a message leaves out (`fedring.compress.correction`).
+        feedback: The kind of error feedback (`fedring.compress.correction`).
         named_parameters: As from `model.named_parameters()`; without them the state is kept by the index of buckets.
 
     Attributes:
-        kept: What is kept of each tensor, by name.
+        kept: The memory of each tensor, by name.
     """
 
     def __init__(
@@ -39,21 +44,27 @@ class CorrectedState(HookState):
         self.kept: dict[str, ErrorFeedback] = {}
 
     def steps(self, grads: Gradients) -> Steps:
-        """Exchange `grads`: their buffer comes to hold the mean over all workers, as far as messages tell it."""
+        """Exchange `grads`, and leave the mean in their buffer.
+
+        It is the mean over all workers, as far as messages tell it.
+        """
         raise NotImplementedError
 
     def targets(self, grads: Gradients) -> list[Tensor]:
-        """Return what there is to send of each tensor: new tensors [n] float32."""
+        """Return the values to send of each tensor, [n] float32.
+
+        They are new tensors.
+        """
         parts = zip(grads.names, grads.flat(), strict=True)
         return [target_of(grad, self._kept(name, grad), self.feedback) for name, grad in parts]
 
     def settle(self, grads: Gradients, targets: Iterable[Tensor], sent: Iterable[Tensor]) -> None:
-        """Keep what was left out.
+        """Keep the parts of the targets that were not sent.
 
         Args:
             grads: The tensors.
-            targets: What there was to send of each, [n] float32; their memory may be reused.
-            sent: What counts as sent of each by this worker, [n] float32.
+            targets: The values to send of each, [n] float32; their memory may be reused.
+            sent: The values of each that count as sent by this worker, [n] float32.
         """
         for name, target, part in zip(grads.names, targets, sent, strict=True):
             settle(self.kept[name], target, part, self.feedback)
@@ -70,12 +81,15 @@ class CorrectedState(HookState):
         return grads.buffer
 
     def owed(self) -> dict[str, Tensor]:
-        """See HookState.owed: with "ef" what messages left out, else nothing."""
+        """See HookState.owed; only error feedback ("ef") owes anything."""
         kept = dict(self.kept) if self.feedback == "ef" else {}  # a copy: metrics are read on another thread
         return {name: correction.own for name, correction in kept.items()}
 
     def rescale(self, old_world: int, new_world: int) -> None:
-        """See HookState.rescale; with EF21 each worker continues from the estimate that all workers share."""
+        """See HookState.rescale; with EF21 the shared estimate stays.
+
+        Each worker continues from the estimate that all workers share.
+        """
         for kept in self.kept.values():
             kept.rescale(old_world, new_world)
 
@@ -90,7 +104,10 @@ class CorrectedState(HookState):
         }
 
     def regroup(self, shared: dict[str, Tensor], *, steps: int) -> None:
-        """See HookState.regroup; in another group, the shared estimate is not the mean of the workers' own any more."""
+        """See HookState.regroup; own estimates become the shared one.
+
+        In another group, the shared estimate is not the mean of the workers' own any more.
+        """
         super().regroup(shared, steps=steps)
         for name, estimate in shared.items():
             self.kept[name] = ErrorFeedback(estimate.clone(), estimate.clone())

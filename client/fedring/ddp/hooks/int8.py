@@ -1,4 +1,6 @@
-"""Gradients as 8-bit levels: a quarter of the bytes, whatever the number of workers.
+"""Gradients as 8-bit levels: a quarter of the bytes of float32.
+
+The share of bytes does not depend on the number of workers.
 
 Each worker is responsible for a share of every tensor. It receives all workers' levels of its share, takes the mean,
 and sends it to all as levels again. What this second rounding leaves out counts as not sent by the worker that is
@@ -28,12 +30,12 @@ _TOP = 127  # the largest level
 
 
 class Int8State(CorrectedState):
-    """The state of int8_hook: what both roundings left out.
+    """The state of int8_hook: the errors of both roundings.
 
     Args:
         process_group: The group to exchange with; None is the default group.
         chunk: Entries that share a scale, a multiple of 4.
-        feedback: What becomes of what roundings leave out (`fedring.compress.correction`).
+        feedback: The kind of error feedback (`fedring.compress.correction`).
         named_parameters: As from `model.named_parameters()`; without them the state is kept by the index of buckets.
     """
 
@@ -101,29 +103,57 @@ def quantise(chunks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantise(levels: Tensor, scales: Tensor) -> Tensor:
-    """Return the chunks [..., c] float32 of `levels` [..., c] int8 and `scales` [..., 1] float32."""
+    """Return the float32 values of chunks of levels.
+
+    Args:
+        levels: [..., c] int8.
+        scales: [..., 1] float32.
+
+    Returns:
+        The chunks, [..., c] float32.
+    """
     return levels.to(torch.float32).mul_(scales)
 
 
 def _shares(tensors: Sequence[Tensor], world: int, chunk: int) -> Tensor:
-    """Return each worker's shares of all `tensors` [n] as chunks [world, chunks, chunk], filled up with zeros."""
+    """Divide all tensors [n] into the workers' shares.
+
+    Returns:
+        The shares as chunks [world, chunks, chunk], filled up with zeros.
+    """
     rows = [pad(tensor, (0, -tensor.numel() % (world * chunk))).view(world, -1, chunk) for tensor in tensors]
     return torch.cat(rows, dim=1)
 
 
 def _tensors(shares: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-    """Return the tensors of `sizes` that consist of `shares` [world, chunks, chunk]: the inverse of _shares."""
+    """Join shares to the tensors of `sizes`: the inverse of _shares.
+
+    Args:
+        shares: [world, chunks, chunk].
+        sizes: The entries of each tensor.
+    """
     world, _, chunk = shares.shape
     parts = torch.split(shares, [-(-size // (world * chunk)) for size in sizes], dim=1)
     return [part.reshape(-1)[:size] for part, size in zip(parts, sizes, strict=True)]
 
 
 def _pack(levels: Tensor, scales: Tensor) -> Tensor:
-    """Return `levels` [w, chunks, chunk] and `scales` [w, chunks, 1] as bytes [w, b]: the inverse of _unpack."""
+    """Pack levels and scales into bytes: the inverse of _unpack.
+
+    Args:
+        levels: [w, chunks, chunk] int8.
+        scales: [w, chunks, 1] float32.
+
+    Returns:
+        The bytes, [w, b].
+    """
     return torch.cat([levels.view(torch.uint8), scales.view(torch.uint8)], dim=2).flatten(1)
 
 
 def _unpack(packed: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
-    """Return the levels [w, chunks, chunk] and scales [w, chunks, 1] of `packed` [w, b], a chunk after the other."""
+    """Unpack levels and scales from bytes [w, b].
+
+    Chunks follow one another. Returns the levels [w, chunks, chunk] int8 and the scales [w, chunks, 1] float32.
+    """
     rows = packed.view(packed.shape[0], -1, chunk + _SCALE_BYTES)
     return rows[..., :chunk].view(torch.int8), rows[..., chunk:].contiguous().view(torch.float32)

@@ -1,4 +1,7 @@
-"""Hooks that a job names as module:attribute: a hook without a state, or a function that returns state and hook."""
+"""Hooks that a job names as module:attribute.
+
+Such a hook is one without a state, or a function that returns state and hook.
+"""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -14,7 +17,7 @@ from fedring.ddp.state import HookState
 
 
 class BadHook(ValueError):
-    """A hook of the user's own cannot be used; the text is a sentence."""
+    """A user's own hook cannot be used; the text is a sentence."""
 
 
 @runtime_checkable
@@ -26,14 +29,16 @@ class Keepable(Protocol):
         ...
 
     def load_state_dict(self, state: dict[str, Any], /) -> Any:
-        """Restore what `state_dict` returned."""
+        """Restore the state from a result of `state_dict`."""
         ...
 
 
 class OwnState(HookState):
-    """The state of a user's own hook, which is not a HookState: it is kept in checkpoints, and nothing else.
+    """The state of a user's own hook.
 
-    What a step that broke off has done to it is not undone, and newcomers to a group do not get it.
+    The user's state is not a HookState: it is kept in checkpoints, and nothing else.
+
+    Changes by a step that broke off are not undone, and newcomers to a group do not get the state.
 
     Args:
         own: The state, as the hook takes it.
@@ -103,7 +108,7 @@ def _makes_a_state(function: Callable[..., Any]) -> bool:
 
 
 def _without_state(name: str, hook: HookFunction) -> HookFunction:
-    """Return a hook that takes a PlainState, for one that is called with None."""
+    """Adapt a hook that is called with None to a PlainState."""
 
     def plain_hook(state: PlainState, bucket: GradBucket) -> Future[Tensor]:
         try:
@@ -120,5 +125,5 @@ def _without_state(name: str, hook: HookFunction) -> HookFunction:
 
 
 def _with_own_state(hook: HookFunction) -> HookFunction:
-    """Return a hook that takes an OwnState, for one that takes the user's."""
+    """Adapt a hook that takes the user's state to an OwnState."""
     return metered(lambda state, bucket: hook(state.own, bucket))

@@ -1,4 +1,4 @@
-"""Hooks without a memory: torch's own, in the form in which DistributedDataParallel accepts them everywhere.
+"""torch's hooks without a memory, in a form for every machine.
 
 DistributedDataParallel refuses hooks that are called bf16_compress_hook or bf16_compress_wrapper_hook on a machine
 without NCCL, whatever the backend. Gloo and fedring send bfloat16: the hooks here do the same under other names.
@@ -21,7 +21,9 @@ HookFunction = Callable[[Any, GradBucket], Future[Tensor]]
 
 
 class PlainState(HookState):
-    """The state of a hook that remembers nothing: its group, and the meter of its waits.
+    """The state of a hook that remembers nothing.
+
+    It has the hook's group, and the meter of its waits.
 
     Args:
         process_group: The group to exchange with; None is the default group.
@@ -38,12 +40,18 @@ class PlainState(HookState):
 
 
 def plain(hook: HookFunction) -> HookFunction:
-    """Return a hook that takes a PlainState, for one that takes a process group or None."""
+    """Adapt a hook that takes a process group to a PlainState.
+
+    The hook may also take None as the group.
+    """
     return metered(lambda state, bucket: hook(state.process_group, bucket))
 
 
 def metered(hook: HookFunction) -> HookFunction:
-    """Return a hook that also tells the meter of its state, a HookState, when a step's last bucket has left."""
+    """Return a hook that reports to the meter of its state.
+
+    The state is a HookState; its meter learns when a step's last bucket has left.
+    """
 
     def metered_hook(state: HookState, bucket: GradBucket) -> Future[Tensor]:
         future = hook(state, bucket)

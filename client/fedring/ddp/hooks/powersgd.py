@@ -1,4 +1,6 @@
-"""PowerSGD as a communication hook: each matrix of a gradient is sent as two thin factors (`fedring.compress.lowrank`).
+"""PowerSGD as a communication hook.
+
+Each matrix of a gradient is sent as two thin factors (`fedring.compress.lowrank`).
 
 It differs from torch's powerSGD_hook in this: several buckets work on every backend; the tensors that are not
 compressed travel in one message with the left factors; they have no error to remember, since nothing of them is left
@@ -31,7 +33,9 @@ from fedring.ddp.turns import Steps, mean
 
 
 def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Future[Tensor]:
-    """Send each matrix of a bucket as two factors, and all other tensors whole.
+    """Send each matrix of a bucket as two factors.
+
+    All other tensors are sent whole.
 
     Args:
         state: This worker's state.
@@ -81,7 +85,10 @@ def _whole(state: PowerSGDState, grads: Gradients) -> Steps:
 
 
 def _by_tensor(state: PowerSGDState, grads: Gradients) -> Steps:
-    """Take the steps of torch's hook (see its docstring), of which this sends 2.1 and 3.3 in one message."""
+    """Take the steps of torch's hook (see its docstring).
+
+    Steps 2.1 and 3.3 of that hook are one message here.
+    """
     flat, dtype = grads.flat(), grads.buffer.dtype
     whole, groups = _divide(state, grads)
     targets = [
@@ -92,6 +99,8 @@ def _by_tensor(state: PowerSGDState, grads: Gradients) -> Steps:
     for i, result in zip(whole, means[: len(whole)], strict=True):
         flat[i].copy_(result)
     yield from _factor(state, batches, means[len(whole) :], dtype)
+    # A gradient with NaN or infinity reaches every worker through the mean, so that all skip the same step. In the
+    # memory it would spoil all later steps.
     finite = all(bool(batch.right.isfinite().all()) for batch in batches)
     for group, batch in zip(groups, batches, strict=True):
         for i, matrix, result in zip(group, batch.matrices, product(batch.left, batch.right), strict=True):
@@ -104,7 +113,9 @@ def _by_tensor(state: PowerSGDState, grads: Gradients) -> Steps:
 
 
 def _as_square(state: PowerSGDState, grads: Gradients) -> Steps:
-    """Take the steps of torch's batched hook; the zeros that fill up the square have no error.
+    """Take the steps of torch's batched hook.
+
+    The zeros that fill up the square have no error.
 
     Tensors have their places by the order of their names, since DDP changes the order in buckets after the first step.
     """
@@ -119,6 +130,7 @@ def _as_square(state: PowerSGDState, grads: Gradients) -> Steps:
     means = yield from mean([batch.left], state.group, grads.buffer.dtype)
     yield from _factor(state, [batch], means, grads.buffer.dtype)
     result = product(batch.left, batch.right).view(-1)[: target.numel()]
+    # As in `_by_tensor`: NaN or infinity must not enter the memory.
     finite = bool(batch.right.isfinite().all())
     parts = zip(tensors.items(), torch.split(target, sizes), torch.split(result, sizes), strict=True)
     for (name, grad), wanted, sent in parts:
@@ -131,7 +143,10 @@ def _as_square(state: PowerSGDState, grads: Gradients) -> Steps:
 
 
 def _divide(state: PowerSGDState, grads: Gradients) -> tuple[list[int], list[list[int]]]:
-    """Return the places of tensors that are sent whole, and groups of those that are factored together."""
+    """Divide tensors into whole ones and groups factored together.
+
+    Returns the places of the tensors.
+    """
     whole: list[int] = []
     by_shape: dict[tuple[int, int], list[int]] = defaultdict(list)
     for place, shape in enumerate(grads.shapes):
@@ -149,7 +164,10 @@ def _divide(state: PowerSGDState, grads: Gradients) -> tuple[list[int], list[lis
 
 
 def _batches(state: PowerSGDState, keys: Sequence[list[str]], matrices: Sequence[list[Tensor]]) -> list[_Batch]:
-    """Stack the matrices of each list, find their right factors of the step before, and make their left factors."""
+    """Stack the matrices of each list, and make their left factors.
+
+    The right factors are those of the step before, where there are any.
+    """
     batches: list[_Batch] = []
     generator: torch.Generator | None = None
     if not matrices and not state.draws_by_name and (not state.warm_start or state.iter == state.start_powerSGD_iter):
@@ -173,7 +191,14 @@ def _batches(state: PowerSGDState, keys: Sequence[list[str]], matrices: Sequence
 
 
 def _factor(state: PowerSGDState, batches: Sequence[_Batch], lefts: Sequence[Tensor], dtype: torch.dtype) -> Steps:
-    """Complete the batches' factors of this step, equal on all workers, from the means `lefts` of the left ones."""
+    """Complete the batches' factors, equal on all workers.
+
+    Args:
+        state: The state of the hook.
+        batches: The batches of this step.
+        lefts: The means of the left factors over all workers.
+        dtype: The dtype of messages.
+    """
     if not batches:
         return torch.empty(0)
     for batch, left in zip(batches, lefts, strict=True):

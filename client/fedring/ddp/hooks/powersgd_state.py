@@ -1,4 +1,4 @@
-"""The state of PowerSGD: its options, and what it remembers between steps."""
+"""The state of PowerSGD: options, errors and factors."""
 
 import logging
 from collections.abc import Iterable
@@ -21,14 +21,16 @@ _FACTOR, _RANDOM = "factor of ", "random numbers"  # names of what workers share
 
 
 class PowerSGDState(HookState):
-    """The state of powerSGD_hook and batched_powerSGD_hook, with torch's names, defaults and random numbers.
+    """The state of powerSGD_hook and batched_powerSGD_hook.
+
+    Names, defaults and random numbers are torch's.
 
     With `named_parameters`, errors and factors are kept by name, otherwise by the index of buckets, as in torch. All
     other arguments are those of torch's PowerSGDState.
 
     Attributes:
         rng: Random numbers as they were at the start of this step; equal on all workers.
-        error_dict: What earlier messages left out of this worker's matrices, [n] by name.
+        error_dict: The errors that earlier messages left in this worker's matrices, [n] by name.
         q_memory_dict: Right factors [columns, rank] by name; equal on all workers.
         iter: The steps taken.
     """
@@ -81,7 +83,10 @@ class PowerSGDState(HookState):
         return self.iter >= self.start_powerSGD_iter
 
     def begin(self, bucket: GradBucket) -> None:
-        """Prepare for a bucket; with the first one of a step, take back the random numbers that a failed step drew."""
+        """Prepare for a bucket.
+
+        With the first one of a step, the random numbers that a failed step drew are drawn again.
+        """
         if bucket.index() == 0:
             self._drawing.set_state(self.rng.get_state(legacy=False))
 
@@ -99,19 +104,27 @@ class PowerSGDState(HookState):
         self.iter += 1
 
     def generator(self) -> torch.Generator:
-        """Return a generator of random numbers, equal on all workers and different each time."""
+        """Return the next generator of random numbers.
+
+        It is equal on all workers, and different each time.
+        """
         return torch.Generator().manual_seed(int(self._drawing.randint(_LARGEST_SEED)))
 
     @property
     def draws_by_name(self) -> bool:
-        """Whether each parameter has its own random numbers, so that they do not depend on buckets.
+        """Whether each parameter has its own random numbers.
+
+        Then they do not depend on buckets.
 
         With a warm start they are drawn once only, and in the same way as in torch's hook.
         """
         return self.names.bound and not self.warm_start
 
     def generator_of(self, name: str) -> torch.Generator:
-        """Return a generator of random numbers for a parameter and this step, equal on all workers."""
+        """Return a parameter's generator of random numbers for this step.
+
+        It is equal on all workers.
+        """
         return torch.Generator().manual_seed(crc32(f"{self.random_seed} {self.iter} {name}".encode()))
 
     def count(self, before: int, after: int) -> None:
@@ -120,24 +133,33 @@ class PowerSGDState(HookState):
         self.total_numel_after_compression += after
 
     def compression_stats(self) -> tuple[float, int, int]:
-        """Return the compression rate, the number of entries that there were, and the number that was sent."""
+        """Return the compression rate, and the entries before and after."""
         before, after = self.total_numel_before_compression, self.total_numel_after_compression
         return before / after if after else 0.0, before, after
 
     def with_error(self, name: str, grad: Tensor) -> Tensor:
-        """Return `grad` [n] plus what earlier steps left out of it, a new tensor [n] of at least float32."""
+        """Return `grad` [n] plus the error of earlier steps.
+
+        It is a new tensor [n] of at least float32.
+        """
         error = self.error_dict.get(name)
         if not self.use_error_feedback or error is None or error.numel() != grad.numel():
             return grad.to(torch.promote_types(grad.dtype, torch.float32), copy=True)
         return grad + error
 
     def keep_error(self, name: str, target: Tensor, sent: Tensor) -> None:
-        """Keep what `sent` [n] leaves out of `target` [n] for the next step."""
+        """Keep the part of `target` [n] that `sent` [n] leaves out.
+
+        The next step adds it.
+        """
         if self.use_error_feedback:
             self.error_dict[name] = target - sent
 
     def keep_factor(self, key: str, factor: Tensor) -> None:
-        """Keep a factor [columns, rank] for the next step; drop one of zeros, since no step would ever change it."""
+        """Keep a factor [columns, rank] for the next step.
+
+        A factor of zeros is dropped, since no step would ever change it.
+        """
         if bool(factor.any()):
             self.q_memory_dict[key] = factor
         else:
@@ -152,7 +174,9 @@ class PowerSGDState(HookState):
         self.error_dict = {name: error * (new_world / old_world) for name, error in self.error_dict.items()}
 
     def shared(self) -> dict[str, Tensor]:
-        """See HookState.shared: the right factor of each matrix, zeros until there is one, and the random numbers.
+        """See HookState.shared: right factors, and random numbers.
+
+        The factor of a matrix is zeros until there is one.
 
         Factors of whole buckets are not among them, since DDP makes other buckets in every new group.
         """

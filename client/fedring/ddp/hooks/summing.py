@@ -1,4 +1,6 @@
-"""Communication hooks without DistributedDataParallel: sums of gradients over the replicas of a stage.
+"""Communication hooks without DistributedDataParallel.
+
+They add up gradients over the replicas of a pipeline stage.
 
 A hook takes a bucket of torch's, for which there is no constructor. `Bucket` has the methods that hooks use of it.
 """
@@ -33,7 +35,7 @@ class Bucket:
         self._buffer = buffer
 
     def gradients(self) -> list[Tensor]:
-        """Return each gradient as a view of the buffer, in the shape of its parameter."""
+        """Return each gradient as a view in its parameter's shape."""
         parts = torch.split(self._buffer, [parameter.numel() for parameter in self._parameters])
         return [part.view_as(parameter) for part, parameter in zip(parts, self._parameters, strict=True)]
 
@@ -47,9 +49,11 @@ class Bucket:
 
 
 class HookedSum:
-    """Adds up gradients over a group with a communication hook; a function `average` for a `fedring.pipeline` stage.
+    """Adds up gradients over a group with a communication hook.
 
-    Hooks return means, so the sums are the group's size times what the hook returns.
+    It serves as the function `average` of a `fedring.pipeline` stage.
+
+    Hooks return means, so the sums are the group's size times the hook's result.
 
     Args:
         ready: The hook and its state, which has the group.
@@ -82,7 +86,10 @@ class HookedSum:
 
 
 def _ranges(parameters: Sequence[Tensor], most_bytes: int) -> Iterator[slice]:
-    """Divide the parameters into neighbours of one dtype and device, of about `most_bytes` each."""
+    """Divide the parameters into buckets of about `most_bytes`.
+
+    A bucket has neighbours of one dtype and device.
+    """
     start, room = 0, most_bytes
     for at, parameter in enumerate(parameters):
         before = parameters[at - 1]

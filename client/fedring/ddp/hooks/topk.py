@@ -27,13 +27,13 @@ _SELECTION = DGC()  # how a threshold is found
 
 
 class TopKState(CorrectedState):
-    """The state of topk_hook: what was left out.
+    """The state of topk_hook: the entries that were left out.
 
     Args:
         process_group: The group to exchange with; None is the default group.
         ratio: The share of the entries that is sent, above 0 and at most 1.
         precision: Of the values in messages.
-        feedback: What becomes of the other entries (`fedring.compress.correction`).
+        feedback: The kind of error feedback for the other entries (`fedring.compress.correction`).
         named_parameters: As from `model.named_parameters()`; without them the state is kept by the index of buckets.
     """
 

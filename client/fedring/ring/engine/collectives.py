@@ -6,7 +6,7 @@ rank: more bytes, but one step. Either way each value is reduced in one order on
 that all ranks end with the same bits.
 
 In all programs `rank` is this rank in the group, `size` the number of ranks, and memoryviews are of bytes. Where a
-docstring says what holds "at the end", that is when the program has ended on this rank.
+docstring says "at the end", that is when the program has ended on this rank.
 """
 
 from collections.abc import Generator, Iterator, Sequence
@@ -30,14 +30,19 @@ _SIZE = 8  # bytes of a length, little endian
 
 
 def is_direct(size: int, total: int) -> bool:
-    """Return whether `total` bytes, which a group of `size` ranks exchanges, go directly from each rank to each."""
+    """Return whether all ranks exchange data directly instead of in a ring.
+
+    Args:
+        size: The number of ranks.
+        total: The bytes that the group exchanges.
+    """
     if size == 2:  # no more bytes than in two steps of half the size
         return total <= DIRECT_BYTES_OF_TWO
     return size <= DIRECT_RANKS and total * (size - 1) <= DIRECT_BYTES
 
 
 def allreduce(rank: int, size: int, data: memoryview, reduction: Reduction) -> Program:
-    """Reduce the data: at the end, `data` holds the reduction over all ranks' `data`."""
+    """Reduce `data` over all ranks, in place, on every rank."""
     if is_direct(size, len(data)):
         yield from _allreduce_direct(rank, size, data, reduction)
     else:
@@ -47,7 +52,9 @@ def allreduce(rank: int, size: int, data: memoryview, reduction: Reduction) -> P
 
 
 def reduce_scatter(rank: int, size: int, data: memoryview, reduction: Reduction, cuts: Sequence[int]) -> Program:
-    """Reduce the data in parts: at the end, the values of `data` in [cuts[rank], cuts[rank + 1]) are reduced.
+    """Reduce `data` over all ranks, and leave each rank its part.
+
+    At the end, the values of `data` in [cuts[rank], cuts[rank + 1]) are reduced.
 
     The other values are overwritten.
     """
@@ -55,7 +62,10 @@ def reduce_scatter(rank: int, size: int, data: memoryview, reduction: Reduction,
 
 
 def reduce(rank: int, size: int, data: memoryview, reduction: Reduction, root: int) -> Program:
-    """Reduce the data to the root: at the end, its `data` holds the reduction. Those of other ranks are overwritten."""
+    """Reduce `data` over all ranks into the root's `data`.
+
+    The data of the other ranks is overwritten.
+    """
     cuts = even_cuts(len(data) // reduction.itemsize, size)
     yield from _reduce_scatter(rank, size, data, reduction, cuts)
     chunks = [_chunk(data, reduction, cuts, index) for index in range(size)]
@@ -70,7 +80,11 @@ def reduce(rank: int, size: int, data: memoryview, reduction: Reduction, root: i
 
 
 def allgather(rank: int, size: int, outputs: Sequence[memoryview]) -> Program:
-    """Gather on all ranks: at the end, `outputs[r]` is what rank r had in it. All ranks know all lengths."""
+    """Gather the outputs of all ranks on every rank.
+
+    At first `outputs[rank]` holds this rank's data; at the end, `outputs[r]` holds that of rank r. All ranks know
+    all lengths.
+    """
     if is_direct(size, sum(map(len, outputs))):
         for to in _others(rank, size):
             yield Send(to, outputs[rank])
@@ -88,7 +102,9 @@ def allgather(rank: int, size: int, outputs: Sequence[memoryview]) -> Program:
 
 
 def allgather_bytes(rank: int, size: int, outputs: list[memoryview], limit: int) -> Program:
-    """Gather messages on all ranks: at the end, `outputs[r]` is the message of rank r, of at most `limit` bytes.
+    """Gather messages of unknown lengths on every rank.
+
+    At the end, `outputs[r]` is the message of rank r, of at most `limit` bytes.
 
     At first only `outputs[rank]` is there. No rank knows the others' lengths: the first part of a message tells it.
     """
@@ -106,7 +122,7 @@ def allgather_bytes(rank: int, size: int, outputs: list[memoryview], limit: int)
 
 
 def broadcast(rank: int, size: int, data: memoryview, root: int) -> Program:
-    """Copy the root's data: at the end, `data` is the root's on every rank."""
+    """Copy the root's `data` into that of every rank."""
     if is_direct(size, len(data)):
         if rank != root:
             data[:] = yield Receive(root, len(data))
@@ -123,7 +139,10 @@ def broadcast(rank: int, size: int, data: memoryview, root: int) -> Program:
 
 
 def gather(rank: int, outputs: Sequence[memoryview], mine: memoryview, root: int) -> Program:
-    """Gather on the root: at the end, its `outputs[r]` is rank r's `mine`. Other ranks have no outputs."""
+    """Gather the data of all ranks on the root.
+
+    At the end, the root's `outputs[r]` is rank r's `mine`. Other ranks have no outputs.
+    """
     if rank != root:
         yield from _send(root, mine, tag=0)
         return
@@ -135,7 +154,10 @@ def gather(rank: int, outputs: Sequence[memoryview], mine: memoryview, root: int
 
 
 def scatter(rank: int, inputs: Sequence[memoryview], mine: memoryview, root: int) -> Program:
-    """Scatter from the root: at the end, `mine` is its `inputs[rank]`. Other ranks have no inputs."""
+    """Scatter the root's inputs over all ranks.
+
+    At the end, `mine` is the root's `inputs[rank]`. Other ranks have no inputs.
+    """
     if rank != root:
         yield from _receive(root, mine, tag=0)
         return
@@ -147,7 +169,10 @@ def scatter(rank: int, inputs: Sequence[memoryview], mine: memoryview, root: int
 
 
 def all_to_all(rank: int, size: int, outputs: Sequence[memoryview], inputs: Sequence[memoryview]) -> Program:
-    """Exchange parts: at the end, `outputs[r]` is what rank r had as `inputs[rank]`."""
+    """Exchange one part between each pair of ranks.
+
+    At the end, `outputs[r]` is `inputs[rank]` of rank r.
+    """
     for to in _others(rank, size):
         yield from _send(to, inputs[to], tag=0)
     outputs[rank][:] = inputs[rank]
@@ -173,7 +198,10 @@ def barrier(rank: int, size: int) -> Program:
 
 
 def monitored_barrier(rank: int, size: int) -> Program:
-    """Wait for all: rank 0 waits for the other ranks, in their order, before it lets them go."""
+    """Let all ranks pass once rank 0 has heard from each.
+
+    Rank 0 waits for the other ranks in their order, so that it can name the first one that is missing.
+    """
     if rank:
         yield Send(0, b"")
         yield Receive(0, 0, tag=1)
@@ -195,12 +223,16 @@ def receive(source: int, data: memoryview) -> Program:
 
 
 def even_cuts(count: int, size: int) -> list[int]:
-    """Return where `count` values are cut for `size` ranks: size + 1 places."""
+    """Return the size + 1 places that divide `count` values evenly."""
     return [index * count // size for index in range(size + 1)]
 
 
 def parts(count: int, width: int) -> Iterator[tuple[int, int, int]]:
-    """Cut `count` values of `width` bytes on the wire. Return each part's number, its first value, and its end."""
+    """Cut `count` values of `width` bytes on the wire into parts.
+
+    Returns:
+        Each part's number, its first value, and its end.
+    """
     total = count * width
     most = min(max(PART_BYTES, total // 6), MAX_PAYLOAD)
     number = -(-total // (most - most % width))
@@ -226,7 +258,7 @@ def _allreduce_direct(rank: int, size: int, data: memoryview, reduction: Reducti
 def _reduce_scatter(
     rank: int, size: int, data: memoryview, reduction: Reduction, cuts: Sequence[int], *, spread: bool = False
 ) -> Program:
-    """Reduce the data in parts: at the end, this rank's chunk of `data` is reduced and finished.
+    """Reduce and finish this rank's chunk of `data`.
 
     With `spread`, each part is sent on as soon as it is reduced, so that no line is idle between this and the
     allgather.
@@ -252,7 +284,10 @@ def _reduce_scatter(
 
 
 def _allgather_reduced(rank: int, size: int, data: memoryview, reduction: Reduction, cuts: Sequence[int]) -> Program:
-    """Gather the chunks, each from the rank that has reduced it and has sent it already."""
+    """Gather the reduced chunks on every rank.
+
+    Each chunk begins at the rank that has reduced it, and that has sent it already.
+    """
     width = reduction.itemsize
     for step in range(size - 1):
         chunk = _chunk(data, reduction, cuts, (rank - step - 1) % size)
@@ -268,7 +303,10 @@ def _chunk(data: memoryview, reduction: Reduction, cuts: Sequence[int], index: i
 
 
 def _others(rank: int, size: int) -> list[int]:
-    """Return all other ranks, the next one first, so that not all send to one rank at once."""
+    """Return all other ranks, beginning with the next one.
+
+    The order differs between ranks, so that not all send to one rank at once.
+    """
     return [(rank + distance) % size for distance in range(1, size)]
 
 
@@ -299,12 +337,16 @@ def _send_message(to: int, message: memoryview, *, tag: int) -> Program:
 def _receive_message(
     source: int, limit: int, *, tag: int, forward_to: int | None = None
 ) -> Generator[Send | Receive, memoryview, memoryview]:
-    """Receive and return what `_send_message` sends. Send it on to a rank as it comes, if one is given."""
+    """Receive and return a message that `_send_message` sends.
+
+    With `forward_to`, each part is sent on to that rank as it comes.
+    """
     came = yield Receive(source, -1, tag, 0)
     total = int.from_bytes(came[:_SIZE], "little")
     if len(came) < _SIZE or total > limit or len(came) != _SIZE + min(total, MAX_PAYLOAD - _SIZE):
         raise BadFrame(f"rank {source} sent a message of {total} bytes; the limit is {limit}", rank=source)
     if forward_to is not None:
+        # Each part goes on before the next one comes, so that a long message is on all lines of the ring at once.
         yield Send(forward_to, came, tag + 1, 0)
     message = came[_SIZE:]
     if len(message) == total:

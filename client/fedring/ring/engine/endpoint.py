@@ -1,4 +1,7 @@
-"""A worker's place in a generation: one port that all peers dial, and a link to each peer that it sends to."""
+"""A worker's endpoint in a generation.
+
+It has one port that all peers dial, and a link to each peer that it sends to.
+"""
 
 import logging
 import sys
@@ -82,7 +85,7 @@ class Endpoint:
         return MappingProxyType(self._links)
 
     def group(self, name: str, *, rank: int, members: Sequence[str]) -> Group:
-        """Enter a group, and connect to the ranks before and after this one.
+        """Enter a group, and connect to its neighbours in the ring.
 
         Args:
             name: The group's name, equal on all ranks.
@@ -116,6 +119,7 @@ class Endpoint:
                 self.traffic.waits.setdefault(self._ranks[peer], Wait())
             early = self._early.take(group.id)
             connected = self._connected.intersection(members)
+        # Outside the lock, as for every frame: a frame may run a program and its callbacks.
         for peer, frame in early:
             if group.has_member(peer):
                 group.arrived(peer, frame)
@@ -136,6 +140,7 @@ class Endpoint:
             if self.failure:
                 raise self.failure
             missing = min(wanted - self._connected, key=group.members.index, default="")
+        # Ask the peer outside the lock: the answer takes seconds, and frames of others must get through.
         if missing:
             link = self._link(missing)
             obstacle = link.obstacle() if link else ""
@@ -146,7 +151,10 @@ class Endpoint:
             raise error
 
     def send(self, peer: str, frame: Outgoing) -> None:
-        """Send a frame to the peer, after those before it. A peer that is gone ends the generation."""
+        """Send a frame to the peer, after all frames before it.
+
+        If the peer is gone, the generation ends.
+        """
         if peer in self._left:
             self.fail(PeerLost(f"{self._name(peer)} has left, and there is more for it", rank=self._ranks.get(peer)))
         elif link := self._link(peer):
@@ -155,7 +163,10 @@ class Endpoint:
                 self._lost(peer, "its stream has ended")
 
     def has_left(self, peer: str) -> bool:
-        """Return whether the peer has left in order, so that nothing more will come from it."""
+        """Return whether the peer has left in order.
+
+        Then no more frames come from it.
+        """
         return peer in self._left
 
     def waited(self, peer: str, seconds: float) -> None:
@@ -172,7 +183,10 @@ class Endpoint:
             self.traffic.exchange_seconds += seconds
 
     def fail(self, error: RingError) -> None:
-        """End the generation: every operation of this worker raises the error, and every peer gets it once."""
+        """End the generation with an error, on every rank.
+
+        Every operation of this worker raises the error, and every peer gets it once.
+        """
         with self._changed:
             if self.failure or self._closed.is_set():
                 return
@@ -192,7 +206,10 @@ class Endpoint:
         group.close()
 
     def close(self) -> None:
-        """Leave all peers in order, and release everything. Never hang, whatever has failed before."""
+        """Leave all peers in order, and release everything.
+
+        This never hangs, whatever has failed before.
+        """
         with self._changed:
             if self._closed.is_set():
                 return
@@ -204,6 +221,7 @@ class Endpoint:
         self.members.close()
         for link in self._links.values():
             link.leave(self._head(pb.FRAME_KIND_LEAVING))
+        # All links have sent LEAVING before the first wait, so that the waits for slow peers overlap.
         begin = time.monotonic()
         for peer, link in self._links.items():
             link.wait_until_closed(max(0.0, begin + patience[peer] - time.monotonic()))
@@ -215,7 +233,11 @@ class Endpoint:
         self._watch.join()
 
     def _link(self, peer: str) -> Transport | None:
-        """Return the link to a peer, which is opened if there is none; None once this endpoint is closed."""
+        """Return the link to a peer, opening one if necessary.
+
+        Returns:
+            The link, or None once this endpoint is closed.
+        """
         with self._lock:
             link = self._links.get(peer)
             if link is None and not self._closed.is_set():
@@ -247,11 +269,14 @@ class Endpoint:
         return Streams([stream(GrpcStream) for _ in range(self.options.streams)])
 
     def _is_local(self, peer: str) -> bool:
-        """Return whether the link to the peer may take the local transport. It carries no checksums."""
+        """Return whether a link may use the local transport.
+
+        That transport carries no checksums, so the option `frame_checksum` excludes it.
+        """
         return self.options.local_transport and not self.options.frame_checksum and is_on_this_host(peer)
 
     def _serve(self, peer: str, receiver: Receiver) -> None:
-        """Handle the frames of one of a peer's streams until the peer leaves, or is lost."""
+        """Handle one of a peer's streams until it ends."""
         streams = 0  # that the peer opens; 0 = it has not said
         try:
             for frame in receiver.frames():
@@ -275,6 +300,7 @@ class Endpoint:
 
     def _arrived(self, peer: str, frame: Frame) -> None:
         head = frame.head
+        # A peer outside all groups must not end the generation. Its data may belong to a group that is entered later.
         if self._is_stranger(peer) and head.kind != pb.FRAME_KIND_DATA:
             return
         if head.kind == pb.FRAME_KIND_ABORT:
@@ -295,7 +321,10 @@ class Endpoint:
             group.arrived(peer, frame)
 
     def _keep(self, peer: str, frame: Frame) -> None:
-        """Keep a frame of a group that may be entered later. The caller holds the lock."""
+        """Keep a frame of a group that may be entered later.
+
+        The caller holds the lock.
+        """
         if not self._early.keep(frame.head.group, peer, frame):
             limit = self.options.max_early_bytes
             self.fail(
@@ -306,7 +335,10 @@ class Endpoint:
             )
 
     def _greet(self, peer: str) -> None:
-        """Note that the peer's stream is open, and open ours to it, so that each notices the other's end."""
+        """Note that the peer's stream is open, and open one back.
+
+        With a stream in each direction, each worker notices the other's end.
+        """
         with self._changed:
             self._connected.add(peer)
             self._changed.notify_all()
@@ -314,7 +346,10 @@ class Endpoint:
             self._link(peer)
 
     def _stream_left(self, peer: str, streams: int) -> None:
-        """Count that one of a peer's streams has ended in order. With the last one the peer has left."""
+        """Count a stream of the peer that has ended in order.
+
+        With the last one the peer has left.
+        """
         with self._lock:
             self._leaving[peer] = self._leaving.get(peer, 0) + 1
             if self._leaving[peer] < streams:
@@ -325,7 +360,10 @@ class Endpoint:
             group.left(peer)
 
     def _lost(self, peer: str, detail: str) -> None:
-        """End the generation since the stream from or to a peer has ended, unless nobody needs it any more."""
+        """End the generation because a stream to or from the peer ended.
+
+        Nothing happens if nobody needs the peer any more.
+        """
         link = self._links.get(peer)
         if self._closed.is_set() or (peer in self._left and (link is None or not link.has_unsent())):
             return
@@ -335,7 +373,10 @@ class Endpoint:
         self.fail(PeerLost(f"{self._name(peer)} is lost: {detail}", rank=self._ranks.get(peer)))
 
     def _stopped(self, peer: str, detail: str) -> None:
-        """End the generation since the peer's pulse has stopped. What is on its way to the peer will not arrive."""
+        """End the generation because the peer's pulse has stopped.
+
+        Frames that are on their way to the peer will not arrive.
+        """
         self._lost(peer, f"it does not answer ({detail})")
         with self._lock:
             link = self._links.get(peer)
@@ -343,7 +384,10 @@ class Endpoint:
             link.cut()
 
     def _blame(self, peer: str, error: BadFrame) -> None:
-        """End the generation with a member's fault. The fault of a peer outside of all groups ends only its stream."""
+        """End the generation with an error that a member caused.
+
+        The error of a peer outside all groups ends only that peer's stream.
+        """
         if self._is_stranger(peer):
             self.traffic.dropped_frames += 1
             log.warning("the stream of %s, which is in no group here, was cut: %s", peer, error)
@@ -351,7 +395,10 @@ class Endpoint:
             self.fail(BadFrame(f"{self._name(peer)}: {error}", rank=self._ranks.get(peer)))
 
     def _is_stranger(self, peer: str) -> bool:
-        """Return whether the peer is in no group. Until there is a group, every peer of the generation is believed."""
+        """Return whether the peer is in no group.
+
+        Before the first group is entered, no peer of the generation is a stranger.
+        """
         return bool(self._ranks) and peer not in self._ranks
 
     def _name(self, peer: str) -> str:
@@ -377,7 +424,9 @@ class Endpoint:
 
 
 def _streams_of(hello: Frame) -> int:
-    """Return how many streams a peer opens, as the first frame of each of them says.
+    """Return the number of streams that a peer opens.
+
+    The first frame of each stream tells it.
 
     Raises:
         BadFrame: No peer of ours opens as many.
@@ -388,7 +437,10 @@ def _streams_of(hello: Frame) -> int:
 
 
 def _timeout(group: Group, operation: Operation) -> CollectiveTimeout:
-    """Return the error of an operation whose time is up. It names the rank that the operation waits for."""
+    """Return the error of an operation whose time is up.
+
+    It names the rank that the operation waits for.
+    """
     limit = f"for {operation.what} within the timeout of {operation.timeout:g} s"
     if (rank := operation.waiting_for) is None:
         return CollectiveTimeout(f"peers took nothing {limit}")

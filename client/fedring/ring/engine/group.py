@@ -1,4 +1,7 @@
-"""Ranks that run collectives together: which operation a frame belongs to, and which peer is which rank."""
+"""Groups of ranks that run collectives together.
+
+A group finds the operation of each frame, and the rank of each peer.
+"""
 
 import itertools
 import threading
@@ -22,7 +25,9 @@ Sender = TypeVar("Sender")
 
 
 class EarlyFrames(Generic[Key, Sender]):
-    """Frames of operations or groups that do not exist yet, each with its sender, by the key that will ask for them.
+    """Frames of operations or groups that do not exist yet.
+
+    Each is kept with its sender, by the key that will ask for it. There is no lock.
 
     It has no lock.
 
@@ -45,19 +50,19 @@ class EarlyFrames(Generic[Key, Sender]):
         return self._bytes <= self._limit
 
     def first_from(self, sender: Sender) -> Frame | None:
-        """Return the first frame of a sender that nothing has asked for, if there is one."""
+        """Return the first unclaimed frame of a sender, if any."""
         came = itertools.chain.from_iterable(self._frames.values())
         return next((frame for one, frame in came if one == sender), None)
 
     def take(self, key: Key) -> list[tuple[Sender, Frame]]:
-        """Remove and return the frames of a key, in the order in which they came."""
+        """Remove and return the frames of a key, in order of arrival."""
         frames = self._frames.pop(key, [])
         self._bytes -= sum(frame.cost for _, frame in frames)
         return frames
 
 
 class Links(Protocol):
-    """What a group needs of the worker's endpoint."""
+    """The part of a worker's endpoint that a group uses."""
 
     failure: RingError | None
 
@@ -68,7 +73,10 @@ class Links(Protocol):
         """End the generation."""
 
     def has_left(self, peer: str) -> bool:
-        """Return whether the peer has left in order, so that nothing more will come from it."""
+        """Return whether the peer has left in order.
+
+        Then no more frames come from it.
+        """
         ...
 
     def waited(self, peer: str, seconds: float) -> None:
@@ -120,9 +128,9 @@ class Group:
         """Start an operation.
 
         Args:
-            what: What the operation is, with dtype and lengths; equal on all ranks.
+            what: The operation's description, with dtype and lengths; equal on all ranks.
             program: This rank's program.
-            kind: What the operation is for.
+            kind: The operation's purpose.
             timeout: Seconds that it may take.
             key: Names the operation, equal on all ranks; "" = the next one in the order in which this rank starts them.
             ending: See `Operation`.
@@ -146,7 +154,7 @@ class Group:
         return operation
 
     def arrived(self, peer: str, frame: Frame) -> None:
-        """Give a frame to its operation, or keep it until the operation starts."""
+        """Give a frame to its operation, which may start later."""
         source, key = self._ranks[peer], frame.head.key
         fits = True
         with self._lock:
@@ -165,7 +173,7 @@ class Group:
             )
 
     def wait_for_any(self, keys: dict[str, int], timeout: float) -> str:
-        """Wait until a frame of an operation that has not started here has come.
+        """Wait for the first frame of an operation not yet started here.
 
         Args:
             keys: The keys of the operations, each with the rank that sends it.
@@ -226,7 +234,7 @@ class Group:
             self._arrival.notify_all()
 
     def close(self) -> None:
-        """Refuse new operations, and end those that still run, since this worker has left the group."""
+        """Leave the group: refuse new operations, and end running ones."""
         self._closed = True
         for operation in self._operations():
             operation.abandon(self._has_left())
@@ -249,13 +257,20 @@ class Group:
         return next((operation for operation in self._operations() if operation.is_overdue(now)), None)
 
     def sent_instead(self, rank: int) -> str:
-        """Return what operation that has not started here the rank has sent a frame for, or "" if for none."""
+        """Return the operation that the rank runs ahead of this one.
+
+        Returns:
+            The description of the first operation that has not started here and for which the rank has sent a frame,
+            or "" if there is none.
+        """
         with self._lock:
             frame = self._early.first_from(rank)
         return (frame.what or "another operation") if frame else ""
 
     def monitored_barrier(self, seconds: float, *, name_all: bool) -> None:
-        """Wait until all ranks have reached the barrier. Errors have the words of torch's monitored_barrier.
+        """Wait until all ranks have reached the barrier.
+
+        Errors have the words of torch's monitored_barrier.
 
         Args:
             seconds: How long rank 0 waits for the others.

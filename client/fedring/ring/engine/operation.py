@@ -1,4 +1,4 @@
-"""A running collective: its kind, its key, and the lock and the clock around its program."""
+"""Running collectives: kind, key, and the lock and clock around a program."""
 
 import hashlib
 import itertools
@@ -24,7 +24,7 @@ _local = threading.local()
 
 
 class Kind(Enum):
-    """What an operation is for, as far as the counters of a worker tell operations apart."""
+    """The purpose of an operation, for a worker's counters."""
 
     GRADIENTS = auto()  # an exchange of gradients: an all-reduce, or an allgather of compressed gradients
     OTHER = auto()
@@ -66,13 +66,16 @@ def inside(scope: CallbackScope) -> Iterator[None]:
 
 
 def next_key(count: Callable[[], int]) -> str:
-    """Return the key of an operation that starts on this thread now; outside of callbacks, what `count` returns."""
+    """Return the key of an operation that starts on this thread.
+
+    Outside of callbacks, it is the number that `count` returns.
+    """
     scope: CallbackScope | None = getattr(_local, "scope", None)
     return scope.next_operation() if scope else str(count())
 
 
 class Carrier(Protocol):
-    """What an operation needs of its group."""
+    """The part of a group that an operation uses."""
 
     rank: int
 
@@ -94,15 +97,15 @@ class Carrier(Protocol):
 
 
 class Operation:
-    """Runs its program on whatever thread brings what the program waits for.
+    """A collective that runs on the threads that deliver its frames.
 
     Args:
-        carrier: Sends what the program sends, and hears of the end.
+        carrier: Sends the program's data, and is told of the end.
         key: Names the operation, equal on all ranks.
         what: What the operation is, with dtype and lengths, equal on all ranks. Its CRC-32 is sent in every frame, so
             the text is part of the protocol.
         program: This rank's program.
-        kind: What the operation is for.
+        kind: The operation's purpose.
         timeout: Seconds that it may take.
         ending: Called once at the end, before anybody learns of it, under a lock; None = nothing.
     """
@@ -147,32 +150,39 @@ class Operation:
         return waiting.source if waiting else None
 
     def without_frames(self, ranks: Iterable[int]) -> list[int]:
-        """Return those of `ranks` that have sent nothing that the program has not taken yet."""
+        """Return those of `ranks` that have sent no unread frame."""
         with self._lock:
             return self._stepper.without_frames(ranks)
 
     def is_overdue(self, now: float) -> bool:
-        """Return whether its time is up. It has GRACE_SECONDS more while a rank that it waits for may wait itself."""
+        """Return whether the operation's time is up.
+
+        It has GRACE_SECONDS more while it waits for a rank that may itself wait for others.
+        """
         waiting = self._stepper.waiting
         return now > self.deadline + (GRACE_SECONDS if waiting is not None and not waiting.is_first else 0.0)
 
     def begin(self, early: Sequence[tuple[int, Frame]] = ()) -> None:
-        """Run the program as far as it can, with the frames that came before it began, each with its source."""
+        """Start the program, with the frames that came before.
+
+        Args:
+            early: The frames, each with its source.
+        """
         self._run(early, begins=True)
 
     def arrived(self, source: int, frame: Frame) -> None:
-        """Give the program a frame, and run it as far as it can."""
+        """Give a frame to the program, and run it further."""
         self._run([(source, frame)])
 
     def left(self, rank: int) -> None:
-        """End the generation if the program waits for `rank`, from which nothing more comes."""
+        """Fail the generation if the program waits for a rank that left."""
         with self._lock:
             waits = self._stepper.waiting is not None and self._stepper.waiting.source == rank and not self.done
         if waits:
             self._carrier.fail(self._lost(rank))
 
     def sent(self) -> None:
-        """Count that one of the program's sends has been copied, or that the program has ended."""
+        """Count a copied send, or the end of the program."""
         with self._count:
             self._unsent -= 1
             last = self._unsent == 0
@@ -180,17 +190,26 @@ class Operation:
             self._end(self._abandoned)
 
     def fail(self, error: RingError) -> None:
-        """End it with an error, unless it has ended. A step that is under way still uses the tensors' memory."""
+        """End the operation with an error, unless it has ended.
+
+        A step that is under way still uses the tensors' memory.
+        """
         self._end(error)
 
     def stop(self, error: RingError) -> None:
-        """End it with an error, unless it has ended, and wait for the step that is under way."""
+        """End the operation with an error, and wait for its current step.
+
+        An operation that has ended keeps its result.
+        """
         self._end(error)
         with self._lock:
             self._stepper.close()
 
     def abandon(self, error: RingError) -> None:
-        """End it with an error once what it has sent is copied, unless its program has ended."""
+        """End the operation with an error once its sends are copied.
+
+        Nothing happens if its program has ended.
+        """
         with self._lock:
             if self._stepper.ended:
                 return
@@ -199,10 +218,13 @@ class Operation:
         self.sent()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait for the end, at most `timeout` seconds. Return whether it has ended.
+        """Wait for the end, at most `timeout` seconds.
+
+        Returns:
+            Whether the operation has ended.
 
         Raises:
-            RingError: What it ended with, of the same class.
+            RingError: A copy of the error that it ended with.
         """
         if not self._done.wait(timeout):
             return False
@@ -212,7 +234,10 @@ class Operation:
         return True
 
     def when_done(self, callback: Callable[[], None]) -> None:
-        """Call `callback` once, at the end, on the thread that brings it. The callback must not wait."""
+        """Call `callback` once, when the operation has ended.
+
+        It is called on the thread that brings the end, and must not wait.
+        """
         with self._count:
             if not self._done.is_set():
                 self._callbacks.append(callback)
@@ -220,7 +245,10 @@ class Operation:
         callback()
 
     def _run(self, frames: Sequence[tuple[int, Frame]], *, begins: bool = False) -> None:
-        """Give the program frames, and run it as far as it can. Errors end the generation, without the lock."""
+        """Give frames to the program, and run it further.
+
+        An error ends the generation, which is done without the lock.
+        """
         with self._lock:
             error = self._keep_and_advance(frames, begins=begins)
         if error:
@@ -239,7 +267,10 @@ class Operation:
         return None
 
     def _advance(self) -> None:
-        """Run the program until it waits or ends. The caller holds the lock."""
+        """Run the program until it waits or ends.
+
+        The caller holds the lock.
+        """
         stepper = self._stepper
         while not self.done:  # its end may be a failure, after which the tensors are the caller's again
             if (waiting := stepper.waiting) is not None:

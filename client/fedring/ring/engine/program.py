@@ -1,4 +1,6 @@
-"""Programs, of which collectives are made, and the stepper that runs one. No locks, no I/O.
+"""Programs of collectives, and the stepper that runs one; no I/O.
+
+Nothing here takes a lock.
 
 A program is a generator that says what it sends and what it waits for, and never how. It yields `Send`s, which never
 wait, and `Receive`s, each of which is answered with the bytes that came. So an algorithm reads from top to bottom, runs
@@ -24,7 +26,7 @@ class Send(NamedTuple):
 
 
 class Receive(NamedTuple):
-    """Wait for what a rank sent with the same tag and part."""
+    """Wait for a rank's data with the same tag and part."""
 
     source: int
     size: int  # exact number of bytes; -1 = any
@@ -33,12 +35,15 @@ class Receive(NamedTuple):
 
     @property
     def place(self) -> tuple[int, int, int]:
-        """What names the bytes within the operation."""
+        """The source, the tag and the part, unique within the operation."""
         return self.source, self.tag, self.part
 
     @property
     def is_first(self) -> bool:
-        """Whether the source may not have begun. A source that has sent before may itself wait for others."""
+        """Whether the source may not have begun.
+
+        A source that has sent before may itself wait for others.
+        """
         return self.tag == 0 and self.part == 0
 
 
@@ -46,14 +51,16 @@ Program = Generator[Send | Receive, memoryview, None]
 
 
 class Stepper:
-    """Runs one program of one rank as far as the frames that have come allow. The caller holds a lock around it.
+    """Runs one rank's program as far as the arrived frames allow.
+
+    The caller holds a lock around it.
 
     Args:
         program: The program, which has not begun.
-        what: What the operation is, equal on all ranks; for errors.
+        what: The operation's description, equal on all ranks; for errors.
         key: The operation's key; for errors.
         rank: This worker's rank; for errors.
-        signature: What every frame of the operation must carry.
+        signature: The number that every frame of the operation must carry.
     """
 
     def __init__(self, program: Program, *, what: str, key: str, rank: int, signature: int) -> None:
@@ -85,13 +92,15 @@ class Stepper:
         self._inbox[place] = frame.payload
 
     def step(self) -> Send | None:
-        """Run the program until it sends, waits or ends. What it waits for must be there.
+        """Run the program until it sends, waits or ends.
+
+        The frame that it waits for must be there.
 
         Returns:
-            What to send now, or None: the program waits, or has ended.
+            The data to send now, or None: the program waits, or has ended.
 
         Raises:
-            Mismatch: What the program waited for is of another size.
+            Mismatch: The data that the program waited for has another size.
         """
         answer: memoryview | None = None  # a generator takes None first, and after a Send
         if (waited := self.waiting) is not None:
@@ -114,12 +123,12 @@ class Stepper:
         return None
 
     def close(self) -> None:
-        """End the program where it is, so that it does not refer to the memory of its tensors any more."""
+        """End the program, and release the memory of its tensors."""
         self._program.close()
         self._inbox.clear()
         self.waiting, self.ended = None, True
 
     def without_frames(self, ranks: Iterable[int]) -> list[int]:
-        """Return those of `ranks` that have sent nothing that the program has not taken yet."""
+        """Return those of `ranks` that have sent no unread frame."""
         senders = {source for source, _, _ in self._inbox}
         return [rank for rank in ranks if rank not in senders]

@@ -1,4 +1,4 @@
-"""Reductions of bytes that hold numbers: what collectives do to the parts that arrive. No I/O."""
+"""Reductions of numbers in byte buffers; no I/O."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -86,7 +86,12 @@ class Reduction:
         return (self.wire or self.dtype).itemsize
 
     def combine(self, target: memoryview, data: memoryview) -> None:
-        """Reduce `data` (bytes of the wire's dtype) into `target` (bytes of dtype): target = op(target, data)."""
+        """Reduce `data` into `target`: target = op(target, data).
+
+        Args:
+            target: Bytes of dtype.
+            data: Bytes of the wire's dtype.
+        """
         if self.wire is None and self.dtype not in _HALF:
             kind = _DTYPES[self.dtype]
             values = np.frombuffer(target, kind)
@@ -97,7 +102,12 @@ class Reduction:
         _TORCH[self.op](into, _tensor(data, self.wire or self.dtype).to(self.dtype), out=into)
 
     def finish(self, target: memoryview, size: int) -> None:
-        """Make `target`, a sum of `size` ranks, the mean if that is wanted, and round it to what the wire can carry."""
+        """Turn a sum into the result: divide for "avg", and round.
+
+        Args:
+            target: The sum of `size` ranks, which is rounded to values that the wire can carry.
+            size: The number of ranks.
+        """
         if self.op == "avg" and (self.dtype.is_floating_point or self.dtype.is_complex):
             _in_place(target, self.dtype).div_(size)
         elif self.op == "avg":
@@ -113,7 +123,12 @@ class Reduction:
         return _in_place(source, self.dtype).to(self.wire).view(torch.uint8).numpy().data
 
     def store(self, target: memoryview, data: memoryview) -> None:
-        """Copy the values of `data` (bytes of the wire's dtype) to `target` (bytes of dtype)."""
+        """Copy received values into `target`.
+
+        Args:
+            target: Bytes of dtype.
+            data: Bytes of the wire's dtype.
+        """
         if self.wire is None:
             target[:] = data
         else:
@@ -121,17 +136,26 @@ class Reduction:
 
 
 def _divide_integers(values: NDArray[Any], size: int) -> None:
-    """Divide values in place by a number that their dtype may be too small for, and round towards zero."""
+    """Divide integers in place, rounding towards zero.
+
+    The divisor may be too large for the dtype of the values.
+    """
     ranks = np.int64(size)
     np.subtract(values, np.fmod(values, ranks), out=values, casting="unsafe")
     np.floor_divide(values, ranks, out=values, casting="unsafe")
 
 
 def _in_place(memory: memoryview, dtype: torch.dtype) -> Tensor:
-    """Return the values in `memory`, which share it. There may be none, which torch.frombuffer refuses."""
+    """Return the values in `memory` as a tensor that shares it.
+
+    The memory may be empty, which torch.frombuffer refuses.
+    """
     return torch.frombuffer(memory, dtype=dtype) if memory else torch.empty(0, dtype=dtype)
 
 
 def _tensor(data: memoryview, dtype: torch.dtype) -> Tensor:
-    """Return a copy of the values in read-only `data`: torch has no read-only tensors."""
+    """Return a copy of the values in read-only `data`.
+
+    torch has no read-only tensors.
+    """
     return _in_place(memoryview(bytearray(data)), dtype)

@@ -1,5 +1,6 @@
-"""torch's arguments, checked and in one form. Some callers pass lists of tensors and options, others a tensor and a
-plain value.
+"""torch's arguments, checked and converted to one form.
+
+Some callers pass lists of tensors and options, others a tensor and a plain value.
 
 Whatever one rank can check alone is checked before an operation starts. So a wrong argument raises an error on the rank
 that passes it, and the group can still be used.
@@ -50,7 +51,7 @@ def only(tensors: Any) -> Tensor:
 
 
 def only_list(lists: Any) -> list[Tensor]:
-    """Return the one list of tensors, given it or a list of it.
+    """Return the one list of tensors, given alone or in a list.
 
     Raises:
         TypeError: An element is not a tensor.
@@ -79,7 +80,10 @@ def pairs(outputs: Any, inputs: Any) -> list[tuple[Any, Any]]:
 
 
 def op_name(opts: Any) -> str:
-    """Return the name of a reduction, given torch's options or the reduction; by default "sum".
+    """Return the name of a reduction; by default "sum".
+
+    Args:
+        opts: torch's options, or the reduction.
 
     Raises:
         TypeError: It is not a reduction.
@@ -97,7 +101,11 @@ def op_name(opts: Any) -> str:
 
 
 def root_of(opts: Any, size: int) -> int:
-    """Return the root's rank in a group of `size` ranks, given torch's options or the rank; by default 0.
+    """Return the root's rank; by default 0.
+
+    Args:
+        opts: torch's options, or the rank.
+        size: The number of ranks of the group.
 
     Raises:
         TypeError: It is not an integer.

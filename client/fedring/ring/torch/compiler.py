@@ -1,4 +1,6 @@
-"""How `torch.compile` treats the backend: it calls it, and never looks inside it.
+"""Keep `torch.compile` from looking inside the backend.
+
+It breaks the graph at each call of the backend, and calls it as it is.
 
 Gloo is written in C++, into which Dynamo cannot look. The methods of this backend are Python. Without this module,
 Dynamo would compile each of them, from the lock of an operation to the socket.
@@ -17,7 +19,10 @@ Class = TypeVar("Class")
 
 
 def opaque(cls: type[Class]) -> type[Class]:
-    """Have `torch.compile` break the graph where a method of the class is called, and run the method as it is."""
+    """Have `torch.compile` run the methods of a class as they are.
+
+    It breaks the graph where one of them is called.
+    """
     if not hasattr(eval_frame, "set_code_exec_strategy"):
         return cls
     skip = eval_frame._FrameAction.SKIP

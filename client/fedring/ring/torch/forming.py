@@ -1,4 +1,4 @@
-"""How the members of a membership become a generation, or else the next one is tried."""
+"""The forming of a generation, with retries after a loss."""
 
 import logging
 import threading
@@ -28,7 +28,9 @@ def next_generation(
     step: int,
     deadline: float,
 ) -> Formed:
-    """Take part in attempts until a generation is formed, and return what `form` has made of it.
+    """Take part in attempts until a generation is formed.
+
+    Returns the result of `form`.
 
     Args:
         meeting: This worker's part in the attempts.
@@ -39,7 +41,7 @@ def next_generation(
 
     Raises:
         PeerLost: A slot has stayed empty, or the last member that was lost when the time was up.
-        RingError: See `Meeting.take_part`, or what ended the generation if it was not a loss.
+        RingError: See `Meeting.take_part`, or the error other than a loss that ended the generation.
     """
     while True:
         endpoint, membership = meeting.take_part(terms, step=step, deadline=deadline)
@@ -50,6 +52,8 @@ def next_generation(
         except (PeerLost, CollectiveTimeout) as error:
             if left <= 0:
                 raise
+            # The loss of one member must not end the others: they form the next generation without it, or with its
+            # replacement.
             log.warning("generation %d could not be formed, the next one is tried: %s", membership.generation, error)
             continue
         meeting.formed(membership)
@@ -58,7 +62,7 @@ def next_generation(
 
 @contextmanager
 def _watching(endpoint: Endpoint, members: Sequence[str]) -> Iterator[None]:
-    """Fail the generation as soon as a neighbour no longer answers, while the group forms.
+    """Fail the generation if a neighbour dies while the group forms.
 
     An endpoint notices the end of a peer that is connected. One that ends before would be awaited until the timeout.
     """
@@ -74,6 +78,7 @@ def _watching(endpoint: Endpoint, members: Sequence[str]) -> Iterator[None]:
                     endpoint.fail(PeerLost(f"rank {rank} was lost before all were connected", rank=rank))
                     return
 
+    # A thread of its own, since the group forms inside calls of torch that nothing else can interrupt.
     threading.Thread(target=watch, name="ring-forming", daemon=True).start()
     try:
         yield

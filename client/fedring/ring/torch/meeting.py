@@ -1,9 +1,9 @@
-"""How workers agree, through a store that all of them reach, who forms the next generation.
+"""The agreement of workers, through a store, on the next generation's members.
 
 Each worker has a slot, a number below the size of the world that its launcher gives it. Each try to form a generation
 is an attempt. In the newest attempt a worker takes the seat of its slot: one key of the store with its address. Then
 one worker closes the attempt: it replaces the last membership by the next one, in one atomic operation, so that every
-attempt has exactly one membership, whoever dies at whatever time. The keys are
+attempt has exactly one membership, even if workers die at any time. The keys are
 
     membership          the `Membership` of the attempt that was closed last, as JSON
     ATTEMPT/SLOT        the `Candidate` of the slot in the attempt that is open, as JSON
@@ -72,7 +72,7 @@ class Membership(BaseModel):
         return [member.address for member in self.members]
 
     def has_survivor(self, candidate: Candidate) -> bool:
-        """Return whether the candidate is a member, and has the state of the training.
+        """Return whether the candidate is a member with the training's state.
 
         A member that joined with this membership may have got the state only if it has seen the generation form, and
         has got it only if it is as far as the others were.
@@ -83,7 +83,9 @@ class Membership(BaseModel):
         return candidate.formed == self.attempt and candidate.step >= self.members[0].step
 
     def next(self, candidates: Sequence[Candidate] = ()) -> "Membership":
-        """Return the membership of the next attempt: survivors first, of them those with the most finished steps.
+        """Return the membership of the next attempt.
+
+        Survivors come first, and among them those with the most finished steps.
 
         So rank 0 has the newest state. Without survivors and with equal steps, ranks are in the order of slots.
         """
@@ -92,7 +94,9 @@ class Membership(BaseModel):
         return Membership(base=self.base, attempt=self.attempt + 1, members=tuple(order), survivors=survivors)
 
     def may_close(self, seats: Sequence[Candidate], mine: Candidate, *, min_size: int, last_call_over: bool) -> bool:
-        """Return whether the candidate `mine` may close the next attempt with these candidates.
+        """Return whether the candidate `mine` may close the next attempt.
+
+        The attempt would be closed with the candidates `seats`.
 
         It may if they fill all slots, or if it has waited long enough for the others. As long as a survivor is among
         the candidates, only survivors decide that it is enough.
@@ -105,7 +109,7 @@ class Membership(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """With how many workers a generation may be formed, and for how long to wait.
+    """The number of workers of a generation, and the waiting times.
 
     Attributes:
         slot: This worker's slot.
@@ -129,7 +133,9 @@ class Terms:
 
 
 class Meeting:
-    """A worker's part in the attempts of one store. It lasts as long as the worker uses the store.
+    """A worker's part in the attempts of one store.
+
+    It lasts as long as the worker uses the store.
 
     Args:
         store: The store.
@@ -143,7 +149,9 @@ class Meeting:
         self._formed = -1
 
     def take_part(self, terms: Terms, *, step: int = 0, deadline: float) -> tuple[Endpoint, Membership]:
-        """Wait for a membership with this worker, and return it with the worker's endpoint in that generation.
+        """Wait for a membership with this worker.
+
+        Returns the worker's endpoint in that generation, and the membership.
 
         The caller closes the endpoint. Not all members may come: then form the next generation.
 
@@ -170,6 +178,7 @@ class Meeting:
                     formed=self._formed,
                 )
                 try:
+                    # The endpoint listens before the seat is taken: others ask it whether this worker still runs.
                     membership = _Attempt(self.store, last, mine, terms, self.options).wait_until_closed(deadline)
                 except BaseException:
                     endpoint.close()
@@ -186,14 +195,20 @@ class Meeting:
         self._formed = membership.attempt
 
     def waiting(self, size: int) -> int:
-        """Return how many workers wait for the next generation, for slots that the last one did not fill."""
+        """Return how many workers wait for an empty slot.
+
+        These are the slots that the last generation did not fill.
+        """
         last = self._last()
         empty = set(range(size)) - {member.slot for member in last.members}
         texts = [self.store.compare_set(_seat(last.attempt + 1, slot), "", "") for slot in sorted(empty)]
         return len(_running([Candidate.model_validate_json(text) for text in texts if text], last.next(), self.options))
 
     def _last(self) -> Membership:
-        """Return the newest membership; before the first attempt is closed it has no members."""
+        """Return the newest membership.
+
+        Before the first attempt is closed it has no members.
+        """
         none = Membership(base=secrets.randbelow(_GENERATIONS))
         return Membership.model_validate_json(self.store.compare_set("membership", "", none.model_dump_json()))
 
@@ -217,7 +232,10 @@ class _Attempt:
         self._obstacle: RingError | None = None
 
     def wait_until_closed(self, deadline: float) -> Membership:
-        """Take a seat, close the attempt if that is possible, and return the membership that it was closed with."""
+        """Take a seat, and return the membership that closes the attempt.
+
+        This worker closes the attempt itself if that is possible.
+        """
         self._take_seat(arriving=True)
         while True:
             newest = Membership.model_validate_json(self._read("membership"))
@@ -233,7 +251,7 @@ class _Attempt:
             time.sleep(min(_TICK * max(1.0, self._terms.size / _OFTEN), left))
 
     def _take_seat(self, *, arriving: bool) -> None:
-        """Take the seat of this worker's slot, if it has not got it.
+        """Take the seat of this worker's slot, unless it holds it.
 
         A worker that arrives replaces an earlier one of its slot, unless that is a survivor which still runs.
         """
@@ -252,7 +270,10 @@ class _Attempt:
             held = self._store.compare_set(key, "", text).decode()
 
     def _close(self) -> bool:
-        """Close the attempt if this worker may, and return whether it is closed."""
+        """Close the attempt if this worker may.
+
+        Returns whether the attempt is closed.
+        """
         over = time.monotonic() >= self._last_call_ends
         if not over and not self._store.check(self._keys):
             return False
@@ -269,6 +290,8 @@ class _Attempt:
                 f"rank {first.slot} has come, but {_tcp(first.address)} cannot be reached", rank=first.slot
             )
             return False
+        # Without a survivor the training would begin anew. So first make sure that no member of the last generation
+        # still runs, for which two trainings would go on side by side.
         if not any(map(self._last.has_survivor, seats)):
             taken = {one.address for one in seats}
             before = [member for member in self._last.members if member.address not in taken]
@@ -278,13 +301,14 @@ class _Attempt:
                 self._obstacle = RingError(f"a worker of the last generation still runs at {where}, and goes on")
                 return False
         last, closed = self._last.model_dump_json(), self._last.next(seats).model_dump_json()
+        # Of several workers that close the attempt at once, the store lets one succeed; the others read its membership.
         if self._store.compare_set("membership", last, closed).decode() == closed:
             for key in self._seats_before():
                 self._store.delete_key(key)
         return True
 
     def _seats(self) -> list[Candidate]:
-        """Return the candidates of this attempt that expect a world of the same size."""
+        """Return this attempt's candidates for a world of the same size."""
         texts = filter(None, map(self._read, self._keys))
         return [one for one in map(Candidate.model_validate_json, texts) if one.size == self._mine.size]
 
@@ -293,7 +317,10 @@ class _Attempt:
         return [_seat(self._last.attempt, slot) for slot in range(size)]
 
     def _read(self, key: str) -> str:
-        """Return the value of a key, or "" if there is none. Unlike the store's `get`, never wait for the key."""
+        """Return the value of a key, or "" if there is none.
+
+        Unlike the store's `get`, this never waits for the key.
+        """
         return self._store.compare_set(key, "", "").decode()
 
     def _runs(self, candidate: Candidate) -> bool:
@@ -313,7 +340,7 @@ class _Attempt:
 
 
 def _running(workers: Sequence[Candidate], membership: Membership, options: RingOptions) -> list[Candidate]:
-    """Return those of the workers that run in the generation of the membership."""
+    """Return the workers that run in the membership's generation."""
     if not workers:
         return []
     with ThreadPoolExecutor(min(_PROBES, len(workers))) as pool:
@@ -322,7 +349,7 @@ def _running(workers: Sequence[Candidate], membership: Membership, options: Ring
 
 
 def store_is_gone(store: Store) -> str:
-    """Return what to tell a worker whose store does not answer."""
+    """Return the error text for a store that does not answer."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     where = f" at {store.host}:{store.port}" if isinstance(store, TCPStore) else ""

@@ -1,4 +1,4 @@
-"""A rank of a group as torch.distributed wants to know it: its names, its timeout, its beginning and end."""
+"""A rank of a group, with torch.distributed's names, timeout and life cycle."""
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -70,7 +70,7 @@ class Member(_ProcessGroup):  # type: ignore[misc]  # see _ProcessGroup
 
     @property
     def group_desc(self) -> str:
-        """What the user calls the group."""
+        """The user's name for the group."""
         return self._description
 
     def get_group_store(self) -> Store:
@@ -91,7 +91,10 @@ class Member(_ProcessGroup):  # type: ignore[misc]  # see _ProcessGroup
         return self
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
-        """Return whether the backend has memory of its own for tensors, which it does not; FSDP asks."""
+        """Return False: the backend has no tensor memory of its own.
+
+        FSDP asks.
+        """
         return False
 
     def _has_hooks(self) -> bool:
@@ -120,7 +123,10 @@ class Member(_ProcessGroup):  # type: ignore[misc]  # see _ProcessGroup
     _set_default_timeout = set_timeout
 
     def shutdown(self) -> None:
-        """Leave the group; with the last group of a world, leave the peers in order."""
+        """Leave the group.
+
+        With the last group of a world, leave the peers in order.
+        """
         self.world.leave(self.ring)
 
     def abort(self) -> None:
@@ -152,12 +158,12 @@ class Member(_ProcessGroup):  # type: ignore[misc]  # see _ProcessGroup
         """Start a program, and return its work.
 
         Args:
-            what: What the operation is, equal on all ranks; part of the protocol.
+            what: The operation's description, equal on all ranks; part of the protocol.
             program: This rank's program.
-            results: The tensors that hold what came.
+            results: The tensors that hold the received values.
             seconds: How long the operation may take.
             finish: Called once after it.
-            kind: What the operation is for.
+            kind: The operation's purpose.
         """
         ending = begin_record(what, results)
         operation = self.ring.start(what, program, kind=kind, timeout=seconds, ending=ending)

@@ -1,4 +1,4 @@
-"""Messages of tensors from rank to rank, and of bytes from every rank to every rank."""
+"""Messages between ranks: tensors point to point, and bytes to all."""
 
 import itertools
 import threading
@@ -23,7 +23,9 @@ from fedring.v1 import peer_pb2 as pb
 
 
 class Messages:
-    """A rank's messages: the n-th that one rank sends to another with a tag is the n-th that the other receives.
+    """A rank's messages to and from other ranks.
+
+    The n-th that one rank sends to another with a tag is the n-th that the other receives with it.
 
     They have keys of their own, since not all ranks take part in them.
     """
@@ -49,17 +51,20 @@ class Messages:
         )
 
     def receive(self, staged: Staged, source: int, tag: int, *, timeout: float) -> Operation:
-        """Start to receive the next message with the tag from a rank, into `staged`."""
+        """Start to receive a rank's next message with the tag.
+
+        Its values go into `staged`.
+        """
         with self._lock:
             key = _key(source, self.group.rank, tag, self._received[source, tag])
             self._received[source, tag] += 1
         return self._receive(staged, source, key, timeout=timeout)
 
     def receive_any(self, staged: Staged, tag: int, *, patience: float, timeout: float) -> tuple[int, Operation] | None:
-        """Start to receive the message with the tag that comes first from any other rank.
+        """Start to receive the first message with the tag from any rank.
 
         Args:
-            staged: What the message is received into.
+            staged: Receives the message's values.
             tag: The tag.
             patience: Seconds to wait until a message begins to come.
             timeout: Seconds that the operation may take after that.
@@ -100,7 +105,10 @@ class Messages:
 
 @opaque
 class ReceiveFromAny(RingWork):
-    """The receipt of a message from whichever rank. Which one is decided when somebody waits for it."""
+    """The receipt of a message from any rank.
+
+    The rank is decided when somebody waits for the message.
+    """
 
     _numbers = itertools.count()
 
@@ -121,11 +129,14 @@ class ReceiveFromAny(RingWork):
         self._source = -1
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Wait until a message has come; 0 = as long as the group's timeout says. Return True.
+        """Wait until a message has come. Return True.
+
+        Args:
+            timeout: How long to wait; 0 = as long as the group's timeout says.
 
         Raises:
             CollectiveTimeout: No rank has sent one in time. That ends the generation.
-            RingError: What the generation ended with.
+            RingError: The error that ended the generation.
         """
         seconds = timeout.total_seconds() or self._timeout
         if not self._matched(seconds):
@@ -162,7 +173,7 @@ class ReceiveFromAny(RingWork):
 
 @opaque
 class BytesGather:
-    """Every rank's message on its way to every rank, while the caller does something else.
+    """An allgather of bytes that runs while the caller continues.
 
     `wait` and `collect` are separate, so that waiting can be measured alone.
     """
@@ -172,10 +183,13 @@ class BytesGather:
         self._messages = messages
 
     def wait(self, timeout_seconds: float | None = None) -> None:
-        """Wait until all messages have come; None = as long as the group's timeout says.
+        """Wait until all messages have come.
+
+        Args:
+            timeout_seconds: How long to wait; None = as long as the group's timeout says.
 
         Raises:
-            RingError: What kept them from coming.
+            RingError: The error that ended the generation before they came.
         """
         self._work.wait(timedelta(seconds=timeout_seconds or 0))
 
@@ -191,7 +205,7 @@ class BytesGather:
 
 
 def gather_bytes(group: Group, payload: bytes | memoryview, *, limit: int, timeout: float) -> BytesGather:
-    """Start to send a message to every rank, and to receive every other rank's.
+    """Start an allgather of bytes over all ranks of a group.
 
     Args:
         group: The group.

@@ -76,7 +76,10 @@ class RingProcessGroup(Member):
     allreduce_coalesced = allreduce
 
     def reduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: Timeout = None) -> RingWork:
-        """Reduce the tensors over all ranks, into the root's. Those of other ranks stay as they are."""
+        """Reduce the tensors over all ranks, into the root's.
+
+        The tensors of other ranks stay as they are.
+        """
         given, root = as_list(tensors), root_of(opts, self.ring.size)
         is_root = self.ring.rank == root
         staged = Staged(given, copy=not is_root)
@@ -100,7 +103,10 @@ class RingProcessGroup(Member):
         return self.start(what, program, results=given, seconds=self.seconds(opts, timeout), finish=finish)
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Timeout = None) -> RingWork:
-        """Gather all ranks' inputs: `outputs[r]` becomes rank r's. Lengths may differ, and all ranks must know them."""
+        """Gather all ranks' inputs: `outputs[r]` becomes rank r's.
+
+        Lengths may differ, and all ranks must know them.
+        """
         return self._allgather(outputs, inputs, opts, timeout)()
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> RingWork:
@@ -121,7 +127,10 @@ class RingProcessGroup(Member):
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Timeout = None) -> RingWork:
-        """Gather all ranks' inputs on the root: its `outputs[r]` becomes rank r's input."""
+        """Gather all ranks' inputs on the root.
+
+        Its `outputs[r]` becomes rank r's input.
+        """
         root = root_of(opts, self.ring.size)
         is_root = self.ring.rank == root
         mine = in_host_memory(plain(only(inputs)))
@@ -164,7 +173,10 @@ class RingProcessGroup(Member):
     _reduce_scatter_base = reduce_scatter_single
 
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> RingWork:
-        """Reduce all ranks' inputs, and store this rank's parts in the outputs, each as in `reduce_scatter_single`."""
+        """Reduce all ranks' inputs, and store this rank's parts.
+
+        Each output is filled as in `reduce_scatter_single`.
+        """
         return self._together([self._reduce_scatter_single(into, mine, opts) for into, mine in pairs(outputs, inputs)])
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
@@ -183,7 +195,10 @@ class RingProcessGroup(Member):
     def all_to_all_single(
         self, output: Tensor, input: Tensor, output_sizes: Sequence[int], input_sizes: Sequence[int], opts: Any = None
     ) -> RingWork:
-        """Exchange parts along the first dimension: part r of `output` becomes this rank's part of rank r's `input`."""
+        """Exchange parts along the first dimension.
+
+        Part r of `output` becomes this rank's part of rank r's `input`.
+        """
         staged, mine = Staged([output]), plain(input)
         into = split(staged.flat, plain(output), output_sizes, self.ring.size)
         program = self._all_to_all(into, split(in_host_memory(mine), mine, input_sizes, self.ring.size))
@@ -197,7 +212,11 @@ class RingProcessGroup(Member):
         return self.start("barrier", collectives.barrier(*self.place), results=[], seconds=self.seconds(opts, timeout))
 
     def monitored_barrier(self, timeout: Timeout | float = None, wait_all_ranks: bool = False) -> None:
-        """Wait until all ranks have reached the barrier, as long as `timeout` says: a timedelta, or seconds.
+        """Wait until all ranks have reached the barrier.
+
+        Args:
+            timeout: How long rank 0 waits for the others: a timedelta, or seconds; None = the group's timeout.
+            wait_all_ranks: Whether rank 0's error names all ranks that are missing, and not only the first.
 
         Raises:
             CollectiveTimeout: Rank 0's error names the first rank that has not come in time, or all of them.
@@ -221,7 +240,10 @@ class RingProcessGroup(Member):
         return self.coalesced(RingWork(self.ring, [operation], [tensor], finish=finish))
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> RingWork:
-        """Receive the tensor from any rank. Which one is decided when somebody waits for it."""
+        """Receive the tensor from any rank.
+
+        The rank is decided when somebody waits for the message.
+        """
         tensor = only(tensors)
         staged = Staged([tensor])
         finish, seconds = storing([staged]), self.seconds()
@@ -229,7 +251,7 @@ class RingProcessGroup(Member):
         return self.coalesced(receipt)
 
     def allgather_bytes(self, payload: bytes | memoryview, *, limit: int = 1 << 30) -> BytesGather:
-        """Send `payload`, of at most `limit` bytes, to every rank, and receive every other rank's."""
+        """Start an allgather of payloads of at most `limit` bytes."""
         return gather_bytes(self.ring, payload, limit=limit, timeout=self.seconds())
 
     def _allreduce_sparse(self, tensor: Tensor, op: str, seconds: float) -> RingWork:
@@ -293,11 +315,14 @@ class RingProcessGroup(Member):
         return collectives.all_to_all(*self.place, [as_bytes(one) for one in into], sent)
 
     def _together(self, starts: Sequence[Start]) -> RingWork:
-        """Start several operations, all of which have been checked, and return one work for them."""
+        """Start several checked operations, and return one work for them."""
         return together(self.ring, [start() for start in starts])
 
     def _or_barrier(self, program: Program, staged: Staged) -> Program:
-        """Return the program, or, without values, a barrier, which still notices ranks that run something else."""
+        """Return the program, or a barrier if there are no values.
+
+        The barrier still notices ranks that run something else.
+        """
         return program if staged.flat.numel() else collectives.barrier(*self.place)
 
 

@@ -1,4 +1,6 @@
-"""What `torch.profiler` shows of an operation: a record such as `fedring:all_reduce`, as Gloo has `gloo:all_reduce`.
+"""Records of operations for `torch.profiler`.
+
+A record is named as in `fedring:all_reduce`, like Gloo's `gloo:all_reduce`.
 
 A record lasts from the start of the operation to its end, which usually comes on another thread. torch ends the record
 of one thread on another only by a future, and a record with a future has no place for shapes. So with `record_shapes`
@@ -17,10 +19,12 @@ _NAMES = {"allreduce": "all_reduce", "allgather": "all_gather"}  # elsewhere the
 
 
 def begin_record(what: str, tensors: Sequence[Tensor]) -> Callable[[], None] | None:
-    """Begin to record an operation. Return what ends the record, or None if no profiler runs on this thread.
+    """Begin to record an operation.
+
+    Returns a function that ends the record, or None if no profiler runs on this thread.
 
     Args:
-        what: What the operation is; its first word names the record.
+        what: The operation's description; its first word names the record.
         tensors: The tensors whose shapes are recorded.
     """
     if not _profiler_enabled():

@@ -1,7 +1,8 @@
-"""How workers come together: by addresses that a server hands out, or through torch's store, as init_process_group
-does, and again after a loss.
+"""The rendezvous of workers, at the start and after a loss.
 
-`create` is what torch calls to make every group.
+They find each other by addresses that a server hands out, or through torch's store as in init_process_group.
+
+torch calls `create` to make every group.
 """
 
 import os
@@ -42,7 +43,10 @@ class Seat:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Place:
-    """How this worker has formed its newest default group through a store, so that it can do it again."""
+    """The parameters of this worker's newest default group from a store.
+
+    With them it can form the group again.
+    """
 
     meeting: Meeting
     store: Store  # as it was given
@@ -57,7 +61,9 @@ _lock = threading.Lock()
 def join(
     endpoint: Endpoint, *, rank: int, members: Sequence[str], timeout: float, identities: Sequence[str] = ()
 ) -> None:
-    """Form torch's default group. When this returns, all members have come, and know that all have.
+    """Form torch's default group of workers with known addresses.
+
+    When this returns, all members have come, and know that all have.
 
     Once joined, a collective may take half an hour: a slow rank only slows the others, and a rank that is gone is
     noticed by its streams.
@@ -78,6 +84,7 @@ def join(
         raise RingError("there is a default group already: leave it before joining another")
     if endpoint.options.tls_members_only and len(identities) != len(members):
         raise RingError("the server does not name the members' identities: update it")
+    # Streams wait in the listener until the members are known, so this comes before any peer is awaited.
     endpoint.members.expect(dict(zip(members, identities, strict=False)))
     _form(HashStore(), Seat(endpoint, members, timeout), rank=rank, timeout=_COLLECTIVE)
 
@@ -93,14 +100,16 @@ def rejoin(
     last_call_timeout: timedelta = _LAST_CALL,
     options: RingOptions | None = None,
 ) -> None:
-    """Form torch's default group from the workers that are there, at the start or after a loss.
+    """Form torch's default group from the workers that are there.
+
+    To be called at the start, and after a loss.
 
     The default group of before is destroyed first, with its subgroups. When this returns, all members have come, and
     know that all have. If a member is lost while the group forms, the next one is formed. Afterwards rank 0 has the
     newest state: ranks follow from who was a member before, the finished steps, and the slots, in this order.
 
-    What is not given is as in the last call, or in `init_process_group`; in the first call it comes from the variables
-    MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE.
+    Values that are not given are as in the last call, or in `init_process_group`; in the first call they come from the
+    variables MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE.
 
     Args:
         store: A store that outlives the workers.
@@ -133,7 +142,9 @@ def rejoin(
 
 
 def waiting() -> int:
-    """Return how many workers wait to join, in slots that the default group does not fill.
+    """Return how many workers wait to join the default group.
+
+    They have slots that the default group does not fill.
 
     A group that has shrunk can take them in: all its ranks call `rejoin` after the same step. Ranks that ask may get
     different answers, so let one ask and tell the others.
@@ -150,7 +161,9 @@ def waiting() -> int:
 
 
 def failure() -> RingError | None:
-    """Return the error that has ended the default group, or None if it works or if there is none.
+    """Return the error that has ended the default group.
+
+    It is None if the group works, or if there is none.
 
     With it a script tells the loss of a peer, which torch's C++ code raises as a plain RuntimeError, from its own
     errors.
@@ -160,7 +173,10 @@ def failure() -> RingError | None:
 
 
 def leave() -> None:
-    """Leave torch's default group, and close its endpoint. Never hang, whatever has failed before."""
+    """Leave torch's default group, and close its endpoint.
+
+    This never hangs, whatever has failed before.
+    """
     global _joined
     with _lock:
         endpoint, _joined = _joined, None
@@ -195,7 +211,9 @@ def create(wanted: Any, options: Any) -> RingProcessGroup:
 
 
 def meet(wanted: Any, options: RingOptions, *, default: bool) -> tuple[World, RingProcessGroup]:
-    """Form a world of workers that use one store, as env://, tcp:// and file:// give it, and enter a group of all.
+    """Form a world of the workers that use one store.
+
+    The store comes from env://, tcp:// or file://. Returns the world, and a group of all its workers.
 
     If a worker that has come is lost before all are connected, wait for another one in its place. After a restart by
     torchrun this is a worker of the attempt before.
@@ -218,6 +236,7 @@ def meet(wanted: Any, options: RingOptions, *, default: bool) -> tuple[World, Ri
         world = World(endpoint, membership.addresses)
         try:
             group = _enter(world, wanted, options, seconds)
+            # The neighbours' streams are open; only the barrier shows that all members have come.
             barrier = collectives.barrier(*group.place)
             group.ring.start("meeting", barrier, timeout=seconds, key="meeting").wait()
         except BaseException:
@@ -232,7 +251,10 @@ def meet(wanted: Any, options: RingOptions, *, default: bool) -> tuple[World, Ri
 
 
 def _enter(world: World, wanted: Any, options: Any, seconds: float) -> RingProcessGroup:
-    """Enter a group of all members of a new world, which is closed if they do not come in time."""
+    """Enter a group of all members of a new world.
+
+    If they do not come in time, the world is closed.
+    """
     try:
         group = _group(world, wanted, range(len(world.members)), options)
         world.endpoint.wait_until_matched(group.ring, timeout=seconds)
@@ -243,7 +265,10 @@ def _enter(world: World, wanted: Any, options: Any, seconds: float) -> RingProce
 
 
 def _form(store: Store, seat: Seat, *, rank: int, timeout: timedelta) -> None:
-    """Form torch's default group of workers whose addresses are known; if that fails, close the endpoint."""
+    """Form torch's default group of workers with known addresses.
+
+    If that fails, the endpoint is closed.
+    """
     global _joined
     with _lock:
         _joined = seat.endpoint
@@ -270,7 +295,10 @@ def _next_place(
     timeout: timedelta,
     options: RingOptions | None,
 ) -> _Place:
-    """Return where and with whom to form the next default group: what is given, or else what it was before."""
+    """Return where and with whom to form the next default group.
+
+    Values that are not given are as before.
+    """
     before = _place
     if before is None or (store is not None and store is not before.store):
         store = store if store is not None else _store_of_environment(timeout)
@@ -279,6 +307,7 @@ def _next_place(
         store, meeting = before.store, before.meeting
         if options is not None:
             meeting.options = _with_listen(options, store)
+    # A first call takes the slot and the size from the variables of the launcher; every later one remembers them.
     terms = before.terms if before is not None else None
     if slot is None:
         slot = terms.slot if terms else int(_variable("RANK"))
@@ -290,7 +319,10 @@ def _next_place(
 
 
 def _store_of_environment(timeout: timedelta) -> Store:
-    """Connect to the TCPStore that MASTER_ADDR and MASTER_PORT name, which another process hosts."""
+    """Connect to the TCPStore at MASTER_ADDR and MASTER_PORT.
+
+    Another process hosts it.
+    """
     host, port = _variable("MASTER_ADDR"), int(_variable("MASTER_PORT"))
     try:
         return TCPStore(host, port, None, False, timeout, wait_for_workers=False)
@@ -313,7 +345,10 @@ def _group(world: World, wanted: Any, ranks: Sequence[int], options: Any) -> Rin
 
 
 def _with_listen(options: RingOptions, store: Store) -> RingOptions:
-    """Return the options; if they do not say where to listen, with the interface from which the store is reached."""
+    """Return the options with a place to listen.
+
+    By default it is the interface from which the store is reached.
+    """
     if "listen" in options.model_fields_set:
         return options
     host = _interface(_store_host(store))
@@ -330,7 +365,10 @@ def _store_host(store: Store) -> str:
 
 
 def _interface(host: str) -> str:
-    """Return this machine's address on the way to `host`; for "" the loopback address."""
+    """Return this machine's address on the way to `host`.
+
+    For "" it is the loopback address.
+    """
     if not host:
         return "127.0.0.1"
     family, kind, protocol, _, address = socket.getaddrinfo(host, _DISCARD, type=socket.SOCK_DGRAM)[0]

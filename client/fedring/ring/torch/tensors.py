@@ -1,5 +1,6 @@
-"""Tensors as the bytes that the ring moves: a tensor's own memory where that can be used, or else a copy in host
-memory.
+"""Conversions between tensors and the bytes of the ring.
+
+The bytes are a tensor's own memory where that can be used, and otherwise a copy in host memory.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +17,9 @@ _INDEX = 8  # bytes of a coordinate of a sparse tensor
 
 
 class Staged:
-    """The values of tensors of one dtype, one tensor after another, in host memory.
+    """Values of several tensors of one dtype, in host memory.
+
+    They lie one tensor after another.
 
     Args:
         tensors: At least one; strided.
@@ -59,7 +62,10 @@ class Staged:
             check_storable(tensor)
 
     def store(self) -> None:
-        """Copy the values into the tensors, unless they are the tensors' own memory."""
+        """Copy the values into the tensors.
+
+        Nothing happens if they are the tensors' own memory.
+        """
         if self.is_copy:
             sizes = [tensor.numel() for tensor in self._tensors]
             for tensor, values in zip(self._tensors, torch.split(self.flat, sizes), strict=True):
@@ -67,7 +73,9 @@ class Staged:
 
 
 def storing(staged: Sequence[Staged]) -> Callable[[], None] | None:
-    """Return a function that stores the values in the tensors, or None if they are there already.
+    """Return a function that stores the values in the tensors.
+
+    It is None if they are there already.
 
     Raises:
         ValueError: Values cannot be stored in a tensor.
@@ -105,26 +113,34 @@ def plain(tensor: Tensor) -> Tensor:
 
 
 def _dispatch_of(kind: Any) -> Any:
-    """Return the function that a class of tensors has torch call for each operator; plain tensors share one."""
+    """Return a class of tensors' `__torch_dispatch__`.
+
+    torch calls it for each operator; plain tensors share one.
+    """
     return kind.__torch_dispatch__
 
 
 def in_host_memory(tensor: Tensor) -> Tensor:
-    """Return the tensor's values, [n], contiguous in host memory: its own memory if possible."""
+    """Return the tensor's values, [n], contiguous in host memory.
+
+    They are the tensor's own memory if possible.
+    """
     host = tensor if tensor.is_cpu else tensor.cpu()
     return host.resolve_conj().resolve_neg().contiguous().view(-1)
 
 
 def is_same_memory(flat: Tensor, tensor: Tensor) -> bool:
-    """Return whether what is written to `flat` is written to `tensor`."""
+    """Return whether `flat` and `tensor` begin at the same memory."""
     return flat.device == tensor.device and flat.data_ptr() == tensor.data_ptr()
 
 
 def as_bytes(flat: Tensor) -> memoryview:
-    """Return the bytes of contiguous values [n] in host memory. They share the memory, and keep it alive.
+    """Return the bytes of contiguous values [n] in host memory.
 
-    After `Tensor.numpy()`, torch would never again let anybody resize the storage, as FSDP does. So whoever takes these
-    bytes must not use them once the operation has ended: the storage may be another one then.
+    The bytes share the memory of the values, and keep it alive.
+
+    After `Tensor.numpy()`, torch would never again let anybody resize the storage, as FSDP does. So a caller must
+    not use these bytes once the operation has ended: the storage may be another one then.
     """
     return np.asarray(_Memory(flat)).data
 
@@ -143,7 +159,10 @@ class _Memory:
 
 
 def check_storable(tensor: Tensor) -> None:
-    """Raise ValueError if the tensor has several entries in one place, which cannot hold several values."""
+    """Raise ValueError if entries of the tensor share memory.
+
+    One place cannot hold several values.
+    """
     if tensor.is_contiguous():
         return
     if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
@@ -161,7 +180,9 @@ def store(values: Tensor, tensor: Tensor) -> None:
 
 
 def fill(flat: Tensor, tensor: Tensor) -> None:
-    """Copy the values of `tensor` to `flat` [n], of which it may be a view.
+    """Copy the values of `tensor` to `flat` [n].
+
+    `tensor` may be a view of `flat`.
 
     Raises:
         ValueError: They do not fit.
@@ -186,7 +207,12 @@ def check_dtypes(tensors: Sequence[Tensor]) -> None:
 
 
 def apart(flat: Tensor, written: Sequence[Tensor]) -> Tensor:
-    """Return values [n] that are to be sent: a copy if they share memory with values [m] that are written meanwhile."""
+    """Return values [n] that no write to `written` changes.
+
+    Args:
+        flat: The values to be sent, [n]; copied if they share memory with those that are written.
+        written: Values [m] that are written while `flat` is sent.
+    """
     begin, end = flat.data_ptr(), flat.data_ptr() + flat.nbytes
     shared = any(one.data_ptr() < end and begin < one.data_ptr() + one.nbytes for one in written)
     return flat.clone() if shared else flat
@@ -216,7 +242,9 @@ def split(flat: Tensor, tensor: Tensor, sizes: Sequence[int], count: int) -> lis
 
 
 class SparseSum:
-    """The sum of a sparse tensor over all ranks: every rank gets every rank's entries, and adds them in rank order.
+    """The sum of a sparse tensor over all ranks.
+
+    Every rank gets every rank's entries, and adds them in rank order.
 
     A message is the coordinates of the entries, int64 [dimensions, entries], then their values.
 
@@ -227,7 +255,7 @@ class SparseSum:
         size: The number of ranks.
 
     Attributes:
-        messages: What each rank has, by rank. Only this rank's is there at first.
+        messages: The message of each rank, by rank. Only this rank's is there at first.
         limit: The most bytes that a rank's message can have.
 
     Raises:
@@ -249,7 +277,7 @@ class SparseSum:
 
     @property
     def what(self) -> str:
-        """What the operation is, equal on all ranks; part of the protocol."""
+        """The operation's description, equal on all ranks; part of the protocol."""
         return f"allreduce sparse {self._dtype} {list(self._tensor.shape)} of {self._dimensions} sparse dimensions"
 
     def store(self) -> None:

@@ -1,5 +1,6 @@
-"""What torch.distributed hands out for a collective that runs: works, and futures whose callbacks may start
-collectives.
+"""Works and futures of collectives that run.
+
+torch.distributed hands them out. A future's callbacks may start collectives.
 
 Callbacks run on threads of a pool that grows, never on the thread that attaches them. So a callback that waits for
 another collective keeps nobody waiting, and ranks may attach theirs in different orders. Each callback runs in a scope,
@@ -34,8 +35,8 @@ class RingWork(dist.Work):
     Args:
         group: The group in which they run.
         operations: The operations.
-        results: What `result` returns: the tensors that hold what came.
-        finish: Called once after all have ended, by the first caller that asks: it stores what came in the tensors.
+        results: The result of `result`: the tensors that hold the received values.
+        finish: Called once after all have ended, by the first caller that asks; stores received values in the tensors.
     """
 
     def __init__(
@@ -55,11 +56,14 @@ class RingWork(dist.Work):
         self._future: RingFuture | None = None
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Wait until it has ended; 0 = as long as the operations may take. Return True.
+        """Wait until the work has ended. Return True.
+
+        Args:
+            timeout: How long to wait; 0 = as long as the operations may take.
 
         Raises:
             CollectiveTimeout: It has not ended within the timeout. That ends the generation.
-            RingError: What it ended with.
+            RingError: The error that it ended with.
         """
         seconds = timeout.total_seconds()
         try:
@@ -68,6 +72,7 @@ class RingWork(dist.Work):
                     what = f"{operation.what} has not ended within the timeout of {seconds:g} s"
                     raise self.failed(CollectiveTimeout(what, rank=operation.waiting_for))
         except RingError as error:
+            # The caller gets its tensors back with the error, so no operation may write to them any more.
             self._stop(self.exception() or error)
             raise
         self.synchronize()
@@ -84,7 +89,7 @@ class RingWork(dist.Work):
         return error
 
     def synchronize(self) -> None:
-        """Store what came in the tensors, if that has not been done."""
+        """Store received values in the tensors, if not yet done."""
         if self._finish is None:
             return
         with self._lock:
@@ -112,7 +117,7 @@ class RingWork(dist.Work):
         return next((operation.error for operation in self.operations if operation.error), None)
 
     def result(self) -> list[Any]:
-        """Return the tensors that hold what came."""
+        """Return the tensors with the received values."""
         return self._results
 
     def get_future(self) -> "RingFuture":
@@ -141,7 +146,9 @@ def together(group: Group, works: Sequence[RingWork]) -> RingWork:
 
 
 class FailedValue:
-    """Stands in a future where a value would be, and raises an error as soon as it is used.
+    """A value that raises an error when it is used.
+
+    It stands in a future that has failed.
 
     torch gives Python no way to fail a future.
     """
@@ -174,14 +181,14 @@ class FailedValue:
 
 @opaque
 class RingFuture(Future[Any]):
-    """A future of what a function returns or raises, whose callbacks run in `scope`."""
+    """A future of a function's result, whose callbacks run in `scope`."""
 
     def __init__(self, scope: CallbackScope) -> None:
         super().__init__()
         self._scope = scope
 
     def complete(self, function: Callable[[], Any]) -> None:
-        """End the future with what `function` returns or raises."""
+        """End the future with the result or the error of `function`."""
         try:
             result = function()
         except BaseException as error:  # noqa: BLE001  # raised again for those who wait
@@ -189,7 +196,10 @@ class RingFuture(Future[Any]):
         self.set_result(result)
 
     def then(self, callback: Callable[[Any], Any]) -> "RingFuture":
-        """Return a future of what `callback` returns or raises. It is called with this future once that has ended."""
+        """Return a future of the callback's result.
+
+        The callback is called with this future once that has ended. If it raises, the new future fails with its error.
+        """
         scope = self._scope.next_callback()
         after = RingFuture(scope)
 
@@ -201,7 +211,10 @@ class RingFuture(Future[Any]):
         return after
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
-        """Call `callback` with this future once that has ended. What it raises is logged."""
+        """Call `callback` with this future once that has ended.
+
+        An error of the callback is logged.
+        """
         scope = self._scope.next_callback()
 
         def call() -> None:
@@ -214,15 +227,24 @@ class RingFuture(Future[Any]):
         self._attach(call)
 
     def wait(self) -> Any:
-        """Wait for the value. Raise what the future ended with, if that is an error."""
+        """Wait for the value, and return it.
+
+        If the future has failed, this raises its error.
+        """
         return _value(super().wait())
 
     def value(self) -> Any:
-        """Return the value, which must be there. Raise what the future ended with, if that is an error."""
+        """Return the value, which must be there.
+
+        If the future has failed, this raises its error.
+        """
         return _value(super().value())
 
     def _attach(self, call: Callable[[], None]) -> None:
-        """Call `call` at the end, on another thread: if the future has ended, torch would call at once, on this one."""
+        """Call `call` at the end, on another thread.
+
+        If the future has ended, torch would call at once, on this thread.
+        """
         attaching = threading.get_ident()
 
         def ended(_: Any) -> None:
@@ -236,7 +258,9 @@ class RingFuture(Future[Any]):
 
 
 def deferred(path: str, function: Callable[[], Any]) -> tuple[RingFuture, Callable[[], None]]:
-    """Return a future of what `function` returns or raises, and what has it called on a thread of the pool.
+    """Return a future, and a function that completes it.
+
+    That function has `function` called on a thread of the pool.
 
     Args:
         path: The key of the operation that the future belongs to.

@@ -1,4 +1,4 @@
-"""A worker's place among its peers: one endpoint, shared by the default group and its subgroups."""
+"""A worker's endpoint, shared by the default group and its subgroups."""
 
 import atexit
 import gc
@@ -14,7 +14,10 @@ from fedring.ring.transport.interface import Traffic
 
 
 class World:
-    """An endpoint, and the addresses of all ranks. It is closed with the last of its groups."""
+    """An endpoint, and the addresses of all ranks.
+
+    It is closed with the last of its groups.
+    """
 
     def __init__(self, endpoint: Endpoint, members: Sequence[str]) -> None:
         self.endpoint = endpoint
@@ -62,7 +65,10 @@ _before = Traffic()  # of all before it
 
 
 def set_current(world: World) -> None:
-    """Make `world` that of the default group, to which subgroups belong until it is closed."""
+    """Make `world` the default group's world.
+
+    Subgroups belong to it until it is closed.
+    """
     global _current
     with _lock:
         _current = world
@@ -75,7 +81,10 @@ os.register_at_fork(after_in_child=gc.freeze)
 
 @atexit.register
 def _leave_at_exit() -> None:
-    """Leave in order what is not left: gRPC alone would take seconds to give up, or wait forever for its threads."""
+    """Leave all worlds in order when the process exits.
+
+    gRPC alone would take seconds to give up, or wait forever for its threads.
+    """
     for world in list(_worlds):
         world.close()
 
@@ -86,13 +95,19 @@ def current() -> World | None:
 
 
 def traffic() -> Traffic:
-    """Return the counters of the default group and its subgroups, or of the last ones that were there."""
+    """Return the counters of the default group and its subgroups.
+
+    Without a default group they are those of the last one.
+    """
     world = _current
     return world.endpoint.traffic if world is not None else _past
 
 
 def total_traffic() -> Traffic:
-    """Return the counters of all default groups of this process and of their subgroups, added."""
+    """Return the sum of the counters of all default groups.
+
+    Subgroups are included.
+    """
     with _lock:
         ended = _before + _past
         return ended + _current.endpoint.traffic if _current is not None else ended

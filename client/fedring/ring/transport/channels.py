@@ -1,7 +1,9 @@
-"""Addresses of workers, the gRPC channels that lead there, and the pulse that tells whether a worker still lives.
+"""Workers' addresses, gRPC channels to them, and the pulse.
+
+A pulse is a call that tells whether a worker still lives.
 
 An address is "host:port", or "host:port;host id;", where workers with the same host id share a kernel and a user: they
-can use the local transport. What follows the second semicolon is not used.
+can use the local transport. The part after the second semicolon is not used.
 """
 
 import os
@@ -32,7 +34,7 @@ FRAME_OPTIONS = [("grpc.http2.ping_timeout_ms", 2**31 - 1)]
 
 
 def advertised(options: RingOptions, port: int) -> str:
-    """Return the address that peers dial, for a worker that listens on `port`."""
+    """Return the address that peers dial."""
     host, _, given = (options.advertise or options.listen).rpartition(":")
     if options.advertise and not given.isdecimal():
         host, given = options.advertise, ""
@@ -43,7 +45,7 @@ def advertised(options: RingOptions, port: int) -> str:
 
 
 def is_on_this_host(address: str) -> bool:
-    """Return whether the peer sees the same processes and memory as this one."""
+    """Return whether the peer shares this host's processes and memory."""
     return address.partition(";")[2].partition(";")[0] == _host_id()
 
 
@@ -84,7 +86,9 @@ def close(channel: grpc.Channel) -> None:
 
 
 def is_serving(address: str, options: RingOptions, *, generation: int) -> bool:
-    """Ask a worker whether it takes part in a generation; a worker that is dead or frozen does not.
+    """Ask a worker whether it takes part in a generation.
+
+    A worker that is dead or frozen does not.
 
     The question is a stream without a sender, which the worker of that generation refuses with INVALID_ARGUMENT.
     """
@@ -117,7 +121,7 @@ def channel_options() -> list[tuple[str, Any]]:
 
 
 def server_credentials(options: RingOptions) -> grpc.ServerCredentials | None:
-    """Return the credentials of a server that asks for certificates, or None without TLS."""
+    """Return a server's mutual TLS credentials, or None without TLS."""
     if options.tls_ca is None:
         return None
     ca, key, certificate = _pem(options)
@@ -125,7 +129,9 @@ def server_credentials(options: RingOptions) -> grpc.ServerCredentials | None:
 
 
 class Pulse:
-    """A call that the peer holds open, on a connection of its own, to notice a peer that is gone.
+    """A call that detects the loss of a peer.
+
+    The peer holds it open, on a connection of its own.
 
     gRPC's pings find such a peer: gRPC's threads answer them whatever Python does, and a frozen process cannot. On the
     connection of the frames they would come too late, behind the data of a slow line. `ended(detail)` is called once,
@@ -178,7 +184,10 @@ def _pem(options: RingOptions) -> tuple[bytes, bytes, bytes]:
 
 
 def _host_id() -> str:
-    """Return what is equal for all processes of one user that see each other, and for no others."""
+    """Return an identifier of this host, namespace and user.
+
+    It is equal for all processes of one user that see each other, and for no others.
+    """
     boot, processes = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
     if not (boot.exists() and processes.exists()):
         return f"{socket.gethostname()}-{os.getpid()}"

@@ -1,4 +1,6 @@
-"""Frames as bytes: written with one copy of the payload, read without a copy. No I/O.
+"""Frames as bytes; no I/O.
+
+They are written with one copy of the payload, and read without a copy.
 
     0x0A n head | 0x12 m zeros | 0x1A varint payload        (peer.proto, message Frame)
 
@@ -43,12 +45,18 @@ class Frame:
 
     @property
     def what(self) -> str:
-        """What its sender says the operation is, for errors; "" if that is not there, or cannot be printed."""
+        """The sender's description of the operation, for errors.
+
+        It is "" if there is none, or if it cannot be printed.
+        """
         return self.head.what if self.head.what.isprintable() else ""
 
 
 def fitting_what(what: str, key: str) -> str:
-    """Return as much of an operation's description as fits a frame's head beside the operation's key."""
+    """Return an operation's description, cut to fit a frame's head.
+
+    The operation's key takes part of the same space.
+    """
     return what[: _TEXTS - len(key)]
 
 
@@ -56,7 +64,7 @@ def write(head: pb.Head, payload: Bytes = b"", *, checksum: bool = False) -> byt
     """Return a frame's bytes. The payload is copied once.
 
     Args:
-        head: What the frame is; gets the checksum, if there is one.
+        head: The frame's head; gets the checksum, if there is one.
         payload: At most MAX_PAYLOAD bytes.
         checksum: Whether the frame carries a CRC-32 of head and payload.
     """
@@ -73,7 +81,7 @@ def write(head: pb.Head, payload: Bytes = b"", *, checksum: bool = False) -> byt
 
 
 def read(data: bytes) -> Frame:
-    """Return the frame that `write` made `data` of.
+    """Parse a frame: the inverse of `write`.
 
     Raises:
         BadFrame: `write` cannot have made it, or its checksum does not match.
@@ -94,7 +102,10 @@ def read(data: bytes) -> Frame:
 
 
 def _check(head: pb.Head, payload: memoryview) -> None:
-    """Raise BadFrame unless the checksum is that of the head without it, and of the payload."""
+    """Raise BadFrame unless the frame's checksum is right.
+
+    It covers the head without the checksum, and the payload.
+    """
     bare = pb.Head()
     bare.CopyFrom(head)
     bare.ClearField("checksum")
@@ -103,7 +114,7 @@ def _check(head: pb.Head, payload: memoryview) -> None:
 
 
 def _field(view: memoryview, at: int, tag: int) -> tuple[memoryview, int]:
-    """Return the content of the field that begins at `at`, and where it ends."""
+    """Return the content and the end of the field at `at`."""
     if at >= len(view) or view[at] != tag:
         raise BadFrame(f"a frame of {len(view)} bytes has no field {tag >> 3} at {at}")
     length, start = read_varint(view, at + 1)

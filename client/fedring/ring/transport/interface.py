@@ -1,4 +1,4 @@
-"""What the engine needs of a link to a peer, and the counters that all links of a worker feed."""
+"""The interface of a link to a peer, and a worker's counters."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
@@ -9,7 +9,7 @@ from fedring.v1 import peer_pb2 as pb
 
 
 class Outgoing(NamedTuple):
-    """A frame to be sent, and what to call once its payload may change again."""
+    """A frame to send, with a callback for its payload."""
 
     head: pb.Head  # complete but for the sequence number, the checksum and the slot in memory, which the link adds
     payload: Bytes = b""  # at most MAX_PAYLOAD bytes; must not change before `sent` is called
@@ -17,7 +17,7 @@ class Outgoing(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """How often something was waited for, and how long in all."""
+    """The number and the total time of waits."""
 
     times: int = 0
     seconds: float = 0.0
@@ -25,7 +25,10 @@ class Wait(NamedTuple):
 
 @dataclass(slots=True)
 class Traffic:
-    """Counters of one worker's links, in both directions. Bytes are those of messages with gRPC's prefix."""
+    """Counters of one worker's links, in both directions.
+
+    Bytes are those of messages with gRPC's prefix.
+    """
 
     sent_bytes: int = 0
     sent_frames: int = 0
@@ -51,7 +54,9 @@ _SUMS = [field.name for field in fields(Traffic) if field.name != "waits"]
 
 
 class Transport(Protocol):
-    """A link to one peer, on which frames go out in order. The peer's frames come in on a link of its own.
+    """A link to one peer, on which frames go out in order.
+
+    The peer's frames come in on a link of its own.
 
     An implementation is made with a function `ended(detail)`. It calls that function once, on a thread of its own, when
     the stream breaks or the peer refuses it; not when the peer ends the stream in order. All methods may be called from
@@ -59,24 +64,33 @@ class Transport(Protocol):
     """
 
     def open(self, hello: pb.Head) -> None:
-        """Send HELLO as the first frame, and begin to connect. The maker of the link calls this once, before all other
-        methods.
+        """Send HELLO as the first frame, and begin to connect.
 
-        The link adds to HELLO what it offers to a peer of the same host.
+        The maker of the link calls this once, before all other methods.
+
+        The link adds its offer to a peer of the same host to HELLO.
         """
 
     def send(self, frame: Outgoing) -> None:
-        """Send a frame after all frames before it. Never wait for the peer."""
+        """Send a frame after all frames before it.
+
+        This never waits for the peer.
+        """
 
     def peer_mapped(self, moved: pb.Head) -> None:
-        """Use what HELLO offered, since the peer has opened it. Do nothing if HELLO offered nothing.
+        """Use the memory and the socket that HELLO offered.
+
+        The peer has opened them. Nothing happens if HELLO offered nothing.
 
         From now on large payloads may lie in memory. If the peer has connected to the socket, the frame `moved` is the
         last one on the stream, and all later ones take the socket.
         """
 
     def give_up(self, last: Outgoing) -> None:
-        """Stop reading the memory of operations: of what has not been sent, send only `last` and what follows it."""
+        """Drop all unsent frames of operations, and send `last`.
+
+        The memory of operations is not read any more. Frames that follow `last` are sent.
+        """
 
     def leave(self, leaving: pb.Head) -> None:
         """Send a last frame. Nothing may be sent after it."""
@@ -90,18 +104,30 @@ class Transport(Protocol):
         """Wait until the stream has ended, at most `timeout` seconds."""
 
     def has_unsent(self) -> bool:
-        """Return whether the stream has ended before all frames of operations were sent. Those frames are dropped."""
+        """Return whether the stream ended with unsent frames of operations.
+
+        Those frames are dropped.
+        """
         ...
 
     def obstacle(self) -> str:
-        """Return why the peer cannot be reached, or "" if it can be reached or the reason is not known.
+        """Return why the peer cannot be reached.
+
+        Returns:
+            The reason, or "" if the peer can be reached or the reason is not known.
 
         This asks the peer, and so may take some seconds.
         """
         ...
 
     def cut(self) -> None:
-        """End the stream at once, whatever is still to be sent. Wake the threads that wait for the peer to read."""
+        """End the stream at once, even with unsent frames.
+
+        Threads that wait for the peer to read wake up.
+        """
 
     def close(self) -> None:
-        """Cut the stream, and release its connections, its socket and its memory. Do nothing if called again."""
+        """Cut the stream, and release its connections, socket and memory.
+
+        A second call does nothing.
+        """

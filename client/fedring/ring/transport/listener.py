@@ -1,4 +1,7 @@
-"""Where a worker listens: one port for the streams and pulses of all peers, and who may open them."""
+"""The port of a worker, and the check of callers.
+
+It serves the streams and pulses of all peers.
+"""
 
 import logging
 import threading
@@ -36,7 +39,9 @@ Exchange = Callable[[Iterator[bytes], grpc.ServicerContext], bytes]
 
 
 class Members:
-    """Whose certificates may open streams: with the option tls_members_only, only those of the group's members.
+    """The identities whose certificates may open streams.
+
+    With the option tls_members_only, these are the group's members.
 
     Until the members are known, every stream waits.
     """
@@ -61,7 +66,12 @@ class Members:
         self._decided.set()
 
     def admits(self, address: str, context: Any) -> bool:
-        """Return whether the caller may speak as the peer at `address`; with "" as the address, as any member."""
+        """Return whether the caller may speak for a peer.
+
+        Args:
+            address: The peer's address; "" = that of any member.
+            context: The caller's call.
+        """
         if not self.members_only:
             return True
         self._decided.wait(_PATIENCE)
@@ -76,13 +86,15 @@ class Members:
 
 
 class PeerService:
-    """Serves the streams of all peers: refuses those of other generations and of strangers, and hands on the others.
+    """Serves the streams of all peers.
+
+    It refuses those of other generations and of strangers, and hands on the others.
 
     Args:
         options: The worker's options.
         generation: Streams of another generation are refused.
         members: Who may open streams.
-        traffic: Counts what is received and refused.
+        traffic: Counts received frames and refused streams.
         serve: Called with a peer's address and its `Receiver`, on the stream's own thread. The stream ends when it
             returns.
 
@@ -135,7 +147,10 @@ class PeerService:
         return hold_pulse(request, context)
 
     def _check(self, address: str, caller: str, context: grpc.ServicerContext) -> None:
-        """End a call whose certificate is not a member's, or is revoked. Nothing of it has been read."""
+        """End a call whose certificate is revoked or no member's.
+
+        Nothing of the call has been read.
+        """
         if not self._members.admits(address, context):
             self._refuse(caller, context, "not_a_member", "is not a member's")
         if self._revocations.holds(shown(context)):
@@ -149,7 +164,9 @@ class PeerService:
 
 
 class Listener:
-    """A server on the options' port. It listens at once, and serves from `start` on.
+    """A server on the options' port.
+
+    It listens at once, and serves from `start` on.
 
     Args:
         options: Where to listen, and TLS.
@@ -178,6 +195,7 @@ class Listener:
                 self.port = self._server.add_insecure_port(options.listen)
             else:
                 self.port = self._server.add_secure_port(options.listen, credentials)
+        # gRPC raises RuntimeError, not OSError, if the port is taken.
         except RuntimeError as error:
             raise RingError(f"cannot listen on {options.listen}: {error}") from error
 
@@ -191,7 +209,10 @@ class Listener:
 
 
 class _ThreadPerStream(ThreadPoolExecutor):
-    """A thread for each call, which ends with it; a daemon, so that a worker which forgets to close can still exit."""
+    """An executor with one daemon thread for each call.
+
+    A worker that forgets to close can still exit.
+    """
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         future: Future[Any] = Future()

@@ -1,4 +1,6 @@
-"""A link between ranks of one host: a stream whose frames move to a Unix socket, with large payloads in memory.
+"""A link between two ranks of one host.
+
+It is a stream whose frames move to a Unix socket, while large payloads lie in shared memory.
 
 gRPC's way through Python from one rank to another wakes six threads; the socket wakes one. The sender listens at an
 address that is made of a secret, and its HELLO tells the secret. The receiver connects, and says the secret there,
@@ -36,7 +38,9 @@ _MAX_DIRECT = 1 << 20  # bytes of a payload that the caller of `send` copies its
 
 
 class SameHostTransport(GrpcStream):
-    """A `Transport` to a peer of this host. It is a `GrpcStream` until the peer has opened what HELLO offers.
+    """A `Transport` to a peer of this host.
+
+    It is a `GrpcStream` until the peer has opened the memory and the socket that HELLO offers.
 
     After that, a frame that finds room in the socket is sent by the thread that brings it. The others wait in the queue
     for the thread with which gRPC asks for messages: it feeds the socket from then on.
@@ -81,7 +85,10 @@ class SameHostTransport(GrpcStream):
             frame.sent()
 
     def peer_mapped(self, moved: pb.Head) -> None:
-        """Use the memory from now on, and the socket after the frame `moved`, if the peer has connected to it."""
+        """Use the memory from now on, and the socket after `moved`.
+
+        The socket is used only if the peer has connected to it.
+        """
         with self._order:
             if self._offer is None or self._outbox is not None:
                 return
@@ -112,7 +119,11 @@ class SameHostTransport(GrpcStream):
         self._queue.put(item)
 
     def _next_message(self) -> Bytes | None:
-        """Wait for the stream's next message; meanwhile feed the socket. Return None after the last one."""
+        """Wait for the stream's next message; meanwhile feed the socket.
+
+        Returns:
+            The message, or None after the last one.
+        """
         while (item := self._queue.get()) is not None:
             to_socket = self._socket if self.moved else None  # asked before MOVED is written, which is the stream's
             message = self._written(item)
@@ -147,7 +158,7 @@ class SameHostTransport(GrpcStream):
 
 
 class Offer:
-    """The sender's memory, and the socket where it listens, if it can listen."""
+    """The sender's memory, and its listening socket if there is one."""
 
     def __init__(self) -> None:
         self.memory = Outbox()
@@ -162,7 +173,10 @@ class Offer:
             hello.socket = self._listener.secret
 
     def accept(self) -> "SocketSender | None":
-        """Return the connection to the receiver, or None if it has not connected. To be called once."""
+        """Return the connection to the receiver, if it has connected.
+
+        To be called once.
+        """
         listener, self._listener = self._listener, None
         return listener.accept() if listener else None
 
@@ -174,7 +188,9 @@ class Offer:
 
 
 class SocketListener:
-    """Where the receiver connects. `secret` is what it must say.
+    """The socket to which the receiver connects.
+
+    The receiver must send `secret` there.
 
     Raises:
         OSError: The system does not allow such a socket.
@@ -191,7 +207,13 @@ class SocketListener:
             raise
 
     def accept(self) -> "SocketSender | None":
-        """Return the connection of the receiver that knows the secret, or None. All others, and the listener, close."""
+        """Return the connection of the receiver that knows the secret.
+
+        All other connections are closed, and so is the listener.
+
+        Returns:
+            The connection, or None if the receiver has not come.
+        """
         with self._socket, suppress(OSError):  # raised once nobody else has connected
             while True:
                 caller, _ = self._socket.accept()
@@ -208,14 +230,21 @@ class SocketListener:
 
 
 class SocketSender:
-    """The sender's end of the socket. What is sent to a receiver that is gone is lost."""
+    """The sender's end of the socket.
+
+    Messages to a receiver that is gone are lost.
+    """
 
     def __init__(self, connected: socket.socket) -> None:
         self._socket = connected
         self._using, self._ending = threading.Lock(), threading.Lock()
 
     def offer(self, message: Bytes) -> memoryview:
-        """Send as much of a message as there is room for, without waiting. Return the rest."""
+        """Send as much of a message as fits, without waiting.
+
+        Returns:
+            The rest of the message.
+        """
         data = memoryview(message)
         with self._using:
             try:
@@ -231,7 +260,10 @@ class SocketSender:
             self._socket.sendall(message)
 
     def cut(self) -> None:
-        """End the connection: the receiver notices, and nobody waits for room any more."""
+        """End the connection.
+
+        The receiver notices, and nobody waits for room any more.
+        """
         with self._ending, suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -263,10 +295,12 @@ class SocketReceiver:
             raise
 
     def messages(self) -> Iterator[bytes]:
-        """Yield the messages, until the sender or `end` ends them. Half a message is none.
+        """Yield the messages until the sender or `end` ends them.
+
+        A message that is cut off is dropped.
 
         Raises:
-            BadFrame: What comes is no message, or a message larger than MAX_MESSAGE.
+            BadFrame: The data is no message, or a message larger than MAX_MESSAGE.
         """
         with self._socket.makefile("rb", _BUFFER) as stream, suppress(OSError):
             while len(prefix := stream.read(_PREFIX.size)) == _PREFIX.size:
@@ -279,7 +313,10 @@ class SocketReceiver:
                 yield message
 
     def end(self) -> None:
-        """Receive nothing more. What has arrived can still be read."""
+        """Receive nothing more.
+
+        Data that has arrived can still be read.
+        """
         with self._ending, suppress(OSError):
             self._socket.shutdown(socket.SHUT_RD)
 
@@ -295,7 +332,10 @@ def prefixed(message: bytes) -> bytes:
 
 
 def socket_name(secret: bytes) -> str:
-    """Return the abstract name of the socket: all processes of the host can see it, and no other program uses it."""
+    """Return the abstract name of the socket.
+
+    All processes of the host can see it, and no other program uses it.
+    """
     return f"\0fedring-{hashlib.sha256(secret).hexdigest()}"
 
 
@@ -311,7 +351,7 @@ def _is_own_user(connected: socket.socket) -> bool:
 
 
 def _said(caller: socket.socket) -> bytes:
-    """Return what the caller has said so far."""
+    """Return the bytes that the caller has sent so far."""
     try:
         return caller.recv(_SECRET)
     except OSError:

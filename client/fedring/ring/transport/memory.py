@@ -1,4 +1,6 @@
-"""Payloads between ranks of one host: in memory that both processes map, while frames say where.
+"""Payloads in memory that two ranks of one host share.
+
+The frames say where each payload lies.
 
 The sender owns an anonymous file: a page of flags, one for each slot, then the slots. It takes a slot whose flag is 0
 and sets the flag; the receiver clears it once nothing refers to the payload. Nobody waits: without a free slot a
@@ -29,7 +31,10 @@ _SEALS = getattr(fcntl, "F_SEAL_SHRINK", 0) | getattr(fcntl, "F_SEAL_GROW", 0)  
 
 
 class Outbox:
-    """The sender's side of the memory. `name` tells the receiver where it is."""
+    """The sender's side of the shared memory.
+
+    `name` tells the receiver where it is.
+    """
 
     def __init__(self) -> None:
         self._file = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -39,7 +44,11 @@ class Outbox:
         self.name = f"{os.getpid()}:{self._file}"
 
     def put(self, payload: Bytes) -> int | None:
-        """Copy 1 to MAX_PAYLOAD bytes into a free slot. Return the slot, or None if all slots are taken."""
+        """Copy 1 to MAX_PAYLOAD bytes into a free slot.
+
+        Returns:
+            The slot, or None if all slots are taken.
+        """
         free = np.flatnonzero(self._bytes[:_SLOTS] == 0)
         if len(free) == 0:
             return None
@@ -50,7 +59,10 @@ class Outbox:
         return slot
 
     def close(self) -> None:
-        """Close the file, so that nobody else can map it. A receiver that has mapped it keeps it."""
+        """Close the file, so that nobody else can map it.
+
+        A receiver that has mapped it keeps it.
+        """
         os.close(self._file)
 
 
@@ -80,7 +92,9 @@ class Inbox:
             os.close(file)
 
     def get(self, slot: int, length: int) -> memoryview:
-        """Return a slot's payload, read-only. The slot is free again once nothing refers to the payload.
+        """Return a slot's payload, read-only.
+
+        The slot is free again once nothing refers to the payload.
 
         Raises:
             BadFrame: There is no such slot, or its length cannot be `length`.

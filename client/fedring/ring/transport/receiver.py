@@ -1,4 +1,4 @@
-"""What one peer sends: frames from its stream, and, on one host, from its memory and its socket."""
+"""The frames of one peer, from its stream, memory and socket."""
 
 import logging
 import threading
@@ -17,10 +17,12 @@ log = logging.getLogger(__name__)
 
 
 class Receiver:
-    """Checks and orders one peer's frames. The thread that reads them closes it.
+    """Checks and orders one peer's frames.
+
+    The thread that reads them closes it.
 
     Args:
-        messages: What comes over the stream.
+        messages: The messages of the stream.
         generation: Frames of another generation are dropped.
         checksum: Whether every frame must carry a checksum.
         traffic: Counts the frames.
@@ -39,10 +41,12 @@ class Receiver:
         self._ended = False
 
     def frames(self) -> Iterator[Frame]:
-        """Yield the frames in order, without those that repeat or belong to another generation, until the stream ends.
+        """Yield the frames in order, until the stream ends.
+
+        Frames that repeat or belong to another generation are dropped.
 
         Raises:
-            BadFrame: The peer sent what no peer of ours sends; nothing more is read.
+            BadFrame: The peer sent a frame that no correct worker sends; nothing more is read.
         """
         expected = 0
         for message in self._messages():
@@ -68,7 +72,10 @@ class Receiver:
             yield frame
 
     def open_offer(self, hello: pb.Head) -> bool:
-        """Open the memory and the socket that a peer of this host offers, as far as this process may.
+        """Open the memory and the socket that a peer offers.
+
+        The peer is of this host. This process may be allowed to open only the memory, or nothing. To be called by
+        the thread that reads the frames, before it asks for the next one.
 
         To be called by the thread that reads the frames, before it asks for the next one.
 
@@ -85,12 +92,17 @@ class Receiver:
             with self._lock:
                 if hello.socket and not self._ended:
                     self._socket = SocketReceiver(hello.socket)
+        # The peer may be in another container, where this process cannot open its memory or its socket. Then the
+        # payloads, or all frames, stay on the stream.
         except OSError as error:
             log.info("cannot open all that a peer of this host offers: %s", error)
         return self._inbox is not None
 
     def end(self) -> None:
-        """Stop waiting for the socket, since the stream has ended. What the socket holds can still be read."""
+        """Stop waiting for the socket, since the stream has ended.
+
+        Data that the socket holds can still be read.
+        """
         with self._lock:
             self._ended = True
             if self._socket is not None:
@@ -104,7 +116,10 @@ class Receiver:
                 self._socket.close()
 
     def _messages(self) -> Iterator[bytes]:
-        """Yield the messages of the stream, then those of the socket; after that the stream tells how the peer left."""
+        """Yield the messages of the stream, then those of the socket.
+
+        After that the stream tells how the peer left.
+        """
         try:
             for message in self._stream:
                 yield message

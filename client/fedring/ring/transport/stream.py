@@ -1,4 +1,7 @@
-"""A link that is a gRPC stream: frames wait in a queue for the thread with which gRPC asks for messages."""
+"""A link to a peer over one gRPC stream.
+
+Frames wait in a queue for the thread with which gRPC asks for messages.
+"""
 
 import queue
 import threading
@@ -73,7 +76,7 @@ class GrpcStream:
         """Do nothing: HELLO offered nothing."""
 
     def give_up(self, last: Outgoing) -> None:
-        """Send only `last`, and what follows, of all that has not been sent."""
+        """Drop all unsent frames of operations, and send `last`."""
         with self._writing:
             self._given_up = True
         self.send(last)
@@ -93,7 +96,10 @@ class GrpcStream:
         self._closed.wait(timeout)
 
     def has_unsent(self) -> bool:
-        """Return whether the stream has ended with frames of operations unsent, and drop them."""
+        """Return whether frames of operations are unsent, and drop them.
+
+        This is so only once the stream has ended.
+        """
         unsent = False
         while self.is_closed and not self._queue.empty():
             try:
@@ -104,7 +110,7 @@ class GrpcStream:
         return unsent
 
     def obstacle(self) -> str:
-        """Return why the peer cannot be reached, as far as a call to it can tell."""
+        """Ask the peer, and return why it cannot be reached."""
         probe: Any = self._channel.unary_unary(EXCHANGE)
         try:
             probe(b"", timeout=PROBE_SECONDS)
@@ -124,14 +130,20 @@ class GrpcStream:
         self._pulse.close()
 
     def _next_message(self) -> Bytes | None:
-        """Wait for the next message; return None after the last one. gRPC calls this on a thread of its own."""
+        """Wait for the next message; return None after the last one.
+
+        gRPC calls this on a thread of its own.
+        """
         while (frame := self._queue.get()) is not None:
             if (message := self._written(frame)) is not None:
                 return message
         return None
 
     def _written(self, item: Outgoing | memoryview) -> Bytes | None:
-        """Return an item of the queue as a message, and tell its operation that it is copied."""
+        """Return an item of the queue as a message.
+
+        Its operation is told that the payload has been copied.
+        """
         if isinstance(item, memoryview):
             return item
         message = self._encode(item)
@@ -140,7 +152,7 @@ class GrpcStream:
         return message
 
     def _encode(self, frame: Outgoing) -> bytes | None:
-        """Return the next message, or None if the frame is not to be sent any more."""
+        """Return the next message, or None for a dropped frame."""
         with self._writing:
             if self._given_up and frame.sent is not None:
                 return None

@@ -1,4 +1,6 @@
-"""A link of several gRPC streams, each with a connection of its own, for lines that one connection cannot fill.
+"""A link to a peer over several gRPC streams.
+
+Each stream has a connection of its own, for lines that one connection cannot fill.
 
 One TCP connection sends at most one window of bytes for each round trip, and a loss on the way halves its rate. So on a
 long line several connections are faster than one, as the round-robin process groups of PyTorch DDP (Li et al. 2020,
@@ -15,7 +17,9 @@ from fedring.v1 import peer_pb2 as pb
 
 
 class Streams:
-    """A `Transport` over several gRPC streams to one peer, of which the one with the fewest waiting frames sends next.
+    """A `Transport` over several gRPC streams to one peer.
+
+    The stream with the fewest waiting frames sends next.
 
     Args:
         streams: The streams, at least one.
@@ -25,7 +29,10 @@ class Streams:
         self._streams = list(streams)
 
     def open(self, hello: pb.Head) -> None:
-        """Send HELLO, with the number of streams, on each stream, and begin to connect."""
+        """Send HELLO on each stream, and begin to connect.
+
+        HELLO carries the number of streams.
+        """
         hello.streams = len(self._streams)
         for stream in self._streams:
             stream.open(_copy(hello))
@@ -38,7 +45,7 @@ class Streams:
         """Do nothing: HELLO offered nothing."""
 
     def give_up(self, last: Outgoing) -> None:
-        """Send only `last`, and what follows, on each stream, of all that has not been sent."""
+        """Drop all unsent frames of operations, and send `last` everywhere."""
         for stream in self._streams:
             stream.give_up(last._replace(head=_copy(last.head)))
 
@@ -59,12 +66,15 @@ class Streams:
             stream.wait_until_closed(max(0.0, end - time.monotonic()))
 
     def has_unsent(self) -> bool:
-        """Return whether a stream has ended with frames of operations unsent, and drop them."""
+        """Return whether frames of operations are unsent, and drop them.
+
+        This is so only once a stream has ended.
+        """
         unsent = [stream.has_unsent() for stream in self._streams]  # asked of all, so that all drop theirs
         return any(unsent)
 
     def obstacle(self) -> str:
-        """Return why the peer cannot be reached, as far as a call to it can tell."""
+        """Ask the peer, and return why it cannot be reached."""
         return self._streams[0].obstacle()
 
     def cut(self) -> None:
@@ -79,7 +89,10 @@ class Streams:
 
 
 def _copy(head: pb.Head) -> pb.Head:
-    """Return a copy, because each stream writes its own sequence number into the head."""
+    """Return a copy of a head.
+
+    Each stream writes its own sequence number into it.
+    """
     copy = pb.Head()
     copy.CopyFrom(head)
     return copy

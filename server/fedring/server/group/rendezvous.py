@@ -1,4 +1,4 @@
-"""The group of one round, and what its workers are told: a thin shell around the machine."""
+"""The group of one round: a thin shell around the machine."""
 
 import asyncio
 import time
@@ -18,7 +18,7 @@ News = tuple[str, str]
 
 
 class Rendezvous:
-    """Keeps the state of one round's group, and says what each worker is to do.
+    """Keeps the state of one round's group, and instructs workers.
 
     Args:
         number: the round's.

@@ -1,4 +1,4 @@
-"""The queue of jobs: one at a time, round after round, also across restarts."""
+"""The queue of jobs: one at a time, also across restarts."""
 
 import asyncio
 import logging

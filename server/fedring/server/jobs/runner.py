@@ -10,6 +10,7 @@ from fedring.daemon.config import explain
 from fedring.daemon.wording import counted
 from fedring.data import DataError
 from fedring.server.jobs.starting import JobStarter
+from fedring.server.round.keeping import Keeper
 from fedring.server.round.opening import RoundOpener, RunningJob
 from fedring.server.round.rounds import Rounds
 from fedring.server.round.runner import RoundRunner
@@ -29,18 +30,19 @@ _ALL = 1_000_000_000
 
 
 class JobRunner:
-    """Runs jobs: opens or resumes their rounds one after the other, and decides whether there is another one."""
+    """Runs jobs, one round after the other."""
 
     def __init__(
         self,
         starter: JobStarter,
         opener: RoundOpener,
         runner: RoundRunner,
+        keeper: Keeper,
         rounds: Rounds,
         facts: Facts,
         journal: Journal,
     ) -> None:
-        self._starter, self._opener, self._runner = starter, opener, runner
+        self._starter, self._opener, self._runner, self._keeper = starter, opener, runner, keeper
         self._rounds, self._facts, self._journal = rounds, facts, journal
 
     async def run(self, row: JobRow, stopped: Container[int]) -> tuple[str, str]:
@@ -64,11 +66,15 @@ class JobRunner:
             return "failed", str(fault)
 
     async def wind_up(self, row: JobRow, state: str, reason: str) -> str:
-        """Delete what is older than the configuration keeps. Returns the reason, with a clause on how to go on."""
+        """Delete old models after a job.
+
+        Returns:
+            The reason, with a clause on how to go on.
+        """
         facts = self._facts
         if state == "failed" and not reason.startswith("damaged_blob"):  # that one says itself how to go on
             reason += await facts.keep(facts.db, self._way_on, row.job_id)
-        await facts.keep(self._runner.prune)  # after the last round: each round does it for those before it
+        await facts.keep(self._keeper.prune)  # after the last round: each round does it for those before it
         return reason
 
     async def _run_rounds(self, job: RunningJob, stopped: Container[int]) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""What a job starts from: a new model, a version that the server keeps, or a file.
+"""The model that a job starts from.
 
 It is decided once, when the job starts, and noted with the job. A restarted server goes on from there.
 """
@@ -7,6 +7,7 @@ import secrets
 from dataclasses import replace
 
 from fedring.server.model.models import Models
+from fedring.server.model.testset import TestSet
 from fedring.server.round.opening import RunningJob
 from fedring.server.round.rounds import Rounds
 from fedring.server.state.facts import Facts
@@ -24,11 +25,11 @@ _ALL = 1_000_000_000
 class JobStarter:
     """Finds the models that jobs and their rounds start from."""
 
-    def __init__(self, rounds: Rounds, facts: Facts, models: Models) -> None:
-        self._rounds, self._facts, self._models = rounds, facts, models
+    def __init__(self, rounds: Rounds, facts: Facts, models: Models, test_set: TestSet) -> None:
+        self._rounds, self._facts, self._models, self._test_set = rounds, facts, models, test_set
 
     async def begin(self, row: JobRow, spec: Job) -> tuple[RunningJob, str]:
-        """Decide what a job starts from, and make it available.
+        """Decide the first model of a job, and make it available.
 
         Returns:
             The job with its seed, and a clause that says what it starts from.
@@ -43,8 +44,18 @@ class JobStarter:
         return RunningJob(row, spec, frozen), text
 
     async def base_of(self, job: RunningJob) -> ModelRow:
-        """Return the model that the next round of a job starts from: see `base_of`."""
-        return await base_of(self._facts, self._models, job.row)
+        """Return the base of the job's next round.
+
+        The samples to evaluate its model on are loaded, too.
+
+        Raises:
+            StorageError: "unknown_model", if the model is not kept any more.
+            SeamError, DataError: if there are no samples.
+        """
+        base = await base_of(self._facts, self._models, job.row)
+        if job.spec.evaluate_on_server:
+            await self._facts.heavy(self._test_set.load, job.spec)
+        return base
 
 
 async def begin(facts: Facts, models: Models, job: JobRow, spec: Job) -> tuple[ModelRow, Job, str]:

@@ -129,7 +129,7 @@ class ModelMaker:
             StorageError: if the new model cannot be kept.
         """
         file = self._file_of(path)
-        if file is None and job.mode == "pipeline" and job.pipeline.first_model == "by_module":
+        if file is None and job.training.by_module:
             return self._first_by_module(job, version)
         model, parts = self._build(job)
         if file is not None:
@@ -305,7 +305,7 @@ class ModelMaker:
     def _parts_of(self, job: Job) -> Parts:
         if (known := self._built.get(_kind(job))) is not None:
             return known
-        return self._skeleton(job)[1] if job.mode == "pipeline" else self._build(job)[1]
+        return self._skeleton(job)[1] if job.training.staged else self._build(job)[1]
 
     def _build(self, job: Job) -> tuple[nn.Module, Parts]:
         model = build_model(job.model, job.model_args, job.seed, self.offered)
@@ -314,7 +314,7 @@ class ModelMaker:
 
     def _skeleton(self, job: Job) -> tuple[nn.Module, Parts]:
         model = build_skeleton(job.model, job.model_args, job.seed, self.offered)
-        if job.pipeline.first_model == "by_module":
+        if job.training.by_module:
             check_can_initialize(model)
         parts = self._built[_kind(job)] = split(model, Sharing())
         return model, parts
@@ -334,7 +334,7 @@ def _kind(job: Job) -> str:
     sharing = job.sharing
     return json.dumps(
         [
-            *(job.model, job.model_args, job.mode == "pipeline" and job.pipeline.first_model),
+            *(job.model, job.model_args, job.training.staged and job.pipeline.first_model),
             *(sharing.shared, sharing.private, sharing.frozen_stay),
         ]
     )

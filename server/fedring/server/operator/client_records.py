@@ -1,4 +1,4 @@
-"""The clients that operators see: those in session, and those whose updates are kept."""
+"""The clients that operators see and forget."""
 
 from fedring.rpc.errors import ClientInUse, NoSuchClient
 from fedring.server.operator.listings import limit_of

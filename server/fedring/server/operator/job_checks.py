@@ -108,7 +108,7 @@ class JobChecks:
     def _check_model(self, job: Job) -> Schema:
         try:
             schema = self._maker.schema_of(job)
-            if job.mode == "pipeline" and isinstance(job.pipeline.cut, list):
+            if job.training.layers:
                 self._check_layers(job)
         except SeamError as error:
             if error.reason == "bad_sharing":  # it names its key
@@ -120,8 +120,8 @@ class JobChecks:
         """Check that the layers that begin stages are parts of the model."""
         model = self._skeleton(job)
         known = [name for name, _ in model.named_modules() if name]
-        for layer in job.pipeline.cut:
-            if isinstance(layer, str) and layer not in known:
+        for layer in job.training.layers:
+            if layer not in known:
                 near = get_close_matches(layer, known, n=1)
                 hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(known[:20])}"
                 raise ConfigError(f"pipeline.cut: {job.model} has no layer {layer}: {hint}")
@@ -130,9 +130,9 @@ class JobChecks:
         return build_skeleton(job.model, job.model_args, job.seed, self._offered)
 
     def _check_sizes(self, job: Job, schema: Schema, transforms: Transforms) -> None:
-        clients, most = job.pipeline.workers if job.mode == "pipeline" else job.min_clients, self._config.max_clients
+        clients, most = job.training.workers or job.min_clients, self._config.max_clients
         if clients > most:
-            key = "pipeline" if job.mode == "pipeline" else "min_clients"
+            key = job.mode if job.training.workers else "min_clients"
             raise ConfigError(f"{key}: the job needs {clients} clients, but this server takes max_clients={most}")
         limit = self._config.max_update_bytes
         encoding = "fp32" if job.grouped else job.encoding
@@ -172,8 +172,7 @@ def try_optimizer(job: Job, offered: Offered) -> None:
         if error.reason == "not_offered":  # it was checked already, or only clients have it
             return
         raise
-    hook = job.data_parallel.chosen_hook(job.momentum) if job.mode == "data_parallel" else None
-    applied = hook.parameters["momentum"] if hook is not None and hook.name == "dgc" else 0.0
+    applied = job.training.applied_momentum(job.momentum)
     make_optimizer(
         make, [torch.nn.Parameter(torch.zeros(1))], job.settings_of(1).lr, job.momentum, dgc_momentum=applied
     )
@@ -203,7 +202,4 @@ def _names(job: Job) -> Iterator[tuple[str, Kind, str]]:
         yield "trainer", "trainer", job.trainer
     if job.evaluator:
         yield "evaluator", "evaluator", job.evaluator
-    if job.mode == "data_parallel" and job.data_parallel.chosen_hook(job.momentum) is None:
-        yield "data_parallel.hook", "hook", job.data_parallel.hook
-    if job.mode == "pipeline" and isinstance(job.pipeline.cut, str) and ":" in job.pipeline.cut:
-        yield "pipeline.cut", "cut", job.pipeline.cut
+    yield from job.training.own_code(job.momentum)

@@ -1,4 +1,4 @@
-"""Jobs that operators ask for: what they say becomes a job, which is checked before it is queued."""
+"""Requests of operators to start and stop jobs."""
 
 import json
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Lists for operators: jobs, rounds, models and events that the store holds, in answers that are not too long."""
+"""Lists of jobs, rounds, models and events for operators."""
 
 from fedring.privacy.account import NoAccountant
 from fedring.rpc.errors import BadRequest, NoEpsilon
@@ -48,7 +48,7 @@ class Listings:
         return pb.ModelList(models=await self._facts.db(self._models, limit_of(request)))
 
     async def privacy(self, request: pb.GetPrivacyRequest) -> pb.Privacy:
-        """Return what rounds have spent of the clients' privacy."""
+        """Return the spent privacy."""
         if not 0 <= request.delta < 1:
             raise BadRequest(f"delta = {request.delta:g} must be above 0 and below 1", reason="bad_delta")
         charges = await self._facts.db(self._store.charges)
@@ -59,7 +59,10 @@ class Listings:
             raise NoEpsilon(str(error)) from error
 
     async def events(self, after: int, before: int) -> list[pb.Event]:
-        """Return the stored events between these ids, with the rounds that have ended since."""
+        """Return the stored events between these ids.
+
+        Each has its round, if that has ended since.
+        """
         return await self._facts.db(self._stored_events, after, before)
 
     async def _newest_rounds(self, request: pb.ListRequest) -> list[pb.Round]:

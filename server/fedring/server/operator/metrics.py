@@ -1,4 +1,4 @@
-"""All metrics of fl-server, in one registry: each room declares its own, and the process the rest."""
+"""All metrics of fl-server, in one registry."""
 
 import asyncio
 import time
@@ -66,7 +66,10 @@ class Metrics:
         self._fsync = new.gauge("fl_server_last_fsync_seconds", text)
 
     def follow(self, facts: Facts) -> None:
-        """Read the facts whenever Prometheus asks, which it does in another thread."""
+        """Read the facts whenever Prometheus asks.
+
+        It asks in another thread.
+        """
         self._queue.set_function(lambda: facts.waiting)
         self._fsync.set_function(lambda: facts.commit_seconds)
         self._log_bytes.set_function(facts.store.log_bytes)

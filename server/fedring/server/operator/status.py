@@ -16,7 +16,7 @@ from fedring.version import VERSION
 
 
 class StatusReport:
-    """Says what runs, what waits, and who is here.
+    """Makes the message of the server's status.
 
     Args:
         rounds: that are open.

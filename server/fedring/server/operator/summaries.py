@@ -158,7 +158,7 @@ def client_summaries(sessions: Iterable[Session], updates: Mapping[str, int], ro
 
 
 def wait_summary(open_: OpenRound | None) -> Summary | None:
-    """Say what an open round waits for; None if it waits for nothing, or if there is none."""
+    """Summarize an open round's wait; None if there is none."""
     if open_ is None or (round_ := open_.state.round) is None or round_.phase is Phase.ABANDONED:
         return None
     now = time.monotonic()
@@ -182,7 +182,7 @@ def group_summary(rendezvous: Rendezvous | None, sessions: Sessions, job: JobRow
     if rendezvous is None or mode not in _GROUP_MODES:
         return None
     state = rendezvous.state
-    cut = job.spec.get("pipeline", {}) if mode == "pipeline" else {}
+    cut = job.spec.get(mode, {})
     replicas = cut.get("replicas", 1)
     others = sorted((state.workers.keys() | state.expected) - set(state.members))
     return {

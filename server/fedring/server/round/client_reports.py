@@ -1,4 +1,4 @@
-"""What clients in session say of rounds: that they are here, cannot train, make progress, or have evaluated."""
+"""Reports of clients in session: presence, failures, progress, evaluations."""
 
 import re
 import time
@@ -30,7 +30,7 @@ _FAULTS_OF_THE_WORKER = ("out_of_memory", "disk_failed")
 
 
 class ClientReports:
-    """Takes what clients say into the rounds that it concerns."""
+    """Takes reports of clients into their rounds."""
 
     def __init__(
         self,
@@ -46,7 +46,10 @@ class ClientReports:
         self._dispatch = Dispatch(sessions)
 
     def matched(self, client: str) -> None:
-        """Note that the client watches both ways. It counts from now on, and is sent what it is waited for with."""
+        """Note that the client watches both ways.
+
+        It counts from now on, and is reminded of what rounds wait for.
+        """
         rounds = self._rounds
         rounds.presence(Matched(client))
         if rounds.last is not None and any(kind.outlasts(rounds.last) for kind in self._kinds):
@@ -73,7 +76,7 @@ class ClientReports:
             rounds.handle(open_, Evaluated(client))
 
     def failed(self, client: str, failure: pb.Failure) -> None:
-        """Note that the client could not do what a round asked."""
+        """Note that the client cannot train in a round."""
         open_ = self._rounds.get(failure.round)
         if open_ is None or (before := open_.state.round) is None:
             return
@@ -93,14 +96,20 @@ class ClientReports:
             open_.retryable = open_.retryable and reason not in _FAULTS_OF_THE_CODE
 
     def stalls_at(self, session: Session) -> float:
-        """Return when the client is stalled unless it makes progress before, monotonic seconds; inf means never."""
+        """Return when the client will count as stalled.
+
+        It does unless it makes progress before. In monotonic seconds; inf means never.
+        """
         if session.transfers or not session.reports_progress:
             return inf
         client, moved = session.client_id, session.moved
         return min((rd.stalls_at(open_.state.round, client, moved) for open_ in self._rounds), default=inf)
 
     def stalled(self, session: Session) -> None:
-        """Note that the client has made no progress for too long: rounds go on without it, until it does."""
+        """Note that the client makes no progress.
+
+        Rounds go on without it until it does.
+        """
         client, now = session.client_id, time.monotonic()
         for open_ in self._rounds:
             if rd.stalls_at(open_.state.round, client, session.moved) > now:
@@ -120,7 +129,10 @@ class ClientReports:
 
     @contextmanager
     def transfer(self, session: Session) -> Iterator[None]:
-        """Count an upload or a download of the client: while one is in progress, the client is not stalled."""
+        """Count an upload or a download of the client.
+
+        While one is in progress, the client is not stalled.
+        """
         self.moved(session.client_id)
         session.transfers += 1
         try:
@@ -130,6 +142,6 @@ class ClientReports:
             session.moved = time.monotonic()
 
     def traffic(self, client: str) -> ClientTraffic:
-        """Return the counters of what the client moves now."""
+        """Return the counters of the client's traffic."""
         open_ = self._rounds.of_client(client)
         return open_.traffic.setdefault(client, ClientTraffic()) if open_ else ClientTraffic()

@@ -10,13 +10,19 @@ from fedring.v1 import federation_pb2 as pb
 
 
 class Dispatch:
-    """Puts events into the outboxes of clients in session; the others are told when they come back."""
+    """Puts events into the outboxes of clients in session.
+
+    The others are told when they come back.
+    """
 
     def __init__(self, sessions: Sessions) -> None:
         self._sessions = sessions
 
     def train_all(self, open_: OpenRound, clients: Iterable[str]) -> None:
-        """Send the command to all clients, with the model to those that were not sent it before."""
+        """Send the command to all clients.
+
+        Those that do not hold the model get it with the command, if it is small.
+        """
         bare, whole = (open_.event(open_.seconds_left, model) for model in (None, open_.model))
         for session in filter(None, map(self._sessions.get, sorted(clients))):
             if open_.model and session.holds != open_.base.digest:
@@ -26,7 +32,7 @@ class Dispatch:
                 session.send(bare)
 
     def remind(self, open_: OpenRound, latest: ModelRow | None, client: str) -> None:
-        """Tell a client that has come back what the round waits for from it."""
+        """Remind a client that has come back of its part."""
         round_ = open_.state.round
         if round_ is None:
             return
@@ -40,13 +46,16 @@ class Dispatch:
             self.over(open_.row, latest, client)
 
     def ask(self, open_: OpenRound, clients: Iterable[str]) -> None:
-        """Send the clients what the steps of the round's kind wait for from them."""
+        """Ask the clients for their part in the kind's steps."""
         for client in clients:
             if event := open_.kind.waits_for(client):
                 self._send(client, event)
 
     def train(self, open_: OpenRound, client: str) -> None:
-        """Send the command to a client that has come back, or was selected later than the others."""
+        """Send the command to one client.
+
+        It has come back, or was selected later than the others.
+        """
         self._send(client, open_.event(open_.seconds_left))
 
     def evaluate(self, open_: OpenRound, model: ModelRow, client: str) -> None:
@@ -65,7 +74,10 @@ class Dispatch:
         self._send(client, pb.ServerEvent(evaluate=command))
 
     def ended(self, open_: OpenRound, model: ModelRow | None) -> None:
-        """Tell the clients that still train, or all of them, that the round no longer waits for them."""
+        """Tell clients that the round no longer waits for them.
+
+        These are the ones that still train, or all of them if the round's kind says so.
+        """
         for client in set(open_.row.selected) - (set() if open_.kind.tells_all else open_.accepted.keys()):
             self.over(open_.row, model, client)
 

@@ -1,4 +1,4 @@
-"""Who may deliver an update or report an evaluation: pure functions of the round."""
+"""Checks of who may deliver updates and report evaluations."""
 
 from collections.abc import Container
 
@@ -35,14 +35,17 @@ def check_eligible(round_: Round | None, number: int, client: str, *, workers: C
 
 
 def classified(report: pb.EvaluationReport) -> int:
-    """Return among how many samples `correct` counts: all of them, unless the client says otherwise."""
+    """Return the number of samples with a class.
+
+    These are all of them, unless the client says otherwise.
+    """
     return report.classified if report.HasField("classified") else report.total
 
 
 def check_evaluation(
     report: pb.EvaluationReport, client: str, round_: Round | None, model: ModelRow | None, *, newest: int
 ) -> int:
-    """Check that a report has sound counts, and answers an evaluation that is in progress.
+    """Check the counts of a report, and its round.
 
     Args:
         report: What the client has sent.

@@ -1,4 +1,4 @@
-"""What a round is made of: its phases, its state as values, the events that change it, the effects it asks for.
+"""Phases, states, events and effects of a round, as values.
 
 Nothing here computes. `fedring.server.round.machine` says what follows from an event, and when.
 """
@@ -62,14 +62,14 @@ class RoundRules:
 
 
 class Steps(Protocol):
-    """The steps that a kind of round adds to its phases: a state of its own, as pure as that of the round.
+    """Steps that a kind of round adds to its phases.
 
     They begin with the command and end before the model is made. What they make due is done before all else.
     """
 
     @property
     def ended(self) -> bool:
-        """Whether nothing more is waited for, so that the model can be made."""
+        """Whether the steps are over, and the model can be made."""
         ...
 
     def happened(self, event: object, now: float) -> "Steps":
@@ -77,19 +77,28 @@ class Steps(Protocol):
         ...
 
     def closed(self, delivered: frozenset[str]) -> "Steps":
-        """Return the state after the round has closed with the updates of these clients."""
+        """Return the state after the round has closed.
+
+        `delivered` are the clients whose updates it has.
+        """
         ...
 
     def delayed(self, seconds: float) -> "Steps":
-        """Return the state after so many seconds in which nobody could go on."""
+        """Return the state after a time without progress."""
         ...
 
     def due(self, reachable: frozenset[str], now: float) -> "Effect | None":
-        """Return what is to be done now; `reachable` are the clients that can still answer."""
+        """Return the effect that is due now, if there is one.
+
+        `reachable` are the clients that can still answer.
+        """
         ...
 
     def wake_at(self) -> float:
-        """Return when `due` may change without an event, in monotonic seconds; inf means never."""
+        """Return when `due` may change without an event.
+
+        In monotonic seconds; inf means never.
+        """
         ...
 
 
@@ -153,7 +162,10 @@ class RoundOpened:
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """A restarted server goes on with a round, whose clients have `grace` seconds to come back."""
+    """A restarted server goes on with a round.
+
+    Its clients have `grace` seconds to come back.
+    """
 
     round: Round
     grace: float
@@ -295,12 +307,12 @@ class Aggregate:
 
 @dataclass(frozen=True, slots=True)
 class MakeModel:
-    """Make the next model of what was delivered (Published)."""
+    """Make the next model of the delivered updates (Published)."""
 
 
 @dataclass(frozen=True, slots=True)
 class TakeStep:
-    """Do what the steps that the round's kind adds ask for (Stepped)."""
+    """Perform an effect of the kind's steps (Stepped)."""
 
     effect: object
 
@@ -326,7 +338,7 @@ OPEN = (Phase.WAITING, Phase.TRAINING, Phase.AGGREGATING)
 
 @dataclass(frozen=True, slots=True)
 class PhaseStep:
-    """One phase of a kind of round, as data: how long it may take, whom it waits for, and what becomes due in it."""
+    """One phase of a kind of round, as data."""
 
     phase: Phase
     ended_by: type[Event]  # begins the next phase

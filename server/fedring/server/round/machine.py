@@ -247,7 +247,10 @@ def _outstanding(round_: Round) -> frozenset[str]:
 
 
 def _steps_go_on(round_: Round) -> bool:
-    """Return whether the steps that the round's kind adds still matter: once there is a model, they do not."""
+    """Return whether the kind's steps still matter.
+
+    Once there is a model, they do not.
+    """
     return round_.phase in OPEN
 
 

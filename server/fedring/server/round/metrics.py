@@ -1,4 +1,4 @@
-"""Metrics of rounds: what they spend in each phase, what comes of them, and the figures of the newest model."""
+"""Metrics of rounds, their clients, and the newest model."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -79,7 +79,10 @@ class RoundMetrics:
             gauge.set(nan)
 
     def follow(self, here: Callable[[], RoundState], rounds: Callable[[], list[RoundState]]) -> None:
-        """Read who is here, and the open rounds, whenever Prometheus asks, which it does in another thread."""
+        """Read clients and rounds whenever Prometheus asks.
+
+        It asks in another thread.
+        """
         self._connected.set_function(lambda: _count(here(), Presence.MATCHED))
         for name in CLIENT_STATES:
             self._clients.labels(name).set_function(partial(_clients, rounds, name))

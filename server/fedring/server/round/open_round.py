@@ -1,4 +1,4 @@
-"""An open round: the state of its machine, and what the server keeps of it beyond that."""
+"""An open round, and its kind."""
 
 import asyncio
 import time
@@ -24,7 +24,7 @@ from fedring.v1.rendezvous_pb2 import Done
 
 @dataclass(slots=True)
 class ClientTraffic:
-    """The bytes that one client moved in one round, as they were on the wire, and the seconds that took."""
+    """The bytes and seconds of one client's transfers in one round."""
 
     upload_bytes: int = 0
     download_bytes: int = 0
@@ -116,7 +116,10 @@ class OpenRound:
 
     @property
     def phase(self) -> Phase | None:
-        """The phase that the round is in; None before it begins and after it has finished."""
+        """The phase of the round.
+
+        None before it begins, and after it has finished.
+        """
         return self.state.round.phase if self.state.round else None
 
     @property
@@ -131,12 +134,12 @@ class OpenRound:
 
     @property
     def title(self) -> str:
-        """What people call the round: they know it by its job."""
+        """The name of the round for people, by its job."""
         return f"round {self.row.job_round} of job {self.row.job_id}"
 
     @property
     def missing(self) -> list[str]:
-        """The selected clients that neither delivered nor were done as members of a group, sorted."""
+        """The selected clients without a result, sorted."""
         return sorted(set(self.row.selected) - self.accepted.keys() - self.done.keys())
 
     @property
@@ -145,13 +148,16 @@ class OpenRound:
         return max(self.job.deadline_seconds - (time.monotonic() - self.started), 0.001)
 
     def ended(self, phase: Phase, *, reason: str = "", model_version: int = 0) -> RoundRow:
-        """Return the row of the round, which ends in this phase."""
+        """Return the row of the round as it ends."""
         stats = self.stats(time.monotonic() - self.started if self.started else 0.0)
         now = time.time()
         return replace(self.row, phase=phase, reason=reason, model_version=model_version, ended_at=now, stats=stats)
 
     def stats(self, seconds: float) -> dict[str, Any]:
-        """Return the figures that the round's row keeps; `seconds` is the time from the command to the model."""
+        """Return the figures for the round's row.
+
+        `seconds` is the time from the command to the model.
+        """
         clients: dict[str, dict[str, Any]] = {}
         for client in sorted(self.traffic.keys() | self.accepted.keys() | self.done.keys()):
             moved, update = self.traffic.get(client, ClientTraffic()), self.accepted.get(client)
@@ -180,7 +186,10 @@ class OpenRound:
 
 
 class CannotResume(Exception):
-    """A round cannot go on after a restart; `reason` is that with which it is abandoned."""
+    """A round cannot go on after a restart.
+
+    `reason` is that with which it is abandoned.
+    """
 
     def __init__(self, reason: str, text: str) -> None:
         super().__init__(text)
@@ -188,7 +197,7 @@ class CannotResume(Exception):
 
 
 class RoundKind:
-    """The course of one open round. This is the plain kind: others derive from it, and change what they do otherwise.
+    """The course of one open round of the plain kind.
 
     A kind says which phases its rounds go through and which steps it adds to them (both are pure, see
     `fedring.server.round.machine`), performs these steps, and makes durable what its clients are told.
@@ -208,21 +217,24 @@ class RoundKind:
         self.open = open_
 
     async def prepare(self) -> None:
-        """Complete the command, and say whom to leave out, before anybody is told of the round."""
+        """Complete the command and the rules of a new round.
+
+        Nobody was told of it yet.
+        """
 
     async def start(self) -> None:
-        """Make durable what must be before the clients are sent the command.
+        """Make durable what the command depends on.
 
         Raises:
             StorageFailed: if that cannot be kept.
         """
 
     def steps(self, clients: frozenset[str]) -> Steps | None:
-        """Return the state of the steps that begin with the command to these clients."""
+        """Return the steps that begin with the command."""
         return None
 
     async def perform(self, effect: object) -> None:
-        """Do what the steps ask for.
+        """Perform an effect of the steps.
 
         Raises:
             StorageFailed: if a decision cannot be kept. It is due again.
@@ -237,30 +249,47 @@ class RoundKind:
         return None
 
     def resumed(self) -> None:
-        """Take up what was decided before the restart."""
+        """Take up the decisions of before the restart."""
 
     def check_update(self, client: str) -> None:
         """Check that the client may deliver an update now; UnknownRound if not."""
 
     def members_with(self, client: str) -> int:
-        """Return the number of clients in the client's group; 0 if the round's updates are not summed in groups."""
+        """Return the size of the client's group.
+
+        It is 0 if the round's updates are not summed in groups.
+        """
         return 0
 
     def waits_for(self, client: str) -> bytes:
-        """Return the event that tells a client what the steps wait for from it; b"" if nothing."""
+        """Return the event that asks a client for its part.
+
+        It is b"" if the steps wait for nothing from it.
+        """
         return b""
 
     @property
     def sums(self) -> list[GroupMasks] | None:
-        """The groups of updates of which only sums are known, and that count; None = each update is known."""
+        """The groups whose sums make the model.
+
+        None if each update is known.
+        """
         return None
 
     async def lost(self, clients: frozenset[str], reason: str) -> bool:
-        """Go on without updates that turned out to be damaged. Returns whether the round can still publish."""
+        """Go on without damaged updates.
+
+        Returns:
+            Whether the round can still publish.
+        """
         return True
 
     async def recover(self, error: CodecError) -> bool:
-        """Go on after one of the `recoverable` errors. Returns whether the round can still publish."""
+        """Go on after one of the `recoverable` errors.
+
+        Returns:
+            Whether the round can still publish.
+        """
         return False
 
     def figures(self) -> dict[str, Any]:
@@ -268,7 +297,7 @@ class RoundKind:
         return {}
 
     def stats(self) -> dict[str, Any]:
-        """Return what the round's row keeps of its kind."""
+        """Return the figures of the kind for the round's row."""
         return self.figures()
 
 
@@ -276,9 +305,12 @@ class KindMaker(Protocol):
     """A kind of rounds."""
 
     def kind_of(self, open_: OpenRound) -> RoundKind | None:
-        """Return the course of a round that is of this kind; None if it is not."""
+        """Return the course of a round, if it is of this kind."""
         ...
 
     def outlasts(self, row: RoundRow) -> bool:
-        """Return whether clients keep something of a round until they learn that it is over, also after a restart."""
+        """Return whether clients must learn that an old round is over.
+
+        They may keep something of it until then, also after a restart of the server.
+        """
         ...

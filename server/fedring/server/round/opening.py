@@ -1,4 +1,4 @@
-"""Opening the rounds of a job, and resuming the one that a restart interrupted."""
+"""Rounds of jobs, opened or resumed after a restart."""
 
 import logging
 import time
@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from fedring.server.config import ServerConfig
 from fedring.server.model.models import Models
 from fedring.server.model.strategy import HISTORY, StrategyError, past_round, with_settings
-from fedring.server.model.testset import TestSet
 from fedring.server.round import machine as rd
 from fedring.server.round.dispatch import Dispatch
 from fedring.server.round.events import Abandoned, Phase, Resumed, Round, RoundOpened, RoundRules
@@ -42,7 +41,7 @@ class RunningJob:
 
 
 class RoundOpener:
-    """Opens a round, or resumes one; whoever runs rounds takes it from there."""
+    """Opens rounds, and resumes interrupted ones."""
 
     def __init__(
         self,
@@ -52,27 +51,27 @@ class RoundOpener:
         models: Models,
         privacy: RoundPrivacy,
         sessions: Sessions,
-        test_set: TestSet,
         config: ServerConfig,
     ) -> None:
         self._rounds, self._kinds, self._facts, self._models = rounds, kinds, facts, models
-        self._privacy, self._sessions, self._test_set, self._config = privacy, sessions, test_set, config
+        self._privacy, self._sessions, self._config = privacy, sessions, config
         self._dispatch = Dispatch(sessions)
 
     async def refuses(self, job: RunningJob) -> str:
-        """Return why no further round of a job may start, or "" if one may."""
+        """Return why the job may not open another round.
+
+        "" if it may.
+        """
         return await self._privacy.spent(job.spec)
 
     async def open(self, job: RunningJob, job_round: int, base: ModelRow) -> OpenRound:
-        """Open the next round of a job, which starts from `base`.
+        """Open the next round of a job, from the model `base`.
 
         Raises:
             StorageFailed: if the disk refuses it; nothing was changed.
-            SeamError, DataError: if its user's code fails, or if there are no samples to evaluate on.
+            SeamError: if the job's own code fails.
         """
         facts, spec = self._facts, job.spec
-        if spec.evaluate_on_server:
-            await facts.heavy(self._test_set.load, spec)
         small = self._models.downloads.small(base, spec)  # before there is a row: it may fail, and be tried again
         settings, failure = await self._settings(job)
         wanted = RoundRow(0, job.row.job_id, job_round, Phase.WAITING, time.time(), base.version, settings=settings)
@@ -80,7 +79,9 @@ class RoundOpener:
         return await self._wait_for_clients(row, job, base, small, failure=failure)
 
     async def resume(self, row: RoundRow, job: RunningJob) -> OpenRound:
-        """Go on with the round that a restart interrupted; its clients have time to come back.
+        """Go on with a round that a restart interrupted.
+
+        Its clients have time to come back.
 
         Raises:
             StorageError: "missing_model" if the model that it starts from is gone.

@@ -21,7 +21,7 @@ def rules_of(job: Job, *, grace: float) -> RoundRules:
         grace: seconds that a lost client has to come back.
     """
     alone = job.grouped
-    fixed = job.pipeline.workers if job.mode == "pipeline" else 0
+    fixed = job.training.workers
     return RoundRules(
         labels=job.clients,
         min_clients=max(job.min_clients, fixed),
@@ -44,14 +44,10 @@ def rules_of(job: Job, *, grace: float) -> RoundRules:
 
 def group_rules(job: Job, *, target: int) -> groups.GroupRules:
     """Return the rules of the groups of a round with `target` clients. A pipeline runs only if it is whole."""
-    if job.mode == "pipeline":
-        workers = job.pipeline.workers
-        return groups.GroupRules(target=workers, minimum=workers, patience=job.pipeline.replacement_seconds, whole=True)
-    return groups.GroupRules(
-        target=target,
-        minimum=min(target, job.min_clients_to_aggregate),
-        patience=job.data_parallel.replacement_seconds,
-    )
+    mode = job.training
+    target = mode.workers or target
+    minimum = mode.workers or min(target, job.min_clients_to_aggregate)
+    return groups.GroupRules(target=target, minimum=minimum, patience=mode.patience, whole=mode.staged)
 
 
 def job_spec(job: Job, job_id: int) -> pb.JobSpec:
@@ -72,8 +68,6 @@ def job_spec(job: Job, job_id: int) -> pb.JobSpec:
         partition=job.partition,
         alpha=job.alpha,
         seed=job.seed,
-        data_parallel=job.data_parallel.model_dump_json() if job.mode == "data_parallel" else "",
-        pipeline=job.pipeline.model_dump_json() if job.mode == "pipeline" else "",
         shared=job.shared,
         private=job.private,
         dp=_json(job.dp),
@@ -82,6 +76,7 @@ def job_spec(job: Job, job_id: int) -> pb.JobSpec:
         transforms=json.dumps([each.model_dump() for each in job.transforms]) if job.transforms else "",
         min_results=job.min_clients_to_aggregate,
         personal=_json(job.personal),
+        **({job.mode: job.training.model_dump_json()} if job.grouped else {}),
     )
 
 

@@ -31,7 +31,10 @@ class RoundPrivacy:
         self._facts, self._folder, self._schema_of = facts, folder, schema_of
 
     async def spent(self, job: Job) -> str:
-        """Return why no further round of a job may start, or "" if one may."""
+        """Return why the job may not open another round.
+
+        "" if it may.
+        """
         privacy = job.dp
         if privacy is None or not privacy.max_epsilon:
             return ""
@@ -55,14 +58,20 @@ class RoundPrivacy:
         return RoundPast(self._facts, row.job_id, partial(noise_secret, self._folder, self._name(row)))
 
     def why_not_resumed(self, open_: OpenRound) -> str:
-        """Return why a round cannot go on after a restart, or "" if it can."""
+        """Return why a round cannot go on after a restart.
+
+        "" if it can.
+        """
         epoch = self._facts.store.epoch
         if open_.job.dp is None or all(update.epoch == epoch for update in open_.accepted.values()):
             return ""
         return "the server was restored, and may have published its model before, with other noise"
 
     async def ended(self, open_: OpenRound, others: Iterable[OpenRound]) -> None:
-        """Erase the secret of a round that is over, and keep those of the other open rounds."""
+        """Erase the noise secret of a round that is over.
+
+        Those of the other open rounds stay.
+        """
         if open_.job.dp is not None:
             await self._facts.keep(self.forget, [each.row for each in others if each is not open_])
 

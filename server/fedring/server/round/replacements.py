@@ -1,4 +1,4 @@
-"""Replacements for the lost workers of a round's group, and the end of a round whose group has ended."""
+"""Replacements for lost workers of rounds' groups."""
 
 import asyncio
 from dataclasses import replace
@@ -13,7 +13,7 @@ from fedring.server.state.facts import Facts
 
 
 async def look_after_groups(rounds: Rounds, sessions: Sessions, facts: Facts) -> None:
-    """Do what the states of the rounds' groups make necessary, until cancelled."""
+    """Replace lost workers and end hopeless rounds, until cancelled."""
     while True:
         rounds.group_moved.clear()
         for open_ in rounds:
@@ -32,7 +32,10 @@ async def look_after_groups(rounds: Rounds, sessions: Sessions, facts: Facts) ->
 
 
 def replacements(open_: OpenRound, sessions: Sessions) -> list[str]:
-    """Return the clients that are to take the places of lost workers: they watch, suit the job, were not selected."""
+    """Return clients to take the places of lost workers.
+
+    They watch, suit the job, and were not selected.
+    """
     state = open_.group.state if open_.group is not None else None
     if state is None or state.phase is not gr.GroupPhase.GATHERING or not state.has_run:
         return []

@@ -55,7 +55,10 @@ def round_message(row: RoundRow, *, delivered: int | None = None) -> pb.Round:
 
 
 def open_message(open_: OpenRound | None, *, clients: bool = True) -> pb.Round | None:
-    """Return an open round as a message; `clients` says whether it lists what each client did. None gives None."""
+    """Return an open round as a message; None gives None.
+
+    `clients` says whether it lists what each client did.
+    """
     if open_ is None or (state := open_.state.round) is None:
         return None
     row = replace(open_.row, phase=state.phase)

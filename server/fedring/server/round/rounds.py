@@ -1,4 +1,4 @@
-"""The rounds in progress, each an object, and the clients that can take part in them.
+"""The open rounds, each an object.
 
 Whoever needs a round gets it by its number or as an argument: several may be open at once. `Rounds` takes events into
 their states and tells operators what changes. It performs nothing: that is `fedring.server.round.runner`.
@@ -36,7 +36,7 @@ from fedring.server.state.rows import ModelRow, RoundRow, UpdateRow
 
 
 class Rounds:
-    """The rounds in progress, for services, the runner, and operators. Used from one event loop.
+    """The open rounds, for services, the runner, and operators.
 
     Attributes:
         last: the row of the round that ended last; None if none has.
@@ -54,6 +54,7 @@ class Rounds:
         self.group_moved = asyncio.Event()
         self._here = RoundState()  # the clients that are here, without a round
         self._open: dict[int, OpenRound] = {}
+        self._generation = 0  # the newest of the groups of rounds that have ended
         self._run_id, self._returns, self._journal, self._metrics = run_id, sessions.returns, journal, metrics
         metrics.follow(lambda: self._here, lambda: [open_.state for open_ in self])
 
@@ -69,7 +70,7 @@ class Rounds:
         return next((open_ for open_ in self if open_.row.job_id == job_id), None)
 
     def of_client(self, client: str) -> OpenRound | None:
-        """Return the open round that a client takes part in, else the newest one, or None."""
+        """Return a client's open round, else the newest one."""
         mine = (open_ for open_ in self if open_.asks(client))
         return next(mine, self.newest)
 
@@ -79,13 +80,16 @@ class Rounds:
         return next(reversed(self._open.values()), None)
 
     def presence(self, event: Joined | Matched | Left) -> None:
-        """Note that a client has come or gone: all open rounds learn of it."""
+        """Tell all open rounds that a client came or went."""
         self._here = rd.apply(self._here, event, time.monotonic())
         for open_ in self:
             self.handle(open_, event)
 
     def handle(self, open_: OpenRound, event: Event) -> None:
-        """Take the event into the state of a round. What it makes due is done by the runner soon."""
+        """Take the event into the state of a round.
+
+        The runner will perform what it makes due.
+        """
         now = time.monotonic()
         before, open_.state = open_.state.round, rd.apply(open_.state, event, now)
         self._metrics.moved(before, open_.state.round, now)
@@ -105,6 +109,8 @@ class Rounds:
         """Forget a round that has ended."""
         self._open.pop(open_.row.round, None)
         self.last = open_.row
+        if open_.group is not None:
+            self._generation = max(self._generation, open_.group.generation)
 
     def learn(self, model: ModelRow) -> None:
         """Note a model that may be the newest."""
@@ -115,7 +121,8 @@ class Rounds:
         """Let the workers of a round gather, if it needs a group."""
         if open_.job.grouped:
             row = open_.row
-            older = self.group.generation if self.group else 0  # generations are numbered through all rounds
+            # Generations are numbered through all rounds: a worker of an older group is never taken for one of this.
+            older = max([self._generation, *(each.group.generation for each in self if each.group is not None)])
             self.group = open_.group = Rendezvous(
                 row.round,
                 group_rules(open_.job, target=len(row.selected)),
@@ -128,7 +135,10 @@ class Rounds:
             self.group_moved.set()
 
     def group_event(self, open_: OpenRound, event: gr.Event) -> None:
-        """Take an event into the state of a round's group, and tell operators what follows from it."""
+        """Take an event into the state of a round's group.
+
+        Operators are told what follows from it.
+        """
         if open_.group is not None:
             before = open_.group.moved
             for kind, text in open_.group.handle(event):
@@ -137,7 +147,10 @@ class Rounds:
                 self.group_moved.set()
 
     def expect_workers(self, open_: OpenRound) -> None:
-        """Tell a round's group whom the round still waits for; the grace of a client may have ended."""
+        """Tell a round's group whom the round still expects.
+
+        The grace of a client may have ended.
+        """
         if open_.group is not None and open_.group.active:
             self.group_event(open_, gr.Expected(rd.pending(open_.state, time.monotonic())))
 
@@ -161,7 +174,10 @@ class Rounds:
         return open_
 
     def accepted(self, open_: OpenRound, rows: Sequence[UpdateRow]) -> None:
-        """Count updates of a round that became durable together. Its `settling` must be held."""
+        """Count updates of a round that became durable together.
+
+        Its `settling` must be held.
+        """
         for row in rows:
             open_.accepted[row.client_id] = row
             self.handle(open_, Delivered(row.client_id))
@@ -171,7 +187,11 @@ class Rounds:
             self._journal.write("update_accepted", text, job_id=open_.row.job_id, client_id=row.client_id, state=state)
 
     async def abandon(self, open_: OpenRound | None, reason: str) -> int:
-        """End a round without a model. Returns its number, or 0 if it cannot be ended."""
+        """End a round without a model.
+
+        Returns:
+            Its number, or 0 if it cannot be ended.
+        """
         if open_ is None:
             return 0
         async with open_.settling:
@@ -197,7 +217,10 @@ class Rounds:
             self.handle(open_, Delayed(seconds))
 
     def note(self, open_: OpenRound, kind: str, text: str, client: str, *, clients: bool = False) -> None:
-        """Write what concerns a client of a round to the journal; `clients`: with what each client did."""
+        """Write an event of a client in a round to the journal.
+
+        `clients` says whether the round is described with each client's part.
+        """
         state = open_message(open_, clients=clients)
         self._journal.write(kind, text, job_id=open_.row.job_id, client_id=client, state=state)
 

@@ -1,4 +1,4 @@
-"""What each client of a round with secure aggregation is asked for, as events."""
+"""Events that ask clients for their parts in secure aggregation."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,14 +14,17 @@ TOO_LATE = "too_late"
 
 
 class StepEvents:
-    """Makes the events of the steps out of what clients have sent."""
+    """Makes the events of the steps from clients' messages."""
 
     def __init__(self, open_: OpenRound, exchange: SecureExchange) -> None:
         self._open, self._exchange = open_, exchange
         self._told: dict[tuple[int, SecureStep], bytes] = {}
 
     def waits_for(self, client: str) -> bytes:
-        """Return the event for a client now: what it is asked for, or that it is out; b"" if there is nothing."""
+        """Return the event for a client now.
+
+        It asks for something, or says that the client is out; b"" if there is nothing.
+        """
         state, place = self._exchange.state, self._exchange.state.place(client)
         if not state.groups:
             return b""
@@ -38,13 +41,13 @@ class StepEvents:
         return self.ended(TOO_LATE) if client not in (group.survivors or group.peers) else b""
 
     def ended(self, reason: str) -> bytes:
-        """Return the news that the round goes on without the client that is told."""
+        """Return the news that the round goes on without a client."""
         version = self._exchange.command.model_version
         ended = pb.RoundEnded(round=self._exchange.command.round, reason=reason, model_version=version)
         return pb.ServerEvent(round_ended=ended).SerializeToString()
 
     def _step(self, place: int, client: str) -> bytes:
-        """Return the event that asks a client for what belongs to its group's step."""
+        """Return the event of a client's step."""
         group = self._exchange.state.groups[place]
         if group.step is SecureStep.UPDATES:
             return self._event(peers=wire.SecurePeers(shares=self._sealed_for(client, group.peers)))
@@ -71,7 +74,7 @@ class StepEvents:
         return pb.ServerEvent(secure=message).SerializeToString()
 
     def _sealed_for(self, client: str, peers: Sequence[str]) -> list[wire.SealedShares]:
-        """Return what the other peers have sealed for a client, in the roster's order."""
+        """Return the other peers' sealed shares, in the roster's order."""
         others = [peer for peer in peers if peer != client]
         dealt = ((peer, self._exchange.dealt_by(peer)[client]) for peer in others)
         return [wire.SealedShares(client_id=peer, sealed=each.sealed, digests=each.digests) for peer, each in dealt]

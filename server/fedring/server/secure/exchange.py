@@ -1,4 +1,4 @@
-"""What the clients of a round with secure aggregation have sent, and what each of them is told."""
+"""The messages of a round with secure aggregation."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -23,7 +23,6 @@ from fedring.server.secure.combining import Agreed
 from fedring.server.secure.events import SecureStep
 from fedring.server.secure.steps import SecureSteps
 from fedring.server.state.rows import SecureMessageRow, SecureRoundRow
-from fedring.train.job import Job
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1 import secure_pb2 as wire
 
@@ -40,18 +39,10 @@ KINDS = {
 _DURABLE = ("step", "members", "peers", "survivors", "signers", "reason", "liars")
 
 
-def secure_rules(job: Job) -> ev.SecureRules | None:
-    """Return what the secure aggregation of the job's rounds obeys; None if it has none."""
-    settings = job.secure_aggregation
-    if settings is None:
-        return None
-    return ev.SecureRules(
-        settings.step_seconds, job.min_clients_to_aggregate, settings.group_size, own_noise=job.dp is not None
-    )
-
-
 class SecureExchange:
-    """The messages of one round's secure aggregation. It reads the state of the round's machine, and changes none.
+    """The messages of one round's secure aggregation.
+
+    It reads the state of the round's machine, and changes none.
 
     Attributes:
         members: the clients whose keys were checked.
@@ -72,7 +63,10 @@ class SecureExchange:
 
     @property
     def state(self) -> ev.ProtocolState:
-        """The state of the machine. There is one from the command to the end of the round."""
+        """The state of the machine.
+
+        There is one from the command to the end of the round.
+        """
         steps = self._open.state.round.steps if self._open.state.round else None
         if not isinstance(steps, SecureSteps):
             raise IllegalEvent("the secure aggregation has not begun, or is over")
@@ -90,11 +84,11 @@ class SecureExchange:
 
     @cached_property
     def task(self) -> bytes:
-        """The digest of what the round's clients are asked to do."""
+        """The digest of the round's task."""
         return task_digest(self.command)
 
     def row(self, number: int, epoch: int, event: ev.Event) -> SecureRoundRow:
-        """Return what must be durable before `event` is taken into the state."""
+        """Return the row to write before `event` is applied."""
         after = sm.apply(self.state, event, 0.0)
         groups = [{name: getattr(group, name) for name in _DURABLE} for group in after.groups]
         return SecureRoundRow(number, epoch, groups)
@@ -189,18 +183,21 @@ class SecureExchange:
         return None
 
     def shares_of(self, place: int) -> dict[str, list[bytes]]:
-        """Return what the signers of a group have sent to remove masks, by client."""
+        """Return the shares of a group's signers, by client."""
         sent, answered = self.messages[SecureStep.UNMASK], self.state.groups[place].answered
         return {name: list(wire.UnmaskShares.FromString(sent[name]).shares) for name in sorted(answered)}
 
     def agreed(self, place: int) -> Agreed:
-        """Return what the members of a group know of each other before its masks are removed."""
+        """Return the group's members, survivors and shares' digests."""
         group = self.state.groups[place]
         digests = {peer: {name: share.digests for name, share in self.dealt_by(peer).items()} for peer in group.peers}
         return Agreed(self.rosters[place], group.peers, group.survivors, digests)
 
     def figures(self, seconds: Mapping[str, float]) -> dict[str, Any]:
-        """Return how far the secure aggregation is, as JSON; `seconds` are what its steps have taken."""
+        """Return the progress of secure aggregation, as JSON.
+
+        `seconds` are those of its steps.
+        """
         state = self.state
         step = state.step
         groups = [group for group in state.groups if group.step is step and not group.reason]
@@ -218,7 +215,7 @@ class SecureExchange:
         }
 
     def dealt_by(self, peer: str) -> dict[str, wire.SealedShares]:
-        """Return what a peer has sealed, by receiver."""
+        """Return the sealed shares of a peer, by receiver."""
         found = self._dealt.get(peer)
         if found is None:
             sent = wire.SecureShares.FromString(self.messages[SecureStep.SHARES][peer]).shares
@@ -240,7 +237,9 @@ class SecureExchange:
             self.add_member(check_member(keys, self.command, lambda _name, _proof: None, self.task))
 
     def restored(self, rules: ev.SecureRules, decided: SecureRoundRow, since: float) -> ev.ProtocolState:
-        """Return the state of a secure aggregation that a restart has interrupted; its messages must be loaded.
+        """Return the state from before a restart.
+
+        The messages must be loaded.
 
         Args:
             rules: what it obeys.
@@ -260,7 +259,9 @@ def _group(
 ) -> ev.Group:
     members, peers, survivors, signers = (tuple(entry[key]) for key in ("members", "peers", "survivors", "signers"))
     ended = {"reason": entry["reason"], "liars": tuple(entry.get("liars", ()))}
-    group = ev.Group(members, SecureStep(entry["step"]), since, peers, survivors, signers, **ended)
+    # The masks that a group's shares have given lie in memory only: they are made of the same shares once more.
+    step = SecureStep.UNMASK if entry["step"] == SecureStep.DONE else SecureStep(entry["step"])
+    group = ev.Group(members, step, since, peers, survivors, signers, **ended)
     if group.survivors and not set(group.survivors) <= set(accepted):
         group = replace(group, reason=group.reason or "damaged_blob")  # the server has stopped while it noted this
     sent = messages.get(group.step, {})

@@ -1,4 +1,4 @@
-"""Rounds with secure aggregation: a kind of round, whose steps stand between the command and the model.
+"""Rounds with secure aggregation, as a kind of round.
 
 Whatever a client is told is durable before. What was decided once is never decided again, also after a restart.
 """
@@ -61,7 +61,10 @@ _COMMITS: dict[type[ev.Event], str] = {
 
 
 class SecureRounds:
-    """The kind of rounds whose clients' updates add up under masks; takes what clients send for them."""
+    """The kind of rounds with secure aggregation.
+
+    It takes the messages that clients send for them.
+    """
 
     def __init__(
         self,
@@ -76,7 +79,7 @@ class SecureRounds:
         self._check = partial(check_identity, authority=authority)
 
     def kind_of(self, open_: OpenRound) -> RoundKind | None:
-        """Return the course of a round with secure aggregation; None for another one."""
+        """Return the course of a round with secure aggregation."""
         settings = open_.job.secure_aggregation
         if settings is None:
             return None
@@ -85,11 +88,13 @@ class SecureRounds:
         return SecureRound(open_, rules, self._rounds, self._facts, self._dispatch, self._metrics)
 
     def outlasts(self, row: RoundRow) -> bool:
-        """Return whether clients may have secrets of a round until they learn that it is over."""
+        """Return whether clients may hold secrets of an old round."""
         return "secure" in row.stats
 
     async def take(self, client: str, message: Message) -> None:
-        """Take a client's message into the round; it is durable when this returns. It may be repeated.
+        """Take a client's message into its round.
+
+        It is durable when this returns. It may be repeated.
 
         Raises:
             Unavailable: if the server has just started, and the round waits to be resumed.
@@ -115,7 +120,10 @@ class SecureRounds:
     async def _commit(
         self, kind: "SecureRound", client: str, step: SecureStep, body: bytes, member: Member | None
     ) -> None:
-        """Make a message durable, then let it count. The same call may be under way a second time."""
+        """Make a message durable, then let it count.
+
+        The same call may be under way a second time.
+        """
         number, exchange = kind.open.row.round, kind.exchange
         self._find(number, client)  # nothing is kept of a round that has ended while the message was checked
         if member is not None:
@@ -132,7 +140,7 @@ class SecureRounds:
             kind.happened(ev.Answered(step, client))
 
     def _find(self, number: int, client: str) -> "SecureRound":
-        """Return the round of this number, if it takes messages of the client."""
+        """Return the round, if it takes the client's messages."""
         if self._rounds.recovering:
             raise Unavailable("the server has just started: try again")
         open_ = self._rounds.get(number)
@@ -178,16 +186,19 @@ class SecureRound(RoundKind):
         self.open.left_out = await self._facts.db(liars_before, self._facts.store, self.open.row)
 
     async def start(self) -> None:
-        """Note in which epoch the round begins, before its clients are told of it."""
+        """Note the epoch of the round before its clients know it."""
         store = self._facts.store
         await self._facts.db(store.save_secure_round, SecureRoundRow(self.open.row.round, store.epoch, []), "start")
 
     def steps(self, clients: frozenset[str]) -> Steps | None:
-        """Wait for the keys of the clients, which have been sent the command."""
+        """Return the first step: waiting for the clients' keys."""
         return SecureSteps(ev.ProtocolState(self._rules, clients, time.monotonic()))
 
     async def perform(self, effect: object) -> None:
-        """Do what the machine says is due; a decision is made durable before anybody is told of it."""
+        """Perform an effect of the machine.
+
+        A decision is made durable before anybody is told of it.
+        """
         match effect:
             case ev.FormGroups(clients):
                 groups = form_groups(clients, self._rules.group_size, self._random)
@@ -212,7 +223,7 @@ class SecureRound(RoundKind):
         return SecureSteps(self.exchange.restored(self._rules, decided, since))
 
     def resumed(self) -> None:
-        """Take up what was decided before the restart."""
+        """Take up the decisions of before the restart."""
         state = self.exchange.state
         for group in state.groups:
             for client in group.liars:
@@ -231,7 +242,7 @@ class SecureRound(RoundKind):
         return self.exchange.members_with(client)
 
     def waits_for(self, client: str) -> bytes:
-        """Return the event that asks a client for its part of a step, or says that it is out."""
+        """Return the event of the client's step, or of its exclusion."""
         return self._events.waits_for(client) if self.exchange.has_begun else b""
 
     @property
@@ -240,7 +251,11 @@ class SecureRound(RoundKind):
         return [self._masks[place] for place, group in enumerate(self.exchange.state.groups) if not group.reason]
 
     async def lost(self, clients: frozenset[str], reason: str) -> bool:
-        """Let the groups fail whose sums these clients' updates have spoilt. Returns whether the round can publish."""
+        """Fail the groups with updates of these clients.
+
+        Returns:
+            Whether the round can still publish.
+        """
         for place, group in enumerate(self.exchange.state.groups):
             if not group.reason and clients & set(group.survivors):
                 await self._decide(ev.GroupFailed(place, reason))
@@ -255,7 +270,7 @@ class SecureRound(RoundKind):
         return {"secure": self.exchange.figures(self._seconds)} if self.exchange.has_begun else {}
 
     def stats(self) -> dict[str, Any]:
-        """Return what the round's row keeps: how far it came, and who has sent wrong shares."""
+        """Return the progress and the liars, for the round's row."""
         return self.figures() | ({"liars": sorted(self._liars)} if self._liars else {})
 
     def happened(self, event: ev.Event) -> None:
@@ -284,7 +299,7 @@ class SecureRound(RoundKind):
         self._tell(before)
 
     def _tell(self, before: ev.ProtocolState) -> None:
-        """Tell clients what they are asked for now, and those that are out that the round goes on without them."""
+        """Tell clients of their new step, or that they are out."""
         open_, after = self.open, self.exchange.state
         for place, group in enumerate(after.groups):
             if group.reason and (not before.groups or not before.groups[place].reason):
@@ -312,7 +327,9 @@ class SecureRound(RoundKind):
         self.happened(ev.Combined(place))
 
     def _lied(self, client: str, why: str) -> None:
-        """Note that a client was proved to have sent wrong shares: the job's later rounds go on without it.
+        """Note that a client has sent wrong shares.
+
+        The job's later rounds go on without it.
 
         Args:
             client: the client.
@@ -327,7 +344,10 @@ class SecureRound(RoundKind):
 
 
 def liars_before(store: Store, row: RoundRow) -> frozenset[str]:
-    """Return the clients that have sent wrong shares in an earlier round of the job; each round tells the next."""
+    """Return the clients that lied in earlier rounds of the job.
+
+    Each round tells the next.
+    """
     rows = store.rounds(1, row.job_id, row.round)
     return frozenset(name for last in rows for key in ("left_out", "liars") for name in last.stats.get(key, ()))
 
@@ -338,7 +358,9 @@ def _note(rounds: Rounds, open_: OpenRound, text: str) -> None:
 
 
 def charge_of_sums(open_: OpenRound, state: ev.ProtocolState) -> ChargeRow | None:
-    """Return what it costs that the sums of a round are seen, also if no model comes of them.
+    """Return the charge for seeing the sums of a round.
+
+    It is due also if no model comes of them.
 
     Returns:
         None, unless the clients have added noise.

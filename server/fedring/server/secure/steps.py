@@ -13,7 +13,7 @@ _MOST_NAMES = 10
 
 @dataclass(frozen=True, slots=True)
 class SecureSteps:
-    """The machine of one round's secure aggregation, in the form in which the round's machine drives it."""
+    """Secure aggregation in the form of a round's steps."""
 
     state: ev.ProtocolState
 
@@ -29,15 +29,21 @@ class SecureSteps:
         return SecureSteps(sm.apply(self.state, event, now))
 
     def closed(self, delivered: frozenset[str]) -> "SecureSteps":
-        """Return the state after the round has closed with the updates of these clients."""
+        """Return the state after the round has closed.
+
+        `delivered` are the clients whose updates it has.
+        """
         return SecureSteps(sm.apply(self.state, ev.UpdatesClosed(delivered), 0.0))
 
     def delayed(self, seconds: float) -> "SecureSteps":
-        """Return the state after so many seconds in which nobody could go on."""
+        """Return the state after a time without progress."""
         return SecureSteps(sm.apply(self.state, ev.StepsDelayed(seconds), 0.0))
 
     def due(self, reachable: frozenset[str], now: float) -> Effect | None:
-        """Return what is to be done now; `reachable` are the clients that can still answer."""
+        """Return the effect that is due now, if there is one.
+
+        `reachable` are the clients that can still answer.
+        """
         match sm.due(self.state, reachable, now):
             case None:
                 return None
@@ -47,12 +53,15 @@ class SecureSteps:
                 return TakeStep(effect)
 
     def wake_at(self) -> float:
-        """Return when `due` may change without an event, in monotonic seconds; inf means never."""
+        """Return when `due` may change without an event.
+
+        In monotonic seconds; inf means never.
+        """
         return sm.wake_at(self.state)
 
 
 def listed(names: Sequence[str]) -> str:
-    """Return names for a sentence, the first of them if they are many."""
+    """Return names for a sentence: the first of many."""
     more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
     return ", ".join(names[:_MOST_NAMES]) + more
 

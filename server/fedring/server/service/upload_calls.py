@@ -1,4 +1,4 @@
-"""Calls that upload: performs what an upload (`fedring.server.update.upload`) asks for."""
+"""Effects of uploads (`fedring.server.update.upload`), performed."""
 
 import asyncio
 import time
@@ -69,7 +69,10 @@ class UploadCalls:
         self._uploads: dict[str, asyncio.Task[Any]] = {}
 
     def call(self, client: str, messages: AsyncIterator[pb.ClientUpdate | ReceivedChunk] | None = None) -> "UploadCall":
-        """Return a call of a client; without messages, the payload comes with its offer. Enter its stack."""
+        """Return a call of a client; its stack must be entered.
+
+        Without messages, the payload comes with its offer.
+        """
         return UploadCall(client, Upload(client, self._facts.store.epoch), messages)
 
     async def advance(self, call: "UploadCall", event: Event) -> Effect:
@@ -205,7 +208,7 @@ class UploadCalls:
 
 
 class UploadCall:
-    """What one call keeps of its upload."""
+    """The state of one call that uploads."""
 
     def __init__(
         self, client: str, upload: Upload, messages: AsyncIterator[pb.ClientUpdate | ReceivedChunk] | None

@@ -1,0 +1,81 @@
+"""What the tables of a job have in common: keys, what they demand of other keys, and how clients train together."""
+
+from collections.abc import Iterator
+from typing import ClassVar, Literal, Protocol
+
+from pydantic import BaseModel, ConfigDict
+
+
+class JobView(Protocol):
+    """The keys of a job that its tables look at."""
+
+    @property
+    def weights(self) -> str: ...
+    @property
+    def best_by(self) -> str: ...
+    @property
+    def batch_size(self) -> int: ...
+    @property
+    def momentum(self) -> float: ...
+    @property
+    def evaluator(self) -> str: ...
+    @property
+    def evaluate_on_server(self) -> bool: ...
+    @property
+    def min_clients_to_aggregate(self) -> int: ...
+    @property
+    def fewest_updates(self) -> int: ...
+
+
+class JobTable(BaseModel):
+    """A table of a job that turns an algorithm on. Unknown keys are errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    hides: ClassVar[bool] = False
+    """Whether updates hide numbers of samples, metrics and training times."""
+
+    def check(self, job: JobView) -> None:
+        """Check that the other keys of the job go with this table.
+
+        Raises:
+            ValueError: If a key has another value than it must have; the sentence says why.
+        """
+
+
+class TrainingMode(JobTable):
+    """How clients train together: the keys of a mode, and its facts. The facts here are those of the mode federated."""
+
+    grouped: ClassVar[bool] = False
+    """Whether the clients of a round form one group of workers, one of which delivers the update for all."""
+
+    staged: ClassVar[bool] = False
+    """Whether each worker has some stages of the model, and none has all of it."""
+
+    @property
+    def workers(self) -> int:
+        """The exact number of clients in a group; 0 = the job's other keys decide."""
+        return 0
+
+    @property
+    def patience(self) -> float:
+        """Seconds that a group waits for somebody in the place of a lost worker."""
+        return 0.0
+
+    @property
+    def by_module(self) -> bool:
+        """Whether the server makes the first model one module at a time."""
+        return False
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """The layers that the job names."""
+        return ()
+
+    def applied_momentum(self, momentum: float) -> float:
+        """Return the part of the job's momentum that is applied before gradients are sent."""
+        return 0.0
+
+    def own_code(self, momentum: float) -> Iterator[tuple[str, Literal["hook", "cut"], str]]:
+        """Yield the keys, kinds and names of callables that workers use; `momentum` is the job's."""
+        yield from ()

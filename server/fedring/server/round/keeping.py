@@ -1,0 +1,62 @@
+"""The clocks of open rounds on disk, and old models."""
+
+import asyncio
+import time
+from contextlib import suppress
+from dataclasses import replace
+
+from fedring.server.config import ServerConfig
+from fedring.server.model.models import Models
+from fedring.server.round import machine as rd
+from fedring.server.round.events import Phase
+from fedring.server.round.rounds import Rounds
+from fedring.server.state.facts import Facts
+from fedring.server.state.failures import StorageError
+
+_ALL = 1_000_000_000
+_PERIOD = 1.0
+"""Seconds between two notes of the time. Each says what will be left at the next one: a kill gives no notice."""
+
+
+class Keeper:
+    """Notes the time left of open rounds; deletes old models."""
+
+    def __init__(self, rounds: Rounds, facts: Facts, models: Models, config: ServerConfig) -> None:
+        self._rounds, self._facts, self._models, self._config = rounds, facts, models, config
+
+    async def run(self) -> None:
+        """Note the time left again and again, until cancelled.
+
+        So a restart gives rounds no more time.
+        """
+        while True:
+            await asyncio.sleep(_PERIOD)
+            await self.save_time(less=_PERIOD)
+
+    async def save_time(self, *, less: float = 0.0) -> None:
+        """Note the seconds that the open rounds have left.
+
+        `less` of them are as good as gone.
+        """
+        for open_ in self._rounds:
+            round_ = open_.state.round
+            if round_ is None or round_.phase not in (Phase.WAITING, Phase.TRAINING):
+                continue
+            left = max(0.0, rd.deadline(round_) - time.monotonic() - less)
+            open_.row = replace(open_.row, seconds_left=left)
+            with suppress(StorageError):  # the disk is full, or somebody else holds the database: the next note will do
+                await self._facts.db(self._facts.store.save_seconds_left, open_.row.round, round_.phase, left)
+
+    async def prune(self) -> None:
+        """Delete models, updates and rounds that are older than the configuration keeps.
+
+        The models from which open rounds start stay.
+        """
+        facts, config = self._facts, self._config
+        bases = {open_.base.version for open_ in self._rounds}
+        keep = (config.keep_models, config.keep_update_rounds, config.keep_rounds, config.keep_jobs)
+        await facts.db(facts.store.shorten_log)
+        await facts.db(facts.blobs.forget_unnamed, config.unnamed_seconds)
+        if await facts.db(facts.prune, *keep):
+            kept = await facts.db(facts.store.models, _ALL)
+            self._models.versions.forget({row.version for row in kept} | bases)

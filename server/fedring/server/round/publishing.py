@@ -1,0 +1,234 @@
+"""The model of a closed round: made, published, evaluated."""
+
+import asyncio
+import logging
+import time
+from dataclasses import replace
+from typing import Any
+
+from fedring.codec import CodecError
+from fedring.server.group import machine as gr
+from fedring.server.model.models import Models
+from fedring.server.model.optimizer import OptimizerError
+from fedring.server.model.rule import RuleError
+from fedring.server.model.strategy import StrategyError
+from fedring.server.model.testset import TestSet
+from fedring.server.model.versions import files_of
+from fedring.server.round.dispatch import Dispatch
+from fedring.server.round.events import OPEN, Abandoned, Lost, Phase, Published
+from fedring.server.round.metrics import RoundMetrics
+from fedring.server.round.open_round import OpenRound
+from fedring.server.round.private_rounds import RoundPrivacy
+from fedring.server.round.rounds import Rounds
+from fedring.server.sessions.sessions import Sessions
+from fedring.server.state.facts import Facts
+from fedring.server.state.failures import DamagedModel, DamagedUpdates, StorageError, StorageFailed
+from fedring.server.state.rows import EvaluationRow, ModelRow, RoundRow
+from fedring.train.errors import SeamError
+from fedring.train.metrics import result_of, with_origin
+
+log = logging.getLogger(__name__)
+
+
+class Publisher:
+    """Makes the models of closed rounds, one at a time.
+
+    Each takes the next version.
+    """
+
+    def __init__(
+        self,
+        rounds: Rounds,
+        facts: Facts,
+        models: Models,
+        privacy: RoundPrivacy,
+        sessions: Sessions,
+        metrics: RoundMetrics,
+        test_set: TestSet,
+    ) -> None:
+        self._rounds, self._facts, self._models, self._privacy = rounds, facts, models, privacy
+        self._sessions, self._metrics, self._test_set = sessions, metrics, test_set
+        self._dispatch = Dispatch(sessions)
+        self._one_at_a_time = asyncio.Lock()
+
+    async def make(self, open_: OpenRound) -> None:
+        """Make and publish the next model, or abandon the round.
+
+        What can be mended, or waited for, makes it due again.
+        """
+        async with self._one_at_a_time:
+            if open_.stop_reason and open_.phase is Phase.AGGREGATING:
+                self._rounds.handle(open_, Abandoned(open_.stop_reason))
+            if open_.phase is Phase.AGGREGATING:  # it may have been stopped while another model was made
+                await self._make(open_)
+        if open_.phase is Phase.AGGREGATING and not open_.stop_reason:
+            await wait_for_disk(self._facts, open_)
+
+    async def _make(self, open_: OpenRound) -> None:
+        open_.making = True
+        try:
+            with self._metrics.aggregate_seconds.time():
+                model, ended = await publish(self._facts, self._models, self._privacy, open_)
+        except StorageFailed as error:
+            log.warning("the model of round %d waits for the disk: %s", open_.row.round, error)
+        except DamagedUpdates as error:
+            await self._facts.keep(self._go_on_without, open_, error)
+        except open_.kind.recoverable as error:
+            log.error("round %d: %s", open_.row.round, error)
+            open_.failures.insert(0, str(error))
+            if not await self._facts.keep(open_.kind.recover, error):
+                self._rounds.handle(open_, Abandoned(error.reason))
+        except (RuleError, SeamError) as error:
+            log.error("round %d makes no model: %s", open_.row.round, error, exc_info=error.__cause__)
+            open_.failures.insert(0, str(error))
+            self._rounds.handle(open_, Abandoned(error.reason))
+        except (StorageError, CodecError, OptimizerError, RuntimeError) as error:  # torch raises RuntimeErrors
+            log.error(
+                "round %d makes no model: %s", open_.row.round, error, exc_info=not isinstance(error, StorageError)
+            )
+            if isinstance(error, DamagedModel):
+                self._note_damage(open_, error)
+            self._rounds.handle(open_, Abandoned(getattr(error, "reason", "bad_optimizer")))
+        else:
+            self._publish(open_, model, ended)
+        finally:
+            open_.making = False
+
+    def _publish(self, open_: OpenRound, model: ModelRow, ended: RoundRow) -> None:
+        """Tell everybody of the new model; it is durable.
+
+        Clients are asked to evaluate it.
+        """
+        rounds = self._rounds
+        open_.row, open_.made, rounds.latest = ended, model, model
+        self._metrics.guarded(ended.stats)
+        self._models.versions.remember(model)
+        evaluators = self._sessions.here(open_.job.clients) if open_.job.evaluate else []
+        rounds.handle(open_, Published(frozenset(evaluators)))
+        self.end_training(open_)
+        for client in evaluators:
+            self._dispatch.evaluate(open_, model, client)
+        text = f"{open_.title} published model {model.version} in {ended.stats['seconds']:.2f} s"
+        rounds.tell(open_, "round_published", text)
+
+    async def evaluated(self, open_: OpenRound, model: ModelRow) -> None:
+        """Note the figures of the model that a round has published."""
+        stats, summed = await evaluation(self._facts, self._models, self._test_set, open_, model)
+        self._metrics.evaluated(stats)
+        open_.row = replace(open_.row, stats=stats)
+        await self._facts.keep(self._facts.db, self._facts.store.save_evaluation, open_.row)
+        figure = ""
+        if summed is not None and summed.total:
+            known = summed.accuracy is not None
+            figure = f": accuracy {summed.accuracy:.4f}" if known else f": loss {summed.loss:.4f}"
+        rule = open_.job.best_by
+        if rule and not result_of(stats["metrics"], rule):
+            figure += f"; it has no {rule.split()[1]}, so best_by cannot choose its model"
+        figure += "".join(f"; {warning}" for warning in stats.get("warnings", ()))
+        self._rounds.tell(open_, "round_evaluated", f"{open_.title} is evaluated{figure}")
+
+    async def damaged(self, error: DamagedModel) -> None:
+        """End the rounds that start from a damaged model.
+
+        Their jobs end, too.
+        """
+        hit = [each for each in self._rounds if each.base.version == error.version and each.phase in OPEN]
+        for open_ in hit:
+            self._note_damage(open_, error)
+            await self._rounds.abandon(open_, error.reason)
+        if not hit:
+            log.error("%s", error.detail)
+
+    async def forget(self, open_: OpenRound) -> None:
+        """Erase the secrets of a round that is over."""
+        await self._privacy.ended(open_, self._rounds)
+
+    def end_training(self, open_: OpenRound) -> None:
+        """Tell workers and clients that the round has closed."""
+        self._rounds.group_event(open_, gr.GroupClosed(open_.row.reason))
+        self._dispatch.ended(open_, self._rounds.latest)
+
+    async def _go_on_without(self, open_: OpenRound, error: DamagedUpdates) -> None:
+        """Forget damaged updates that were accepted.
+
+        The round ends without them, or is abandoned for want of them.
+        """
+        rounds = self._rounds
+        can_publish = await open_.kind.lost(frozenset(error.clients), error.reason)
+        await self._facts.db(self._facts.drop_updates, open_.row.round, sorted(error.clients))
+        for client, text in error.clients.items():
+            del open_.accepted[client]
+            rounds.handle(open_, Lost(client))
+            text = f"{text}: what it had learned is lost"
+            open_.failures.append(text)
+            self._rounds.note(open_, "blob_damaged", text, client, clients=True)
+        round_ = open_.state.round
+        few = round_ is not None and len(round_.delivered) < round_.rules.min_to_aggregate
+        if few or not can_publish:
+            rounds.handle(open_, Abandoned(error.reason))
+
+    def _note_damage(self, open_: OpenRound, error: DamagedModel) -> None:
+        open_.failures.insert(0, error.detail)
+        open_.retryable = False
+        self._rounds.tell(open_, "blob_damaged", error.detail)
+
+
+async def wait_for_disk(facts: Facts, open_: OpenRound) -> None:
+    """Wait until the disk works, or the round's phase ends."""
+    storage, phase = facts.storage, open_.phase
+    while storage.fault and open_.phase is phase:
+        open_.changed.clear()
+        await storage.works_or(open_.changed)
+
+
+async def publish(facts: Facts, models: Models, privacy: RoundPrivacy, open_: OpenRound) -> tuple[ModelRow, RoundRow]:
+    """Make the next model, and commit it with its round's end.
+
+    Args:
+        facts: keeps the model.
+        models: makes it.
+        privacy: knows what the rounds before have spent.
+        open_: the round.
+
+    Raises:
+        DamagedModel, DamagedUpdates: if what it is made of is damaged.
+        StorageFailed: if the disk refuses it; nothing was changed.
+        StorageError, CodecError, OptimizerError, RuleError, SeamError, RuntimeError: if it cannot be made; the last is
+            torch's.
+    """
+    version = await facts.db(facts.store.next_version)
+    closed = open_.closed(facts.store.secret, privacy.past_of(open_.row))
+    open_.prepared = await facts.heavy(models.maker.prepare, closed)
+    made = await facts.heavy(models.maker.next, open_.base, open_.prepared, version)
+    ended = open_.ended(Phase.PUBLISHED, model_version=version)
+    frozen = open_.command.job.frozen_digest
+    model = replace(made, job_id=open_.row.job_id, metrics=ended.stats["metrics"], frozen_digest=frozen)
+    try:
+        await facts.db(facts.store.publish, model, ended, open_.prepared.charge())
+    except StorageFailed:
+        await facts.db(facts.discard, files_of(model))  # they take up the space that is missing
+        raise
+    return model, ended
+
+
+async def evaluation(
+    facts: Facts, models: Models, test_set: TestSet, open_: OpenRound, model: ModelRow
+) -> tuple[dict[str, Any], EvaluationRow | None]:
+    """Return the figures of an evaluation, and the clients' sum."""
+    stats = open_.stats(open_.row.stats["seconds"])
+    if open_.job.aggregation.own:
+        try:
+            stats["metrics"] |= with_origin("server", await facts.heavy(models.maker.ask_metrics, model, open_.job))
+        except (StrategyError, SeamError, StorageError, CodecError, MemoryError, RuntimeError) as error:
+            log.warning("round %d has published, but: %s", open_.row.round, error, exc_info=error.__cause__)
+            stats["warnings"] = [str(error) or "the server has too little memory to evaluate the model"]
+    if open_.job.evaluate_on_server and (counts := await facts.heavy(test_set.evaluate, model, open_.job)):
+        stats |= {"server_accuracy": counts.accuracy, "server_loss": counts.loss}
+        means = with_origin("server", counts.metrics, accuracy=counts.accuracy, loss=counts.loss)
+        stats["metrics"] |= means
+    stats["evaluate_seconds"] = time.monotonic() - open_.started - stats["seconds"]
+    summed = await facts.db(facts.store.evaluation_sum, model.version)
+    if summed is not None:
+        stats |= {name: getattr(summed, name) for name in ("correct", "total", "loss_sum", "classified")}
+        stats["metrics"] |= with_origin("eval", summed.metrics, accuracy=summed.accuracy, loss=summed.loss)
+    return stats, summed
