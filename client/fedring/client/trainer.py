@@ -253,7 +253,7 @@ class DeclaredTrainer:
         task.fail(failure.reason, detail, noise=self._noise(task, failure))
 
     def _noise(self, task: Task, failure: "_Failure") -> nn.Module | None:
-        """Return the model after a training on noise alone, if there is noise.
+        """Return the model after a training on noise alone.
 
         A training diverges by its noise and its learning rate, whatever the samples are: then this one would, too.
         """

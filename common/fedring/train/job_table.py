@@ -31,7 +31,10 @@ class JobView(Protocol):
 
 
 class JobTable(BaseModel):
-    """A table of a job that turns an algorithm on. Unknown keys are errors."""
+    """A table of a job that turns an algorithm on.
+
+    Unknown keys are errors.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -90,7 +93,7 @@ class TrainingMode(JobTable):
         return 0.0
 
     def own_code(self, momentum: float) -> Iterator[tuple[str, Literal["hook", "cut"], str]]:
-        """Yield the callables of the user's own that workers use: key, kind and name.
+        """Yield key, kind and name of the user's callables for workers.
 
         Args:
             momentum: Of the job.

@@ -1,4 +1,4 @@
-"""A small page to look at, read-only, and the JSON behind it: docs/web.md.
+"""A small read-only page, and the JSON behind it: docs/web.md.
 
 It knows HTTP, and nothing of rounds. It may import `fedring.daemon`.
 

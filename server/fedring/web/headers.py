@@ -1,4 +1,7 @@
-"""Headers that tell the browser to trust only the page's own files, and to tell nobody of the page."""
+"""Headers by which the browser trusts only the page's own files.
+
+They also keep it from telling others of the page.
+"""
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import PlainTextResponse
@@ -29,7 +32,10 @@ _HEADERS = {
 
 
 class Careful:
-    """Let `app` answer only GET, not the scripts of other sites, and put the headers above on its responses."""
+    """Let `app` answer only GET, with the headers above.
+
+    Scripts of other sites get no answer.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
