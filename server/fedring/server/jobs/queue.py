@@ -86,7 +86,7 @@ class Jobs:
         return job_id, 0
 
     async def run(self) -> None:
-        """Run what is queued until cancelled; first what a restart interrupted."""
+        """Run queued jobs until cancelled, first those that a restart interrupted."""
         while True:
             self._queued.clear()
             row = await self._facts.db(self._next)

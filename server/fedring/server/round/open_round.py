@@ -223,7 +223,7 @@ class RoundKind:
         """
 
     async def start(self) -> None:
-        """Make durable what the command depends on.
+        """Store everything that the command depends on.
 
         Raises:
             StorageFailed: if that cannot be kept.

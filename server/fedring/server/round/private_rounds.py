@@ -1,4 +1,4 @@
-"""Differential privacy of rounds: what may still be spent, the secret of the noise, and what was charged."""
+"""Differential privacy of rounds: budget, noise secret, and charges."""
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping
@@ -19,7 +19,9 @@ T = TypeVar("T")
 
 
 class RoundPrivacy:
-    """What the rounds of jobs with `dp` need; for other jobs, its methods do nothing.
+    """The privacy budget and the noise of jobs with `dp`.
+
+    For other jobs, its methods do nothing.
 
     Args:
         facts: hold the charges.
@@ -89,7 +91,7 @@ class RoundPrivacy:
 
 
 class RoundPast:
-    """The earlier rounds of a job, for a thread that makes a model.
+    """A job's earlier rounds, for a thread that makes a model.
 
     It must be made in the event loop, in which it reads the store.
 
