@@ -234,7 +234,10 @@ class SecureRound(RoundKind):
             self._rounds.handle(self.open, Closed())
 
     def check_update(self, client: str) -> None:
-        """Check that the client is still part of the secure aggregation; UnknownRound if not."""
+        """Check that the client is still part of the secure aggregation.
+
+        Raises UnknownRound if it is not.
+        """
         self.exchange.check_update(client)
 
     def members_with(self, client: str) -> int:
@@ -274,7 +277,7 @@ class SecureRound(RoundKind):
         return self.figures() | ({"liars": sorted(self._liars)} if self._liars else {})
 
     def happened(self, event: ev.Event) -> None:
-        """Take an event into the machine, and count the steps that it ends."""
+        """Apply an event to the machine, and count the steps it ends."""
         now, before = time.monotonic(), self.exchange.state
         self._rounds.handle(self.open, Stepped(event))
         after = self.exchange.state
@@ -374,7 +377,7 @@ def charge_of_sums(open_: OpenRound, state: ev.ProtocolState) -> ChargeRow | Non
 
 
 def check_identity(client: str, proof: Proof, *, authority: Path | None) -> None:
-    """Check that a proof is that of a client, as far as the server can tell.
+    """Check a client's proof of identity, as far as the server can.
 
     Args:
         client: the client id.
