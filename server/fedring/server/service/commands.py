@@ -108,7 +108,10 @@ class TrainCmdService(rpc.TrainCmdServiceServicer):
             event = await session.outbox.get()
 
     async def _guard(self, session: Session) -> None:
-        """Send heartbeats until the session is closed or lost. One timer a session is cheaper than one a message."""
+        """Send heartbeats until the session is closed or lost.
+
+        One timer a session is cheaper than one a message.
+        """
         beat, lost = self._config.heartbeat_seconds, self._config.lost_after_seconds
         while True:
             if session.owner.ends_at is not None and time.time() >= session.owner.ends_at:
@@ -129,7 +132,10 @@ class TrainCmdService(rpc.TrainCmdServiceServicer):
                 raise session.reason or Unavailable("the session was closed")
 
     def _contested(self, client_id: str, peer: str) -> None:
-        """Tell operators that somebody else wants the id of a client in session; once for all of its tries."""
+        """Tell operators of a rival for the id of a client.
+
+        The client is in session. They are told once for all tries of the rival.
+        """
         session, now = self._sessions.get(client_id), time.monotonic()
         if session is not None and now >= session.contested + 3 * self._config.lost_after_seconds:
             session.contested = now
