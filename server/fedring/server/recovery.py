@@ -1,4 +1,7 @@
-"""From the state folder to the parts of a server, which go on where the last process ended."""
+"""Recovery of a server's parts from the state folder.
+
+They go on where the last process ended.
+"""
 
 import errno
 import logging
@@ -25,7 +28,9 @@ _LATER = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 async def recover(
     config: ServerConfig, stack: ExitStack, *, sweep: bool, drop_damaged: bool = False, accept_older: bool = False
 ) -> Parts:
-    """Open the state folder, which nobody else may use until `stack` is closed.
+    """Open the state folder for this process alone, and recover its parts.
+
+    Nobody else may use the folder until `stack` is closed.
 
     Args:
         config: names the folder.
@@ -69,7 +74,7 @@ async def recover(
 
 
 async def reload(parts: Parts, *, end_orphans: bool = True) -> int:
-    """Learn the newest models, the last round and the interrupted one from the store.
+    """Load the newest models, the last round and the interrupted one.
 
     Returns:
         The number of the round that a restart interrupted; 0 if there is none.
@@ -91,7 +96,9 @@ async def reload(parts: Parts, *, end_orphans: bool = True) -> int:
 
 
 async def _find_lost_models(parts: Parts, config: ServerConfig, *, accept: bool) -> None:
-    """Look for models of rounds that the database does not know: the row of a round comes before its model.
+    """Look for models of rounds that the database does not know.
+
+    The row of a round comes before its model, so such a model shows that commits were lost.
 
     Raises:
         StorageError: "lost_commits", if there is one; with `accept`, a new epoch begins instead.
