@@ -218,6 +218,7 @@ async def _serve(
 def _servers(parts: Parts, security: Security, config: ServerConfig, most: Shares) -> tuple[aio.Server, aio.Server]:
     """Make the guarded servers for clients and for flctl."""
     guards = [CountCalls(parts.metrics.calls), Boundary()]
+    # The cheapest refusal comes first: addresses, then callers. Spans come last, so a refused call leaves none.
     public = make_server(
         [*guards, security.public_entrance, security.public, TraceCalls()],
         max_streams=4 * config.max_clients,

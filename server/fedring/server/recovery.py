@@ -34,7 +34,7 @@ async def recover(
 
     Args:
         config: names the folder.
-        stack: takes what must be let go of in the end.
+        stack: receives the resources to close in the end.
         sweep: put aside the files that nothing names, never before the newest model was found to be there, and end the
             rounds of jobs that do not run; without it, this is only a look.
         drop_damaged: forget models of which a file is damaged, instead of refusing to start without the newest.
@@ -57,6 +57,7 @@ async def recover(
             raise StorageFailed("disk_error" if error.errno == errno.EIO else "disk_full", str(error)) from error
         raise ConfigError(f"state_dir {config.state_dir} cannot be used: {error}") from error
     facts = Facts(store, blobs, threads=config.threads)
+    # The stack closes it even when a later step fails.
     stack.callback(facts.close)
     models = Models(blobs, facts.pool, config, store.run_id)
     sessions = Sessions(config.max_clients, config.lost_after_seconds)
@@ -65,6 +66,7 @@ async def recover(
         await _drop_damaged(parts)
     await _find_lost_models(parts, config, accept=accept_older)
     open_round = await reload(parts, end_orphans=sweep)
+    # Files are put aside only now: the check for lost models reads those that nothing names.
     if sweep:
         resumable = _resumable(facts, open_round) if open_round else []
         if swept := await facts.db(blobs.sweep, await facts.db(store.named_blobs), resumable):

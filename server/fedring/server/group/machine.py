@@ -252,16 +252,19 @@ def _settle(state: GroupState, now: float) -> GroupState:
             )
         case GroupPhase.ENDED:
             return state
+    # A group with a gap cannot finish, so the loss of any member starts the next generation.
     if lost := [name for name in state.members if name not in state.workers]:
         return _next_generation(state, f"lost {', '.join(lost)}", now)
     members = [state.workers[name] for name in state.members]
     if state.phase is GroupPhase.RUNNING:
         if not all(worker.digest is not None for worker in members):
             return state
+        # All members must hold the same result, since any one of them may deliver it for all.
         equal = len({worker.digest for worker in members}) == 1
         return replace(state, phase=GroupPhase.DONE, since=now) if equal else _end(state, "diverged", now)
     if all(worker.joined for worker in members):
         steps = max(worker.steps for worker in members)
+        # Progress forgives failed generations; without any, the group gives up in the end.
         fruitless = 0 if steps > state.steps else state.fruitless
         return replace(
             state, phase=GroupPhase.RUNNING, since=now, has_run=True, steps=steps, fruitless=fruitless, reason=""

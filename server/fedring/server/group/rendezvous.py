@@ -22,9 +22,9 @@ class Rendezvous:
 
     Args:
         number: the round's.
-        rules: what its groups obey.
+        rules: the rules of its groups.
         expected: the clients that were selected.
-        done: takes what each worker says of its work.
+        done: receives the reports of workers.
         slowest: returns how many seconds clients take to come back, at most; 0 if nothing is known.
         generation: the number of its first generation.
         resumed: whether the round was open before the server was restarted.
@@ -146,6 +146,7 @@ def view(state: gr.GroupState, client: str) -> pb.GroupMessage:
         return pb.GroupMessage(ended=pb.Ended(reason="too_late"))
     if state.phase is gr.GroupPhase.GATHERING:
         return pb.GroupMessage(prepare=pb.Prepare(generation=generation))
+    # A worker outside the group stays connected: the next generation may need it.
     if client not in state.members:
         return pb.GroupMessage(wait=pb.Wait())
     if state.phase is gr.GroupPhase.JOINING:

@@ -52,7 +52,7 @@ _VERBS = {
     "CreateToken": "token create",
     "RevokeToken": "token revoke",
 }
-"""What flctl calls the calls that are written to the audit log."""
+"""The verbs of flctl for the calls in the audit log."""
 
 
 class AuthCounts:
@@ -124,6 +124,7 @@ class PortPolicy:
             NotAllowed: If the caller shows two different identities.
         """
         bearer = _bearer(context)
+        # Refused even where everybody may call: its readers could use the token elsewhere.
         if bearer is not None and self.exposed:
             raise Unauthenticated(
                 "a token came in plaintext, so others may have read it: revoke it, and use TLS",
@@ -131,6 +132,7 @@ class PortPolicy:
             )
         if self.open:
             return LOCAL
+        # Checked before the token is looked up, so that a token does not make good a stolen key.
         if self.revocations and self.revocations.holds(self.certificate(context)):
             raise _revoked()
         of_certificate = certified(context) if self.encrypted else None

@@ -158,6 +158,7 @@ class Callers:
                 doomed.append(each)
             else:
                 by_address.setdefault(each.address, []).append((not account.calls, account.first_seen, each))
+        # Connections with calls sort first, so a flood of idle ones cannot push out a client at work.
         for same in by_address.values():
             same.sort(key=itemgetter(0, 1))
             doomed += [each for _, _, each in same[self.most_connections :]]

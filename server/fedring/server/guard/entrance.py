@@ -64,6 +64,7 @@ class Entrance(aio.ServerInterceptor):
 
     async def intercept_service(self, continuation: Callable[..., Awaitable[Any]], handler_call_details: Any) -> Any:
         handler = await continuation(handler_call_details)
+        # An unknown method stays unknown: gRPC answers it, without a handler.
         if handler is None:
             return None
         kind, _ = FACTORY[handler.request_streaming, handler.response_streaming]
@@ -122,6 +123,7 @@ class Entrance(aio.ServerInterceptor):
                 log.warning("cannot look at the connections to port %d: %s", port.number, error)
             self._sees = False
             return
+        # Blocking comes before ending, so that an ended caller cannot come back in between.
         self._sees = True
         before, self._blocked = self._blocked, self._callers.blocked(now)
         if self._blocked != before and self._filters:

@@ -89,6 +89,7 @@ class JobChecks:
             for found in checks:
                 if found.level is Level.FAIL:
                     raise ConfigError(f"{found.name}: {found.found}")
+        # To build the model takes long, so the checks that need no schema come before it.
         schema = self._check_model(job)
         self._check_sizes(job, schema, transforms)
         try:

@@ -25,6 +25,7 @@ def privacy_message(charges: Sequence[ChargeRow], jobs: Sequence[JobRow], delta:
     for charge in charges:
         of_jobs[charge.job_id].append(charge)
     tables = {job.job_id: job.spec.get("dp") or {} for job in jobs}
+    # All epsilons are for one delta, or they could not be compared.
     delta = delta or next((table["delta"] for table in tables.values() if table), _DELTA)
     names = {job.job_id: job.name for job in jobs}
     return pb.Privacy(

@@ -27,7 +27,7 @@ class PrivacySpent:
         gauge: is set to epsilon.
 
     Attributes:
-        now: what is spent; None if nothing is, or if the server lacks the package that computes epsilon.
+        now: the spent privacy; None if nothing is spent, or if the server lacks the package that computes epsilon.
     """
 
     def __init__(self, facts: Facts, rounds: Rounds, gauge: Gauge) -> None:

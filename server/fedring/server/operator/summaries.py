@@ -75,6 +75,7 @@ def round_summary(message: pb.Round, *, clients: bool = False) -> Summary:
             name = client.encoding or "none"
             by_encoding[name] = by_encoding.get(name, 0) + client.upload_bytes
     metrics = message.metrics
+    # Lists are cut: a page for thousands of clients must stay small. NaN is no JSON, so it becomes None.
     return {
         **{key: getattr(message, key) for key in _ROUND_KEYS},
         "missing": list(message.missing[:MOST_NAMES]),

@@ -347,4 +347,4 @@ class PhaseStep:
     ended_by: type[Event]  # begins the next phase
     limit: Callable[[RoundRules], float]  # the longest time that the phase may take, seconds
     asked: Callable[[Round], frozenset[str]]  # clients that were asked for something and have not answered
-    due: Callable[[RoundState, Round, float], Effect | None]  # what is to be done at that time, monotonic seconds
+    due: Callable[[RoundState, Round, float], Effect | None]  # the effect due at a time in monotonic seconds

@@ -92,6 +92,7 @@ def apply(state: RoundState, event: Event, now: float) -> RoundState:
 
 def _apply_to_round(round_: Round, event: Event, now: float) -> Round:
     match event:
+        # An upload may be repeated; only its first delivery counts for the median time.
         case Delivered(client) if round_.phase is Phase.TRAINING and client in round_.selected:
             if client in round_.delivered:
                 return round_
@@ -118,6 +119,7 @@ def _apply_to_round(round_: Round, event: Event, now: float) -> Round:
             return replace(round_, evaluated=round_.evaluated | {client} & round_.evaluators)
         case Abandoned(reason) if round_.phase in OPEN:
             return replace(round_, phase=Phase.ABANDONED, since=now, reason=reason)
+    # The other events end a phase. The rules may list other phases than a synchronous round has.
     pairs = pairwise(_phases(round_.rules))
     following = {step.ended_by: after.phase for step, after in pairs if step.phase is round_.phase}
     if type(event) not in following:

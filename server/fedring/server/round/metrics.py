@@ -95,6 +95,7 @@ class RoundMetrics:
             after: the round now; None if it has finished.
             now: monotonic seconds.
         """
+        # A resumed round may be past its training, so its duration counts from now.
         if before is None:
             if after is not None:
                 self._deadline.set(after.rules.deadline)

@@ -26,7 +26,7 @@ class RoundPrivacy:
     Args:
         facts: hold the charges.
         folder: the state folder, which holds the secret of the noise.
-        schema_of: returns what the jobs' models share.
+        schema_of: returns the schema of a job's shared tensors.
     """
 
     def __init__(self, facts: Facts, folder: Path, schema_of: Callable[[Job], Schema]) -> None:
@@ -43,6 +43,7 @@ class RoundPrivacy:
         rows = await self._facts.db(self._facts.store.charges)
         schema = await self._facts.heavy(self._schema_of, job)
         more = await self._facts.heavy(most_charged, job, schema.num_parameters)
+        # The budget must hold after the next round, so its largest possible charge is added beforehand.
         charges = [*(row.cost for row in rows), more]
         try:
             total = await self._facts.heavy(epsilon, charges, privacy.delta)

@@ -42,7 +42,7 @@ class Unmasking:
     """The result of combining a group's shares."""
 
     masks: GroupMasks | None = None  # None = a secret is not known
-    liars: dict[str, str] = field(default_factory=dict)  # clauses that say what each of them did, by client
+    liars: dict[str, str] = field(default_factory=dict)  # clauses on the fault of each, by client
     unknown: list[str] = field(default_factory=list)  # peers whose secrets are not known
 
 
@@ -55,7 +55,7 @@ def unmask(agreed: Agreed, answers: Mapping[str, Sequence[bytes]], bits: int) ->
     survivor's masks for the peers that were lost after they had sealed their shares.
 
     Args:
-        agreed: what is known of the group.
+        agreed: the members' knowledge of each other.
         answers: by client, one share for each peer, in the same order; of the threshold's number of clients or more.
         bits: of a masked value.
     """

@@ -34,11 +34,13 @@ def correct(shares: Mapping[int, bytes], threshold: int) -> bytes | None:
     older, newer = product, fitting
     factor_older: Polynomial = []
     factor: Polynomial = [1]
+    # Stop halfway: below this degree, the rest is the message times the locator of the wrong shares.
     while 2 * (len(newer) - 1) >= len(values) + threshold:
         quotient, rest = _divided(older, newer)
         older, newer = newer, rest
         factor_older, factor = factor, _minus(factor_older, _times(quotient, factor))
     found, rest = _divided(newer, factor)
+    # A remainder, or too high a degree, means more wrong shares than the code can correct.
     if rest or len(found) > threshold:
         return None
     try:

@@ -34,7 +34,7 @@ KINDS = {
     SecureStep.SURVIVORS: "signature",
     SecureStep.UNMASK: "unmask",
 }
-"""What the rows of clients' messages are called, by the step that asks for them."""
+"""Kinds of the rows of clients' messages, by the step that asks for them."""
 
 _DURABLE = ("step", "members", "peers", "survivors", "signers", "reason", "liars")
 
@@ -46,7 +46,7 @@ class SecureExchange:
 
     Attributes:
         members: the clients whose keys were checked.
-        messages: what is durable of the clients' messages, serialized, by step and client.
+        messages: the clients' durable messages, serialized, by step and client.
     """
 
     def __init__(self, open_: OpenRound) -> None:
@@ -213,6 +213,7 @@ class SecureExchange:
         """
         state = self.state
         step = state.step
+        # Groups move on their own. The round is shown at the step of the one that is behind.
         groups = [group for group in state.groups if group.step is step and not group.reason]
         asked = {name for group in groups for name in group.asked} if state.groups else state.clients
         answered = {name for group in groups for name in group.answered} if state.groups else state.keys
@@ -255,8 +256,8 @@ class SecureExchange:
         The messages must be loaded.
 
         Args:
-            rules: what it obeys.
-            decided: what is durable of its decisions.
+            rules: the rules of the secure aggregation.
+            decided: its durable decisions.
             since: when the steps that were interrupted begin anew, monotonic seconds.
         """
         accepted = self._open.accepted.keys()

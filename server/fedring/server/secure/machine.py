@@ -42,6 +42,7 @@ TOO_FEW_TO_UNMASK = "too_few_to_unmask"
 def apply(state: ProtocolState, event: Event, now: float) -> ProtocolState:
     """Return the state after `event`, which happened at `now` (monotonic seconds)."""
     match event:
+        # Keys that come after the groups were drawn are too late: no group could hold them.
         case Answered(SecureStep.KEYS, client):
             return replace(state, keys=state.keys | {client} & state.clients) if not state.groups else state
         case Answered(step, client):
@@ -95,6 +96,7 @@ def due(state: ProtocolState, reachable: frozenset[str], now: float) -> Effect |
     for place, group in enumerate(state.groups):
         if (decision := _decision(state, place, group, reachable, now)) is not None:
             return decision
+    # Survivors are chosen for all groups at once, since the round closes its updates once.
     if state.accepted is not None and not state.chosen and any(not group.reason for group in state.groups):
         kept = (group.peers if not group.reason else () for group in state.groups)
         return SurvivorsChosen(tuple(tuple(name for name in peers if name in state.accepted) for peers in kept))
@@ -149,6 +151,7 @@ def lost(state: ProtocolState) -> dict[str, int]:
         counts[SecureStep.KEYS] = len(state.clients) - sum(len(group.members) for group in state.groups)
     for group in state.groups:
         rows = (group.members, group.peers, group.survivors, group.signers)
+        # Each step hands on those who answered, so two neighbouring lists differ by the lost ones.
         for step, before, after in zip(ORDER[1:], rows, rows[1:], strict=False):
             if ORDER.index(group.step) > ORDER.index(step):
                 counts[step] = counts.get(step, 0) + len(before) - len(after)

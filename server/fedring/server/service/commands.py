@@ -50,6 +50,7 @@ class TrainCmdService(rpc.TrainCmdServiceServicer):
             self._contested(request.client_id, context.peer())
             raise
         self._rounds.presence(Joined(session.client_id, session.labels))
+        # A client that joins, but never watches, must not hold its place forever.
         asyncio.get_running_loop().call_later(self._config.lost_after_seconds, self._expire, session)
         last = self._facts.last_accepted.get(session.client_id)
         return pb.JoinReply(
@@ -117,6 +118,7 @@ class TrainCmdService(rpc.TrainCmdServiceServicer):
             if session.owner.ends_at is not None and time.time() >= session.owner.ends_at:
                 raise Unauthenticated("the token of this session has expired", reason="expired_token")
             now, due = time.monotonic(), session.spoke + beat
+            # Both ways count: a client that sends but never reads would fill its queue.
             if now >= session.heard + lost or (session.writing and now >= session.spoke + lost):
                 raise Stalled(f"{session.client_id} said or read nothing for {lost:g} s")
             if now >= due:

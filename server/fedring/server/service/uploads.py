@@ -126,6 +126,7 @@ class ClientUpdateService:
             self._metrics.refused(error)
             raise
         finally:
+            # Bytes of a refused or broken upload have crossed the network, too.
             count()
 
     async def _push(self, session: Session, messages: _Messages) -> AsyncGenerator[pb.UpdateReply, None]:

@@ -103,6 +103,7 @@ class RendezvousService(rpc.RendezvousServiceServicer):
             case "done":
                 check_done(message.done)
                 done = message.done
+                # The result is noted before the event, which may end the group and so the round.
                 if open_.group is not None:
                     open_.group.note(client, done)
                 event = gr.WorkerDone(client, done.generation, done.digest, not done.cannot_deliver)

@@ -51,7 +51,7 @@ class Session:
     progress: float = 0.0
     reports_progress: bool = True  # False while it trains with code that reports none
     last_seen: float = field(default_factory=time.time)  # wall clock, for people
-    moved: float = field(default_factory=time.monotonic)  # when what it reports last changed
+    moved: float = field(default_factory=time.monotonic)  # when its reported progress last changed
     transfers: int = 0  # uploads and downloads in progress, which end if their bytes do not move
     heard: float = field(default_factory=time.monotonic)
     spoke: float = field(default_factory=time.monotonic)  # when the newest event began to be written
@@ -129,6 +129,7 @@ class Sessions:
         older = self._by_client.get(request.client_id)
         if older is None and len(self._by_client) >= self._limit:
             raise Overloaded(f"max_clients={self._limit} sessions are open; raise max_clients or stop a client")
+        # Compared in constant time, since the secret is the only proof of a caller without a role.
         if older and who.role is None and not compare_digest(shown, older.secret):
             raise IdInUse(
                 f"{older.client_id} is here in another session: give each client an id of its own; if this is the same "
@@ -138,6 +139,7 @@ class Sessions:
         software = printable(request.software[:128])
         session = Session(request.client_id, secrets.token_hex(16), software, address, who, labels)
         session.secret = shown or session.secret
+        # The older session goes only now, when nothing can refuse the new one any more.
         if older:
             older.close(Superseded(f"a newer session of {older.client_id} took over"))
             self.drop(older)
@@ -163,6 +165,7 @@ class Sessions:
         who = IDENTITY.get()
         if not who.owns(session.owner):
             raise NotAllowed(f"this session is not {who}'s", reason="other_session")
+        # Counted by client, not by session: a new session must not bring more calls.
         if self._calls[session.client_id] >= MOST_CALLS:
             raise Overloaded(f"{MOST_CALLS} calls of {session.client_id} are in progress already")
         self._calls[session.client_id] += 1
