@@ -171,7 +171,7 @@ Event = Tick | Expected | Slow | Entered | Ready | WorkerJoined | Broken | Worke
 
 
 def apply(state: GroupState, event: Event, now: float) -> GroupState:
-    """Return the state after `event`, and the effects due.
+    """Return the state after `event` and all its consequences.
 
     The event happened at `now`, in monotonic seconds.
     """

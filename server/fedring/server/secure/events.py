@@ -35,7 +35,7 @@ class SecureRules:
 
     @property
     def fewest(self) -> int:
-        """Return how many clients the round needs after their keys came."""
+        """The number of clients that the round needs after their keys came."""
         return max(MIN_GROUP, self.needed, threshold(self.group_size) if self.group_size else 0)
 
     def survivors(self, clients: int) -> int:
