@@ -1,4 +1,4 @@
-"""The paths of the page."""
+"""The paths of the page, with their responses."""
 
 import sysconfig
 from collections.abc import Collection, Mapping
@@ -32,7 +32,7 @@ class Source(Protocol):
     async def rounds(self, job_id: int, after: int, *, clients: bool = False) -> Mapping[str, Any]:
         """Return a job with its ended rounds above `after`.
 
-        Job 0 is the newest one. Parts of the rounds' clients come on demand.
+        The job 0 is the newest. Parts of the rounds' clients are included on demand.
         """
         ...
 
@@ -42,9 +42,9 @@ class Source(Protocol):
 
 
 def make_app(source: Source, feed: Feed, *, names: Collection[str]) -> ASGIApp:
-    """Make the page and its JSON.
+    """Make the page and its JSON, for browsers with known Host names.
 
-    Browsers must call it by an IP address, "localhost" or one of `names`.
+    Browsers may call it by an IP address, "localhost" or one of `names`.
     """
 
     async def state(request: Request) -> Response:
@@ -79,7 +79,7 @@ def make_app(source: Source, feed: Feed, *, names: Collection[str]) -> ASGIApp:
 def plotly_script() -> Path:
     """Return the path of plotly.js in its Python package.
 
-    The package is not imported, because that takes long.
+    The package is not imported, which would take long.
     """
     spec = find_spec("plotly")
     places = spec.submodule_search_locations if spec else None
@@ -87,9 +87,9 @@ def plotly_script() -> Path:
 
 
 def _number(request: Request, name: str) -> int:
-    """Return a parameter as a number for the store.
+    """Return a parameter as a number that the store accepts.
 
-    It is 0 if it is not given.
+    0 if it is not given.
     """
     text = request.query_params.get(name, "0")
     if not (text.isascii() and text.isdigit() and len(text) < 20):

@@ -27,9 +27,9 @@ which passes on complete requests only."""
 
 
 class LimitedProtocol(H11Protocol):
-    """A connection that must send each request's head in time.
+    """A connection with a deadline for requests and a limit by address.
 
-    It is closed if its address has too many others.
+    It must send each request's head in time, and is closed if its address has too many others.
 
     The time counts from the beginning of the connection, and again from the end of each response. A request in progress
     has no deadline, since an event stream lasts as long as somebody looks.
@@ -41,7 +41,7 @@ class LimitedProtocol(H11Protocol):
     _caller = b""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
-        """Admit the connection, or close it at once."""
+        """Admit the connection and await a request, or close it at once."""
         super().connection_made(transport)
         if self._admit():
             self._expect_head()
@@ -53,7 +53,7 @@ class LimitedProtocol(H11Protocol):
         transport.abort()
 
     def on_response_complete(self) -> None:
-        """Wait for the next request, unless it has come already."""
+        """Wait for the next request, or serve one that has come."""
         self._expect_head()
         super().on_response_complete()
 
@@ -77,7 +77,7 @@ class LimitedProtocol(H11Protocol):
     def _expect_head(self) -> None:
         """Set the deadline for the head of the next request.
 
-        No single byte of it can put the deadline off.
+        No single byte of the head can put it off.
         """
         if self._deadline:
             self._deadline.cancel()
@@ -86,7 +86,7 @@ class LimitedProtocol(H11Protocol):
     def _close_unless_busy(self) -> None:
         """Close the connection if no request is in progress.
 
-        uvicorn does so with a connection that has been idle for long.
+        uvicorn does the same with one that has been idle for long.
         """
         if self.cycle is None or self.cycle.response_complete:
             self.timeout_keep_alive_handler()

@@ -1,4 +1,4 @@
-"""A stream of changes for everybody who looks at the page.
+"""A stream of changes, for everybody with the page open.
 
 While nobody looks, nothing is read.
 """
@@ -27,9 +27,9 @@ _BEAT = "event: beat\ndata:\n\n"
 
 
 class Feed:
-    """An ASGI application: a stream of events.
+    """An ASGI application that streams changes of `look()` as JSON.
 
-    Each is one JSON object with those parts of `look()` that have changed.
+    Each event is one JSON object with the parts that have changed.
     """
 
     def __init__(self, look: Callable[[], Awaitable[Mapping[str, Any]]]) -> None:
@@ -87,7 +87,7 @@ class Feed:
     async def _events(self) -> AsyncIterator[str]:
         """Yield all parts at first, then those that change.
 
-        A slow reader misses parts that were replaced meanwhile.
+        A slow reader misses values that were replaced meanwhile.
         """
         seen = 0
         while not self._closed:

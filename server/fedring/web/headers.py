@@ -1,6 +1,6 @@
-"""Headers by which the browser trusts only the page's own files.
+"""Headers that limit a browser to the page's own files.
 
-They also keep it from telling others of the page.
+They also tell the browser to reveal the page to nobody.
 """
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -32,9 +32,9 @@ _HEADERS = {
 
 
 class Careful:
-    """Let `app` answer only GET, with the headers above.
+    """Limits `app` to GET from its own site, with safe headers.
 
-    Scripts of other sites get no answer.
+    Scripts of other sites get no answer. The headers above are on all responses.
     """
 
     def __init__(self, app: ASGIApp) -> None:

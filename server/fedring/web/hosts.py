@@ -1,4 +1,4 @@
-"""The names of the page: a defence against DNS rebinding.
+"""The allowed Host names of the page, against DNS rebinding.
 
 A site of an attacker can let its own name lead to the address of this page. Its scripts may then read the page as if it
 were their own, unless the page looks at the name by which it was called.
@@ -16,9 +16,9 @@ _HOST = re.compile(r"(?:\[(?P<ip>[0-9A-Fa-f:.]+)\]|(?P<name>[A-Za-z0-9_.-]+))(?:
 
 
 class KnownHosts:
-    """Let `app` answer only requests for one of its names.
+    """Limits `app` to requests with a known Host header.
 
-    The Host header must be an IP address, "localhost", or one of `names`.
+    The host must be an IP address, "localhost", or one of `names`.
     """
 
     def __init__(self, app: ASGIApp, names: Collection[str]) -> None:
@@ -39,9 +39,9 @@ class KnownHosts:
 
 
 def called_by(host: str) -> str | None:
-    """Return the name or IP address of a Host header.
+    """Return the name or address in a Host header, without the port.
 
-    It is in lower case, without the port; None if there is neither.
+    It is in lower case; None if there is neither.
     """
     found = _HOST.fullmatch(host)
     if found is None or (found["ip"] and not _is_address(found["ip"])):

@@ -64,9 +64,9 @@ class WebServer:
             self._ended.set()
 
     async def stop(self, seconds: float) -> None:
-        """Stop serving.
+        """Stop serving, with `seconds` for requests in progress.
 
-        Streams end at once; other requests in progress have `seconds` to end.
+        Streams end at once.
         """
         self._feed.close()
         self._config.timeout_graceful_shutdown = ceil(seconds)
