@@ -351,7 +351,7 @@ MUTANTS = {
     ),
     # What a server, a stranger or a disk may not do.
     "dither": Mutant(
-        "client/fedring/client/secure/desk.py",
+        "client/fedring/client/secure/client.py",
         "self.secret.derive(assignment.command, DITHER)",
         "bytes(32)",
         "tests/system/test_asked_twice.py",

@@ -10,7 +10,7 @@ from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, generate_pri
 from numpy.typing import NDArray
 
 from fedring.client.secure.identity import Signer
-from fedring.client.secure.party import Party, Site
+from fedring.client.secure.participant import ClientIdentity, SecureParticipant
 from fedring.client.secure.state import SecureState
 from fedring.codec.masked import Words
 from fedring.secure.errors import SecureError
@@ -79,11 +79,11 @@ class Client:
     ) -> None:
         self.name, self.folder = name, folder / name
         self.folder.mkdir(exist_ok=True)
-        self.site = Site(name, signer or new_signer(), anybody, min_clients, strict)
+        self.site = ClientIdentity(name, signer or new_signer(), anybody, min_clients, strict)
 
-    def party(self, command: pb.TrainCmd) -> Party:
+    def party(self, command: pb.TrainCmd) -> SecureParticipant:
         """Return its party of a round, as a process has it that was started anew."""
-        return Party(command, self.site, self.state)
+        return SecureParticipant(command, self.site, self.state)
 
     @property
     def state(self) -> SecureState:
@@ -158,20 +158,20 @@ class Group:
 
     def __init__(self, clients: Mapping[str, Client], command: pb.TrainCmd) -> None:
         self.clients, self.command = clients, command
-        self._parties: dict[str, Party] = {}
-        self.party: Callable[[str], Party] = self._kept
+        self._parties: dict[str, SecureParticipant] = {}
+        self.party: Callable[[str], SecureParticipant] = self._kept
         self.keys: dict[str, wire.SecureKeys] = {}
         self.shares: dict[str, wire.SecureShares] = {}
         self.words: dict[str, Words] = {}
         self.signatures: dict[str, wire.SurvivorsSignature] = {}
         self.answers: dict[str, wire.UnmaskShares] = {}
 
-    def _kept(self, name: str) -> Party:
+    def _kept(self, name: str) -> SecureParticipant:
         if name not in self._parties:
             self._parties[name] = self.clients[name].party(self.command)
         return self._parties[name]
 
-    def again(self, name: str) -> Party:
+    def again(self, name: str) -> SecureParticipant:
         """Return a client's party as a process has it that was started anew."""
         return self.clients[name].party(self.command)
 

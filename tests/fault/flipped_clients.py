@@ -200,7 +200,7 @@ class PlainFleet(FlippedFleet):
         left: dict[str, NDArray[np.float32] | None] = {}
         with np.errstate(all="ignore"):
             delta = (before + delta_of(0, round_[0], SIZE)) - before
-            for word, residual in (self._residuals | {"no residual": None}).items():
+            for word, residual in [*self._residuals.items(), ("no residual", None)]:
                 if residual is None or np.isfinite(delta + residual).all():
                     made = compress(delta, residual, ENCODING)
                     if name_of(made.payload) == digest:

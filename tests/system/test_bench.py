@@ -173,7 +173,15 @@ def test_a_bench_that_is_terminated_leaves_no_namespace_and_no_rank(tmp_path: Pa
 def children(pid: int) -> list[int]:
     """Return the ranks that a process has started."""
     found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [int(child) for child in found if b"bench.rank" in Path(f"/proc/{child}/cmdline").read_bytes()]
+    return [int(child) for child in found if b"bench.rank" in command_of(child)]
+
+
+def command_of(pid: str) -> bytes:
+    """Return the command line of a process; empty if it has ended meanwhile."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return b""
 
 
 def namespaces() -> list[str]:

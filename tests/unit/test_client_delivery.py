@@ -14,7 +14,7 @@ from fedring.client.metrics import ClientMetrics
 from fedring.client.session.inbox import Assignment
 from fedring.client.session.link import ServerLink
 from fedring.client.transfer.delivery import Delivery
-from fedring.client.transfer.kept import Left
+from fedring.client.transfer.kept import KeptState
 from fedring.client.transfer.residual import Residual, residual_in, with_residual
 from fedring.client.transfer.spool import Spool, Spooled
 from fedring.codec.digest import name_of, update_name
@@ -55,7 +55,7 @@ def write(spool: Spool, residual: Residual, **fields: Any) -> Spooled:
     made = pb.UpdateHeader(**given | fields)
     header, digest = made.SerializeToString(), name_of(PAYLOAD)
     offer = pb.UpdateOffer(header=header, payload_digest=digest, name=update_name(header, digest))
-    return spool.write(offer, [PAYLOAD], Left(LINE, with_residual({}, residual, made, offer.name)))
+    return spool.write(offer, [PAYLOAD], KeptState(LINE, with_residual({}, residual, made, offer.name)))
 
 
 @pytest.fixture

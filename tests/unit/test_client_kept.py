@@ -12,7 +12,7 @@ import torch
 from tests.kept import kept_file, sections_in
 from torch import nn
 
-from fedring.client.transfer.kept import KEEP_LINES, KeptFiles, Left, Section
+from fedring.client.transfer.kept import KEEP_LINES, KeptFiles, KeptState, Section
 from fedring.client.transfer.own_values import PERSONAL, PRIVATE, Line, section_of, values_in
 from fedring.client.transfer.spool import Spool
 from fedring.codec.digest import name_of, update_name
@@ -41,7 +41,7 @@ def spool(folder: Path, number: float, round_: int, line: Line = LINE, **others:
     digest = name_of(b"abc")
     offer = pb.UpdateOffer(header=header, payload_digest=digest, name=update_name(header, digest))
     spool = Spool(folder, CLIENT)
-    spool.write(offer, [b"abc"], Left(line.key, {PRIVATE: private(number, line), **others}), durable=True)
+    spool.write(offer, [b"abc"], KeptState(line.key, {PRIVATE: private(number, line), **others}), durable=True)
     return spool
 
 

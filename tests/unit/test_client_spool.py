@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tests.kept import kept_file, words_in
 
-from fedring.client.transfer.kept import Left
+from fedring.client.transfer.kept import KeptState
 from fedring.client.transfer.residual import RESIDUAL, Residual, residual_in, with_residual
 from fedring.client.transfer.spool import Spool, Spooled
 from fedring.client.transfer.update import residual_of
@@ -39,7 +39,7 @@ def leave(spool: Spool, offer: pb.UpdateOffer, parts: list[bytes], residual: Res
     """Spool an update that leaves a residual."""
     header = pb.UpdateHeader.FromString(offer.header)
     kept = with_residual(spool.kept.load(LINE), residual, header, offer.name)
-    return spool.write(offer, parts, Left(LINE, kept))
+    return spool.write(offer, parts, KeptState(LINE, kept))
 
 
 def residual(

@@ -9,7 +9,7 @@ import pytest
 from tests.secure_sums import Client, Group, command_of, integers, names_of, refused, survivors_of, unmask_of
 
 from fedring.client.secure import released as released_module
-from fedring.client.secure.party import Party
+from fedring.client.secure.participant import SecureParticipant
 from fedring.client.secure.released import RELEASED, Released, Sums
 from fedring.client.secure.state import FOLDER, SecureState
 from fedring.daemon.config import ConfigError
@@ -186,7 +186,7 @@ def test_a_client_that_becomes_strict_after_it_has_signed_does_not_release(tmp_p
     site = first.clients[names[0]].site
     strict = Client(names[0], tmp_path, site.signer, strict=True)
     with refused("asked_twice"):
-        Party(second.command, strict.site, strict.state).on_unmask(unmask_of(second.signatures))
+        SecureParticipant(second.command, strict.site, strict.state).on_unmask(unmask_of(second.signatures))
 
 
 def test_the_same_group_goes_on_from_round_to_round(tmp_path: Path) -> None:

@@ -22,8 +22,8 @@ from tests.secure_sums import (
     unmask_of,
 )
 
-from fedring.client.secure import party as party_module
-from fedring.client.secure.party import Party, Site
+from fedring.client.secure import participant as participant_module
+from fedring.client.secure.participant import ClientIdentity, SecureParticipant
 from fedring.secure.errors import SecureError
 from fedring.secure.keys import commitment
 from fedring.secure.sealing import SEALED_BYTES
@@ -94,7 +94,7 @@ def test_a_key_of_low_order_is_refused(make_group: Callable[..., Group], monkeyp
     names = names_of(3)
     group.keys = {name: group.party(name).keys() for name in names[:2]}
     monkeypatch.setattr("fedring.secure.roster.public_key", lambda private: bytes([private[0] & 1, *bytes(31)]))
-    monkeypatch.setattr(party_module, "draw_secrets", lambda: _Low())
+    monkeypatch.setattr(participant_module, "draw_secrets", lambda: _Low())
     group.keys["c002"] = group.party("c002").keys()
     with refused("bad_peer_keys"):
         group.party("c000").on_roster(group.roster)
@@ -217,7 +217,9 @@ def test_a_client_that_has_lost_its_key_does_not_sign(make_group: Callable[..., 
     group = make_group(4).send_all()
     client = group.clients["c000"]
     with refused("other_identity"):
-        Party(group.command, Site("c000", new_signer(), anybody), client.state).on_survivors(survivors_of(NAMES))
+        SecureParticipant(group.command, ClientIdentity("c000", new_signer(), anybody), client.state).on_survivors(
+            survivors_of(NAMES)
+        )
 
 
 def _signatures(group: Group, names: list[str]) -> wire.SecureUnmask:

@@ -1,4 +1,4 @@
-"""fl-client, and the library for programs with a training loop of their own.
+"""fl-client, and the library for programs with their own training loop.
 
     from fedring.client import RoundOver, connect
 
@@ -57,7 +57,10 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name when it is first used, because torch alone takes seconds to import."""
+    """Import a public name on first use.
+
+    Torch alone takes seconds to import.
+    """
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

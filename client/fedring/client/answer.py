@@ -1,4 +1,4 @@
-"""The answers of a client in a round: updates of trained models, or of nothing."""
+"""A client's answers to a round: updates with or without a change."""
 
 import logging
 from collections.abc import Mapping
@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from fedring.client.client_round import Answer, ClientRound
 from fedring.client.errors import UpdateRefused, WrongModel
 from fedring.client.loading import Loaded, check_frozen
-from fedring.client.secure.desk import SecureDesk
+from fedring.client.secure.client import SecureAggregationClient
 from fedring.client.session.inbox import Assignment
 from fedring.client.session.link import ServerLink
 from fedring.client.transfer.delivery import Delivery
 from fedring.client.transfer.fetch import ModelFetcher
-from fedring.client.transfer.kept import Left, Section
+from fedring.client.transfer.kept import KeptState, Section
 from fedring.client.transfer.own_values import PERSONAL, PRIVATE, check_finite, check_own, line_of, section_of
 from fedring.client.transfer.residual import RESIDUAL, Residual, residual_in
 from fedring.client.transfer.spool import Spool
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Begun:
+class StartedRound:
     """A round whose model was loaded."""
 
     loaded: Loaded
@@ -57,7 +57,7 @@ class Answers:
         link: ServerLink,
         spool: Spool,
         client_id: str,
-        secure: SecureDesk,
+        secure: SecureAggregationClient,
         delivery: Delivery,
     ) -> None:
         self.sent = False
@@ -66,7 +66,7 @@ class Answers:
         self._delivery = delivery
         self._line = line_of(assignment.command)
 
-    def begin(self, loaded: Loaded, models: ModelFetcher) -> Begun:
+    def begin(self, loaded: Loaded, models: ModelFetcher) -> StartedRound:
         """Begin the round with a model that was loaded.
 
         Args:
@@ -86,19 +86,19 @@ class Answers:
         mask = partial(self._secure.make_update, assignment) if command.HasField("secure") else None
         transforms = begin_transforms(RoundStart(command, loaded.base, fetch), kept)
         round_ = ClientRound(command, self._client_id, loaded.start, transforms=tuple(transforms), mask=mask)
-        return Begun(loaded, round_)
+        return StartedRound(loaded, round_)
 
     def trained(
         self,
-        begun: Begun,
+        started: StartedRound,
         model: nn.Module,
         training: TrainingReport,
         own: Mapping[str, Tensor] | None,
     ) -> Answer:
-        """Return the update that leads from the loaded model to the trained one.
+        """Return the update from the loaded model to the trained one.
 
         Args:
-            begun: The round.
+            started: The round.
             model: The trained model.
             training: What the training reports.
             own: The tensors of the client's own model; None = there is none.
@@ -110,7 +110,7 @@ class Answers:
             UpdateRefused: If the server would refuse the update for its size.
             RoundOver: If the round ended before.
         """
-        command, loaded, parts = self._command, begun.loaded, begun.loaded.parts
+        command, loaded, parts = self._command, started.loaded, started.loaded.parts
         for part in (parts.shared, parts.private):  # by their names: training may freeze tensors, or free them
             if clause := part.difference(schema_of(model, part.names)):
                 raise WrongModel(f"this model is not the one that was loaded: {clause}")
@@ -124,25 +124,25 @@ class Answers:
             check_own(own, parts.not_frozen)
             check_finite(own)
             stay[PERSONAL] = section_of(self._line, parts.not_frozen, own)
-        answer = self._now(begun).trained(read_vectors(model, parts.shared.names), training)
+        answer = self._now(started).trained(read_vectors(model, parts.shared.names), training)
         check_size(command, sum(map(len, answer.update.parts)))
         return replace(answer, kept={**answer.kept, **stay})
 
-    def nothing(self, begun: Begun, noise: nn.Module | None, samples: int) -> Answer:
-        """Return an update that changes nothing, with the full weight of the client.
+    def nothing(self, started: StartedRound, noise: nn.Module | None, samples: int) -> Answer:
+        """Return an update without change, with the client's full weight.
 
         Private tensors and the client's own model stay as they are.
 
         Args:
-            begun: The round.
+            started: The round.
             noise: A model after a training with noise and without samples, in the place of zeros; None = zeros.
             samples: How many samples the update counts for.
 
         Raises:
             SecureError, UpdateRefused, RoundOver: As trained() does, for reasons that depend on no sample.
         """
-        values = None if noise is None else read_vectors(noise, begun.loaded.parts.shared.names)
-        answer = self._now(begun).nothing(values, samples)
+        values = None if noise is None else read_vectors(noise, started.loaded.parts.shared.names)
+        answer = self._now(started).nothing(values, samples)
         check_size(self._command, sum(map(len, answer.update.parts)))
         return answer
 
@@ -153,9 +153,9 @@ class Answers:
             RoundOver: If the server has not accepted it; UpdateRefused, if it never will.
             OSError: If it cannot be written or charged; then nothing was sent.
         """
-        update, left = answer.update, Left(self._line.key, answer.kept)
+        update, state = answer.update, KeptState(self._line.key, answer.kept)
         precious = any(name != RESIDUAL for name in answer.kept)  # they take the place of older ones
-        spooled = self._spool.write(update.offer, update.parts, left, durable=precious)
+        spooled = self._spool.write(update.offer, update.parts, state, durable=precious)
         self._spool.ledger.charge(self._command, update.offer.name)  # which may fail; the delivery charges nothing then
         self.sent = True
         if self._command.HasField("secure"):
@@ -163,15 +163,18 @@ class Answers:
         self._delivery.send(spooled, self._assignment)
 
     def waiting(self) -> Residual | None:
-        """Return the values that the training adds to the model; None = none."""
+        """Return the residual that training adds to the model, or None."""
         job, ledger = self._command.job, self._spool.ledger
         uncharged = job.sample_dp and not ledger.has_charged(self._command)  # the charge drops the residual
         return self._residual() if self._command.secure.blocks and not uncharged else None
 
-    def _now(self, begun: Begun) -> ClientRound:
-        """Return the round with what is kept now: a charge may have dropped the residual meanwhile."""
+    def _now(self, started: StartedRound) -> ClientRound:
+        """Return the round with the state that is kept now.
+
+        A charge may have dropped the residual since the round began.
+        """
         residual = self._residual()
-        return replace(begun.round_, kept=self._spool.kept.load(self._line.key), residual=residual)
+        return replace(started.round_, kept=self._spool.kept.load(self._line.key), residual=residual)
 
     def _residual(self) -> Residual | None:
         line, last, kept = self._line, self._link.connection.last_accepted, self._spool.kept
@@ -183,7 +186,7 @@ class Answers:
 
 
 def check_size(command: pb.TrainCmd, size: int) -> None:
-    """Check that an update of `size` bytes is not too large for the server.
+    """Check that an update of `size` bytes fits the server's limit.
 
     Raises:
         UpdateRefused: If it would.

@@ -1,4 +1,7 @@
-"""One client in one federated round: fl-client and the simulation run this, each with state of its own. No I/O."""
+"""One client in one federated round, without I/O.
+
+fl-client and the simulation run this, each with state of its own.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -28,7 +31,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ClientRound:
-    """What one client does with a command."""
+    """One client's part in one round."""
 
     command: pb.TrainCmd
     client_id: str
@@ -45,7 +48,10 @@ class ClientRound:
         return plan
 
     def corrections(self) -> Mapping[str, Tensor] | None:
-        """Return what each step adds to the gradients, by the names of parameters; None = nothing corrects them."""
+        """Return the sum of the transforms' corrections to each step's gradients.
+
+        The keys are the names of parameters. None if no transform corrects gradients.
+        """
         all_of_them = [found for each in self.transforms if (found := each.corrections()) is not None]
         total: dict[str, Tensor] = {}
         for name, values in (pair for each in all_of_them for pair in each.items()):

@@ -21,7 +21,10 @@ def _own_name() -> str:
 
 
 class ClientConfig(BaseSettings):
-    """The configuration of fl-client: a file, the environment and the command line. Unknown keys are errors."""
+    """The configuration of fl-client.
+
+    It is read from a file, the environment and the command line. Unknown keys are errors.
+    """
 
     model_config = SettingsConfigDict(
         env_prefix="FEDRING_CLIENT_", env_nested_delimiter="__", extra="forbid", frozen=True, protected_namespaces=()

@@ -4,7 +4,10 @@ from fedring.daemon.exits import Exit
 
 
 class RoundOver(Exception):
-    """The round has no use for this client's update, or has ended; `reason` is a stable word."""
+    """The round has ended, or needs nothing more from this client.
+
+    `reason` is a stable word.
+    """
 
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(f"{reason}: {detail}" if detail else reason)
@@ -17,9 +20,10 @@ class UpdateRefused(RoundOver):
 
 
 class WrongModel(RoundOver, ValueError):
-    """The model has another schema than the one that is trained, or other values of frozen tensors, as `detail` says.
+    """The model is not the one that the job trains.
 
-    It concerns one round only, like every RoundOver: the next job may train another model.
+    It has another schema, or other values of frozen tensors, as `detail` says. It concerns one round only, like every
+    RoundOver: the next job may train another model.
     """
 
     def __init__(self, detail: str, reason: str = "wrong_schema") -> None:
@@ -30,11 +34,14 @@ class WrongModel(RoundOver, ValueError):
 
 
 class BadModel(Exception):
-    """The bytes that the server sent are not the model that it named."""
+    """The received bytes are not the named model."""
 
 
 class Refused(Exception):
-    """The server has refused this client for good; a program should exit with `exit_code`."""
+    """The server has refused this client for good.
+
+    A program should exit with `exit_code`.
+    """
 
     def __init__(self, sentence: str, exit_code: Exit) -> None:
         super().__init__(sentence)
@@ -42,7 +49,7 @@ class Refused(Exception):
 
 
 class FederationClosed(RoundOver):
-    """The federation was closed, so that nothing is received or sent any more."""
+    """The federation was closed: nothing more is received or sent."""
 
     def __init__(self) -> None:
         super().__init__("closed")

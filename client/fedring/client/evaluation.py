@@ -15,7 +15,10 @@ from fedring.v1 import federation_pb2 as pb
 
 
 class Evaluation:
-    """One published model to evaluate. `Federation` passes it to the function that evaluates."""
+    """One published model to evaluate.
+
+    `Federation` passes it to the function that evaluates.
+    """
 
     def __init__(self, order: EvaluationOrder, link: ServerLink, loader: ModelLoader, kept: KeptFiles) -> None:
         self.command = order.command
@@ -26,11 +29,13 @@ class Evaluation:
 
     @property
     def job(self) -> pb.JobSpec:
-        """The job: what is trained, and in which mode."""
+        """The job, with its mode."""
         return self.command.job
 
     def load_into(self, model: nn.Module | Arrays) -> None:
-        """Load the values to evaluate into `model`; private tensors get this client's own, as for Task.load_into().
+        """Load the values to evaluate into `model`.
+
+        Private tensors get this client's own values, as for Task.load_into().
 
         Args:
             model: A torch module, or numpy arrays of floats by name.
@@ -43,7 +48,11 @@ class Evaluation:
         self._link.session.begin(pb.ACTIVITY_EVALUATING)
 
     def load_own(self, model: nn.Module) -> bool:
-        """Load this client's own model into the module that the evaluated one was loaded into, if there is one."""
+        """Load this client's own model into the evaluated module.
+
+        Returns:
+            Whether the client has a model of its own.
+        """
         if self._loaded is None:
             return False
         line = line_of(self.command)
@@ -53,7 +62,7 @@ class Evaluation:
         return values is not None
 
     def check_frozen(self, model: nn.Module) -> None:
-        """Check that the evaluation has not changed frozen tensors of the model that was loaded.
+        """Check that the evaluation has not changed frozen tensors.
 
         Raises:
             WrongModel: With the reason frozen_changed, if it has.

@@ -20,8 +20,8 @@ from fedring.client.metrics import ClientMetrics
 from fedring.client.privacy import check_policy, failed_too_often, may_count, refusal
 from fedring.client.promises import is_covered
 from fedring.client.secret import kept_secret
-from fedring.client.secure.desk import SecureDesk
-from fedring.client.secure.party import lost_update
+from fedring.client.secure.client import SecureAggregationClient
+from fedring.client.secure.participant import lost_update
 from fedring.client.session.inbox import EvaluationOrder
 from fedring.client.session.link import ServerLink
 from fedring.client.task import Task
@@ -56,7 +56,7 @@ def connect(
     evaluate: Callable[[Model], Counts | tuple[int | None, int, float] | Mapping[str, float]] | None = None,
     **overrides: Any,
 ) -> "Federation":
-    """Connect to a server, and return a federation to iterate over within `with`.
+    """Connect to a server, and return a federation for use within `with`.
 
     Give `model` and `evaluate` to take part in the evaluation of published models.
 
@@ -88,9 +88,10 @@ def connect(
 
 
 class Federation:
-    """Yields a Task for each round until it is closed or the process gets SIGTERM. Use it within `with`.
+    """Yields a Task for each round, until it is closed.
 
-    The iteration raises Refused if the server has refused this client for good.
+    SIGTERM ends the iteration too. Use it within `with`. The iteration raises Refused if the server has refused this
+    client for good.
 
     Args:
         config: The configuration.
@@ -124,7 +125,7 @@ class Federation:
             self._spool = Spool(config.state_dir, config.client_id, metrics.dropped_files.inc)
             secret = kept_secret(config.state_dir)
             # All that may end the start comes before the session: the server would give a round to a client that ends.
-            self._secure = SecureDesk(config, self._spool.ledger, secret)
+            self._secure = SecureAggregationClient(config, self._spool.ledger, secret)
             if address := stack.enter_context(serving(config.metrics_listen, metrics.registry)):
                 log.info("Prometheus can read metrics at %s", address, extra={"metrics": address})
             self._link = ServerLink(config, metrics, evaluates=on_evaluate is not None, tell=tell)
@@ -161,7 +162,10 @@ class Federation:
         return self
 
     def __next__(self) -> Task:
-        """Wait for the next round, and return its task. A task that was not submitted is reported as failed."""
+        """Wait for the next round, and return its task.
+
+        A task that was not submitted is reported as failed.
+        """
         if self._task and not self._task.done and not self._task.cancelled:
             self._task.fail("no_update", "the training ended without an update")
         if self._task:
@@ -221,7 +225,10 @@ class Federation:
         return {"round": current.command.round}
 
     def close(self) -> None:
-        """End the iteration and the current task. Any thread and any signal handler may call this."""
+        """End the iteration and the current task.
+
+        Any thread and any signal handler may call this.
+        """
         self._link.close()
 
     def _may_send(self, command: pb.TrainCmd) -> bool:
@@ -274,7 +281,10 @@ class Federation:
             self._link.call(lambda: self._link.session.report_evaluation(report))
 
     def _tell_failure(self, error: Exception) -> None:
-        """Report that the task's code has failed, so that the server does not wait for it."""
+        """Report that the task's code has failed.
+
+        The server then does not wait for its update.
+        """
         if self._task and not self._task.done:
             try:
                 kind = type(error).__name__

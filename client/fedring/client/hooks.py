@@ -1,4 +1,7 @@
-"""The communication hook of a data-parallel job, whose state outlives the groups that train."""
+"""The communication hook of a data-parallel job.
+
+Its state outlives the groups that train.
+"""
 
 from collections.abc import Iterable
 from typing import Any
@@ -22,7 +25,9 @@ Parameters = Iterable[tuple[str, Tensor]]
 
 
 class JobHook:
-    """A job's hook on one worker: moves its state from group to group, and tells what it took.
+    """A job's communication hook on one worker.
+
+    It moves its state from group to group, and counts its cost.
 
     Args:
         ready: The state and the hook.
@@ -50,7 +55,10 @@ class JobHook:
             raise SeamError("bad_job", f"{error}.") from error
 
     def leave(self) -> None:
-        """Fill `shared` with what a new group begins with, without what a step that broke has done to it."""
+        """Fill `shared` with the state for the next group.
+
+        Effects of a step that broke are not part of it.
+        """
         self.shared.clear()
         self.shared.update(self.state.shared())
 
@@ -77,7 +85,9 @@ class JobHook:
         return self.state.state_dict()
 
     def restore(self, saved: dict[str, Any], steps: int) -> None:
-        """Restore the state from a checkpoint, scaled to the size of the default group.
+        """Restore the state from a checkpoint.
+
+        It is scaled to the size of the default group.
 
         Args:
             saved: What saved() returned.
@@ -91,7 +101,10 @@ class JobHook:
         self._steps = steps
 
     def start_epoch(self, epoch: int) -> None:
-        """Begin an epoch of the job, counted from 0; what is sent may depend on it."""
+        """Begin an epoch of the job, counted from 0.
+
+        The share of the gradient that is sent may depend on it.
+        """
         self.state.start_epoch(epoch)
 
     def end_step(self) -> None:
@@ -104,7 +117,7 @@ class JobHook:
         return self.state.ratio
 
     def residual_norm(self) -> float:
-        """Return the L2 norm of what is owed."""
+        """Return the L2 norm of the residual."""
         return self.state.residual_norm
 
     def usage(self) -> Usage:

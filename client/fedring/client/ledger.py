@@ -1,4 +1,4 @@
-"""The account of a client: its spent privacy, and failures that nobody was told."""
+"""The ledger of a client: spent privacy, and failures told to nobody."""
 
 import json
 from collections.abc import Mapping
@@ -35,7 +35,7 @@ class JobNote(NamedTuple):
 
 
 class Ledger:
-    """The cost of a client's updates, and its failures, in a file of its own.
+    """The cost of a client's updates, and its failures, on disk.
 
     An update for a job with [dp] is charged by its name, before it leaves the client for the first time. The same bytes
     cost nothing when they are sent again. Another update of the same round costs again: a server could ask for a round
@@ -139,7 +139,9 @@ class Ledger:
             self._charge(_name_of(command, f"{multiplier} {update}"), multiplier)
 
     def charge_own(self, command: pb.TrainCmd, charge: SkellamCharge, masks: bytes) -> None:
-        """Note durably that an update with noise of this client's own goes out, unless that was noted before.
+        """Charge an update with this client's own noise, once, durably.
+
+        An update that was charged before costs nothing.
 
         Args:
             command: of the round.
@@ -171,7 +173,7 @@ class Ledger:
         return sampled_epsilon([*spent, *([more] if more else [])], delta)
 
     def has_charged(self, command: pb.TrainCmd) -> bool:
-        """Return whether a training of the command's job was charged to the samples before."""
+        """Return whether a training of the command's job was charged before."""
         return any(job == _job_of(command) for job, _, _ in self._samples)
 
     def charge_samples(self, command: pb.TrainCmd, spent: SampledSteps) -> None:
@@ -200,9 +202,9 @@ class Ledger:
             self._note(command, JobNote(note.failed + 1, note.samples, *at))
 
     def may_tell(self, command: pb.TrainCmd, now: float) -> bool:
-        """Return whether the server may learn that a job has failed here too often.
+        """Return whether the server may learn of a job's repeated failures.
 
-        It could start many jobs, each of which fails for other samples. So it learns that of one a day.
+        It could start many jobs, each of which fails for other samples. So it learns of one failing job a day.
 
         Args:
             command: Of the job.
@@ -214,7 +216,7 @@ class Ledger:
         return job == _job_of(command) or not 0 <= now - at < TELL_SECONDS
 
     def note_told(self, command: pb.TrainCmd, now: float) -> None:
-        """Note durably that the server is about to learn of a failing job.
+        """Note durably that the server will learn of a failing job.
 
         Raises:
             OSError: if that is impossible.
@@ -270,7 +272,7 @@ class Ledger:
 
 
 def _sample_entry(entry: Mapping[str, Any]) -> tuple[tuple[_JobKey, float, float], int]:
-    """Return the key and the steps of an entry of the account, checked."""
+    """Return the checked key and steps of an account's entry."""
     rate, multiplier, steps = float(entry["rate"]), float(entry["noise_multiplier"]), int(entry["steps"])
     SamplePrivacy.model_validate({"noise_multiplier": multiplier})
     if not (0 < rate <= 1 and 0 < steps <= _MAX_STEPS):

@@ -1,4 +1,7 @@
-"""Loads the model that a command names into the user's module: shared, private and frozen tensors."""
+"""Loads a command's model into the user's module.
+
+The module has shared, private and frozen tensors.
+"""
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -27,7 +30,7 @@ _FAR = 1000  # What updates leave out is a part of what was learned, which is no
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Loaded:
-    """What was loaded into a module."""
+    """The values and the tensors of a loaded model."""
 
     base: HeldModel  # the values of the shared tensors
     start: HeldModel  # those that the training begins with
@@ -109,7 +112,7 @@ class ModelLoader:
 
 
 def add_left_out(model: nn.Module, base: HeldModel, left_out: Residual) -> HeldModel:
-    """Fill a module with a model and what a client's updates have left out of it, and return the values that it has.
+    """Fill a module with a model plus the client's residual.
 
     In a round whose updates leave blocks out (`SecureRound.blocks`), training begins with them.
 
@@ -117,13 +120,19 @@ def add_left_out(model: nn.Module, base: HeldModel, left_out: Residual) -> HeldM
         model: The module.
         base: The model.
         left_out: What the client keeps for its next update, [num_parameters].
+
+    Returns:
+        The values that the module has then.
     """
     fill(model, base.schema, Vectors(base.vectors.parameters + left_out, base.vectors.buffers))
     return HeldModel(base.digest, base.schema, read_vectors(model, base.schema.names))  # rounded to the tensors' dtypes
 
 
 def is_spoiled(loaded: Loaded) -> bool:
-    """Return whether a training would begin far beyond its model, as it only does with a damaged residual."""
+    """Return whether training would begin far from its model.
+
+    Only a damaged residual causes that.
+    """
     if loaded.start is loaded.base:
         return False
     sizes = [float(np.abs(held.vectors.parameters).max(initial=1)) for held in (loaded.base, loaded.start)]
@@ -131,7 +140,9 @@ def is_spoiled(loaded: Loaded) -> bool:
 
 
 def _check_kept(model: nn.Module, shared: Schema, private: Collection[str]) -> None:
-    """Check that each of a client's own globs matches a tensor, and that no tensor is shared under another name.
+    """Check the client's own globs over private tensors.
+
+    Each must match a tensor, and no private tensor may be shared under another name.
 
     Raises:
         WrongModel: With the reason private_tensors: a glob with a typing error would let everything travel.
@@ -150,7 +161,7 @@ def _check_kept(model: nn.Module, shared: Schema, private: Collection[str]) -> N
 
 
 def check_frozen(model: nn.Module, loaded: Loaded) -> None:
-    """Check that a user's code has not changed the frozen tensors of a module into which a model was loaded.
+    """Check that a user's code has not changed frozen tensors.
 
     Raises:
         WrongModel: With the reason frozen_changed, if it has.
@@ -164,7 +175,7 @@ def check_frozen(model: nn.Module, loaded: Loaded) -> None:
 
 
 def sharing_of(job: pb.JobSpec, private: Collection[str]) -> Sharing:
-    """Return what a client shares of the model of a job.
+    """Return the client's sharing of the tensors of a job's model.
 
     Args:
         job: The job. One of an older server shares all tensors.

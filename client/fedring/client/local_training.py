@@ -65,7 +65,9 @@ def train_locally(
     private: SamplePrivacy | None = None,
     on_nothing: bool = False,
 ) -> TrainResult:
-    """Train the loaded model in place on one client's samples, with the built-in loop or the user's trainer.
+    """Train the loaded model in place on one client's samples.
+
+    This uses the built-in loop or the user's trainer.
 
     Args:
         loaded: The job; its model holds the values that the round starts from.

@@ -117,7 +117,11 @@ def parse_partition(text: str | None) -> dict[str, str | None]:
 
 
 def serve(loaded: Loaded[ClientConfig]) -> Exit:
-    """Take part until told to stop or refused by the server; return the exit code."""
+    """Take part until told to stop or refused by the server.
+
+    Returns:
+        The exit code.
+    """
     from fedring.client.federation import Federation
     from fedring.client.restart import Restart
     from fedring.client.startup_checks import warn_of_insecurity

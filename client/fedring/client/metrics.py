@@ -1,4 +1,7 @@
-"""All metrics of fl-client. They are counted where things happen, or read when Prometheus asks."""
+"""All metrics of fl-client.
+
+They are counted where things happen, or read when Prometheus asks.
+"""
 
 from math import nan
 

@@ -1,4 +1,4 @@
-"""A client's own model: how it is trained beside the round's model, and how its evaluation is told.
+"""A client's own model: its training, and the report of its evaluation.
 
 Ditto (Li et al. 2021, algorithm 1): with the round's model w, the client's own model v minimises the client's loss plus
 (mu / 2) |v - w|^2, and continues from round to round. Fine-tuning begins with w in each round.
@@ -43,9 +43,9 @@ def train_own(
     progress: Callable[[float], None] = lambda share: None,
     stopped: Callable[[], bool] = lambda: False,
 ) -> dict[str, Tensor] | None:
-    """Train a client's own model, and return its tensors by name, on the CPU; None if the training failed.
+    """Train a client's own model.
 
-    The round goes on without it then, and the client keeps the own model that it had: no noise covers this training, so
+    Its failure does not fail the round: the client keeps the own model that it had. No noise covers this training, so
     its end must not decide what the server gets.
 
     Args:
@@ -60,6 +60,9 @@ def train_own(
         device: Where to train.
         progress: As for `fedring.train.loop.train`.
         stopped: As for `fedring.train.loop.train`.
+
+    Returns:
+        The tensors by name, on the CPU; None if the training failed.
 
     Raises:
         TrainingStopped: If `stopped` returned True.
@@ -108,13 +111,16 @@ def personal_of(job: pb.JobSpec) -> Personal:
 
 
 def with_own(counts: Counts, own: Counts) -> Counts:
-    """Return the counts of the round's model, with the figures of a client's own model among their metrics."""
+    """Return the round model's counts with the own model's metrics added.
+
+    If there are too many metrics, those of the own model come first.
+    """
     figures = figures_of(own)
     others = {name: value for name, value in counts.metrics.items() if name not in figures}
     return replace(counts, metrics=figures | dict(islice(others.items(), MAX_METRICS - len(figures))))
 
 
 def figures_of(own: Counts) -> dict[str, float]:
-    """Return the metrics that tell the evaluation of a client's own model beside that of the round's model."""
+    """Return the metrics of a client's own model, by name."""
     figures = {"accuracy_personal": own.accuracy, "loss_personal": own.loss}
     return {name: value for name, value in figures.items() if value is not None and isfinite(value)}

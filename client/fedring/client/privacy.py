@@ -26,7 +26,10 @@ Fingerprint = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
 class SitePolicy(BaseModel):
-    """The table [privacy] of a client. A job that is weaker is refused by the client. Unknown keys are errors."""
+    """The table [privacy] of a client.
+
+    The client refuses a job that is weaker. Unknown keys are errors.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -106,13 +109,16 @@ class SitePolicy(BaseModel):
 
 
 def may_count(policy: SitePolicy, job: pb.JobSpec) -> bool:
-    """Return whether a client may tell how many of its samples a model gets right."""
+    """Return whether a client may report its number of correct predictions."""
     unsaid = job.dp or job.sample_dp or job.secure_aggregation
     return not (unsaid or policy.needs_noise or policy.needs_sample_noise or policy.needs_secure)
 
 
 def failed_too_often(policy: SitePolicy, ledger: Ledger, command: pb.TrainCmd) -> str:
-    """Return a sentence if the server may learn of a failing job; else ""."""
+    """Return a sentence if the server may learn of a failing job.
+
+    Otherwise it is empty.
+    """
     most, note = policy.max_failed_rounds, ledger.note_of(command)
     before = note.failed - ((note.epoch, note.round) == (command.epoch, command.round))
     if not (most and is_covered(command) and before >= most and ledger.may_tell(command, time.time())):
@@ -121,7 +127,10 @@ def failed_too_often(policy: SitePolicy, ledger: Ledger, command: pb.TrainCmd) -
 
 
 def own_noise_refusal(policy: SitePolicy, ledger: Ledger, command: pb.TrainCmd, plan: IntegerPlan, masks: bytes) -> str:
-    """Return why a client does not send an update with its own noise, now that it knows its group; "" if it does."""
+    """Return why a client withholds an update with its own noise.
+
+    It is asked when the group is known. Empty = the client sends the update.
+    """
     if plan.multiplier < policy.min_noise_multiplier:
         return (
             f"this site's privacy.min_noise_multiplier = {policy.min_noise_multiplier:g} is above the noise of its "
@@ -131,7 +140,9 @@ def own_noise_refusal(policy: SitePolicy, ledger: Ledger, command: pb.TrainCmd, 
 
 
 def refusal(policy: SitePolicy, ledger: Ledger, command: pb.TrainCmd, *, update: str = "") -> str:
-    """Return why a client does not take part in a round; "" if it does.
+    """Return why a client does not take part in a round.
+
+    Empty = it takes part.
 
     Args:
         policy: What the site demands.
@@ -143,6 +154,7 @@ def refusal(policy: SitePolicy, ledger: Ledger, command: pb.TrainCmd, *, update:
     privacy = dp_of(job)
     if why := failed_too_often(policy, ledger, command):
         return why
+    # A promise that this client cannot read protects nobody, so it is refused without any demand of the site's.
     if job.dp and privacy is None:
         return f"this client does not understand the job's dp = {job.dp[:200]}: it may be too old for it"
     sample = sample_dp_of(job)

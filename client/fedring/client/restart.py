@@ -1,8 +1,8 @@
-"""Runs fl-client anew on SIGUSR2, so that it imports the job's code as it is on disk now.
+"""Restarts fl-client on SIGUSR2, to import the job's code again.
 
 A process imports a module once. To import it again in place would leave objects of the old code behind, in every module
-that had taken them over, so the whole process begins anew, under the same process id and with the same arguments. Who
-may sign in to the client's host decides this. A server cannot.
+that had taken them over, so the whole process begins anew, under the same process id and with the same arguments. Only
+someone who may sign in to the client's host can cause this. A server cannot.
 """
 
 import logging
@@ -37,7 +37,10 @@ class Restart:
         self._check: threading.Thread | None = None
 
     def ask(self, number: int, frame: FrameType | None) -> None:
-        """Take the signal: check that fl-client could start, and then let it begin anew."""
+        """Check that fl-client could start, and restart it then.
+
+        This is the signal's handler.
+        """
         if self._check is None or not self._check.is_alive():
             self._check = threading.Thread(target=self._check_first, name="restart", daemon=True)
             self._check.start()
@@ -64,7 +67,10 @@ class Restart:
         os.execv(sys.executable, _command())
 
     def _check_first(self) -> None:
-        """Try the start in another process: code that does not work must not end a client that does."""
+        """Try the start in another process.
+
+        Code that does not work must not end a client that does.
+        """
         try:
             done = subprocess.run(
                 [*_command(), "--check-config"], capture_output=True, text=True, timeout=_CHECK_SECONDS, check=False

@@ -1,4 +1,7 @@
-"""Metrics of rings and of data-parallel training, read from counters that they keep anyway: a step costs no more."""
+"""Metrics of rings and of data-parallel training.
+
+They are read from counters that exist anyway, so a step costs no more.
+"""
 
 import threading
 import weakref
@@ -22,7 +25,10 @@ _SUMS = ("steps", "seconds", "samples", "wait_seconds", "compress_seconds", "dec
 
 @runtime_checkable
 class Sparse(Protocol):
-    """A hook that sends a share of the gradient, and keeps the rest as its residual."""
+    """A hook that sends a share of the gradient.
+
+    It keeps the rest as its residual.
+    """
 
     def sparsity(self) -> float:
         """Return the share of the entries that the hook sends now."""
@@ -34,7 +40,7 @@ class Sparse(Protocol):
 
 
 class RingMetrics(Collector):
-    """The sums of all rings and of all data-parallel trainings of this process."""
+    """The sums of this process's rings and data-parallel trainings."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -49,7 +55,10 @@ class RingMetrics(Collector):
 
     @contextmanager
     def training(self, training: "DataParallelTraining", *, workers: int) -> Iterator[None]:
-        """Show the figures of a training while the block runs, and add them to the sums at its end."""
+        """Show a training's figures while the block runs.
+
+        At its end they are added to the sums.
+        """
         numel = sum(p.numel() for p in training.replica.model.parameters() if p.requires_grad)
         dense = _FLOAT * numel * 2 * (workers - 1) / workers  # bytes that a ring sends in an allreduce of the gradient
         with self._lock:

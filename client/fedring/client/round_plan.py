@@ -1,4 +1,4 @@
-"""How a client trains in a round: what the command says, with a seed of the client's own."""
+"""A client's training plan for a round, with its own seed."""
 
 import hashlib
 
@@ -8,9 +8,10 @@ from fedring.v1 import federation_pb2 as pb
 
 
 def plan_of(command: pb.TrainCmd, client_id: str, secret: ClientSecret) -> Plan:
-    """Return how a client trains in the round that a command asks for, with the client's own seed.
+    """Return a client's training plan, with its own seed.
 
-    In jobs with masks or noise the seed follows from the client's secret: whoever knows it can repeat the training.
+    In jobs with masks or noise the seed follows from the client's secret, since anybody who knows the seed can repeat
+    the training.
 
     Raises:
         ConfigError: If the secret is needed, and cannot be read or made.
@@ -23,7 +24,7 @@ def plan_of(command: pb.TrainCmd, client_id: str, secret: ClientSecret) -> Plan:
 
 
 def own_seed(seed: int, client_id: str) -> int:
-    """Return the seed that this client uses in a round, 0 to 2^63 - 1.
+    """Return this client's seed for a round, 0 to 2^63 - 1.
 
     With the same seed, all clients would draw samples at the same places of their parts. Data sets are ordered (such as
     MNIST by writer), so all clients of a round would see the same few writers.

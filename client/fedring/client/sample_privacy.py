@@ -1,4 +1,7 @@
-"""The cost of a round with [sample_dp]: checked before it, charged after the training."""
+"""The cost of a round with [sample_dp].
+
+It is checked before the round, and charged after the training.
+"""
 
 import logging
 from collections.abc import Iterator
@@ -17,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 def spending(task: Task, policy: SitePolicy, size: int) -> SampledSteps | None:
-    """Return the cost of a round's training; None if the job has no [sample_dp].
+    """Return the cost of a round's training, or None without [sample_dp].
 
     Args:
         task: The task.
@@ -44,9 +47,10 @@ def spending(task: Task, policy: SitePolicy, size: int) -> SampledSteps | None:
 
 @contextmanager
 def charging(task: Task, spent: SampledSteps | None, delta: float) -> Iterator[None]:
-    """Charge the training of a round inside the context when it ends, before anything of it may leave this client.
+    """Charge the training inside the context when it ends.
 
-    A training that was stopped costs nothing. One that fails costs as much as any other, whatever the reason is.
+    This comes before anything of it may leave this client. A training that was stopped costs nothing. One that fails
+    costs as much as any other, whatever the reason is.
 
     Args:
         task: The task.
@@ -70,9 +74,9 @@ def charging(task: Task, spent: SampledSteps | None, delta: float) -> Iterator[N
 
 
 def overspent(policy: SitePolicy, ledger: Ledger, command: pb.TrainCmd, more: SampledSteps) -> str:
-    """Return one sentence that says which limit a training would pass; "" if none.
+    """Return a sentence about the limit that a training would pass.
 
-    It has no figure of what was spent, from which the number of samples would follow.
+    Empty = it passes none. It has no figure of what was spent, from which the number of samples would follow.
 
     Args:
         policy: What the site demands.
@@ -98,7 +102,10 @@ def overspent(policy: SitePolicy, ledger: Ledger, command: pb.TrainCmd, more: Sa
 
 
 def _tell_spent(ledger: Ledger, delta: float) -> None:
-    """Log what this client's samples have spent. The server is not told: the number of samples follows from it."""
+    """Log the epsilon that this client's samples have spent.
+
+    The server is not told: the number of samples follows from it.
+    """
     try:
         epsilon = ledger.sample_epsilon(delta)
     except NoAccountant as error:

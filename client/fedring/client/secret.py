@@ -79,14 +79,17 @@ def kept_secret(state_dir: Path) -> ClientSecret:
 
 
 def needs_secret(job: pb.JobSpec) -> bool:
-    """Return whether nobody else may know how clients train: the job asks for masks or noise."""
+    """Return whether a job needs training that nobody else can predict.
+
+    A job with masks or noise does.
+    """
     return bool(job.secure_aggregation or job.dp or job.sample_dp)
 
 
 def work_digest(command: pb.TrainCmd) -> bytes:
-    """Return the digest of the work that a command asks for, 32 bytes.
+    """Return the digest of a command's work, 32 bytes.
 
-    It covers all of the command but what only says to which server and job it belongs, or how it is transported.
+    It covers all of the command except the fields that only name its server and job, or concern its transport.
     """
     work = pb.TrainCmd()
     work.CopyFrom(command)

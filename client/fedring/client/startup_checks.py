@@ -1,4 +1,4 @@
-"""Checks at start-up: what is wrong with a configuration, before the first round."""
+"""Checks of a configuration at start-up, before the first round."""
 
 import logging
 from collections.abc import Iterator
@@ -35,7 +35,9 @@ def check(config: ClientConfig) -> None:
 
 
 def check_names(config: ClientConfig, job: Job | None = None) -> Iterator[Check]:
-    """Check the folder of the data, the device, and the functions that the configuration or the job names.
+    """Check the data folder, the device, and the named functions.
+
+    The functions are named by the configuration or the job.
 
     Args:
         config: The configuration. Its names take precedence over those of the job.
@@ -76,7 +78,7 @@ _COVERS = (
 
 
 def coverage(policy: SitePolicy) -> Iterator[str]:
-    """Yield one line for each group of demands that a site makes: its coverage."""
+    """Yield one line about the coverage of each group of demands."""
     for keys, what in _COVERS:
         if set_ := [key for key in keys if getattr(policy, key)]:
             verb = "cover" if len(set_) > 1 else "covers"

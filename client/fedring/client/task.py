@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from fedring.client.answer import Answers, Begun, check_size
+from fedring.client.answer import Answers, StartedRound, check_size
 from fedring.client.errors import BadModel, Refused, RoundOver, UpdateRefused, WrongModel
 from fedring.client.loading import Loaded, ModelLoader, is_spoiled
 from fedring.client.metrics import ClientMetrics
 from fedring.client.promises import is_covered
 from fedring.client.round_plan import plan_of
-from fedring.client.secure.desk import SecureDesk
+from fedring.client.secure.client import SecureAggregationClient
 from fedring.client.session.inbox import Assignment
 from fedring.client.session.link import ServerLink
 from fedring.client.transfer.delivery import Delivery
@@ -41,7 +41,9 @@ _NO_NOISE = "the job has [sample_dp], and only the training of fl-client adds it
 
 
 class Task:
-    """One round: load the model, train it, and submit it. `Federation` makes tasks; users do not.
+    """One round: load the model, train it, and submit it.
+
+    `Federation` makes tasks; users do not.
 
     Attributes:
         command: What the server has sent.
@@ -61,7 +63,7 @@ class Task:
         spool: Spool,
         client_id: str,
         *,
-        secure: SecureDesk,
+        secure: SecureAggregationClient,
     ) -> None:
         self.command, self.link = assignment.command, link
         self.done = False
@@ -73,7 +75,7 @@ class Task:
         self._delivery = Delivery(link, spool)
         self._client_id = client_id
         self._secure = secure
-        self._begun: Begun | None = None
+        self._started: StartedRound | None = None
         self._loaded_at = 0.0
         self._samples = 0  # that this client's updates count for, if that is known
         self._tells_progress = False
@@ -88,14 +90,14 @@ class Task:
 
     @property
     def job(self) -> pb.JobSpec:
-        """The job: what is trained, and in which mode."""
+        """The job, with its mode."""
         return self.command.job
 
     @property
     def plan(self) -> Plan:
-        """How the job wants the model trained: epochs, batch size, learning rate, seed."""
+        """The job's plan of training: epochs, batch size, learning rate, seed."""
         plan = plan_of(self.command, self._client_id, self._secure.secret)
-        return self._begun.round_.plan(plan) if self._begun else plan
+        return self._started.round_.plan(plan) if self._started else plan
 
     @property
     def metrics(self) -> ClientMetrics:
@@ -132,28 +134,31 @@ class Task:
         except WrongModel as error:
             self.fail(error.reason, error.detail)
             raise
-        self._begun = self._answers.begin(loaded, self._loader.models)
-        self._corrections = self._begun.round_.corrections()
+        self._started = self._answers.begin(loaded, self._loader.models)
+        self._corrections = self._started.round_.corrections()
         self._samples = samples
         self._loaded_at = time.perf_counter()
         self.link.session.begin(pb.ACTIVITY_TRAINING)
 
     def start_again(self, model: nn.Module) -> None:
-        """Fill the module again with the values of the start, except for private tensors."""
-        loaded = self._what_has_begun().loaded
+        """Restore the module's starting values, except for private tensors."""
+        loaded = self._started_round().loaded
         fill(model, loaded.parts.shared, loaded.start.vectors)
 
     @property
     def corrections(self) -> Mapping[str, Tensor] | None:
-        """What each step adds to the gradients, by the names of parameters; None unless the job's algorithm does so.
+        """The corrections to each step's gradients, by the parameters' names.
 
-        It is known when a model was loaded. A training that does not ask for it cannot be submitted.
+        None unless the job's algorithm corrects gradients. It is known when a model was loaded. A training that does
+        not ask for it cannot be submitted.
         """
         self._corrected = True
         return self._corrections
 
     def load_own(self) -> Mapping[str, Tensor] | None:
-        """Return the tensors of this client's own model after its newest accepted update; None if there are none.
+        """Return the tensors of this client's own model.
+
+        They are those after its newest accepted update; None if there are none.
 
         Raises:
             WrongModel: If nothing was loaded for this round.
@@ -164,10 +169,12 @@ class Task:
     @property
     def not_frozen(self) -> Schema:
         """The tensors of the loaded model that training may change."""
-        return self._what_has_begun().loaded.parts.not_frozen
+        return self._started_round().loaded.parts.not_frozen
 
     def check_model(self, model: nn.Module) -> None:
-        """Compare a model, which may be without values, with the one that this round starts from.
+        """Compare a model's schema with that of the round's model.
+
+        The model may be without values.
 
         Raises:
             WrongModel: If it has another schema than the one that is trained. The server has been told, and the round
@@ -180,7 +187,7 @@ class Task:
         self.link.session.begin(pb.ACTIVITY_TRAINING)
 
     def fetch(self, schema: Schema, names: Collection[str], sink: Sink) -> None:
-        """Fetch some tensors of the model that this round starts from, and nothing else.
+        """Fetch some tensors of the round's model, and nothing else.
 
         Args:
             schema: The schema of the whole model.
@@ -205,10 +212,10 @@ class Task:
         self.link.session.begin(pb.ACTIVITY_TRAINING)
 
     def progress(self, share: float) -> None:
-        """Report the share of the training that is done, 0 to 1. The operator sees it.
+        """Report the finished share of the training, 0 to 1.
 
-        From the first call to the end of the round, a client that reports nothing new for the job's
-        stalled_after_seconds counts as stalled. A training that never calls this may take until the deadline.
+        The operator sees it. From the first call to the end of the round, a client that reports nothing new for the
+        job's stalled_after_seconds counts as stalled. A training that never calls this may take until the deadline.
         """
         self._tells_progress = True
         self.link.session.set_reporting(True)
@@ -223,7 +230,7 @@ class Task:
         *,
         own: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """Send what the model has learned, and return once the server has accepted it.
+        """Send the trained model, and return once the server accepts it.
 
         Args:
             model: The model that was given to `load_into`, trained; or arrays with the same names and shapes.
@@ -240,7 +247,7 @@ class Task:
                 frozen tensors were changed.
             ValueError: If a figure is out of range.
         """
-        begun = self._what_has_begun()
+        started = self._started_round()
         seconds = time.perf_counter() - self._loaded_at if train_seconds is None else train_seconds
         training = TrainingReport(samples, seconds, metrics or {})
         if self._corrections is not None and not self._corrected:
@@ -255,7 +262,7 @@ class Task:
             raise RoundOver(reason)
         self.link.session.set_reporting(True)
         try:
-            self._deliver(as_module(model), begun, training, own)
+            self._deliver(as_module(model), started, training, own)
             self.result = "accepted"
         except UpdateRefused:
             if self.result != "zeroed":
@@ -270,7 +277,9 @@ class Task:
     def submit_file(
         self, assembled: "AssembledModel", samples: int, metrics: Mapping[str, float], train_seconds: float
     ) -> None:
-        """Send a trained model that is a file, and return once the server has accepted it.
+        """Send a trained model that is a file.
+
+        This returns once the server has accepted it.
 
         Args:
             assembled: The file, which this moves to the spool.
@@ -304,14 +313,17 @@ class Task:
         return self._spool.payload_part
 
     def charge(self, spent: SampledSteps) -> None:
-        """Charge a training with DP-SGD durably, before anything of it may leave this client."""
+        """Charge a training with DP-SGD durably.
+
+        This comes before anything of it may leave this client.
+        """
         if not self.ledger.has_charged(self.command):  # no noise of this job may cover what is left from before it
             self._spool.kept.forget(line_of(self.command).key, RESIDUAL)
         self.ledger.charge_samples(self.command, spent)
         self.charged = True
 
     def stand_aside(self, train_seconds: float) -> None:
-        """Note that another worker of the group delivers what this one has trained.
+        """Note that another worker of the group delivers the model.
 
         Args:
             train_seconds: How long this worker has trained.
@@ -335,21 +347,24 @@ class Task:
             detail: A sentence for people.
             noise: The model after a training with noise and without samples, which is sent then; None = zeros are.
         """
-        if self._begun is None or not is_covered(self.command):
+        if self._started is None or not is_covered(self.command):
             self._tell(reason, detail)
         elif self.job.sample_dp and not self.charged:  # whatever has failed was not the training of fl-client
             self._tell("no_sample_dp", _NO_NOISE)
         elif not self._answers.sent:
-            self._send_nothing(self._begun, reason, noise)
+            self._send_nothing(self._started, reason, noise)
 
     def fail_secure(self, error: SecureError) -> None:
-        """Report that this client does not go on with the secure aggregation of this round."""
+        """Report that this client leaves the round's secure aggregation."""
         self.done, self.result = True, "failed"
         self.link.session.begin(pb.ACTIVITY_UNSPECIFIED)
         self._secure.fail(self.command, error)
 
     def leave(self) -> None:
-        """End the work on the round. If the server asks for the round again after this, it is trained anew."""
+        """End the work on the round.
+
+        If the server asks for the round again after this, it is trained anew.
+        """
         mine = self._assignment
         if not (mine.undelivered or mine.accepted_name or mine.failure):
             mine.end_reason = mine.stop_reason
@@ -357,18 +372,21 @@ class Task:
     def _load(self, model: nn.Module | Arrays, left_out: Residual | None) -> Loaded:
         return self._loader.load(self.command, model, ended=lambda: self._assignment.stop_reason, left_out=left_out)
 
-    def _what_has_begun(self) -> Begun:
-        if self._begun is None:
+    def _started_round(self) -> StartedRound:
+        if self._started is None:
             raise WrongModel("nothing was loaded for this round: call load_into before the training")
-        return self._begun
+        return self._started
 
     def _tell(self, reason: str, detail: str) -> None:
         self.done, self.result = True, "failed"
         self.link.session.begin(pb.ACTIVITY_UNSPECIFIED)
         self._delivery.fail(self._assignment, reason, detail)
 
-    def _send_nothing(self, begun: Begun, reason: str, noise: nn.Module | None) -> None:
-        """Deliver an update of nothing; errors in that may be told, as no sample causes them."""
+    def _send_nothing(self, started: StartedRound, reason: str, noise: nn.Module | None) -> None:
+        """Deliver an update that changes nothing.
+
+        Errors in that may be told, as no sample causes them.
+        """
         log.error("round %d: the server gets an update that changes nothing, and not why (%s)", self.round, reason)
         self.done, self.result = True, "zeroed"
         self.metrics.hide(reason)
@@ -380,7 +398,7 @@ class Task:
             if over := self._assignment.stop_reason:
                 raise RoundOver(over)
             samples = self._samples or self.ledger.note_of(self.command).samples or 1
-            self._answers.send(self._answers.nothing(begun, noise, samples))
+            self._answers.send(self._answers.nothing(started, noise, samples))
         except SecureError as error:
             self.fail_secure(error)
         except RoundOver as error:
@@ -394,10 +412,10 @@ class Task:
             self._tell("disk_failed" if isinstance(error, OSError) else "internal", "the log of this client says more")
 
     def _deliver(
-        self, model: nn.Module, begun: Begun, training: TrainingReport, own: Mapping[str, Tensor] | None
+        self, model: nn.Module, started: StartedRound, training: TrainingReport, own: Mapping[str, Tensor] | None
     ) -> None:
         try:
-            answer = self._answers.trained(begun, model, training, own)
+            answer = self._answers.trained(started, model, training, own)
         except SecureError as error:
             self.fail_secure(error)
             raise UpdateRefused(error.reason, str(error)) from error

@@ -1,4 +1,7 @@
-"""Trains as a job declares it: looks up the names in the job, and keeps model and data loaded from round to round."""
+"""Training as a job declares it.
+
+It looks up the names in the job, and keeps model and data loaded from round to round.
+"""
 
 import logging
 from dataclasses import dataclass, replace
@@ -56,7 +59,10 @@ class _Failure:
 
 
 class DeclaredTrainer:
-    """Trains and evaluates with what a job names, if the configuration trusts it; owned by `main`."""
+    """Trains and evaluates with the callables that a job names.
+
+    The configuration must trust them. `main` owns the only one.
+    """
 
     def __init__(self, config: ClientConfig) -> None:
         self._config = config
@@ -79,7 +85,7 @@ class DeclaredTrainer:
             self._fail(task, failure)
 
     def _try(self, task: Task) -> "_Failure | None":
-        """Train and submit; return the failure that is still to be reported, if any."""
+        """Train and submit; return a failure that is not reported yet."""
         self._reached = 0.0
         try:
             if not (self._config.trainer or task.job.trainer):  # a user's trainer cannot report how far it is
@@ -118,7 +124,9 @@ class DeclaredTrainer:
         return None
 
     def evaluate(self, evaluation: Evaluation) -> Counts:
-        """Evaluate a model on this client's held-out samples. The stages of a pipeline have done so already.
+        """Evaluate a model on this client's held-out samples.
+
+        The stages of a pipeline have done so already.
 
         Returns:
             The counts; zeros if the evaluation failed, which is logged.
@@ -198,7 +206,10 @@ class DeclaredTrainer:
             self.in_users_code = False
 
     def _train_own(self, loaded: LoadedJob, task: Task) -> dict[str, Tensor] | None:
-        """Train the client's own model before the round's, whose values the loaded model has again afterwards."""
+        """Train the client's own model, before the round's.
+
+        Afterwards the loaded model has the round's values again.
+        """
         if loaded.trainer is not None:
             raise SeamError(
                 "no_personal", "A trainer does not train a client's own model, as the job's [personal] asks."
@@ -232,14 +243,17 @@ class DeclaredTrainer:
         return size
 
     def _fail(self, task: Task, failure: "_Failure") -> None:
-        """Report a failure; in covered jobs without texts of errors, which may quote samples."""
+        """Report a failure.
+
+        In covered jobs, texts of errors stay here: they may quote samples.
+        """
         detail = failure.detail
         if failure.quoting and is_covered(task.command):
             detail = f"{failure.quoting}; the log of this client says more"
         task.fail(failure.reason, detail, noise=self._noise(task, failure))
 
     def _noise(self, task: Task, failure: "_Failure") -> nn.Module | None:
-        """Return the model after a training on noise alone; None = without noise.
+        """Return the model after a training on noise alone.
 
         A training diverges by its noise and its learning rate, whatever the samples are: then this one would, too.
         """
@@ -266,12 +280,18 @@ class DeclaredTrainer:
             return None
 
     def _drop(self, error: Exception) -> None:
-        """Forget the loaded job after an error that says that its model has other frozen values: it is built anew."""
+        """Forget the loaded job if its model has other frozen values.
+
+        Then it is built anew for the next round.
+        """
         if isinstance(error, WrongModel) and error.reason in _WRONG_BASE:
             self._loaded = None
 
     def _load(self, job: pb.JobSpec) -> LoadedJob:
-        """Return what the job names; it stays loaded from job to job as long as the names and their arguments do."""
+        """Return the loaded job.
+
+        It stays loaded from job to job as long as the names and their arguments stay the same.
+        """
         key = pb.JobSpec()
         key.CopyFrom(job)
         for field in ("job_id", "name", "rounds"):
@@ -340,7 +360,9 @@ def _model_of(job: pb.JobSpec, config: ClientConfig) -> tuple[str, dict[str, Any
 
 
 def offered_by(config: ClientConfig) -> Offered:
-    """Collect what jobs may name: what is trusted, and what the configuration itself names.
+    """Collect the callables that jobs may name.
+
+    These are the trusted ones, and those that the configuration itself names.
 
     A site with a policy offers only what is marked, or named one by one.
 
@@ -353,7 +375,10 @@ def offered_by(config: ClientConfig) -> Offered:
 
 
 def prepare(config: ClientConfig) -> None:
-    """Set the number of torch's threads, and load what torch would load in the first round."""
+    """Set the number of torch's threads, and warm torch up.
+
+    Otherwise torch would load parts of itself in the first round.
+    """
     torch.set_num_threads(config.threads or threads_for(config.clients_on_host))
     warm_up(pick_device(config.device))
 

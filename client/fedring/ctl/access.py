@@ -1,4 +1,7 @@
-"""The options with which flctl shows who its user is. Every verb with --server takes them."""
+"""The options with which flctl proves who its user is.
+
+Every verb with --server takes them.
+"""
 
 import functools
 import inspect
@@ -32,22 +35,34 @@ _OPTIONS = {
 
 
 def access() -> Access:
-    """Return what the command line of the running verb, or the environment, says."""
+    """Return the access options of the running verb.
+
+    They come from its command line or the environment.
+    """
     return _ACCESS.get()
 
 
 def connect(server: str) -> Control:
-    """Connect to the control port at the address `server`, with the identity of the running verb's user."""
+    """Connect to the control port at the address `server`.
+
+    The identity is that of the running verb's user.
+    """
     return Control(server, channel=access().channel(server))
 
 
 def access_of(parameters: Mapping[str, Any]) -> Access:
-    """Return what a verb's parameters say, of which some may be missing."""
+    """Return the access options among a verb's parameters.
+
+    Some may be missing.
+    """
     return _access(**{name: parameters.get(name) for name in _OPTIONS})
 
 
 def with_access(verb: Callable[..., None]) -> Callable[..., None]:
-    """Return the verb with the options of this module added, if it takes a server, else the verb itself."""
+    """Return the verb with the options of this module added.
+
+    A verb that takes no server is returned as it is.
+    """
     signature = inspect.signature(verb)
     if "server" not in signature.parameters:
         return verb

@@ -1,4 +1,7 @@
-"""What the shell offers when the user presses Tab: keys and values of jobs, and ids that a running server knows."""
+"""The shell's offers when the user presses Tab.
+
+They are keys and values of jobs, and ids that a running server knows.
+"""
 
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -24,9 +27,10 @@ _SECONDS = 2.0  # the longest time that a key press may wait for the server
 
 
 def job_keys(context: typer.Context, incomplete: str) -> list[Offer]:
-    """Offer the keys of a job as `key=`, and after the equals sign the values of those that have a few.
+    """Offer the keys of a job, or a key's few values.
 
-    bash makes words of its own of a key and of the equals sign behind it.
+    Keys are offered as `key=`, and values after the equals sign. bash makes words of its own of a key and of the equals
+    sign behind it.
     """
     keys = dict(_keys(Job))
     given: list[str] = ["=", "", *(context.params.get("overrides") or ())]
@@ -69,9 +73,10 @@ def model_versions(context: typer.Context, incomplete: str) -> list[Offer]:
 
 
 def _known(context: typer.Context, incomplete: str, ask: Callable[[Control], Iterable[Offer]]) -> list[Offer]:
-    """Return what a server answers that begins with the word; nothing if it does not answer soon.
+    """Return a server's offers that begin with the word.
 
-    Shells evaluate parts of what they are offered, and texts about it come from others: only plain characters pass.
+    There are none if the server does not answer soon. Shells evaluate parts of what they are offered, and texts about
+    it come from others: only plain characters pass.
     """
     address = context.params.get("server") or DEFAULT_SERVER
     try:
@@ -87,7 +92,10 @@ def _starting(offers: Iterable[Offer], incomplete: str) -> list[Offer]:
 
 
 def _keys(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, tuple[Any, str]]]:
-    """Yield each key with its type and its description; the keys of inner tables as `table.key`."""
+    """Yield each key with its type and its description.
+
+    The keys of inner tables are given as `table.key`.
+    """
     for name, field in model.model_fields.items():
         inner = [kind for kind in _alternatives(field.annotation) if isinstance(kind, type)]
         tables = [kind for kind in inner if issubclass(kind, BaseModel)]

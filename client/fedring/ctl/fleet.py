@@ -1,4 +1,4 @@
-"""A real fl-server and real fl-clients on this host, which run for the length of a `with` block.
+"""A real fl-server and fl-clients on this host, for a `with` block.
 
     with Fleet(directory, {"keep_models": 3}, [{}, {"data": "mine:samples"}]) as fleet:
         with Control(fleet.control) as control: ...
@@ -26,9 +26,10 @@ _STOP_SECONDS = 15.0
 
 
 class Fleet:
-    """A server and its clients as child processes. Whoever makes a Fleet stops it, best by a `with` block.
+    """A server and its clients as child processes.
 
-    `listen`, `control` and `web` are the server's addresses, once it runs; `web` is empty if it has no page.
+    The maker of a Fleet stops it, best by a `with` block. `listen`, `control` and `web` are the server's addresses,
+    once it runs; `web` is empty if it has no page.
 
     Args:
         directory: Folder of state and logs.
@@ -75,7 +76,10 @@ class Fleet:
         self.stop()
 
     def start(self) -> None:
-        """Start the server, wait until it is ready, and start the clients without waiting for them."""
+        """Start the server, and then the clients.
+
+        This waits until the server is ready, but not for the clients.
+        """
         (self.directory / "logs").mkdir(parents=True, exist_ok=True)
         (self.directory / "state").mkdir(parents=True, exist_ok=True)
         self.start_server()
@@ -84,14 +88,20 @@ class Fleet:
             client.start()
 
     def stop(self) -> None:
-        """Stop all daemons, the clients first, so that they do not try to reach a server that is gone."""
+        """Stop all daemons, the clients first.
+
+        So they do not try to reach a server that is gone.
+        """
         try:
             stop_all(self.clients, _STOP_SECONDS)
         finally:
             stop_all([self.server], _STOP_SECONDS)
 
     def start_server(self) -> None:
-        """Start the server, and wait until it is ready. It keeps the addresses of an earlier start."""
+        """Start the server, and wait until it is ready.
+
+        It keeps the addresses of an earlier start.
+        """
         self.server.start()
         self.ready = json.loads(self.server.first_line(_READY_SECONDS))
         self.listen, self.control = self.ready["listen"], self.ready["control"]
@@ -105,7 +115,10 @@ class Fleet:
         self.start_server()
 
     def kill(self, index: int, number: int = signal.SIGKILL) -> None:
-        """Send the signal to a client; after SIGKILL, wait until it has ended."""
+        """Send the signal to a client.
+
+        After SIGKILL, wait until it has ended.
+        """
         self.clients[index].send(number)
         if number == signal.SIGKILL:
             self.clients[index].wait()
@@ -126,7 +139,10 @@ class Fleet:
             threading.Thread(target=watch, args=(process,), daemon=True, name=f"watch {process.name}").start()
 
     def failure(self) -> Failure | None:
-        """Return the failure of the first daemon that has ended, or None if all of them run."""
+        """Return the failure of the first ended daemon, or None.
+
+        None means that all of them run.
+        """
         return next((p.failure() for p in (self.server, *self.clients) if p.poll() is not None), None)
 
     def _process(self, name: str, module: str, settings: Mapping[str, Any]) -> Process:

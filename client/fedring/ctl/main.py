@@ -291,7 +291,7 @@ def _flctl(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Operate an fl-server: run jobs, follow their rounds, export models, and give clients access.
+    """Operate an fl-server: jobs, rounds, models, and clients' access.
 
     `flctl demo` needs no configuration: it starts a server and clients on this machine and trains a small model.
 
@@ -300,7 +300,10 @@ def _flctl(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run flctl with these arguments, by default those of the command line, and return the exit code."""
+    """Run flctl with some arguments, and return the exit code.
+
+    By default they are those of the command line.
+    """
     try:
         app(_behind_the_verb(sys.argv[1:] if arguments is None else arguments), prog_name="flctl")
     except SystemExit as end:
@@ -317,7 +320,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _behind_the_verb(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments with the options of verbs that stand before the verb moved to the end, where they belong."""
+    """Return the arguments with options before the verb moved behind it.
+
+    They are options of verbs, and belong to the end.
+    """
     rest, moved = list(arguments), list[str]()
     while rest and rest[0].partition("=")[0] in _MOVABLE:
         count = 1 if "=" in rest[0] else 2

@@ -52,7 +52,7 @@ LimitOption = Annotated[int, typer.Option("--limit", "-n", min=1, help="Most row
 
 
 def make_out_folder(path: Path) -> None:
-    """Make the folder that --out names, and check that files can be written there.
+    """Make the folder of --out, and check that it is writable.
 
     Raises:
         Failure: There can be no such folder, or no files in it.
@@ -65,7 +65,9 @@ def make_out_folder(path: Path) -> None:
 
 
 def check_out_file(path: Path) -> None:
-    """Check that the file that --out names can be written, in a folder that exists.
+    """Check that the file of --out can be written.
+
+    Its folder must exist.
 
     Raises:
         Failure: It cannot.

@@ -1,6 +1,6 @@
-"""What verbs print: tables for people, or one JSON object for programs.
+"""The output of verbs: tables for people, or JSON for programs.
 
-stdout is for data, stderr for everything that people read meanwhile.
+A program gets one JSON object. stdout is for data, stderr for everything that people read meanwhile.
 """
 
 import base64
@@ -47,12 +47,18 @@ def to_dict(message: Message) -> dict[str, Any]:
 
 
 def print_json(value: Any) -> None:
-    """Print one JSON object on stdout, indented if that is a terminal, else on one line."""
+    """Print one JSON object on stdout.
+
+    It is indented if that is a terminal, else on one line.
+    """
     print(json.dumps(value, indent=2 if sys.stdout.isatty() else None), flush=True)
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print a table on stdout. A column whose name ends in ">" is aligned to the right."""
+    """Print a table on stdout.
+
+    A column whose name ends in ">" is aligned to the right.
+    """
     stdout_console().print(make_table(title, columns, rows))
 
 
@@ -67,7 +73,10 @@ def make_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]
 
 
 class _Console(Console):
-    """A console that shows texts from elsewhere without the characters by which they could command a terminal."""
+    """A console that escapes control characters in texts from elsewhere.
+
+    With them, such a text could command a terminal.
+    """
 
     def render_str(self, text: str, **options: Any) -> Text:
         """See Console.render_str."""
@@ -75,7 +84,10 @@ class _Console(Console):
 
 
 def stdout_console() -> Console:
-    """Return the console for data; it is wide where stdout is no terminal."""
+    """Return the console for data.
+
+    It is wide where stdout is no terminal.
+    """
     return _Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH, highlight=False, markup=False)
 
 
@@ -94,24 +106,36 @@ def size(count: float) -> str:
 
 
 def percent(share: float | None) -> str:
-    """Format a share from 0 to 1, such as "98.77 %"; None is "-"."""
+    """Format a share from 0 to 1, such as "98.77 %".
+
+    None is "-".
+    """
     return "-" if share is None else f"{100 * share:.2f} %"
 
 
 def quality(accuracy: float | None, loss: float | None) -> str:
-    """Return the accuracy in words, or the loss if accuracy is not defined; empty if neither is known."""
+    """Return the accuracy in words, or else the loss.
+
+    The loss is returned if accuracy is not defined; empty if neither is known.
+    """
     if accuracy is not None:
         return f"accuracy {percent(accuracy)}"
     return f"loss {number(loss)}" if loss is not None else ""
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """Format a number with that many digits after the point; None is "-"."""
+    """Format a number with `digits` digits after the point.
+
+    None is "-".
+    """
     return "-" if value is None else f"{value:.{digits}f}"
 
 
 def duration(seconds: float) -> str:
-    """Format seconds, such as "42 ms", "0.42 s", "3 min 20 s" or "5 h 1 min"."""
+    """Format seconds as "42 ms" or "5 h 1 min".
+
+    Between these are forms such as "0.42 s" and "3 min 20 s".
+    """
     if 0 < seconds < 0.1:
         return f"{1000 * seconds:.{0 if seconds >= 0.01 else 1}f} ms"
     if seconds < 60:

@@ -1,4 +1,7 @@
-"""A daemon as a child process, which can be started again, sent signals, and stopped for certain."""
+"""A daemon as a child process that can be restarted.
+
+It can also be sent signals, and is stopped for certain.
+"""
 
 import contextlib
 import json
@@ -18,7 +21,9 @@ _TAIL_LINES = 12
 
 
 class Process:
-    """The child process `python -m module key=value ...`. Whoever starts it ends it with stop_all.
+    """The child process `python -m module key=value ...`.
+
+    Its starter ends it with stop_all.
 
     Args:
         name: What messages call it.
@@ -40,11 +45,14 @@ class Process:
 
     @property
     def pid(self) -> int:
-        """The id of the process that was started last; it may have ended."""
+        """The id of the newest started process; it may have ended."""
         return self._started.pid
 
     def start(self) -> None:
-        """Start the process, in a session of its own, so that Ctrl-C in the terminal reaches its parent only."""
+        """Start the process, in a session of its own.
+
+        Ctrl-C in the terminal reaches its parent only, then.
+        """
         self.close()
         with self.log.open("ab") as log, _signals_deferred():
             self._child = self.launch(log)
@@ -128,13 +136,16 @@ class Process:
             self._child.stdout.close()
 
     def failure(self) -> Failure:
-        """Return a Failure that says how the process ended, with the end of its log."""
+        """Return a Failure about the process' end, with its log's end."""
         code = self.poll()
         how = f"with exit code {code}" if code is None or code >= 0 else f"by signal {-code}"
         return Failure(f"{self.name} ended {how}; the end of {self.log}:\n{self.tail()}")
 
     def tail(self, lines: int = _TAIL_LINES) -> str:
-        """Return the last lines of the log, with JSON records as plain text."""
+        """Return the last lines of the log.
+
+        JSON records are shown as plain text.
+        """
         try:
             text = self.log.read_text(encoding="utf-8", errors="replace")
         except OSError:
@@ -149,9 +160,9 @@ class Process:
 
 
 def stop_all(processes: Sequence[Process], timeout_seconds: float) -> None:
-    """Send SIGTERM to all processes that run, and kill those that have not ended in time.
+    """Send SIGTERM to all processes, and kill the late ones.
 
-    A second Ctrl-C kills them at once.
+    Late are those that have not ended within `timeout_seconds`. A second Ctrl-C kills them at once.
     """
     try:
         running = [process for process in processes if process.running]
@@ -177,7 +188,10 @@ def _plain_environment() -> dict[str, str]:
 
 
 def _readable(line: str) -> str:
-    """Return the level and the text of a JSON record, and any other line as it is."""
+    """Return the level and the text of a JSON record.
+
+    Any other line is returned as it is.
+    """
     try:
         record = json.loads(line)
         error = str(record.get("error", "")).strip().rpartition("\n")[2]
@@ -188,7 +202,10 @@ def _readable(line: str) -> str:
 
 @contextlib.contextmanager
 def _signals_deferred() -> Iterator[None]:
-    """Defer SIGINT and SIGTERM to the end of the block, so that a child that was started is also remembered."""
+    """Defer SIGINT and SIGTERM to the end of the block.
+
+    So a child that was started is also remembered.
+    """
     received: list[int] = []
     try:
         old = {n: signal.signal(n, lambda number, _: received.append(number)) for n in (signal.SIGINT, signal.SIGTERM)}

@@ -1,4 +1,7 @@
-"""flctl profile: how much of a data-parallel step is communication, and how much of it each hook would save."""
+"""flctl profile: the share of communication in a data-parallel step.
+
+It also shows how much of it each hook would save.
+"""
 
 import os
 import shlex
@@ -47,9 +50,10 @@ def profile(
     ),
     output: OutputOption = Output.TABLE,
 ) -> None:
-    """Train with each hook and without any communication, and say what communication costs.
+    """Train with each hook and without communication, and compare.
 
-    Workers run on this machine. If a step without communication is less than 10 % faster, it is not the bottleneck.
+    The comparison shows the cost of communication. Workers run on this machine. If a step without communication is less
+    than 10 % faster, it is not the bottleneck.
     """
     names = _names(hooks, backend)
     check_data_root(dataset, data_root)
@@ -128,7 +132,7 @@ def _names(hooks: str, backend: str) -> list[str]:
 
 
 def _measure(settings: Mapping[str, Any], launch: str, workers: int) -> list[dict[str, Any]]:
-    """Run the workers, and return what they measured."""
+    """Run the workers, and return their measurements."""
     prefixes = [shlex.split(launch.replace("{rank}", str(rank))) for rank in range(workers)]
     hosts = [Host(tuple(prefix)) for prefix in prefixes]
     try:

@@ -153,13 +153,13 @@ class Job(JobKeys):
 
     @property
     def tables(self) -> list[JobTable]:
-        """The tables that the job has, each of which turns an algorithm on."""
+        """The tables of the algorithms that the job turns on."""
         tables = (self.dp, self.sample_dp, self.secure_aggregation, self.personal)
         return [table for table in tables if table is not None]
 
     @property
     def group_size(self) -> int:
-        """The wanted number of clients in a group of secure aggregation; 0 = any."""
+        """The wanted clients in a group of secure aggregation; 0 = any."""
         return self.secure_aggregation.group_size if self.secure_aggregation is not None else 0
 
     @property

@@ -1,4 +1,7 @@
-"""What the tables of a job have in common: keys, what they demand of other keys, and how clients train together."""
+"""The base of the tables of a job.
+
+A table has keys, and demands of other keys. The tables of modes also say how clients train together.
+"""
 
 from collections.abc import Iterator
 from typing import ClassVar, Literal, Protocol
@@ -28,7 +31,10 @@ class JobView(Protocol):
 
 
 class JobTable(BaseModel):
-    """A table of a job that turns an algorithm on. Unknown keys are errors."""
+    """A table of a job that turns an algorithm on.
+
+    Unknown keys are errors.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -44,7 +50,10 @@ class JobTable(BaseModel):
 
 
 class TrainingMode(JobTable):
-    """How clients train together: the keys of a mode, and its facts. The facts here are those of the mode federated."""
+    """The table of a mode: how clients train together.
+
+    This class is the mode federated.
+    """
 
     grouped: ClassVar[bool] = False
     """Whether the clients of a round form one group of workers, one of which delivers the update for all."""
@@ -54,12 +63,15 @@ class TrainingMode(JobTable):
 
     @property
     def workers(self) -> int:
-        """The exact number of clients in a group; 0 = the job's other keys decide."""
+        """The exact number of clients in a group.
+
+        0 = the job's other keys decide.
+        """
         return 0
 
     @property
     def patience(self) -> float:
-        """Seconds that a group waits for somebody in the place of a lost worker."""
+        """Seconds that a group waits for the replacement of a lost worker."""
         return 0.0
 
     @property
@@ -73,9 +85,17 @@ class TrainingMode(JobTable):
         return ()
 
     def applied_momentum(self, momentum: float) -> float:
-        """Return the part of the job's momentum that is applied before gradients are sent."""
+        """Return the momentum that is applied before gradients are sent.
+
+        Args:
+            momentum: Of the job.
+        """
         return 0.0
 
     def own_code(self, momentum: float) -> Iterator[tuple[str, Literal["hook", "cut"], str]]:
-        """Yield the keys, kinds and names of callables that workers use; `momentum` is the job's."""
+        """Yield key, kind and name of the user's callables for workers.
+
+        Args:
+            momentum: Of the job.
+        """
         yield from ()

@@ -216,8 +216,9 @@ async def _serve(
 
 
 def _servers(parts: Parts, security: Security, config: ServerConfig, most: Shares) -> tuple[aio.Server, aio.Server]:
-    """Make the server that clients call and the one that flctl calls, behind their guards."""
+    """Make the guarded servers for clients and for flctl."""
     guards = [CountCalls(parts.metrics.calls), Boundary()]
+    # The cheapest refusal comes first: addresses, then callers. Spans come last, so a refused call leaves none.
     public = make_server(
         [*guards, security.public_entrance, security.public, TraceCalls()],
         max_streams=4 * config.max_clients,
@@ -264,7 +265,10 @@ async def _until_stopped(
     drain: Callable[[float], Awaitable[None]],
     drain_seconds: float,
 ) -> int:
-    """Serve until `stop` is set, or a part ends that must not; then drain. Returns the exit code."""
+    """Serve until stopped, then drain, and return the exit code.
+
+    It ends when `stop` is set, or when a part ends that must not.
+    """
     sd_notify("READY=1")
     gc.freeze()  # these objects stay, so no collection need look at them again
     works = [

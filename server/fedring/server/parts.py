@@ -56,6 +56,7 @@ def assemble(
     """
     journal, metrics = Journal(), Metrics()
     metrics.follow(facts)
+    # From the bottom up: each part is given those that it uses.
     rounds = Rounds(facts.store.run_id, sessions, journal, metrics.rounds)
     secure = SecureRounds(rounds, facts, sessions, metrics.secure, config.tls.ca)
     kinds = [secure, *more_kinds]

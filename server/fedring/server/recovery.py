@@ -1,4 +1,7 @@
-"""From the state folder to the parts of a server, which go on where the last process ended."""
+"""Recovery of a server's parts from the state folder.
+
+They go on where the last process ended.
+"""
 
 import errno
 import logging
@@ -25,11 +28,13 @@ _LATER = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 async def recover(
     config: ServerConfig, stack: ExitStack, *, sweep: bool, drop_damaged: bool = False, accept_older: bool = False
 ) -> Parts:
-    """Open the state folder, which nobody else may use until `stack` is closed.
+    """Open the state folder for this process alone, and recover its parts.
+
+    Nobody else may use the folder until `stack` is closed.
 
     Args:
         config: names the folder.
-        stack: takes what must be let go of in the end.
+        stack: receives the resources to close in the end.
         sweep: put aside the files that nothing names, never before the newest model was found to be there, and end the
             rounds of jobs that do not run; without it, this is only a look.
         drop_damaged: forget models of which a file is damaged, instead of refusing to start without the newest.
@@ -52,6 +57,7 @@ async def recover(
             raise StorageFailed("disk_error" if error.errno == errno.EIO else "disk_full", str(error)) from error
         raise ConfigError(f"state_dir {config.state_dir} cannot be used: {error}") from error
     facts = Facts(store, blobs, threads=config.threads)
+    # The stack closes it even when a later step fails.
     stack.callback(facts.close)
     models = Models(blobs, facts.pool, config, store.run_id)
     sessions = Sessions(config.max_clients, config.lost_after_seconds)
@@ -60,6 +66,7 @@ async def recover(
         await _drop_damaged(parts)
     await _find_lost_models(parts, config, accept=accept_older)
     open_round = await reload(parts, end_orphans=sweep)
+    # Files are put aside only now: the check for lost models reads those that nothing names.
     if sweep:
         resumable = _resumable(facts, open_round) if open_round else []
         if swept := await facts.db(blobs.sweep, await facts.db(store.named_blobs), resumable):
@@ -69,7 +76,7 @@ async def recover(
 
 
 async def reload(parts: Parts, *, end_orphans: bool = True) -> int:
-    """Learn the newest models, the last round and the interrupted one from the store.
+    """Load the newest models, the last round and the interrupted one.
 
     Returns:
         The number of the round that a restart interrupted; 0 if there is none.
@@ -91,7 +98,9 @@ async def reload(parts: Parts, *, end_orphans: bool = True) -> int:
 
 
 async def _find_lost_models(parts: Parts, config: ServerConfig, *, accept: bool) -> None:
-    """Look for models of rounds that the database does not know: the row of a round comes before its model.
+    """Look for models of rounds that the database does not know.
+
+    The row of a round comes before its model, so such a model shows that commits were lost.
 
     Raises:
         StorageError: "lost_commits", if there is one; with `accept`, a new epoch begins instead.

@@ -1,4 +1,4 @@
-"""Checks of fl-server's configuration before it starts: whether what it names can be used on this machine."""
+"""Checks of fl-server's configuration on this machine before it starts."""
 
 from collections.abc import Iterator
 
@@ -20,7 +20,7 @@ from fedring.train.state import check_sharing
 
 
 def check(config: ServerConfig) -> None:
-    """Check that what the configuration names can be used here, and log warnings.
+    """Check that the configuration works here, and log warnings.
 
     Raises:
         ConfigError: if the default job would surely fail.
@@ -29,7 +29,10 @@ def check(config: ServerConfig) -> None:
 
 
 def check_names(config: ServerConfig) -> Iterator[Check]:
-    """Return what is wrong with what the server itself uses; what only its clients import does not count."""
+    """Return the faults of the parts that the server itself uses.
+
+    Parts that only its clients import do not count.
+    """
     try:
         offered = collect(config.trusted, root=config.data_root, download=config.download)
     except SeamError as error:
@@ -56,7 +59,10 @@ def check_names(config: ServerConfig) -> Iterator[Check]:
 
 
 def _check_init_path(config: ServerConfig, offered: Offered, *, fits: bool) -> Iterator[Check]:
-    """Check that the first weights can be read, and, if asked, that they fit the job's model."""
+    """Check that the first weights can be read.
+
+    If asked, also that they fit the job's model.
+    """
     path, job = config.init_path, config.job
     if path is None:
         return
@@ -117,7 +123,10 @@ def _check_transforms(job: Job) -> Iterator[Check]:
 
 
 def _check_optimizer_args(job: Job, offered: Offered) -> Iterator[Check]:
-    """Check that the clients' optimizer takes its arguments and fits the hook, if it can be imported here."""
+    """Check the arguments of the clients' optimizer.
+
+    The optimizer must take them, and fit the hook; this is checked if it can be imported here.
+    """
     try:
         try_optimizer(job, offered)
     except SeamError as error:

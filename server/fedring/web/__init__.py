@@ -1,4 +1,6 @@
-"""A small page to look at, read-only, and the JSON behind it: docs/web.md.
+"""A small read-only page for browsers, and the JSON behind it.
+
+docs/web.md describes both.
 
 It knows HTTP, and nothing of rounds. It may import `fedring.daemon`.
 

@@ -1,4 +1,4 @@
-"""The paths of the page, and what each serves."""
+"""The paths of the page, with their responses."""
 
 import sysconfig
 from collections.abc import Collection, Mapping
@@ -30,7 +30,10 @@ class Source(Protocol):
         ...
 
     async def rounds(self, job_id: int, after: int, *, clients: bool = False) -> Mapping[str, Any]:
-        """Return a job (0 = the newest) with its ended rounds above `after`, and parts of their clients on demand."""
+        """Return a job with its ended rounds above `after`.
+
+        The job 0 is the newest. Parts of the rounds' clients are included on demand.
+        """
         ...
 
     async def events(self, after: int) -> Mapping[str, Any]:
@@ -39,7 +42,10 @@ class Source(Protocol):
 
 
 def make_app(source: Source, feed: Feed, *, names: Collection[str]) -> ASGIApp:
-    """Make the page and its JSON, for browsers that call it by an IP address, "localhost" or one of `names`."""
+    """Make the page and its JSON, for browsers with known Host names.
+
+    Browsers may call it by an IP address, "localhost" or one of `names`.
+    """
 
     async def state(request: Request) -> Response:
         return JSONResponse(await source.state())
@@ -71,14 +77,20 @@ def make_app(source: Source, feed: Feed, *, names: Collection[str]) -> ASGIApp:
 
 
 def plotly_script() -> Path:
-    """Return the path of plotly.js in its Python package, without importing that, which takes long."""
+    """Return the path of plotly.js in its Python package.
+
+    The package is not imported, which would take long.
+    """
     spec = find_spec("plotly")
     places = spec.submodule_search_locations if spec else None
     return Path(places[0] if places else sysconfig.get_path("purelib"), "package_data", "plotly.min.js")
 
 
 def _number(request: Request, name: str) -> int:
-    """Return a parameter as a number that the store can be asked for; 0 if it is not given."""
+    """Return a parameter as a number that the store accepts.
+
+    0 if it is not given.
+    """
     text = request.query_params.get(name, "0")
     if not (text.isascii() and text.isdigit() and len(text) < 20):
         raise HTTPException(400, f"{name} must be a number, 0 or above")

@@ -27,7 +27,9 @@ which passes on complete requests only."""
 
 
 class LimitedProtocol(H11Protocol):
-    """A connection that must send each request's head in time, and that is closed if its address has too many others.
+    """A connection with a deadline for requests and a limit by address.
+
+    It must send each request's head in time, and is closed if its address has too many others.
 
     The time counts from the beginning of the connection, and again from the end of each response. A request in progress
     has no deadline, since an event stream lasts as long as somebody looks.
@@ -39,7 +41,7 @@ class LimitedProtocol(H11Protocol):
     _caller = b""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
-        """Admit the connection and wait for its first request, or close it at once."""
+        """Admit the connection and await a request, or close it at once."""
         super().connection_made(transport)
         if self._admit():
             self._expect_head()
@@ -51,7 +53,7 @@ class LimitedProtocol(H11Protocol):
         transport.abort()
 
     def on_response_complete(self) -> None:
-        """Wait for the next request, or serve it if it has come already."""
+        """Wait for the next request, or serve one that has come."""
         self._expect_head()
         super().on_response_complete()
 
@@ -73,12 +75,18 @@ class LimitedProtocol(H11Protocol):
         return same <= most and len(self.connections) <= MOST_CONNECTIONS
 
     def _expect_head(self) -> None:
-        """Set the deadline for the head of the next request, which no single byte of it can put off."""
+        """Set the deadline for the head of the next request.
+
+        No single byte of the head can put it off.
+        """
         if self._deadline:
             self._deadline.cancel()
         self._deadline = self.loop.call_later(self.head_seconds, self._close_unless_busy)
 
     def _close_unless_busy(self) -> None:
-        """Close the connection if no request is in progress, as uvicorn does with one that has been idle for long."""
+        """Close the connection if no request is in progress.
+
+        uvicorn does the same with one that has been idle for long.
+        """
         if self.cycle is None or self.cycle.response_complete:
             self.timeout_keep_alive_handler()

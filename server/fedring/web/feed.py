@@ -1,4 +1,7 @@
-"""A stream of what changes, for everybody who looks at the page. While nobody does, nothing is read."""
+"""A stream of changes, for everybody with the page open.
+
+While nobody looks, nothing is read.
+"""
 
 import asyncio
 import json
@@ -24,7 +27,10 @@ _BEAT = "event: beat\ndata:\n\n"
 
 
 class Feed:
-    """An ASGI application: a stream of events, each one JSON object with those parts of `look()` that have changed."""
+    """An ASGI application that streams changes of `look()` as JSON.
+
+    Each event is one JSON object with the parts that have changed.
+    """
 
     def __init__(self, look: Callable[[], Awaitable[Mapping[str, Any]]]) -> None:
         self._look = look
@@ -79,7 +85,10 @@ class Feed:
                 self._moved = asyncio.Event()
 
     async def _events(self) -> AsyncIterator[str]:
-        """Yield all parts at first, then those that change. A slow reader misses what was replaced meanwhile."""
+        """Yield all parts at first, then those that change.
+
+        A slow reader misses values that were replaced meanwhile.
+        """
         seen = 0
         while not self._closed:
             news = [f"{json.dumps(name)}:{text}" for name, (at, text) in self._parts.items() if at > seen]

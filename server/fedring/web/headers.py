@@ -1,4 +1,7 @@
-"""Headers that tell the browser to trust only the page's own files, and to tell nobody of the page."""
+"""Headers that limit a browser to the page's own files.
+
+They also tell the browser to reveal the page to nobody.
+"""
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import PlainTextResponse
@@ -29,7 +32,10 @@ _HEADERS = {
 
 
 class Careful:
-    """Let `app` answer only GET, not the scripts of other sites, and put the headers above on its responses."""
+    """Limits `app` to GET from its own site, with safe headers.
+
+    Scripts of other sites get no answer. The headers above are on all responses.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

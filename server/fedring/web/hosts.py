@@ -1,4 +1,4 @@
-"""The names by which a browser may call the page: a defence against DNS rebinding.
+"""The allowed Host names of the page, against DNS rebinding.
 
 A site of an attacker can let its own name lead to the address of this page. Its scripts may then read the page as if it
 were their own, unless the page looks at the name by which it was called.
@@ -16,7 +16,10 @@ _HOST = re.compile(r"(?:\[(?P<ip>[0-9A-Fa-f:.]+)\]|(?P<name>[A-Za-z0-9_.-]+))(?:
 
 
 class KnownHosts:
-    """Let `app` answer only requests whose Host header is an IP address, "localhost", or one of `names`."""
+    """Limits `app` to requests with a known Host header.
+
+    The host must be an IP address, "localhost", or one of `names`.
+    """
 
     def __init__(self, app: ASGIApp, names: Collection[str]) -> None:
         self._app = app
@@ -36,7 +39,10 @@ class KnownHosts:
 
 
 def called_by(host: str) -> str | None:
-    """Return the name or IP address of a Host header, in lower case, without the port; None if there is neither."""
+    """Return the name or address in a Host header, without the port.
+
+    It is in lower case; None if there is neither.
+    """
     found = _HOST.fullmatch(host)
     if found is None or (found["ip"] and not _is_address(found["ip"])):
         return None
@@ -48,7 +54,10 @@ def _comparable(name: str) -> str:
 
 
 def _is_address(name: str) -> bool:
-    """Return whether this is an IP address. No name server can make an address lead elsewhere."""
+    """Return whether this is an IP address.
+
+    No name server can make an address lead elsewhere.
+    """
     try:
         ip_address(name)
     except ValueError:

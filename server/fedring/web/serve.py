@@ -64,7 +64,10 @@ class WebServer:
             self._ended.set()
 
     async def stop(self, seconds: float) -> None:
-        """Stop serving: streams end at once, other requests in progress have `seconds` to end."""
+        """Stop serving, with `seconds` for requests in progress.
+
+        Streams end at once.
+        """
         self._feed.close()
         self._config.timeout_graceful_shutdown = ceil(seconds)
         self._server.should_exit = True

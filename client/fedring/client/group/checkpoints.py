@@ -1,4 +1,7 @@
-"""A worker's checkpoints of a data-parallel job: takes them, and goes on from them after all workers were killed."""
+"""A worker's checkpoints of a data-parallel job.
+
+It writes them, and continues from them after all workers were killed.
+"""
 
 import logging
 from pathlib import Path
@@ -36,11 +39,13 @@ class JobCheckpoints:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """What the checkpoints of this process have cost, by name."""
+        """The bytes and seconds spent on checkpoints by this process, by name."""
         return {"checkpoint_bytes": self._folder.bytes_written, "checkpoint_seconds": round(self._folder.seconds, 6)}
 
     def take(self, replica: Replica, hook: JobHook, random: Content, *, round_: int) -> None:
-        """Write a checkpoint, unless there is one of this step; if that is impossible, log why, and go on.
+        """Write a checkpoint, unless this step has one.
+
+        If that is impossible, the reason is logged and training continues.
 
         Args:
             replica: Model, optimizer and progress.
@@ -60,9 +65,9 @@ class JobCheckpoints:
             self._works = False
 
     def resume(self, replica: Replica, hook: JobHook, *, live: bool, round_: int) -> Resumption | None:
-        """Go on from a checkpoint, if no worker of the default group has as new a state of the job in memory.
+        """Continue from a checkpoint, unless a worker's memory is as new.
 
-        Every worker of the group must call this.
+        The memory of all workers of the default group counts. Every worker of the group must call this.
 
         Args:
             replica: Model, optimizer and progress, which are restored if this worker has the checkpoint.
@@ -107,5 +112,8 @@ class JobCheckpoints:
 
 
 def job_name(key: tuple[Any, ...]) -> str:
-    """Return the name of a job in its checkpoints, from the server's run, its epoch and the job's id."""
+    """Return the name of a job in its checkpoints.
+
+    It consists of the server's run, its epoch and the job's id.
+    """
     return " ".join(map(str, key))

@@ -1,4 +1,7 @@
-"""Data-parallel rounds: each worker of a group trains the whole model on its share of each batch."""
+"""Data-parallel rounds of a group of workers.
+
+Each worker trains the whole model on its share of each batch.
+"""
 
 import logging
 from dataclasses import dataclass, field
@@ -29,7 +32,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class DataParallelState:
-    """What a worker keeps from round to round of one job. DataParallelTrainer owns it."""
+    """A worker's state of one job between rounds.
+
+    DataParallelTrainer owns it.
+    """
 
     replica: Replica
     hook: JobHook
@@ -38,7 +44,9 @@ class DataParallelState:
 
 
 class DataParallelTrainer:
-    """Trains data-parallel rounds, and keeps a job's optimizer and residuals from round to round.
+    """Trains data-parallel rounds.
+
+    It keeps a job's optimizer and residuals from round to round.
 
     Args:
         config: The client's configuration.
@@ -57,7 +65,9 @@ class DataParallelTrainer:
     def train(
         self, task: Task, model: nn.Module, samples: Dataset[Any], *, loss: Loss, optimizer: OptimizerFactory
     ) -> None:
-        """Train one round, and deliver its model if the server chooses this worker for it.
+        """Train one round, and deliver its model if this worker is chosen.
+
+        The server chooses the worker that delivers.
 
         Args:
             task: The round.
@@ -113,7 +123,10 @@ class DataParallelTrainer:
 
 @dataclass(slots=True, eq=False)
 class DataParallelPart:
-    """This worker's part in a data-parallel round: the whole model, and a share of each batch."""
+    """This worker's part in a data-parallel round.
+
+    It holds the whole model, and trains on a share of each batch.
+    """
 
     state: DataParallelState
     setup: DataParallelSetup
@@ -123,7 +136,7 @@ class DataParallelPart:
 
     @property
     def steps(self) -> int:
-        """The steps of the job that this worker has taken, or that its newest checkpoint has."""
+        """The job's steps in this worker's memory or newest checkpoint."""
         state = self.state
         if state.checkpoints and state.checkpoints.steps and not state.workers:
             return state.checkpoints.steps[0]
@@ -142,9 +155,10 @@ class DataParallelPart:
         return True
 
     def enter(self, generation: int, *, workers: int) -> None:
-        """Take over the state of the worker with the most steps, and scale the residuals to the size of the group.
+        """Copy the most advanced worker's state, and rescale the residuals.
 
-        If no worker has as new a state in memory, those that have the group's checkpoint continue from it first.
+        The residuals are scaled to the size of the group. If no worker has as new a state in memory, those that have
+        the group's checkpoint continue from it first.
         """
         state, hook, checkpoints = self.state, self.state.hook, self.state.checkpoints
         live, round_ = state.workers > 0, self.setup.plan.round

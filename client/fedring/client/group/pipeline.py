@@ -1,4 +1,7 @@
-"""Pipeline rounds: each worker of a group trains some stages of the model, and holds nothing of the others."""
+"""Pipeline rounds of a group of workers.
+
+Each worker trains some stages of the model, and holds nothing of the others.
+"""
 
 import gc
 import hashlib
@@ -43,7 +46,10 @@ _ORDER = (Kind.FORWARD, Kind.BACKWARD, Kind.UPDATE)  # in the order of KINDS
 
 @dataclass(slots=True, eq=False)
 class PipelineState:
-    """What a worker keeps from round to round of one job. PipelineTrainer owns it."""
+    """A worker's state of one job between rounds.
+
+    PipelineTrainer owns it.
+    """
 
     checkpoints: StageCheckpoints
     counts: list[int]  # of layers, for a cut by parameters or by time
@@ -52,7 +58,9 @@ class PipelineState:
 
 
 class PipelineTrainer:
-    """Trains pipeline rounds, and keeps a job's newest checkpoint from round to round, in the client's state folder.
+    """Trains pipeline rounds.
+
+    It keeps a job's newest checkpoint from round to round, in the client's state folder.
 
     Args:
         config: The client's configuration.
@@ -80,7 +88,9 @@ class PipelineTrainer:
         optimizer: OptimizerFactory,
         whole: Callable[[], nn.Module],
     ) -> None:
-        """Train one round, and deliver its model if the server chooses this worker for it.
+        """Train one round, and deliver its model if this worker is chosen.
+
+        The server chooses the worker that delivers.
 
         Args:
             task: The round.
@@ -131,7 +141,9 @@ class PipelineTrainer:
             task.update_file.unlink(missing_ok=True)  # if another worker has delivered the update
 
     def evaluation_of(self, digest: str) -> Counts:
-        """Return what this worker counted in the evaluation of a model; zeros if others have done it, or nobody.
+        """Return this worker's counts from the evaluation of a model.
+
+        They are zeros if other workers have evaluated it, or nobody has.
 
         Args:
             digest: The name of the model.
@@ -173,7 +185,7 @@ class PipelinePart:
 
     @property
     def steps(self) -> int:
-        """The step of the job at which the newest checkpoint was taken that is complete on all workers."""
+        """The job's step of the newest checkpoint complete on all workers."""
         return self.state.checkpoints.steps
 
     @property
@@ -188,7 +200,10 @@ class PipelinePart:
         return self.update is not None
 
     def enter(self, generation: int, *, workers: int) -> None:
-        """Agree on the newest complete checkpoint, and fetch the files of it that this worker should have."""
+        """Agree on the newest complete checkpoint, and fetch its missing files.
+
+        Only the files that this worker should have are fetched.
+        """
         self._checkpoint = recover(self.state.checkpoints, layout_of(self.setup.table))
         log.info(
             "generation %d: %d workers continue from %s",
@@ -201,7 +216,10 @@ class PipelinePart:
             log.warning("%d steps after the checkpoint are repeated", self._reached - self.steps)
 
     def train(self, watcher: Watcher) -> None:
-        """Train to the end of the round; afterwards some workers hold the whole model as a file."""
+        """Train to the end of the round.
+
+        Afterwards some workers hold the whole model as a file.
+        """
         training = None
         self.update = None
         try:
@@ -244,6 +262,6 @@ def add_run(metrics: PipelineMetrics, report: Report, in_flight: int) -> None:
 
 
 def _first_inputs(samples: Dataset[Any], count: int) -> Inputs:
-    """Return the first `count` inputs, with which the time of layers is measured."""
+    """Return the first `count` inputs, to measure the layers' time."""
     (inputs, _), *_ = fetch(samples, [torch.arange(count)], torch.device("cpu"))
     return inputs

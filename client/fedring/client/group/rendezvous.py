@@ -1,4 +1,7 @@
-"""A worker's rendezvous with the others of its group: a stream to the server for one round."""
+"""A worker's rendezvous with its group.
+
+It is a stream to the server, for one round.
+"""
 
 import asyncio
 import logging
@@ -25,9 +28,10 @@ _FINAL = {StatusCode.INVALID_ARGUMENT, StatusCode.PERMISSION_DENIED, StatusCode.
 
 
 class RendezvousStream:
-    """The newest message of the server, and a way to answer; used within `with`, by the user's thread.
+    """The server's newest message to a worker, and a way to answer.
 
-    A stream that is lost is opened again. The server then treats this client as a new worker.
+    The user's thread uses it, within `with`. A stream that is lost is opened again. The server then treats this client
+    as a new worker.
 
     Args:
         link: The session to the server.
@@ -71,7 +75,10 @@ class RendezvousStream:
                     return self._newest
 
     def tell(self, message: pb.WorkerMessage) -> None:
-        """Send a message to the server. It is dropped while there is no stream: the server asks again later."""
+        """Send a message to the server.
+
+        It is dropped while there is no stream: the server asks again later.
+        """
         self._link.call(lambda: self._tell(message))
 
     async def _start(self) -> None:
@@ -83,7 +90,7 @@ class RendezvousStream:
             await asyncio.wait([self._task])
 
     async def _run(self) -> None:
-        """Follow one stream after the other until the server has nothing more to say."""
+        """Follow one stream after the other until the server ends the rendezvous."""
         backoff = Backoff()
         while self._newest.WhichOneof("message") != "ended":
             session_id = self._link.connection.session.session_id
@@ -97,7 +104,10 @@ class RendezvousStream:
             await asyncio.sleep(backoff.next())
 
     async def _judge(self, error: aio.AioRpcError | FedringError, session_id: str) -> None:
-        """Deal with a lost stream: note that the round is over, or wait until another try makes sense."""
+        """Handle a lost stream.
+
+        Note that the round is over, or wait until another try makes sense.
+        """
         status, reason = status_of(error), reason_of(error)
         if reason == UnknownRound.reason or status in _FINAL:
             self._take(pb.GroupMessage(ended=pb.Ended(reason=reason)))

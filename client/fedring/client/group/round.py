@@ -1,4 +1,7 @@
-"""A round that a group of workers trains, in any mode: from the command to the delivery by one of them."""
+"""A round that a group of workers trains, in any mode.
+
+It goes from the command to the delivery by one of the workers.
+"""
 
 import logging
 from collections.abc import Callable
@@ -20,7 +23,9 @@ Table = TypeVar("Table", bound=BaseModel)
 
 
 def take_part(task: Task, part: WorkerPart, options: RingOptions, deliver: Callable[[], None]) -> None:
-    """Take part in a round until it is over; deliver the model if the server chooses this worker for it.
+    """Take part in a round until it is over.
+
+    The model is delivered if the server chooses this worker for it.
 
     Args:
         task: The round.
@@ -43,7 +48,10 @@ def take_part(task: Task, part: WorkerPart, options: RingOptions, deliver: Calla
 
 
 def peer_options(config: ClientConfig) -> RingOptions:
-    """Return options for the streams to peers, with the certificate that the server gets, if there is one."""
+    """Return the options of the streams to peers.
+
+    They use the certificate that the server gets, if there is one.
+    """
     options = RingOptions(listen=config.peer_listen, advertise=config.peer_address)
     tls = config.tls
     if not tls.mutual:
@@ -72,13 +80,16 @@ def parse_table(kind: type[Table], name: str, text: str) -> Table:
 
 
 def job_key(task: Task) -> tuple[str, int, int]:
-    """Return what stays the same over the rounds of one job; what a worker keeps between rounds belongs to it."""
+    """Return the key of a job's state, constant over its rounds."""
     command = task.command
     return command.run_id, command.epoch, command.job.job_id
 
 
 def plan_of(task: Task) -> Plan:
-    """Return how to train the round. All workers get the same seed, because they share one order of the samples."""
+    """Return the round's training plan.
+
+    All workers get the same seed, because they share one order of the samples.
+    """
     c = task.command
     return Plan(
         c.epochs,

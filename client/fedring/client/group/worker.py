@@ -1,6 +1,7 @@
-"""Runs a client as a worker of a group: one generation after the other, until the round is trained.
+"""Runs a client as a worker of a group.
 
-A generation is one attempt of the group; when a worker comes or goes, the server begins another.
+It takes part in one generation after the other, until the round is trained. A generation is one attempt of the group;
+when a worker comes or goes, the server begins another.
 """
 
 import gc
@@ -24,11 +25,14 @@ _JOIN_SECONDS = 20.0  # less than the time that the server gives a group to form
 
 
 class GenerationSuperseded(Exception):
-    """The server has begun another generation, or has ended the round, in the meantime."""
+    """The server has begun another generation, or has ended the round."""
 
 
 class WorkerPart(Protocol):
-    """What a worker does in one round in one mode. Its group is torch's default group while its methods run."""
+    """A worker's part in one round, in one mode.
+
+    Its group is torch's default group while its methods run.
+    """
 
     usage: Usage
     """The time and the bytes that its training has taken so far."""
@@ -45,11 +49,11 @@ class WorkerPart(Protocol):
 
     @property
     def can_deliver(self) -> bool:
-        """Whether this worker holds the whole update, at the end of the round."""
+        """Whether this worker holds the whole update after the round."""
         ...
 
     def enter(self, generation: int, *, workers: int) -> None:
-        """Make this worker's state equal to that of the worker from which the group continues.
+        """Copy the state of the worker from which the group continues.
 
         Args:
             generation: The number of the group.
@@ -57,10 +61,16 @@ class WorkerPart(Protocol):
         """
 
     def train(self, watcher: Watcher) -> None:
-        """Train to the end of the round; `watcher` checks whether to stop, and is told the progress."""
+        """Train to the end of the round.
+
+        `watcher` checks whether to stop, and is told the progress.
+        """
 
     def digest(self) -> bytes:
-        """Return BLAKE3 of what was trained in the round, 32 bytes, which must be equal on all workers."""
+        """Return the BLAKE3 digest of the trained values, 32 bytes.
+
+        It must be equal on all workers.
+        """
         ...
 
 
@@ -76,7 +86,7 @@ class RoundWorker:
     _trained: bool = False
 
     def run(self) -> bool:
-        """Take part in one generation after the other until the round is trained.
+        """Take part in the group's generations until the round is trained.
 
         Returns:
             Whether this worker is to deliver what the group has trained.
@@ -131,6 +141,7 @@ class RoundWorker:
         members, identities = list(group.members), list(group.identities)
         join(endpoint, rank=group.rank, members=members, identities=identities, timeout=_JOIN_SECONDS)
         self.rendezvous.tell(pb.WorkerMessage(joined=pb.Joined(generation=generation)))
+        # The server says "start" once all have joined: the first collective would wait for the others otherwise.
         self._next(generation, "start")
         part.enter(generation, workers=len(group.members))
         part.train(Watcher(self.progress, lambda: self._check(generation), lambda: _sent(endpoint.traffic)))
@@ -143,11 +154,16 @@ class RoundWorker:
             cannot_deliver=not part.can_deliver,
         )
         self._trained = True
+        # The values are complete: news of a new generation must not fail this endpoint any more.
         self.rendezvous.on_news = _ignore
         self.rendezvous.tell(pb.WorkerMessage(done=done))
 
     def _next(self, generation: int, kind: str) -> pb.GroupMessage:
-        """Wait for a kind of message about this generation; raise GenerationSuperseded if another one has begun."""
+        """Wait for one kind of message about this generation.
+
+        Raises:
+            GenerationSuperseded: If another generation has begun.
+        """
 
         def wanted(news: pb.GroupMessage) -> bool:
             self._check(generation, news)
@@ -162,7 +178,10 @@ class RoundWorker:
             raise GenerationSuperseded
 
     def _wake_up(self, endpoint: Endpoint, news: pb.GroupMessage) -> None:
-        """End collectives that wait for a frozen peer as soon as the server has given up the generation."""
+        """End waiting collectives when the server has ended their generation.
+
+        They may wait for a frozen peer.
+        """
         if _is_superseded(endpoint.generation, news):
             endpoint.fail(RingError("the server has ended the generation"))
 
@@ -176,7 +195,7 @@ class RoundWorker:
 
 
 def _sent(traffic: Traffic) -> int:
-    """Return the bytes sent to peers, over the network or through shared memory."""
+    """Return the bytes sent to peers, including those through shared memory."""
     return traffic.sent_bytes + traffic.shared_bytes
 
 
@@ -185,7 +204,10 @@ def _ignore(news: pb.GroupMessage) -> None:
 
 
 def _is_superseded(generation: int, news: pb.GroupMessage) -> bool:
-    """Return whether a message ends the generation. An empty one does not: the group can train without the server."""
+    """Return whether a message ends the generation.
+
+    An empty one does not: the group can train without the server.
+    """
     match news.WhichOneof("message"):
         case None | "group" | "start":
             return False
@@ -196,7 +218,7 @@ def _is_superseded(generation: int, news: pb.GroupMessage) -> bool:
 
 @contextmanager
 def _only_ring_errors(endpoint: Endpoint) -> Iterator[None]:
-    """Raise the endpoint's failure in the place of what torch makes of it."""
+    """Raise the endpoint's failure instead of torch's version of it."""
     try:
         yield
     except RuntimeError as error:

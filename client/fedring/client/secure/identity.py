@@ -1,4 +1,7 @@
-"""Who this client is to its peers, and who may be one: certificates, keys without one, and pinned fingerprints."""
+"""The identity of this client, and the check of its peers.
+
+Peers are known by certificates, by keys without one, or by pinned fingerprints.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,19 +29,21 @@ KEY_FILE = "signing.key"
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Signer:
-    """The key that proves who a client is, and what the client shows for it."""
+    """The key that proves a client's identity, with its proof."""
 
     key: PrivateKey
     proof: Proof
 
     @property
     def fingerprint(self) -> str:
-        """What other sites pin this client by, 64 hexadecimal digits."""
+        """The fingerprint that other sites pin, 64 hexadecimal digits."""
         return fingerprint(self.key)
 
 
 def load_signer(tls: Tls, state_dir: Path) -> Signer:
-    """Return the key of tls.cert with its chain, or else the key in the state folder, which is made if there is none.
+    """Return the signing key of this client, with its proof.
+
+    It is the key of tls.cert with its chain, or else the key in the state folder, which is made if there is none.
 
     Raises:
         ConfigError: if a file cannot be used.
@@ -59,7 +64,7 @@ def load_signer(tls: Tls, state_dir: Path) -> Signer:
 
 
 def check_own_key(tls: Tls, state_dir: Path) -> None:
-    """Check the key in the state folder, if there is one and it is what this client signs with.
+    """Check the key in the state folder, if this client uses it.
 
     Raises:
         ConfigError: if it cannot be used.
@@ -70,7 +75,7 @@ def check_own_key(tls: Tls, state_dir: Path) -> None:
 
 
 class PeerCheck:
-    """Checks whether a proof belongs to a client id, as far as this client can tell.
+    """Checks whether a proof belongs to a client id.
 
     Args:
         client_id: of this client.
@@ -89,7 +94,11 @@ class PeerCheck:
         self._authorities = load_authorities(tls.ca) if tls.ca else []
 
     def __call__(self, name: str, proof: Proof) -> None:
-        """Return if the proof belongs to the client of this name; BadProof if not."""
+        """Check that the proof belongs to the client of this name.
+
+        Raises:
+            BadProof: if it does not.
+        """
         if name == self._client_id and proof == self._own:
             return
         if self._peers:

@@ -1,4 +1,7 @@
-"""Makes the masked update of a trained model: the integers that the server adds up, under this client's masks."""
+"""Makes the masked update of a trained model.
+
+The server adds up its integers, which are under this client's masks.
+"""
 
 import logging
 import os
@@ -88,7 +91,9 @@ def level_integers(
     dither: bytes,
     max_clipped_share: float,
 ) -> NDArray[np.int32]:
-    """Return an update as the integers that are added up, [n], or [n + 1] if updates count by their weights.
+    """Return the integers of an update, in the round's levels.
+
+    They are [n], or [n + 1] if updates count by their weights.
 
     Args:
         delta: the change of the parameters, [num_parameters], which becomes what the integers leave out.
@@ -117,7 +122,9 @@ def level_integers(
 
 
 def private_integers(delta: NDArray[np.float32], plan: IntegerPlan, seed: bytes) -> NDArray[np.int64]:
-    """Return an update as integers with noise from the operating system's randomness, [plan.padded].
+    """Return an update as integers with noise, [plan.padded].
+
+    The noise follows from the operating system's randomness.
 
     Args:
         delta: the change of the parameters, [plan.dimension].

@@ -154,7 +154,10 @@ class Sums:
 
 
 def _key(base: str) -> str:
-    """Return the key of a model. Two models with one key would only be taken for one."""
+    """Return the key of a model.
+
+    Two models with one key would only be taken for one.
+    """
     return hashlib.sha256(base.encode()).hexdigest()[:16]
 
 

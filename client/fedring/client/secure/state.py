@@ -1,4 +1,4 @@
-"""What a client remembers of rounds with secure aggregation, in the folder `secure` of its state folder.
+"""A client's memory of secure aggregation, in the state folder's `secure`.
 
     RUN-EPOCH-ROUND.json    one round: its secrets, and each message that was taken or is about to be sent. RUN is a
                             digest of the run's id. The first line is the SHA-256 of the others.
@@ -37,7 +37,7 @@ _KEEP_RUNS = 256
 
 
 class RoundName(NamedTuple):
-    """What distinguishes a round from all others."""
+    """The identity of a round."""
 
     run_id: str
     epoch: int
@@ -59,7 +59,10 @@ class Finished(NamedTuple):
 
 @dataclass(slots=True, repr=False)
 class RoundRecord:
-    """What must not be forgotten of one round. Empty values are not known yet."""
+    """The durable record of one round.
+
+    Empty values are not known yet.
+    """
 
     command: bytes  # the TrainCmd, without its model
     sealing: bytes  # the three secrets of `RoundSecrets`
@@ -82,7 +85,9 @@ def name_of(message: pb.TrainCmd | wire.SecureStep) -> RoundName:
 
 
 class SecureState:
-    """The files of one client. Any thread may use it, but only one thread at a time may write about one round.
+    """The files of one client.
+
+    Any thread may use it, but only one thread at a time may write about one round.
 
     Args:
         state_dir: the state folder of the client, which the caller has locked.
@@ -118,12 +123,17 @@ class SecureState:
         self._clear()
 
     def finished(self, name: RoundName) -> Finished | None:
-        """Return the newest finished round of the run of a round, if it is this one or a newer one; else None."""
+        """Return the newest finished round of a round's run.
+
+        None if it is older than the given round.
+        """
         last = self._finished.get(name.run)
         return last if last and (name.epoch, name.round) <= (last.epoch, last.round) else None
 
     def load(self, name: RoundName) -> RoundRecord | None:
-        """Return what is known of a round; None if it has not begun, or is over.
+        """Return the record of a round.
+
+        None if the round has not begun, or is over.
 
         Raises:
             SecureError: "damaged_state", if its file cannot be read.
@@ -143,7 +153,10 @@ class SecureState:
         return not self.finished(name) and self._path(name).exists()
 
     def find(self, run_id: str, round_: int) -> RoundName | None:
-        """Return a round, of this number or an earlier one, that has begun, and is not over; None without one."""
+        """Return an open round up to a number; None without one.
+
+        It has begun and is not over, and has this number or a smaller one.
+        """
         run = RoundName(run_id, 0, 0).run
         found = (
             RoundName(run_id, at.epoch, at.round) for _, of, at in self._rounds() if of == run and at.round <= round_
@@ -151,7 +164,7 @@ class SecureState:
         return next(filter(self.begun, found), None)
 
     def save(self, name: RoundName, record: RoundRecord) -> None:
-        """Write durably what is known of a round.
+        """Write the record of a round durably.
 
         Raises:
             SecureError: "replayed_round", if it is over.
@@ -190,7 +203,10 @@ class SecureState:
                     self._remove(path)
 
     def _clear(self) -> None:
-        """Remove what a process has left that was killed while it wrote a file, or before it had removed one."""
+        """Remove the leftovers of a killed process.
+
+        It may have been killed while it wrote a file, or before it had removed one.
+        """
         for path in self._folder.glob("*.new"):
             path.unlink()
         for path, run, at in list(self._rounds()):

@@ -1,4 +1,4 @@
-"""The client's session with its server: joining, heartbeats, commands, and coming back after every loss.
+"""The client's session: joining, heartbeats, commands, and reconnecting.
 
 All that is asynchronous runs here, on one event loop in a thread of its own; the user's threads call into it. What may
 enter: the configuration, and what the server is to be told with the next heartbeat. What must not: models, updates,

@@ -52,17 +52,18 @@ _FINAL = {
 
 
 def is_doubtful(error: aio.AioRpcError | FedringError) -> bool:
-    """Return whether a call failed in a way that may mean that its connection is broken for all new calls.
+    """Return whether a failed call makes its connection doubtful.
 
-    The two sides of an HTTP/2 connection number its calls, and remember parts of their headers. If one bit of a header
-    is flipped on the way, the server may misread or ignore every later call, while those in progress go on.
+    The connection may be broken for all new calls. The two sides of an HTTP/2 connection number its calls, and remember
+    parts of their headers. If one bit of a header is flipped on the way, the server may misread or ignore every later
+    call, while those in progress go on.
     """
     return status_of(error) in _DOUBTFUL
 
 
 @contextmanager
 def stray_cancellation() -> Iterator[None]:
-    """Raise Unavailable for a cancellation of the body that nobody has asked for.
+    """Raise Unavailable for a cancellation that nobody has asked for.
 
     Before Python 3.13, a timeout that fires at the very moment at which its body ends leaves a cancellation behind. The
     next await then raises it, as if the task were to end.
@@ -77,7 +78,9 @@ def stray_cancellation() -> Iterator[None]:
 
 
 class Connection:
-    """The calls to one server, over one channel or its successors; owned by ServerLink, used on its event loop only.
+    """The calls to one server, over one channel or its successors.
+
+    ServerLink owns it, and uses it on its event loop only.
 
     Args:
         config: Names the server, the certificates, the token and the state folder.
@@ -108,7 +111,9 @@ class Connection:
         self.reopen()
 
     def reopen(self) -> None:
-        """Open a new channel for all new calls, with the certificates as they are on disk now.
+        """Open a new channel for all new calls.
+
+        It uses the certificates as they are on disk now.
 
         Raises:
             ConfigError: If a certificate cannot be used.
@@ -148,9 +153,10 @@ class Connection:
         await self._close_unused()
 
     async def reconnect(self) -> None:
-        """Use a new connection for all new calls; those in progress stay on the old one.
+        """Use a new connection for all new calls.
 
-        If that is impossible because of a certificate, a warning is logged and nothing changes.
+        Calls in progress stay on the old one. If that is impossible because of a certificate, a warning is logged and
+        nothing changes.
         """
         try:
             self.reopen()
@@ -159,7 +165,10 @@ class Connection:
         await self._close_unused()
 
     async def _close_unused(self) -> None:
-        """Close all channels but the newest two and the one of the session's stream: they have no calls any more."""
+        """Close the channels that have no calls any more.
+
+        These are all but the newest two and the one of the session's stream.
+        """
         unused = [channel for channel in self._channels[:-2] if channel is not self._watch_channel]
         self._channels = [channel for channel in self._channels if channel not in unused]
         for channel in unused:
@@ -210,15 +219,18 @@ class Connection:
 
     @property
     def metadata(self) -> Metadata:
-        """The metadata of every call: the session, the token if there is one, and the span if calls are traced."""
+        """The metadata of every call.
+
+        It has the session, the token if there is one, and the span if calls are traced.
+        """
         return ((SESSION_KEY, self.session.session_id), *self._authorization, *trace_metadata())
 
     @asynccontextmanager
     async def small_updates(self) -> AsyncIterator[Any]:
-        """Provide an open PushSmallUpdates call of this session, which stays open for the next use.
+        """Provide an open PushSmallUpdates call of this session.
 
-        The body must read an answer for everything that it sends. An error in the body cancels the call. If calls are
-        traced, the call belongs to one span and ends with the body.
+        It stays open for the next use. The body must read an answer for everything that it sends. An error in the body
+        cancels the call. If calls are traced, the call belongs to one span and ends with the body.
         """
         (metadata, call), self._small = self._small, _NO_CALL
         if metadata != self.metadata or call.done():
@@ -240,11 +252,17 @@ class Connection:
 
     @property
     def session_refused(self) -> bool:
-        """Whether the server has refused a call of the current session, so that a new one is needed."""
+        """Whether the server has refused a call of the current session.
+
+        A new session is needed then.
+        """
         return bool(self._refused) and self._refused == self.session.session_id
 
     async def wait_for_new_session(self, session_id: str) -> None:
-        """Note that the server has refused a call of that session, and wait until there is another session."""
+        """Wait for a session that replaces a refused one.
+
+        This notes first that the server has refused a call of that session.
+        """
         self._refused = session_id
         async with self._changed:
             await self._changed.wait_for(lambda: self.session.session_id not in ("", session_id))
@@ -256,7 +274,10 @@ class Connection:
 
 
 def _startup_seconds() -> float:
-    """Return the seconds since this process was started; 0 if the system does not tell."""
+    """Return the seconds since this process was started.
+
+    0 if the system does not tell.
+    """
     try:
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[_START_FIELD]) / _TICKS)

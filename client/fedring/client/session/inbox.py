@@ -1,4 +1,7 @@
-"""What the server wants from this client now: at most one round and one evaluation, the newest of each."""
+"""The client's current work: at most one round and one evaluation.
+
+It is the newest of each that the server has asked for.
+"""
 
 import asyncio
 import time
@@ -9,7 +12,7 @@ from fedring.v1 import federation_pb2 as pb
 
 @dataclass(slots=True, eq=False)
 class Assignment:
-    """A round to train in, and what has become of it.
+    """A round to train in, with its outcome so far.
 
     The session's thread and the user's thread both read and write its fields, one at a time.
     """
@@ -24,7 +27,10 @@ class Assignment:
 
     @property
     def round_key(self) -> tuple[str, int, str]:
-        """What an update must name to count for this round: the run, the round, and the digest of the model."""
+        """The run, the round, and the digest of the model.
+
+        An update must name them to count for this round.
+        """
         return _round_key(self.command)
 
     def matches(self, command: pb.TrainCmd, last: pb.LastAccepted) -> bool:
@@ -43,7 +49,10 @@ class Assignment:
 
     @property
     def stop_reason(self) -> str:
-        """Why an update is no longer wanted: the round ended, or its deadline has passed. Empty = it is wanted."""
+        """Why an update is no longer wanted; empty = it is wanted.
+
+        The round has ended, or its deadline has passed.
+        """
         return self.end_reason or ("deadline" if time.monotonic() >= self.deadline else "")
 
 
@@ -60,7 +69,10 @@ def _round_key(command: pb.TrainCmd) -> tuple[str, int, str]:
 
 
 class WorkInbox:
-    """Takes commands from the session and hands out work; owned by the session, used on its event loop only."""
+    """Queues the server's commands for the user's thread.
+
+    The session owns it, and uses it on its event loop only.
+    """
 
     def __init__(self) -> None:
         self.current: Assignment | None = None  # the newest round, whether it was handed out or not
@@ -96,13 +108,16 @@ class WorkInbox:
         return self.current
 
     async def hand_out_again(self, assignment: Assignment) -> None:
-        """Hand out an assignment once more, if it is still the current one."""
+        """Hand out an assignment once more, if it is still current."""
         if assignment is self.current:
             self._round = assignment
             self._filled.set()
 
     def evaluate(self, command: pb.EvaluateCmd) -> None:
-        """Take a command to evaluate. It replaces one that has not been handed out."""
+        """Queue a command to evaluate.
+
+        It replaces one that has not been handed out.
+        """
         self._evaluation = EvaluationOrder(command, time.monotonic() + command.deadline_seconds)
         self._filled.set()
 
@@ -117,7 +132,10 @@ class WorkInbox:
             self.current.end_reason = reason
 
     async def take(self) -> Assignment | EvaluationOrder:
-        """Wait for the next piece of work that is still wanted; evaluations go first, because they are short."""
+        """Wait for the next piece of work that is still wanted.
+
+        Evaluations go first, because they are short.
+        """
         while True:
             await self._filled.wait()
             evaluation, self._evaluation = self._evaluation, None

@@ -1,4 +1,4 @@
-"""The thread in which sessions run, and the way for the user's threads to call into it."""
+"""The thread of the sessions, and calls into it from other threads."""
 
 import asyncio
 import concurrent.futures
@@ -27,10 +27,11 @@ _loop_lock = threading.Lock()
 
 
 class ServerLink:
-    """One session with its connection, run by the process' event loop in a thread of its own.
+    """One session with its connection, on an event loop thread.
 
-    Any thread may use it. `connection` and `session` belong to the event loop: use them inside of `call`, except for
-    those of their methods and attributes that say that any thread may use them.
+    The process has one such thread for all sessions. Any thread may use it. `connection` and `session` belong to the
+    event loop: use them inside of `call`, except for those of their methods and attributes that say that any thread may
+    use them.
 
     Args:
         config: The client's configuration.
@@ -98,13 +99,19 @@ class ServerLink:
         raise error or FederationClosed
 
     def start(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Run a coroutine on the session's thread, without waiting, until it ends or the session does."""
+        """Run a coroutine on the session's thread, without waiting.
+
+        It runs until it ends or the session does.
+        """
         with self._lock:
             if self._open:
                 self._calls.add(asyncio.run_coroutine_threadsafe(work(), self._loop))
 
     def close(self) -> None:
-        """Begin to end the session, without waiting. A signal handler may call this."""
+        """Begin to end the session, without waiting.
+
+        A signal handler may call this.
+        """
         self._loop.call_soon_threadsafe(self._cancel)
 
     def join(self) -> None:
@@ -125,11 +132,13 @@ class ServerLink:
             self.session = ClientSession(self.connection, health, evaluates=self._evaluates, tell=self._tell)
             self._main = asyncio.current_task()
         finally:
+            # Set after an error, too: the constructor waits for this, and raises if there is no session.
             started.set()
         beat = asyncio.create_task(watchdog())
         try:
             await self.session.run()
         finally:
+            # Under the lock, so that no thread adds a call after the last one was cancelled.
             with self._lock:
                 self._open = False
                 calls = list(self._calls)
@@ -154,7 +163,10 @@ class ServerLink:
 
 
 def _session_loop() -> asyncio.AbstractEventLoop:
-    """Return the event loop of all sessions. With several loops, grpc.aio would wake each of them for every event."""
+    """Return the event loop of all sessions.
+
+    With several loops, grpc.aio would wake each of them for every event.
+    """
     with _loop_lock:
         return _make_loop()
 

@@ -1,4 +1,7 @@
-"""The secret that lets a client take back its session, in the file `resume_secret` of its state folder."""
+"""The secret with which a client takes back its session.
+
+It is the file `resume_secret` in the client's state folder.
+"""
 
 import logging
 import os
@@ -12,11 +15,11 @@ _MOST_BYTES = 64  # how much of the file is read; a valid one is shorter
 
 
 class ResumeSecret:
-    """The newest secret that the server has given this client, which shows it in the next Join.
+    """The newest resume secret from the server, kept on disk.
 
-    Only the file's owner can read it. A new secret is written to another file, which then replaces the old one, so
-    that a kill at any moment leaves the old secret or the new one. After a power loss there may be none; then the
-    client waits until its old session has ended.
+    The client shows it in the next Join. Only the file's owner can read it. A new secret is written to another file,
+    which then replaces the old one, so that a kill at any moment leaves the old secret or the new one. After a power
+    loss there may be none; then the client waits until its old session has ended.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -24,9 +27,9 @@ class ResumeSecret:
         self.text = self._stored = self._read()  # empty = none
 
     def keep(self, text: str) -> None:
-        """Show `text` from now on, also after a restart. Text that is no secret changes nothing.
+        """Show `text` in each later Join, also after a restart.
 
-        If the file cannot be written, a warning is logged.
+        Text that is no secret changes nothing. If the file cannot be written, a warning is logged.
         """
         if not RESUME_SECRET.fullmatch(text):
             return
@@ -45,7 +48,10 @@ class ResumeSecret:
         self._stored = text
 
     def _read(self) -> str:
-        """Return the secret in the file; empty if there is none, or if it cannot be read or is damaged."""
+        """Return the secret in the file, or an empty string.
+
+        It is empty if there is no file, or if it cannot be read or is damaged.
+        """
         try:
             with self._file.open("rb") as file:
                 text = file.read(_MOST_BYTES).decode(errors="replace").removesuffix("\n")

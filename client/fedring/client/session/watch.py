@@ -1,4 +1,4 @@
-"""The session: join, follow the Watch stream, send heartbeats, and join again after every loss."""
+"""The session: join, watch, send heartbeats, and join again after losses."""
 
 import asyncio
 import logging
@@ -42,7 +42,9 @@ _LEAST_PAUSE = 0.05  # seconds between heartbeats, whatever the server asks for
 
 
 class ClientSession:
-    """Keeps the client in touch with its server and fills its inbox; owned by ServerLink, runs on its event loop.
+    """Keeps the client in touch with its server.
+
+    It fills the client's inbox. ServerLink owns it, and it runs on its event loop.
 
     Args:
         connection: Over which it joins and watches.
@@ -74,11 +76,17 @@ class ClientSession:
         self._activity, self._progress = activity, 0.0
 
     def advance(self, share: float) -> None:
-        """Set the share of the activity that is done, 0 to 1. Any thread may call this."""
+        """Set the finished share of the activity, 0 to 1.
+
+        Any thread may call this.
+        """
         self._progress = share
 
     def set_reporting(self, reports_progress: bool) -> None:
-        """Set whether heartbeats without progress mean that the client stands still. Any thread may call this."""
+        """Set whether missing progress means that the client stands still.
+
+        Any thread may call this.
+        """
         self._reports_progress = reports_progress
 
     async def run(self) -> None:
@@ -102,6 +110,7 @@ class ClientSession:
             await self._health.set(serving=False)
             wait = lost is not None and _unreachable(lost)
             left = self._seconds_left(lost)
+            # One look per outage: it takes seconds, and its result is only for the sentence.
             if wait and self._state != "unreachable":
                 listener = await asyncio.to_thread(listener_at, self._connection.address)
             self._say(*self._explain(lost, listener))
@@ -111,7 +120,10 @@ class ClientSession:
                 await asyncio.sleep(min(backoff.next(), left))
 
     async def report_evaluation(self, report: pb.EvaluationReport) -> None:
-        """Send the result of an evaluation once. Errors are logged; the server may have closed the evaluation."""
+        """Send the result of an evaluation once.
+
+        Errors are logged; the server may have closed the evaluation.
+        """
         try:
             with stray_cancellation():
                 await self._connection.commands.ReportEvaluation(
@@ -124,14 +136,17 @@ class ClientSession:
                 await self._connection.reconnect()
 
     async def report_failure(self, failure: pb.Failure) -> None:
-        """Report with the next heartbeat, which is sent at once, that this client has failed in a round."""
+        """Report this client's failure with an immediate heartbeat."""
         if self.inbox.current and self.inbox.current.command.round == failure.round:
             self.inbox.current.failure = failure
         self._failures.append(failure)
         self._wake.set()
 
     async def flush(self, seconds: float) -> None:
-        """Wait until the server has read all failures, for at most that many seconds, and close the stream."""
+        """Wait until the server has read all failures; close the stream.
+
+        This waits at most `seconds`.
+        """
         with suppress(TimeoutError, aio.AioRpcError, asyncio.InvalidStateError):
             async with asyncio.timeout(seconds):
                 async with self._sent:
@@ -175,7 +190,9 @@ class ClientSession:
         return lost
 
     def _seconds_left(self, lost: Lost | None) -> float:
-        """Return for how many more seconds to keep trying: for ever, unless another session has this client's id.
+        """Return for how many more seconds to keep trying.
+
+        For ever, unless another session has this client's id.
 
         Raises:
             Refused: If another session has had the id for as long as the server said to keep trying.
@@ -213,7 +230,10 @@ class ClientSession:
                 await self._pause(_pause_of(session.heartbeat_seconds))
 
     async def _pause(self, seconds: float) -> None:
-        """Wait until there is something to report, or until no call has succeeded for `seconds`."""
+        """Wait until there is something to report, or the time has passed.
+
+        The time is `seconds` without a successful call.
+        """
         began = time.monotonic()
         while (left := max(began, self._connection.last_success) + seconds - time.monotonic()) > 0:
             with suppress(TimeoutError):
@@ -231,7 +251,7 @@ class ClientSession:
         )
 
     def _handle(self, event: pb.ServerEvent) -> pb.EvaluationReport | None:
-        """Act on an event, and return a report if it must be answered at once."""
+        """Handle an event, and return a report to send at once."""
         if event.WhichOneof("event") in _OF_ROUNDS:
             try:
                 self.secure_events.put_nowait(event)
@@ -257,7 +277,10 @@ class ClientSession:
         return None
 
     def _explain(self, lost: Lost | None, listener: Listener) -> tuple[str, str]:
-        """Return the new state and a sentence for it, given what listens at the server's address if no call arrives."""
+        """Return the new state, and a sentence that explains it.
+
+        `listener` is what listens at the server's address if no call arrives.
+        """
         address = self._connection.address
         if lost is None or isinstance(lost, Unavailable):
             return "closed", f"fl-server at {address} closed the session; joining again"
@@ -295,7 +318,10 @@ class ClientSession:
 
 
 def _pause_of(seconds: float) -> float:
-    """Return the time between two heartbeats, for any number that a server may send."""
+    """Return the time between two heartbeats.
+
+    The server may have sent any number.
+    """
     return seconds if seconds >= _LEAST_PAUSE else _LEAST_PAUSE
 
 

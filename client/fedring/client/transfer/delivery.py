@@ -1,4 +1,7 @@
-"""Delivers spooled updates, and finds out what became of them: accepted, refused, or not known yet."""
+"""Delivers spooled updates, and learns their outcome.
+
+An update is accepted, refused, or not known yet.
+"""
 
 import logging
 from collections.abc import Callable
@@ -26,9 +29,10 @@ _NOT_A_WORKER = "not_a_worker"
 
 
 class Delivery:
-    """Delivers updates from the spool to the server, and keeps the residual consistent with what the server accepted.
+    """Delivers updates from the spool to the server.
 
-    It belongs to the user's thread, and calls into the session's.
+    It keeps the residual consistent with the updates that the server has accepted. It belongs to the user's thread, and
+    calls into the session's.
     """
 
     def __init__(self, link: ServerLink, spool: Spool) -> None:
@@ -36,7 +40,7 @@ class Delivery:
         self._spool = spool
 
     def send(self, spooled: Spooled, assignment: Assignment) -> None:
-        """Deliver an update, and note in the assignment what became of it.
+        """Deliver an update, and note its outcome in the assignment.
 
         If the server has neither accepted nor refused it, it stays in the spool and will be offered again.
 
@@ -107,6 +111,7 @@ class Delivery:
         accepted = header.run_id == command.run_id and (
             spooled.offer.name == self._link.connection.last_accepted.name or self._was_accepted(spooled, assignment)
         )
+        # Without an answer the update stays: the server may have it, and it may count.
         if accepted is None:
             log.warning("the server does not say whether it has accepted the spooled update of round %d", header.round)
             assignment.undelivered = True
@@ -132,7 +137,10 @@ class Delivery:
             self._link.call(lambda: self._link.session.report_failure(failure))
 
     def _is_done(self, assignment: Assignment) -> bool:
-        """Return whether a restored server has accepted the update while it was asking for the round again."""
+        """Return whether a restored server has accepted the update already.
+
+        It may have done so while it was asking for the round again.
+        """
         before, known = assignment.previous, self._link.connection.last_accepted
         if (
             before is None
@@ -144,7 +152,10 @@ class Delivery:
         return True
 
     def _was_accepted(self, spooled: Spooled, assignment: Assignment) -> bool | None:
-        """Ask the server, without sending any of the payload; None if there was no answer."""
+        """Ask whether the update was accepted, without sending its payload.
+
+        None if there was no answer.
+        """
         try:
             self._push(spooled, lambda: "next_round", assignment.deadline)
         except FederationClosed:

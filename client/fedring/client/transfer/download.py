@@ -1,4 +1,7 @@
-"""One download of a model: checks the headers and chunks that are received, and makes the model of them. No I/O."""
+"""One download of a model, without I/O.
+
+It checks the headers and chunks that are received, and makes the model of them.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,7 +25,10 @@ _AS_STORED = {"fp32": np.float32, BUFFERS: np.float64}  # encodings whose values
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeldModel:
-    """One complete version of the model, as a client holds it. Its vectors must not be changed."""
+    """One complete version of the model at a client.
+
+    Its vectors must not be changed.
+    """
 
     digest: str  # the name of the model
     schema: Schema
@@ -70,7 +76,10 @@ class Download:
 
     @property
     def is_small(self) -> bool:
-        """Whether `finish` is so fast that it needs no thread of its own. The model counts, not the payload."""
+        """Whether `finish` is fast enough to need no other thread.
+
+        The size of the model decides, not that of the payload.
+        """
         return 4 * self._schema.num_parameters + 8 * self._schema.num_buffers <= _SMALL_BYTES
 
     @property
@@ -79,7 +88,9 @@ class Download:
         return self.received / self.header.total_bytes if self.header else 0.0
 
     def begin(self, header: pb.ModelHeader) -> None:
-        """Begin a stream: it continues the payload that was received in part, or begins another payload.
+        """Begin a stream of the payload.
+
+        It continues the payload that was received in part, or begins another one.
 
         Raises:
             BadModel: If the header does not lead to the wanted model.
@@ -127,7 +138,10 @@ class Download:
         return HeldModel(self._digest, self._schema, vectors)
 
     def _check(self, header: pb.ModelHeader) -> None:
-        """Refuse a header that cannot lead to the wanted model, before any memory is allocated for it."""
+        """Refuse a header that cannot lead to the wanted model.
+
+        No memory is allocated for it before.
+        """
         if header.model_digest != self._digest:
             raise BadModel(f"the server sent model {header.model_digest[:80]!r}, but {self._digest} was asked for")
         if header.schema_hash != self._schema.hash:
@@ -143,7 +157,10 @@ class Download:
             raise BadModel(f"the payload has {header.total_bytes} bytes, and this model takes at most {most}")
 
     def _vector(self, which: "pb.Vector.ValueType", size: int, base: NDArray[Any] | None) -> NDArray[Any]:
-        """Return one of the two vectors, [size]: the sum of its packets, plus `base` if they are differences."""
+        """Return one of the two vectors, [size].
+
+        It is the sum of its packets, plus `base` if they are differences.
+        """
         total: NDArray[Any] | None = None
         for packet, data in self._packets():
             if packet.vector != which:
@@ -167,7 +184,10 @@ class Download:
 
 
 def _values_of(header: pb.ModelHeader) -> Iterator[slice]:
-    """Return the places of the bytes that the model's digest covers; none if they must be decoded first."""
+    """Return the slices of the payload that the model's digest covers.
+
+    There are none if the payload must be decoded first.
+    """
     as_it_is = [(pb.VECTOR_PARAMETERS, "fp32"), (pb.VECTOR_BUFFERS, BUFFERS)]
     packets = [(packet.vector, packet.encoding) for packet in header.packets]
     if header.base_digest or packets not in (as_it_is, as_it_is[:1], as_it_is[1:]):

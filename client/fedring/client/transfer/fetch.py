@@ -1,4 +1,7 @@
-"""Fetches models: each one once, resuming after losses, and as a difference from the previous version if possible."""
+"""Fetches each model once, resuming after losses.
+
+If possible, it comes as a difference from the previous version.
+"""
 
 import asyncio
 import logging
@@ -50,9 +53,9 @@ class ModelFetcher:
         self._held: HeldModel | None = None
 
     def at_hand(self, command: pb.TrainCmd | pb.EvaluateCmd, schema: Schema) -> HeldModel | None:
-        """Return a command's model if it is held already or came with the command, else None.
+        """Return a command's model if no download is needed, else None.
 
-        Any thread may call this, while nothing is being fetched.
+        It may be held already, or come with the command. Any thread may call this, while nothing is being fetched.
 
         Args:
             command: The command, which names the model and may carry it.
@@ -103,7 +106,9 @@ class ModelFetcher:
         return self._held
 
     async def fetch_control(self, digest: str, schema: Schema, ended: Callable[[], str]) -> HeldModel:
-        """Fetch a control variate from the server, which is sent like a model; it is not held here.
+        """Fetch a control variate from the server.
+
+        It is sent like a model, and not held here.
 
         Args:
             digest: The name of the control variate.
@@ -124,7 +129,9 @@ class ModelFetcher:
     async def fetch_part(
         self, digest: str, schema: Schema, names: Collection[str], sink: Sink, ended: Callable[[], str]
     ) -> None:
-        """Fetch some tensors of a model from the server; nothing of them is held here.
+        """Fetch some tensors of a model from the server.
+
+        Nothing of them is held here.
 
         Args:
             digest: The name of the model.
@@ -178,7 +185,7 @@ class ModelFetcher:
                 await asyncio.sleep(backoff.next())
 
     async def _stream(self, download: Download | PartialDownload, ended: Callable[[], str]) -> None:
-        """Make one call, and add to the download what it brings."""
+        """Make one call, and add its bytes to the download."""
         session = self._connection.session
         call = self._connection.fetch_model(download.request, metadata=self._connection.metadata)
         try:

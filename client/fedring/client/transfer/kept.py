@@ -1,4 +1,4 @@
-"""What updates leave at a client, and what belongs to the update in the spool.
+"""A client's state between updates, and the state of the spooled update.
 
     kept-….safetensors   what the newest accepted update of a line of models has left; the name is a digest of the line
     update.left          what the update in the spool leaves: it gets the first name when the server has accepted that
@@ -41,7 +41,7 @@ _INSTEAD = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Section:
-    """What one part of a client keeps from an update to the next one."""
+    """One component's state between two updates."""
 
     tensors: Mapping[str, Tensor]  # on the CPU, by name
     words: Mapping[str, str] = field(default_factory=dict)  # by which it knows them again
@@ -52,8 +52,8 @@ Sections = Mapping[str, Section]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Left:
-    """What an update leaves."""
+class KeptState:
+    """The state that an update leaves."""
 
     line: str  # of its model
     sections: Sections  # all of them
@@ -72,11 +72,11 @@ class KeptFiles:
         self._folder, self._client, self._on_dropped = folder, client, on_dropped
         self._left_file, self._part = folder / "update.left", folder / "kept.part"
         self._part.unlink(missing_ok=True)  # It was being written when the process was killed.
-        self._spooled: Left | None = None  # of the update in the spool, if this process has made it
+        self._spooled: KeptState | None = None  # of the update in the spool, if this process has made it
         self._cached: tuple[str, Sections] | None = None  # of one line
 
     def load(self, line: str) -> Sections:
-        """Return what is kept for a line of models; empty if nothing is."""
+        """Return the kept sections of a line of models; empty = none."""
         if self._cached is None or self._cached[0] != line:
             found = self._read(self._path(line))
             sections = found.sections if found and found.line == line else {}
@@ -91,13 +91,16 @@ class KeptFiles:
             OSError: If that is impossible; nothing was changed.
         """
         # The other file may hold what belongs to an update that is still to be delivered.
-        self._write(self._part, Left(line, sections), "")
+        self._write(self._part, KeptState(line, sections), "")
         sync(self._part)
         self._place(self._part, line)
         self._remember(line, sections)
 
     def forget(self, line: str, name: str) -> bool:
-        """Drop a section of what is kept for a line of models, durably. Returns whether there was one.
+        """Drop a section of a line of models, durably.
+
+        Returns:
+            Whether there was one.
 
         Raises:
             OSError: If that is impossible.
@@ -107,66 +110,77 @@ class KeptFiles:
             self.put(line, {other: section for other, section in kept.items() if other != name})
         return name in kept
 
-    def spool(self, left: Left, update: str, *, durable: bool) -> bool:
-        """Write what the update leaves that is about to be spooled. Returns whether there is anything to write.
+    def spool(self, state: KeptState, update: str, *, durable: bool) -> bool:
+        """Write the state of an update, before the update is spooled.
 
         Args:
-            left: What it leaves.
+            state: The state that it leaves.
             update: Its name.
             durable: Whether the file must survive a power loss from now on.
+
+        Returns:
+            Whether there is anything to write.
         """
-        if not left.sections and not self._path(left.line).exists():
+        if not state.sections and not self._path(state.line).exists():
             return False
-        self._write(self._left_file, left, update)
+        self._write(self._left_file, state, update)
         if durable:
             sync(self._left_file)
-        self._spooled = left
+        self._spooled = state
         return True
 
     def accept(self, update: str, *, made_here: bool) -> bool:
-        """Make what an update leaves count, durably. Returns whether there was anything that did not count before.
+        """Make an accepted update's state the current one, durably.
 
         Args:
             update: The name of the update.
             made_here: Whether this process has spooled it. If not, the file is checked: after a power loss, it may be
                 damaged, or belong to another update. Then what was kept before stays.
+
+        Returns:
+            Whether there was anything that did not count before.
         """
-        left = self._spooled if made_here else self._read(self._left_file, update)
-        if left is None:
+        state = self._spooled if made_here else self._read(self._left_file, update)
+        if state is None:
             return False
         sync(self._left_file)
-        self._place(self._left_file, left.line)
-        self._remember(left.line, left.sections)
+        self._place(self._left_file, state.line)
+        self._remember(state.line, state.sections)
         return True
 
     def drop(self) -> None:
-        """Drop what belongs to the update in the spool."""
+        """Drop the state of the update in the spool."""
         self._left_file.unlink(missing_ok=True)
         self._spooled = None
 
     def _remember(self, line: str, sections: Sections) -> None:
-        """Hold what the next round begins with in memory, unless there is much of it."""
+        """Cache the next round's sections in memory, unless they are many."""
         self._cached = (line, sections) if len(sections) <= 1 else None
 
     def _path(self, line: str) -> Path:
         return self._folder / f"kept-{hashlib.sha256(line.encode()).hexdigest()[:16]}.safetensors"
 
     def _place(self, written: Path, line: str) -> None:
-        """Give a file its name, durably, and delete the oldest files of other lines."""
+        """Rename a file to its final name, durably.
+
+        The oldest files of other lines are deleted.
+        """
         placed = written.rename(self._path(line))
         others = [path for path in self._folder.glob("kept-*.safetensors") if path != placed]
         for path in sorted(others, key=lambda path: path.stat().st_mtime_ns, reverse=True)[KEEP_LINES - 1 :]:
             path.unlink()
         sync(self._folder)
 
-    def _write(self, path: Path, left: Left, update: str) -> None:
-        tensors = {f"{name}/{key}": t for name, each in left.sections.items() for key, t in each.tensors.items()}
-        words = {name: dict(each.words) for name, each in left.sections.items()}
-        known = {"client": self._client, "line": left.line, "update": update, "words": json.dumps(words)}
+    def _write(self, path: Path, state: KeptState, update: str) -> None:
+        tensors = {f"{name}/{key}": t for name, each in state.sections.items() for key, t in each.tensors.items()}
+        words = {name: dict(each.words) for name, each in state.sections.items()}
+        known = {"client": self._client, "line": state.line, "update": update, "words": json.dumps(words)}
         save_private(save_file, path, tensors, known | {"digest": _digest(tensors, known)})
 
-    def _read(self, path: Path, update: str = "") -> Left | None:
-        """Return what a file holds; None if there is no such file, or it is dropped.
+    def _read(self, path: Path, update: str = "") -> KeptState | None:
+        """Return the content of a file.
+
+        None if there is no such file, or it is dropped.
 
         Args:
             path: The file.
@@ -193,7 +207,7 @@ class KeptFiles:
         for name, tensor in tensors.items():
             section, _, key = name.partition("/")
             sections[section] = Section({**sections[section].tensors, key: tensor}, sections[section].words)
-        return Left(known["line"], sections)
+        return KeptState(known["line"], sections)
 
 
 def _digest(tensors: Mapping[str, Tensor], known: Mapping[str, str]) -> str:

@@ -1,4 +1,4 @@
-"""Values that never leave a client: its private tensors, and its own model.
+"""Values that never leave a client: private tensors, and its own model.
 
 They belong to its newest accepted update.
 """
@@ -23,7 +23,10 @@ PRIVATE, PERSONAL = "private", "personal"
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """The models that jobs have made one from another, beginning with a new one. Private values belong to one line."""
+    """A line of models, each made from the one before.
+
+    It begins with a new model. Private values belong to one line.
+    """
 
     run_id: str
     model: bytes  # the hash of the schema of the shared tensors; hashed again, if the job has [sample_dp]
@@ -31,7 +34,7 @@ class Line:
 
     @property
     def key(self) -> str:
-        """The name under which a client keeps what belongs to the model."""
+        """The name of the line's kept values at a client."""
         return self.model.hex()
 
 
@@ -47,7 +50,9 @@ def line_of(command: pb.TrainCmd | pb.EvaluateCmd) -> Line:
 
 
 def check_finite(tensors: Mapping[str, Tensor]) -> None:
-    """Check that training did not diverge: a client would begin each later round with values that are not finite.
+    """Check that training did not diverge.
+
+    A client would begin each later round with values that are not finite.
 
     Raises:
         CodecError: With the reason non_finite, if a value is not finite.
@@ -58,7 +63,9 @@ def check_finite(tensors: Mapping[str, Tensor]) -> None:
 
 
 def check_own(own: Mapping[str, Tensor], schema: Schema) -> None:
-    """Check that the tensors of a client's own model are those that training may change.
+    """Check the tensors of a client's own model.
+
+    They must be those that training may change.
 
     Raises:
         CodecError: With the reason wrong_schema, if they are not.
@@ -69,7 +76,9 @@ def check_own(own: Mapping[str, Tensor], schema: Schema) -> None:
 
 
 def values_in(kept: Sections, name: str, line: Line, schema: Schema) -> Mapping[str, Tensor] | None:
-    """Return the values that a round or an evaluation begins with; None if there are none of these tensors.
+    """Return the starting values of some tensors, or None.
+
+    A round or an evaluation begins with them. None if there are none of these tensors.
 
     Args:
         kept: What the newest accepted update has left.
@@ -87,7 +96,10 @@ def section_of(line: Line, schema: Schema, tensors: Mapping[str, Tensor]) -> Sec
 
 
 class FirstValues:
-    """The values that private tensors had when they were seen first in this process, as long as their module lives."""
+    """The private tensors' values when they were first seen.
+
+    They are known as long as their module lives, in this process.
+    """
 
     def __init__(self) -> None:
         self._first: dict[int, dict[str, Tensor]] = {}  # of each module or array that is still alive, by its id

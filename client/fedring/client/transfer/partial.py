@@ -1,7 +1,8 @@
-"""One download of some tensors of a model, whose values go straight to where they belong. No I/O but the sink's.
+"""One download of some tensors of a model.
 
-Nobody else can check a part of a model against the model's digest. So the server checks its whole file, and names the
-payload by the digest of the values that it sends, which is compared here.
+The values go straight to where they belong. There is no I/O but the sink's. Nobody else can check a part of a model
+against the model's digest. So the server checks its whole file, and names the payload by the digest of the values that
+it sends, which is compared here.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -66,7 +67,9 @@ class PartialDownload:
         return self.received / self.total
 
     def begin(self, header: pb.ModelHeader) -> None:
-        """Begin a stream: it continues the payload that was received in part, or begins it anew.
+        """Begin a stream of the payload.
+
+        It continues the payload that was received in part, or begins it anew.
 
         Raises:
             BadModel: If the header is not that of the wanted part.
@@ -127,7 +130,9 @@ class PartialDownload:
 
 
 def ranges_of(schema: Schema, names: Collection[str]) -> Iterator[pb.ValueRange]:
-    """Yield the ranges of the two vectors of a model that hold the named tensors; neighbours share a range.
+    """Yield the ranges of a model's vectors with the named tensors.
+
+    Neighbours share a range.
 
     Args:
         schema: What the model consists of.
@@ -143,7 +148,10 @@ def ranges_of(schema: Schema, names: Collection[str]) -> Iterator[pb.ValueRange]
 
 
 def _entries_of(schema: Schema, names: Collection[str]) -> Iterator[tuple[Entry, int]]:
-    """Yield the entries of the named tensors in the order in which they are sent, and the bytes of a value."""
+    """Yield the named tensors' entries and value sizes in bytes.
+
+    They are in the order in which they are sent.
+    """
     wanted = frozenset(names)
     for role, _, dtype in _ROLES:
         for entry, _ in schema.spans(role):

@@ -1,4 +1,7 @@
-"""The residual: what lossy encodings have left out so far, which goes into the next update. Pure functions."""
+"""The residual of lossy encodings, as pure functions.
+
+It is the sum of what they have left out so far, and goes into the next update.
+"""
 
 import logging
 
@@ -23,7 +26,9 @@ _LARGEST = 1e30  # No server takes an update with a larger value.
 def residual_in(
     kept: Sections, run_id: str, schema: bytes, last: pb.LastAccepted, *, after: tuple[int, int] = (0, 0)
 ) -> tuple[Residual | None, str]:
-    """Return the residual for the next update, and why there is none although one is kept.
+    """Return the residual for the next update, and why it is missing.
+
+    The reason is a sentence if a residual is kept that cannot be used; else it is empty.
 
     Args:
         kept: What past updates have left.
@@ -50,7 +55,7 @@ def residual_in(
 
 
 def with_residual(kept: Sections, residual: Residual | None, header: pb.UpdateHeader, update: str) -> Sections:
-    """Return what is kept when an update is accepted that leaves a residual.
+    """Return the kept sections after an update with a residual is accepted.
 
     Args:
         kept: What past updates have left.

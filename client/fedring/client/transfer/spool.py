@@ -1,4 +1,6 @@
-"""The spool: what outlives the process: what accepted updates have left, and an update that is not accepted yet.
+"""The spool: state of accepted updates, and one update not accepted yet.
+
+It outlives the process.
 
     update                  magic "SP" | version u8 | 0 | length u32 | UpdateOffer | payload; there is no update if the
                             first eight bytes are zeros or the file is empty
@@ -26,7 +28,7 @@ from pathlib import Path
 from google.protobuf.message import DecodeError
 
 from fedring.client.ledger import Ledger
-from fedring.client.transfer.kept import KeptFiles, Left
+from fedring.client.transfer.kept import KeptFiles, KeptState
 from fedring.codec.digest import Digest, update_name
 from fedring.daemon.crash import crashpoint
 from fedring.daemon.durable import close_to_others, private_opener
@@ -56,7 +58,7 @@ class Spooled:
 
     @contextlib.contextmanager
     def reader(self) -> Iterator[Callable[[int, int], bytes | memoryview]]:
-        """Provide a function of (offset, size) that returns that part of the payload."""
+        """Provide a function (offset, size) that returns a payload's part."""
         if self.parts:
             yield self._part
             return
@@ -88,7 +90,9 @@ class Spooled:
 
 
 class Spool:
-    """The spool in one state folder, which the caller has locked. It belongs to the user's thread.
+    """The spool in one state folder, which the caller has locked.
+
+    It belongs to the user's thread.
 
     Args:
         folder: The folder.
@@ -112,7 +116,10 @@ class Spool:
 
     @property
     def size(self) -> int:
-        """The bytes of the update that is not accepted yet; 0 if there is none. Any thread may ask."""
+        """The bytes of the update not accepted yet; 0 = none.
+
+        Any thread may ask.
+        """
         try:
             with self._update_file.open("rb") as file:
                 prefix = file.read(_PREFIX.size)
@@ -122,7 +129,10 @@ class Spool:
             return 0
 
     def pending(self) -> Spooled | None:
-        """Return the update that is not accepted yet, if there is one; a damaged one is dropped."""
+        """Return the update that is not accepted yet, if there is one.
+
+        A damaged one is dropped.
+        """
         if self._empty:
             return None
         try:
@@ -154,24 +164,26 @@ class Spool:
         self,
         offer: pb.UpdateOffer,
         parts: Sequence[bytes | memoryview],
-        left: Left | None = None,
+        state: KeptState | None = None,
         *,
         durable: bool = False,
         version: int = _VERSION,
     ) -> Spooled:
-        """Write an update to disk, in the place of any other. It is not synced: it need not survive a power loss.
+        """Write an update to disk, in the place of any other.
+
+        It is not synced: it need not survive a power loss.
 
         Args:
             offer: The header and the names of the update.
             parts: The payload, in order.
-            left: What it leaves; None = what is kept stays as it is.
+            state: The state that it leaves; None = what is kept stays as it is.
             durable: Whether what it leaves must survive a power loss.
             version: Of the file; 5 if the payload is in a file of its own.
         """
         header = pb.UpdateHeader.FromString(offer.header)
-        if left is not None or self._left:
+        if state is not None or self._left:
             self.drop()  # The old update must never be found together with what belongs to the new one.
-        if left is not None and self.kept.spool(left, offer.name, durable=durable):
+        if state is not None and self.kept.spool(state, offer.name, durable=durable):
             self._left = True
             crashpoint("client_left_spooled")
         self._empty = False
@@ -191,7 +203,9 @@ class Spool:
         return Spooled(offer, header, self._update_file, start, parts, made_here=True)
 
     def adopt(self, offer: pb.UpdateOffer, payload: Path) -> Spooled:
-        """Take over an update whose payload is a file already, in the place of any other update; it leaves nothing.
+        """Adopt an update whose payload is a file already.
+
+        It takes the place of any other update, and leaves nothing.
 
         Args:
             offer: The header and the names of the update.
@@ -209,7 +223,7 @@ class Spool:
         return self.folder / "update.payload.part"
 
     def accept(self, spooled: Spooled) -> None:
-        """Note that the server has accepted the update: drop it, and keep what it leaves.
+        """Drop the accepted update, and make the state it leaves current.
 
         That is synced, so that this also holds after a power loss.
         """
@@ -220,7 +234,10 @@ class Spool:
         crashpoint("client_noted")
 
     def drop(self) -> None:
-        """Drop the update, if there is one. What is kept stays as it was before."""
+        """Drop the update, if there is one.
+
+        What is kept stays as it was before.
+        """
         if self._empty:
             return
         with contextlib.suppress(FileNotFoundError), self._update_file.open("r+b", buffering=0) as file:

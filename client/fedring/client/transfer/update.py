@@ -19,7 +19,11 @@ from fedring.v1 import federation_pb2 as pb
 
 @dataclass(frozen=True, slots=True)
 class TrainingReport:
-    """What the training reports along with the model; ValueError if a figure is out of range."""
+    """The training's figures, sent along with the model.
+
+    Raises:
+        ValueError: If a figure is out of range.
+    """
 
     samples: int  # that were trained on, at least 1
     train_seconds: float = 0.0  # 0 to 30 days
@@ -85,7 +89,9 @@ def offer_of(
     payload_digest: str,
     training: TrainingReport,
 ) -> pb.UpdateOffer:
-    """Return the offer of an update that is a whole model in a file: the values themselves, not their change.
+    """Return the offer of an update that is a whole model.
+
+    The model is a file. It has the values themselves, not their change.
 
     Args:
         command: The command that is answered.
@@ -103,7 +109,9 @@ def offer_of(
 
 
 def masked_offer(command: pb.TrainCmd, client_id: str, size: int, payload_digest: str) -> pb.UpdateOffer:
-    """Return the offer of a masked update, which says nothing of the training.
+    """Return the offer of a masked update.
+
+    It says nothing of the training.
 
     Args:
         command: The command that is answered.
@@ -116,12 +124,15 @@ def masked_offer(command: pb.TrainCmd, client_id: str, size: int, payload_digest
 
 
 def residual_of(schema_hash: bytes, *, masked: bool) -> bytes:
-    """Return what residuals are known by: what masked updates leave out must not come into others, which are seen."""
+    """Return the schema name by which residuals are known.
+
+    Masked updates have one of their own: what they leave out must not come into others, which are seen.
+    """
     return schema_hash + MASKED.encode() if masked else schema_hash
 
 
 def residual_of_update(header: pb.UpdateHeader) -> bytes:
-    """Return what the residual is known by that an update leaves."""
+    """Return the schema name of the residual that an update leaves."""
     return residual_of(header.schema_hash, masked=any(packet.encoding == MASKED for packet in header.packets))
 
 
@@ -155,7 +166,9 @@ def _offer(
 
 
 def encoding_of(message: pb.Encoding) -> Encoding:
-    """Return the encoding that a command names, with defaults for the parameters that it leaves out.
+    """Return the encoding that a command names.
+
+    Parameters that it leaves out have their defaults.
 
     Raises:
         CodecError: If there is no such encoding, or a parameter is out of range.
@@ -172,7 +185,10 @@ def encoding_of(message: pb.Encoding) -> Encoding:
 def _encode(
     delta: NDArray[np.float32], residual: NDArray[np.float32] | None, encoding: Encoding
 ) -> tuple[list[bytes | memoryview], NDArray[np.float32] | None]:
-    """Return the payload of `delta` [D] plus `residual` [D], in parts, and the new residual. `delta` is overwritten."""
+    """Return the payload of `delta` [D] plus `residual` [D], and the residual.
+
+    The payload is in parts. `delta` is overwritten.
+    """
     if encoding.name != "fp32":
         compressed = compress(delta, residual, encoding)
         return [compressed.payload], compressed.residual

@@ -48,15 +48,21 @@ DAMAGE_REASONS = {
 
 
 class Undecided(RoundOver):
-    """The deadline passed before the server said whether it has accepted the update."""
+    """The deadline passed before the server's answer about the update."""
 
 
 class GivenUp(RoundOver):
-    """The client stopped sending, because the round had ended for it; the server has not refused the update."""
+    """The client stopped sending, because its round had ended.
+
+    The server has not refused the update.
+    """
 
 
 class DamagedSpool(UpdateRefused):
-    """The update was damaged on the disk before the server had it, so it is lost."""
+    """The update was damaged on the disk before its delivery.
+
+    The server did not have it yet, so it is lost.
+    """
 
     def __init__(self) -> None:
         super().__init__("damaged_spool", "the update was damaged while it waited to be sent")
@@ -81,7 +87,7 @@ class Upload:
         self._tell = tell
 
     async def run(self, deadline: float) -> None:
-        """Send the update, as often as it takes, until the server has accepted it.
+        """Send the update until the server has accepted it.
 
         When the update is no longer wanted, it is not sent any more. The server is still asked about it, because it may
         have accepted it in a call whose answer was lost.
@@ -122,7 +128,11 @@ class Upload:
                 ) from error
 
     def _judge(self, error: aio.AioRpcError | FedringError) -> bool:
-        """Raise if the server has refused the update for good; else return whether a new session is needed first."""
+        """Return whether a failed call needs a new session first.
+
+        Raises:
+            UpdateRefused: If the server has refused the update for good.
+        """
         if isinstance(error, FedringError):
             return False
         status, reason, detail = status_of(error), reason_of(error), _detail_of(error)
@@ -135,9 +145,9 @@ class Upload:
         return status in (StatusCode.UNAUTHENTICATED, StatusCode.ABORTED)
 
     async def _check(self, error: aio.AioRpcError | FedringError, tries: int) -> None:
-        """Allow another try after `tries` in which bytes were damaged on the way.
+        """Allow another try after bytes were damaged on the way.
 
-        The second try is in chunks, the third over a new connection.
+        `tries` tries have failed. The second try is in chunks, the third over a new connection.
 
         Raises:
             UpdateRefused: If this was the third try.
@@ -162,12 +172,16 @@ class Upload:
         connection.metrics.upload_bytes.inc(header.total_bytes)
 
     async def _push(self) -> None:
-        """Offer the update, and send the chunks that the server does not have."""
+        """Offer the update, and send the missing chunks.
+
+        Only chunks that the server does not have are sent.
+        """
         header, seconds = self._spooled.header, self._connection.session.no_progress_seconds
         call = self._connection.push_update(metadata=self._connection.metadata)
         try:
             await _write(call, pb.ClientUpdate(offer=self._spooled.offer), seconds)
             reply = await _read(call, pb.UpdateReply, seconds)
+            # The server may have the update from an earlier call, whose answer was lost.
             if reply.WhichOneof("reply") == "accepted":
                 return
             with self._spooled.reader() as read:

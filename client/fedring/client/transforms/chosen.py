@@ -33,7 +33,10 @@ def begin_transforms(start: RoundStart, kept: Sections) -> list[Transform]:
 
 
 def unknown_in(job: pb.JobSpec) -> str:
-    """Return why this client cannot apply the transforms that a job names, as a sentence; "" if it can."""
+    """Return why this client cannot apply a job's transforms.
+
+    The reason is a sentence; empty = it can apply them.
+    """
     try:
         names = [str(each["name"]) for each in _asked(job)]
     except (ValueError, TypeError, KeyError):
@@ -47,7 +50,10 @@ def unknown_in(job: pb.JobSpec) -> str:
 
 @cache
 def known() -> Mapping[str, type[Transform]]:
-    """Return the transforms that jobs can name: those of the modules in the room `named`."""
+    """Return the transforms that jobs can name.
+
+    They are those of the modules in the room `named`.
+    """
     modules = (import_module(f"{named.__name__}.{module.name}") for module in iter_modules(named.__path__))
     offered = (each for module in modules for each in vars(module).values())
     return {each.name: each for each in offered if isinstance(each, type) and issubclass(each, Transform) and each.name}

@@ -1,6 +1,7 @@
-"""The client half of an algorithm that changes updates on their way. docs/algorithms.md shows how to add one.
+"""The client half of an algorithm that changes updates.
 
-The server half is in `fedring.server.model`. In each round, a client makes a new object of each transform of the job.
+docs/algorithms.md shows how to add one. The server half is in `fedring.server.model`. In each round, a client makes a
+new object of each transform of the job.
 """
 
 from collections.abc import Callable, Mapping
@@ -26,14 +27,17 @@ Float32 = NDArray[np.float32]
 
 
 class Arguments(BaseModel):
-    """The arguments of a transform that a client needs. The server checks all of them when it queues the job."""
+    """The arguments of a transform that a client needs.
+
+    The server checks all of them when it queues the job.
+    """
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RoundStart:
-    """What a round begins with at a client."""
+    """The state of a client at the start of a round."""
 
     command: pb.TrainCmd
     base: HeldModel  # the shared tensors of the model that the server has sent
@@ -62,7 +66,9 @@ class Sent:
 
 
 class Transform:
-    """The client half of one algorithm, in one round. The hooks of this class change nothing.
+    """The client half of one algorithm, in one round.
+
+    The hooks of this class change nothing.
 
     Args:
         start: What the round begins with.
@@ -83,14 +89,19 @@ class Transform:
         return plan
 
     def corrections(self) -> Mapping[str, Tensor] | None:
-        """Return what each step adds to the gradients, by the names of parameters; None = it corrects nothing."""
+        """Return the corrections to each step's gradients, by parameter name.
+
+        None if it corrects nothing.
+        """
         return None
 
     def describe(self, header: pb.UpdateHeader) -> None:
-        """Write into an update's header what the server must know."""
+        """Write the server's fields into an update's header."""
 
     def after(self, sent: Sent) -> Section | None:
-        """Return what the update leaves; None = what was kept stays.
+        """Return the section that the update leaves.
+
+        None = the section that was kept stays.
 
         Raises:
             CodecError: With the reason "non_finite", if a value does not fit into float32.

@@ -1,7 +1,8 @@
-"""SCAFFOLD at the client: the correction of local steps by control variates (fedring.train.scaffold has the formulas).
+"""SCAFFOLD at the client: local steps corrected by control variates.
 
-The client's own control variate, c_i, belongs to its newest accepted update, and is never sent. Which update has left
-it goes into the next update's header, so that the server notices if it was lost or put back.
+`fedring.train.scaffold` has the formulas. The client's own control variate, c_i, belongs to its newest accepted update,
+and is never sent. Which update has left it goes into the next update's header, so that the server notices if it was
+lost or put back.
 """
 
 from collections.abc import Mapping
@@ -52,7 +53,10 @@ class Scaffold(Transform):
         header.control.CopyFrom(pb.UsedControl(line=self._words["line"], previous=previous))
 
     def after(self, sent: Sent) -> Section:
-        """Return the control variate that an update leaves. The server computes its part from the same values."""
+        """Return the control variate that an update leaves.
+
+        The server computes its part from the same values.
+        """
         command = self._command
         steps = local_steps(sent.samples, epochs=command.epochs, batch_size=command.batch_size)
         own = self._own.values if self._own else None
@@ -63,7 +67,10 @@ class Scaffold(Transform):
         return Section({_VALUES: torch.from_numpy(values)}, self._words | {"left_by": sent.update.offer.name})
 
     def _own_in(self, kept: Section | None) -> OwnControl | None:
-        """Return the client's control variate; None if there is none of this line."""
+        """Return the client's control variate, or None.
+
+        None if there is none of this line.
+        """
         if kept is None or not self._words.items() <= kept.words.items():
             return None
         values = kept.tensors[_VALUES].numpy()

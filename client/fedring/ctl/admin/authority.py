@@ -1,4 +1,7 @@
-"""A small certificate authority: it signs certificates, and writes each with its key as a pair of files."""
+"""A small certificate authority.
+
+It signs certificates, and writes each with its key as a pair of files.
+"""
 
 import ipaddress
 import os
@@ -73,7 +76,10 @@ class Authority:
         return certificate, key
 
     def _end(self, days: int) -> datetime:
-        """Return the end of validity, at the latest that of the authority's certificate."""
+        """Return the end of validity.
+
+        It is at the latest that of the authority's certificate.
+        """
         return min(datetime.now(UTC) + timedelta(days=days), self.certificate.not_valid_after_utc)
 
     def revoke(self, serials: Iterable[int], since: Mapping[int, datetime]) -> bytes:
@@ -97,7 +103,10 @@ class Authority:
 
 
 def make_authority(days: int, key: _Key | None = None) -> Authority:
-    """Make an authority. With the key of an earlier one, certificates that it has signed stay valid."""
+    """Make an authority, with a new key or an earlier one.
+
+    With the key of an earlier authority, certificates that it has signed stay valid.
+    """
     key = key or ec.generate_private_key(ec.SECP256R1())
     builder = _builder("fedring authority", key.public_key(), datetime.now(UTC) + timedelta(days=days))
     usage = dict.fromkeys(
@@ -133,7 +142,9 @@ def load_authority(folder: Path) -> Authority:
 
 
 def issued(folder: Path) -> list[x509.Certificate]:
-    """Return all certificates that the authority in the folder is known to have issued, without its own.
+    """Return all certificates known to be issued by a folder's authority.
+
+    Its own is not among them.
 
     Raises:
         ConfigError: A file cannot be used.
@@ -144,7 +155,7 @@ def issued(folder: Path) -> list[x509.Certificate]:
 
 
 def revoked(folder: Path) -> dict[int, datetime]:
-    """Return the serial numbers in the authority's list of revoked certificates, and when each was revoked.
+    """Return the revoked serial numbers, with the time of each revocation.
 
     Raises:
         Failure: The list cannot be read.
@@ -160,7 +171,10 @@ def revoked(folder: Path) -> dict[int, datetime]:
 
 
 def names_for(identity: Identity, hosts: Sequence[str]) -> list[x509.GeneralName]:
-    """Return the names of a certificate in addition to its URI: hosts, and the name by which peers know a client."""
+    """Return the names of a certificate in addition to its URI.
+
+    They are the hosts, and the name by which peers know a client.
+    """
     names: list[x509.GeneralName] = [host_name(host) for host in hosts]
     if identity.role is Role.CLIENT:
         names.append(x509.DNSName(peer_name(str(identity))))
@@ -186,7 +200,7 @@ def host_name(host: str) -> x509.GeneralName:
 
 
 def write_pair(folder: Path, name: str, certificate: x509.Certificate, key: _Key, *, replace: bool = False) -> None:
-    """Write `name`.crt and `name`.key to the folder, and note the certificate among those that were issued.
+    """Write `name`.crt and `name`.key, and note the issued certificate.
 
     Raises:
         Failure: A file exists and `replace` is not set, or a file cannot be written.

@@ -1,4 +1,7 @@
-"""flctl certs: a certificate authority in a folder, which makes and renews certificates for a fleet."""
+"""flctl certs: a certificate authority in a folder.
+
+It makes and renews certificates for a fleet.
+"""
 
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -93,9 +96,10 @@ def renew(
     ] = None,
     days: Days = 365,
 ) -> None:
-    """Renew certificates, with new keys and the same names. Daemons load them without a restart.
+    """Renew certificates, with new keys and the same names.
 
-    The authority's own certificate, `ca`, keeps its key, so what it has signed stays valid.
+    Daemons load them without a restart. The authority's own certificate, `ca`, keeps its key, so what it has signed
+    stays valid.
     """
     authority = load_authority(folder)
     due = [row for row in _rows(folder) if row["days_left"] < _RENEW_DAYS and not row["revoked"]]
@@ -151,7 +155,7 @@ def show(
     path: Annotated[Path, typer.Argument(metavar="PATH", help="A folder of certificates, or one certificate.")],
     output: OutputOption = Output.TABLE,
 ) -> None:
-    """Show whose certificates these are, for which hosts, and how long they are valid."""
+    """Show the owners, hosts and validity of certificates."""
     rows = _rows(path)
     if output is Output.JSON:
         return print_json({"certificates": rows})
@@ -169,7 +173,10 @@ def show(
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
-    """Return the facts of every certificate at the path; the one that expires first comes first."""
+    """Return the facts of every certificate at the path.
+
+    The one that expires first comes first.
+    """
     files: Sequence[Path] = sorted(path.glob("*.crt")) if path.is_dir() else [path]
     if not files:
         raise Failure(f"there is no certificate (.crt) in {path}")

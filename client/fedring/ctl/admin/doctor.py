@@ -1,4 +1,4 @@
-"""flctl doctor: check this host, and say what is wrong and what to do about it."""
+"""flctl doctor: check this host, and say how to repair it."""
 
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -27,9 +27,9 @@ def doctor(
     ] = None,
     output: OutputOption = Output.TABLE,
 ) -> None:
-    """Check the configuration, ports, certificates, data and state of this host, and say what is wrong.
+    """Check this host: configuration, ports, certificates, data and state.
 
-    Without a file it is checked as a server with default settings. Nothing is changed.
+    The result says what is wrong. Without a file it is checked as a server with default settings. Nothing is changed.
     """
     console = stderr_console()
     with console.status("checking ...") if console.is_terminal else nullcontext():
@@ -88,7 +88,10 @@ def _examine_client(config: ClientConfig, job: Job) -> Iterator[Check]:
 
 
 def _check_samples(config: ClientConfig, data: str, job: Job) -> Check:
-    """Check that the client's part of the samples can be read and is not empty."""
+    """Check that the client's samples can be read.
+
+    There must be at least one in its part.
+    """
     from fedring.client.trainer import offered_by  # imports torch
     from fedring.data import DataError, load_part
     from fedring.train.batches import size_of

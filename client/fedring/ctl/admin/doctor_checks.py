@@ -1,4 +1,7 @@
-"""Checks of a host before a daemon runs on it. Each of them returns rows with what was found and what to do."""
+"""Checks of a host before a daemon runs on it.
+
+Each of them returns rows with what was found and what to do.
+"""
 
 import fcntl
 import os
@@ -52,7 +55,10 @@ def check_config(name: str, model: type[C], path: Path | None) -> tuple[Check, C
 
 
 def check_listen(name: str, address: str, *, service: str, tls: Tls = PLAINTEXT) -> Check:
-    """Check that fl-server can listen at the address, or already serves the service there."""
+    """Check that fl-server can listen at the address.
+
+    It is also good if fl-server serves there already.
+    """
     if _serves(address, service, tls):
         return Check(name, Level.OK, f"fl-server serves at {address}")
     if address.startswith("unix:"):
@@ -82,7 +88,10 @@ def check_certificates(tls: Tls) -> Iterator[Check]:
 
 
 def check_reachable(name: str, address: str, tls: Tls) -> Check:
-    """Check that fl-server serves clients at the address, and find out why it does not."""
+    """Check that fl-server serves clients at the address.
+
+    If it does not, the row says why.
+    """
     answer = check_health(address, _TIMEOUT_SECONDS, Access(tls), service=FOR_CLIENTS)
     if answer == "serving":
         return Check(name, Level.OK, f"fl-server serves at {address}")
@@ -96,7 +105,10 @@ def check_reachable(name: str, address: str, tls: Tls) -> Check:
 
 
 def check_identity(client_id: str, tls: Tls, token_file: Path | None) -> Iterator[Check]:
-    """Check that the client's token or certificate belongs to its client_id, as far as this host can know."""
+    """Check that the client's token or certificate fits its client_id.
+
+    Only what this host can know is checked.
+    """
     name = "identity"
     if token_file:
         try:
@@ -145,7 +157,10 @@ def check_state_dir(path: Path) -> Iterator[Check]:
 
 
 def check_database(state_dir: Path) -> Iterator[Check]:
-    """Check that the database of a server is this version's and has lost no commits, if there is one."""
+    """Check the version and the log of a server's database.
+
+    It must be this version's, and have lost no commits. Nothing is checked if there is none.
+    """
     from fedring.server.state.failures import StorageError
     from fedring.server.state.log_check import check_at_rest  # imports the database
 
@@ -157,7 +172,10 @@ def check_database(state_dir: Path) -> Iterator[Check]:
 
 
 def _serves(address: str, service: str, tls: Tls) -> bool:
-    """Return whether the server itself serves at the address; with TLS, whether it shows the server's certificate."""
+    """Return whether the server itself serves at the address.
+
+    With TLS, it must show the server's certificate.
+    """
     if tls.cert is None or not encrypts(address, tls):
         return check_health(address, _TIMEOUT_SECONDS, service=service) == "serving"
     try:
@@ -168,7 +186,7 @@ def _serves(address: str, service: str, tls: Tls) -> bool:
 
 
 def _holder(lock: Path) -> str:
-    """Return the id of the process that holds the lock, or an empty string."""
+    """Return the id of the lock's process, or an empty string."""
     try:
         with lock.open("rb") as file:
             try:
@@ -181,7 +199,7 @@ def _holder(lock: Path) -> str:
 
 
 def _filesystem(path: Path) -> str:
-    """Return the type of the path's file system, or an empty string if it is unknown."""
+    """Return the path's file system type; empty = unknown."""
     try:
         rows = [line.split() for line in Path("/proc/mounts").read_text(encoding="utf-8").splitlines()]
     except OSError:

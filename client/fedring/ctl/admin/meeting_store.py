@@ -1,4 +1,7 @@
-"""flctl store: a store through which the workers of a training find each other, also after some of them are lost."""
+"""flctl store: a meeting place for the workers of a training.
+
+They find each other there, also after some of them are lost.
+"""
 
 import signal
 import socket
@@ -22,10 +25,10 @@ def store(
         ),
     ] = DEFAULT_LISTEN,
 ) -> None:
-    """Host a torch TCPStore where workers meet again after a loss (fedring.ring.rejoin), until SIGTERM.
+    """Host a torch TCPStore where workers meet, until SIGTERM.
 
-    It has no authentication and no encryption: whoever reaches the port can read and change everything.
-    Let it listen only on loopback, or in a network that you trust.
+    After a loss, workers meet there again (fedring.ring.rejoin). It has no authentication and no encryption: whoever
+    reaches the port can read and change everything. Let it listen only on loopback, or in a network that you trust.
     """
     from torch._C._distributed_c10d import TCPStore  # torch takes seconds to load
 

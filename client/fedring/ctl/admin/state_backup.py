@@ -1,4 +1,7 @@
-"""flctl backup and restore: copy the state of a server, also while it runs, and put it back."""
+"""flctl backup and restore: copies of a server's state.
+
+A copy can be made while the server runs.
+"""
 
 import sys
 import time
@@ -28,10 +31,10 @@ def backup(
     state_dir: StateDir = DEFAULT_STATE_DIR,
     output: OutputOption = Output.TABLE,
 ) -> None:
-    """Copy the complete state of the server to a new folder, also while the server runs.
+    """Copy the complete state of the server to a new folder.
 
-    Every byte of the copy is checked.
-    Protect it as you protect a key, since it holds what all clients have sent.
+    The server may run meanwhile. Every byte of the copy is checked. Protect it as you protect a key, since it holds
+    what all clients have sent.
     """
     from fedring.server.state.backup.create import back_up  # imports the database, which most verbs do not need
 
@@ -49,10 +52,10 @@ def restore(
     ] = False,
     output: OutputOption = Output.TABLE,
 ) -> None:
-    """Restore the server's state from a backup, while the server does not run.
+    """Restore the server's state from a backup.
 
-    Every byte of the backup is checked before anything is changed.
-    If the restore is interrupted, fl-server does not start until you have repeated it.
+    The server must not run meanwhile. Every byte of the backup is checked before anything is changed. If the restore is
+    interrupted, fl-server does not start until you have repeated it.
     """
     from fedring.server.state.backup.restore import restore as restore_state
 
@@ -111,7 +114,10 @@ def _sentences() -> Iterator[None]:
 
 @contextmanager
 def _bar(label: str) -> Iterator[Callable[[int, int], None]]:
-    """Show a progress bar on stderr, if that is a terminal, and yield the function that advances it."""
+    """Yield a function that advances a progress bar on stderr.
+
+    There is no bar if stderr is no terminal.
+    """
     if not sys.stderr.isatty():
         yield lambda done, total: None
         return

@@ -1,4 +1,7 @@
-"""TLS handshakes that explain to people why a connection fails; gRPC only repeats the words of its TLS library."""
+"""TLS handshakes that explain to people why a connection fails.
+
+gRPC only repeats the words of its TLS library.
+"""
 
 import socket
 import ssl
@@ -12,14 +15,17 @@ _WRONG_NAME = (62, 64)  # X509_V_ERR_HOSTNAME_MISMATCH, X509_V_ERR_IP_ADDRESS_MI
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """Why a connection fails, and what to do about it."""
+    """The cause of a failed connection, and the remedy."""
 
     found: str
     advice: str
 
 
 def shown_at(address: str, timeout_seconds: float) -> bytes:
-    """Return the certificate, in DER, that a server at the address shows, or empty bytes if it shows none."""
+    """Return the server certificate shown at the address, in DER.
+
+    Empty if none is shown.
+    """
     try:
         return _handshake(address, _trusting_all(), timeout_seconds)
     except OSError:
@@ -27,7 +33,10 @@ def shown_at(address: str, timeout_seconds: float) -> bytes:
 
 
 def diagnose(address: str, tls: Tls, timeout_seconds: float) -> Diagnosis:
-    """Find out by a handshake why a daemon with the certificates `tls` cannot use the server at an address."""
+    """Find out by a handshake why a server cannot be used.
+
+    `tls` are the certificates of the daemon that wants to use it.
+    """
     encrypted = encrypts(address, tls)
     context = ssl.create_default_context(cafile=tls.ca) if encrypted else _trusting_all()
     try:
@@ -46,6 +55,7 @@ def diagnose(address: str, tls: Tls, timeout_seconds: float) -> Diagnosis:
     except OSError as error:
         advice = "start fl-server, or correct the address; if there is a firewall in between, open the port"
         return Diagnosis(f"{address} is unreachable: {error.strerror or error}", advice)
+    # The handshake succeeded: if this side uses TLS too, the server rejects the certificate it is shown.
     if not encrypted:
         return Diagnosis(f"{address} uses TLS", "set tls.ca, and tls.cert with tls.key if the server asks for them")
     what = f"the certificate in {tls.cert}" if tls.cert else "a caller without a certificate"
@@ -69,7 +79,10 @@ def _handshake(address: str, context: ssl.SSLContext, timeout_seconds: float) ->
 
 
 def _trusting_all() -> ssl.SSLContext:
-    """Return a context that trusts every server, which is safe since nothing is sent to it."""
+    """Return a context that trusts every server.
+
+    This is safe since nothing is sent to it.
+    """
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     return context

@@ -1,4 +1,4 @@
-"""Verbs that try and measure something on this machine: demo, bench, evaluate and pipeline.
+"""Verbs that measure on this machine: demo, bench, evaluate and pipeline.
 
 `runner` starts daemons, runs jobs and takes turns. `experiment` is one job on daemons of its own; `presets` has the job
 that suits each data set. `ranks` starts a process for each rank of a measurement, on the hosts of `networks`; `rank` is

@@ -1,4 +1,7 @@
-"""Training on all data in one place: the accuracy that federated training is measured against."""
+"""Training on all data in one place.
+
+Its accuracy is the measure for federated training.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +13,7 @@ from fedring.train.job import Job
 def train_centrally(
     job: Job, clients: int, *, data_root: Path | None, show: Callable[[int, float], None]
 ) -> dict[str, Any]:
-    """Train the job's model on as many samples a round as all clients of the job see together.
+    """Train the job's model on all clients' samples of each round.
 
     Args:
         job: The job that the clients run.

@@ -1,4 +1,4 @@
-"""Charts of measurements: bars and curves with their deviations, as the panels of one PNG.
+"""Charts of measurements: bars and curves with deviations, in one PNG.
 
 The colours are those of Okabe and Ito (2008), which colour-blind people can tell apart; each series also has a marker,
 a line style or a hatch of its own.
@@ -24,7 +24,10 @@ _ERRORS: dict[str, Any] = {"ecolor": INK, "capsize": 3, "elinewidth": 1}
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Values of one kind, in the order of a chart's names; for a curve, over `xs`."""
+    """Values of one kind, in a chart's order.
+
+    The order is that of the chart's names; a curve is over `xs`.
+    """
 
     name: str
     values: Sequence[float]
@@ -34,7 +37,10 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Bars:
-    """A chart with one bar for each name and series, or points if the axis of values does not begin at 0."""
+    """A chart with one bar for each name and series.
+
+    It has points instead if the axis of values does not begin at 0.
+    """
 
     title: str
     unit: str  # the label of the axis of values
@@ -64,7 +70,10 @@ class Curves:
 
 
 def plot_panels(panels: Sequence[Bars | Curves], path: Path, *, columns: int = 2, width: float = 6.6) -> None:
-    """Write the PNG `path` that shows all charts, in so many columns of that width in inches."""
+    """Write the PNG `path` with all charts as panels.
+
+    `columns` charts stand side by side, each `width` inches wide.
+    """
     columns = min(columns, len(panels))
     rows = -(-len(panels) // columns)
     figure = make_figure(width * columns, 4.2 * rows)
@@ -92,7 +101,7 @@ def save(figure: Figure, path: Path) -> None:
 
 
 def set_title(axes: Axes, text: str) -> None:
-    """Write the title, and give the axes the looks that all charts have."""
+    """Write the title, and style the axes like all charts'."""
     axes.set_title(text, loc="left", fontsize=11, color=INK, pad=8)
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(colors=INK, labelsize=9)
@@ -177,7 +186,10 @@ def _draw_curves(axes: Axes, chart: Curves) -> None:
 
 
 def _annotate(axes: Axes, text: str, x: float, y: float, *, above: float, points: float) -> None:
-    """Write a text above a bar or a point, on a white ground, so that no line crosses it."""
+    """Write a text above a bar or a point.
+
+    It has a white ground, so that no line crosses it.
+    """
     ground = {"facecolor": "white", "edgecolor": "none", "pad": 0.6, "alpha": 0.85}
     place: Any = {"textcoords": "offset points", "ha": "center", "va": "bottom"}
     axes.annotate(text, (x, y), (0, above), fontsize=points, color=INK, bbox=ground, zorder=5, **place)
@@ -188,7 +200,10 @@ def _draw_reference(axes: Axes, value: float, label: str) -> None:
 
 
 def _finish(axes: Axes, title: str, *, legend: bool) -> None:
-    """Write the title and, between it and the chart, where it covers nothing, the legend."""
+    """Write the title, and the legend between it and the chart.
+
+    There the legend covers nothing.
+    """
     set_title(axes, title)
     if legend:
         axes.set_title(title, loc="left", fontsize=11, color=INK, pad=26)

@@ -52,7 +52,10 @@ def data_parallel(
     ] = Path("bench-out"),
     output: OutputOption = Output.TABLE,
 ) -> None:
-    """Train once with each hook, and compare bytes, accuracy, and the longest and mean communication of a step."""
+    """Train once with each hook, and compare cost and accuracy.
+
+    The comparison shows bytes, accuracy, and the longest and mean communication of a step.
+    """
     names = unique_names("--hooks", split_hooks(hooks))
     rounds = epochs if epochs is not None else 2 if quick else 5
     samples = subset if subset is not None else 12_000 if quick and dataset is not Dataset.DIGITS else 0
@@ -99,7 +102,10 @@ def summary(hook: str, result: Result) -> dict[str, Any]:
 
 
 def _by_worker(epochs: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str, dict[str, float]]:
-    """Return what each worker sent in all epochs, and its mean and longest wait in a step."""
+    """Return each worker's sent bytes, and its waits in a step.
+
+    The bytes are of all epochs; the waits are the mean and the longest.
+    """
     parts: dict[str, list[Mapping[str, float]]] = {}
     for epoch in epochs:
         for name, worker in epoch.items():

@@ -1,6 +1,7 @@
-"""flctl bench ddp: the measurements of the paper on DistributedDataParallel, with the ring and Gloo side by side.
+"""flctl bench ddp: the DistributedDataParallel paper's measurements.
 
-Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", figures 2 and 7 to 10.
+The ring and Gloo are measured side by side. Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data
+Parallel Training", figures 2 and 7 to 10.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -71,10 +72,11 @@ def ddp(
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for ddp.json and ddp.png.")] = Path("bench-out"),
     output: OutputOption = Output.TABLE,
 ) -> None:
-    """Measure what data-parallel training costs with Gloo and with the ring, side by side in one run.
+    """Measure data-parallel training with Gloo and with the ring.
 
-    All-reduces in pieces of many sizes; when gradients are ready; bucket sizes; no_sync; 1 to 8 ranks. Lines with a
-    rate need root; without root they are not limited, and the results say so.
+    Both are measured side by side in one run. All-reduces in pieces of many sizes; when gradients are ready; bucket
+    sizes; no_sync; 1 to 8 ranks. Lines with a rate need root; without root they are not limited, and the results say
+    so.
     """
     scale = QUICK if quick else DdpScale()
     wanted = tuple(unique_names("--rates", rates.split(","))) if rates else scale.rates
@@ -146,7 +148,10 @@ def _world(scale: DdpScale, rate: str, world: int, advance: Advance) -> list[dic
 
 
 def _on_ranks(task: str, settings: Mapping[str, Any], ranks: int, rate: str, advance: Advance) -> dict[str, Any]:
-    """Run the task on so many ranks; without a rate, they share one host, and the ring uses its memory."""
+    """Run the task on `ranks` ranks.
+
+    Without a rate, they share one host, and the ring uses its memory.
+    """
     with network(ranks, rate, shared_memory=not rate) as net:
         rows = run_ranks(f"{_TASKS}:{task}", settings, net.hosts, advance=advance)
     return {"network": net.facts(), "rows": [_with_mean(row) for row in rows]}
@@ -264,7 +269,10 @@ def print_tables(results: Mapping[str, Any]) -> None:
 
 
 def _side_by_side(rows: Sequence[Mapping[str, Any]], key: str, label: Callable[[Any], str]) -> list[tuple[str, ...]]:
-    """Return a row for each value of the key, with the times of Gloo and of the ring, and their ratio."""
+    """Return a row of times for each value of the key.
+
+    A row has the times of Gloo and of the ring, and their ratio.
+    """
     table: dict[Any, dict[str, Mapping[str, Any]]] = {}
     for row in rows:
         if key in row:
@@ -280,7 +288,7 @@ def _mean(row: Mapping[str, Any]) -> str:
 
 
 def _time_of(ready: Mapping[str, Any], share: float) -> float:
-    """Return the seconds after which this share of the parameters has a gradient."""
+    """Return when a share of the parameters has gradients, in seconds."""
     wanted = share * ready["parameters"][-1]
     moments = zip(ready["parameters"], ready["seconds"], strict=True)
     return next(float(seconds) for count, seconds in moments if count >= wanted)

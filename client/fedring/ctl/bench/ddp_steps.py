@@ -1,4 +1,7 @@
-"""What the ranks of `flctl bench ddp` do: all-reduces in pieces, backward passes, and steps of training."""
+"""The steps of `flctl bench ddp` on each rank.
+
+They are all-reduces in pieces, backward passes, and steps of training.
+"""
 
 import time
 from collections.abc import Callable, Sequence
@@ -27,7 +30,7 @@ _WARM_UP = 2  # turns: DDP rebuilds its buckets after the first step
 
 
 def all_reduce(rank: Rank, total: int, pieces: Sequence[int], repeats: int) -> list[dict[str, Any]]:
-    """Measure how long it takes to all-reduce `total` float32 values in pieces of each size.
+    """Measure all-reduces of `total` float32 values in pieces.
 
     All pieces are started before the first is waited for, as DistributedDataParallel does with its buckets.
 
@@ -59,7 +62,9 @@ def _all_reduce(parts: Sequence[Tensor], group: dist.ProcessGroup, rank: Rank) -
 
 
 def gradients_ready(rank: Rank, model: str, shape: Sequence[int], repeats: int) -> dict[str, Any]:
-    """Measure when the gradient of each parameter is ready, in seconds after the backward pass has begun.
+    """Measure when the gradient of each parameter is ready.
+
+    The times are in seconds after the backward pass has begun.
 
     Returns:
         `parameters`: how many values have a gradient after each of the model's tensors; `seconds`: the median time of
@@ -150,6 +155,7 @@ def _training(model: str, shape: Sequence[int], groups: Groups, way: dict[str, A
     optimizer = optimizer_for(state, network.parameters(), lr=1e-4)
 
     def step(exchange: bool) -> None:
+        # Without an exchange, gradients only add up; the next step with one sends their sum.
         with nullcontext() if exchange else parallel.no_sync():
             torch.autograd.backward(parallel(inputs).square().mean())
         if exchange:

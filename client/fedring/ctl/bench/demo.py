@@ -1,4 +1,4 @@
-"""flctl demo: train a model with a real server and real clients on this machine."""
+"""flctl demo: train with a real server and clients on this machine."""
 
 import threading
 from collections.abc import Mapping
@@ -128,11 +128,10 @@ def demo(
     ] = False,
     output: OutputOption = Output.TABLE,
 ) -> None:
-    """Train a model on this machine, with a real server and real clients on free ports.
+    """Train a model with a real server and clients on this machine.
 
-    Afterwards --out holds report.json, model.safetensors, rounds.png, logs and state.
-    Ctrl-C stops everything that was started.
-    Options that you leave out have values that suit the data set.
+    They use free ports. Afterwards --out holds report.json, model.safetensors, rounds.png, logs and state. Ctrl-C stops
+    everything that was started. Options that you leave out have values that suit the data set.
     """
     given = {
         "rounds": rounds,
@@ -224,7 +223,7 @@ def _wait(fleet: Fleet) -> None:
 
 
 def _check_mode(mode: Mode, given: Mapping[str, Any]) -> None:
-    """Raise a Failure if an option is given that has a meaning in another mode only."""
+    """Raise a Failure if an option belongs to another mode only."""
     for owner, names in _ONLY_IN.items():
         for name in names:
             if owner is not mode and given[name] is not None:
@@ -257,7 +256,10 @@ def _print_report(label: str, report: Mapping[str, Any]) -> None:
 
 
 def _print_profile(label: str, report: Mapping[str, Any]) -> None:
-    """Print what the workers of each round did together: their total rate, and their mean times and bytes."""
+    """Print the joint work of each round's workers.
+
+    It is their total rate, and their mean times and bytes.
+    """
     rows, sent_by_one = [], 0.0
     for row in report["rounds"]:
         workers = list(row["workers"].values())

@@ -40,7 +40,10 @@ def evaluate(
     server: ServerOption = DEFAULT_SERVER,
     output: OutputOption = Output.TABLE,
 ) -> None:
-    """Evaluate a model on the test samples of a data set, on this machine, without clients."""
+    """Evaluate a model on a data set's test samples, without clients.
+
+    This machine does all of it.
+    """
     try:
         arguments = json.loads(model_args)
     except ValueError as error:
@@ -48,6 +51,7 @@ def evaluate(
     names = {"model": model, "data": data, "loss": loss} | ({"evaluator": evaluator} if evaluator else {})
     with tempfile.TemporaryDirectory() as folder:
         path = Path(source)
+        # A file goes first, since its name may also be that of a version, such as 12.
         if names_version(source) and not path.exists():
             path = Path(folder) / "model.safetensors"
             with connect(server) as control:

@@ -1,4 +1,7 @@
-"""One job on a fleet of its own: run to its end, with its report and its model kept."""
+"""One job on a fleet of its own.
+
+It runs to its end, and its report and its model are kept.
+"""
 
 import hashlib
 import json
@@ -38,7 +41,7 @@ class Experiment:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What an experiment has produced."""
+    """The rounds and the model of an experiment."""
 
     rounds: list[pb.Round]  # oldest first
     parameters: int
@@ -57,7 +60,10 @@ class Result:
         }
 
     def _workers(self, round_: pb.Round) -> dict[str, Any]:
-        """Return the profile of each worker, if a group of workers has trained the round."""
+        """Return the profile of each worker of the round.
+
+        Empty if no group of workers has trained it.
+        """
         if self.mode == "federated":
             return {}
         return {"workers": {client.client_id: dict(client.metrics) for client in round_.clients if client.num_samples}}
@@ -146,7 +152,7 @@ def _row(round_: pb.Round) -> dict[str, Any]:
 
 
 def remove_earlier(directory: Path) -> None:
-    """Remove what an earlier experiment has left in the folder, and nothing else."""
+    """Remove an earlier experiment's files from the folder, and nothing else."""
     for path in (directory / "state").glob("*"):
         if _OURS.fullmatch(path.name) and path.is_dir():
             shutil.rmtree(path)

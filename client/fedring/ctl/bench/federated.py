@@ -1,4 +1,7 @@
-"""flctl bench federated: compare encodings on real daemons, with training in one place as the upper bound."""
+"""flctl bench federated: compare encodings on real daemons.
+
+Training in one place is the upper bound.
+"""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -46,7 +49,10 @@ def federated(
     ] = Path("bench-out"),
     output: OutputOption = Output.TABLE,
 ) -> None:
-    """Train once with each encoding, and compare bytes, communication time, round time and accuracy."""
+    """Train once with each encoding, and compare cost and accuracy.
+
+    The comparison shows bytes, communication time, round time and accuracy.
+    """
     names = unique_names("--encodings", encodings.split(","))
     scale = {
         "rounds": rounds if rounds is not None else 3 if quick else 10,
@@ -95,7 +101,10 @@ def summary(encoding: str, result: Result) -> dict[str, Any]:
 
 
 def _by_client(rounds: Sequence[pb.Round]) -> dict[str, dict[str, float]]:
-    """Return each client's mean bytes, median communication, and its standard deviation over the rounds."""
+    """Return each client's bytes and communication over the rounds.
+
+    These are the mean bytes, the median communication, and its standard deviation.
+    """
     parts: dict[str, list[pb.RoundClient]] = {}
     for round_ in rounds:
         for client in round_.clients:

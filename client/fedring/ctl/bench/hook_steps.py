@@ -1,6 +1,7 @@
-"""The steps of `flctl profile` and `flctl bench hooks`: their time and their bytes with each hook, on one rank.
+"""The steps of `flctl profile` and `flctl bench hooks`, on one rank.
 
-Hooks take turns, so that other work on the machine slows all of them down alike.
+Their time and their bytes are measured with each hook. Hooks take turns, so that other work on the machine slows all of
+them down alike.
 """
 
 import time
@@ -47,7 +48,7 @@ class Settings:
 
 
 class Subject:
-    """A model that is trained with one hook, and what its steps took."""
+    """A model trained with one hook, and its steps' cost."""
 
     def __init__(self, hook: str, settings: Settings) -> None:
         self.hook = hook
@@ -71,7 +72,7 @@ class Subject:
             self._optimizer.step()
 
     def measure(self, batches: Iterator[tuple[Inputs, Tensor]], steps: int) -> None:
-        """Take one turn of so many steps, and note its time and bytes."""
+        """Take one turn of `steps` steps, and note its cost."""
         dist.barrier()
         self._state.meter.end_window()
         sent, began = sent_bytes(), time.perf_counter()
@@ -132,13 +133,19 @@ def _batches(samples: Any, settings: Settings, rank: int, steps: int) -> Iterato
 def optimizer_for(
     state: HookState | None, parameters: Iterable[torch.nn.Parameter], lr: float, momentum: float = 0.9
 ) -> torch.optim.Optimizer:
-    """Return SGD with momentum; DGC has the momentum in its hook, and the optimizer that belongs to it has none."""
+    """Return SGD with momentum, or DGC's optimizer without.
+
+    DGC has the momentum in its hook.
+    """
     if isinstance(state, DGCState):
         return DGCSGD(parameters, lr=lr)
     return torch.optim.SGD(parameters, lr=lr, momentum=momentum)
 
 
 def sent_bytes() -> int:
-    """Return the bytes that this rank has sent over the ring so far, also through shared memory."""
+    """Return the bytes sent over the ring by this rank.
+
+    Bytes through shared memory count, too.
+    """
     traffic = fedring.ring.traffic()
     return traffic.sent_bytes + traffic.shared_bytes

@@ -1,4 +1,7 @@
-"""The trainings of `flctl bench hooks`, on one rank: the accuracy of each hook after the same number of steps."""
+"""The trainings of `flctl bench hooks`, on one rank.
+
+They show the accuracy of each hook after the same number of steps.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -52,6 +55,7 @@ def measure(
             state, function = hook_by_name(hook, network.named_parameters())
             parallel.register_comm_hook(state, function)
             optimizer = optimizer_for(state, network.parameters(), lr)
+            # The same for every hook, so that only the hooks differ, and another on each rank.
             generator = torch.Generator().manual_seed(1000 * seed + rank.number)
             cuts = [torch.randint(size_of(split.train), (batch_size,), generator=generator) for _ in range(steps)]
             for step, (inputs, labels) in enumerate(fetch(split.train, cuts, torch.device("cpu"))):
@@ -71,7 +75,10 @@ def measure(
 
 @torch.no_grad()
 def _accuracy(rank: Rank, model: nn.Module, samples: Any) -> float:
-    """Return the share of the samples that the model classifies correctly; each rank counts a part of them."""
+    """Return the share of the samples classified correctly.
+
+    Each rank counts a part of them.
+    """
     mine = torch.arange(size_of(samples))[rank.number :: rank.count]
     model.eval()
     correct = sum(

@@ -1,4 +1,4 @@
-"""flctl bench hooks: what communication hooks save on a slow line, and what they cost in accuracy."""
+"""flctl bench hooks: savings on a slow line against accuracy."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -40,7 +40,10 @@ class HookScale:
 
     @property
     def starts(self) -> tuple[int, ...]:
-        """The steps at which PowerSGD of rank 1 starts, besides step 2: after 10 % and 30 % of the training."""
+        """The steps at which PowerSGD of rank 1 starts, besides 2.
+
+        They come after 10 % and 30 % of the training.
+        """
         return max(5, self.training // 10), max(10, 3 * self.training // 10)
 
 
@@ -72,9 +75,10 @@ def hooks(
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for hooks.json and hooks.png.")] = Path("bench-out"),
     output: OutputOption = Output.TABLE,
 ) -> None:
-    """Compare hooks on a slow line: time of a step, bytes, and accuracy after the same number of steps.
+    """Compare hooks on a slow line, by step time, bytes and accuracy.
 
-    The time of a step is also given as a ratio to a step without communication, measured by turns in the same run.
+    The accuracy is that after the same number of steps. The time of a step is also given as a ratio to a step without
+    communication, measured by turns in the same run.
     """
     scale = QUICK if quick else HookScale()
     scale = replace(scale, training=steps or scale.training)
@@ -93,7 +97,10 @@ def hooks(
 
 
 def default_hooks(scale: HookScale) -> list[str]:
-    """Return the hooks of the table: dense, half precision, DGC, and PowerSGD with what can be tuned."""
+    """Return the hooks of the table.
+
+    They are dense, half precision, DGC, and PowerSGD with its parameters.
+    """
     powersgd = [f"powersgd(matrix_approximation_rank={rank})" for rank in _RANKS]
     batched = [f"batched_powersgd(matrix_approximation_rank={rank})" for rank in _RANKS]
     later = [f"powersgd(matrix_approximation_rank=1,start_powerSGD_iter={start})" for start in scale.starts]
@@ -103,7 +110,10 @@ def default_hooks(scale: HookScale) -> list[str]:
 def measure(
     names: Sequence[str], dataset: Dataset, data_root: Path | None, *, scale: HookScale, rate: str
 ) -> dict[str, Any]:
-    """Measure all hooks, and return the results: settings, `network`, and a row for each hook."""
+    """Measure all hooks, and return the results.
+
+    These are the settings, `network`, and a row for each hook.
+    """
     preset = preset_job(dataset)
     samples = {
         "model": preset["model"],
@@ -114,6 +124,7 @@ def measure(
     timed = list(dict.fromkeys([NOOP, *map(steady, names)]))
     times = {**samples, "hooks": timed, "turns": scale.turns, "steps": scale.steps, "backend": "fedring", "threads": 1}
     trainings = {**samples, "hooks": list(names), "steps": scale.training, "seeds": scale.seeds, "lr": scale.lr}
+    # Only the times need the slow line. The accuracies are the same on a fast one, and come sooner.
     with network(scale.workers, rate) as shaped, network(scale.workers, shared_memory=True) as fast:
         parts = {
             "steps": Part(
@@ -140,7 +151,7 @@ def measure(
 
 
 def steady(hook: str) -> str:
-    """Return the hook as it is once it compresses: without the parameter that lets it start later."""
+    """Return the hook without the parameter that delays its start."""
     return re.sub(r",?start_powerSGD_iter=\d+", "", hook).replace("(,", "(").replace("()", "")
 
 
@@ -172,7 +183,10 @@ def summary(training: Mapping[str, Any], steps: Mapping[str, Any], noop: Mapping
 
 
 def plot(results: Mapping[str, Any], path: Path) -> None:
-    """Draw the time of a step, its bytes, and the accuracy of each hook into the PNG `path`."""
+    """Draw each hook's step time, bytes and accuracy into `path`.
+
+    The file is a PNG.
+    """
     from fedring.ctl.bench.charts import Bars, Series, plot_panels  # matplotlib takes a second to import
 
     rows = results["hooks"]
@@ -201,7 +215,10 @@ def plot(results: Mapping[str, Any], path: Path) -> None:
 
 
 def short_name(hook: str) -> str:
-    """Return the name of a hook in two lines, with short names of PowerSGD's parameters."""
+    """Return a hook's name in two lines.
+
+    PowerSGD's parameters have short names.
+    """
     text = hook.replace("matrix_approximation_rank=", "rank ").replace("start_powerSGD_iter=", "from step ")
     text = text.replace("warmup_epochs=", "warm-up ")
     name, _, parameters = text.rstrip(")").partition("(")

@@ -1,7 +1,8 @@
-"""Where the ranks of a measurement run: all on this host, or each behind a link of a given rate.
+"""The hosts of a measurement's ranks.
 
-As root, each rank gets a network namespace of its own, behind a full-duplex link that the kernel limits (`tc tbf`). All
-namespaces are connected by one switch. Without root the ranks share the loopback interface, which has no limit.
+They all run on this host, or each behind a link of a given rate. As root, each rank gets a network namespace of its
+own, behind a full-duplex link that the kernel limits (`tc tbf`). All namespaces are connected by one switch. Without
+root the ranks share the loopback interface, which has no limit.
 """
 
 import contextlib
@@ -23,27 +24,33 @@ UNSHAPED = "unshaped: loopback without a limit"
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """A place to run a process: this machine, or a network namespace on it."""
+    """A place to run a process.
+
+    It is this machine, or a network namespace on it.
+    """
 
     prefix: tuple[str, ...] = ()  # words before a command that make it run here
     env: Mapping[str, str] = field(default_factory=dict)  # further variables of a process here
 
     def start(self, command: Sequence[str], **options: object) -> "subprocess.Popen[bytes]":
-        """Start the command on this host; options are those of subprocess.Popen, without env."""
+        """Start the command on this host.
+
+        Options are those of subprocess.Popen, without env.
+        """
         env = {**os.environ, **self.env}
         return subprocess.Popen([*self.prefix, *command], env=env, **options)  # type: ignore[call-overload,no-any-return]
 
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """The hosts of a measurement, and what connects them."""
+    """The hosts of a measurement, and their connection."""
 
     hosts: list[Host]
     rate: str  # such as "100mbit"; empty = no limit was wanted
     limit: str  # how the rate is enforced, in words
 
     def facts(self) -> dict[str, str | None]:
-        """Return what a file of results says about the network."""
+        """Return the network's facts for a file of results."""
         return {"rate": self.rate or None, "limit": self.limit}
 
 
@@ -77,7 +84,10 @@ def check_rate(option: str, rate: str) -> str:
 
 
 def sent_bytes(interface: str) -> int:
-    """Return the bytes that this process' host has sent through an interface, with all headers."""
+    """Return the bytes that this host has sent through an interface.
+
+    All headers count. The host is that of this process.
+    """
     with Path("/proc/net/dev").open() as table:  # this is the namespace's own, while /sys may show another one's
         for line in table:
             device, _, counters = line.partition(":")
@@ -88,7 +98,10 @@ def sent_bytes(interface: str) -> int:
 
 @contextlib.contextmanager
 def _namespaces(count: int, rate: str) -> Iterator[list[Host]]:
-    """Make a namespace for each host, and remove them afterwards; there are none without the right to make them."""
+    """Make a namespace for each host, and remove them afterwards.
+
+    There are none without the right to make them.
+    """
     switch = f"fedring{os.getpid()}"
     names = [f"{switch}-{index}" for index in range(count)]
     made: list[str] = []
@@ -115,7 +128,10 @@ def _namespaces(count: int, rate: str) -> Iterator[list[Host]]:
 
 
 def _attach(switch: str, name: str, index: int, rate: str) -> None:
-    """Connect a host to the switch, with both ends of the link limited to the rate."""
+    """Connect a host to the switch by a limited link.
+
+    Both ends of the link are limited to the rate.
+    """
     port = f"port{index}"
     _ip("-n", switch, "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", name)
     _ip("-n", switch, "link", "set", port, "master", "switch", "up")
@@ -128,7 +144,10 @@ def _attach(switch: str, name: str, index: int, rate: str) -> None:
 
 
 def _variables(address: str, interface: str, *, shared_memory: bool = False) -> dict[str, str]:
-    """Return the variables that bind a rank to an address; without shared memory, it uses the network only."""
+    """Return the variables that bind a rank to an address.
+
+    Without shared memory, the rank uses the network only.
+    """
     return {
         "GLOO_SOCKET_IFNAME": interface,
         "FEDRING_RING_LISTEN": f"{address}:0",

@@ -1,4 +1,7 @@
-"""The parts of a benchmark, measured one after the other, and what every file of results says about its run."""
+"""The parts of a benchmark, and the header of its results.
+
+The parts are measured one after the other.
+"""
 
 import os
 import platform
@@ -54,7 +57,10 @@ def run_parts(bench: str, parts: Mapping[str, Part]) -> dict[str, Any]:
 
 
 def describe_run(bench: str, *, quick: bool) -> dict[str, Any]:
-    """Return what every file of results begins with: the benchmark, its scale, and the machine and its load."""
+    """Return the header of a file of results.
+
+    It has the benchmark, its scale, and the machine and its load.
+    """
     return {
         "bench": bench,
         "scale": "quick" if quick else "full",

@@ -1,7 +1,7 @@
-"""flctl bench pipeline: model parallel against one device, the gain of pipelining, weight versions, and memory.
+"""flctl bench pipeline: speed, weight versions and memory of pipelines.
 
-The times repeat PyTorch's tutorial "Single-Machine Model Parallel Best Practices"; the weights are those of PipeDream
-(Narayanan et al. 2019).
+Model parallel is measured against one device, and pipelining against both. The times repeat PyTorch's tutorial
+"Single-Machine Model Parallel Best Practices"; the weights are those of PipeDream (Narayanan et al. 2019).
 """
 
 from collections.abc import Mapping, Sequence
@@ -76,9 +76,10 @@ def pipeline(
     ),
     output: OutputOption = Output.TABLE,
 ) -> None:
-    """Measure what pipelining gains, the accuracy of PipeDream's weights, and the memory of stages.
+    """Measure pipelining: its speed, its accuracy, and its memory.
 
-    The times are those of ResNet-50 in two processes with one thread each. The data set is for the accuracies only.
+    The accuracy is that of PipeDream's weights; the memory is that of stages. The times are those of ResNet-50 in two
+    processes with one thread each. The data set is for the accuracies only.
     """
     check_data_root(dataset, data_root)
     make_out_folder(out)
@@ -111,7 +112,7 @@ def measure(scale: PipelineScale, dataset: Dataset, data_root: Path | None) -> d
 
 
 def summary(rows: Sequence[Mapping[str, Any]], batch: int) -> dict[str, Any]:
-    """Return what the tutorial concludes.
+    """Return the figures of the tutorial's conclusion.
 
     Args:
         rows: The means of each way and split size.

@@ -1,4 +1,7 @@
-"""flctl pipeline memory: measure the memory of each stage of a model in one step with random data."""
+"""flctl pipeline memory: the memory of each stage of a model.
+
+It is measured in one step with random data.
+"""
 
 import json
 from collections.abc import Sequence
@@ -32,7 +35,10 @@ def memory(
     ] = False,
     output: OutputOption = Output.TABLE,
 ) -> None:
-    """Print the bytes of each worker: parameters, their older versions, Adam's state, and activations at the peak."""
+    """Print the memory of each worker, in bytes.
+
+    It is for parameters, their older versions, Adam's state, and activations at the peak.
+    """
     if batch_size < micro_batches:
         raise Failure(
             f"--batch-size {batch_size} is less than --micro-batches {micro_batches}: "
@@ -66,13 +72,18 @@ _SIZES = ("parameters", "stashed", "optimizer", "activations")
 
 
 def _names(row: dict[str, Any], each: int) -> str:
-    """Return a label such as "0, 2 of 4": the stages of one worker, and the number of all."""
+    """Return a label of a worker's stages: "0, 2 of 4".
+
+    The last number is that of all stages.
+    """
     mine = range(row["stage"], row["stages"], row["stages"] // each)
     return f"{', '.join(map(str, mine))} of {row['stages']}"
 
 
 def measure_stages(name: str, args: str, table: dict[str, Any], shape: Sequence[int]) -> list[dict[str, Any]]:
-    """Run one step with random data, and return one row of bytes for each worker.
+    """Run one step with random data, and return each worker's memory.
+
+    There is one row of bytes for each worker.
 
     Args:
         name: The function that makes the model, as module:name.

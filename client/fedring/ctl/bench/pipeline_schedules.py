@@ -1,4 +1,7 @@
-"""flctl pipeline draw and print: show a pipeline's schedule as a picture or as text, without running it."""
+"""flctl pipeline draw and print: show a pipeline's schedule.
+
+It is shown as a picture or as text, without running it.
+"""
 
 import re
 from collections.abc import Iterable
@@ -71,7 +74,10 @@ def draw(
     backward: BackwardOption = 2.0,
     out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The PNG to write.")] = Path("schedule.png"),
 ) -> None:
-    """Draw what each worker does at which time; the gaps are the bubbles."""
+    """Draw the work of each worker over time.
+
+    The gaps are the bubbles.
+    """
     check_out_file(out)
     schedule = _schedule(name, (stages, micro_batches, workers), replicas, interval, versions)
     timeline = _simulated(schedule, _routes(stages, skips), Costs(forward, backward))
@@ -95,7 +101,10 @@ def print_(
     backward: BackwardOption = 2.0,
     output: OutputOption = Output.TABLE,
 ) -> None:
-    """Print the actions of every worker, and how many activations and weight versions each stage keeps."""
+    """Print every worker's actions, and each stage's memory needs.
+
+    The needs are the numbers of activations and of weight versions that the stage keeps.
+    """
     schedule, routes = (
         _schedule(name, (stages, micro_batches, workers), replicas, interval, versions),
         _routes(stages, skips),

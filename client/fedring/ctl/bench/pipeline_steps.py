@@ -1,4 +1,7 @@
-"""What the ranks of `flctl bench pipeline` do: steps of two stages, and trainings with several schedules."""
+"""The steps of `flctl bench pipeline` on each rank.
+
+They are steps of two stages, and trainings with several schedules.
+"""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -40,10 +43,10 @@ Step = Callable[[], None]
 def split_sizes(
     rank: Rank, model: str, shape: Sequence[int], splits: Sequence[int], turns: int
 ) -> list[dict[str, Any]]:
-    """Measure steps of a model that is cut into as many stages as there are ranks, with batches split in several ways.
+    """Measure steps of a model cut into one stage per rank.
 
-    Each rank stands for a device, and has one thread. The whole model on one of them takes turns with the stages over
-    the ring and, for comparison, with torch.distributed.pipelining over Gloo.
+    Batches are split in several ways. Each rank stands for a device, and has one thread. The whole model on one of them
+    takes turns with the stages over the ring and, for comparison, with torch.distributed.pipelining over Gloo.
 
     Args:
         rank: Which rank this process is.
@@ -83,7 +86,10 @@ def _measured(rank: Rank, step: Step) -> float:
 
 
 def _counts(rank: Rank, model: str, sample: Tensor) -> list[int]:
-    """Return how many layers each stage has, as rank 0 has measured them."""
+    """Return the number of layers of each stage.
+
+    Rank 0 has measured them.
+    """
     counts = torch.zeros(rank.count, dtype=torch.int64)
     if rank.number == 0:
         costs = Layers(build_model(model, {}, 0, collect(named(model=model)))).measured(sample)
@@ -97,7 +103,10 @@ def _stage(rank: Rank, model: str, counts: Sequence[int]) -> nn.Module:
 
 
 def _alone(rank: Rank, name: str, inputs: Tensor, targets: Tensor) -> Step:
-    """Return a step of the whole model on rank 0, while the other ranks wait."""
+    """Return a step of the whole model on rank 0.
+
+    The other ranks wait meanwhile.
+    """
     model = build_model(name, {}, 0, collect(named(model=name)))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 
@@ -113,7 +122,10 @@ def _alone(rank: Rank, name: str, inputs: Tensor, targets: Tensor) -> Step:
 def _ours(
     rank: Rank, module: nn.Module, group: dist.ProcessGroup
 ) -> Callable[[Sequence[Tensor], Sequence[Tensor]], Step]:
-    """Return what makes steps of this rank's stage over the ring, from micro-batches."""
+    """Return a maker of steps of this rank's stage over the ring.
+
+    It makes a step from micro-batches.
+    """
     stash = WeightStashing(torch.optim.SGD(module.parameters(), lr=1e-3))
     stage = Stage(module, stash, loss=cross_entropy if rank.number == rank.count - 1 else None)
     transport = GroupTransport(group)
@@ -130,7 +142,10 @@ def _ours(
 
 
 def _torch(rank: Rank, module: nn.Module) -> Callable[[Tensor, Tensor, int], Step]:
-    """Return what makes steps of this rank's stage with torch.distributed.pipelining over Gloo, from a batch."""
+    """Return a maker of steps of this rank's stage over Gloo.
+
+    It uses torch.distributed.pipelining, and makes a step from a batch.
+    """
     optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
 
     def make(inputs: Tensor, targets: Tensor, count: int) -> Step:
@@ -160,7 +175,9 @@ def trainings(
     samples: int,
     lr: float,
 ) -> list[float]:
-    """Train a pipeline that is in one process in several ways; the ranks share the trainings.
+    """Train a pipeline that is in one process in several ways.
+
+    The ranks share the trainings.
 
     Args:
         rank: Which rank this process is.
@@ -192,7 +209,7 @@ def trainings(
 
 
 def _train(model: nn.Module, table: Pipeline, samples: Any, wanted: int, *, lr: float, seed: int) -> None:
-    """Train the model for one epoch, of as many samples as are wanted."""
+    """Train the model for one epoch of `wanted` samples."""
     stages = _stages(model, table, lr)
     steps = shares(epoch_order(size_of(samples), seed=seed, epoch=0, wanted=wanted), 0, GroupRank(), _BATCH)
     every = int(table.micro_batches) if table.schedule == "pipedream" else 1  # batches of one run of the schedule

@@ -12,9 +12,9 @@ from fedring.ctl.output import size
 
 
 def plot_rounds(report: Mapping[str, Any], path: Path) -> None:
-    """Draw accuracy and bytes per client over the rounds of `report`, and write the PNG `path`.
+    """Draw the accuracy and bytes of `report`'s rounds into `path`.
 
-    The loss takes the place of the accuracy where that is not defined.
+    The bytes are per client. The file is a PNG. The loss takes the place of the accuracy where that is not defined.
     """
     rounds = report["rounds"]
     figure = make_figure(9, 6)

@@ -1,4 +1,7 @@
-"""Data sets, modes, and the job that suits each of them: the defaults of demo, bench and profile."""
+"""Data sets, modes, and a suitable job for each of them.
+
+They are the defaults of demo, bench and profile.
+"""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -12,7 +15,10 @@ from fedring.daemon.exits import Exit
 
 
 class Mode(StrEnum):
-    """How a job trains; the values are those of the job's key `mode`."""
+    """The mode in which a job trains.
+
+    The values are those of the job's key `mode`.
+    """
 
     FEDERATED = "federated"
     DATA_PARALLEL = "data_parallel"
@@ -20,7 +26,10 @@ class Mode(StrEnum):
 
 
 class Dataset(StrEnum):
-    """A data set of `fedring.data`; the values are the names of its functions."""
+    """A data set of `fedring.data`.
+
+    The values are the names of its functions.
+    """
 
     DIGITS = "digits"  # part of fedring; the others are files below --data-root
     MNIST = "mnist"
@@ -34,7 +43,7 @@ DataRootOption = Annotated[Path | None, typer.Option(metavar="DIR", help="Folder
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """A number of clients, and keys of a job, with which a data set is learned in few rounds."""
+    """Job keys and clients with which a data set is learned quickly."""
 
     model: str  # its name in fedring.train.models
     lr: float
@@ -60,9 +69,10 @@ the end, most of what the workers have learned would still be in their residuals
 
 
 def preset_job(dataset: Dataset, mode: Mode = Mode.FEDERATED, hook: str = "none") -> dict[str, Any]:
-    """Return the keys of a job that suits the data set, the mode and, if that is data_parallel, the hook.
+    """Return the keys of a suitable job.
 
-    In the modes data_parallel and pipeline a round is one epoch over all samples.
+    It suits the data set, the mode and, if that is data_parallel, the hook. In the modes data_parallel and pipeline a
+    round is one epoch over all samples.
     """
     preset = PRESETS[dataset]
     group = {

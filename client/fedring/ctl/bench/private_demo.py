@@ -1,7 +1,7 @@
-"""flctl demo --private: secure aggregation on this machine, with a client that is killed on the way.
+"""flctl demo --private: secure aggregation with a client killed midway.
 
-A first job has masks only, so that nothing else hides the updates. In a second one, the clients also add noise. In the
-end, the state folder of the server is searched for updates.
+It runs on this machine. A first job has masks only, so that nothing else hides the updates. In a second one, the
+clients also add noise. In the end, the state folder of the server is searched for updates.
 """
 
 import json
@@ -62,7 +62,7 @@ NOISE: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class PrivateDemoResult:
-    """What came of the demo."""
+    """The outcome of the demo."""
 
     rounds: list[pb.Round]  # of both jobs, oldest first
     killed: str  # the client; empty if the round had ended before
@@ -95,7 +95,7 @@ class PrivateDemoResult:
 
 
 def private_demo(clients: int, rounds: int, out: Path, output: Output) -> None:
-    """Run the demo, and print what happens.
+    """Run the demo, and print its course.
 
     Args:
         clients: How many clients to start.
@@ -119,7 +119,7 @@ def private_demo(clients: int, rounds: int, out: Path, output: Output) -> None:
 
 
 def check_size(clients: int, rounds: int) -> str:
-    """Return what is wrong with these numbers, as a sentence; empty = nothing."""
+    """Return a sentence if the numbers are wrong; empty = good."""
     if not MIN_GROUP <= clients <= MAX_GROUP:
         return f"--private needs {MIN_GROUP} to {MAX_GROUP} clients"
     return "" if rounds > KILL_IN else f"--private needs at least {KILL_IN + 1} rounds: a client is killed in round 2"
@@ -155,7 +155,11 @@ def _run(clients: int, rounds: int, out: Path, say: Callable[[str], None]) -> Pr
 
 
 def _follow(fleet: Fleet, control: Control, job_id: int, say: Callable[[str], None], *, kill: bool) -> str:
-    """Follow a job to its end, and perhaps kill a client on the way. Returns its name; empty = none was killed."""
+    """Follow a job to its end, and perhaps kill a client.
+
+    Returns:
+        The name of the killed client; empty = none was killed.
+    """
     victim, last, killed, back = len(fleet.clients) - 1, 0, "", True
     name = fleet.clients[victim].name
     while control.job(job_id).state not in ENDED:
@@ -169,6 +173,7 @@ def _follow(fleet: Fleet, control: Control, job_id: int, say: Callable[[str], No
                 back = True
                 say(f"{name} is started again, and takes part from now on.")
             say(f"Round {last}: the clients exchange signed keys and sealed shares while they train.")
+        # After the sealed shares, and before the update: only then do others make up for a lost client.
         if now.job_round == KILL_IN and now.secure.step == "updates" and kill and not killed:
             fleet.kill(victim)
             killed, back = name, False
@@ -201,7 +206,10 @@ def _records(out: Path, client: str) -> Path:
 def _recorded(
     out: Path, clients: int
 ) -> tuple[dict[int, NDArray[np.float32]], dict[tuple[int, str], Any], dict[tuple[int, str], Any]]:
-    """Return the model that each round began with, and each client's update and trained parameters."""
+    """Return the recorded models, updates and trained parameters.
+
+    The models are those that each round began with; the others are of each client.
+    """
     before, updates, trained = {}, {}, {}
     for client in (f"client-{number}" for number in range(clients)):
         for path in (out / "records" / client).glob("[0-9]*.npz"):
@@ -214,7 +222,10 @@ def _recorded(
 
 
 def _sums(rounds: list[pb.Round], before: dict[int, Any], updates: dict[tuple[int, str], Any]) -> dict[str, float]:
-    """Return how well the change of the model fits the mean of the true updates, for each round but a job's last."""
+    """Return the correlation of the model's changes with the true updates.
+
+    It compares each change with the mean of the true updates, for each round but a job's last.
+    """
     sums = {}
     for this, following in pairwise(rounds):
         if this.job_id != following.job_id:

@@ -1,4 +1,7 @@
-"""What the state folder of an fl-server says of single updates: searched for, and compared with the true ones."""
+"""Evidence of single updates in an fl-server's state folder.
+
+The folder is searched for them, and compared with the true ones.
+"""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -32,7 +35,7 @@ _CHANCE = 6.0
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What was found in a state folder."""
+    """The findings in a state folder."""
 
     files: int
     bytes: int
@@ -81,7 +84,9 @@ def gather(
 
 
 def passages(values: NDArray[np.float32], changed: NDArray[np.float32]) -> list[bytes]:
-    """Return the bytes of some neighbouring values of a vector, 16 bytes each, from all over it.
+    """Return some passages of a vector, 16 bytes each.
+
+    They are the bytes of neighbouring values, from all over it.
 
     Args:
         values: The vector, [n].
@@ -93,7 +98,10 @@ def passages(values: NDArray[np.float32], changed: NDArray[np.float32]) -> list[
 
 
 def stored_payloads(folder: Path) -> dict[Key, bytes]:
-    """Return the payloads of the updates that a state folder holds, by the number of the round and the client's id."""
+    """Return the updates' payloads in a state folder.
+
+    The keys are the number of the round and the client's id.
+    """
     from fedring.server.state.identity import open_state  # imports the database, which other demos do not need
 
     store, blobs = open_state(folder, adopt=False)
@@ -106,13 +114,19 @@ def stored_payloads(folder: Path) -> dict[Key, bytes]:
 
 
 def decoded(payload: bytes) -> NDArray[np.int64]:
-    """Return the integers of a masked packet as if no masks were on them, [n]."""
+    """Return a masked packet's integers, with the masks still on, [n].
+
+    It is decoded as if there were no masks.
+    """
     *_, bits, count = HEADER.unpack_from(payload)
     return unwrap(unpack(payload[HEADER.size :], count, bits), bits)
 
 
 def correlation(one: NDArray[Any], other: NDArray[Any]) -> float:
-    """Return Pearson's correlation of two vectors [n], -1 to 1; 0 if one of them is constant."""
+    """Return Pearson's correlation of two vectors [n], -1 to 1.
+
+    0 if one of them is constant.
+    """
     one, other = one - one.mean(), other - other.mean()
     norms = float(np.linalg.norm(one) * np.linalg.norm(other))
     return float(one @ other) / norms if norms else 0.0

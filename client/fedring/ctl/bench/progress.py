@@ -16,7 +16,9 @@ from fedring.ctl.output import stderr_console
 
 
 def progress_bar(*columns: ProgressColumn, speed_seconds: float = 30.0) -> Progress:
-    """Return a bar on stderr with the share that is done and the time that is left; nothing if that is no terminal.
+    """Return a bar on stderr with the done share and times.
+
+    It shows the time that is left; nothing if stderr is no terminal.
 
     Args:
         columns: What it also shows, between the share and the times.

@@ -1,4 +1,7 @@
-"""One rank of a measurement, in a process of its own, which fedring.ctl.bench.ranks starts."""
+"""One rank of a measurement, in a process of its own.
+
+fedring.ctl.bench.ranks starts it.
+"""
 
 import importlib
 import json
@@ -22,14 +25,17 @@ class Groups(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """Which of how many ranks this process is, and the file in which they meet."""
+    """The rank of this process, and the group's meeting file."""
 
     number: int
     count: int
     store: str
 
     def report(self, done: float, of: float = 1.0) -> None:
-        """Report the share of the measurement that is done; only rank 0 does so."""
+        """Report the finished share of the measurement.
+
+        Only rank 0 does so.
+        """
         if self.number == 0:
             print(json.dumps({"done": done / of}), flush=True)
 
@@ -39,12 +45,18 @@ class Rank:
         dist.init_process_group(backend, store=store, rank=self.number, world_size=self.count)
 
     def join_groups(self) -> Groups:
-        """Meet the other ranks in a default group over Gloo, and in one over fedring's ring."""
+        """Join all ranks in two groups: over Gloo and the ring.
+
+        The group over Gloo is the default one.
+        """
         self.join("gloo")
         return Groups(self.group("gloo"), self.group("fedring"))
 
     def group(self, backend: str, options: Any = None) -> dist.ProcessGroup:
-        """Make a group of all ranks over a backend, with the backend's own options."""
+        """Make a group of all ranks over a backend.
+
+        `options` are the backend's own.
+        """
         group = dist.new_group(backend=backend, pg_options=options)
         if not isinstance(group, dist.ProcessGroup):
             raise RuntimeError(f"rank {self.number} of {self.count} is not in its own group")
@@ -56,11 +68,17 @@ class Rank:
         dist.destroy_process_group()
 
     def mean(self, value: float) -> float:
-        """Return the mean of a value over all ranks, which all call this."""
+        """Return the mean of a value over all ranks.
+
+        All of them call this.
+        """
         return self._all_reduce(value, dist.ReduceOp.SUM) / self.count
 
     def largest(self, value: float) -> float:
-        """Return the largest of a value over all ranks, which all call this."""
+        """Return the largest of a value over all ranks.
+
+        All of them call this.
+        """
         return self._all_reduce(value, dist.ReduceOp.MAX)
 
     def _all_reduce(self, value: float, operator: Any) -> float:
@@ -70,7 +88,10 @@ class Rank:
 
 
 def main() -> None:
-    """Run the function that the command line names, with one thread, and print what it returns on rank 0."""
+    """Run the function that the command line names, with one thread.
+
+    Rank 0 prints its result.
+    """
     number, task, settings, count, store = sys.argv[1:]
     torch.set_num_threads(1)
     module, _, name = task.partition(":")

@@ -1,6 +1,6 @@
-"""Measurements that a group of processes makes: a function runs in a process for each rank, and rank 0 returns it all.
+"""Measurements by a group of processes, one for each rank.
 
-`fedring.ctl.bench.rank` is what runs in each process.
+A function runs in each process, and rank 0 returns the result. `fedring.ctl.bench.rank` is what runs in each process.
 """
 
 import json
@@ -27,7 +27,7 @@ _TAIL_LINES = 12  # of a rank that failed
 def run_ranks(
     task: str, settings: Mapping[str, Any], hosts: Sequence[Host], *, advance: Advance = lambda share: None
 ) -> Any:
-    """Run a function once on each host, and return what it returned on rank 0.
+    """Run a function once on each host, and return rank 0's result.
 
     Args:
         task: The function, as module:name. It takes a `fedring.ctl.bench.rank.Rank`, and `settings` as its keyword
@@ -58,7 +58,11 @@ def run_ranks(
 
 
 def _follow(ranks: Sequence["subprocess.Popen[bytes]"], folder: Path, reports: IO[bytes], advance: Advance) -> Any:
-    """Hand on what rank 0 reports until all ranks have ended well; return its result."""
+    """Pass on rank 0's reports until all ranks have ended.
+
+    Returns:
+        Its result.
+    """
     result: Any = None
     partial = b""
     while True:

@@ -1,4 +1,7 @@
-"""A trainer for `flctl demo --private`, which keeps what a client learns, to be compared with what the server has."""
+"""A trainer for `flctl demo --private` that records its values.
+
+They are compared with the server's.
+"""
 
 import os
 from pathlib import Path
@@ -17,7 +20,9 @@ RECORDS = "FEDRING_DEMO_RECORDS"
 
 
 def train(model: nn.Module, samples: Dataset[Any], plan: Plan) -> int:
-    """Train `model` in place by plain SGD, and write its parameters before and after that to a file of the round.
+    """Train `model` in place by plain SGD, and record its parameters.
+
+    They are written before and after the training, to a file of the round.
 
     Returns:
         The number of samples.

@@ -1,7 +1,7 @@
-"""What all benchmarks share: daemons for one measurement, jobs, turns, and the output of results.
+"""Shared parts of all benchmarks: daemons, jobs, turns, and output.
 
-`flctl demo`, `flctl bench` and the scripts in `tests/bench` use this module, so that a figure means the same wherever
-it was measured.
+The daemons are for one measurement, and the output is that of results. `flctl demo`, `flctl bench` and the scripts in
+`tests/bench` use this module, so that a figure means the same wherever it was measured.
 """
 
 import json
@@ -35,7 +35,9 @@ def running_fleet(
     env: Mapping[str, str] | None = None,
     operator: Tls = PLAINTEXT,
 ) -> Iterator[tuple[Fleet, Control]]:
-    """Start a server and clients on this host, and stop them when the `with` block ends, also by SIGTERM or SIGHUP.
+    """Run a server and clients on this host within `with`.
+
+    They are stopped when the block ends, also by SIGTERM or SIGHUP.
 
     Args:
         directory: Folder of the daemons' state and logs.
@@ -81,7 +83,9 @@ def run_job(fleet: Fleet, control: Control, job: Mapping[str, Any], show: Show |
 
 
 def alternate(ways: Mapping[str, Callable[[], _T]], turns: int, *, warm_up: int = 0) -> dict[str, list[_T]]:
-    """Call every way once a turn, so that other load on the machine affects all of them alike.
+    """Call every way once a turn.
+
+    Other load on the machine affects all of them alike then.
 
     Args:
         ways: The functions to compare, by name. Each returns what it has measured.
@@ -108,7 +112,9 @@ def time_call(action: Callable[[], object]) -> float:
 
 
 def unique_names(option: str, words: Iterable[str]) -> list[str]:
-    """Return the names of what an option compares, without spaces and empty words.
+    """Return the names of a comma-separated option.
+
+    They are without spaces and empty words.
 
     Raises:
         Failure: There is no name, or one is given twice.
@@ -127,7 +133,9 @@ def present(
     plot: Callable[[Mapping[str, Any], Path], None],
     print_results: Callable[[Mapping[str, Any]], None],
 ) -> None:
-    """Write the results to the JSON file `path`, with a PNG of the same name beside it, and print them.
+    """Write the results as JSON and PNG, and print them.
+
+    The PNG has the same name as the JSON file `path`, and stands beside it.
 
     Args:
         results: What has been measured.
@@ -147,7 +155,10 @@ def present(
 
 @contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP unwind the stack, as Ctrl-C does, so that child processes are stopped."""
+    """Unwind the stack on SIGTERM and SIGHUP, as on Ctrl-C.
+
+    So child processes are stopped.
+    """
 
     def unwind(number: int, frame: object) -> None:
         raise SystemExit(128 + number)

@@ -1,4 +1,7 @@
-"""flctl simulate: thousands of clients in a few processes of this machine, without a network."""
+"""flctl simulate: thousands of clients in a few local processes.
+
+There is no network.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -48,10 +51,11 @@ def simulate(
     ] = None,
     output: OutputOption = Output.TABLE,
 ) -> None:
-    """Run a federated job with simulated clients, which take turns in a few processes, without a server.
+    """Run a federated job with simulated clients, without a server.
 
-    The clients have the ids client-0, client-1 and so on, and each has its part of the job's data. The models are those
-    that real daemons would make. Afterwards --out holds report.json, model.safetensors and rounds.png.
+    The clients take turns in a few processes. The clients have the ids client-0, client-1 and so on, and each has its
+    part of the job's data. The models are those that real daemons would make. Afterwards --out holds report.json,
+    model.safetensors and rounds.png.
     """
     from fedring.simulation import simulate as run  # imports torch, which most verbs do not need
 
@@ -83,7 +87,10 @@ def simulate(
 
 @contextmanager
 def _progress(label: str) -> Iterator[Callable[[float, dict[str, Any] | None], None]]:
-    """Show a bar with the result of the last round on stderr, if that is a terminal."""
+    """Show a bar on stderr with the last round's result.
+
+    Nothing is shown if stderr is no terminal.
+    """
     with progress_bar(TextColumn("{task.fields[summary]}")) as progress:
         task = progress.add_task(label, total=1.0, summary="loading")
 

@@ -1,4 +1,7 @@
-"""A job's events while it runs: as a progress bar, as lines for people, or as JSON lines for programs."""
+"""A job's events while it runs, in one of three displays.
+
+These are a progress bar, lines for people, or JSON lines for programs.
+"""
 
 import json
 import sys
@@ -35,7 +38,10 @@ def display(output: Output, *, rounds: int, label: str) -> AbstractContextManage
 
 
 def progress_on_stderr(*, rounds: int, label: str) -> AbstractContextManager[Show]:
-    """Return the display of a verb whose stdout is for something else: a bar, or a line for each round."""
+    """Return a progress display for a verb that uses stdout otherwise.
+
+    It is a bar, or a line for each round.
+    """
     return _bar(rounds, label) if sys.stderr.isatty() else _lines(_round_line, sys.stderr)
 
 
@@ -50,7 +56,10 @@ def plain_line(event: pb.Event) -> str:
 
 
 def _round_line(event: pb.Event) -> str:
-    """Return a line for an event that ends something, and an empty string for others."""
+    """Return a line for an event that ends something.
+
+    It is empty for others.
+    """
     if event.kind in ("round_evaluated", "round_abandoned", "job_ended", "client_lost", "group_lost", "update_refused"):
         return plain_line(event)
     return ""

@@ -1,4 +1,4 @@
-"""flctl start-round, run and stop: start jobs on fl-server, follow them, and end them."""
+"""flctl start-round, run and stop: start, follow and end jobs."""
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -42,9 +42,10 @@ def start_round(
     server: ServerOption = DEFAULT_SERVER,
     output: OutputOption = Output.TABLE,
 ) -> None:
-    """Start one round of the server's default job, with the keys that you give.
+    """Start one round of the default job, with the given keys.
 
-    The round starts from the newest version of the model, unless you give another start, such as start=fresh.
+    The job is the server's. The round starts from the newest version of the model, unless you give another start, such
+    as start=fresh.
     """
     job = {"start": NEWEST, **job_of(None, overrides or [])}
     if job.get("rounds", 1) != 1:
@@ -72,10 +73,11 @@ def run(
     server: ServerOption = DEFAULT_SERVER,
     output: OutputOption = Output.TABLE,
 ) -> None:
-    """Queue a job, and show its progress. The job goes on if you interrupt flctl.
+    """Queue a job, and show its progress.
 
-    The job starts fresh, with a new model, unless its file or the command line says otherwise: start=newest goes on
-    from the newest version of its model, start=best from the best one, start=11 from version 11.
+    The job goes on if you interrupt flctl. The job starts fresh, with a new model, unless its file or the command line
+    says otherwise: start=newest goes on from the newest version of its model, start=best from the best one, start=11
+    from version 11.
     """
     job = {"start": FRESH, **job_of(job_file, overrides or [])}
     if track and not wait:
@@ -110,7 +112,9 @@ def stop(
 
 
 def job_of(path: Path | None, overrides: Sequence[str]) -> dict[str, Any]:
-    """Return the keys of the job that a file and `key=value` arguments name together.
+    """Return the keys of a job from a file and arguments.
+
+    The arguments have the form `key=value`.
 
     Args:
         path: The file, if there is one.

@@ -1,4 +1,4 @@
-"""flctl status, clients, rounds and models: show what fl-server knows."""
+"""flctl status, clients, rounds and models: show fl-server's state."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -48,7 +48,7 @@ _IN_COLUMNS = {"eval/accuracy", "eval/loss"}
 
 
 def status(server: ServerOption = DEFAULT_SERVER, output: OutputOption = Output.TABLE) -> None:
-    """Show what fl-server does now: its job, its round, its clients and its model."""
+    """Show fl-server's job, round, clients and model now."""
     with connect(server) as control:
         now = control.status()
     if output is Output.JSON:
@@ -74,7 +74,7 @@ def clients(
     server: ServerOption = DEFAULT_SERVER,
     output: OutputOption = Output.TABLE,
 ) -> None:
-    """List the clients, and what each of them does."""
+    """List the clients, with the activity of each."""
     if verb := context.invoked_subcommand:
         for name in context.params:
             # Compared by its name, since typer may bring its own copy of click.
@@ -115,9 +115,10 @@ def forget(
     server: ServerOption = DEFAULT_SERVER,
     output: OutputOption = Output.TABLE,
 ) -> None:
-    """Forget a client that will not come back, with its updates and its evaluations.
+    """Forget a client that will not come back.
 
-    If it does come back, the server cannot tell it whether its last update was accepted.
+    Its updates and its evaluations are forgotten, too. If it does come back, the server cannot tell it whether its last
+    update was accepted.
     """
     with connect(server) as control:
         forgotten = control.forget_client(client_id)
@@ -156,7 +157,7 @@ def privacy(
 
 
 def jobs(limit: LimitOption = 20, server: ServerOption = DEFAULT_SERVER, output: OutputOption = Output.TABLE) -> None:
-    """List the jobs, newest first, with what each of them has started from."""
+    """List the jobs, newest first, with the start of each."""
     with connect(server) as control:
         known = control.jobs(limit=limit)
     if output is Output.JSON:
@@ -197,7 +198,10 @@ def rounds(
     server: ServerOption = DEFAULT_SERVER,
     output: OutputOption = Output.TABLE,
 ) -> None:
-    """List the rounds, newest first, or show one round with its metrics, and the times and bytes of each client."""
+    """List the rounds, newest first, or show one round.
+
+    One round comes with its metrics, and the times and bytes of each client.
+    """
     with connect(server) as control:
         if name:
             return _show_round(find_round(control, name, job), output)
@@ -267,10 +271,11 @@ def export_model(
     server: ServerOption = DEFAULT_SERVER,
     output: OutputOption = Output.TABLE,
 ) -> None:
-    """Write a model version to a safetensors file, in the dtypes of the model.
+    """Write a model version to a safetensors file.
 
-    If the job has a lossy download_encoding, its versions are what clients train from: base plus encoded difference.
-    They differ from the clients' mean by what the encoding leaves out. With --exact, the file holds the mean itself.
+    It has the dtypes of the model. If the job has a lossy download_encoding, its versions are what clients train from:
+    base plus encoded difference. They differ from the clients' mean by what the encoding leaves out. With --exact, the
+    file holds the mean itself.
     """
     check_out_file(out)
     with connect(server) as control:
@@ -299,14 +304,14 @@ def round_row(round_: pb.Round) -> Sequence[str]:
 
 
 def start_of(job: pb.Job) -> str:
-    """Return what a job was asked to start from, and the version that this was."""
+    """Return the start that a job asked for, and its version."""
     if not job.start_version or job.start == str(job.start_version):
         return job.start
     return f"{job.start}: {job.start_version}"
 
 
 def activity(value: int) -> str:
-    """Return what a client does, as a word."""
+    """Return a client's activity as a word."""
     names = {int(number): name.removeprefix("ACTIVITY_").lower() for name, number in fb.Activity.items()}
     return names.get(value, str(value)) if value else "idle"
 
@@ -374,7 +379,7 @@ def _round_sentence(round_: pb.Round) -> str:
 
 
 def _secure_sentence(secure: pb.SecureProgress) -> str:
-    """Return how far the secure aggregation of a round is, or what came of it."""
+    """Return the progress or outcome of a round's secure aggregation."""
     lost = ", ".join(f"{count} in {step}" for step, count in secure.lost.items() if count)
     parts = [counted(secure.groups, "group")] if secure.groups else []
     if secure.step != "done":

@@ -1,4 +1,7 @@
-"""The names by which users call a version of the model: a number, `newest` or `best`."""
+"""The names of a model's versions: a number, `newest` or `best`.
+
+Users call a version by them.
+"""
 
 from fedring.control.calls import Control
 from fedring.control.failure import Failure
@@ -8,12 +11,17 @@ HELP = "newest; best, of the newest job that has one; or the number in `flctl mo
 
 
 def names_version(name: str) -> bool:
-    """Return whether this is one of the names, whether there is such a version or not."""
+    """Return whether this is one of the names.
+
+    The version need not exist.
+    """
     return name in ("newest", "best") or (name.isascii() and name.isdecimal() and len(name) < 19)
 
 
 def find_version(control: Control, name: str) -> int:
-    """Return the number of the version that the user has named; 0 stands for the newest.
+    """Return the number of the version that the user has named.
+
+    0 stands for the newest.
 
     Raises:
         Failure: The name has another form, or no version was evaluated yet.

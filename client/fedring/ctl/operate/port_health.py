@@ -42,10 +42,10 @@ def health(
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds to wait for the answer of each port.")] = 5.0,
     output: OutputOption = Output.TABLE,
 ) -> None:
-    """Ask both ports of fl-server, or the health port of a daemon, whether they serve.
+    """Ask fl-server's two ports, or one health port, whether they serve.
 
-    The exit code is 0 if they do, 1 if one does not, and 69 if one is unreachable.
-    An fl-client serves while it is in session with its fl-server.
+    The health port can be that of any daemon. The exit code is 0 if they do, 1 if one does not, and 69 if one is
+    unreachable. An fl-client serves while it is in session with its fl-server.
     """
     ports = [("health", at)] if at else [("control", server), ("listen", listen)]
     identity = PLAIN if at else access()  # health_listen has no TLS

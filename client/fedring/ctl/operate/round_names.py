@@ -1,4 +1,7 @@
-"""The names of rounds: JOB.ROUND, such as 3.12 for round 12 of job 3, and the server's own numbers."""
+"""The names of rounds: JOB.ROUND, or the server's own numbers.
+
+For example, 3.12 is round 12 of job 3.
+"""
 
 import re
 
@@ -11,12 +14,15 @@ _NAME = re.compile(r"(?:(?P<job>\d{1,18})\.)?(?P<number>\d{1,18})")
 
 
 def round_name(job_id: int, job_round: int) -> str:
-    """Return the name of a round as tables show it, and as `flctl rounds` takes it; "-" if it is not known."""
+    """Return the name of a round; "-" if it is unknown.
+
+    Tables show it, and `flctl rounds` takes it.
+    """
     return f"{job_id}.{job_round}" if job_id and job_round else "-"
 
 
 def round_title(control: Control, number: int) -> str:
-    """Return what to call the round with this number of the server's in a sentence."""
+    """Return a round's title for a sentence, by the server's number."""
     for round_ in control.rounds(number=number):
         return f"round {round_.job_round} of job {round_.job_id}"
     return f"round number {number}"

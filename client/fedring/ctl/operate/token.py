@@ -31,7 +31,10 @@ def create(
     server: ServerOption = DEFAULT_SERVER,
     output: OutputOption = Output.TABLE,
 ) -> None:
-    """Make a token and print it. It cannot be printed again, since the server keeps only its digest."""
+    """Make a token and print it.
+
+    It cannot be printed again, since the server keeps only its digest.
+    """
     seconds = round(days * _DAY)
     if state_dir is None:
         with connect(server) as control:

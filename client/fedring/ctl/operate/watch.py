@@ -20,7 +20,10 @@ _ROUNDS, _LINES = 12, 5
 
 
 def watch(server: ServerOption = DEFAULT_SERVER, output: OutputOption = Output.TABLE) -> None:
-    """Show rounds, clients and accuracy live, until Ctrl-C; a line per event where stdout is no terminal."""
+    """Show rounds, clients and accuracy live, until Ctrl-C.
+
+    Where stdout is no terminal, each event is a line.
+    """
     with connect(server) as control:
         if output is Output.TABLE and sys.stdout.isatty():
             return _watch_live(control)
@@ -49,7 +52,7 @@ class Board:
         self.lines.append(plain_line(event))
 
     def render(self) -> RenderableType:
-        """Return what the screen shows now."""
+        """Return the content of the screen now."""
         now = self.status
         job = now.job
         work = f"job {job.job_id} {job.name}, {counted(job.rounds, 'round')}" if now.HasField("job") else "no job"

@@ -1,4 +1,4 @@
-"""The group of workers that train a round together, as a pure state machine.
+"""A pure state machine for the workers that train together.
 
 `apply(state, event, now)` is the only way in which a state changes. `wake_at(state, now)` says when to apply a Tick if
 nothing else happens. Nothing here reads a clock, sends, or knows what is trained.
@@ -75,7 +75,10 @@ class GroupState:
 
     @property
     def deliverer(self) -> str:
-        """The member that delivers the result; empty if no member that holds it is left."""
+        """The member that delivers the result.
+
+        Empty if no member that holds it is left.
+        """
         here = ((name, self.workers[name]) for name in self.members if name in self.workers)
         return next((name for name, worker in here if worker.digest and worker.can_deliver), "")
 
@@ -94,14 +97,17 @@ class Expected:
 
 @dataclass(frozen=True, slots=True)
 class Slow:
-    """Clients take so long to come back that it is worth waiting for `patience` seconds."""
+    """Clients take long to return, so waiting `patience` seconds is worthwhile."""
 
     patience: float
 
 
 @dataclass(frozen=True, slots=True)
 class Entered:
-    """The client's stream is open; it knows of generations up to this one."""
+    """The client's stream is open.
+
+    It knows of generations up to this one.
+    """
 
     client: str
     generation: int = 0
@@ -109,7 +115,10 @@ class Entered:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The worker listens at its address, and has done so many steps of the job."""
+    """The worker listens at its address, with its count of steps.
+
+    The steps are those of the job that it has done.
+    """
 
     client: str
     generation: int
@@ -162,14 +171,20 @@ Event = Tick | Expected | Slow | Entered | Ready | WorkerJoined | Broken | Worke
 
 
 def apply(state: GroupState, event: Event, now: float) -> GroupState:
-    """Return the state after `event`, which happened at `now` (monotonic seconds), and all that it made due."""
+    """Return the state after `event` and all its consequences.
+
+    The event happened at `now`, in monotonic seconds.
+    """
     if state.phase is GroupPhase.ENDED:
         return state
     return _settle(_take(state, event, now), now)
 
 
 def wake_at(state: GroupState, now: float) -> float:
-    """Return when a Tick may change the state, in monotonic seconds; inf means never."""
+    """Return when a Tick may change the state.
+
+    In monotonic seconds; inf means never.
+    """
     times: tuple[float, ...] = ()
     match state.phase:
         case GroupPhase.GATHERING:
@@ -200,7 +215,7 @@ def _take(state: GroupState, event: Event, now: float) -> GroupState:
 
 
 def _enter(state: GroupState, client: str, known: int, now: float) -> GroupState:
-    """Take the client as new, whatever a client of this name has done before."""
+    """Add the client as new, and forget its earlier part."""
     if client in state.members and state.phase in (GroupPhase.JOINING, GroupPhase.RUNNING):
         state = _next_generation(state, f"{client} came back", now)
     state = _with(state, client, Worker())
@@ -209,7 +224,7 @@ def _enter(state: GroupState, client: str, known: int, now: float) -> GroupState
 
 
 def _hear(state: GroupState, event: Ready | WorkerJoined | Broken | WorkerDone, now: float) -> GroupState:
-    """Return the state after what a worker says of the present generation."""
+    """Return the state after a worker's message on the present generation."""
     client, worker = event.client, state.workers[event.client]
     match event:
         case Ready(_, generation, address, steps) if state.phase is GroupPhase.GATHERING:
@@ -237,16 +252,19 @@ def _settle(state: GroupState, now: float) -> GroupState:
             )
         case GroupPhase.ENDED:
             return state
+    # A group with a gap cannot finish, so the loss of any member starts the next generation.
     if lost := [name for name in state.members if name not in state.workers]:
         return _next_generation(state, f"lost {', '.join(lost)}", now)
     members = [state.workers[name] for name in state.members]
     if state.phase is GroupPhase.RUNNING:
         if not all(worker.digest is not None for worker in members):
             return state
+        # All members must hold the same result, since any one of them may deliver it for all.
         equal = len({worker.digest for worker in members}) == 1
         return replace(state, phase=GroupPhase.DONE, since=now) if equal else _end(state, "diverged", now)
     if all(worker.joined for worker in members):
         steps = max(worker.steps for worker in members)
+        # Progress forgives failed generations; without any, the group gives up in the end.
         fruitless = 0 if steps > state.steps else state.fruitless
         return replace(
             state, phase=GroupPhase.RUNNING, since=now, has_run=True, steps=steps, fruitless=fruitless, reason=""
@@ -275,7 +293,9 @@ def _settle_gathering(state: GroupState, now: float) -> GroupState:
 
 
 def _more_are_coming(state: GroupState) -> bool:
-    """Return whether to wait for clients that are on their way, and may load for minutes.
+    """Return whether to wait for clients on their way.
+
+    They may load for minutes.
 
     Once a group has run, those who can go on with fewer workers no longer wait in this way.
     """
@@ -285,7 +305,7 @@ def _more_are_coming(state: GroupState) -> bool:
 
 
 def _form(state: GroupState, now: float) -> GroupState:
-    """Form the generation's group of those workers that have done the most steps."""
+    """Form the generation's group of the workers with the most steps."""
     ahead = sorted(state.ready, key=lambda name: (-state.workers[name].steps, name))
     members = tuple(sorted(ahead[: state.rules.target]))
     return replace(state, phase=GroupPhase.JOINING, since=now, members=members)

@@ -22,9 +22,9 @@ class Rendezvous:
 
     Args:
         number: the round's.
-        rules: what its groups obey.
+        rules: the rules of its groups.
         expected: the clients that were selected.
-        done: takes what each worker says of its work.
+        done: receives the reports of workers.
         slowest: returns how many seconds clients take to come back, at most; 0 if nothing is known.
         generation: the number of its first generation.
         resumed: whether the round was open before the server was restarted.
@@ -51,7 +51,7 @@ class Rendezvous:
         self._done, self._slowest, self._resumed = done, slowest, resumed
 
     def handle(self, event: gr.Event) -> list[News]:
-        """Take the event into the state. Returns what operators may want to know of the change."""
+        """Apply the event, and return news of the change for operators."""
         before = self.state
         if not self.active:
             return []
@@ -75,13 +75,16 @@ class Rendezvous:
         return news
 
     def note(self, client: str, done: pb.Done) -> None:
-        """Keep what a member says of its work; what other clients say is ignored."""
+        """Keep a member's report of its work, and ignore other clients."""
         if client in self.state.members and done.generation == self.state.generation:
             self._done[client] = done
 
     @property
     def can_give_up(self) -> bool:
-        """Whether a worker that cannot train ends the group; not if others hold what was trained."""
+        """Whether a worker that cannot train ends the group.
+
+        It does not if others hold the trained result.
+        """
         return self.active and self.state.phase is not gr.GroupPhase.DONE
 
     @property
@@ -100,23 +103,32 @@ class Rendezvous:
         return self.state.generation
 
     def can_know(self, generation: int) -> bool:
-        """Return whether a worker can have been told of the generation. After a restart nobody remembers which."""
+        """Return whether a worker can have been told of the generation.
+
+        After a restart nobody remembers which were told.
+        """
         return generation <= self.state.generation or (self._resumed and generation < _MOST_GENERATION)
 
     @property
     def workers(self) -> Container[str] | None:
-        """The clients that have trained as members; None after a restart, when nobody remembers, and all may have."""
+        """The clients that have trained as members.
+
+        None after a restart, when nobody remembers, and all may have.
+        """
         return None if self._resumed else self._done.keys()
 
     @property
     def wait_seconds(self) -> float | None:
-        """Seconds after which time itself changes something, if no event comes before; None = never."""
+        """Seconds until time itself changes something; None means never.
+
+        They hold if no event comes before.
+        """
         now = time.monotonic()
         at = gr.wake_at(self.state, now)
         return None if at == inf else at - now
 
     def view(self, client: str) -> pb.GroupMessage:
-        """Return what the client is to do now."""
+        """Return the client's present instruction."""
         return view(self.state, client)
 
     def _become(self, state: gr.GroupState) -> None:
@@ -126,7 +138,7 @@ class Rendezvous:
 
 
 def view(state: gr.GroupState, client: str) -> pb.GroupMessage:
-    """Return what the client is to do in this state."""
+    """Return the client's instruction in this state."""
     generation = state.generation
     if state.phase is gr.GroupPhase.ENDED:
         return pb.GroupMessage(ended=pb.Ended(reason=state.reason))
@@ -134,6 +146,7 @@ def view(state: gr.GroupState, client: str) -> pb.GroupMessage:
         return pb.GroupMessage(ended=pb.Ended(reason="too_late"))
     if state.phase is gr.GroupPhase.GATHERING:
         return pb.GroupMessage(prepare=pb.Prepare(generation=generation))
+    # A worker outside the group stays connected: the next generation may need it.
     if client not in state.members:
         return pb.GroupMessage(wait=pb.Wait())
     if state.phase is gr.GroupPhase.JOINING:

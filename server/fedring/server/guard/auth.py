@@ -1,4 +1,7 @@
-"""The interceptor that checks who calls, and whether they may. It goes after the Boundary."""
+"""The interceptor that checks callers and their permissions.
+
+It goes after the Boundary.
+"""
 
 import asyncio
 from collections import Counter, OrderedDict
@@ -49,11 +52,14 @@ _VERBS = {
     "CreateToken": "token create",
     "RevokeToken": "token revoke",
 }
-"""What flctl calls the calls that are written to the audit log."""
+"""The verbs of flctl for the calls in the audit log."""
 
 
 class AuthCounts:
-    """Counts refusals by reason, TLS handshakes, and the connections on which a call came. Every reason starts at 0."""
+    """Counts refusals by reason, TLS handshakes, and connections with a call.
+
+    Every reason starts at 0.
+    """
 
     def __init__(self) -> None:
         self.refused: Counter[str] = Counter(dict.fromkeys(REASONS, 0))
@@ -101,7 +107,7 @@ class Audit(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PortPolicy:
-    """What a port demands of its callers."""
+    """The demands of a port on its callers."""
 
     open: bool = False  # demands nothing: whoever reaches it counts as a local user
     exposed: bool = False  # it takes calls from other hosts in plaintext
@@ -118,6 +124,7 @@ class PortPolicy:
             NotAllowed: If the caller shows two different identities.
         """
         bearer = _bearer(context)
+        # Refused even where everybody may call: its readers could use the token elsewhere.
         if bearer is not None and self.exposed:
             raise Unauthenticated(
                 "a token came in plaintext, so others may have read it: revoke it, and use TLS",
@@ -125,6 +132,7 @@ class PortPolicy:
             )
         if self.open:
             return LOCAL
+        # Checked before the token is looked up, so that a token does not make good a stolen key.
         if self.revocations and self.revocations.holds(self.certificate(context)):
             raise _revoked()
         of_certificate = certified(context) if self.encrypted else None
@@ -138,7 +146,7 @@ class PortPolicy:
         return identity
 
     def certificate(self, context: Any) -> Serial | None:
-        """Return the serial of the caller's certificate, if it could ever be revoked."""
+        """Return the serial of the caller's certificate, if it is revocable."""
         return shown(context) if self.encrypted and self.revocations else None
 
     async def _identity_of(self, bearer: str) -> Identity:
@@ -151,7 +159,9 @@ class PortPolicy:
 
 @dataclass(eq=False)
 class Auth(aio.ServerInterceptor):
-    """Lets a call pass if its caller may make it; counts refusals, and writes refusals and verbs to the audit log.
+    """Admits permitted calls, counts refusals, and writes the audit log.
+
+    The audit log has refusals and verbs.
 
     A call that is refused reaches no handler.
     """
@@ -162,7 +172,10 @@ class Auth(aio.ServerInterceptor):
     _calls: dict[asyncio.Timeout, Serial] = field(default_factory=dict)  # in progress, with a certificate
 
     def end_revoked(self) -> None:
-        """End the calls in progress whose certificates are revoked by now, with "revoked_certificate"."""
+        """End the calls in progress with certificates revoked by now.
+
+        They end with "revoked_certificate".
+        """
         revocations = self.policy.revocations
         for scope, certificate in [*self._calls.items()] if revocations else ():
             if revocations and revocations.holds(certificate) and not scope.expired():
@@ -181,7 +194,10 @@ class Auth(aio.ServerInterceptor):
 
     @asynccontextmanager
     async def _watched(self, method: str, request: Any, context: Any, *, known: str) -> AsyncIterator[Any]:
-        """Check the caller before the body runs, set IDENTITY for it, and record the result under the `known` name."""
+        """Check the caller before the body runs, and record the result.
+
+        IDENTITY is set for the body; the result is recorded under the `known` name.
+        """
         who, result, refused = NOBODY, "failed", False
         if self.policy.encrypted:
             self.tally.note_call(context.peer())
@@ -206,7 +222,7 @@ class Auth(aio.ServerInterceptor):
 
     @asynccontextmanager
     async def _until_revoked(self, context: Any) -> AsyncIterator[None]:
-        """Run the body of a call; break it off when the caller's certificate is revoked."""
+        """Run a call's body until its end, or the certificate's revocation."""
         certificate = self.policy.certificate(context)
         if certificate is None:
             yield
@@ -257,12 +273,18 @@ def _is_audited(method: str) -> bool:
 
 
 def _service_of(method: str) -> str:
-    """Return the service in "/package.Service/Method"; empty if the path has no such form."""
+    """Return the service in "/package.Service/Method".
+
+    Empty if the path has no such form.
+    """
     return method.rpartition("/")[0].removeprefix("/")
 
 
 def _bearer(context: Any) -> str | None:
-    """Return the token that the caller shows; empty if the header holds none, None if there is no header."""
+    """Return the token that the caller shows.
+
+    Empty if the header holds none, None if there is no header.
+    """
     for key, value in context.invocation_metadata() or ():
         if key == "authorization":
             scheme, _, token = str(value).partition(" ")

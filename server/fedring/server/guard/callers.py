@@ -1,4 +1,6 @@
-"""What each connection and each address has asked of a port, and who therefore gets nothing for a while.
+"""Accounts of connections and addresses, and the limits on them.
+
+An account holds the requests made to a port; a caller beyond a limit gets nothing for a while.
 
 A call that its caller cancels soon costs the caller two small frames, and the server all that a call costs. So a
 connection that cancels more than it lets end is ended, and its address is blocked. Nothing here performs I/O.
@@ -29,7 +31,7 @@ BLOCK_SECONDS = 30.0
 
 @dataclass(slots=True)
 class _Account:
-    """A connection, by what it has asked."""
+    """The account of a connection's requests."""
 
     address: Address | None  # None for a Unix socket, and for an exempt address
     open_calls: int = 0
@@ -51,7 +53,7 @@ class Call:
 
 
 class Tally(Protocol):
-    """Counts connections that are ended because of what their callers did."""
+    """Counts connections that were ended for their callers' behaviour."""
 
     ended: int
 
@@ -134,7 +136,7 @@ class Callers:
         return self._note_reset(account, address, now)
 
     def look(self, connections: Sequence[Connection], now: float) -> list[Connection]:
-        """Look at all connections of the port, and return those that are to be ended.
+        """Look at all connections, and return those to be ended.
 
         Beyond most_connections of one address, the newest end, those without a call first.
         """
@@ -156,6 +158,7 @@ class Callers:
                 doomed.append(each)
             else:
                 by_address.setdefault(each.address, []).append((not account.calls, account.first_seen, each))
+        # Connections with calls sort first, so a flood of idle ones cannot push out a client at work.
         for same in by_address.values():
             same.sort(key=itemgetter(0, 1))
             doomed += [each for _, _, each in same[self.most_connections :]]
@@ -165,7 +168,10 @@ class Callers:
         return doomed
 
     def blocked(self, now: float) -> list[Address]:
-        """Return the addresses that may not make new connections now, those that did wrong first."""
+        """Return the addresses that may not make new connections now.
+
+        Those that did wrong first come first.
+        """
         self._blocked = {address: until for address, until in self._blocked.items() if until > now}
         return [*self._blocked, *(self._full - self._blocked.keys())]
 
@@ -182,7 +188,10 @@ class Callers:
         self._blocked[address] = now + BLOCK_SECONDS
 
     def _is_late(self, account: _Account, first_seen: float, address: Address, now: float) -> bool:
-        """Return whether a connection was made while its address was blocked. What was open before stays."""
+        """Return whether a connection was made while its address was blocked.
+
+        Connections that were open before stay.
+        """
         until = self._blocked.get(address)
         if until is None or now >= until or account.calls:
             return False
@@ -199,7 +208,10 @@ class Callers:
 
 
 def _talks_idly(account: _Account, seen: Connection) -> bool:
-    """Return whether a connection has said much since the last look, but made no call: pings, or settings."""
+    """Return whether a connection sends much without making a call.
+
+    Such are pings, or settings. It counts since the last look.
+    """
     if account.open_calls:
         return False
     before, account.seen = account.seen, (*seen.traffic(), account.calls)
@@ -214,7 +226,9 @@ def _holds(network: IPv4Network | IPv6Network, address: Address) -> bool:
 
 
 def named(peer: str) -> tuple[str, Address | None]:
-    """Return the name and the address of a connection that gRPC names "ipv4:HOST:PORT" or "ipv6:%5BHOST%5D:PORT".
+    """Return a connection's name and address from gRPC's name for it.
+
+    gRPC's name is "ipv4:HOST:PORT" or "ipv6:%5BHOST%5D:PORT".
 
     The name is that of `sockets.peer_of`. There is no address for the end of a Unix socket.
     """

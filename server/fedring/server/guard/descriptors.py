@@ -1,4 +1,4 @@
-"""How many connections the ports take, so that descriptors are left for files."""
+"""Shares of the ports' connections, so that files keep descriptors."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -27,7 +27,10 @@ class Shares:
 
 
 def wanted(config: ServerConfig) -> Shares:
-    """Return the shares that the configuration is served best with: four connections a client."""
+    """Return the ideal shares for the configuration.
+
+    They are four connections a client.
+    """
     page = _PAGE if config.web_port is not None else 0
     return Shares(2 * config.max_transfers + _OTHERS + page, 4 * config.max_clients, _CONTROL)
 
@@ -44,7 +47,7 @@ def shares(config: ServerConfig, limit: int) -> Shares:
 
 
 def check_descriptors(config: ServerConfig, limit: int) -> Iterator[Check]:
-    """Say so if the limit of descriptors is too low for all clients."""
+    """Warn if the limit of descriptors is too low for all clients."""
     best = wanted(config)
     fit = shares(config, limit).public
     if fit < config.max_clients:

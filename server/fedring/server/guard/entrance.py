@@ -1,4 +1,6 @@
-"""The interceptor through which each call of a port enters: limits by address, before anything is done for the call.
+"""The interceptor that limits calls by address before any other work.
+
+Each call of a port enters through it.
 
 It goes after the Boundary, and before the interceptor that checks who calls.
 """
@@ -23,7 +25,7 @@ _LOOK_SECONDS = 1.0
 
 
 class Entrance(aio.ServerInterceptor):
-    """Admits the calls of one port, and ends the connections that do not keep to its limits.
+    """Admits the calls of one port, and ends connections beyond its limits.
 
     gRPC reads the message of a unary call before it calls a handler. So a caller could begin calls without a message
     and cancel them, and no handler would ever learn who it was. Here, all calls are taken as streams of messages: the
@@ -43,19 +45,26 @@ class Entrance(aio.ServerInterceptor):
         self._filters = True  # until the system turns out to have none
 
     def listen_at(self, address: str) -> str:
-        """Look after connections to this "host:port", and return it. Unix sockets have no such connections."""
+        """Watch connections to this "host:port", and return it.
+
+        Unix sockets have no such connections.
+        """
         if not address.startswith("unix:"):
             self._port = Port(int(address.rpartition(":")[2]))
         return address
 
     async def look_after_connections(self) -> None:
-        """End connections and block addresses, also of callers that never make a call."""
+        """End connections and block addresses beyond the limits.
+
+        Callers that never make a call are covered, too.
+        """
         while self._port:
             self._look(self._port)
             await asyncio.sleep(_LOOK_SECONDS)
 
     async def intercept_service(self, continuation: Callable[..., Awaitable[Any]], handler_call_details: Any) -> Any:
         handler = await continuation(handler_call_details)
+        # An unknown method stays unknown: gRPC answers it, without a handler.
         if handler is None:
             return None
         kind, _ = FACTORY[handler.request_streaming, handler.response_streaming]
@@ -102,7 +111,10 @@ class Entrance(aio.ServerInterceptor):
             raise Stalled(f"no message came for {self._message_seconds:g} s") from None
 
     def _look(self, port: Port) -> None:
-        """Look at all connections, end those that must go, and let the listener drop who may not come again."""
+        """End connections beyond the limits, and block their addresses.
+
+        The listener drops packets of the blocked addresses.
+        """
         now = asyncio.get_running_loop().time()
         try:
             doomed = self._callers.look(port.connections(), now)
@@ -111,6 +123,7 @@ class Entrance(aio.ServerInterceptor):
                 log.warning("cannot look at the connections to port %d: %s", port.number, error)
             self._sees = False
             return
+        # Blocking comes before ending, so that an ended caller cannot come back in between.
         self._sees = True
         before, self._blocked = self._blocked, self._callers.blocked(now)
         if self._blocked != before and self._filters:

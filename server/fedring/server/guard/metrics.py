@@ -27,7 +27,7 @@ class GuardCounts(Protocol):
 
     @property
     def ended(self) -> int:
-        """Connections that did not keep to a limit of their address, and were ended."""
+        """Connections ended because they exceeded a limit of their address."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""How the server guards its two ports: certificates, tokens, and the audit log."""
+"""The guards of the server's ports: certificates, tokens, and audit log."""
 
 import asyncio
 import logging
@@ -32,7 +32,7 @@ _FEW_CALLS = 48  # of one address at once; the port for flctl serves 64
 
 
 class Security:
-    """Guards the port for clients and the port for flctl, and counts what both refuse."""
+    """Guards the ports for clients and for flctl, and counts refusals."""
 
     def __init__(self, config: ServerConfig, facts: Facts, stack: ExitStack, most: Shares) -> None:
         self._config = config
@@ -50,7 +50,10 @@ class Security:
         self.control = Auth(self._policy(config.control_listen, local=True), audit, self.tally)
 
     def bind_public(self, server: aio.Server) -> str:
-        """Bind the server that clients call. Returns its address with its port; ConfigError if that cannot be done."""
+        """Bind the server for clients, and return its address and port.
+
+        Raises ConfigError if that cannot be done.
+        """
         return self.public_entrance.listen_at(self._bind(server, self._config.listen))
 
     def bind_control(self, server: aio.Server) -> str:
@@ -79,7 +82,7 @@ class Security:
             tasks.create_task(self.control_entrance.look_after_connections())
 
     async def look_after_revocations(self) -> None:
-        """End the calls in progress of everybody whose certificate is revoked, soon after the list says so."""
+        """End calls in progress soon after their certificates are revoked."""
         while self._config.tls.crl:
             self.public.end_revoked()
             self.control.end_revoked()
@@ -92,7 +95,10 @@ class Security:
         return Entrance(callers, config.no_progress_seconds)
 
     def _policy(self, address: str, *, local: bool) -> PortPolicy:
-        """Return what callers of a port must show; with `local`, nothing if they call from this host in plaintext."""
+        """Return the demands of a port on its callers.
+
+        With `local`, callers from this host in plaintext need to show nothing.
+        """
         encrypted = encrypts(address, self._config.tls)
         exposed = not encrypted and not is_loopback(address)
         asks = self._config.tls.ca is not None or self._config.tokens
@@ -107,7 +113,7 @@ class Security:
 
 
 def warn_of_insecurity(config: ServerConfig) -> None:
-    """Warn in the log of what `insecure = true` leaves open."""
+    """Warn in the log of the gaps left by `insecure = true`."""
     for address in (config.listen, config.control_listen):
         if is_loopback(address):
             continue
@@ -121,7 +127,10 @@ def warn_of_insecurity(config: ServerConfig) -> None:
 
 
 class AuditLog:
-    """Keeps who did what, or was refused, and when. Its lines go only to the file."""
+    """A log of verbs and refusals, with callers and times.
+
+    Its lines go only to the file.
+    """
 
     def __init__(self, path: Path) -> None:
         try:

@@ -1,4 +1,6 @@
-"""The sockets of a port, found among the descriptors of this process: gRPC gives Python no handle on a connection.
+"""The sockets of a port, found among this process's descriptors.
+
+gRPC gives Python no handle on a connection.
 
 A connection is ended by shutting down its socket, which gRPC sees as if the caller had gone. A listener drops packets
 of blocked addresses by a filter in the kernel (SO_ATTACH_FILTER), so that they cannot even connect. It needs no
@@ -63,7 +65,10 @@ class Connection:
 
 
 def peer_of(host: str, port: int) -> str:
-    """Return a name for the other end of a connection. Addresses of IPv4 look the same on a socket of IPv6."""
+    """Return a name for the other end of a connection.
+
+    Addresses of IPv4 look the same on a socket of IPv6.
+    """
     found = ip_address(host.partition("%")[0])
     return f"{getattr(found, 'ipv4_mapped', None) or found}|{port}"
 
@@ -107,7 +112,9 @@ class Port:
         return [connection for _, connection in found.values() if connection]
 
     def block(self, addresses: Sequence[Address]) -> None:
-        """Let the listeners that the last look has seen drop what comes from these addresses, and from no others.
+        """Let the listeners drop packets from these addresses only.
+
+        The listeners are those that the last look has seen.
 
         Connections that exist already are not affected.
 
@@ -145,7 +152,10 @@ class Port:
 
 
 def dropping(addresses: Iterable[Address]) -> list[Instruction]:
-    """Return the program of classic BPF that drops packets from these addresses and keeps all others."""
+    """Return a classic BPF program that drops packets from these addresses.
+
+    It keeps those of all others.
+    """
     old, new = [], []
     for address in addresses:
         if isinstance(address, IPv4Address):
@@ -175,7 +185,9 @@ def dropping(addresses: Iterable[Address]) -> list[Instruction]:
 
 @contextmanager
 def _borrowed(fd: int) -> Iterator[socket.socket]:
-    """Lend a socket, which belongs to gRPC and must not be closed; OSError if it is none.
+    """Lend a socket of gRPC, which must not be closed.
+
+    Raises OSError if it is no socket.
 
     There must be no duplicate of a descriptor here. To close a duplicate of a file drops all locks that this process
     has on the file, and another process could then take away the log of SQLite's database.

@@ -1,4 +1,7 @@
-"""Bearer tokens: `fr_ID_SECRET`, where the secret is 32 random bytes of which only the digest is kept."""
+"""Bearer tokens in the form `fr_ID_SECRET`.
+
+The secret is 32 random bytes; only its digest is kept.
+"""
 
 import asyncio
 import hashlib
@@ -52,7 +55,10 @@ def new_token(role: str, name: str, valid_seconds: int) -> tuple[TokenRow, str]:
 
 
 def create_offline(state_dir: Path, role: str, name: str, valid_seconds: int) -> tuple[TokenRow, str]:
-    """Make a token in the state folder of a server, which may be running; ConfigError if there is no such folder."""
+    """Make a token in the state folder of a server.
+
+    The server may be running. Raises ConfigError if there is no such folder.
+    """
     row, token = new_token(role, name, valid_seconds)
     try:
         add_token_offline(state_dir, row)
@@ -62,7 +68,10 @@ def create_offline(state_dir: Path, role: str, name: str, valid_seconds: int) ->
 
 
 class Tokens:
-    """The tokens of a run: in memory for comparing, in the store to last."""
+    """The tokens of a run.
+
+    They are in memory for comparing, in the store to last.
+    """
 
     def __init__(self, facts: Facts) -> None:
         self._facts = facts
@@ -78,14 +87,17 @@ class Tokens:
         return rows
 
     async def create(self, role: str, name: str, valid_seconds: int) -> tuple[TokenRow, str]:
-        """Make a token and keep it. Returns its row, and the token itself."""
+        """Make and store a token, and return its row and text."""
         row, token = new_token(role, name, valid_seconds)
         await self._facts.db(self._facts.store.add_token, row)
         self._rows[row.token_id] = row
         return row, token
 
     async def revoke(self, token_id: str) -> TokenRow:
-        """Revoke a token: it is refused from now on. Returns its row; NoSuchToken if there is none."""
+        """Revoke a token at once, and return its row.
+
+        Raises NoSuchToken if there is none.
+        """
         await self._facts.db(self._facts.store.revoke_token, token_id, time.time())
         await self.load()
         if token_id not in self._rows:
@@ -113,7 +125,9 @@ class Tokens:
         return Identity(Role(row.role), row.name, token_id, row.expires_at)
 
     async def _look(self) -> None:
-        """Read the store, once for all who wait: a token may have been made beside this process.
+        """Read the store, once for all waiting callers.
+
+        A token may have been made beside this process.
 
         However many ask, once in a while is enough: nobody can keep the store busy with tokens that he makes up.
         """

@@ -86,7 +86,7 @@ class Jobs:
         return job_id, 0
 
     async def run(self) -> None:
-        """Run what is queued until cancelled; first what a restart interrupted."""
+        """Run queued jobs until cancelled, first those that a restart interrupted."""
         while True:
             self._queued.clear()
             row = await self._facts.db(self._next)
@@ -101,6 +101,7 @@ class Jobs:
                 self.running = None
                 self._started.set(0)
             reason = await self._runner.wind_up(row, state, reason)
+            # Stored last: after a kill before this line, the next process still finds the job running.
             await self._facts.keep(self._end, row.job_id, state, reason)
             self._rounds.recovering = False
             verb = {"failed": "has", "stopped": "was"}.get(state, "is")

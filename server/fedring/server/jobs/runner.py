@@ -46,7 +46,9 @@ class JobRunner:
         self._rounds, self._facts, self._journal = rounds, facts, journal
 
     async def run(self, row: JobRow, stopped: Container[int]) -> tuple[str, str]:
-        """Run a job to its end, or until its id is among the stopped ones.
+        """Run a job to its end, or until it is stopped.
+
+        It is stopped when its id is among the stopped ones.
 
         Returns:
             The state in which it ends, and why.
@@ -111,7 +113,10 @@ class JobRunner:
         return "completed", ""
 
     def _no_better(self, job_id: int, spec: Job) -> str:
-        """Return why a job ends early: since its best model it has published `patience` others. Empty if it has not."""
+        """Return why a job ends early; empty if it goes on.
+
+        It ends early after `patience` published models without a better one.
+        """
         patience = spec.patience
         published = [model for model in self._facts.store.models(_ALL, job_id) if model.round]
         best = best_of(published, spec.best_by)
@@ -122,7 +127,10 @@ class JobRunner:
         return f"it ended early: {result} was not surpassed for {counted(patience, 'round')}"
 
     def _way_on(self, job_id: int) -> str:
-        """Return a clause that says how to go on from the last model of a job that has failed; empty without one."""
+        """Return a clause on continuing a failed job from its last model.
+
+        Empty if it has published none.
+        """
         row, newest = self._facts.store.job(job_id), self._facts.store.models(1, job_id)
         if row is None or not row.rounds_done or not newest:
             return ""
@@ -135,7 +143,10 @@ class _JobFault(Exception):
 
 @contextmanager
 def _faults_of_the_job(job_id: int) -> Iterator[None]:
-    """Let what goes wrong inside end the job as a `_JobFault`. Elsewhere, an error ends the daemon."""
+    """Turn errors inside into a `_JobFault`, which ends only the job.
+
+    Elsewhere, an error ends the daemon.
+    """
     try:
         yield
     except FsyncFailed:

@@ -59,7 +59,9 @@ class JobStarter:
 
 
 async def begin(facts: Facts, models: Models, job: JobRow, spec: Job) -> tuple[ModelRow, Job, str]:
-    """Decide which model a job starts from, or goes on from after a restart.
+    """Decide from which model a job starts, or continues after a restart.
+
+    A new model is published. The decision is durable when this returns.
 
     A new model is published. What was decided is durable when this returns.
 
@@ -94,7 +96,9 @@ async def begin(facts: Facts, models: Models, job: JobRow, spec: Job) -> tuple[M
 
 
 async def base_of(facts: Facts, models: Models, job: JobRow) -> ModelRow:
-    """Return the model that the next round of a job starts from: the newest that it published, or its first.
+    """Return the model from which a job's next round starts.
+
+    It is the newest that the job has published, or else its first.
 
     Raises:
         StorageError: "unknown_model", if it is not kept any more.
@@ -107,7 +111,10 @@ async def base_of(facts: Facts, models: Models, job: JobRow) -> ModelRow:
 
 
 async def _last_of(facts: Facts, job: JobRow) -> ModelRow | None:
-    """Return the newest model that the job has published, or the one that it has started from; None before that."""
+    """Return a job's newest model, or else the one it started from.
+
+    None before either exists.
+    """
     mine = await facts.db(facts.store.models, 1, job.job_id)
     if mine:
         return mine[0]
@@ -116,7 +123,10 @@ async def _last_of(facts: Facts, job: JobRow) -> ModelRow | None:
 
 
 async def _find(facts: Facts, models: Models, spec: Job, rows: list[ModelRow]) -> tuple[ModelRow | None, str]:
-    """Return the kept version that the job starts from, or None if a new one is to be made, and why."""
+    """Return the kept version from which a job starts.
+
+    None, with a reason, if a new one must be made.
+    """
     if spec.start == FRESH or is_path(spec.start):
         return None, ""
     if version := version_of(spec.start):
@@ -138,7 +148,7 @@ async def _find(facts: Facts, models: Models, spec: Job, rows: list[ModelRow]) -
 
 
 def _with_seed(facts: Facts, spec: Job, wanted: ModelRow | None) -> Job:
-    """Return a job with a seed: that of the version that it continues, or a new one.
+    """Return a job with its base's seed, or a new one.
 
     Frozen tensors follow from the seed, so a version is continued with the seed of its own job.
     """
@@ -150,7 +160,9 @@ def _with_seed(facts: Facts, spec: Job, wanted: ModelRow | None) -> Job:
 
 
 def _residuals_end(facts: Facts, base: ModelRow, newest: ModelRow | None) -> tuple[int, int]:
-    """Return the epoch and the number of the last round whose residuals do not belong to a job that starts from `base`.
+    """Return the last round whose residuals a new job cannot use.
+
+    It is given by its epoch and its number; the job starts from `base`.
 
     A residual is what updates have left out of the models so far. It still belongs to `newest`, the newest model with
     this schema, and to those that follow it, and to no other. So does what clients keep to themselves. All jobs that

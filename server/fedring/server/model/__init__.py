@@ -1,4 +1,4 @@
-"""From accepted updates to the next model, and from models to those who download them.
+"""Making models from accepted updates, and serving them to downloads.
 
 Updates are combined by an aggregation rule, tile by tile. What else a job does to them is in `transforms`. The room
 also holds the format of model files, the versions that are kept, and the server's own evaluation. It reads and writes

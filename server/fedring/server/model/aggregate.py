@@ -1,4 +1,4 @@
-"""From a base model and the accepted updates to the blobs of the next model.
+"""Aggregation of a base model and accepted updates into new blobs.
 
 The law: the result depends on the base, the plan and the set of updates only, byte for byte. Federated averaging takes
 the memory of a few tiles and of the buffers, whatever the number of clients and of parameters. Another rule takes
@@ -88,7 +88,9 @@ def aggregate(
     *,
     check: Callable[[], object] = lambda: None,
 ) -> NewModel:
-    """Make the next model and seal it. Only one call at a time may use the same `blobs`.
+    """Make the next model and seal it.
+
+    Only one call at a time may use the same `blobs`.
 
     Args:
         base: the model that the round began with. It and the contributions are read from front to back, once; again
@@ -198,7 +200,9 @@ def next_parameters(base: NDArray[np.floating], delta: Float64) -> Float32:
 
 
 def next_buffers(base: NDArray[np.floating], delta: Float64, whole: NDArray[np.bool_]) -> Float64:
-    """Return base + delta, [n], rounded to the nearest whole number where `whole`, [n], is true.
+    """Return base + delta, [n], rounded where `whole`, [n], is true.
+
+    It is rounded to the nearest whole number.
 
     Raises:
         CodecError: "non_finite", if a value does not fit into float64.
@@ -211,7 +215,10 @@ def next_buffers(base: NDArray[np.floating], delta: Float64, whole: NDArray[np.b
 
 
 def whole_numbers(schema: Schema, start: int, stop: int) -> NDArray[np.bool_]:
-    """Return which of the buffers from `start` to `stop` belong to integer tensors, [stop - start]."""
+    """Return a mask of the buffers of integer tensors, [stop - start].
+
+    It covers the buffers from `start` to `stop`.
+    """
     whole = np.zeros(stop - start, np.bool_)
     for entry, span in schema.spans("buffer"):
         if entry.dtype.startswith(_INTEGERS):

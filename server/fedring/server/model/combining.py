@@ -1,9 +1,10 @@
-"""The walk over the updates of a round that combines them into one delta, piece by piece.
+"""The walk over a round's updates that combines them.
 
-Federated averaging and the rules of Gram matrices need a weighted sum, for which one update after the other is added to
-a piece of the result. A Gram matrix and the coordinate-wise rules need the values of all updates side by side. These
-are held in one array of at most ROWS_BYTES, whatever the number of updates: the more there are, the smaller the pieces.
-Encodings that decode whole segments decode each segment once for every piece of it.
+It makes one delta of them, piece by piece. Federated averaging and the rules of Gram matrices need a weighted sum, for
+which one update after the other is added to a piece of the result. A Gram matrix and the coordinate-wise rules need the
+values of all updates side by side. These are held in one array of at most ROWS_BYTES, whatever the number of updates:
+the more there are, the smaller the pieces. Encodings that decode whole segments decode each segment once for every
+piece of it.
 """
 
 from collections.abc import Callable, Generator, Sequence
@@ -55,7 +56,7 @@ class Combination:
 
 @dataclass(frozen=True, slots=True)
 class Walk:
-    """One vector of the base model and of all updates, and what walks over it.
+    """One vector of the base and all updates, and its walk.
 
     Args:
         base: returns a range of the base model, float32 or float64, not to be written to.
@@ -73,13 +74,17 @@ class Walk:
 
     @property
     def step(self) -> int:
-        """How many values a walk reads at a time that adds one update after the other."""
+        """The number of values that a sequential walk reads at once.
+
+        Such a walk adds one update after the other.
+        """
         return values_at_a_time(decoder for client in self.clients for decoder in client.decoders)
 
     def side_by_side(self) -> Generator[tuple[Values, NDArray[Any]], None, None]:
-        """Yield the base's values of each piece, [m], and all updates' deltas of it, [clients, m], of the same dtype.
+        """Yield each piece's base values and all updates' deltas.
 
-        Each array of deltas is overwritten when the next one is asked for.
+        The base's values are [m], and the deltas are [clients, m], of the same dtype. Each array of deltas is
+        overwritten when the next one is asked for.
         """
         count, size = len(self.clients), self.value_bytes
         pieces = -(-self.step * count * size // ROWS_BYTES)
@@ -92,7 +97,7 @@ class Walk:
             yield base, piece
 
     def _read(self, start: int, base: Values, piece: NDArray[Any], low: int, high: int) -> None:
-        """Fill the rows from `low` to `high` of a piece that begins at `start`."""
+        """Fill rows `low` to `high` of a piece beginning at `start`."""
         for index in range(low, high):
             with np.errstate(over="ignore"):  # what becomes infinite is noticed in the result
                 piece[index] = self.clients[index].delta(base, start, start + len(base))
@@ -146,7 +151,9 @@ def combine_buffers(walk: Walk, how: Combination) -> Float64:
 
 
 def buckets_of(clients: Sequence[str], size: int, seed: str) -> list[list[int]]:
-    """Return which clients are averaged before the rule sees them (Karimireddy et al. 2022, algorithm 1).
+    """Return the buckets of clients that are averaged before the rule.
+
+    Karimireddy et al. 2022, algorithm 1.
 
     Args:
         clients: their ids.
@@ -164,9 +171,10 @@ def buckets_of(clients: Sequence[str], size: int, seed: str) -> list[list[int]]:
 
 
 def gram_of(walk: Walk) -> Float64:
-    """Return the inner products of all updates' deltas, [clients, clients], added up in float64.
+    """Return the updates' Gram matrix, [clients, clients], in float64.
 
-    With many clients, NumPy's BLAS may round the last bit differently if it uses another number of threads.
+    It has the inner products of all updates' deltas, added up in float64. With many clients, NumPy's BLAS may round the
+    last bit differently if it uses another number of threads.
     """
     count = len(walk.clients)
     total = np.zeros((count, count))
@@ -223,7 +231,7 @@ def _blocks(walk: Walk, function: Callable[[int, int], T], rows: NDArray[Any]) -
 
 
 def _weights(clients: Sequence[ClientVector], buckets: Sequence[Sequence[int]]) -> Float64:
-    """Return what the job lets each bucket count, [buckets], with the sum 1."""
+    """Return the weight of each bucket, [buckets], with the sum 1."""
     weights = np.array([sum(clients[index].weight for index in bucket) for bucket in buckets], np.float64)
     weights /= weights.sum()
     weights.setflags(write=False)  # all calls of a rule, on several threads, share this array
@@ -231,7 +239,11 @@ def _weights(clients: Sequence[ClientVector], buckets: Sequence[Sequence[int]]) 
 
 
 def _call(rule: Callable[[], Any], length: int) -> Float64:
-    """Return what a rule returns, [length]; RuleError if it is anything else, or if the rule fails."""
+    """Return a rule's result, [length].
+
+    Raises:
+        RuleError: if it is anything else, or if the rule fails.
+    """
     try:
         with np.errstate(all="ignore"):
             values = np.asarray(rule(), np.float64)

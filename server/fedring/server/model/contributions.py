@@ -1,6 +1,7 @@
-"""The updates of one round as the aggregation reads them: each client's values of one vector, range by range.
+"""The updates of one round, read range by range.
 
-Nothing is decoded before it is needed, so that a model of any size is aggregated in the memory of a few tiles.
+The aggregation reads each client's values of one vector. Nothing is decoded before it is needed, so that a model of any
+size is aggregated in the memory of a few tiles.
 """
 
 from collections.abc import Iterable, Sequence
@@ -32,7 +33,10 @@ class Contribution:
 
 @dataclass(frozen=True, slots=True)
 class ClientVector:
-    """One client's values of one vector: the sum of its packets, which are decoded range by range."""
+    """One client's values of one vector.
+
+    They are the sum of its packets, which are decoded range by range.
+    """
 
     client_id: str
     weight: float  # what it counts in a mean, above 0
@@ -41,12 +45,18 @@ class ClientVector:
     factor: float = 1.0  # by which its delta is multiplied
 
     def add_to(self, total: NDArray[np.float64], start: int, stop: int, weight: float) -> None:
-        """Add `weight` times the values from `start` to `stop`, as they were sent, to `total`, [stop - start]."""
+        """Add a range of values, times `weight`, to `total`, [stop - start].
+
+        The range is from `start` to `stop`, and the values are as they were sent.
+        """
         for decoder in self.decoders:
             decoder.add(start, stop, total, weight)
 
     def delta(self, base: Values, start: int, stop: int) -> NDArray[np.float64]:
-        """Return the client's difference to `base`, which holds the same range, times its factor, [stop - start]."""
+        """Return the client's difference to `base`, scaled, [stop - start].
+
+        `base` holds the same range. The difference is multiplied by the client's factor.
+        """
         values = np.zeros(stop - start, np.float64)
         self.add_to(values, start, stop, 1.0)
         if self.kind == "weights":
@@ -102,9 +112,9 @@ def open_packet(reader: Reader, packet: PacketSpec, length: int) -> Decoder:
 
 
 def values_at_a_time(decoders: Iterable[Decoder]) -> int:
-    """Return how many values one step of a walk should cover, at most TILE.
+    """Return the number of values for a walk's step.
 
-    Encodings that can be read at any place are read in blocks that stay in the processor's cache. The others decode a
-    whole segment, however little of it is wanted.
+    It is at most TILE. Encodings that can be read at any place are read in blocks that stay in the processor's cache.
+    The others decode a whole segment, however little of it is wanted.
     """
     return _BLOCK if all(decoder.seeks for decoder in decoders) else TILE

@@ -1,8 +1,8 @@
-"""The server's control variate of SCAFFOLD, c: its file, and how the updates of a round change it.
+"""SCAFFOLD's control variate of the server, c.
 
-With the deltas d_i of the clients S of a round, their numbers of steps K_i, and the learning rate eta, client i's own
-control variate changes by -c - d_i / (K_i eta) (Karimireddy et al. 2020, section 3, option II). So with N clients that
-have one, among them those of S,
+This is its file, and the change by the updates of a round. With the deltas d_i of the clients S of a round, their
+numbers of steps K_i, and the learning rate eta, client i's own control variate changes by -c - d_i / (K_i eta)
+(Karimireddy et al. 2020, section 3, option II). So with N clients that have one, among them those of S,
 
     c' = c - |S| / N (c + mean over S of d_i / (K_i eta))
 
@@ -46,20 +46,23 @@ class ControlPlan:
 
     @property
     def metadata(self) -> dict[str, str]:
-        """What the file of the new c says of itself."""
+        """The metadata of the new c's file."""
         return {_COUNTED: json.dumps(self.counted, sort_keys=True)}
 
 
 def plan_control(
     job: Job, job_round: int, updates: Sequence[UpdateRow], before: ModelReader | None
 ) -> ControlPlan | list[str]:
-    """Return how the updates of a round change c, or the clients for which it has to begin anew, sorted.
+    """Return the plan of a round's change of c.
 
     Args:
         job: says how clients train.
         job_round: the number of the round within the job.
         updates: the accepted updates, at least one.
         before: the file of c; None = all of it is zero.
+
+    Returns:
+        The plan; or the clients for which c has to begin anew, sorted.
 
     Raises:
         CodecError: "bad_model", if the file is damaged.

@@ -1,4 +1,4 @@
-"""The delta from one model to the next in a lossy encoding, with error feedback on the server.
+"""Lossy deltas between models, with error feedback on the server.
 
 The law: model + residual' == target + residual, up to the rounding of the residual. What the encoding leaves out of one
 delta is added to the next one (Seide et al. 2014).
@@ -15,7 +15,7 @@ from fedring.codec.encoding import Encoding
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeltaStep:
-    """A delta as it is sent, and the model that it leads to."""
+    """A delta as it is sent, and the resulting model."""
 
     payload: bytes
     model: NDArray[np.float32]  # [n], what every client has after it
@@ -52,5 +52,8 @@ def delta_step(
 
 
 def apply_delta(base: NDArray[np.float32], delta: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Return base + delta, [n], with one float32 addition for each value: bit for bit what a client computes."""
+    """Return base + delta, [n], exactly as a client computes it.
+
+    There is one float32 addition for each value, so the result is equal bit for bit.
+    """
     return np.add(base, delta, dtype=np.float32)

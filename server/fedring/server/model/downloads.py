@@ -1,4 +1,7 @@
-"""Downloads of models: in full, in part, or as the deltas that lead to a model from one that the caller holds."""
+"""Downloads of models: in full, in part, or as deltas.
+
+The deltas lead to a model from one that the caller holds.
+"""
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -87,7 +90,9 @@ class Downloads:
         self._blobs, self._run_id, self._versions = blobs, run_id, versions
 
     def open(self, request: pb.FetchModelRequest) -> Download:
-        """Open a download of the wanted version: as deltas to the held one if that is shorter, else in full.
+        """Open a download of the wanted version.
+
+        It comes as deltas to the held one if that is shorter, else in full.
 
         Raises:
             UnknownModel: if the version is not kept, or "no_residual" if the exact model is wanted and is not.
@@ -117,10 +122,13 @@ class Downloads:
                 model_digest=row.digest,
                 exact=request.exact,
             )
+            # From here on the download closes the files. An error above closes them at once.
             return Download(header, pieces, files.pop_all(), check)
 
     def small(self, row: ModelRow, job: Job) -> pb.SmallModel | None:
-        """Return a version in one message; None if it is too large for that, or if the job's clients do not fetch it.
+        """Return a version in one message, or None.
+
+        None if it is too large for that, or if the job's clients do not fetch it.
 
         Raises:
             DamagedModel: if its file is damaged.
@@ -169,9 +177,10 @@ class Downloads:
         return packets, [(reader.size, reader.read) for reader in readers], check
 
     def _in_ranges(self, row: ModelRow, wanted: Sequence[pb.ValueRange]) -> Download:
-        """Open a download of some values. The file is read once before, and again as the values are sent.
+        """Open a download of some values.
 
-        The whole file is compared with its digest, and then names the payload by the digest of the wanted values.
+        The file is read once before, and again as the values are sent. The whole file is compared with its digest, and
+        then names the payload by the digest of the wanted values.
         """
         schema = self._versions.schema_of(row)
         check_ranges(wanted, schema)
@@ -218,7 +227,10 @@ class Downloads:
         middle, end = 4 * schema.num_parameters, 4 * schema.num_parameters + 8 * schema.num_buffers
 
         def values(offset: int, size: int) -> bytes:
-            """Read both vectors in the order in which they are sent, which is that of the model's digest."""
+            """Read both vectors in the order of the model's digest.
+
+            They are sent in this order.
+            """
             split = min(max(middle - offset, 0), size)
             first = reader.parameter_bytes(offset, split) if split else b""
             return first + reader.buffer_bytes(offset + split - middle, size - split) if split < size else first
@@ -243,7 +255,10 @@ class Downloads:
         return packets, pieces, check
 
     def _with_residual(self, row: ModelRow, files: ExitStack, model: _Parts) -> _Parts:
-        """Add a packet of what download_encoding has left out of the model, if it has left out anything."""
+        """Add a packet of the residual of download_encoding.
+
+        There is no packet if the encoding has left nothing out of the model.
+        """
         packets, pieces, check_model = model
         if not row.residual_blob and not row.delta_blob:
             return model
@@ -272,7 +287,11 @@ class Downloads:
         return [*packets, packet], [*pieces, (len(head), _reader_of(head)), (blob.size, residual.read)], check
 
     def _without_delta(self, row: ModelRow, error: StorageError) -> Exception:
-        """Send the version in full from now on; return the error of the caller that was to get its delta."""
+        """Send the version in full from now on.
+
+        Returns:
+            The error of the caller that was to get its delta.
+        """
         damage = unreadable(row.delta_blob, error)
         if not isinstance(damage, DamagedBlob):
             return damage

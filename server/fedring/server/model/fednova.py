@@ -1,9 +1,9 @@
-"""Normalised averaging, FedNova (Wang et al. 2020): clients that took more local steps do not pull the model to them.
+"""Normalised averaging, FedNova (Wang et al. 2020).
 
-With the clients' deltas d_i, their weights p_i, which add up to 1, and a_i, which grows with the number of local steps,
-the next model is the base plus (sum_j p_j a_j) sum_i p_i d_i / a_i (section 5). This is the weighted mean of the deltas
-after each was multiplied by a factor, sum_j p_j a_j / a_i. If all clients take the same number of steps, all factors
-are 1.
+Clients that took more local steps do not pull the model to them. With the clients' deltas d_i, their weights p_i, which
+add up to 1, and a_i, which grows with the number of local steps, the next model is the base plus (sum_j p_j a_j) sum_i
+p_i d_i / a_i (section 5). This is the weighted mean of the deltas after each was multiplied by a factor, sum_j p_j a_j
+/ a_i. If all clients take the same number of steps, all factors are 1.
 
 A client's word on its steps is not proof. So a_i counts as at least the median over the round's clients divided by
 SPREAD, and as at most SPREAD times that median. No factor exceeds SPREAD^2, whatever clients say.
@@ -28,7 +28,7 @@ _SGD = "fedring.train.optimizers:sgd"
 def factors_of(
     job: Job, job_round: int, updates: Sequence[UpdateRow], weights: Mapping[str, float]
 ) -> dict[str, float]:
-    """Return what the updates of a round are multiplied by before they are averaged.
+    """Return the factors of a round's updates before they are averaged.
 
     Args:
         job: says whether updates are normalised at all.
@@ -68,7 +68,7 @@ def factors(
     dampening: float = 0.0,
     nesterov: bool = False,
 ) -> dict[str, float]:
-    """Return what each delta is multiplied by: sum_j p_j a_j / a_i.
+    """Return the factor of each delta: sum_j p_j a_j / a_i.
 
     Args:
         weights: of the clients, above 0, by client id; p_i is the share of the client's weight.
@@ -90,11 +90,11 @@ def factors(
 
 
 def accumulation(steps: float, momentum: float, dampening: float = 0.0, nesterov: bool = False) -> float:
-    """Return the sum of what each local gradient counts in the delta: tau without momentum rho.
+    """Return the total weight of the local gradients in a delta.
 
-    With momentum it is A = (tau - rho (1 - rho^tau) / (1 - rho)) / (1 - rho) (Wang et al. 2020, section 4.1). The same
-    sum over the steps of torch's SGD is (1 - d) A + d (1 - rho^tau) / (1 - rho) with the dampening d, which torch does
-    not apply to the first gradient, and tau + rho A with Nesterov's momentum.
+    It is tau without momentum rho. With momentum it is A = (tau - rho (1 - rho^tau) / (1 - rho)) / (1 - rho) (Wang et
+    al. 2020, section 4.1). The same sum over the steps of torch's SGD is (1 - d) A + d (1 - rho^tau) / (1 - rho) with
+    the dampening d, which torch does not apply to the first gradient, and tau + rho A with Nesterov's momentum.
     """
     if not momentum:
         return steps

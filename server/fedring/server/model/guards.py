@@ -1,4 +1,4 @@
-"""Guards of the mean: how much one client's update may count, and how long it may be.
+"""Guards of the mean: bounds on an update's weight and length.
 
 With an update_clip of C and weights of at most w_max, replacing the update of one client by anything else moves the
 mean by at most 2 C w_max / sum(w). With normalize_steps it may also change how much the other updates count.
@@ -17,7 +17,7 @@ from fedring.train.job import Job
 
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """What the guards do to the updates of one round."""
+    """The guards' effect on the updates of one round."""
 
     weights: dict[str, float] = field(default_factory=dict)  # by client id
     factors: dict[str, float] = field(default_factory=dict)  # of the deltas; a client without one has the factor 1
@@ -27,7 +27,7 @@ class Guard:
     capped: tuple[str, ...] = ()  # clients that reported more samples than max_samples, sorted
 
     def stats(self) -> dict[str, Any]:
-        """Return the figures that the round's row keeps: those that there are."""
+        """Return the known figures for the round's row."""
         figures = {
             "update_clip": self.bound,
             "median_norm": self.median_norm if self.bound else 0.0,
@@ -38,14 +38,17 @@ class Guard:
 
 
 def weight_of(job: Job, num_samples: int) -> float:
-    """Return what the word of a client with so many samples counts in means, of updates and of metrics."""
+    """Return the aggregation weight of a client with `num_samples` samples.
+
+    It is the weight in means of updates and of metrics.
+    """
     return float(num_samples > 0 if job.weights == "uniform" else min(num_samples, job.max_samples))
 
 
 def guard(
     job: Job, updates: Sequence[UpdateRow], last_median: float = 0.0, *, job_round: int = 1, averages: bool = False
 ) -> Guard:
-    """Return what the job's guards do to the updates of a round.
+    """Return the effect of a job's guards on a round's updates.
 
     Args:
         job: has the guards' settings.

@@ -1,4 +1,7 @@
-"""The first weights of a job, if they come from a file: which files a job may name, and what must be in them."""
+"""A job's first weights from a file.
+
+These are checks of which files a job may name, and of their content.
+"""
 
 from difflib import get_close_matches
 from pathlib import Path
@@ -12,7 +15,7 @@ from fedring.train.state import Parts, tensors_of
 
 
 def load_initial(file: Path, model: nn.Module, parts: Parts) -> None:
-    """Fill a model from a file: the whole model, or only what it shares.
+    """Fill a model, or only its shared tensors, from a file.
 
     Args:
         file: The file.
@@ -37,9 +40,10 @@ def load_initial(file: Path, model: nn.Module, parts: Parts) -> None:
 
 
 def find_file(allowed: Path | None, name: str) -> Path:
-    """Return the file that a job names, if the server's operator allows it.
+    """Return the file that a job names, if it is allowed.
 
-    Whoever may start jobs could otherwise have the server read any file of its machine.
+    The server's operator allows files. Whoever may start jobs could otherwise have the server read any file of its
+    machine.
 
     Args:
         allowed: The configuration's `init_path`: the only file that jobs may name, or the folder of such files.

@@ -1,4 +1,7 @@
-"""Making models: the first one of a job, and the next one from the updates of a round."""
+"""Making models: a job's first one, and each next one.
+
+The next one is made from the updates of a round.
+"""
 
 import json
 from collections.abc import Callable, Iterable
@@ -41,7 +44,9 @@ from fedring.v1 import federation_pb2 as pb
 
 
 class ModelMaker:
-    """Makes the models of a run, and seals their blobs. All methods may take long.
+    """Makes the models of a run, and seals their blobs.
+
+    All methods may take long.
 
     Args:
         blobs: takes the models.
@@ -67,7 +72,9 @@ class ModelMaker:
         self._built: dict[str, Parts] = {}  # by what a job says about its model
 
     def schema_of(self, job: Job) -> Schema:
-        """Return what the job shares of its model. The model is built only if it was not built before.
+        """Return the schema of the job's shared tensors.
+
+        The model is built only if it was not built before.
 
         Raises:
             SeamError: if the model cannot be built, or not in the way that a pipeline job asks for; "bad_sharing", with
@@ -76,7 +83,9 @@ class ModelMaker:
         return self._parts_of(job).shared
 
     def frozen_digest(self, job: Job, base: ModelRow) -> str:
-        """Return the digest of what stays frozen on all sides; empty if nothing does.
+        """Return the digest of the tensors frozen on all sides.
+
+        Empty if there are none.
 
         Args:
             job: the job.
@@ -108,7 +117,7 @@ class ModelMaker:
             raise SeamError("wrong_schema", f"Version {row.version} is not a model of the job's kind: see `start`.")
 
     def check_file(self, job: Job, path: str = "") -> None:
-        """Return if a job that starts anew, or from a file, can do so.
+        """Check that a job can start anew, or from a file.
 
         Raises:
             SeamError: if the file may not be named or cannot be read, or does not fit the job's model.
@@ -151,7 +160,7 @@ class ModelMaker:
         return new.row(schema, version=version, number=0)
 
     def command(self, job: Job, command: pb.TrainCmd, base: ModelRow) -> None:
-        """Let the transforms of the job add to the command of a round.
+        """Add the transforms' fields to the command of a round.
 
         Raises:
             DamagedModel: if a file of the base is damaged.
@@ -246,7 +255,7 @@ class ModelMaker:
         return make_strategy(job.aggregation, self.offered)
 
     def ask_settings(self, job: Job, history: Iterable[PastRound]) -> dict[str, float]:
-        """Return the settings that the job's own strategy chooses for its next round.
+        """Return the next round's settings by the job's own strategy.
 
         Args:
             job: the job.
@@ -259,7 +268,9 @@ class ModelMaker:
         return ask_settings(self.strategy(job), job, history)
 
     def ask_metrics(self, row: ModelRow, job: Job) -> dict[str, float]:
-        """Return the figures that the job's own strategy finds of a version; empty if it has no `evaluate`.
+        """Return the own strategy's figures of a version.
+
+        Empty if it has no `evaluate`.
 
         Raises:
             SeamError: if the strategy or the model cannot be made.
@@ -279,7 +290,9 @@ class ModelMaker:
             return ask_metrics(strategy, model.eval())
 
     def check_samples(self, job: Job) -> None:
-        """Return if the server's own samples, which the rule of a job may need, can be loaded.
+        """Check that the server's own samples can be loaded.
+
+        The rule of a job may need them.
 
         Raises:
             SeamError, DataError: if they cannot.
@@ -326,7 +339,10 @@ class ModelMaker:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Return whether an error says that there is no memory. On the CPU, torch says so with a RuntimeError."""
+    """Return whether an error says that there is no memory.
+
+    On the CPU, torch says so with a RuntimeError.
+    """
     return isinstance(error, MemoryError) or "can't allocate memory" in str(error)
 
 

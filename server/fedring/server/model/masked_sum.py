@@ -1,6 +1,7 @@
-"""Masked updates: the updates of a group are one contribution, whose values are their sum without its masks.
+"""Sums of masked updates.
 
-The clients' integers are levels, or private integers, which have the clients' noise in them.
+The updates of a group are one contribution, whose values are their sum without its masks. The clients' integers are
+levels, or private integers, which have the clients' noise in them.
 
 The walk asks for a range of the parameters. The words of this range are added up modulo 2^bits, over all updates of the
 group, the same range of each mask is removed, and what is left is the sum of the clients' integers. So no update is
@@ -70,7 +71,9 @@ class Sent:
 
 
 class BadSum(CodecError):
-    """The sum of a group is not one of the integers that its clients may send, so no model can be made with it.
+    """The sum of a group is impossible for its clients' integers.
+
+    No model can be made with it.
 
     Attributes:
         group: the group's name.
@@ -82,7 +85,9 @@ class BadSum(CodecError):
 
 
 def width_of(secure: wire.SecureRound, length: int, bits: int) -> Width:
-    """Return of how many values, and how wide ones, the updates of a round consist.
+    """Return the number and the bits of an update's values.
+
+    They are those of all updates of a round.
 
     Args:
         secure: what the command says of the round.
@@ -96,7 +101,10 @@ def width_of(secure: wire.SecureRound, length: int, bits: int) -> Width:
 
 
 def private_width(plan: IntegerPlan) -> Width:
-    """Return of how many values, and how wide ones, the updates of a group with private integers consist."""
+    """Return the number and the bits of private integers.
+
+    They are those of all updates of a group.
+    """
     return Width(plan.padded, plan.bits)
 
 
@@ -106,7 +114,9 @@ def open_groups(
     payloads: Mapping[str, Payload],
     length: int,
 ) -> list[Contribution]:
-    """Return each group as one contribution, which counts as much as its clients together.
+    """Return each group as one contribution.
+
+    It counts as much as its clients together.
 
     Args:
         groups: the groups of a round; no client is in two.
@@ -134,7 +144,9 @@ def open_groups(
 
 
 class MaskedSum(Decoder):
-    """The mean of a group's updates: the sum of their values divided by the sum of their weights.
+    """The mean of a group's masked updates.
+
+    It is the sum of their values divided by the sum of their weights.
 
     Args:
         group: whose updates they are, and which masks their sum still holds.
@@ -194,12 +206,17 @@ class MaskedSum(Decoder):
         return values
 
     def _sums(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Return the sums of the clients' integers from `start` to `stop`, places among the values that are sent."""
+        """Return the sums of the clients' integers in a range.
+
+        `start` and `stop` are places among the values that are sent.
+        """
         return _sums(self._group, self._packets, self._count, start, stop)
 
 
 class PrivateSum(Decoder):
-    """The sum, and not the mean, of a group's updates, with the noise that its clients have added.
+    """The sum of a group's updates, with its clients' noise.
+
+    It is not the mean.
 
     Args:
         group: whose updates they are, and which masks their sum still holds.
@@ -220,7 +237,10 @@ class PrivateSum(Decoder):
         self.weight = float(len(group.clients))
 
     def decode(self, start: int, stop: int) -> NDArray[np.floating]:
-        """See Decoder.decode; the values are float64. Whole blocks are read, because they were rotated together."""
+        """See Decoder.decode; the values are float64.
+
+        Whole blocks are read, because they were rotated together.
+        """
         plan, seed = self._integers.plan, self._integers.seed
         low, high = start // plan.block * plan.block, -(-stop // plan.block) * plan.block
         sums = _sums(self._group, self._packets, plan.padded, low, high)
@@ -228,7 +248,10 @@ class PrivateSum(Decoder):
 
 
 def _sums(group: GroupMasks, packets: Sequence[MaskedPacket], count: int, start: int, stop: int) -> NDArray[np.int64]:
-    """Return the sums of the clients' integers from `start` to `stop` of `count`, without their masks."""
+    """Return sums of the clients' integers, without their masks.
+
+    They are those from `start` to `stop` of `count`.
+    """
     low, high = start // GROUP * GROUP, min(-(-stop // GROUP) * GROUP, count)
     total = np.zeros(high - low, word_type(group.bits))
     for packet in packets:

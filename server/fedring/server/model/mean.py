@@ -1,7 +1,7 @@
-"""Weighted sums of updates, and among them federated averaging (McMahan et al. 2017, algorithm 1).
+"""Weighted sums of updates, among them federated averaging.
 
-Clients are added in client-id order in float64, so the same updates give the same bytes, in whatever order they arrived
-and however the walk is cut into tiles.
+McMahan et al. 2017, algorithm 1. Clients are added in client-id order in float64, so the same updates give the same
+bytes, in whatever order they arrived and however the walk is cut into tiles.
 """
 
 from collections.abc import Sequence
@@ -15,9 +15,10 @@ from fedring.server.model.contributions import ClientVector, Values
 def weighted_mean(
     base: Values, clients: Sequence[ClientVector], weights: Sequence[float], divisor: float, start: int
 ) -> NDArray[np.float64]:
-    """Return sum_i w_i d_i / divisor, [n], where client i has the weight w_i and the delta d_i.
+    """Return sum_i w_i d_i / divisor, [n].
 
-    Of a client that sends weights, d_i is the weights minus the base. A client of weight 0 is not read.
+    Client i has the weight w_i and the delta d_i. Of a client that sends weights, d_i is the weights minus the base. A
+    client of weight 0 is not read.
 
     Args:
         base: the base model's values of a range, [n].

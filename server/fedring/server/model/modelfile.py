@@ -1,4 +1,6 @@
-"""A model version on disk: one safetensors file in which each flat vector is contiguous.
+"""A model version on disk: one safetensors file.
+
+Each flat vector is contiguous in it.
 
     header length u64 | header JSON, padded to 8 bytes | buffers f64 | parameters f32
 
@@ -60,7 +62,9 @@ def model_file_header(schema: Schema, metadata: Mapping[str, str]) -> bytes:
 
 
 class ModelWriter:
-    """Writes a model into an empty partial, tile after tile: all buffers, then all parameters.
+    """Writes a model into an empty partial, tile after tile.
+
+    All buffers come first, then all parameters.
 
     Raises:
         CodecError: "bad_schema", if the schema does not fit into a model file.
@@ -127,7 +131,7 @@ class ModelReader:
 
     @property
     def metadata(self) -> dict[str, str]:
-        """What the file says of itself."""
+        """The file's own metadata."""
         return {str(key): str(value) for key, value in self._header.get(_METADATA, {}).items()}
 
     def parameters(self, start: int, stop: int) -> NDArray[np.float32]:
@@ -147,11 +151,17 @@ class ModelReader:
         return Vectors(gather(starmap(self.parameters, tiles(count)), np.empty(count, np.float32)), buffers)
 
     def parameter_bytes(self, offset: int, size: int) -> bytes:
-        """Return `size` bytes at `offset` of the parameters as they are sent: float32, little endian."""
+        """Return `size` bytes at `offset` of the parameters, as sent.
+
+        They are float32, little endian.
+        """
         return self._range(self._start + self._middle, offset, size, 4 * self.schema.num_parameters)
 
     def buffer_bytes(self, offset: int, size: int) -> bytes:
-        """Return `size` bytes at `offset` of the buffers as they are sent: float64, little endian."""
+        """Return `size` bytes at `offset` of the buffers, as sent.
+
+        They are float64, little endian.
+        """
         return self._range(self._start, offset, size, self._middle)
 
     @cached_property
@@ -180,11 +190,17 @@ class LoadedModel:
     values: Vectors
 
     def parameters(self, start: int, stop: int) -> NDArray[np.float32]:
-        """Return the parameters from `start` to `stop`, [stop - start], not to be written to."""
+        """Return a range of the parameters, [stop - start], read-only.
+
+        It is from `start` to `stop`.
+        """
         return self.values.parameters[start:stop]
 
     def buffers(self, start: int, stop: int) -> NDArray[np.float64]:
-        """Return the buffers from `start` to `stop`, [stop - start], not to be written to."""
+        """Return a range of the buffers, [stop - start], read-only.
+
+        It is from `start` to `stop`.
+        """
         return self.values.buffers[start:stop]
 
     def vectors(self) -> Vectors:

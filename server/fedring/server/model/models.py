@@ -1,4 +1,7 @@
-"""All that the other rooms do with models: one object for the versions, their making, and their downloads."""
+"""One object for models: their versions, their making, their downloads.
+
+The other rooms use it for all that they do with models.
+"""
 
 from concurrent.futures import Executor
 

@@ -1,7 +1,7 @@
-"""Server optimizers: torch.optim, and Yogi, on the pseudo-gradient (Reddi et al. 2021, algorithm 1).
+"""Server optimizers on the pseudo-gradient: torch.optim, and Yogi.
 
-The combined delta of the clients, negated, is the gradient of one flat parameter. This equals stepping tensor by tensor
-only for optimizers that treat each value by itself.
+Reddi et al. 2021, algorithm 1. The combined delta of the clients, negated, is the gradient of one flat parameter. This
+equals stepping tensor by tensor only for optimizers that treat each value by itself.
 """
 
 import inspect

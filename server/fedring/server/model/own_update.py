@@ -1,7 +1,7 @@
-"""The server's own update of a round, for the rule fltrust: the server trains on samples of its own, as a client does.
+"""The server's own update of a round, for the rule fltrust.
 
-The update depends on the base model, the job, the samples and the round's seed only. So a server that is started again,
-and a simulation, make the same one.
+The server trains on samples of its own, as a client does. The update depends on the base model, the job, the samples
+and the round's seed only. So a server that is started again, and a simulation, make the same one.
 """
 
 import json
@@ -31,14 +31,19 @@ from fedring.train.user_trainer import run_trainer
 
 
 class OwnUpdates:
-    """Makes the server's own updates. It keeps the samples of one job in memory; not for the event loop."""
+    """Makes the server's own updates.
+
+    It keeps the samples of one job in memory. It is not for the event loop.
+    """
 
     def __init__(self, data_root: Path | None, offered: Offered) -> None:
         self._data_root, self._offered = data_root, offered
         self._loaded: tuple[str, Dataset[object]] | None = None  # what was loaded, and the samples
 
     def load(self, job: Job) -> Dataset[object]:
-        """Return the server's own samples, which the table [aggregation] of a job names.
+        """Return the server's own samples for a job.
+
+        The job's table [aggregation] names them.
 
         Raises:
             SeamError: if the function is not offered.
@@ -58,7 +63,9 @@ class OwnUpdates:
     def make(
         self, model: nn.Module, schema: Schema, base: Vectors, job: Job, *, job_round: int, seed: int
     ) -> Contribution:
-        """Train as a client of the round would, and return the difference to the base model.
+        """Train as a client would, and return the difference.
+
+        The difference is to the base model of the round.
 
         Args:
             model: the job's model, newly built; it is trained in place.

@@ -1,8 +1,9 @@
-"""Differential privacy for whole clients: the sum of clipped updates, with noise, over a fixed number of clients.
+"""Differential privacy for whole clients.
 
-One client changes the sum of the updates by at most the clip, in L2 norm. So Gaussian noise with the standard deviation
-z times the clip makes the sum private (McMahan et al. 2018, algorithm 1, with weights of 1 and the fixed denominator).
-The clip may follow the median norm of the updates (Andrew et al. 2021, algorithm 1).
+The sum of clipped updates, with noise, is divided by a fixed number of clients. One client changes the sum of the
+updates by at most the clip, in L2 norm. So Gaussian noise with the standard deviation z times the clip makes the sum
+private (McMahan et al. 2018, algorithm 1, with weights of 1 and the fixed denominator). The clip may follow the median
+norm of the updates (Andrew et al. 2021, algorithm 1).
 
 If the clients add the noise, the server divides the sum by the same number, and adds nothing.
 """
@@ -35,14 +36,18 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class NoisyMean:
-    """A sum of updates divided by a fixed number, and the noise on it."""
+    """A sum of updates over a fixed number, with noise."""
 
     divisor: float
     deviation: float = 0.0  # of the noise on each value of the mean
     noise: Noise | None = None  # None = the sum has noise already
 
     def added(self, mean: NDArray[np.float64], start: int) -> NDArray[np.float64]:
-        """Return the piece of the mean that begins at `start` with noise. Overwrites it."""
+        """Add noise to the mean's piece at `start`, in place.
+
+        Returns:
+            The piece.
+        """
         if self.noise is not None:
             mean += self.deviation * self.noise.normal(start, start + len(mean))
         return mean
@@ -50,7 +55,7 @@ class NoisyMean:
 
 @dataclass(frozen=True, slots=True)
 class PrivateRound:
-    """What differential privacy does to one round."""
+    """The effect of differential privacy on one round."""
 
     guarded: Guard  # the updates' factors
     mean: NoisyMean
@@ -59,7 +64,10 @@ class PrivateRound:
     next_clip: float  # of the job's next round
 
     def stats(self) -> dict[str, Any]:
-        """Return the figures that the round's row keeps. They say nothing of the clients that the model does not."""
+        """Return the figures for the round's row.
+
+        They say nothing of the clients that the model does not.
+        """
         return {
             "dp": {
                 "noise_by": "server" if self.mean.noise else "clients",
@@ -72,7 +80,7 @@ class PrivateRound:
 
 
 def summed_round(privacy: ClientPrivacy, clients: int) -> PrivateRound:
-    """Return what differential privacy does to sums to which the clients have added the noise.
+    """Return the private round of sums with the clients' noise.
 
     Args:
         privacy: the job's settings.
@@ -83,7 +91,7 @@ def summed_round(privacy: ClientPrivacy, clients: int) -> PrivateRound:
 
 
 def most_charged(job: Job, dimension: int) -> Charge:
-    """Return the most that a round of a job with differential privacy can cost.
+    """Return the highest possible charge of a private job's round.
 
     Args:
         job: the job.
@@ -105,7 +113,7 @@ def most_charged(job: Job, dimension: int) -> Charge:
 def private_round(
     privacy: ClientPrivacy, updates: Sequence[UpdateRow], clients: int, clip: float, secret: bytes, run_id: str
 ) -> PrivateRound:
-    """Return what differential privacy does to a round.
+    """Return the effect of differential privacy on a round.
 
     Args:
         privacy: the job's settings.
@@ -121,6 +129,7 @@ def private_round(
     factors = {row.client_id: bound / row.norm for row in ordered if row.norm > bound}
     next_clip = clip
     if privacy.adaptive:
+        # Andrew et al. 2021: a client counts as 1/2 or -1/2, so that one more changes the noisy count by 1/2 only.
         within = sum((row.norm <= clip) - 0.5 for row in ordered)
         noise = Noise(secret, ["clip", *names]).normal(0, 1).item() * clients / COUNT_NOISE
         share = min(1.0, max(0.0, 0.5 + (within + noise) / clients))

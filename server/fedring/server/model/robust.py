@@ -1,6 +1,7 @@
-"""Robust aggregation rules: they bound what a minority of clients that send anything can do to the model.
+"""Robust aggregation rules, which bound a minority's effect on the model.
 
-Each update counts once, whatever its number of samples, because a claim of many samples would itself be an attack.
+The clients of the minority may send anything. Each update counts once, whatever its number of samples, because a claim
+of many samples would itself be an attack.
 
 The distances of a Gram matrix G, ||x_i - x_j||^2 = G_ii + G_jj - 2 G_ij, lose digits where two updates are almost
 equal: in float64, distances below about 1e-7 of the norms are rounding errors. The error of a pair depends on this pair
@@ -35,7 +36,9 @@ _TINY = 1e-150
 
 @dataclass(frozen=True, slots=True)
 class CenteredClip:
-    """Centered clipping (Karimireddy et al. 2021, algorithm 2), without updates that are far too long.
+    """Centered clipping without updates that are far too long.
+
+    Karimireddy et al. 2021, algorithm 2.
 
     v <- v + 1/n sum_i (x_i - v) min(1, radius / ||x_i - v||), three times. The first centre is the base model, v = 0.
 
@@ -65,7 +68,9 @@ class CenteredClip:
 
 @dataclass(frozen=True, slots=True)
 class GeometricMedian:
-    """The geometric median by the smoothed Weiszfeld algorithm, RFA (Pillutla et al. 2022).
+    """The geometric median by the smoothed Weiszfeld algorithm.
+
+    This is RFA (Pillutla et al. 2022).
 
     z <- sum_i b_i x_i / sum_i b_i with b_i = 1 / max(nu, ||z - x_i||), eight times. The first z is the mean of the
     updates after each was shortened to the median norm: one update can move the plain mean anywhere, and can lie
@@ -73,7 +78,10 @@ class GeometricMedian:
     """
 
     def coefficients(self, gram: Float64, weights: Float64) -> Float64:
-        """Return the coefficients of the point after eight iterations, [n], with the sum 1."""
+        """Return the point's coefficients, [n], with the sum 1.
+
+        The point is that after eight iterations.
+        """
         norms = _norms(gram)
         median = float(np.median(norms))
         least = max(_SMOOTHING * median, _TINY)
@@ -86,11 +94,11 @@ class GeometricMedian:
 
 @dataclass(frozen=True, slots=True)
 class Krum:
-    """Krum and Multi-Krum (Blanchard et al. 2017, section 4): the updates that have the closest neighbours.
+    """Krum and Multi-Krum (Blanchard et al. 2017, section 4).
 
-    The score of an update is the sum of its squared distances to the n - f - 2 updates that are closest to it. The
-    update with the lowest score is taken, or the mean of the n - f with the lowest scores. Of equal scores, the first
-    in the order of the updates wins.
+    They take the updates that have the closest neighbours. The score of an update is the sum of its squared distances
+    to the n - f - 2 updates that are closest to it. The update with the lowest score is taken, or the mean of the n - f
+    with the lowest scores. Of equal scores, the first in the order of the updates wins.
 
     Args:
         malicious: f, the number of updates that may be anything; n > 2 f + 2.
@@ -101,7 +109,7 @@ class Krum:
     several: bool = False
 
     def coefficients(self, gram: Float64, weights: Float64) -> Float64:
-        """Return 1/m for the m updates that are taken, and 0 for the others, [n]."""
+        """Return 1/m for the m chosen updates, else 0, [n]."""
         count, squares = len(gram), np.diag(gram)
         distances = np.maximum(squares[:, None] + squares[None, :] - 2.0 * gram, 0.0)
         np.fill_diagonal(distances, np.inf)  # an update is no neighbour of its own
@@ -125,7 +133,7 @@ class TrimmedMean:
     beta: float
 
     def combine(self, deltas: Float64, weights: Float64) -> Float64:
-        """Return the mean of what is left of each coordinate, [m]."""
+        """Return the trimmed mean of each coordinate, [m]."""
         count = len(deltas)
         out = min(trimmed(self.beta, count), (count - 1) // 2)
         return _mean_of_middle(deltas, out)
@@ -133,7 +141,10 @@ class TrimmedMean:
 
 @dataclass(frozen=True, slots=True)
 class Median:
-    """The coordinate-wise median (Yin et al. 2018, definition 1); the mean of the two in the middle if n is even."""
+    """The coordinate-wise median (Yin et al. 2018, definition 1).
+
+    It is the mean of the two in the middle if n is even.
+    """
 
     def combine(self, deltas: Float64, weights: Float64) -> Float64:
         """Return the median of each coordinate, [m]."""
@@ -142,14 +153,17 @@ class Median:
 
 @dataclass(frozen=True, slots=True)
 class FLTrust:
-    """FLTrust (Cao et al. 2021, algorithm 2): updates count as far as they point where the server's own update does.
+    """FLTrust (Cao et al. 2021, algorithm 2).
 
-    With the server's update g, the result is sum_i t_i (||g|| / ||x_i||) x_i / sum_i t_i, where the trust t_i in an
-    update x_i is the cosine of its angle to g, or 0 if that is negative.
+    Updates count as far as they point where the server's own update does. With the server's update g, the result is
+    sum_i t_i (||g|| / ||x_i||) x_i / sum_i t_i, where the trust t_i in an update x_i is the cosine of its angle to g,
+    or 0 if that is negative.
     """
 
     def coefficients(self, gram: Float64, weights: Float64) -> Float64:
-        """Return the coefficients of all updates, [n]; that of the last one, which is the server's own, is 0.
+        """Return the coefficients of all updates, [n].
+
+        That of the last one, which is the server's own, is 0.
 
         Raises:
             RuleError: "none_trusted", if no update has a positive cosine.
@@ -174,7 +188,10 @@ def _distances(gram: Float64, point: Float64) -> Float64:
 
 
 def _mean_of_middle(deltas: Float64, out: int) -> Float64:
-    """Return the mean of each coordinate, [m], without its `out` smallest and `out` largest values."""
+    """Return each coordinate's mean, [m], without its extremes.
+
+    These are its `out` smallest and `out` largest values.
+    """
     values = np.ascontiguousarray(deltas.T)
     values.sort(axis=1)
     return np.asarray(values[:, out : len(deltas) - out].mean(axis=1))

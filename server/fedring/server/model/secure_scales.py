@@ -1,9 +1,10 @@
-"""Which blocks of the parameters a round with secure aggregation sends, and the steps between their levels.
+"""The blocks and level steps of a round with secure aggregation.
 
-Both follow from past aggregates, so all clients know them before they train: the spread of a model says how much each
-block has changed, and how long it has waited. It is measured while the model is made, piece by piece. A round sends the
-blocks in which most should have gathered since they were sent, after those that were never sent. As this grows with
-the rounds that a block waits, each of them gets its turn.
+The blocks are those of the parameters that the round sends. Both follow from past aggregates, so all clients know them
+before they train: the spread of a model says how much each block has changed, and how long it has waited. It is
+measured while the model is made, piece by piece. A round sends the blocks in which most should have gathered since they
+were sent, after those that were never sent. As this grows with the rounds that a block waits, each of them gets its
+turn.
 """
 
 import struct
@@ -50,7 +51,9 @@ class Pace:
     waiting: NDArray[np.uint32]  # rounds whose changes the next update of a block has, at least 1, [n]
 
     def gathered(self, first: float) -> NDArray[np.float64]:
-        """Return the root mean square that is expected of each block in the next round, [n].
+        """Return each block's expected change in the next round, [n].
+
+        It is a root mean square.
 
         Args:
             first: the root mean square of a round's changes while no block was ever sent.
@@ -62,7 +65,9 @@ class Pace:
 
 
 def secure_round(job: Job, base: ModelRow, pace: Pace | None) -> wire.SecureRound:
-    """Return what the command of a round says of its values: the same whenever it is asked for.
+    """Return the command's fields for a round's secure values.
+
+    They are the same in each call.
 
     Args:
         job: a job with secure aggregation.
@@ -91,7 +96,9 @@ def secure_round(job: Job, base: ModelRow, pace: Pace | None) -> wire.SecureRoun
 
 
 def pace_in(data: bytes, parameters: int, block: int) -> Pace | None:
-    """Return how fast the blocks of a model change; None if that is not known for blocks of this size.
+    """Return the pace of a model's blocks, or None.
+
+    None if it is not known for blocks of this size.
 
     Args:
         data: the bytes of the model's spread; b"" = it has none.
@@ -122,7 +129,7 @@ class Spread:
         self._squares = np.zeros(len(expected), np.float64)
 
     def watch(self, start: int, delta: NDArray[np.float64]) -> None:
-        """Take the piece of the combined delta that begins at `start` into account.
+        """Add the piece of the combined delta at `start` to the spread.
 
         Several threads may call this, for pieces that begin and end between two blocks.
         """
@@ -133,7 +140,10 @@ class Spread:
         self._squares[first:last] += np.add.reduceat(np.square(delta), edges)
 
     def data(self) -> bytes:
-        """Return the bytes of the spread; blocks that were not sent keep what they had, and wait for a round more."""
+        """Return the bytes of the spread.
+
+        Blocks that were not sent keep what they had, and wait for a round more.
+        """
         block, sent = self._blocks.block, self._blocks.indices
         sizes = np.minimum(block, self._blocks.length - sent * block)
         found = np.sqrt(self._squares[sent] / sizes) / self._before.waiting[sent]
@@ -161,7 +171,9 @@ def _first_change(table: SecureAggregation, parameters: int) -> float:
 
 
 def _choose(expected: NDArray[np.float64], count: int, seed: int) -> NDArray[np.int64]:
-    """Return the indices of the `count` blocks of which most is expected, rising; equals go by an order that is drawn.
+    """Return the indices of the `count` most changed blocks, rising.
+
+    The expected change counts. Equals go by an order that is drawn.
 
     Args:
         expected: the root mean square of each block; infinite = it was never sent.

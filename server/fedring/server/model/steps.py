@@ -62,7 +62,7 @@ class VectorFile:
 
 
 class BaseFiles:
-    """The files of the base model, for the round that starts from it.
+    """The files of the base model of a round.
 
     Args:
         blobs: hold them.
@@ -105,7 +105,7 @@ class BaseFiles:
             raise self.damage_of(error) from error
 
     def damage_of(self, error: CodecError | StorageError) -> StorageError:
-        """Return the error of the base for an error of one of its files."""
+        """Return the base's error for an error of a file."""
         return self._versions.damage_of(self._base, error)
 
 
@@ -123,7 +123,10 @@ class Step:
         return {}
 
     def charge(self) -> ChargeRow | None:
-        """Return the charge for publishing the model; None if it costs no privacy."""
+        """Return the charge for publishing the model, or None.
+
+        None if it costs no privacy.
+        """
         return None
 
     def read(self, base: ModelRow, files: BaseFiles) -> None:
@@ -153,7 +156,7 @@ class Step:
         return how
 
     def piece(self, start: int, delta: Float64) -> None:
-        """Look at a piece of the combined delta, or change it in place.
+        """Read a piece of the combined delta, or change it in place.
 
         Several threads call this, in any order.
 

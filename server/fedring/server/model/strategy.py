@@ -1,4 +1,4 @@
-"""Strategies: the aggregation rule that a job names, and what else a class of the user's own says of each round.
+"""Strategies: a job's aggregation rule, with methods of the user's own.
 
 A class that `[aggregation] rule = "module:attribute"` names may have, beside the method of a rule, two more:
 `configure(history)`, which returns settings of the next round, and `evaluate(model)`, which returns figures of the
@@ -41,7 +41,10 @@ _MOST_TEXT = 500
 
 @dataclass(frozen=True, slots=True)
 class PastClient:
-    """What one client did in a past round. All values are the client's own word."""
+    """One client's figures of a past round.
+
+    All values are the client's own word.
+    """
 
     num_samples: int
     train_seconds: float
@@ -67,7 +70,10 @@ Evaluate = Callable[[nn.Module], Any]
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """How a job's updates are combined, and what the user's own class says of its rounds and models."""
+    """A job's rule, with the user's own methods for its rounds.
+
+    The methods also concern its models.
+    """
 
     name: str
     rule: Rule | None = None  # None = the mean
@@ -76,7 +82,7 @@ class Strategy:
 
 
 class StrategyError(Exception):
-    """A strategy of the user's own has failed, or returned what cannot be used.
+    """A strategy of the user's own failed, or returned unusable values.
 
     Attributes:
         reason: "bad_strategy", for the round's row.
@@ -112,7 +118,7 @@ def make_strategy(table: Aggregation, offered: Offered) -> Strategy:
 
 
 def past_round(row: RoundRow) -> PastRound:
-    """Return the round of a row, which has ended, as `configure` sees it."""
+    """Return a row's ended round in the form for `configure`."""
     return PastRound(
         number=row.job_round,
         published=row.model_version > 0,
@@ -131,7 +137,9 @@ def past_round(row: RoundRow) -> PastRound:
 
 
 def ask_settings(strategy: Strategy, job: Job, history: Iterable[PastRound]) -> dict[str, float]:
-    """Return the settings that `configure` chooses for the next round, by their keys; empty without that method.
+    """Return the next round's settings by `configure`, by their keys.
+
+    Empty without that method.
 
     Raises:
         StrategyError: if it fails, or if what it returns is not a mapping of allowed keys to values that fit the job.
@@ -152,7 +160,7 @@ def ask_settings(strategy: Strategy, job: Job, history: Iterable[PastRound]) -> 
 
 
 def with_settings(job: Job, settings: Mapping[str, float]) -> Job:
-    """Return the job with the settings of one round in the place of its own.
+    """Return the job with the settings of one round.
 
     Raises:
         ValidationError: if they do not fit the job.
@@ -161,7 +169,9 @@ def with_settings(job: Job, settings: Mapping[str, float]) -> Job:
 
 
 def ask_metrics(strategy: Strategy, model: nn.Module) -> dict[str, float]:
-    """Return the figures that `evaluate` finds, by their names; empty without that method.
+    """Return the figures found by `evaluate`, by their names.
+
+    Empty without that method.
 
     Args:
         strategy: whose method is called.
@@ -211,7 +221,10 @@ def _call(strategy: Strategy, method: str, function: Callable[[Any], Any], argum
 
 
 def _number(strategy: Strategy, method: str, key: object, value: object) -> float:
-    """Return a finite number of the user's, an int if it is whole by its type."""
+    """Return the user's value as a finite number.
+
+    It is an int if it is whole by its type.
+    """
     try:
         number = float("text" if isinstance(value, bool | str) else value)  # type: ignore[arg-type]  # it may raise
     except Exception as error:  # the value may be an object of the user's

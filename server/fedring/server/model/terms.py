@@ -8,7 +8,7 @@ from fedring.codec.schema import Schema
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """The demands of the round in progress on an update of one client."""
+    """The demands of the current round on one client's update."""
 
     base_digest: str  # of the model that it starts from
     most_bytes: int  # of the payload

@@ -1,4 +1,7 @@
-"""The server's own evaluation of models, on the whole test set of a job."""
+"""The server's own evaluation of models.
+
+It uses the whole test set of a job.
+"""
 
 import logging
 from dataclasses import dataclass
@@ -33,14 +36,19 @@ class _Loaded:
 
 
 class TestSet:
-    """Evaluates models. It keeps the model and the samples of one job in memory; not for the event loop."""
+    """Evaluates models on a job's test set.
+
+    It keeps the model and the samples of one job in memory. It is not for the event loop.
+    """
 
     def __init__(self, blobs: Blobs, data_root: Path | None, offered: Offered) -> None:
         self._blobs, self._data_root, self._offered = blobs, data_root, offered
         self._loaded: _Loaded | None = None
 
     def evaluate(self, row: ModelRow, job: Job) -> Counts | None:
-        """Evaluate a version on the job's test samples. Tensors that are not shared have their first values.
+        """Evaluate a version on the job's test samples.
+
+        Tensors that are not shared have their first values.
 
         Returns:
             The counts; None, with a line in the log, if that fails: the user's code may raise anything.
@@ -63,7 +71,7 @@ class TestSet:
         return counts
 
     def load(self, job: Job) -> _Loaded:
-        """Load what a job is evaluated with, unless it is loaded already.
+        """Load a job's model, data and functions, unless loaded already.
 
         Raises:
             SeamError: if the model, the data, the loss or the evaluator is not offered.
@@ -83,5 +91,8 @@ class TestSet:
 
 
 def _parts_of(job: Job) -> tuple[object, ...]:
-    """Return what an evaluation depends on. The rounds of a job may differ in other settings."""
+    """Return the job's settings that an evaluation depends on.
+
+    The rounds of a job may differ in other settings.
+    """
     return job.model, job.model_args, job.seed, job.data, job.loss, job.evaluator

@@ -1,4 +1,4 @@
-"""Which model versions are kept, what they consist of, and which of their files are damaged."""
+"""The kept model versions: their parts, and their damaged files."""
 
 import logging
 from collections.abc import Iterable, Sequence
@@ -17,7 +17,10 @@ log = logging.getLogger(__name__)
 
 
 class ModelVersions:
-    """The model versions that can be downloaded. `recover` and `damaged` may take long: not for the event loop."""
+    """The model versions that can be downloaded.
+
+    `recover` and `damaged` may take long: they are not for the event loop.
+    """
 
     def __init__(self, blobs: Blobs) -> None:
         self._blobs = blobs
@@ -46,7 +49,9 @@ class ModelVersions:
         self._rows[row.version] = row
 
     def recover(self, rows: Sequence[ModelRow]) -> ModelRow | None:
-        """Make versions available after a start. Older ones that are damaged are left out, with a line in the log.
+        """Make versions available after a start.
+
+        Older ones that are damaged are left out, with a line in the log.
 
         Args:
             rows: the versions, newest first.
@@ -68,7 +73,10 @@ class ModelVersions:
         return rows[0] if rows else None
 
     def damaged(self, rows: Iterable[ModelRow]) -> list[ModelRow]:
-        """Read all files of these versions, and return the versions of which one is damaged."""
+        """Read all files of these versions, and return the damaged versions.
+
+        A version is damaged if one of its files is.
+        """
         return [row for row in rows if not all(map(self._is_sound, filter(None, files_of(row))))]
 
     def forget(self, kept: Iterable[int]) -> None:
@@ -79,7 +87,7 @@ class ModelVersions:
                 del rows[version]
 
     def schema_of(self, row: ModelRow) -> Schema:
-        """Return what an available version consists of."""
+        """Return the schema of an available version."""
         return self._schemas[row.schema_hash]
 
     def get(self, version: int) -> ModelRow | None:
@@ -128,14 +136,15 @@ class ModelVersions:
         )
 
     def drop_delta(self, row: ModelRow) -> None:
-        """Do not offer the delta that leads to a version any more: its file is damaged."""
+        """Stop offering the delta to a version, whose file is damaged."""
         if row.version in self._rows:
             self._rows[row.version] = replace(row, delta_blob="")
 
     def damage_of(self, row: ModelRow, error: CodecError | StorageError) -> StorageError:
-        """Return the error of a version of which a file cannot be read, or cannot be trusted.
+        """Return the error of a version with an unusable file.
 
-        It is `error` itself if a later attempt may succeed, or if it says all this already.
+        The file cannot be read, or cannot be trusted. It is `error` itself if a later attempt may succeed, or if it
+        says all this already.
         """
         damage = changed(row.blob) if isinstance(error, CodecError) else unreadable(row.blob, error)
         if not isinstance(damage, DamagedBlob) or isinstance(damage, DamagedModel):
@@ -146,7 +155,10 @@ class ModelVersions:
         return DamagedModel(row, damage, advice)
 
     def round_of(self, digest: str, run_id: str) -> int:
-        """Return the number of the round that made the model in a blob; 0 if it is no such model of this run."""
+        """Return the number of the round that made a blob's model.
+
+        0 if it is no such model of this run.
+        """
         try:
             with self._blobs.reader(digest) as blob:
                 model = ModelReader(blob)
@@ -168,6 +180,9 @@ class ModelVersions:
 
 
 def files_of(row: ModelRow) -> tuple[str, ...]:
-    """Return the names of a version's blobs; they are empty for blobs that it has not."""
+    """Return the names of a version's blobs.
+
+    They are empty for blobs that it has not.
+    """
     own = (row.blob, row.delta_blob, row.residual_blob)
     return *own, row.optimizer_blob, row.control_blob, row.spread_blob, row.transforms_blob

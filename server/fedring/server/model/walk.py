@@ -1,4 +1,7 @@
-"""The walk over a long vector: tile by tile, several tiles at a time, with the results in order."""
+"""The walk over a long vector, tile by tile.
+
+Several tiles are computed at a time, with the results in order.
+"""
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -19,12 +22,18 @@ AHEAD = 4
 
 
 def tiles(length: int) -> Iterator[Span]:
-    """Yield the ranges (start, stop) of at most TILE entries that cover 0 to `length`."""
+    """Yield the tiles (start, stop) that cover 0 to `length`.
+
+    A tile has at most TILE entries.
+    """
     return cut(0, length, TILE)
 
 
 def cut(start: int, stop: int, step: int) -> Iterator[Span]:
-    """Yield the ranges of at most `step` entries that cover `start` to `stop`."""
+    """Yield ranges of at most `step` entries, from `start` to `stop`.
+
+    Together they cover all entries between the two.
+    """
     for low in range(start, stop, step):
         yield low, min(low + step, stop)
 

@@ -9,9 +9,9 @@ from torch.optim.optimizer import ParamsT
 
 
 class Yogi(Optimizer):
-    """FedYogi's step (Reddi et al. 2021, algorithm 2), for any parameters and gradients.
+    """FedYogi's step, for any parameters and gradients.
 
-    Of a gradient g, with the state m and v of each value:
+    Reddi et al. 2021, algorithm 2. Of a gradient g, with the state m and v of each value:
 
         m = beta1 m + (1 - beta1) g
         v = v - (1 - beta2) g^2 sign(v - g^2)
@@ -58,7 +58,10 @@ class Yogi(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Step once along the gradients; `closure`, if given, computes them and returns the loss."""
+        """Step once along the gradients.
+
+        `closure`, if given, computes them and returns the loss.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():

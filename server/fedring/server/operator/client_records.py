@@ -50,6 +50,7 @@ class ClientRecords:
             raise NoSuchClient(f"no update of {printable(name[:128])!r} was ever accepted: see `flctl clients`")
         if self._sessions.get(name) is not None:
             raise ClientInUse(f"{name} is in session: stop its fl-client first")
+        # An open round still counts this update, so its records must stay.
         for open_ in self._rounds:
             if name in open_.accepted:
                 raise ClientInUse(f"an update of {name} is in {open_.title}: wait until the round has ended")

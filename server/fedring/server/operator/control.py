@@ -1,4 +1,4 @@
-"""ControlService: what flctl calls, on a port of its own."""
+"""ControlService, which flctl calls on a port of its own."""
 
 from collections.abc import AsyncIterator
 from contextlib import aclosing
@@ -17,7 +17,7 @@ from fedring.v1 import federation_pb2 as fed
 
 
 class ControlService(rpc.ControlServiceServicer):
-    """Serves what operators ask for: jobs, rounds, clients, models, events."""
+    """Serves operators: jobs, rounds, clients, models, events."""
 
     def __init__(
         self,

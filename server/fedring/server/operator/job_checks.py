@@ -1,4 +1,6 @@
-"""What the server can know of a job before it runs: whether its parts exist and fit, and whether it can ever start.
+"""Checks of a job before it runs, with the server's knowledge.
+
+They ask whether the job's parts exist and fit, and whether it can ever start.
 
 What only clients have, such as a module of their own, is found out when the job runs.
 """
@@ -40,7 +42,10 @@ _VALUE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "int8": 1}
 
 
 class JobChecks:
-    """Checks jobs before they are queued. Its methods may take long: not for the event loop."""
+    """Checks jobs before they are queued.
+
+    Its methods may take long: not for the event loop.
+    """
 
     def __init__(self, config: ServerConfig, maker: ModelMaker) -> None:
         self._config, self._maker, self._offered = config, maker, maker.offered
@@ -84,6 +89,7 @@ class JobChecks:
             for found in checks:
                 if found.level is Level.FAIL:
                     raise ConfigError(f"{found.name}: {found.found}")
+        # To build the model takes long, so the checks that need no schema come before it.
         schema = self._check_model(job)
         self._check_sizes(job, schema, transforms)
         try:
@@ -98,7 +104,7 @@ class JobChecks:
             raise ConfigError(f"start: no version of this model that is kept {what}: use newest or fresh")
 
     def _check_name(self, key: str, kind: Kind, name: str, *, needed: bool) -> None:
-        """Check a name, unless only clients need it and only they can know it."""
+        """Check a name, unless only clients need it and can know it."""
         try:
             self._offered.get(kind, name)
         except SeamError as error:
@@ -184,7 +190,7 @@ def key_of(error: SeamError) -> str:
 
 
 def _check_best_by(job: Job, strategy: Strategy) -> None:
-    """Check that the job makes the evaluations that its best model is chosen by."""
+    """Check that the job makes the evaluations named by its `best_by`."""
     on_server = job.evaluate_on_server or strategy.evaluate is not None
     evaluations = {"eval": ("evaluate", job.evaluate), "server": ("evaluate_on_server", on_server)}
     name = job.best_by.rpartition(" ")[2]
@@ -194,7 +200,10 @@ def _check_best_by(job: Job, strategy: Strategy) -> None:
 
 
 def _names(job: Job) -> Iterator[tuple[str, Kind, str]]:
-    """Return the keys, kinds and names of the parts of a job that clients use, except its model."""
+    """Return the parts of a job that clients use, except its model.
+
+    Each part is given by its key, kind and name.
+    """
     yield "data", "data", job.data
     yield "loss", "loss", job.loss
     yield "optimizer", "optimizer", job.optimizer

@@ -65,7 +65,9 @@ class JobRequests:
         return pb.StopReply(job_id=job_id, round=number)
 
     def _job(self, text: str, **fixed: int) -> Job:
-        """Return the server's default job with the keys that `text`, a JSON object, sets, and with the fixed ones.
+        """Return the default job with the keys set by `text`.
+
+        `text` is a JSON object. Fixed keys are set, too.
 
         Raises:
             BadRequest: "bad_job", if it is no job.
@@ -91,7 +93,7 @@ class JobRequests:
         return pb.StartReply(job_id=row.job_id, already=already)
 
     async def _check(self, spec: Job) -> None:
-        """Return if nothing is known that would make the job fail; else BadRequest, "bad_job"."""
+        """Raise BadRequest, "bad_job", if the job is known to fail."""
         kept = await self._facts.db(self._facts.store.models, _ALL)
         waiting = await self._facts.db(self._facts.store.next_queued_job)
         runs_next = self._jobs.running is None and waiting is None
@@ -102,7 +104,10 @@ class JobRequests:
 
 
 def _table_in(text: str) -> dict[str, Any]:
-    """Return the keys that `text`, a JSON object, sets; ConfigError or ValueError if it is not one."""
+    """Return the keys that `text`, a JSON object, sets.
+
+    Raises ConfigError or ValueError if it is not one.
+    """
     if (size := len(text.encode())) > MAX_JOB_BYTES:
         raise ConfigError(f"the job is {size} bytes of JSON, above MAX_JOB_BYTES = {MAX_JOB_BYTES}")
     try:
@@ -115,7 +120,10 @@ def _table_in(text: str) -> dict[str, Any]:
 
 
 def _whole(digits: str) -> int:
-    """Return the number; of a very long one only the beginning, which is beyond all bounds just as well."""
+    """Return the number, cut short if it is very long.
+
+    The beginning alone is beyond all bounds just as well.
+    """
     return int(digits[:100])
 
 
@@ -129,7 +137,10 @@ def _check_key(key: str) -> None:
 
 
 def _defaults_for(table: Mapping[str, Any], defaults: Job) -> dict[str, Any]:
-    """Return the defaults, without those tables and arguments that what `table` names would not understand."""
+    """Return the defaults that the choices in `table` would understand.
+
+    Tables and arguments for other choices are left out.
+    """
     known = defaults.model_dump()
     if "seed" not in defaults.model_fields_set:
         del known["seed"]
@@ -153,7 +164,10 @@ def _defaults_for(table: Mapping[str, Any], defaults: Job) -> dict[str, Any]:
 
 
 def _is_of(stored: dict[str, Any], job: Job) -> bool:
-    """Return whether a stored specification, perhaps by an older version, is the job's."""
+    """Return whether a stored specification is the job's.
+
+    The specification may have been stored by an older version.
+    """
     try:
         known = Job.model_validate(stored)
     except ValidationError:

@@ -66,7 +66,10 @@ class Listings:
         return await self._facts.db(self._stored_events, after, before)
 
     async def _newest_rounds(self, request: pb.ListRequest) -> list[pb.Round]:
-        """Return the first of the wanted rounds, at least one: those of large fleets fill a message soon."""
+        """Return the first of the wanted rounds, at least one.
+
+        Rounds of large fleets fill a message soon.
+        """
         limit, job_id, below = limit_of(request), min(request.job_id, MAX_ID), min(request.below, MAX_ID)
         found: list[pb.Round] = []
         size, at_once = 0, 1

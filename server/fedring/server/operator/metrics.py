@@ -86,6 +86,6 @@ class Metrics:
 
 
 def _disk(facts: Facts, field: str) -> float:
-    """Return a field of the state folder's DiskSpace; NaN if it cannot be found out."""
+    """Return a field of the state folder's DiskSpace; NaN if unknown."""
     space = facts.blobs.disk_space()
     return float(getattr(space, field)) if space else nan

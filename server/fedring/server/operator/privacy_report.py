@@ -1,4 +1,4 @@
-"""What rounds have spent of the clients' privacy, as flctl privacy shows it."""
+"""The report on spent privacy, as flctl privacy shows it."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ _DELTA = 1e-5
 
 
 def privacy_message(charges: Sequence[ChargeRow], jobs: Sequence[JobRow], delta: float) -> pb.Privacy:
-    """Return the message of what was spent.
+    """Return the message on the spent privacy.
 
     Args:
         charges: of all rounds with differential privacy that have cost anything.
@@ -25,6 +25,7 @@ def privacy_message(charges: Sequence[ChargeRow], jobs: Sequence[JobRow], delta:
     for charge in charges:
         of_jobs[charge.job_id].append(charge)
     tables = {job.job_id: job.spec.get("dp") or {} for job in jobs}
+    # All epsilons are for one delta, or they could not be compared.
     delta = delta or next((table["delta"] for table in tables.values() if table), _DELTA)
     names = {job.job_id: job.name for job in jobs}
     return pb.Privacy(

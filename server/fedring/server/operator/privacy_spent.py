@@ -1,4 +1,4 @@
-"""How much of the clients' privacy is spent, kept ready for the page and for Prometheus."""
+"""The clients' spent privacy, kept ready for the page and for Prometheus."""
 
 import asyncio
 import logging
@@ -19,7 +19,7 @@ _PERIOD = 1.0
 
 
 class PrivacySpent:
-    """What `flctl privacy` would show, computed once for each number of charged rounds.
+    """The report of `flctl privacy`, computed once per number of charged rounds.
 
     Args:
         facts: hold the charges.
@@ -27,7 +27,7 @@ class PrivacySpent:
         gauge: is set to epsilon.
 
     Attributes:
-        now: what is spent; None if nothing is, or if the server lacks the package that computes epsilon.
+        now: the spent privacy; None if nothing is spent, or if the server lacks the package that computes epsilon.
     """
 
     def __init__(self, facts: Facts, rounds: Rounds, gauge: Gauge) -> None:

@@ -17,7 +17,10 @@ _LEAST_BYTES = 1 << 20
 
 
 async def look_after_storage(facts: Facts, rounds: Rounds, journal: Journal, health: Health) -> None:
-    """Keep the health in step with the storage, and try a storage that fails again and again, until cancelled."""
+    """Keep the health in step with the storage, until cancelled.
+
+    A storage that fails is tried again and again.
+    """
     storage = facts.storage
     with suppress(StorageError):
         await _try(facts, rounds)
@@ -44,7 +47,10 @@ async def look_after_storage(facts: Facts, rounds: Rounds, journal: Journal, hea
 
 
 async def _try(facts: Facts, rounds: Rounds) -> None:
-    """Check that the storage takes as much as a round publishes; StorageFailed if it does not."""
+    """Check that the storage takes as much as a round publishes.
+
+    Raises StorageFailed if it does not.
+    """
     model, jobs = rounds.latest, [open_.job for open_ in rounds]
     # A delta comes with what it left out; an optimizer may keep two values for each of the model's, a transform one.
     delta = bool((model and model.residual_blob) or any(job.delta_encoding for job in jobs))

@@ -51,7 +51,7 @@ def model_message(row: ModelRow, evaluation: EvaluationRow | None, round_: Round
 
 
 def event_message(row: EventRow, round_: RoundRow | None) -> pb.Event:
-    """Return an event from the store as a message, with its round if that has ended."""
+    """Return a stored event as a message, with its round if ended."""
     return pb.Event(
         id=row.id,
         at=rfc3339(row.at),

@@ -46,6 +46,7 @@ class StatusReport:
             rows = await self._facts.db(self._store.rounds, 1)
             round_ = round_message(rows[0]) if rows else None
         running = self._jobs.running
+        # Read again, since the row in the queue has the counts of the time when the job began.
         current = await self._facts.db(self._store.job, running.job_id) if running else None
         return pb.Status(
             run_id=self._store.run_id,

@@ -1,4 +1,7 @@
-"""Facts as JSON for the page: short, finite, named as in control.proto. docs/web.md describes them."""
+"""Facts as JSON for the page: short, finite, named as in control.proto.
+
+docs/web.md describes them.
+"""
 
 import time
 from collections.abc import Iterable, Mapping
@@ -36,7 +39,7 @@ _EVENT_KEYS = ("id", "at", "kind", "job_id", "round", "client_id", "text")
 
 
 def job_summary(row: JobRow) -> Summary:
-    """Summarize a job, with those keys of its specification that explain the figures."""
+    """Summarize a job, with the settings that explain the figures."""
     return {
         "job_id": row.job_id,
         "name": row.name,
@@ -52,20 +55,27 @@ def job_summary(row: JobRow) -> Summary:
 
 
 def job_settings(spec: Mapping[str, Any]) -> Summary:
-    """Return all keys of a job by their dotted names, and the names of those that differ from the defaults."""
+    """Return a job's settings by dotted names, and the changed names.
+
+    The changed ones differ from the defaults.
+    """
     settings, defaults = _flat(spec), _flat(_DEFAULTS)
     changed = [key for key, value in settings.items() if key not in defaults or value != defaults[key]]
     return {"settings": settings, "changed": changed}
 
 
 def round_summary(message: pb.Round, *, clients: bool = False) -> Summary:
-    """Summarize a round: of its clients, only sums, unless `clients` asks for the part of each of the first ones."""
+    """Summarize a round.
+
+    Of its clients, only sums, unless `clients` asks for the part of each of the first ones.
+    """
     by_encoding: dict[str, int] = {}
     for client in message.clients:
         if client.upload_bytes:
             name = client.encoding or "none"
             by_encoding[name] = by_encoding.get(name, 0) + client.upload_bytes
     metrics = message.metrics
+    # Lists are cut: a page for thousands of clients must stay small. NaN is no JSON, so it becomes None.
     return {
         **{key: getattr(message, key) for key in _ROUND_KEYS},
         "missing": list(message.missing[:MOST_NAMES]),
@@ -98,7 +108,7 @@ def secure_summary(message: pb.SecureProgress) -> Summary:
 
 
 def privacy_summary(message: pb.Privacy | None) -> Summary | None:
-    """Summarize what is spent of the clients' privacy; None if nothing is known to be.
+    """Summarize the clients' spent privacy; None if none is known.
 
     An epsilon that is not finite becomes None.
     """
@@ -109,7 +119,7 @@ def privacy_summary(message: pb.Privacy | None) -> Summary | None:
 
 
 def model_summary(row: ModelRow, evaluation: EvaluationRow | None, round_: RoundRow | None, *, best: bool) -> Summary:
-    """Summarize a model version, with the sum of its evaluations, if there are any.
+    """Summarize a model version, with the sum of any evaluations.
 
     Args:
         row: The version.
@@ -138,7 +148,10 @@ def event_summary(event: pb.Event) -> Summary:
 
 
 def client_summaries(sessions: Iterable[Session], updates: Mapping[str, int], round_: Round | None) -> list[Summary]:
-    """Summarize clients in session, by name, and then those that are away: at most MOST_CLIENTS of them."""
+    """Summarize clients in session, and then those that are away.
+
+    By name; at most MOST_CLIENTS of them.
+    """
     here = {session.client_id: session for session in sessions}
     asked = round_.selected | round_.evaluators if round_ else frozenset()
     away = sorted((updates.keys() | asked) - here.keys())
@@ -177,7 +190,10 @@ def wait_summary(open_: OpenRound | None) -> Summary | None:
 
 
 def group_summary(rendezvous: Rendezvous | None, sessions: Sessions, job: JobRow) -> Summary | None:
-    """Summarize the newest group of a job whose clients train together: its members by rank, then the others."""
+    """Summarize the newest group of a job with grouped clients.
+
+    Its members come first, by rank, then the others.
+    """
     mode = job.spec.get("mode", "")
     if rendezvous is None or mode not in _GROUP_MODES:
         return None
@@ -202,7 +218,10 @@ def group_summary(rendezvous: Rendezvous | None, sessions: Sessions, job: JobRow
 
 
 def activity_name(value: int) -> str:
-    """Return what a client does as a word; empty if it does nothing, or something that is not known here."""
+    """Return a client's activity as a word.
+
+    Empty if it does nothing, or something that is not known here.
+    """
     if not value or value not in fed.Activity.values():
         return ""
     return fed.Activity.Name(fed.Activity.ValueType(value)).removeprefix("ACTIVITY_").lower()
@@ -243,7 +262,7 @@ def _worker(state: gr.GroupState, name: str, sessions: Sessions) -> Summary:
 
 
 def _part(name: str, round_: Round) -> str:
-    """Return what the round has of the client, as a word."""
+    """Return the client's part in the round, as a word."""
     if name in round_.evaluated:
         return "evaluated"
     if name in round_.failed:

@@ -1,4 +1,7 @@
-"""What the page shows: the facts that flctl is told, in pieces small enough to be sent four times a second."""
+"""The page's facts, in pieces small enough to send often.
+
+They are those that flctl is told, and may be sent four times a second.
+"""
 
 import asyncio
 import time
@@ -38,7 +41,7 @@ _ENDED = ("published", "abandoned")
 
 @dataclass(slots=True)
 class _Stored:
-    """What was read from the store last."""
+    """The facts that were last read from the store."""
 
     at: float = 0.0
     event: int = -1  # the id of the newest event at that time
@@ -90,7 +93,9 @@ class View:
         }
 
     async def rounds(self, job_id: int, after: int, *, clients: bool = False) -> dict[str, Any]:
-        """Return a job (0 = the newest) with its ended rounds above the round `after`, oldest first.
+        """Return a job with its ended rounds above `after`, oldest first.
+
+        The job is given by its id; 0 = the newest.
 
         Args:
             job_id: The job.
@@ -114,7 +119,7 @@ class View:
         return {"job": job_summary(job) | job_settings(job.spec) if job else None, "rounds": ended}
 
     async def events(self, after: int) -> dict[str, Any]:
-        """Return the events after the event `after`, oldest first; 0 = the newest ones."""
+        """Return the events above `after`, oldest first; 0 = the newest ones."""
         if not after:
             return {"events": self._recent(await self._read())}
         stored = await self._facts.db(self._store.events_after, after, MOST_STORED_EVENTS)
@@ -123,7 +128,7 @@ class View:
         return {"events": [events[number] for number in sorted(events)][:MOST_STORED_EVENTS]}
 
     async def _read(self) -> _Stored:
-        """Return what the store holds, as of the last event or of a moment ago."""
+        """Return the store's facts, as of the last event or moments ago."""
         stored, newest = self._stored, self._journal.last_id
         if stored.event != newest or time.monotonic() - stored.at > STORE_SECONDS:
             stored = await self._facts.db(self._read_store, newest)
@@ -163,12 +168,18 @@ class View:
         return round_message(row) if row else None
 
     def _first_chunk(self, after: int) -> int:
-        """Return how many rounds to read at first: those that there can be above `after`, up to CHUNK."""
+        """Return how many rounds to read at first, up to CHUNK.
+
+        They are as many as there can be above `after`.
+        """
         newest = self._rounds.newest.row if self._rounds.newest else self._rounds.last
         return min(CHUNK, max(newest.round - after, 1)) if after and newest else CHUNK
 
     def _recent(self, stored: _Stored) -> list[Summary]:
-        """Return the newest events, with some from before this process if it has not seen enough."""
+        """Return the newest events.
+
+        Some are from before this process if it has not seen enough.
+        """
         told = {row.id: event_summary(event_message(row, None)) for row in stored.events}
         told |= {event.id: event_summary(event) for event in self._journal.recent()[-MOST_EVENTS:]}
         return [told[number] for number in sorted(told)][-MOST_EVENTS:]

@@ -73,12 +73,14 @@ def check_evaluation(
     except ValueError as error:
         raise BadRequest(str(error), reason="bad_metrics") from None
     current = round_ is not None and round_.number == report.round
+    # A late report is no fault of the client, so it gets a reason of its own.
     if round_ is None or not current or round_.phase is not Phase.PUBLISHED:
         if 0 < report.round <= newest and not current:
             raise UnknownRound(f"the evaluation of round {report.round} is over", reason="round_closed")
         raise UnknownRound(f"round {report.round} is not being evaluated")
     if client not in round_.evaluators:
         raise UnknownRound(f"{client} was not asked to evaluate round {report.round}", reason="not_selected")
+    # Counts of another model would make the sums of this one wrong, and nothing would show it.
     if model is None or report.model_digest != model.digest:
         text = f"round {report.round} evaluates another model than {report.model_digest[:80]!r}"
         raise BadRequest(text, reason="wrong_model")

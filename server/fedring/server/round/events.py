@@ -23,7 +23,7 @@ class Phase(StrEnum):
 
 
 class Presence(StrEnum):
-    """What the server knows of a client."""
+    """The server's knowledge of a client."""
 
     JOINED = "joined"  # has a session, does not watch yet
     MATCHED = "watching"  # watches, and has confirmed it
@@ -32,7 +32,7 @@ class Presence(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A client, and since when its presence is what it is."""
+    """A client, with the time of its last change of presence."""
 
     presence: Presence
     since: float  # seconds, monotonic
@@ -41,7 +41,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class RoundRules:
-    """What a round obeys. Durations are in seconds."""
+    """The rules of a round; durations are in seconds."""
 
     phases: tuple["PhaseStep", ...] = ()  # that it goes through; empty = those of machine.SYNCHRONOUS
     labels: Wanted = field(default_factory=lambda: MappingProxyType({}))  # of the clients that can take part
@@ -104,7 +104,10 @@ class Steps(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One round. Its sets of clients only grow, except that a delivered update may be lost again, and `stalled`."""
+    """The state of one round.
+
+    Its sets of clients only grow, except `stalled`, and `delivered` when an update is lost again.
+    """
 
     number: int
     rules: RoundRules
@@ -174,7 +177,7 @@ class Resumed:
 
 @dataclass(frozen=True, slots=True)
 class Delayed:
-    """For so many seconds nobody could go on, so they do not count."""
+    """Nobody could go on for these seconds, so they do not count."""
 
     seconds: float
 
@@ -203,7 +206,7 @@ class Delivered:
 
 @dataclass(frozen=True, slots=True)
 class Stalled:
-    """The client is in session, but has reported no progress for too long."""
+    """A client in session has reported no progress for too long."""
 
     client: str
 
@@ -293,7 +296,7 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """An effect, answered with the event in brackets: send the command to these clients (Started)."""
+    """The effect that sends the command to clients, answered by Started."""
 
     clients: frozenset[str]
 
@@ -344,4 +347,4 @@ class PhaseStep:
     ended_by: type[Event]  # begins the next phase
     limit: Callable[[RoundRules], float]  # the longest time that the phase may take, seconds
     asked: Callable[[Round], frozenset[str]]  # clients that were asked for something and have not answered
-    due: Callable[[RoundState, Round, float], Effect | None]  # what is to be done at that time, monotonic seconds
+    due: Callable[[RoundState, Round, float], Effect | None]  # the effect due at a time in monotonic seconds

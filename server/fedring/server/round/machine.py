@@ -57,7 +57,7 @@ from fedring.train.labels import match
 
 
 class IllegalEvent(Exception):
-    """An event cannot happen in this state: this is a fault of the server's own."""
+    """An event that is impossible in this state, by a server defect."""
 
 
 def apply(state: RoundState, event: Event, now: float) -> RoundState:
@@ -92,6 +92,7 @@ def apply(state: RoundState, event: Event, now: float) -> RoundState:
 
 def _apply_to_round(round_: Round, event: Event, now: float) -> Round:
     match event:
+        # An upload may be repeated; only its first delivery counts for the median time.
         case Delivered(client) if round_.phase is Phase.TRAINING and client in round_.selected:
             if client in round_.delivered:
                 return round_
@@ -118,6 +119,7 @@ def _apply_to_round(round_: Round, event: Event, now: float) -> Round:
             return replace(round_, evaluated=round_.evaluated | {client} & round_.evaluators)
         case Abandoned(reason) if round_.phase in OPEN:
             return replace(round_, phase=Phase.ABANDONED, since=now, reason=reason)
+    # The other events end a phase. The rules may list other phases than a synchronous round has.
     pairs = pairwise(_phases(round_.rules))
     following = {step.ended_by: after.phase for step, after in pairs if step.phase is round_.phase}
     if type(event) not in following:
@@ -134,7 +136,10 @@ def _apply_to_round(round_: Round, event: Event, now: float) -> Round:
 
 
 def due(state: RoundState, now: float) -> Effect | None:
-    """Return what is to be done at `now`; None means nothing until the next event or `wake_at`."""
+    """Return the effect that is due at `now`.
+
+    None means that nothing is due until the next event or `wake_at`.
+    """
     round_ = state.round
     if round_ is None:
         return None
@@ -146,7 +151,10 @@ def due(state: RoundState, now: float) -> Effect | None:
 
 
 def wake_at(state: RoundState, now: float) -> float:
-    """Return when `due` may change without an event, in monotonic seconds; inf means never."""
+    """Return when `due` may change without an event.
+
+    In monotonic seconds; inf means never.
+    """
     round_ = state.round
     if round_ is None or round_.phase is Phase.ABANDONED:
         return inf
@@ -158,12 +166,17 @@ def wake_at(state: RoundState, now: float) -> float:
 
 
 def deadline(round_: Round) -> float:
-    """Return when the phase that the round is in ends at the latest, in monotonic seconds; inf means never."""
+    """Return the latest end of the round's current phase.
+
+    In monotonic seconds; inf means never.
+    """
     return round_.since + seconds(round_.rules, round_.phase)
 
 
 def stalls_at(round_: Round | None, client: str, moved: float) -> float:
-    """Return when a client is stalled unless it makes progress before, in monotonic seconds; inf means never.
+    """Return when a client stalls unless it makes progress before.
+
+    In monotonic seconds; inf means never.
 
     Args:
         round_: the round in progress.
@@ -176,7 +189,9 @@ def stalls_at(round_: Round | None, client: str, moved: float) -> float:
 
 
 def stragglers_at(round_: Round) -> float:
-    """Return when the round ends without those that have not delivered, in monotonic seconds; inf means not yet known.
+    """Return when the round ends without its stragglers.
+
+    In monotonic seconds; inf means not yet known.
 
     That is `straggler_factor` times the median time of a delivery, once at least half of the clients have delivered:
     the first few may be much faster than most.
@@ -190,7 +205,7 @@ def stragglers_at(round_: Round) -> float:
 
 
 def seconds(rules: RoundRules, phase: Phase) -> float:
-    """Return the longest time that a round with these rules may stay in the phase, in seconds."""
+    """Return the longest duration of a phase by the rules, in seconds."""
     return next(step.limit(rules) for step in _phases(rules) if step.phase is phase)
 
 
@@ -201,7 +216,10 @@ def ready(state: RoundState, rules: RoundRules) -> list[str]:
 
 
 def suitable(state: RoundState, rules: RoundRules) -> list[str]:
-    """Return the clients that the round can select by their names and labels, whether they are ready or not, sorted."""
+    """Return the clients that the round can select, sorted.
+
+    Only their names and labels count, not whether they are ready.
+    """
     here = state.members.items()
     return sorted(c for c, member in here if c not in rules.left_out and match(member.labels, rules.labels))
 
@@ -217,7 +235,10 @@ def sample(candidates: list[str], round_: Round) -> list[str]:
 
 
 def pending(state: RoundState, now: float) -> frozenset[str]:
-    """Return the clients that the round still waits for: they were asked, have not answered, and are not lost."""
+    """Return the clients whose answers the round still waits for.
+
+    They were asked, have not answered, and are not lost.
+    """
     round_ = state.round
     if round_ is None:
         return frozenset()
@@ -226,13 +247,19 @@ def pending(state: RoundState, now: float) -> frozenset[str]:
 
 
 def reachable(state: RoundState, now: float) -> frozenset[str]:
-    """Return the selected clients that have not failed, and are here or may still come back."""
+    """Return the selected clients that can still answer.
+
+    They have not failed, and are here or may still come back.
+    """
     round_ = state.round
     return frozenset(c for c in round_.selected - round_.failed if now < _lost_at(state, c)) if round_ else frozenset()
 
 
 def next_loss(state: RoundState, now: float) -> float:
-    """Return when `reachable` loses its next client if none comes back, in monotonic seconds; inf means never."""
+    """Return when `reachable` loses its next client if none comes back.
+
+    In monotonic seconds; inf means never.
+    """
     return min((_lost_at(state, client) for client in reachable(state, now)), default=inf)
 
 
@@ -276,7 +303,10 @@ def _with(state: RoundState, client: str, member: Member) -> RoundState:
 
 
 def _left(state: RoundState, client: str, now: float) -> RoundState:
-    """Note that the client is away, or forget it if no round waits for it: clients come and go without end."""
+    """Note that a client is away, or forget it.
+
+    It is forgotten if no round waits for it: clients come and go without end.
+    """
     if client not in state.members:
         return state
     if state.round is not None and client in state.round.selected | state.round.evaluators:

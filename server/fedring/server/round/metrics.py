@@ -95,6 +95,7 @@ class RoundMetrics:
             after: the round now; None if it has finished.
             now: monotonic seconds.
         """
+        # A resumed round may be past its training, so its duration counts from now.
         if before is None:
             if after is not None:
                 self._deadline.set(after.rules.deadline)
@@ -119,7 +120,10 @@ class RoundMetrics:
             self._completed.set(time.time())
 
     def evaluated(self, stats: Mapping[str, Any]) -> None:
-        """Show the figures of an evaluation that is over; `stats` are those of the round's row."""
+        """Show the figures of an evaluation that has ended.
+
+        `stats` are those of the round's row.
+        """
         figures = stats["metrics"]
         for name, gauge in (("accuracy", self._accuracy), ("loss", self._loss)):
             keys = [f"{origin}/{name}" for origin in ("eval", "server") if f"{origin}/loss" in figures]
@@ -128,20 +132,23 @@ class RoundMetrics:
         self.named.show(figures)
 
     def guarded(self, stats: Mapping[str, Any]) -> None:
-        """Count the updates that guards have changed, by the figures of their round."""
+        """Count the updates that guards changed in a round."""
         self._capped.inc(len(stats.get("capped", ())))
         self._clipped.inc(len(stats.get("clipped", ())))
 
 
 class NamedMetrics(Collector):
-    """The figures of the round that was evaluated last, read when Prometheus asks, in another thread."""
+    """The figures of the last evaluated round, for Prometheus.
+
+    Prometheus reads them in another thread.
+    """
 
     def __init__(self) -> None:
         self._names: set[str] = set()  # all that have been shown, at most MAX_SERIES
         self._figures: Mapping[str, float] = {}
 
     def show(self, figures: Mapping[str, float]) -> None:
-        """Show the figures of a round from now on, and no longer those of the round before."""
+        """Show the figures of this round in place of the last one's."""
         fresh = sorted(figures.keys() - self._names)
         self._names.update(fresh[: MAX_SERIES - len(self._names)])
         self._figures = {name: value for name, value in figures.items() if name in self._names}

@@ -41,7 +41,7 @@ class OpenRound:
         changed: set whenever the state has changed; whoever runs the round clears it.
         settling: held while a phase of the round ends, and while a batch of updates is committed.
         group: its workers, if they train together.
-        kind: what this round does otherwise than a plain one.
+        kind: the differences of this round from a plain one.
     """
 
     row: RoundRow
@@ -59,10 +59,10 @@ class OpenRound:
     started: float = 0.0  # when the command was sent, monotonic seconds; 0 = it was not yet
     accepted: dict[str, UpdateRow] = field(default_factory=dict)
     traffic: dict[str, ClientTraffic] = field(default_factory=dict)
-    done: dict[str, Done] = field(default_factory=dict)  # what the workers of a group say of their work
+    done: dict[str, Done] = field(default_factory=dict)  # reports of a group's workers
     stragglers: frozenset[str] = frozenset()  # clients that straggler_factor has left out
     left_out: frozenset[str] = frozenset()  # clients that are not drawn: an earlier round has proved them wrong
-    prepared: RoundSteps | None = None  # what the job's transforms do to the accepted updates; None = not known yet
+    prepared: RoundSteps | None = None  # the transforms' steps for the accepted updates; None = not known yet
     failures: list[str] = field(default_factory=list)  # sentences: who could not train, what was damaged
     stop_reason: str = ""  # why the round ends without a model if the disk refuses that model; "" = nobody asked
     making: bool = False  # whether its model is made right now, and is published in a moment
@@ -159,6 +159,7 @@ class OpenRound:
         `seconds` is the time from the command to the model.
         """
         clients: dict[str, dict[str, Any]] = {}
+        # A client that moved bytes but delivered nothing has a row, too.
         for client in sorted(self.traffic.keys() | self.accepted.keys() | self.done.keys()):
             moved, update = self.traffic.get(client, ClientTraffic()), self.accepted.get(client)
             done = self.done.get(client, Done())
@@ -206,7 +207,7 @@ class RoundKind:
         open: the round.
         phases: that it goes through.
         tells_all: whether all its clients are told of its end, also those that have delivered.
-        recoverable: what may go wrong when the model is made, and be mended by `recover`.
+        recoverable: errors in making the model that `recover` may mend.
     """
 
     phases: tuple[PhaseStep, ...] = ()
@@ -223,7 +224,7 @@ class RoundKind:
         """
 
     async def start(self) -> None:
-        """Make durable what the command depends on.
+        """Store everything that the command depends on.
 
         Raises:
             StorageFailed: if that cannot be kept.

@@ -132,7 +132,10 @@ class RoundOpener:
         return open_
 
     async def _settings(self, job: RunningJob) -> tuple[dict[str, float] | None, _Failure | None]:
-        """Ask the job's own strategy for the settings of the next round; None, and why, if it has none."""
+        """Ask the job's own strategy for the next round's settings.
+
+        Returns None, and the reason, if it gives none.
+        """
         if not job.spec.aggregation.own:
             return {}, None
         rows = await self._facts.db(self._facts.store.rounds, HISTORY + 1, job.row.job_id)
@@ -152,7 +155,7 @@ class RoundOpener:
         failure: _Failure | None,
         elapsed: float = 0.0,
     ) -> OpenRound:
-        """Let a round wait for its clients, or abandon it if its strategy has failed."""
+        """Open the barrier, or abandon the round if its strategy has failed."""
         open_ = await self._begin(row, job, base, small)
         self._rounds.begin(open_, RoundOpened(row.round, self._rules(open_), elapsed))
         if failure is not None:

@@ -1,4 +1,4 @@
-"""A job, translated into the rules of the state machines and into the messages of the wire."""
+"""Translation of a job into machine rules and wire messages."""
 
 import json
 from dataclasses import asdict
@@ -43,7 +43,10 @@ def rules_of(job: Job, *, grace: float) -> RoundRules:
 
 
 def group_rules(job: Job, *, target: int) -> groups.GroupRules:
-    """Return the rules of the groups of a round with `target` clients. A pipeline runs only if it is whole."""
+    """Return the rules of the groups of a round with `target` clients.
+
+    A pipeline runs only if it is whole.
+    """
     mode = job.training
     target = mode.workers or target
     minimum = mode.workers or min(target, job.min_clients_to_aggregate)
@@ -51,7 +54,7 @@ def group_rules(job: Job, *, target: int) -> groups.GroupRules:
 
 
 def job_spec(job: Job, job_id: int) -> pb.JobSpec:
-    """Return what a client must know of the job."""
+    """Return the part of a job that clients need."""
     return pb.JobSpec(
         job_id=job_id,
         name=job.name,
@@ -86,7 +89,7 @@ def _json(table: BaseModel | None) -> str:
 
 
 def round_command(job: Job, row: RoundRow, base: ModelRow, *, run_id: str, epoch: int, most_bytes: int) -> pb.TrainCmd:
-    """Return the command of a round, before the job's transforms add to it.
+    """Return a round's command, before the job's transforms add to it.
 
     It has no deadline, which depends on the moment of sending.
     """
@@ -99,7 +102,7 @@ def round_command(job: Job, row: RoundRow, base: ModelRow, *, run_id: str, epoch
 
 
 def train_cmd(job: Job, spec: pb.JobSpec, *, number: int, job_round: int) -> pb.TrainCmd:
-    """Return the command of a round, without what depends on its model and on the moment of sending."""
+    """Return a round's command, without its model and its deadline."""
     # A group sends its result only once, so it need not be made smaller.
     encoding = Encoding("fp32") if job.grouped else job.upload_encoding
     settings = job.settings_of(job_round)

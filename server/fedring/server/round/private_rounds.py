@@ -1,4 +1,4 @@
-"""Differential privacy of rounds: what may still be spent, the secret of the noise, and what was charged."""
+"""Differential privacy of rounds: budget, noise secret, and charges."""
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping
@@ -19,12 +19,14 @@ T = TypeVar("T")
 
 
 class RoundPrivacy:
-    """What the rounds of jobs with `dp` need; for other jobs, its methods do nothing.
+    """The privacy budget and the noise of jobs with `dp`.
+
+    For other jobs, its methods do nothing.
 
     Args:
         facts: hold the charges.
         folder: the state folder, which holds the secret of the noise.
-        schema_of: returns what the jobs' models share.
+        schema_of: returns the schema of a job's shared tensors.
     """
 
     def __init__(self, facts: Facts, folder: Path, schema_of: Callable[[Job], Schema]) -> None:
@@ -41,6 +43,7 @@ class RoundPrivacy:
         rows = await self._facts.db(self._facts.store.charges)
         schema = await self._facts.heavy(self._schema_of, job)
         more = await self._facts.heavy(most_charged, job, schema.num_parameters)
+        # The budget must hold after the next round, so its largest possible charge is added beforehand.
         charges = [*(row.cost for row in rows), more]
         try:
             total = await self._facts.heavy(epsilon, charges, privacy.delta)
@@ -89,7 +92,7 @@ class RoundPrivacy:
 
 
 class RoundPast:
-    """The earlier rounds of a job, for a thread that makes a model.
+    """A job's earlier rounds, for a thread that makes a model.
 
     It must be made in the event loop, in which it reads the store.
 

@@ -1,4 +1,4 @@
-"""Sentences for operators on a round that waits, and on one that was abandoned."""
+"""Sentences for operators on rounds that wait or were abandoned."""
 
 from collections.abc import Iterable
 from math import inf
@@ -14,14 +14,17 @@ _MOST_NAMES = 10  # missing clients that a sentence lists
 
 
 class RoundProgress:
-    """Says what a round waits for: one sentence for each change, at most two in a second."""
+    """Describes the things that a round waits for.
+
+    One sentence for each change, at most two in a second.
+    """
 
     def __init__(self) -> None:
         self._told = ""
         self._round, self._at = 0, 0.0
 
     def news(self, state: RoundState, title: str, now: float) -> tuple[str, float]:
-        """Return what is to be told of the round, and when to ask again.
+        """Return the news of a round, and when to ask again.
 
         Args:
             state: The machine's state.
@@ -90,7 +93,10 @@ def _readiness(state: RoundState, rules: RoundRules) -> str:
 
 
 def _to_start(count: int, rules: RoundRules, listen: str) -> str:
-    """Return how to start as many clients as the server has never seen, if any are needed."""
+    """Return how to start the clients that the round still lacks.
+
+    These are clients that the server has never seen; empty if there are enough.
+    """
     host, _, port = listen.rpartition(":")
     address = f"HOST:{port}" if host in ("0.0.0.0", "[::]") else listen
     server = "ADDRESS" if port == "0" else address

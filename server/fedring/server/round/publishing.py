@@ -187,7 +187,7 @@ async def publish(facts: Facts, models: Models, privacy: RoundPrivacy, open_: Op
     Args:
         facts: keeps the model.
         models: makes it.
-        privacy: knows what the rounds before have spent.
+        privacy: knows the spending of earlier rounds.
         open_: the round.
 
     Raises:
@@ -219,6 +219,7 @@ async def evaluation(
     if open_.job.aggregation.own:
         try:
             stats["metrics"] |= with_origin("server", await facts.heavy(models.maker.ask_metrics, model, open_.job))
+        # The model is published already, so a fault of the user's code here costs only its figures.
         except (StrategyError, SeamError, StorageError, CodecError, MemoryError, RuntimeError) as error:
             log.warning("round %d has published, but: %s", open_.row.round, error, exc_info=error.__cause__)
             stats["warnings"] = [str(error) or "the server has too little memory to evaluate the model"]

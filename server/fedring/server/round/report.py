@@ -11,7 +11,10 @@ from fedring.v1 import control_pb2 as pb
 
 
 def round_message(row: RoundRow, *, delivered: int | None = None) -> pb.Round:
-    """Return a round as a message; `delivered` counts its updates if the row does not know them yet."""
+    """Return a round as a message.
+
+    `delivered` counts its updates if the row does not know them yet.
+    """
     stats: dict[str, Any] = row.stats
     clients = [pb.RoundClient(client_id=name, **facts) for name, facts in stats.get("clients", {}).items()]
     took_part = [client for client in clients if client.num_samples]

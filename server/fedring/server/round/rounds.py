@@ -206,7 +206,10 @@ class Rounds:
             return round_.number
 
     def give_time_back(self, since: float) -> None:
-        """Do not count the time since then, in which nothing could be kept; `since` is in monotonic seconds."""
+        """Discount the time since `since`, while nothing could be stored.
+
+        `since` is in monotonic seconds.
+        """
         for open_ in self:
             round_ = open_.state.round
             if round_ is None:
@@ -225,6 +228,6 @@ class Rounds:
         self._journal.write(kind, text, job_id=open_.row.job_id, client_id=client, state=state)
 
     def tell(self, open_: OpenRound, kind: str, text: str) -> None:
-        """Write an event of a round to the journal and to systemd's status."""
+        """Write an event of a round to the journal and systemd's status."""
         sd_notify(f"STATUS={text}")
         self._journal.write(kind, text, job_id=open_.row.job_id, state=open_message(open_))

@@ -1,4 +1,4 @@
-"""The runner of rounds: performs what the machine makes due.
+"""The runner of rounds, which performs the effects due by the machine.
 
 One task performs the effects of one round, one after the other. Whatever must survive is in the store before anybody is
 told of it.
@@ -68,7 +68,7 @@ class RoundRunner:
         self._dispatch = Dispatch(sessions)
 
     async def run(self, open_: OpenRound) -> RoundResult:
-        """Perform what is due until the round has ended."""
+        """Perform the due effects until the round has ended."""
         rounds, progress = self._rounds, RoundProgress()
         while True:
             open_.changed.clear()
@@ -169,7 +169,10 @@ class RoundRunner:
         return RoundResult(published=False, reason=reason, retryable=open_.retryable)
 
     def _tell_progress(self, open_: OpenRound, progress: RoundProgress, now: float) -> float:
-        """Tell what an open barrier waits for, or log what a round does. Returns seconds until there may be more."""
+        """Tell operators about an open barrier, or log the round's progress.
+
+        Returns the seconds until there may be more to tell.
+        """
         text, seconds = progress.news(open_.state, open_.title, now)
         if text and open_.phase is Phase.WAITING:
             self._rounds.tell(open_, "round_waits", text)

@@ -7,7 +7,7 @@ from fedring.server.round.events import Phase, Round
 
 
 class RoundTrace:
-    """Makes a span of one round, and one of each of its phases."""
+    """Makes a span of one round, and one of each phase."""
 
     def __init__(self) -> None:
         self._round: trace.Span | None = None
@@ -15,12 +15,18 @@ class RoundTrace:
         self._at: Phase | None = None
 
     def begin(self, number: int, job_id: int) -> str:
-        """Begin the span of a round. Returns its traceparent, for the clients that take part."""
+        """Begin the span of a round, and return its traceparent.
+
+        The traceparent is for the clients that take part.
+        """
         self._round = start_span("round", round=number, job=job_id)
         return traceparent_of(self._round)
 
     def follow(self, round_: Round | None) -> None:
-        """End the span of a phase that is over, and begin that of the next; without a round, end all."""
+        """End the span of the last phase, and begin the next.
+
+        Without a round, both the phase's span and the round's end.
+        """
         phase = round_.phase if round_ else None
         if phase is self._at or self._round is None:
             return

@@ -1,4 +1,6 @@
-"""The kind of rounds with secure aggregation: the server learns the sum of a group's updates, and nothing else of them.
+"""Rounds with secure aggregation, in which the server learns only sums.
+
+The server learns the sum of a group's updates, and nothing else of them.
 
 `events` are the steps as values, `machine` says when each is due and who is out, `groups` draws the groups, and
 `combining` makes the seeds of masks of the clients' shares, with `correcting` if some of these are wrong. None of these

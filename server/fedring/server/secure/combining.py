@@ -1,4 +1,6 @@
-"""What the unmasking of a group gives: the seeds of all masks that are left in the sum of its updates.
+"""The unmasking of a group: seeds of the masks in its sum.
+
+These are the masks that have not cancelled out in the sum of the group's updates.
 
 Nothing that clients have sent is trusted. Each secret that their shares give is compared with what its owner has signed
 beforehand, and each share with the digest that its owner has told when it was dealt. So a wrong share does not end the
@@ -27,7 +29,7 @@ MOST_TRIES = 100
 
 @dataclass(frozen=True, slots=True)
 class Agreed:
-    """What the members of a group know of each other before its masks are removed."""
+    """The members' knowledge of each other before their masks are removed."""
 
     roster: Roster
     peers: Sequence[str]  # members for which updates were masked, in the roster's order
@@ -37,21 +39,23 @@ class Agreed:
 
 @dataclass(slots=True)
 class Unmasking:
-    """What the shares of a group have given."""
+    """The result of combining a group's shares."""
 
     masks: GroupMasks | None = None  # None = a secret is not known
-    liars: dict[str, str] = field(default_factory=dict)  # clauses that say what each of them did, by client
+    liars: dict[str, str] = field(default_factory=dict)  # clauses on the fault of each, by client
     unknown: list[str] = field(default_factory=list)  # peers whose secrets are not known
 
 
 def unmask(agreed: Agreed, answers: Mapping[str, Sequence[bytes]], bits: int) -> Unmasking:
-    """Return the masks that the sum of the survivors' updates still holds, and who has sent wrong shares.
+    """Return the masks left in the survivors' sum, and the liars.
+
+    The liars are the clients that have sent wrong shares.
 
     The masks of two survivors for each other have cancelled out. What is left is each survivor's own mask, and each
     survivor's masks for the peers that were lost after they had sealed their shares.
 
     Args:
-        agreed: what is known of the group.
+        agreed: the members' knowledge of each other.
         answers: by client, one share for each peer, in the same order; of the threshold's number of clients or more.
         bits: of a masked value.
     """
@@ -88,7 +92,10 @@ def unmask(agreed: Agreed, answers: Mapping[str, Sequence[bytes]], bits: int) ->
 
 
 def _as_dealt(agreed: Agreed, maker: str, given: Mapping[str, bytes]) -> dict[str, bytes]:
-    """Return those shares of a peer's secret, by client, that it has dealt so; its own is taken as it is."""
+    """Return the shares of a peer's secret that match its digests.
+
+    By client; the peer's own share is taken as it is.
+    """
     own_mask, told = maker in agreed.survivors, agreed.digests[maker]
     kept = slice(DIGEST_BYTES, None) if own_mask else slice(DIGEST_BYTES)
     name = agreed.roster.digest
@@ -100,7 +107,7 @@ def _as_dealt(agreed: Agreed, maker: str, given: Mapping[str, bytes]) -> dict[st
 
 
 def _fits(agreed: Agreed, peer: str) -> Callable[[bytes], bool]:
-    """Return what says whether a secret is the one that its owner has signed."""
+    """Return a check that a secret is the one its owner signed."""
     member = agreed.roster.member(peer)
     if peer in agreed.survivors:
         return lambda secret: commitment(secret) == member.own_mask
@@ -108,7 +115,10 @@ def _fits(agreed: Agreed, peer: str) -> Callable[[bytes], bool]:
 
 
 def _first(shares: Mapping[int, bytes], threshold: int, fits: Callable[[bytes], bool]) -> bytes | None:
-    """Return the secret that the first of the shares give; None if they give none, or another one."""
+    """Return the secret that the first of the shares give.
+
+    None if they give none, or another one than the owner has signed.
+    """
     try:
         secret = combine(dict(islice(shares.items(), threshold)))
     except BadShares:
@@ -119,7 +129,9 @@ def _first(shares: Mapping[int, bytes], threshold: int, fits: Callable[[bytes], 
 def _corrected(
     shares: Mapping[int, bytes], threshold: int, fits: Callable[[bytes], bool], tries: Iterator[int]
 ) -> bytes | None:
-    """Return the secret of shares some of which are wrong; None if it is not found with the tries that are left.
+    """Return the secret of shares, some of them wrong.
+
+    None if it is not found with the tries that are left.
 
     If an odd number of shares is above the threshold, one wrong share more can be corrected without each of them.
     """
@@ -135,7 +147,9 @@ def _corrected(
 
 
 def _masks(agreed: Agreed, peer: str, secret: bytes) -> Iterator[tuple[bytes, int]]:
-    """Return the masks that a peer's secret gives, with +1 for those that were added and -1 for others.
+    """Return the masks from a peer's secret, with their signs.
+
+    The sign is +1 for those that were added, -1 for others.
 
     Of a survivor it is the mask that it has added for itself, of a lost peer are those that survivors have for it.
     """

@@ -1,4 +1,6 @@
-"""Shares of which some are wrong, and nobody knows which: a Reed-Solomon code over Shamir's field.
+"""Reed-Solomon decoding of Shamir shares, some of them wrong.
+
+Nobody knows beforehand which ones are wrong.
 
 The shares of a secret are the values of a polynomial of a degree below the threshold. With `threshold + 2 * wrong`
 shares, it is the only such polynomial that fits all but `wrong` of them. The decoder is that of Gao ("A new algorithm
@@ -17,7 +19,9 @@ Polynomial = list[int]
 
 
 def correct(shares: Mapping[int, bytes], threshold: int) -> bytes | None:
-    """Return the secret that most shares belong to, 32 bytes; None if too many are wrong.
+    """Return the secret that most shares belong to, 32 bytes.
+
+    None if too many are wrong.
 
     Args:
         shares: by their places, from 1, as many as the threshold or more. Up to half of those above it may be wrong.
@@ -30,11 +34,13 @@ def correct(shares: Mapping[int, bytes], threshold: int) -> bytes | None:
     older, newer = product, fitting
     factor_older: Polynomial = []
     factor: Polynomial = [1]
+    # Stop halfway: below this degree, the rest is the message times the locator of the wrong shares.
     while 2 * (len(newer) - 1) >= len(values) + threshold:
         quotient, rest = _divided(older, newer)
         older, newer = newer, rest
         factor_older, factor = factor, _minus(factor_older, _times(quotient, factor))
     found, rest = _divided(newer, factor)
+    # A remainder, or too high a degree, means more wrong shares than the code can correct.
     if rest or len(found) > threshold:
         return None
     try:
@@ -44,7 +50,10 @@ def correct(shares: Mapping[int, bytes], threshold: int) -> bytes | None:
 
 
 def _interpolated(values: Mapping[int, int]) -> tuple[Polynomial, Polynomial]:
-    """Return the polynomial that is 0 at all places, and the one that has these values there (Newton)."""
+    """Return the vanishing and the interpolating polynomial of some places (Newton).
+
+    The first is 0 at all places, the second has the given values there.
+    """
     product: Polynomial = [1]
     fitting: Polynomial = []
     for place, value in values.items():

@@ -1,4 +1,4 @@
-"""What the secure aggregation of a round is made of: its steps, its state as values, its events and its effects.
+"""Steps, state, events and effects of a round's secure aggregation.
 
 Nothing here computes. `fedring.server.secure.machine` says what follows from an event, and when.
 """
@@ -10,7 +10,7 @@ from fedring.secure.limits import MIN_GROUP, fewest_survivors, threshold
 
 
 class SecureStep(StrEnum):
-    """The step that a group is in, and what its clients are asked for."""
+    """The step of a group; it says which messages clients owe."""
 
     KEYS = "keys"
     SHARES = "shares"
@@ -26,7 +26,7 @@ ORDER = tuple(SecureStep)
 
 @dataclass(frozen=True, slots=True)
 class SecureRules:
-    """What the secure aggregation of a round obeys."""
+    """The rules of a round's secure aggregation."""
 
     step_seconds: float  # the longest time of a step
     needed: int = 1  # updates that a model must be made of
@@ -35,7 +35,7 @@ class SecureRules:
 
     @property
     def fewest(self) -> int:
-        """With how many clients the round can go on after their keys have come."""
+        """The number of clients that the round needs after their keys came."""
         return max(MIN_GROUP, self.needed, threshold(self.group_size) if self.group_size else 0)
 
     def survivors(self, clients: int) -> int:
@@ -45,7 +45,10 @@ class SecureRules:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Clients whose updates add up under masks. All tuples are in rising order of client id."""
+    """Clients whose updates add up under masks.
+
+    All tuples are in rising order of client id.
+    """
 
     members: tuple[str, ...]
     step: SecureStep = SecureStep.SHARES
@@ -78,7 +81,7 @@ class Group:
 
     @property
     def ended(self) -> bool:
-        """Whether nothing more comes of the group: it has failed, or its masks are known."""
+        """Whether the group has failed, or its masks are known."""
         return bool(self.reason) or self.step is SecureStep.DONE
 
 
@@ -95,7 +98,10 @@ class ProtocolState:
 
     @property
     def step(self) -> SecureStep:
-        """The step of the group that is behind all others; failed groups do not count."""
+        """The step of the group that is furthest behind.
+
+        Failed groups do not count.
+        """
         if not self.groups:
             return SecureStep.KEYS
         steps = [group.step for group in self.groups if not group.reason]
@@ -118,7 +124,7 @@ class ProtocolState:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """What the client was asked for in a step has come, and is durable."""
+    """A client's message of a step has come, and is durable."""
 
     step: SecureStep
     client: str
@@ -126,7 +132,10 @@ class Answered:
 
 @dataclass(frozen=True, slots=True)
 class Grouped:
-    """The clients with keys form these groups, each in rising order of client id."""
+    """The clients with keys form these groups.
+
+    Each is in rising order of client id.
+    """
 
     groups: tuple[tuple[str, ...], ...]
 
@@ -148,14 +157,17 @@ class UpdatesClosed:
 
 @dataclass(frozen=True, slots=True)
 class SurvivorsChosen:
-    """These members' updates count, group by group. A group of which too few are left fails."""
+    """These members' updates count, group by group.
+
+    A group with too few left fails.
+    """
 
     survivors: tuple[tuple[str, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class SignersChosen:
-    """These survivors of a group, which have signed, are asked for their shares."""
+    """These survivors, which have signed, are asked for their shares."""
 
     group: int
     signers: tuple[str, ...]
@@ -179,7 +191,7 @@ class GroupFailed:
 
 @dataclass(frozen=True, slots=True)
 class StepsDelayed:
-    """For so many seconds nobody could go on, so they do not count."""
+    """Nobody could go on for these seconds, so they do not count."""
 
     seconds: float
 
@@ -199,7 +211,7 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class FormGroups:
-    """An effect, answered with the event in brackets: draw the groups of these clients (Grouped)."""
+    """The effect that draws the groups of clients, answered by Grouped."""
 
     clients: frozenset[str]
 

@@ -34,7 +34,7 @@ KINDS = {
     SecureStep.SURVIVORS: "signature",
     SecureStep.UNMASK: "unmask",
 }
-"""What the rows of clients' messages are called, by the step that asks for them."""
+"""Kinds of the rows of clients' messages, by the step that asks for them."""
 
 _DURABLE = ("step", "members", "peers", "survivors", "signers", "reason", "liars")
 
@@ -46,7 +46,7 @@ class SecureExchange:
 
     Attributes:
         members: the clients whose keys were checked.
-        messages: what is durable of the clients' messages, serialized, by step and client.
+        messages: the clients' durable messages, serialized, by step and client.
     """
 
     def __init__(self, open_: OpenRound) -> None:
@@ -79,7 +79,10 @@ class SecureExchange:
 
     @cached_property
     def rosters(self) -> list[Roster]:
-        """The groups with their members' keys; known as soon as there are groups."""
+        """The groups with their members' keys.
+
+        They are known as soon as there are groups.
+        """
         return [Roster(tuple(self.members[name] for name in group.members)) for group in self.state.groups]
 
     @cached_property
@@ -100,7 +103,10 @@ class SecureExchange:
         return bits_of(self.command.secure, len(self.state.groups[place].members))
 
     def integers(self, place: int) -> PrivateIntegers | None:
-        """Return how the clients of a group make private integers; None if they send levels."""
+        """Return the encoding of a group's private integers.
+
+        None if its clients send levels.
+        """
         if self._open.job.dp is None:
             return None
         members, parameters = len(self.state.groups[place].members), self._open.base.parameters
@@ -108,7 +114,9 @@ class SecureExchange:
         return PrivateIntegers(plan, self.task)
 
     def check_update(self, client: str) -> int:
-        """Check that the client may deliver a masked update. Returns the number of its group.
+        """Return a client's group, if it may deliver a masked update.
+
+        The group is given by its number.
 
         Raises:
             UnknownRound: "not_selected" if it is not, or no longer, part of the secure aggregation.
@@ -129,7 +137,7 @@ class SecureExchange:
         return len(self.state.groups[self.check_update(client)].members)
 
     def check_step(self, step: SecureStep, client: str) -> None:
-        """Check that the client is asked for what belongs to a step.
+        """Check that the client owes a message of this step.
 
         Raises:
             UnknownRound: "round_closed" if the step is over, or has not begun, for this client.
@@ -145,7 +153,10 @@ class SecureExchange:
             raise UnknownRound(text, reason="round_closed")
 
     def add_member(self, member: Member) -> None:
-        """Keep a client's keys; BadRequest if another client has sent one of them, so that no group would hold both."""
+        """Keep a client's keys.
+
+        Raises BadRequest if another client has sent one of them, so that no group would hold both.
+        """
         for key in (member.sealing, member.masking):
             if self._owners.setdefault(key, member.client_id) != member.client_id:
                 text = f"the keys of {member.client_id} are those of another client"
@@ -153,7 +164,9 @@ class SecureExchange:
         self.members[member.client_id] = member
 
     def check_message(self, client: str, message: Message, check_identity: CheckIdentity) -> Member | None:
-        """Check a message of a client that is asked for it. Returns the client's keys if it holds them.
+        """Check a client's message, and return the keys in it, if any.
+
+        The client must be asked for the message.
 
         Raises:
             BadRequest: "bad_secure_message", if it does not fit the round.
@@ -200,6 +213,7 @@ class SecureExchange:
         """
         state = self.state
         step = state.step
+        # Groups move on their own. The round is shown at the step of the one that is behind.
         groups = [group for group in state.groups if group.step is step and not group.reason]
         asked = {name for group in groups for name in group.asked} if state.groups else state.clients
         answered = {name for group in groups for name in group.answered} if state.groups else state.keys
@@ -242,8 +256,8 @@ class SecureExchange:
         The messages must be loaded.
 
         Args:
-            rules: what it obeys.
-            decided: what is durable of its decisions.
+            rules: the rules of the secure aggregation.
+            decided: its durable decisions.
             since: when the steps that were interrupted begin anew, monotonic seconds.
         """
         accepted = self._open.accepted.keys()

@@ -7,7 +7,9 @@ from fedring.secure.limits import group_count
 
 
 def form_groups(clients: Iterable[str], size: int, draw: Random) -> tuple[tuple[str, ...], ...]:
-    """Return groups of nearly equal size, each in rising order of client id, drawn at random.
+    """Return random groups of nearly equal size.
+
+    Each is in rising order of client id.
 
     Args:
         clients: the clients, at least MIN_GROUP.

@@ -42,6 +42,7 @@ TOO_FEW_TO_UNMASK = "too_few_to_unmask"
 def apply(state: ProtocolState, event: Event, now: float) -> ProtocolState:
     """Return the state after `event`, which happened at `now` (monotonic seconds)."""
     match event:
+        # Keys that come after the groups were drawn are too late: no group could hold them.
         case Answered(SecureStep.KEYS, client):
             return replace(state, keys=state.keys | {client} & state.clients) if not state.groups else state
         case Answered(step, client):
@@ -76,7 +77,9 @@ def apply(state: ProtocolState, event: Event, now: float) -> ProtocolState:
 
 
 def due(state: ProtocolState, reachable: frozenset[str], now: float) -> Effect | None:
-    """Return what is to be done now; None means nothing until the next event or `wake_at`.
+    """Return the effect that is due now.
+
+    None means that nothing is due until the next event or `wake_at`.
 
     Args:
         state: the state.
@@ -93,6 +96,7 @@ def due(state: ProtocolState, reachable: frozenset[str], now: float) -> Effect |
     for place, group in enumerate(state.groups):
         if (decision := _decision(state, place, group, reachable, now)) is not None:
             return decision
+    # Survivors are chosen for all groups at once, since the round closes its updates once.
     if state.accepted is not None and not state.chosen and any(not group.reason for group in state.groups):
         kept = (group.peers if not group.reason else () for group in state.groups)
         return SurvivorsChosen(tuple(tuple(name for name in peers if name in state.accepted) for peers in kept))
@@ -100,7 +104,9 @@ def due(state: ProtocolState, reachable: frozenset[str], now: float) -> Effect |
 
 
 def wake_at(state: ProtocolState) -> float:
-    """Return when `due` may change without an event, in monotonic seconds; inf means never.
+    """Return when `due` may change without an event.
+
+    In monotonic seconds; inf means never.
 
     The clients that can still answer may become fewer before; whoever knows them must ask again then.
     """
@@ -111,7 +117,10 @@ def wake_at(state: ProtocolState) -> float:
 
 
 def out(state: ProtocolState) -> frozenset[str]:
-    """Return the clients that a round goes on without: without a group, of one that failed, or without shares."""
+    """Return the clients that a round goes on without.
+
+    They have no group, were in one that failed, or have given no shares.
+    """
     if not state.groups:
         return frozenset()
     inside: set[str] = set()
@@ -122,7 +131,7 @@ def out(state: ProtocolState) -> frozenset[str]:
 
 
 def took(before: ProtocolState, after: ProtocolState, now: float) -> list[tuple[SecureStep, float]]:
-    """Return the steps that have ended between two states, and the seconds that each took."""
+    """Return the ended steps between two states, with durations in seconds."""
     ended = []
     if after.groups and not before.groups:
         ended.append((SecureStep.KEYS, max(0.0, now - before.since)))
@@ -133,12 +142,16 @@ def took(before: ProtocolState, after: ProtocolState, now: float) -> list[tuple[
 
 
 def lost(state: ProtocolState) -> dict[str, int]:
-    """Return how many clients were lost in each step that has ended, by the step's name; steps without losses, too."""
+    """Return the number of clients lost in each ended step.
+
+    By the step's name, and also for steps without losses.
+    """
     counts: dict[str, int] = {}
     if state.groups:
         counts[SecureStep.KEYS] = len(state.clients) - sum(len(group.members) for group in state.groups)
     for group in state.groups:
         rows = (group.members, group.peers, group.survivors, group.signers)
+        # Each step hands on those who answered, so two neighbouring lists differ by the lost ones.
         for step, before, after in zip(ORDER[1:], rows, rows[1:], strict=False):
             if ORDER.index(group.step) > ORDER.index(step):
                 counts[step] = counts.get(step, 0) + len(before) - len(after)
@@ -172,7 +185,7 @@ def _next(
     peers: tuple[str, ...] | None = None,
     signers: tuple[str, ...] | None = None,
 ) -> ProtocolState:
-    """Return the state in which a group that is in `step` goes on to the next one."""
+    """Return the state with a group moved on from `step`."""
     group = state.groups[place]
     _require(group.step is step and not group.reason, event)
     after = ORDER[ORDER.index(step) + 1]
@@ -201,7 +214,10 @@ def _with_survivors(group: Group, survivors: tuple[str, ...], needed: int, now: 
 
 
 def _decision(state: ProtocolState, place: int, group: Group, reachable: frozenset[str], now: float) -> Effect | None:
-    """Return what the group's step comes to; None if the group has ended, or waits for its clients or the round."""
+    """Return the effect that ends the group's step.
+
+    None if the group has ended, or waits for its clients or for the round.
+    """
     if group.ended or group.step is SecureStep.UPDATES:
         return None
     waiting = (set(group.asked) - group.answered) & reachable

@@ -1,4 +1,4 @@
-"""Metrics of secure aggregation: how long its steps take, and whom they lose."""
+"""Metrics of secure aggregation: durations of steps, and lost clients."""
 
 from fedring.daemon.metrics import SECONDS, Registry
 from fedring.server.secure.events import SecureStep

@@ -57,7 +57,7 @@ _COMMITS: dict[type[ev.Event], str] = {
     ev.SignersChosen: "signers",
     ev.GroupFailed: "failure",
 }
-"""What fault tests call the commits of decisions."""
+"""Names of the commits of decisions, for fault tests."""
 
 
 class SecureRounds:
@@ -112,6 +112,7 @@ class SecureRounds:
         if client not in taken:
             kind.exchange.check_step(step, client)
             member = await self._facts.work(kind.exchange.check_message, client, message, self._check)
+            # Asked again, because a repeated message may have been stored during the check.
             if client not in taken:
                 await self._commit(kind, client, step, body, member)
         if taken[client] != body:
@@ -156,7 +157,7 @@ class SecureRound(RoundKind):
     """The secure aggregation of one round.
 
     Attributes:
-        exchange: what clients have sent.
+        exchange: the clients' messages.
     """
 
     tells_all = True
@@ -234,7 +235,10 @@ class SecureRound(RoundKind):
             self._rounds.handle(self.open, Closed())
 
     def check_update(self, client: str) -> None:
-        """Check that the client is still part of the secure aggregation; UnknownRound if not."""
+        """Check that the client is still part of the secure aggregation.
+
+        Raises UnknownRound if it is not.
+        """
         self.exchange.check_update(client)
 
     def members_with(self, client: str) -> int:
@@ -274,7 +278,7 @@ class SecureRound(RoundKind):
         return self.figures() | ({"liars": sorted(self._liars)} if self._liars else {})
 
     def happened(self, event: ev.Event) -> None:
-        """Take an event into the machine, and count the steps that it ends."""
+        """Apply an event to the machine, and count the steps it ends."""
         now, before = time.monotonic(), self.exchange.state
         self._rounds.handle(self.open, Stepped(event))
         after = self.exchange.state
@@ -333,7 +337,7 @@ class SecureRound(RoundKind):
 
         Args:
             client: the client.
-            why: a clause that says what it did.
+            why: a clause on its fault.
         """
         if client in self._liars:
             return
@@ -374,11 +378,11 @@ def charge_of_sums(open_: OpenRound, state: ev.ProtocolState) -> ChargeRow | Non
 
 
 def check_identity(client: str, proof: Proof, *, authority: Path | None) -> None:
-    """Check that a proof is that of a client, as far as the server can tell.
+    """Check a client's proof of identity, as far as the server can.
 
     Args:
         client: the client id.
-        proof: what it has shown with its keys.
+        proof: the one that came with its keys.
         authority: the file of the authority whose certificates clients must show. Without one, the server relies on
             the session: whoever has opened it was let in with this client id.
 

@@ -1,4 +1,4 @@
-"""The gRPC services that clients call: thin shells around rounds, updates, models and groups.
+"""Thin gRPC services for clients, around rounds, updates, models and groups.
 
 A service reads messages, keeps their deadlines, and hands over what they say. It decides nothing. Of the server, this
 room imports `config`, `group`, `model`, `round`, `secure`, `sessions`, `state` and `update`.

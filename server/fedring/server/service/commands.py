@@ -50,6 +50,7 @@ class TrainCmdService(rpc.TrainCmdServiceServicer):
             self._contested(request.client_id, context.peer())
             raise
         self._rounds.presence(Joined(session.client_id, session.labels))
+        # A client that joins, but never watches, must not hold its place forever.
         asyncio.get_running_loop().call_later(self._config.lost_after_seconds, self._expire, session)
         last = self._facts.last_accepted.get(session.client_id)
         return pb.JoinReply(
@@ -108,12 +109,16 @@ class TrainCmdService(rpc.TrainCmdServiceServicer):
             event = await session.outbox.get()
 
     async def _guard(self, session: Session) -> None:
-        """Send heartbeats until the session is closed or lost. One timer a session is cheaper than one a message."""
+        """Send heartbeats until the session is closed or lost.
+
+        One timer a session is cheaper than one a message.
+        """
         beat, lost = self._config.heartbeat_seconds, self._config.lost_after_seconds
         while True:
             if session.owner.ends_at is not None and time.time() >= session.owner.ends_at:
                 raise Unauthenticated("the token of this session has expired", reason="expired_token")
             now, due = time.monotonic(), session.spoke + beat
+            # Both ways count: a client that sends but never reads would fill its queue.
             if now >= session.heard + lost or (session.writing and now >= session.spoke + lost):
                 raise Stalled(f"{session.client_id} said or read nothing for {lost:g} s")
             if now >= due:
@@ -129,7 +134,10 @@ class TrainCmdService(rpc.TrainCmdServiceServicer):
                 raise session.reason or Unavailable("the session was closed")
 
     def _contested(self, client_id: str, peer: str) -> None:
-        """Tell operators that somebody else wants the id of a client in session; once for all of its tries."""
+        """Tell operators of a rival for the id of a client.
+
+        The client is in session. They are told once for all tries of the rival.
+        """
         session, now = self._sessions.get(client_id), time.monotonic()
         if session is not None and now >= session.contested + 3 * self._config.lost_after_seconds:
             session.contested = now

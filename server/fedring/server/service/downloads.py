@@ -32,7 +32,9 @@ class ModelStreams:
         self._downloads, self._facts, self._damaged = downloads, facts, damaged
 
     async def messages(self, request: pb.FetchModelRequest) -> AsyncGenerator[Any, None]:
-        """Yield the header, and the chunks as bytes, that answer `request`; the last one once all are proven.
+        """Yield the header and the chunks, as bytes, that answer `request`.
+
+        The last chunk comes once all are proven.
 
         Raises:
             UnknownModel: if there is no such version.
@@ -88,7 +90,10 @@ class ModelBlobService(rpc.ModelBlobServiceServicer):
 
 
 def _start_of(request: pb.FetchModelRequest, header: pb.ModelHeader) -> int:
-    """Return the offset at which the payload goes on; BadRequest if there is no such place."""
+    """Return the offset at which the payload continues.
+
+    Raises BadRequest if there is no such place.
+    """
     if request.offset and not request.payload_name:
         raise BadRequest(
             f"offset {request.offset} without payload_name belongs to no payload: begin at 0", reason="bad_offset"

@@ -1,4 +1,4 @@
-"""SecureAggregationService: clients send their keys, their shares, and what removes masks again."""
+"""The gRPC service for secure aggregation: keys, shares, and unmasking."""
 
 from typing import Any
 
@@ -10,7 +10,10 @@ from fedring.v1 import secure_pb2_grpc as rpc
 
 
 class SecureAggregationService(rpc.SecureAggregationServiceServicer):
-    """Takes the messages of clients in session; each is durable before it is answered, and may be repeated."""
+    """Receives the secure-aggregation messages of clients in session.
+
+    Each is durable before it is answered, and may be repeated.
+    """
 
     def __init__(self, secure: SecureRounds, sessions: Sessions) -> None:
         self._secure, self._sessions = secure, sessions

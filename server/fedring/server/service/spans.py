@@ -1,4 +1,4 @@
-"""Traces calls: a call whose client records a trace becomes a span of this process."""
+"""Spans for calls whose clients record a trace."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -11,7 +11,9 @@ from fedring.rpc.handlers import FACTORY, around
 
 
 class TraceCalls(aio.ServerInterceptor):
-    """Opens a span for each call that names its parent span; leaves other calls alone.
+    """Opens a span for each call that names its parent span.
+
+    It leaves other calls alone.
 
     It goes after `Auth`, so that a call that is refused leaves no span.
     """

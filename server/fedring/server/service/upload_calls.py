@@ -76,7 +76,9 @@ class UploadCalls:
         return UploadCall(client, Upload(client, self._facts.store.epoch), messages)
 
     async def advance(self, call: "UploadCall", event: Event) -> Effect:
-        """Perform what the upload asks for after an event, until it is done or has something to send: that is returned.
+        """Perform the upload's effects until one must be sent, or none remains.
+
+        Returns the effect to send, or the end.
 
         This is no generator: small updates are many, and have nothing to send before they are done.
         """
@@ -93,7 +95,7 @@ class UploadCalls:
         return effect
 
     async def _perform(self, call: "UploadCall", effect: Effect) -> Event:
-        """Do what the upload asks for, and return what came of it."""
+        """Perform an effect of the upload, and return the resulting event."""
         client = call.client
         try:
             match effect:
@@ -121,7 +123,10 @@ class UploadCalls:
         raise TypeError(f"{effect} is no effect of an upload")
 
     async def _accepted_name(self, run_id: str, number: int, client: str) -> str:
-        """Return the name of the update that was accepted of the client for the round; "" if there is none."""
+        """Return the name of a client's accepted update in the round.
+
+        Empty if there is none.
+        """
         facts = self._facts
         if run_id != facts.store.run_id or number >= 2**63:
             return ""
@@ -130,7 +135,10 @@ class UploadCalls:
         return await facts.db(facts.store.accepted_name, number, client)
 
     async def _open(self, call: "UploadCall", effect: Open) -> int:
-        """Open a place for the payload until the call's stack is closed. Returns the bytes that it holds already."""
+        """Open a place for the payload, and return its present size.
+
+        The size is in bytes. The place is open until the call's stack is closed.
+        """
         if not call.opened:
             call.opened = True
             if call.messages is not None:
@@ -191,7 +199,10 @@ class UploadCalls:
 
     @asynccontextmanager
     async def _only_one(self, client_id: str) -> AsyncIterator[None]:
-        """Let no other upload of the client run inside: end an older one, whose stream is dead."""
+        """Let no other upload of the client run inside.
+
+        An older one is ended: its stream is dead.
+        """
         if (older := self._uploads.get(client_id)) is not None:
             older.cancel()
             await asyncio.wait([older])

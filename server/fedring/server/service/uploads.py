@@ -33,7 +33,7 @@ SERVICE = "fedring.v1.ClientUpdateService"
 
 
 def add_update_service(service: "ClientUpdateService", server: aio.Server) -> None:
-    """Add the service to a server in such a way that chunks are read without a copy."""
+    """Add the service to a server, with chunks read without copies."""
     handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
         "PushUpdate": grpc.stream_stream_rpc_method_handler(
             service.PushUpdate, request_deserializer=part_parser(pb.ClientUpdate), response_serializer=serialize
@@ -46,7 +46,10 @@ def add_update_service(service: "ClientUpdateService", server: aio.Server) -> No
 
 
 class ClientUpdateService:
-    """Takes updates, in chunks or in one message; a client may repeat any of them."""
+    """Receives updates, in chunks or in one message.
+
+    A client may repeat any of them.
+    """
 
     def __init__(
         self,
@@ -81,7 +84,9 @@ class ClientUpdateService:
             raise group.exceptions[0] from None
 
     async def _take_small(self, session: Session, at_work: asyncio.Lock, context: Any) -> bool:
-        """Take the next update, and answer it. Returns False if there is none.
+        """Receive the next update, and answer it.
+
+        Returns False if there is none.
 
         It is not read by the iterator, which would hold each update in memory until the next one comes.
         """
@@ -100,7 +105,10 @@ class ClientUpdateService:
 
     @contextmanager
     def _counted(self, session: Session, counted: int) -> Iterator[Callable[[], None]]:
-        """Count the call's bytes beyond the first `counted`, and its seconds, as the client's in this round."""
+        """Count the call's bytes and seconds as the client's in this round.
+
+        Bytes up to the first `counted` are left out.
+        """
         traffic, meter = self._reports.traffic(session.client_id), METER.get()
         began = time.monotonic()
 
@@ -118,10 +126,14 @@ class ClientUpdateService:
             self._metrics.refused(error)
             raise
         finally:
+            # Bytes of a refused or broken upload have crossed the network, too.
             count()
 
     async def _push(self, session: Session, messages: _Messages) -> AsyncGenerator[pb.UpdateReply, None]:
-        """Take an update in chunks: yield where the client is to go on, unless it is done, and that it was accepted."""
+        """Receive an update in chunks, and yield the answers.
+
+        They say where the client is to continue, unless it is done, and that the update was accepted.
+        """
         first = await anext(messages, None)
         if not isinstance(first, pb.ClientUpdate) or not first.HasField("offer"):
             raise BadRequest("the first message must be an offer")
@@ -149,7 +161,10 @@ class ClientUpdateService:
 
 
 async def _end(closed: asyncio.Event, at_work: asyncio.Lock) -> None:
-    """Raise Gone when the session is closed, but not while an update is at work. Watch tells the client why."""
+    """Raise Gone when the session is closed, between two updates.
+
+    An update at work is not interrupted. Watch tells the client why.
+    """
     await closed.wait()
     async with at_work:
         raise Gone("the session was closed")

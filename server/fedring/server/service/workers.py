@@ -1,4 +1,7 @@
-"""RendezvousService: the workers of a group say what they have done, and are told what to do."""
+"""The gRPC service of groups, with one stream for each worker.
+
+Workers report their work, and are told their next step.
+"""
 
 import asyncio
 import re
@@ -25,7 +28,7 @@ _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
 class RendezvousService(rpc.RendezvousServiceServicer):
-    """Serves one stream for each worker: it says what it has done, and is told what to do."""
+    """Serves one stream of reports and instructions for each worker."""
 
     def __init__(self, rounds: Rounds, sessions: Sessions, config: ServerConfig) -> None:
         self._rounds, self._sessions, self._config = rounds, sessions, config
@@ -60,7 +63,7 @@ class RendezvousService(rpc.RendezvousServiceServicer):
                 self._rounds.group_event(open_, gr.WorkerLeft(client))
 
     def _enter(self, client: str, message: pb.WorkerMessage | None) -> tuple[OpenRound, Rendezvous]:
-        """Return the round and its group that the worker enters by its first message.
+        """Return the round and the group entered by a worker's first message.
 
         Raises:
             UnknownRound: if the round is not open for it.
@@ -100,6 +103,7 @@ class RendezvousService(rpc.RendezvousServiceServicer):
             case "done":
                 check_done(message.done)
                 done = message.done
+                # The result is noted before the event, which may end the group and so the round.
                 if open_.group is not None:
                     open_.group.note(client, done)
                 event = gr.WorkerDone(client, done.generation, done.digest, not done.cannot_deliver)
@@ -108,7 +112,7 @@ class RendezvousService(rpc.RendezvousServiceServicer):
                 raise BadRequest("this message is not known, or came too late")
 
     async def _speak(self, client: str, group: Rendezvous, context: Any) -> None:
-        """Tell the worker what to do whenever that changes, until its group has ended."""
+        """Send the worker each change of its instruction, until its group ends."""
         told = None
         while told is None or not told.HasField("ended"):
             moved, now = group.moved, group.view(client)
@@ -125,7 +129,7 @@ class RendezvousService(rpc.RendezvousServiceServicer):
 
 
 def check_done(done: pb.Done) -> None:
-    """Check what a worker says of its work.
+    """Check a worker's report of its work.
 
     Args:
         done: The worker's message.
@@ -145,7 +149,9 @@ def check_done(done: pb.Done) -> None:
 
 
 def _check_address(text: str) -> None:
-    """Check where a worker says that others reach it, with its words about its host after a semicolon.
+    """Check the address at which others are to reach a worker.
+
+    The worker's words about its host may follow it after a semicolon.
 
     Raises:
         BadRequest: With the reason bad_address.

@@ -1,4 +1,4 @@
-"""How long clients take to come back, which says how long to wait for one that was lost."""
+"""Durations of clients' absences, which bound the wait for lost clients."""
 
 from collections import deque
 from math import isfinite
@@ -9,7 +9,10 @@ _NEWEST = 64  # absences and starts that count
 
 
 class Returns:
-    """The newest absences that have ended, and how long clients say they take to start; in monotonic seconds."""
+    """The newest ended absences and start-up times of clients.
+
+    All in seconds, of the monotonic clock; clients report their start-up times themselves.
+    """
 
     def __init__(self) -> None:
         self._gone: dict[str, float] = {}  # when each client that is away has left
@@ -28,7 +31,10 @@ class Returns:
         self._gone[client] = now  # at the end: the dictionary is in the order in which clients left
 
     def came(self, client: str, startup_seconds: float, now: float) -> None:
-        """Note that the client is here; `startup` is how long its process took to start, 0 if it does not know."""
+        """Note that the client is here.
+
+        `startup` is how long its process took to start, 0 if it does not know.
+        """
         since = self._gone.pop(client, now)
         for seconds in (now - since, startup_seconds):
             if isfinite(seconds) and 0 < seconds <= MOST_SECONDS:

@@ -1,4 +1,4 @@
-"""The clients' sessions: which clients are connected, and what waits to be sent to each."""
+"""Sessions of connected clients, with their queues of outgoing events."""
 
 import asyncio
 import secrets
@@ -29,7 +29,10 @@ MOST_CALLS = 16
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """One client's session: from Join to the next Join, or to the loss of its stream."""
+    """A client's session, from Join to the end of its stream.
+
+    The next Join of the client ends it, too.
+    """
 
     client_id: str
     session_id: str
@@ -48,7 +51,7 @@ class Session:
     progress: float = 0.0
     reports_progress: bool = True  # False while it trains with code that reports none
     last_seen: float = field(default_factory=time.time)  # wall clock, for people
-    moved: float = field(default_factory=time.monotonic)  # when what it reports last changed
+    moved: float = field(default_factory=time.monotonic)  # when its reported progress last changed
     transfers: int = 0  # uploads and downloads in progress, which end if their bytes do not move
     heard: float = field(default_factory=time.monotonic)
     spoke: float = field(default_factory=time.monotonic)  # when the newest event began to be written
@@ -60,7 +63,7 @@ class Session:
         self.last_seen, self.heard = time.time(), time.monotonic()
 
     def report(self, request: pb.WatchRequest) -> bool:
-        """Note what the client says that it does, and how far it is. Returns whether that has changed."""
+        """Note the client's activity and progress, and return whether they changed."""
         progress = request.progress if isfinite(request.progress) else 0.0
         said = (request.activity, progress, not request.reports_no_progress)
         if said == (self.activity, self.progress, self.reports_progress):
@@ -70,7 +73,10 @@ class Session:
         return True
 
     def send(self, event: pb.ServerEvent | bytes) -> None:
-        """Queue an event, or its bytes. A client that does not read is cut off: nobody waits for it."""
+        """Queue an event, or its bytes.
+
+        A client that does not read is cut off: nobody waits for it.
+        """
         try:
             self.outbox.put_nowait(serialize(event))
         except asyncio.QueueFull:
@@ -100,7 +106,7 @@ class Sessions:
         self.returns = Returns()
 
     def join(self, request: pb.JoinRequest, address: str) -> Session:
-        """Open a session for the client, of whoever makes this call, and close its older one if there is one.
+        """Open a session for the caller's client, and close its older one.
 
         An older session gives way to whoever shows its secret, and to a caller who has proven by a certificate or a
         token to be this client. Anybody else could be anyone: then the older session stays, idle or not, and also if
@@ -123,6 +129,7 @@ class Sessions:
         older = self._by_client.get(request.client_id)
         if older is None and len(self._by_client) >= self._limit:
             raise Overloaded(f"max_clients={self._limit} sessions are open; raise max_clients or stop a client")
+        # Compared in constant time, since the secret is the only proof of a caller without a role.
         if older and who.role is None and not compare_digest(shown, older.secret):
             raise IdInUse(
                 f"{older.client_id} is here in another session: give each client an id of its own; if this is the same "
@@ -132,6 +139,7 @@ class Sessions:
         software = printable(request.software[:128])
         session = Session(request.client_id, secrets.token_hex(16), software, address, who, labels)
         session.secret = shown or session.secret
+        # The older session goes only now, when nothing can refuse the new one any more.
         if older:
             older.close(Superseded(f"a newer session of {older.client_id} took over"))
             self.drop(older)
@@ -141,7 +149,9 @@ class Sessions:
         return session
 
     def of(self, context: Any) -> Session:
-        """Return the session that a call names, and count the call until it ends.
+        """Return the session named by a call, and count the call.
+
+        It counts until the call ends.
 
         Raises:
             NoSession: if the call names no session, or one that has ended.
@@ -155,6 +165,7 @@ class Sessions:
         who = IDENTITY.get()
         if not who.owns(session.owner):
             raise NotAllowed(f"this session is not {who}'s", reason="other_session")
+        # Counted by client, not by session: a new session must not bring more calls.
         if self._calls[session.client_id] >= MOST_CALLS:
             raise Overloaded(f"{MOST_CALLS} calls of {session.client_id} are in progress already")
         self._calls[session.client_id] += 1
@@ -164,7 +175,10 @@ class Sessions:
         return session
 
     def drop(self, session: Session) -> bool:
-        """Forget the session, and end its other streams. Returns whether it was its client's newest."""
+        """Forget the session, and end its other streams.
+
+        Returns whether it was its client's newest.
+        """
         self._by_id.pop(session.session_id, None)
         session.close(NoSession("the session is lost: join again"))
         if self._by_client.get(session.client_id) is not session:
@@ -183,7 +197,7 @@ class Sessions:
         return self._by_client.get(client_id)
 
     def here(self, wanted: Wanted) -> list[str]:
-        """Return the clients that are matched and have the labels that a job wants."""
+        """Return the matched clients that have the labels wanted by a job."""
         return [session.client_id for session in self if session.matched and match(session.labels, wanted)]
 
     def __iter__(self) -> Iterator[Session]:

@@ -1,7 +1,7 @@
-"""What the server asks of a store of blobs, whatever implements it: sealed files, and partials that become such files.
+"""The interface of a store of blobs: sealed files, and partials.
 
-`fedring.server.state.blobs.FileBlobs` does. The suite in tests/unit/test_blobs.py checks that an implementation keeps
-these promises.
+Partials become sealed files. `fedring.server.state.blobs.FileBlobs` implements it. The suite in
+tests/unit/test_blobs.py checks that an implementation keeps these promises.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -19,7 +19,10 @@ class DiskSpace:
 
 
 class Partial(Protocol):
-    """Bytes that are still being written, at their end only; used by one thread at a time."""
+    """Bytes that are still being written, at their end only.
+
+    One thread at a time uses them.
+    """
 
     @property
     def size(self) -> int:
@@ -44,12 +47,18 @@ class Partial(Protocol):
         ...
 
     def close(self) -> None:
-        """Release the partial. Its bytes stay, and can be opened again by the partial's name."""
+        """Release the partial.
+
+        Its bytes stay, and can be opened again by the partial's name.
+        """
         ...
 
 
 class BlobReader(AbstractContextManager["BlobReader"], Protocol):
-    """An open blob, which can be read until it is closed, even if it is deleted meanwhile. A context manager."""
+    """An open blob, which can be read until it is closed.
+
+    It may be deleted meanwhile. This is a context manager.
+    """
 
     @property
     def size(self) -> int:
@@ -70,14 +79,16 @@ class BlobReader(AbstractContextManager["BlobReader"], Protocol):
 
 
 class Blobs(Protocol):
-    """Bytes that are named by their digest, and partials: bytes that are still being written.
+    """Bytes that are named by their digest, and unfinished partials.
 
     A sealed blob is complete, durable and has the digest that it is named by, so a row may name it. A blob that no row
     names is put aside by `sweep`, and removed some days later, because the row may have been lost.
     """
 
     def open_partial(self, name: str, *, fresh: bool = False) -> Partial:
-        """Open a partial to append to. After a power loss its end may be wrong; its digest tells.
+        """Open a partial to append to.
+
+        After a power loss its end may be wrong; its digest tells.
 
         Args:
             name: 1 to 200 characters of A-Z a-z 0-9 . _ -, not beginning with a dot.
@@ -91,7 +102,10 @@ class Blobs(Protocol):
         ...
 
     def seal_many(self, partials: Sequence[Partial]) -> list[str]:
-        """Close partials, make them durable blobs, which rows may name, and return the blobs' names, in order.
+        """Close partials, and make them durable blobs.
+
+        Returns:
+            The blobs' names, in order. Rows may name them.
 
         Raises:
             StorageFailed: if the disk failed. No row may name any of them. The partials can be opened again.
@@ -114,14 +128,18 @@ class Blobs(Protocol):
         ...
 
     def range_reader(self, digest: str) -> Callable[[int, int], bytes]:
-        """Return a function that reads `size` bytes at `offset` of a blob, and raises as `reader` and `read` do.
+        """Return a function that reads `size` bytes at `offset` of a blob.
 
-        It holds no file open between two calls, because a round may read thousands of blobs.
+        It raises as `reader` and `read` do. It holds no file open between two calls, because a round may read thousands
+        of blobs.
         """
         ...
 
     def delete(self, digest: str) -> None:
-        """Remove a blob if it is there. Readers that are open can still read it."""
+        """Remove a blob if it is there.
+
+        Readers that are open can still read it.
+        """
         ...
 
     def partials(self) -> list[str]:
@@ -129,7 +147,10 @@ class Blobs(Protocol):
         ...
 
     def drop_partials(self, prefix: str) -> None:
-        """Remove all partials whose names begin with `prefix`. Those that are open can be written to, to no effect."""
+        """Remove all partials whose names begin with `prefix`.
+
+        Those that are open can be written to, to no effect.
+        """
         ...
 
     def unnamed(self, keep: Collection[str]) -> list[str]:
@@ -137,22 +158,32 @@ class Blobs(Protocol):
         ...
 
     def sweep(self, keep: Collection[str], keep_partials: Collection[str] = ()) -> int:
-        """Put aside all blobs but those to keep, and remove closed partials; return how many.
+        """Put aside all blobs but `keep`, and remove closed partials.
 
-        Not between `seal_many` and the rows' commit.
+        It must not run between `seal_many` and the rows' commit.
+
+        Returns:
+            How many there were.
         """
         ...
 
     def forget_unnamed(self, seconds: float) -> None:
-        """Remove what was put aside longer ago than this."""
+        """Remove blobs put aside longer ago than `seconds`."""
         ...
 
     def probe(self, size: int) -> None:
-        """Return if `size` more bytes can be kept now; raise StorageFailed if not."""
+        """Check that `size` more bytes can be kept now.
+
+        Raises:
+            StorageFailed: if not.
+        """
         ...
 
     def disk_space(self) -> DiskSpace | None:
-        """Return the space of the disk; None if it cannot be found out now."""
+        """Return the space of the disk, or None.
+
+        None if it cannot be found out now.
+        """
         ...
 
     def close(self) -> None:

@@ -27,7 +27,10 @@ _NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
 
 
 class FilePartial:
-    """A partial in a file below partial/, with the digest of all that the file holds."""
+    """A partial in a file below partial/, with its digest.
+
+    The digest is of all that the file holds.
+    """
 
     def __init__(self, path: Path, closed: Callable[[str], None], *, fresh: bool) -> None:
         self.path = path
@@ -83,7 +86,10 @@ class FilePartial:
 
 
 class MemoryPartial:
-    """A payload that is small enough to be kept in its row: a partial in memory, which is never sealed."""
+    """A small payload in memory, kept in its row.
+
+    It is a partial that is never sealed.
+    """
 
     def __init__(self, payload: bytes = b"") -> None:
         self.payload = bytearray(payload)
@@ -107,7 +113,10 @@ class MemoryPartial:
 
 
 class FileReader:
-    """An open blob. Its file is read, not mapped, because mapped pages would count as the daemon's memory."""
+    """An open blob.
+
+    Its file is read, not mapped, because mapped pages would count as the daemon's memory.
+    """
 
     def __init__(self, path: Path) -> None:
         try:
@@ -135,7 +144,9 @@ class FileReader:
 
 
 class FileBlobs:
-    """Blobs in a state folder, which one process owns (StateLock). Blobs says what each method promises.
+    """Blobs in a state folder, which one process owns (StateLock).
+
+    The interface Blobs documents each method.
 
     Args:
         root: The folder.
@@ -317,7 +328,10 @@ def _sync_folder(path: Path) -> None:
 
 
 def storage_error(error: OSError) -> StorageError:
-    """Return what an error of the operating system means for the state: is the disk full, does it fail?"""
+    """Return the storage error for an error of the operating system.
+
+    It tells a full disk from one that fails.
+    """
     if isinstance(error, FileNotFoundError):
         return StorageError("missing_blob", str(error))
     if error.errno in _NO_DESCRIPTOR:  # nothing is wrong with the disk, and connections that end give descriptors back

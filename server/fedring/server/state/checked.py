@@ -1,8 +1,8 @@
-"""Reading blobs with a check that the bytes which were used have the digest that the blob is named by.
+"""Reading blobs with a check of their digests.
 
-A blob is named by the digest of its bytes, so damage on the disk can be noticed whenever it is read. A CheckedReader
-digests what passes through it, and compares at the end. Its user must not publish or send what was read before `check`
-has returned.
+The bytes that were used must have the digest that the blob is named by. A blob is named by the digest of its bytes, so
+damage on the disk can be noticed whenever it is read. A CheckedReader digests what passes through it, and compares at
+the end. Its user must not publish or send what was read before `check` has returned.
 """
 
 from collections.abc import Callable, Iterable
@@ -18,7 +18,10 @@ _ROOM = 32 << 20  # bytes that may wait for earlier bytes, in all readers of one
 
 
 class Room:
-    """A limit, shared by all readers of one walk, on the bytes that wait until earlier bytes have been read."""
+    """A limit on bytes waiting for earlier bytes to be read.
+
+    All readers of one walk share it.
+    """
 
     def __init__(self, size: int = _ROOM) -> None:
         self._left, self._lock = size, Lock()
@@ -73,7 +76,9 @@ class CheckedReader:
         return data
 
     def check(self) -> None:
-        """Return if the whole blob has the digest that it is named by.
+        """Check that the whole blob has its digest.
+
+        The blob is named by the digest.
 
         Raises:
             DamagedBlob: if it has not, or cannot be read to its end.
@@ -105,7 +110,7 @@ class CheckedReader:
 
 
 def find_damage(readers: Iterable[CheckedReader]) -> list[DamagedBlob]:
-    """Check all readers, and return the error of each blob that is damaged."""
+    """Check all readers, and return the errors of damaged blobs."""
     found = []
     for reader in readers:
         try:
@@ -133,12 +138,18 @@ def read_checked(blobs: Blobs, digest: str) -> bytes:
 
 
 def changed(digest: str) -> DamagedBlob:
-    """Return the error of a blob whose bytes do not have the digest that it is named by."""
+    """Return the error of a blob whose bytes have another digest.
+
+    A blob is named by its digest.
+    """
     return DamagedBlob(digest, "does not hold what was written to it")
 
 
 def unreadable(digest: str, error: StorageError) -> StorageError:
-    """Return the error of a blob that cannot be read: `error` itself if a later attempt may succeed."""
+    """Return the error of a blob that cannot be read.
+
+    It is `error` itself if a later attempt may succeed.
+    """
     if isinstance(error, StorageFailed | DamagedBlob):
         return error
     known = {"missing_blob": "is missing", "truncated": "has been cut short"}

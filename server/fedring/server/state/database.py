@@ -48,7 +48,9 @@ UNREADABLE = (DBAPIError, UnicodeDecodeError)
 
 
 def open_database(url: str, *, log_bytes: int = LOG_BYTES) -> Engine:
-    """Open a database, and check it. It is created if it is empty.
+    """Open a database, and check it.
+
+    It is created if it is empty.
 
     Args:
         url: where it is, as SQLAlchemy writes it.
@@ -99,7 +101,9 @@ def check_schema(found: int) -> None:
 
 
 def backup(engine: Engine, path: Path) -> None:
-    """Write a complete and compact copy of an SQLite database that may be in use.
+    """Write a complete and compact copy of an SQLite database.
+
+    The database may be in use.
 
     Args:
         engine: the database.
@@ -133,7 +137,9 @@ def epoch_in(found: Mapping[str, str]) -> int:
 
 
 def next_epoch(*found: Mapping[str, str]) -> int:
-    """Return an epoch above those in tables `meta`: a time, so that two that follow the same one differ.
+    """Return an epoch above those in tables `meta`.
+
+    It is a time, so that two that follow the same one differ.
 
     Raises:
         StoreError: "corrupt", if one of those is not a number that could have been written there.
@@ -142,7 +148,9 @@ def next_epoch(*found: Mapping[str, str]) -> int:
 
 
 def shorten_log(engine: Engine) -> None:
-    """Move what is in SQLite's log into the database, and empty the log unless somebody reads from it.
+    """Move SQLite's log into the database, and empty it.
+
+    The log is not emptied if somebody reads from it.
 
     Raises:
         sqlite3.Error: if that fails.

@@ -1,4 +1,7 @@
-"""Store and blobs as the event loop uses them: each kind of work runs in the threads that may do it."""
+"""Store and blobs for the event loop.
+
+Each kind of work runs in the threads that may do it.
+"""
 
 import asyncio
 import logging
@@ -21,9 +24,9 @@ T = TypeVar("T")
 
 
 class Storage:
-    """Whether the state folder can be written to. It belongs to one event loop.
+    """Whether the state folder can be written to.
 
-    It works until something could not be kept. Then it fails until a trial has succeeded.
+    It belongs to one event loop. It works until something could not be kept. Then it fails until a trial has succeeded.
 
     Attributes:
         fault: why it fails; empty while it works.
@@ -89,19 +92,35 @@ class Facts:
         self._heavy = ThreadPoolExecutor(1, thread_name_prefix="heavy")
 
     async def db(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call `function`, a transaction, in the store's thread, and return what it returns."""
+        """Run `function`, a transaction, in the store's thread.
+
+        Returns:
+            Its result.
+        """
         return await self._run(self._db, lambda: function(*args, **kwargs))
 
     async def heavy(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call `function`, which may take seconds and may use the pool, and return what it returns."""
+        """Run `function`, which may take seconds and use the pool.
+
+        Returns:
+            Its result.
+        """
         return await self._run(self._heavy, lambda: function(*args, **kwargs))
 
     async def work(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call `function`, one computation or file access, in the pool, and return what it returns."""
+        """Run `function`, one computation or file access, in the pool.
+
+        Returns:
+            Its result.
+        """
         return await self._run(self.pool, lambda: function(*args, **kwargs))
 
     async def keep(self, attempt: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call `attempt` when the storage works, once more whenever the storage fails, and return what it returns."""
+        """Call `attempt` when the storage works, again after each failure.
+
+        Returns:
+            Its result.
+        """
         while True:
             await self.storage.works.wait()
             try:
@@ -119,7 +138,7 @@ class Facts:
         await self.db(self.store.probe)
 
     def commit_updates(self, batch: Sequence[tuple[Partial, UpdateRow]]) -> list[Acceptance]:
-        """Seal the updates' files, then commit all rows in one transaction; return what became of each update.
+        """Seal the updates' files, then commit all rows in one transaction.
 
         Args:
             batch: each update's payload and row. A MemoryPartial is not sealed, because its payload lies in the row.
@@ -135,9 +154,12 @@ class Facts:
         return outcomes
 
     def prune(self, keep_models: int, keep_update_rounds: int, keep_rounds: int, keep_jobs: int) -> bool:
-        """Remove what is old, as Store.prune does, with its blobs; return whether there was anything.
+        """Remove old rows as Store.prune does, with their blobs.
 
         Rows and blobs are removed in one call of `db`, so that nothing is sealed in between.
+
+        Returns:
+            Whether there was anything.
         """
         return self._delete(self.store.prune(keep_models, keep_update_rounds, keep_rounds, keep_jobs))
 
@@ -147,14 +169,21 @@ class Facts:
         self.last_accepted = self.store.last_accepted()
 
     def forget_client(self, client_id: str) -> int:
-        """Remove a client as Store.forget_client does, with its blobs; return the number of removed rows."""
+        """Remove a client as Store.forget_client does, with its blobs.
+
+        Returns:
+            The number of removed rows.
+        """
         forgotten = self.store.forget_client(client_id)
         self._delete(forgotten)
         self.last_accepted = self.store.last_accepted()
         return forgotten.rows
 
     def discard(self, digests: Sequence[str]) -> None:
-        """Remove those of the just sealed blobs that no row names. Empty names are ignored."""
+        """Remove just sealed blobs that no row names.
+
+        Empty names are ignored.
+        """
         for digest in set(filter(None, digests)) - self.store.named_blobs():
             self.blobs.delete(digest)
 

@@ -1,4 +1,4 @@
-"""What can go wrong with the state that the server keeps: a disk that fails, and files that are damaged."""
+"""Failures of the server's state: a failing disk, and damaged files."""
 
 from collections.abc import Iterable
 
@@ -23,16 +23,18 @@ class StorageError(Exception):
 
 
 class StorageFailed(StorageError, Overloaded):
-    """The disk is full ("disk_full") or failed ("disk_error"), or no descriptor is left ("too_many_files").
+    """The disk is full or failed, or no descriptor is left.
 
-    Nothing was changed, and a later attempt may succeed.
+    The reasons are "disk_full", "disk_error" and "too_many_files". Nothing was changed, and a later attempt may
+    succeed.
     """
 
 
 class FsyncFailed(Exception):
-    """A sync failed, and the kernel may have dropped what it could not write.
+    """A sync failed.
 
-    Nothing that was written since the last sync can be trusted: the daemon must exit, and recover from the disk.
+    The kernel may have dropped bytes that it could not write. Nothing that was written since the last sync can be
+    trusted: the daemon must exit, and recover from the disk.
     """
 
 
@@ -44,7 +46,9 @@ class StoreError(StorageError):
 
 
 class DamagedBlob(StorageError, FedringError):
-    """The bytes of a blob, or of an update in a row, do not have the digest that they are named by.
+    """The bytes of a blob or an update have another digest.
+
+    They are named by their digest. The bytes of an update may lie in a row.
 
     Attributes:
         digest: the name; it is the blob's name if the bytes lie in a blob.

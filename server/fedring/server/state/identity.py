@@ -1,4 +1,4 @@
-"""Opening a state folder, with proof that its database and its blobs belong together.
+"""Opening a state folder whose database and blobs belong together.
 
 A random id lies in the database and, as `blobs/state_id`, beside the blobs. Without it, a database that was lost or
 exchanged would name none of the blobs, and all of them would be swept.
@@ -31,7 +31,9 @@ _ADVICE = "Restore a backup (flctl restore), or give the server an empty folder.
 def open_state(
     folder: Path, *, adopt: bool = True, accept_older: bool = False, log_bytes: int = LOG_BYTES
 ) -> tuple[SqlStore, FileBlobs]:
-    """Open the database and the blobs of a state folder, or create them in an empty one.
+    """Open a state folder's database and blobs.
+
+    They are created in an empty folder.
 
     Args:
         folder: the state folder, which the caller has locked (StateLock).
@@ -81,7 +83,9 @@ def open_state(
 
 
 def add_token_offline(folder: Path, row: TokenRow) -> None:
-    """Add a token to the state of a server, which may be running.
+    """Add a token to a server's state.
+
+    The server may be running.
 
     Raises:
         ConfigError: if there is no such folder, or a restore into it was interrupted.
@@ -124,11 +128,14 @@ def _lost_commits(folder: Path) -> StoreError | None:
 
 
 def _read_draft(path: Path) -> str:
-    """Return the id in the draft; empty if there is no draft, or an incomplete one."""
+    """Return the id in the draft; empty without a complete draft."""
     text = path.read_text(errors="replace").strip() if path.exists() else ""
     return text if _HEX.fullmatch(text) else ""
 
 
 def holds_blobs(blobs: Path) -> bool:
-    """Return whether there is a blob in the folder, which need not exist."""
+    """Return whether there is a blob in the folder.
+
+    The folder need not exist.
+    """
     return blobs.is_dir() and any(is_name(path.name) for path in blobs.iterdir())

@@ -1,7 +1,7 @@
-"""What the server asks of a store of facts, whatever implements it.
+"""The interface of a store of facts.
 
-`fedring.server.state.store.SqlStore` does. The suite in tests/unit/test_store.py checks that an implementation keeps
-these promises.
+`fedring.server.state.store.SqlStore` implements it. The suite in tests/unit/test_store.py checks that an implementation
+keeps these promises.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ from fedring.server.state.rows import (
 
 
 class Acceptance(StrEnum):
-    """What became of an update."""
+    """The outcome of an offered update."""
 
     NEW = "accepted"
     ALREADY = "already_accepted"  # the same update was accepted before
@@ -34,17 +34,18 @@ class Acceptance(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Pruned:
-    """What was removed from a store."""
+    """The removed part of a store."""
 
     rows: int
     blobs: frozenset[str]  # the names of the blobs that no row names any more
 
 
 class Store(Protocol):
-    """The facts of a run: jobs, rounds, accepted updates, models, evaluations, events, tokens.
+    """The facts of a run.
 
-    Each method is one transaction. When a method that changes something returns, the change is durable; when it raises,
-    nothing was changed. All methods are called from one thread. A row must not name a blob that has not been sealed.
+    They are jobs, rounds, accepted updates, models, evaluations, events and tokens. Each method is one transaction.
+    When a method that changes something returns, the change is durable; when it raises, nothing was changed. All
+    methods are called from one thread. A row must not name a blob that has not been sealed.
 
     Every method raises StorageFailed if the disk is full or failed, FsyncFailed if a sync failed, and another
     StorageError if the database is damaged ("corrupt") or does not allow the change ("database").
@@ -60,7 +61,10 @@ class Store(Protocol):
     epoch: int
 
     def create_job(self, job: JobRow) -> JobRow:
-        """Add a job, and return it with its new id; if there is one with its idempotency key, return that one."""
+        """Add a job, and return it with its new id.
+
+        If there is one with its idempotency key, that one is returned.
+        """
         ...
 
     def job_of_key(self, key: str) -> JobRow | None:
@@ -68,7 +72,7 @@ class Store(Protocol):
         ...
 
     def begin_job(self, job: JobRow, version: int, after: tuple[int, int], first: ModelRow | None = None) -> None:
-        """Note what a job starts from, and its specification, in one transaction.
+        """Note a job's specification and its start, in one transaction.
 
         Args:
             job: The job.
@@ -99,15 +103,23 @@ class Store(Protocol):
         ...
 
     def job_rounds_ended(self, job_id: int) -> int:
-        """Return how many rounds of a job have ended, published or abandoned, including those that were pruned."""
+        """Return the number of a job's ended rounds.
+
+        They were published or abandoned. Pruned ones count, too.
+        """
         ...
 
     def create_round(self, row: RoundRow) -> RoundRow:
-        """Add a round, and return it with its new number, which is above the numbers of all rounds there ever were."""
+        """Add a round, and return it with its new number.
+
+        The number is above the numbers of all rounds there ever were.
+        """
         ...
 
     def update_round(self, row: RoundRow) -> None:
-        """Replace the row of a round. What is kept of the secure aggregation of a round goes with its end.
+        """Replace the row of a round.
+
+        What is kept of the secure aggregation of a round goes with its end.
 
         Raises:
             StoreError: "corrupt", if there is no such round.
@@ -115,7 +127,10 @@ class Store(Protocol):
         ...
 
     def save_seconds_left(self, number: int, phase: str, seconds: float) -> None:
-        """Note how long a round may stay in its phase; nothing changes if the round is in another phase by now."""
+        """Note how long a round may stay in its phase.
+
+        Nothing changes if the round is in another phase by now.
+        """
         ...
 
     def round(self, number: int) -> RoundRow | None:
@@ -123,25 +138,37 @@ class Store(Protocol):
         ...
 
     def rounds(self, limit: int = 100, job_id: int = 0, below: int = 0) -> list[RoundRow]:
-        """Return the newest rounds, newest first. `job_id` and `below`, a number, select some unless they are 0."""
+        """Return the newest rounds, newest first.
+
+        `job_id` and `below`, a number, select some unless they are 0.
+        """
         ...
 
     def last_published(self, job_id: int) -> RoundRow | None:
-        """Return the newest round of a job that has published a model; None if none has."""
+        """Return a job's newest round with a published model, or None."""
         ...
 
     def open_round(self) -> RoundRow | None:
-        """Return the newest round that has not ended, where a restarted server continues."""
+        """Return the newest round that has not ended.
+
+        A restarted server continues there.
+        """
         ...
 
     def end_orphans(self) -> None:
-        """Abandon the open rounds of jobs that are not running, with the reason "job_ended"."""
+        """Abandon the open rounds of jobs that are not running.
+
+        The reason is "job_ended".
+        """
         ...
 
     def accept_updates(self, rows: Sequence[UpdateRow]) -> list[Acceptance]:
-        """Accept updates, all in one transaction, and return what became of each, in order.
+        """Accept updates, all in one transaction.
 
         Of a client, only the first update for a round is accepted, also within `rows`.
+
+        Returns:
+            The outcome of each, in order.
 
         Raises:
             StorageError: "database", if there is no such round; then none of the updates was accepted.
@@ -149,7 +176,10 @@ class Store(Protocol):
         ...
 
     def accepted_name(self, number: int, client_id: str) -> str:
-        """Return the name of the client's accepted update in a round; of pruned ones, only the newest is known."""
+        """Return the name of a client's accepted update in a round.
+
+        Of pruned updates, only the newest is known.
+        """
         ...
 
     def last_accepted(self) -> dict[str, LastAccepted]:
@@ -157,7 +187,10 @@ class Store(Protocol):
         ...
 
     def forget_client(self, client_id: str) -> Pruned:
-        """Remove a client's evaluations, its updates in rounds that have ended, and what is known of pruned ones."""
+        """Remove a client's evaluations and its updates of ended rounds.
+
+        Its pruned updates are forgotten, too.
+        """
         ...
 
     def updates_of(self, number: int) -> list[UpdateRow]:
@@ -165,11 +198,16 @@ class Store(Protocol):
         ...
 
     def update_counts(self) -> dict[str, int]:
-        """Return how many updates of each client were accepted, kept or pruned, by client id."""
+        """Return the number of accepted updates of each client id.
+
+        Kept and pruned updates count.
+        """
         ...
 
     def publish(self, model: ModelRow, ended: RoundRow | None = None, charge: ChargeRow | None = None) -> None:
-        """Add the newest model, whose blobs are sealed, and end the round that made it and count it in its job.
+        """Add the newest model, and end the round that made it.
+
+        The model's blobs are sealed. The round is counted in its job.
 
         Args:
             model: the model.
@@ -182,7 +220,9 @@ class Store(Protocol):
         ...
 
     def add_secure_message(self, row: SecureMessageRow) -> Acceptance:
-        """Keep a client's message for the secure aggregation of a round, of each kind only the first.
+        """Keep a client's message for a round's secure aggregation.
+
+        Of each kind only the first is kept.
 
         Raises:
             StorageError: "database", if there is no such round.
@@ -190,7 +230,7 @@ class Store(Protocol):
         ...
 
     def save_secure_round(self, row: SecureRoundRow, step: str, charge: ChargeRow | None = None) -> None:
-        """Keep what was decided in the secure aggregation of a round.
+        """Keep the decisions of a round's secure aggregation.
 
         Args:
             row: all decisions so far.
@@ -200,11 +240,17 @@ class Store(Protocol):
         ...
 
     def secure_round(self, number: int) -> tuple[SecureRoundRow | None, list[SecureMessageRow]]:
-        """Return what was decided in the secure aggregation of an open round, if it is kept, and all its messages."""
+        """Return the decisions and messages of a round's secure aggregation.
+
+        The round is open. The decisions are None if none are kept.
+        """
         ...
 
     def charges(self) -> list[ChargeRow]:
-        """Return what rounds with differential privacy have cost, the oldest first. None is ever pruned."""
+        """Return the charges of rounds with differential privacy.
+
+        The oldest is first. None is ever pruned.
+        """
         ...
 
     def model(self, version: int) -> ModelRow | None:
@@ -212,35 +258,59 @@ class Store(Protocol):
         ...
 
     def models(self, limit: int = 100, job_id: int = 0) -> list[ModelRow]:
-        """Return the newest models, newest first; those of one job, unless `job_id` is 0."""
+        """Return the newest models, newest first.
+
+        They are those of one job, unless `job_id` is 0.
+        """
         ...
 
     def best_versions(self) -> set[int]:
-        """Return the versions that are the best of the job that published them, by its key best_by."""
+        """Return the best version of each job that published models.
+
+        The job's key best_by decides.
+        """
         ...
 
     def save_evaluation(self, row: RoundRow) -> None:
-        """Replace the row of a round whose model was evaluated, and keep its metrics with the model."""
+        """Replace an evaluated round's row, and keep its metrics.
+
+        The metrics are kept with the model.
+        """
         ...
 
     def next_version(self) -> int:
-        """Return the version of the next model, which is above all versions that a client can have seen."""
+        """Return the version of the next model.
+
+        It is above all versions that a client can have seen.
+        """
         ...
 
     def add_evaluation(self, row: EvaluationRow) -> None:
-        """Keep an evaluation. It replaces an earlier one of the same client and model."""
+        """Keep an evaluation.
+
+        It replaces an earlier one of the same client and model.
+        """
         ...
 
     def evaluations(self, version: int) -> list[EvaluationRow]:
-        """Return all evaluations of a model: the server's first, then the clients' in client-id order."""
+        """Return all evaluations of a model.
+
+        The server's comes first, then the clients' in client-id order.
+        """
         ...
 
     def evaluation_sum(self, version: int) -> EvaluationRow | None:
-        """Return the sum of the clients' evaluations of a model; None if there are none."""
+        """Return the sum of the clients' evaluations, or None.
+
+        None if there are none of this model.
+        """
         ...
 
     def append_events(self, rows: Sequence[EventRow]) -> None:
-        """Add events, whose ids are above all before, and remove the oldest if there are more than KEEP_EVENTS."""
+        """Add events, and remove the oldest above KEEP_EVENTS.
+
+        Their ids are above all before.
+        """
         ...
 
     def events_after(self, event_id: int, limit: int = 1000) -> list[EventRow]:
@@ -264,22 +334,32 @@ class Store(Protocol):
         ...
 
     def revoke_token(self, token_id: str, at: float) -> None:
-        """Note when a token was revoked. A token that was revoked before keeps its time."""
+        """Note when a token was revoked.
+
+        A token that was revoked before keeps its time.
+        """
         ...
 
     def drop_updates(self, number: int, clients: Sequence[str]) -> Pruned:
-        """Remove the clients' updates of a round, as if they had never been accepted."""
+        """Remove clients' updates of a round.
+
+        It is as if they had never been accepted.
+        """
         ...
 
     def drop_models(self, versions: Sequence[int]) -> Pruned:
-        """Remove models. Their versions are not used again, because clients may hold these models."""
+        """Remove models.
+
+        Their versions are not used again, because clients may hold these models.
+        """
         ...
 
     def prune(self, keep_models: int, keep_update_rounds: int, keep_rounds: int, keep_jobs: int = 0) -> Pruned:
-        """Remove what is old. Open rounds, their updates and the models that jobs start from always stay.
+        """Remove old rows.
 
-        Of each client, the number of its updates and the newest one's name stay known. Of all models but the newest,
-        and those that `keep_jobs` keeps, the residual and the optimizer's state are released.
+        Open rounds, their updates and the models that jobs start from always stay. Of each client, the number of its
+        updates and the newest one's name stay known. Of all models but the newest, and those that `keep_jobs` keeps,
+        the residual and the optimizer's state are released.
 
         Args:
             keep_models: how many of the newest models stay, at least one.
@@ -290,11 +370,17 @@ class Store(Protocol):
         ...
 
     def begin_epoch(self) -> None:
-        """Count rounds from now on in a new epoch, because the newest facts were lost."""
+        """Count rounds in a new epoch from now on.
+
+        The newest facts were lost.
+        """
         ...
 
     def shorten_log(self) -> None:
-        """Keep what the store needs on the disk beside the facts themselves short; called when a round has ended."""
+        """Shorten the store's files beside the facts themselves.
+
+        This is called when a round has ended.
+        """
         ...
 
     def log_bytes(self) -> int:
@@ -306,7 +392,10 @@ class Store(Protocol):
         ...
 
     def probe(self) -> None:
-        """Write something durably without changing anything; raises if the store cannot be written to."""
+        """Write something durably without changing anything.
+
+        This raises if the store cannot be written to.
+        """
         ...
 
     def close(self) -> None:

@@ -1,4 +1,7 @@
-"""Events for operators, which are kept in the store and sent to watchers at once."""
+"""Events for operators.
+
+They are kept in the store and sent to watchers at once.
+"""
 
 import asyncio
 import logging
@@ -31,12 +34,18 @@ _TRANSIENT = frozenset({"update_accepted", "round_waits"})
 
 
 def rfc3339(seconds: float | None) -> str:
-    """Format seconds since 1970 as a UTC time; return an empty string for 0 or None."""
+    """Format seconds since 1970 as a UTC time.
+
+    The text is empty for 0 or None.
+    """
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds") if seconds else ""
 
 
 def printable(text: str) -> str:
-    """Replace what could break a log or a terminal by spaces. Parts of the text come from clients."""
+    """Replace characters that could break a log or terminal by spaces.
+
+    Parts of the text come from clients.
+    """
     return "".join(letter if letter.isprintable() else " " for letter in text)
 
 
@@ -54,13 +63,16 @@ class Journal:
         self._to_save = asyncio.Event()
 
     def begin(self, last_id: int) -> None:
-        """Make all ids from now on greater than `last_id`, even if the clock was set back."""
+        """Make all later ids greater than `last_id`.
+
+        This holds even if the clock was set back.
+        """
         self._last_id = max(self._last_id, last_id)
 
     def write(
         self, kind: str, text: str, *, job_id: int = 0, client_id: str = "", state: pb.Round | None = None
     ) -> None:
-        """Log an event, send it to all watchers, and queue it for the store.
+        """Log an event, send it to watchers, and queue it for storage.
 
         A watcher that has not read its last RECENT events is dropped.
         """
@@ -86,6 +98,7 @@ class Journal:
         )
         self._recent.append(event)
         for queue in list(self._watchers):
+            # A watcher that reads too slowly is dropped: it must hold up neither the round nor others.
             if queue.full():
                 self._watchers.discard(queue)
             else:
@@ -105,11 +118,16 @@ class Journal:
 
     @property
     def oldest(self) -> int:
-        """The id of the oldest event in memory. Older events are in the store."""
+        """The id of the oldest event in memory.
+
+        Older events are in the store.
+        """
         return self._recent[0].id if self._recent else self._last_id + 1
 
     def follow(self, after: int) -> AsyncIterator[pb.Event]:
-        """Watch events: those in memory with ids above `after`, then all that are written from this call on.
+        """Watch events: known ones above `after`, then all new ones.
+
+        The known ones are those in memory. New are those written from this call on.
 
         Args:
             after: an event's id; 0 for new events only.
@@ -141,12 +159,18 @@ class Journal:
                 queue.put_nowait(None)
 
     def unsaved(self) -> list[EventRow]:
-        """Return the events that have not been stored yet; the caller stores them."""
+        """Return the events that have not been stored yet.
+
+        The caller stores them.
+        """
         rows, self._unsaved = self._unsaved, []
         return rows
 
     async def save(self, append: Callable[[list[EventRow]], Awaitable[None]]) -> None:
-        """Store what was written, until cancelled: in batches, because accepting updates waits for each commit."""
+        """Store events in batches, until cancelled.
+
+        There are batches because accepting updates waits for each commit.
+        """
         while True:
             await self._to_save.wait()
             await asyncio.sleep(_GATHER_SECONDS)

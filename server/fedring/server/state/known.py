@@ -1,8 +1,8 @@
-"""What the database knows of each client beyond the updates that it keeps: how many there were, and the newest.
+"""The database's memory of each client's pruned updates.
 
-An update is kept for some rounds only. A client that was killed just after its update was accepted, and returns much
-later, must still learn that it was accepted. So each client's newest accepted update stays known until the client is
-forgotten.
+It has their number, and the newest. An update is kept for some rounds only. A client that was killed just after its
+update was accepted, and returns much later, must still learn that it was accepted. So each client's newest accepted
+update stays known until the client is forgotten.
 """
 
 from collections import Counter
@@ -20,12 +20,18 @@ _PRUNED = select(clients.c.client_id, clients.c.pruned_updates)
 
 
 def update_counts(connection: Connection) -> Counter[str]:
-    """Return how many updates of each client were accepted, kept or pruned, for people: digests are not checked."""
+    """Return the number of accepted updates of each client.
+
+    Kept and pruned updates count. The numbers are for people: digests are not checked.
+    """
     return Counter(dict(connection.execute(_PRUNED).all())) + Counter(dict(connection.execute(_KEPT).all()))
 
 
 def accepted_name(connection: Connection, number: int, client_id: str) -> str:
-    """Return the name of the client's accepted update in the round; empty if none is known."""
+    """Return the name of a client's accepted update in the round.
+
+    Empty if none is known.
+    """
     this = (updates.c.round == number) & (updates.c.client_id == client_id)
     if kept := rows_of(connection, covered(UpdateRow).where(this), UpdateRow):
         return kept[0].name
@@ -39,7 +45,11 @@ def last_accepted(connection: Connection) -> dict[str, LastAccepted]:
 
 
 def forget(connection: Connection, client_id: str) -> int:
-    """Remove a client, its evaluations and its updates in rounds that have ended; return the number of removed rows."""
+    """Remove a client, its evaluations and its updates of ended rounds.
+
+    Returns:
+        The number of removed rows.
+    """
     ended = select(rounds.c.round).where(rounds.c.ended_at.is_not(None))
     theirs = (updates.c.client_id == client_id) & updates.c.round.in_(ended)
     removed = connection.execute(delete(updates).where(theirs)).rowcount
@@ -49,7 +59,10 @@ def forget(connection: Connection, client_id: str) -> int:
 
 
 def remember(connection: Connection, old: ColumnElement[bool]) -> None:
-    """Note how many updates each client loses, and its newest, before the updates that match `old` are deleted."""
+    """Note the number and the newest of each client's old updates.
+
+    This comes before the updates that match `old` are deleted.
+    """
     lost = rows_of(connection, covered(UpdateRow).where(old), UpdateRow)
     if not lost:
         return

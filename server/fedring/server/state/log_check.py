@@ -1,4 +1,4 @@
-"""The checks of a database before it is opened: of its version, and of its log."""
+"""Checks of a database's version and log before it is opened."""
 
 import fcntl
 import os
@@ -22,7 +22,9 @@ _STATE = """
 
 
 def check_log(facts: Path) -> None:
-    """Return if SQLite reads all commits in the log of a database that nobody uses.
+    """Check that SQLite reads all commits in a log.
+
+    Nobody uses the database.
 
     Raises:
         StoreError: "lost_commits", if it would forget some. Nothing was changed.
@@ -34,7 +36,10 @@ def check_log(facts: Path) -> None:
 
 
 def check_log_at_rest(folder: Path) -> None:
-    """Check the log in a state folder as `check_log` does, unless a server uses it, which has checked it."""
+    """Check the log in a state folder as `check_log` does.
+
+    A log in use is not checked: its server has checked it.
+    """
     try:
         check_log(folder / FACTS)
     except StoreError:
@@ -44,7 +49,9 @@ def check_log_at_rest(folder: Path) -> None:
 
 
 def check_at_rest(folder: Path) -> None:
-    """Return if this program reads the database in a state folder, and its log is sound, or a server uses it.
+    """Check that this program can read a state folder's database.
+
+    Its log must be sound, or a server uses it.
 
     Raises:
         StorageError: if not. Nothing was changed.
@@ -54,7 +61,10 @@ def check_at_rest(folder: Path) -> None:
 
 
 def peek(facts: Path) -> tuple[int, str]:
-    """Return the database's schema version, 0 if there is no database, and its state id, empty if it has none."""
+    """Return the database's schema version and its state id.
+
+    The version is 0 if there is no database, and the id is empty if it has none.
+    """
     if not facts.exists():
         return 0, ""
     # Without a log, nobody writes to the database. SQLite would make an empty log even to read it.
@@ -71,7 +81,10 @@ def peek(facts: Path) -> tuple[int, str]:
 
 
 def older(folder: Path, what: str) -> StoreError:
-    """Return the error of a database that has lost commits; `what` says how that was found out."""
+    """Return the error of a database that has lost commits.
+
+    `what` says how that was found out.
+    """
     newest = _newest(folder / FACTS)
     other = f", or go on without them: {ACCEPT_OLDER} falls back to {newest}" if newest else ""
     text = f"{what}, perhaps with updates that clients were told are accepted: restore a backup (flctl restore){other}"
@@ -79,7 +92,10 @@ def older(folder: Path, what: str) -> StoreError:
 
 
 def keep_log(folder: Path) -> None:
-    """Copy the log, which is damaged, to where it lies for some days."""
+    """Copy the damaged log to a folder that keeps it.
+
+    It lies there for some days.
+    """
     (folder / UNNAMED).mkdir(mode=0o700, exist_ok=True)
     log = log_of(folder / FACTS)
     shutil.copy(log, folder / UNNAMED / f"{log.name}-{time.time_ns()}")
@@ -103,7 +119,10 @@ def _is_used(folder: Path) -> bool:
 
 
 def _damage_of(log: Path) -> str:
-    """Return the place of the damage in a log; empty if there is none."""
+    """Return the place of the damage in a log, or nothing.
+
+    The text is empty if there is none.
+    """
     try:
         with log.open("rb", buffering=0) as file:
             fd = file.fileno()
@@ -116,7 +135,10 @@ def _damage_of(log: Path) -> str:
 
 
 def _newest(facts: Path) -> str:
-    """Return what SQLite finds in a database that has lost commits, for people; empty if it cannot read it."""
+    """Return a sentence on the newest facts in a damaged database.
+
+    The database has lost commits. The text is empty if SQLite cannot read it.
+    """
     try:
         with closing(sqlite3.connect(f"{facts.absolute().as_uri()}?mode=ro", uri=True)) as connection:
             number, version, updates = connection.execute(_STATE).fetchone()

@@ -1,7 +1,8 @@
-"""The secret of a round's noise: a file of its own, which no backup has, and which is erased with the round.
+"""The secret of a round's noise, in a file of its own.
 
-It is durable before the first noise is drawn from it. So a server that is killed while it aggregates draws the same
-noise again, and nobody who gets hold of the state after the round can draw it.
+No backup has it, and it is erased with the round. It is durable before the first noise is drawn from it. So a server
+that is killed while it aggregates draws the same noise again, and nobody who gets hold of the state after the round can
+draw it.
 """
 
 import os
@@ -17,7 +18,9 @@ _PREFIX = "noise-"
 
 
 def noise_secret(folder: Path, name: str) -> bytes:
-    """Return the secret of this name in a state folder; it is drawn from the operating system if there is none yet.
+    """Return the noise secret of this name in a state folder.
+
+    It is drawn from the operating system if there is none yet.
 
     Args:
         folder: the state folder.
@@ -39,7 +42,9 @@ def noise_secret(folder: Path, name: str) -> bytes:
 
 
 def erase_noise_secrets(folder: Path, *, keep: Container[str] = ()) -> None:
-    """Overwrite and remove the secrets in a state folder, except those of these names.
+    """Overwrite and remove a state folder's noise secrets.
+
+    Those whose names are in `keep` stay.
 
     Raises:
         StorageFailed: if that fails.

@@ -1,4 +1,4 @@
-"""What is removed from the database because it is older than the configuration keeps."""
+"""Removal of rows older than the configuration keeps."""
 
 from collections.abc import Mapping, Sequence
 
@@ -17,7 +17,10 @@ STATES = tuple(
 
 
 def remove_updates_and_rounds(connection: Connection, keep_update_rounds: int, keep_rounds: int) -> int:
-    """Remove the updates of all but the newest ended rounds, and older rounds; return how many rows that were."""
+    """Remove old updates and rounds, and return the rows' number.
+
+    The newest ended rounds keep their updates.
+    """
     ended = select(rounds.c.round).where(rounds.c.ended_at.is_not(None))
     kept_rounds = ended.order_by(rounds.c.round.desc()).limit(keep_update_rounds)
     held = rounds.c.round.in_(select(updates.c.round))  # only few rounds still hold updates
@@ -32,7 +35,9 @@ def remove_updates_and_rounds(connection: Connection, keep_update_rounds: int, k
 def remove_models(
     connection: Connection, rows: Sequence[ModelRow], rules: Mapping[int, str], *, newest: int, jobs_kept: int
 ) -> int:
-    """Remove models, with their evaluations, and what only the next aggregation would read of older ones.
+    """Remove models, with their evaluations and aggregation state.
+
+    The state that only the next aggregation would read goes from older models, too.
 
     Args:
         connection: a transaction.

@@ -1,4 +1,7 @@
-"""Which of several models is the best, and which versions are kept: functions of rows, without a database."""
+"""The choice of the best model, and of the versions to keep.
+
+These are functions of rows, without a database.
+"""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
@@ -7,14 +10,17 @@ from fedring.train import metrics
 
 
 def best_of(models: Iterable[ModelRow], rule: str) -> ModelRow | None:
-    """Return the best model by a job's key best_by, as fedring.train.metrics.best_of says, or None if there is none."""
+    """Return the best model by a job's key best_by, or None.
+
+    fedring.train.metrics.best_of decides. None if there is none.
+    """
     rows = sorted(models, key=lambda row: row.version)
     place = metrics.best_of([row.metrics for row in rows], rule)
     return None if place is None else rows[place]
 
 
 def best_of_each_job(models: Iterable[ModelRow], rules: Mapping[int, str]) -> set[int]:
-    """Return the versions that are the best of the job that published them.
+    """Return the best version of each job that published models.
 
     Args:
         models: All models.
@@ -29,7 +35,9 @@ def best_of_each_job(models: Iterable[ModelRow], rules: Mapping[int, str]) -> se
 def versions_to_keep(
     models: Sequence[ModelRow], rules: Mapping[int, str], *, newest: int, jobs: int, bases: Collection[int]
 ) -> tuple[set[int], set[int]]:
-    """Return which versions are kept, and which of these also keep what only the next aggregation reads.
+    """Return the versions to keep, and those to keep completely.
+
+    Complete ones also keep what only the next aggregation reads.
 
     Args:
         models: All models.

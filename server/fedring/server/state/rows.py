@@ -31,7 +31,10 @@ class MetaRow:
 
 @dataclass(frozen=True, slots=True)
 class PacketSpec:
-    """One encoded vector in a payload. Packets of the same vector add up."""
+    """One encoded vector in a payload.
+
+    Packets of the same vector add up.
+    """
 
     vector: Vector
     kind: Kind
@@ -103,7 +106,10 @@ class UpdateRow:
 
 @dataclass(frozen=True, slots=True)
 class ClientRow:
-    """A client's accepted updates that were pruned: their number, and the newest one."""
+    """The number of a client's pruned updates, and the newest one.
+
+    The updates were accepted.
+    """
 
     client_id: str
     pruned_updates: int
@@ -114,7 +120,10 @@ class ClientRow:
 
 @dataclass(frozen=True, slots=True, order=True)
 class LastAccepted:
-    """A client's newest accepted update. The order is that of acceptance, also across restores."""
+    """A client's newest accepted update.
+
+    The order is that of acceptance, also across restores.
+    """
 
     epoch: int
     round: int
@@ -123,7 +132,10 @@ class LastAccepted:
 
 @dataclass(frozen=True, slots=True)
 class ModelRow:
-    """A published model. An empty blob name means that there is no such blob."""
+    """A published model.
+
+    An empty blob name means that there is no such blob.
+    """
 
     version: int
     round: int  # the round that published it; 0 for the first model
@@ -151,7 +163,10 @@ class ModelRow:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationRow:
-    """A client's evaluation of a model; the server's own has an empty client_id."""
+    """A client's evaluation of a model.
+
+    The server's own has an empty client_id.
+    """
 
     round: int
     version: int
@@ -175,7 +190,7 @@ class EvaluationRow:
 
 @dataclass(frozen=True, slots=True)
 class ChargeRow:
-    """What a round with differential privacy has cost."""
+    """The charge of a round with differential privacy."""
 
     round: int
     job_id: int
@@ -186,13 +201,16 @@ class ChargeRow:
 
     @property
     def cost(self) -> Charge:
-        """What the round has cost."""
+        """The cost of the round."""
         return charge_of(self.charge) if self.charge else self.noise_multiplier
 
 
 @dataclass(frozen=True, slots=True)
 class SecureMessageRow:
-    """What a client has sent for the secure aggregation of a round. There is one of each kind."""
+    """A client's message for a round's secure aggregation.
+
+    There is one of each kind.
+    """
 
     round: int
     client_id: str
@@ -202,7 +220,7 @@ class SecureMessageRow:
 
 @dataclass(frozen=True, slots=True)
 class SecureRoundRow:
-    """What was decided in the secure aggregation of a round."""
+    """The decisions of a round's secure aggregation."""
 
     round: int
     epoch: int  # in which the round has begun
@@ -236,7 +254,10 @@ class TokenRow:
 
 
 def lay_out(packets: Iterable[tuple[Vector, Kind, str, int]]) -> tuple[PacketSpec, ...]:
-    """Lay packets (vector, kind, encoding, bytes) out in a payload, one after the other."""
+    """Lay packets out in a payload, one after the other.
+
+    A packet is (vector, kind, encoding, bytes).
+    """
     specs: list[PacketSpec] = []
     offset = 0
     for vector, kind, encoding, size in packets:

@@ -1,4 +1,4 @@
-"""Rows on their way to and from the database, each with a digest of its own.
+"""Conversion of rows to and from the database, each with a digest.
 
 The law: a row that `rows_of` returns has the values that it was made with. The digest covers the name of the table and
 all columns as they are stored, except those that are marked UNCOVERED, and lies in the row's last column. SQLite checks
@@ -45,7 +45,7 @@ class _Form:
 
 
 def values_of(row: Any) -> dict[str, Any]:
-    """Return the values of all columns for a row, as they are stored."""
+    """Return a row's values of all columns, as they are stored."""
     form = _FORMS[type(row)]
     stored = dict(zip(form.names, form.values(row), strict=True))
     for name, convert in form.to_stored:
@@ -58,7 +58,9 @@ def values_of(row: Any) -> dict[str, Any]:
 def rows_of(
     connection: Connection, query: Select[Any], kind: type[Row], parameters: Mapping[str, Any] | None = None
 ) -> list[Row]:
-    """Return the rows that a query finds. It may leave out columns that the digest does not cover.
+    """Return the rows that a query finds.
+
+    It may leave out columns that the digest does not cover.
 
     Raises:
         StoreError: "corrupt", if one is not what was written.
@@ -82,7 +84,10 @@ def rows_of(
 
 
 def covered(kind: type[Any]) -> Select[Any]:
-    """Return the query of all rows of a kind, without the columns that the digest does not cover."""
+    """Return the query of all rows of a kind.
+
+    It leaves out the columns that the digest does not cover.
+    """
     return select(*(TABLE_OF[kind].c[name] for name in (*_FORMS[kind].covered, ROW_DIGEST)))
 
 
@@ -173,7 +178,10 @@ _FORMS = {kind: _form(kind) for kind in TABLE_OF}
 def _damaged(
     kind: type[Any], stored: Mapping[str, Any] | None = None, what: str = "is not what was written"
 ) -> StoreError:
-    """Return the error of a row; None if even its key cannot be read."""
+    """Return the error of a damaged row.
+
+    `stored` is None if even its key cannot be read.
+    """
     table = TABLE_OF[kind]
     key = ", ".join(f"{column.name} {stored[column.name]!r}" for column in table.primary_key) if stored else ""
     which = f"the row of {key}" if key else "a row"

@@ -1,6 +1,7 @@
-"""What the database knows of rounds with secure aggregation: the clients' messages, and what was decided of them.
+"""The database's rows of rounds with secure aggregation.
 
-Nothing of it is secret from the server, and all of it goes with the end of its round.
+They are the clients' messages and the decisions. Nothing of it is secret from the server, and all of it goes with the
+end of its round.
 """
 
 from sqlalchemy import Connection, delete, select
@@ -12,7 +13,10 @@ from fedring.server.state.tables import rounds, secure_messages, secure_rounds
 
 
 def add_message(connection: Connection, row: SecureMessageRow) -> Acceptance:
-    """Keep a message, unless one of its kind is known of the client in the round."""
+    """Keep a message, unless one of its kind is known.
+
+    The client and the round count.
+    """
     same = (
         (secure_messages.c.round == row.round)
         & (secure_messages.c.client_id == row.client_id)
@@ -32,19 +36,19 @@ def messages_of(connection: Connection, number: int) -> list[SecureMessageRow]:
 
 
 def save_decisions(connection: Connection, row: SecureRoundRow) -> None:
-    """Keep what was decided in a round, in place of what was kept of it before."""
+    """Keep a round's decisions, in place of earlier ones."""
     connection.execute(delete(secure_rounds).where(secure_rounds.c.round == row.round))
     sealed.add(connection, row)
 
 
 def decisions_of(connection: Connection, number: int) -> SecureRoundRow | None:
-    """Return what was decided in a round; None if nothing is kept of it."""
+    """Return the decisions of a round; None if none are kept."""
     query = select(secure_rounds).where(secure_rounds.c.round == number)
     return next(iter(sealed.rows_of(connection, query, SecureRoundRow)), None)
 
 
 def forget_ended(connection: Connection) -> None:
-    """Remove what belongs to rounds that have ended."""
+    """Remove the rows of rounds that have ended."""
     opened = select(rounds.c.round).where(rounds.c.ended_at.is_(None))
     for table in (secure_messages, secure_rounds):
         connection.execute(delete(table).where(table.c.round.not_in(opened)))

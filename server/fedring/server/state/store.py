@@ -70,7 +70,9 @@ _DROPPED = "highest_dropped_model"
 
 
 class SqlStore:
-    """The Store that the server uses; Store says what each method promises.
+    """The server's Store, in an SQL database.
+
+    Store documents each method.
 
     Args:
         url: the database: "sqlite:///path", or "sqlite://" for one in memory.
@@ -91,7 +93,10 @@ class SqlStore:
         self.epoch = epoch_in(found)
 
     def set_state_id(self, state_id: str) -> None:
-        """Keep the id that also lies beside the blobs. It may be called once for each database."""
+        """Keep the id that also lies beside the blobs.
+
+        It may be called once for each database.
+        """
         with self._transaction() as connection:
             sealed.add(connection, MetaRow("state_id", state_id))
 
@@ -423,7 +428,7 @@ def _replace_round(connection: Connection, row: RoundRow) -> None:
 
 
 def _rules(connection: Connection) -> dict[int, str]:
-    """Return the key best_by of each job of which there is a model."""
+    """Return the key best_by of each job with a model."""
     query = select(jobs).where(jobs.c.job_id.in_(select(models.c.job_id)))
     return {job.job_id: str(job.spec.get("best_by", "")) for job in rows_of(connection, query, JobRow)}
 

@@ -1,7 +1,8 @@
-"""The tables that hold the rows, each derived from the dataclass of its rows (`fedring.server.state.rows`).
+"""The tables of the rows, each derived from its dataclass.
 
-SQLAlchemy can map a class to a table itself, but not a frozen one: it keeps notes about each object, which it changes.
-Rows are values, which several threads share. So the columns are made here, of the dataclass's fields.
+The dataclasses are in `fedring.server.state.rows`. SQLAlchemy can map a class to a table itself, but not a frozen one:
+it keeps notes about each object, which it changes. Rows are values, which several threads share. So the columns are
+made here, of the dataclass's fields.
 """
 
 import json
@@ -93,7 +94,10 @@ def _table(name: str, row: type, *keys: str, digest: bool = True, numbered: bool
 
 
 def kind_of(hint: Any) -> tuple[Kind, bool]:
-    """Return how a field of this type is stored, and whether its column may be NULL."""
+    """Return the storage type of a field, and whether it is nullable.
+
+    The column of a nullable field may be NULL.
+    """
     optional = NoneType in get_args(hint)
     (bare,) = [choice for choice in get_args(hint) if choice is not NoneType] if optional else [hint]
     kind = _KINDS[get_origin(bare) if get_origin(bare) in (dict, list) else bare]
@@ -101,7 +105,10 @@ def kind_of(hint: Any) -> tuple[Kind, bool]:
 
 
 def _real(value: float | None) -> float | None:
-    """Return the number that a column of real numbers gives back: 1.0 for 1, and no sign of zero."""
+    """Return the number that a real column gives back.
+
+    It is 1.0 for 1, and has no sign of zero.
+    """
     return None if value is None else float(value) + 0.0
 
 

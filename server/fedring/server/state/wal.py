@@ -1,4 +1,6 @@
-"""SQLite's write-ahead log, read without SQLite: is there a commit that SQLite would forget in silence?
+"""SQLite's write-ahead log, read without SQLite.
+
+Is there a commit that SQLite would forget in silence?
 
     header | frame | frame | ...               a frame is a header of its own and one page of the database
 
@@ -39,14 +41,16 @@ _MASK = 0xFFFFFFFF
 
 @dataclass(frozen=True, slots=True)
 class Scan:
-    """What a scan of a log has found."""
+    """The result of a scan of a log."""
 
     commits: int  # that SQLite reads
     damage: str = ""  # the place of the damage, for people; empty = the log is sound
 
 
 def scan(read: Read, size: int) -> Scan:
-    """Read a log once, and return whether SQLite reads all its commits but perhaps the last one.
+    """Read a log once, and check that SQLite reads its commits.
+
+    The last commit may be missing.
 
     Args:
         read: returns so many bytes at an offset.
@@ -86,7 +90,7 @@ class _Frame:
 
 @dataclass(frozen=True, slots=True)
 class _Log:
-    """What a log's header says."""
+    """The header of a log."""
 
     page_bytes: int
     salts: tuple[int, int]
@@ -95,7 +99,10 @@ class _Log:
 
     @classmethod
     def of(cls, header: bytes) -> Self | None:
-        """Return what a header says; None if SQLite would not accept it."""
+        """Return the header's values, or None.
+
+        None if SQLite would not accept it.
+        """
         magic, version, page_bytes, _, salt, other, *checksum = _HEADER.unpack(header)
         if magic & ~1 != _MAGIC or page_bytes not in _PAGE_BYTES or version != _VERSION:
             return None
@@ -131,7 +138,10 @@ def _sums(words: NDArray[np.uint32], before: Checksum) -> Checksum:
 
 @cache
 def _weights(count: int) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
-    """Return how often each of `count` words counts in the first and in the second sum, modulo 2 to the 32."""
+    """Return the weights of `count` words in the two checksum sums.
+
+    They say how often each word counts in the first and in the second sum, modulo 2 to the 32.
+    """
     numbers = [0, 1]
     while len(numbers) <= count:
         numbers.append((numbers[-1] + numbers[-2]) & _MASK)

@@ -1,5 +1,5 @@
-"""The way of an update into the server: what is checked of its header and payload, and its durable acceptance.
+"""An update's path into the server: checks, then durable acceptance.
 
-What a client sends is hostile until it was admitted here. Nothing here imports gRPC's server.
-Of the server, this room imports `model`, `round` and `state`.
+Its header and its payload are checked. What a client sends is hostile until it was admitted here. Nothing here imports
+gRPC's server. Of the server, this room imports `model`, `round` and `state`.
 """

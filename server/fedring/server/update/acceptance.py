@@ -1,8 +1,9 @@
-"""The moment an update is accepted: bytes synced and row committed, for many uploads at once.
+"""The acceptance of updates: bytes synced and rows committed.
 
-Uploads that end while a commit is under way share the next one (group commit), so that a hundred small updates cost
-a handful of syncs. A batch holds its rounds' `settling` locks from the last check that they take it to the commit. So
-a round closes between two commits: what was accepted before is counted, what comes after is refused.
+One commit is for many uploads at once. Uploads that end while a commit is under way share the next one (group commit),
+so that a hundred small updates cost a handful of syncs. A batch holds its rounds' `settling` locks from the last check
+that they take it to the commit. So a round closes between two commits: what was accepted before is counted, what comes
+after is refused.
 """
 
 import asyncio
@@ -27,7 +28,10 @@ class _Offer:
 
 
 class Acceptor:
-    """Commits updates that were admitted, and tells the round of those that have become durable."""
+    """Commits admitted updates, and tells their rounds afterwards.
+
+    A round is told when its updates are durable.
+    """
 
     def __init__(self, rounds: Rounds, facts: Facts, metrics: UpdateMetrics) -> None:
         self._rounds, self._facts, self._metrics = rounds, facts, metrics
@@ -51,7 +55,10 @@ class Acceptor:
         return await done
 
     async def run(self) -> None:
-        """Commit what is offered until cancelled; ends with the error of a disk that cannot be trusted."""
+        """Commit offered updates until cancelled.
+
+        This ends with the error of a disk that cannot be trusted.
+        """
         while True:
             offers = [await self._offers.get()]
             while not self._offers.empty():
@@ -63,7 +70,10 @@ class Acceptor:
                 await self._settle([offer for offer in offers if self._in_time(offer)])
 
     def _in_time(self, offer: _Offer) -> bool:
-        """Return whether the round still takes the update; if not, whoever waits for it learns why."""
+        """Return whether the round still takes the update.
+
+        If not, its waiting upload gets the reason.
+        """
         try:
             self._rounds.deliverable(self._facts.store.run_id, offer.row.round, offer.row.client_id)
         except FedringError as error:
@@ -74,7 +84,7 @@ class Acceptor:
         return True
 
     async def _settle(self, offers: list[_Offer]) -> None:
-        """Commit a batch, and tell each who waits what became of its update."""
+        """Commit a batch, and tell each upload the outcome."""
         if not offers:
             return
         try:
@@ -112,4 +122,7 @@ class Acceptor:
 
 
 class RefusedCommit(Overloaded):
-    """Nothing of the batch was accepted, but the disk can be trusted: it is full, say."""
+    """Nothing of the batch was accepted, but the disk is sound.
+
+    It may be full, for example.
+    """

@@ -1,6 +1,7 @@
-"""Checks of an update before it is accepted: its header before any byte of the payload, then every byte.
+"""Checks of an update before it is accepted.
 
-An update that passes cannot stop the aggregation, write outside of the model, or make a sum over clients infinite.
+Its header is checked before any byte of the payload, then every byte. An update that passes cannot stop the
+aggregation, write outside of the model, or make a sum over clients infinite.
 """
 
 import re
@@ -40,7 +41,10 @@ _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 @dataclass(frozen=True, slots=True)
 class DecodedOffer:
-    """An update that a client offers: its header, and the names of what was sent and of what is to come."""
+    """An update that a client offers: its header and names.
+
+    The names are of the update and of its payload.
+    """
 
     header: pb.UpdateHeader
     digest: str  # of the payload
@@ -99,7 +103,11 @@ def check_header(header: pb.UpdateHeader, schema: Schema, width: Width | None = 
 
 
 def packets_of(header: pb.UpdateHeader) -> tuple[PacketSpec, ...]:
-    """Return the header's packets with their places in the payload; CodecError if no model has such packets."""
+    """Return the header's packets with their places in the payload.
+
+    Raises:
+        CodecError: If no model has such packets.
+    """
     if not 1 <= len(header.packets) <= MAX_PACKETS:
         raise CodecError("bad_packets", f"{len(header.packets)} packets are not 1..{MAX_PACKETS}")
     return lay_out([_packet(packet) for packet in header.packets])
@@ -117,7 +125,9 @@ def _masked_packet(header: pb.UpdateHeader, width: Width) -> tuple[PacketSpec, .
 
 
 def check_figures(train_seconds: float, metrics: Mapping[str, float]) -> None:
-    """Check what a client says of its training, in an update's header or as the worker of a group.
+    """Check a client's figures of its training.
+
+    They are in an update's header, or come from the worker of a group.
 
     Args:
         train_seconds: Seconds in the training loop.
@@ -143,9 +153,10 @@ def check_payload(
     exact: bool = False,
     width: Width | None = None,
 ) -> float:
-    """Read every byte of a payload, and check that its values are finite and within their bounds.
+    """Check every byte of a payload.
 
-    Of a masked packet only the header is read: whatever the values are, they look random.
+    Its values must be finite and within their bounds. Of a masked packet only the header is read: whatever the values
+    are, they look random.
 
     Args:
         reader: Returns so many bytes of the payload at an offset.

@@ -1,4 +1,4 @@
-"""Metrics of updates: how many came, how large they are, and why others were refused."""
+"""Metrics of updates: their number, their sizes, and reasons for refusals."""
 
 import asyncio
 
@@ -45,7 +45,10 @@ class UpdateMetrics:
         self._norm = registry.histogram("fl_server_update_norm", text, _NORMS)
 
     def accepted(self, row: UpdateRow, *, norm: bool) -> None:
-        """Count an accepted update; its norm is shown only if `norm` is true."""
+        """Count an accepted update.
+
+        Its norm is shown only if `norm` is true.
+        """
         self._updates.labels("accepted").inc()
         self._bytes.observe(row.total_bytes)
         if norm:

@@ -38,7 +38,10 @@ from fedring.v1 import federation_pb2 as pb
 
 @dataclass(frozen=True, slots=True)
 class Offered:
-    """The client has offered an update; `payload` is None if it is to follow in chunks."""
+    """The client has offered an update.
+
+    `payload` is None if it is to follow in chunks.
+    """
 
     offer: pb.UpdateOffer
     payload: bytes | None = None
@@ -46,14 +49,17 @@ class Offered:
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """The name of the update that was accepted of this client for this round; empty if there is none."""
+    """The name of the client's accepted update for this round.
+
+    Empty if there is none.
+    """
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """There is a place for the payload, which holds so many bytes already."""
+    """The payload has a place, which holds `size` bytes already."""
 
     size: int
 
@@ -118,7 +124,10 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class LookUp:
-    """Look up the name of the client's accepted update in a round of a run (Known)."""
+    """Look up the client's accepted update in a round.
+
+    The answer is Known, with the update's name.
+    """
 
     run_id: str
     round: int
@@ -134,7 +143,10 @@ class AskRound:
 
 @dataclass(frozen=True, slots=True)
 class Open:
-    """Open a place for the payload (Opened): a file of that name, or memory if it has none."""
+    """Open a place for the payload.
+
+    The answer is Opened. The place is a file of that name, or memory if it has none.
+    """
 
     name: str
     payload: bytes | None  # all of it, if it came with the offer
@@ -143,14 +155,20 @@ class Open:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Tell the client at which byte of the payload to go on (Sent)."""
+    """Tell the client the next byte of the payload to send.
+
+    The answer is Sent.
+    """
 
     offset: int
 
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """Wait for the client's next message (Chunk or Ended; TooLate if the round has closed meanwhile)."""
+    """Wait for the client's next message.
+
+    The answer is Chunk or Ended, or TooLate if the round has closed meanwhile.
+    """
 
     run_id: str
     round: int
@@ -165,7 +183,10 @@ class Write:
 
 @dataclass(frozen=True, slots=True)
 class TakeDigest:
-    """Say what was received (Digested)."""
+    """Ask for the digest of all received bytes.
+
+    The answer is Digested.
+    """
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,5 @@
-"""The client halves of the transforms that jobs name in their list `transforms`. A module here is found by itself.
+"""The client halves of the transforms that jobs name.
 
-It defines one subclass of `fedring.client.transforms.interface.Transform` with a `name`. See docs/algorithms.md.
+Jobs name them in their list `transforms`. A module here is found by itself. It defines one subclass of
+`fedring.client.transforms.interface.Transform` with a `name`. See docs/algorithms.md.
 """

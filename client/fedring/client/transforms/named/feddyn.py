@@ -1,7 +1,8 @@
-"""FedDyn at the client (Acar et al. 2021, "Federated Learning Based on Dynamic Regularization", algorithm 1).
+"""FedDyn at the client.
 
-Client k adds to its loss the terms - <g_k, theta> and (alpha / 2) |theta - theta_0|^2, where theta_0 is the round's
-model. So each step's gradient gets - g_k, and FedProx's term with mu = alpha. Its update then leaves
+Acar et al. 2021, "Federated Learning Based on Dynamic Regularization", algorithm 1. Client k adds to its loss the terms
+- <g_k, theta> and (alpha / 2) |theta - theta_0|^2, where theta_0 is the round's model. So each step's gradient gets -
+g_k, and FedProx's term with mu = alpha. Its update then leaves
 
     g_k' = g_k - alpha (theta_k - theta_0)
 

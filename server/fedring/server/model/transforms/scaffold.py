@@ -31,7 +31,10 @@ class Scaffold(Feature):
         return cls() if job.scaffold else None
 
     def command(self, job: Job, command: pb.TrainCmd, base: ModelRow, files: BaseFiles) -> None:
-        """Name the control variate of the base, or a new line from zero."""
+        """Name the control variate of the base.
+
+        Without one, a new line begins from zero.
+        """
         if base.control_blob:
             command.control.CopyFrom(pb.Control(line=base.control_line, digest=base.control_digest))
         else:

@@ -1,4 +1,4 @@
-"""The states of algorithms, one file of a model in the format safetensors.
+"""The states of algorithms, in one safetensors file of a model.
 
 Its tensors are called "feddyn/h", and its metadata says to which job they belong, and to which arguments.
 """

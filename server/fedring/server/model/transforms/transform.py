@@ -36,7 +36,10 @@ class Past(Protocol):
         ...
 
     def last_clip(self) -> float:
-        """Return the clip that the last charged round has chosen; 0 without one."""
+        """Return the clip chosen by the last charged round.
+
+        0 without one.
+        """
         ...
 
     def noise_secret(self) -> bytes:
@@ -115,7 +118,9 @@ class Transform:
         return least
 
     def command(self, job: Job, command: pb.TrainCmd, base: ModelRow, files: BaseFiles) -> None:
-        """Add to the command of a round, the same whenever it is asked.
+        """Add fields to the command of a round.
+
+        They are the same in each call.
 
         Raises:
             DamagedModel, StorageFailed: as BaseFiles raises them.
@@ -150,7 +155,10 @@ class Feature(Transform, ABC):
     @classmethod
     @abstractmethod
     def of(cls, job: Job) -> Self | None:
-        """Return the transform for a job; None if it does not ask for it."""
+        """Return the transform for a job, or None.
+
+        None if the job does not ask for it.
+        """
 
 
 class StatefulStep(Step):
@@ -198,5 +206,8 @@ class Algorithm(Transform, Generic[A]):
         self.args = args
 
     def owner(self, job_id: int) -> str:
-        """Return the owner of a state: no other job and arguments may use it."""
+        """Return the owner of a state.
+
+        No other job and arguments may use it.
+        """
         return json.dumps([job_id, self.args.model_dump(mode="json")], sort_keys=True)

@@ -1,4 +1,4 @@
-"""What lies in a backup, and how it is checked.
+"""The contents of a backup, and their checks.
 
 backup.json         this module's Manifest; written last
 facts.sqlite        the database, as one file without a log beside it
@@ -54,7 +54,9 @@ _OPEN_ROUND = """
 
 
 class BackupError(Exception):
-    """A backup or a restore is not possible. The message is a sentence for people that says why.
+    """A backup or a restore is not possible.
+
+    The message is a sentence for people that says why.
 
     Attributes:
         exit_code: of flctl.
@@ -74,13 +76,16 @@ class NamedBlob:
     size: int | None  # in bytes, if the database knows it
 
     def damage(self, what: str) -> BackupError:
-        """Return the error of this blob. `what`, a clause, follows its name."""
+        """Return the error of this blob.
+
+        `what`, a clause, follows its name.
+        """
         return BackupError(f"{BLOBS}/{self.digest}, of {self.owner}, {what}")
 
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What a database says about the state that it belongs to."""
+    """A database's facts about the state that it belongs to."""
 
     schema_version: int
     run_id: str
@@ -94,7 +99,10 @@ class Contents:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a backup says about itself in backup.json. The names of the fields are those in the file."""
+    """A backup's description of itself, as in backup.json.
+
+    The names of the fields are those in the file.
+    """
 
     format: int
     software: str
@@ -139,12 +147,15 @@ def parse_manifest(text: str, where: Path) -> Manifest:
 
 
 def open_copy(facts: Path) -> sqlite3.Connection:
-    """Open a database that nobody else uses. Nothing is written, and a log beside it is ignored."""
+    """Open a database that nobody else uses, read-only.
+
+    A log beside it is ignored.
+    """
     return sqlite3.connect(f"{facts.absolute().as_uri()}?mode=ro&immutable=1", uri=True)
 
 
 def read_contents(facts: Path) -> Contents:
-    """Read what a database, which is a copy, says about its state.
+    """Read the facts in a copied database about its state.
 
     Raises:
         ConfigError: if another version has written it.
@@ -179,7 +190,9 @@ def schema_version(connection: sqlite3.Connection) -> int:
 
 
 def check_facts(facts: Path) -> None:
-    """Return if a database, which is a copy, is sound, and holds what was written to each of its rows.
+    """Check that a copied database is sound.
+
+    Each of its rows must hold what was written to it.
 
     Raises:
         BackupError: if not.

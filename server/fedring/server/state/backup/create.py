@@ -1,8 +1,9 @@
-"""Making a backup of a state while a server uses it: a snapshot of the database, then the blobs that it names.
+"""Making a backup of a state while a server uses it.
 
-The server may remove a blob between the two. It has removed the blob's row first, so a new snapshot does not name the
-blob. So if a blob is missing, a new snapshot is taken, and the blobs that it names and that are not copied yet are
-copied. A blob that the new snapshot still names, and that is still missing, was lost.
+A snapshot of the database comes first, then the blobs that it names. The server may remove a blob between the two. It
+has removed the blob's row first, so a new snapshot does not name the blob. So if a blob is missing, a new snapshot is
+taken, and the blobs that it names and that are not copied yet are copied. A blob that the new snapshot still names, and
+that is still missing, was lost.
 """
 
 import fcntl
@@ -105,7 +106,10 @@ def _check_target(state_dir: Path, target: Path) -> None:
 
 @contextmanager
 def _partial_of(target: Path) -> Iterator[Path]:
-    """Make a folder beside `target` that only this process uses. It is removed afterwards, unless it was renamed."""
+    """Make a folder beside `target` that only this process uses.
+
+    It is removed afterwards, unless it was renamed.
+    """
     partial = target.absolute().with_name(target.absolute().name + ".partial")
     partial.mkdir(mode=0o700, exist_ok=True)
     fd = os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -129,7 +133,11 @@ def _partial_of(target: Path) -> Iterator[Path]:
 
 
 def _copy(state_dir: Path, partial: Path, tell: Tell) -> tuple[Contents, int]:
-    """Copy the database and all blobs that it names; return its contents, and the number of bytes of the blobs."""
+    """Copy the database and all blobs that it names.
+
+    Returns:
+        Its contents, and the number of bytes of the blobs.
+    """
     copied: dict[str, int] = {}
     missing: set[str] = set()
     for _ in range(_ATTEMPTS):
@@ -151,7 +159,11 @@ def _copy(state_dir: Path, partial: Path, tell: Tell) -> tuple[Contents, int]:
 
 
 def _copy_blobs(source: Path, target: Path, contents: Contents, copied: dict[str, int], tell: Tell) -> set[str]:
-    """Copy the blobs that are not copied yet; return the names of those that are missing."""
+    """Copy the blobs that are not copied yet.
+
+    Returns:
+        The names of the missing blobs.
+    """
     wanted = [blob for blob in contents.blobs if blob.digest not in copied]
     done = sum(copied.values())
     total = done + sum(_size_of(source / blob.digest) for blob in wanted)
@@ -178,7 +190,10 @@ def _size_of(path: Path) -> int:
 
 
 def _snapshot(state_dir: Path, copy: Path) -> Contents:
-    """Write a consistent copy of the database, while the server may write to it, and read its contents."""
+    """Write a consistent copy of the database, and read its contents.
+
+    The server may write to the database meanwhile.
+    """
     copy.unlink(missing_ok=True)
     create(copy).close()  # SQLite writes into an empty file, and keeps its mode
     uri = f"{(state_dir / FACTS).absolute().as_uri()}?mode=ro"

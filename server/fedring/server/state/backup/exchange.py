@@ -1,4 +1,6 @@
-"""The exchange of a whole state for another one, within its folder and by renames alone.
+"""The exchange of a whole state for another one.
+
+It stays within its folder, and uses renames alone.
 
     restoring/facts.sqlite      the new database; no server starts as long as it lies here
     restoring/blobs/            the new blobs, with their state_id
@@ -25,7 +27,7 @@ _STAGED, _ASIDE = "restoring", "replaced-"
 
 
 def is_pending(folder: Path) -> bool:
-    """Return whether an exchange in a state folder has begun and has not ended."""
+    """Return whether a state folder has an unfinished exchange."""
     return (folder / _STAGED / FACTS).exists()
 
 
@@ -42,13 +44,16 @@ def refuse_pending(folder: Path) -> None:
 
 
 def is_occupied(folder: Path) -> bool:
-    """Return whether there is a state in a folder, or a part of one."""
+    """Return whether a folder has a state, or a part of one."""
     blobs = folder / BLOBS
     return bool(_facts_files(folder)) or (blobs.is_dir() and any(blobs.iterdir()))
 
 
 def make_draft(folder: Path) -> Path:
-    """Make the empty folder that takes the new state, and return it. What an earlier restore has left is removed."""
+    """Make the empty folder for the new state, and return it.
+
+    The remains of an earlier restore are removed.
+    """
     draft = folder / DRAFT
     shutil.rmtree(draft, ignore_errors=True)
     (draft / BLOBS).mkdir(mode=0o700, parents=True)
@@ -57,7 +62,9 @@ def make_draft(folder: Path) -> Path:
 
 
 def begin(folder: Path) -> None:
-    """Begin the exchange: from now on the draft, which is complete and durable, is the state that is to be there.
+    """Begin the exchange.
+
+    From now on the draft, which is complete and durable, is the state that is to be there.
 
     Raises:
         ConfigError: if the old state's blobs lie on another file system, from where they cannot be renamed.
@@ -84,12 +91,13 @@ def begin(folder: Path) -> None:
 
 
 def finish(folder: Path) -> Path | None:
-    """Do what is left of the pending exchange.
+    """Finish the pending exchange.
 
     Returns:
         The folder of the old state, if this call has moved it there.
     """
     staged, blobs, replaced = folder / _STAGED, folder / BLOBS, None
+    # A kill may have come between any two steps, so each of them does nothing if it was done before.
     if not blobs.exists():
         blobs.mkdir(mode=0o700)
         _adopt(blobs, folder)
@@ -110,6 +118,7 @@ def finish(folder: Path) -> Path | None:
         crashpoint("restore_blob_placed")
     sync(blobs)
     crashpoint("restore_blobs_placed")
+    # The database comes last: as long as it is staged, no server starts, and this can be repeated.
     (staged / FACTS).replace(folder / FACTS)
     sync(folder)
     crashpoint("restore_facts_placed")
@@ -155,7 +164,10 @@ def _adopt_all(tree: Path, folder: Path) -> None:
 
 
 def _adopt(path: Path, folder: Path) -> None:
-    """Give a path to the owner of the state folder, the server's user, if root restores."""
+    """Give a path to the state folder's owner, if root restores.
+
+    That is the server's user.
+    """
     if os.geteuid() == 0:
         owner = folder.stat()
         os.chown(path, owner.st_uid, owner.st_gid)

@@ -39,7 +39,7 @@ _ORIGIN = "restored_from"  # in the table `meta`: the manifest's digest of the d
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """What a restore did."""
+    """The result of a restore."""
 
     manifest: Manifest  # what is in the state now
     replaced: Path | None = None  # the folder of the old state; None if there was none
@@ -47,7 +47,9 @@ class Restored:
 
 
 def restore(backup: Path, state_dir: Path, *, replace: bool = False, tell: Tell = lambda done, total: None) -> Restored:
-    """Make a backup the state of a server. Its rounds are counted in a new epoch.
+    """Make a backup the state of a server.
+
+    Its rounds are counted in a new epoch.
 
     Args:
         backup: a folder that `back_up` has made. It is only read.
@@ -74,7 +76,7 @@ def restore(backup: Path, state_dir: Path, *, replace: bool = False, tell: Tell 
 
 
 def read_manifest(backup: Path) -> Manifest:
-    """Read what a backup says about itself.
+    """Read a backup's description of itself.
 
     Raises:
         ConfigError: if the folder is not a backup.
@@ -112,9 +114,10 @@ def _restore(backup: Path, manifest: Manifest, state_dir: Path, *, replace: bool
 
 
 def _begin_epoch(facts: Path, manifest: Manifest, replaced: Mapping[str, str]) -> None:
-    """Count the rounds of the restored database in an epoch above all that clients can have seen.
+    """Begin an epoch above all that clients can have seen.
 
-    A backup can be restored twice. The epoch is a time, so that the two restores differ.
+    The rounds of the restored database are counted in it. A backup can be restored twice. The epoch is a time, so that
+    the two restores differ.
     """
     try:
         epoch = next_epoch(_meta(facts))
@@ -133,7 +136,10 @@ def _begin_epoch(facts: Path, manifest: Manifest, replaced: Mapping[str, str]) -
 
 
 def _meta(facts: Path) -> dict[str, str]:
-    """Return the table `meta` of a database; empty if there is no database, or it cannot be read."""
+    """Return the table `meta` of a database; empty without one.
+
+    It is also empty if it cannot be read.
+    """
     if not facts.exists():
         return {}
     try:
@@ -144,7 +150,10 @@ def _meta(facts: Path) -> dict[str, str]:
 
 
 def _stage(backup: Path, manifest: Manifest, draft: Path, tell: Tell) -> None:
-    """Copy the backup into `draft`, and return if the copy is complete, durable, and what the backup was made of."""
+    """Copy the backup into `draft`, and check the copy.
+
+    It must be complete, durable, and what the backup was made of.
+    """
     facts = draft / FACTS
     _copy(backup / FACTS, facts)
     if digest_of(facts) != manifest.facts_digest:

@@ -1,9 +1,10 @@
-"""One client in one round of secure aggregation: it takes the server's messages, and returns what to answer.
+"""The protocol state of one client in one round of secure aggregation.
 
-Everything that must not differ when it is said again is written durably before it is returned: secrets before keys,
-sealed shares before they are sent, the peers before anything is masked, the name of the payload before its first byte
-is sent, the survivors before they are signed, and the answer that removes masks before it is given. So a process that
-was killed answers with the same bytes. A second message of a kind, with another content, is refused.
+It takes the server's messages, and returns the answers. Everything that must not differ when it is said again is
+written durably before it is returned: secrets before keys, sealed shares before they are sent, the peers before
+anything is masked, the name of the payload before its first byte is sent, the survivors before they are signed, and the
+answer that removes masks before it is given. So a process that was killed answers with the same bytes. A second message
+of a kind, with another content, is refused.
 """
 
 import threading
@@ -40,8 +41,8 @@ M = TypeVar("M", bound=Message)
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
-    """What a client brings along into a round."""
+class ClientIdentity:
+    """The client's identity and demands in a round."""
 
     client_id: str
     signer: Signer
@@ -50,12 +51,12 @@ class Site:
     strict: bool = False  # whether it refuses to be asked for two sums that differ by few updates
 
 
-class Party:
+class SecureParticipant:
     """One client in one round. Any thread may use it.
 
     Args:
         command: what the server has asked for.
-        site: the client.
+        identity: of the client.
         state: its files.
 
     Raises:
@@ -63,20 +64,20 @@ class Party:
         OSError: if its file cannot be written.
     """
 
-    def __init__(self, command: pb.TrainCmd, site: Site, state: SecureState) -> None:
+    def __init__(self, command: pb.TrainCmd, identity: ClientIdentity, state: SecureState) -> None:
         self.command = pb.TrainCmd()
         self.command.CopyFrom(command)
         self.command.ClearField("model")
         self.name = name_of(command)
         self.task = task_digest(command)
-        self._site, self._state = site, state
-        self._sums = state.released.sums(command.model_digest, site.min_clients, strict=site.strict)
+        self._identity, self._state = identity, state
+        self._sums = state.released.sums(command.model_digest, identity.min_clients, strict=identity.strict)
         self._lock = threading.Lock()
         record = state.load(self.name)
         if record is None:
             secrets = draw_secrets()
             record = RoundRecord(self.command.SerializeToString(), secrets.sealing, secrets.masking, secrets.own_mask)
-            keys = signed_keys(self.command, site.client_id, secrets, site.signer.key, site.signer.proof)
+            keys = signed_keys(self.command, identity.client_id, secrets, identity.signer.key, identity.signer.proof)
             record.keys = keys.SerializeToString()
             state.save(self.name, record)
             crashpoint("client_secure_begun")
@@ -89,7 +90,9 @@ class Party:
         return wire.SecureKeys(round=self.name.round, keys=_parse(wire.SignedKeys, self._record.keys))
 
     def on_roster(self, message: wire.SecureRoster) -> wire.SecureShares:
-        """Take the group, and return the shares of this client's secrets, sealed for its members.
+        """Check the group, and return this client's sealed shares.
+
+        They are the shares of its secrets, sealed for the members.
 
         Raises:
             SecureError: "other_roster" if another group was taken before, "bad_roster" if this client's own keys are
@@ -100,7 +103,7 @@ class Party:
         with self._lock:
             if not self._is_new("roster", data):
                 return _parse(wire.SecureShares, self._record.shares)
-            roster = check_roster(message, self.command, self._site.check_identity)
+            roster = check_roster(message, self.command, self._identity.check_identity)
             own = next((each for each in message.members if self._is_own(each)), None)
             if own is None:
                 raise SecureError("bad_roster", "this client's own keys are not in its group as it has sent them")
@@ -112,7 +115,9 @@ class Party:
             return shares
 
     def on_peers(self, message: wire.SecurePeers) -> None:
-        """Take the shares that others have sealed for this client; it may mask its update now.
+        """Check and keep the shares sealed by others.
+
+        This client may mask its update then.
 
         Raises:
             SecureError: "other_peers" if others were taken before, "too_few_peers" if they are fewer than the
@@ -126,7 +131,7 @@ class Party:
                 return
             roster = self._roster
             names = [each.client_id for each in message.shares]
-            if not roster.ordered(names) or self._site.client_id in names:
+            if not roster.ordered(names) or self._identity.client_id in names:
                 raise SecureError("bad_peers", "the peers are not other clients of the group, in order")
             if len(names) + 1 < roster.threshold:
                 text = (
@@ -140,7 +145,7 @@ class Party:
     @property
     def client_id(self) -> str:
         """The client."""
-        return self._site.client_id
+        return self._identity.client_id
 
     @property
     def may_mask(self) -> bool:
@@ -154,21 +159,29 @@ class Party:
 
     @property
     def bits(self) -> int:
-        """The bits of a masked value, if values are levels. The group must be known."""
+        """The bits of a masked value, if values are levels.
+
+        The group must be known.
+        """
         return bits_of(self.command.secure, self.clients)
 
     @property
     def masks(self) -> bytes:
-        """What names the masks of this round, of which this client has told everybody, 32 bytes."""
+        """The commitment to this round's masks, 32 bytes.
+
+        This client has told everybody of it.
+        """
         return commitment(self._record.own_mask)
 
     @property
     def payload(self) -> str:
-        """The name of the payload that the masks are bound to; empty = none yet."""
+        """The payload that the masks are bound to; empty = none yet."""
         return self._record.payload.decode()
 
     def mask(self, integers: NDArray[np.signedinteger], bits: int = 0) -> Words:
-        """Return an update's integers with all masks of this client on them, [n] modulo 2^bits.
+        """Return an update's integers under all masks of this client.
+
+        They are [n] modulo 2^bits.
 
         Args:
             integers: of the update, and its weight if weights count, or private integers [n].
@@ -205,7 +218,9 @@ class Party:
                 self._keep(payload=payload.encode())
 
     def on_survivors(self, message: wire.SecureSurvivors) -> wire.SurvivorsSignature:
-        """Take the clients whose updates count, and return this client's signature of that.
+        """Return this client's signature of the survivors.
+
+        They are the clients whose updates count.
 
         Raises:
             SecureError: "other_survivors" if others were taken before, "bad_survivors" if they are not peers, too few,
@@ -219,17 +234,17 @@ class Party:
                 names = list(message.client_ids)
                 self._check_survivors(names)
                 self._sums.check(names)
-                key = self._site.signer
-                if key.proof.key() != self._roster.member(self._site.client_id).key:
+                key = self._identity.signer
+                if key.proof.key() != self._roster.member(self._identity.client_id).key:
                     raise SecureError("other_identity", "the key of this client was replaced while the round went on")
                 self._keep(survivors=data, signature=sign(key.key, self._statement(names)))
             return wire.SurvivorsSignature(round=self.name.round, signature=self._record.signature)
 
     def on_unmask(self, message: wire.SecureUnmask) -> wire.UnmaskShares:
-        """Check that enough survivors have signed the same survivors, and return the shares that remove the masks.
+        """Return the shares that remove the masks.
 
-        They are of each survivor the share of the seed of its own mask, and of each lost peer that of its masking key:
-        never both of one client.
+        It checks before that enough survivors have signed the same survivors. They are of each survivor the share of
+        the seed of its own mask, and of each lost peer that of its masking key: never both of one client.
 
         Raises:
             SecureError: "bad_survivors" if survivors were not taken before, or others have signed,
@@ -243,12 +258,14 @@ class Party:
             return _parse(wire.UnmaskShares, self._record.released)
 
     def shares_of(self, client: str) -> tuple[bytes, bytes]:
-        """Return what this client holds of the secrets of a peer or of itself; never say both to the server.
+        """Return the held shares of a client's secrets.
+
+        The client is a peer or this one. The server must never learn both shares of one client.
 
         Returns:
             The shares of its masking key, and of the seed of its own mask.
         """
-        if client == self._site.client_id:
+        if client == self._identity.client_id:
             own = self._record.own_shares
             return own[:SHARE_BYTES], own[SHARE_BYTES:]
         return self._open(_parse(wire.SecurePeers, self._record.peers))[client]
@@ -270,7 +287,7 @@ class Party:
         if not self._record.peers:
             raise SecureError("bad_peers", "the server has sent a later step before the peers")
         others = {each.client_id for each in _parse(wire.SecurePeers, self._record.peers).shares}
-        return [name for name in self._roster.places if name in others or name == self._site.client_id]
+        return [name for name in self._roster.places if name in others or name == self._identity.client_id]
 
     def _is_own(self, keys: wire.SignedKeys) -> bool:
         return keys == _parse(wire.SignedKeys, self._record.keys)
@@ -290,8 +307,8 @@ class Party:
         crashpoint(f"client_secure_{next(iter(values))}")
 
     def _check_enough(self, count: int, what: str) -> None:
-        if count < self._site.min_clients:
-            text = f"this site's privacy.min_clients = {self._site.min_clients} is above {what} of {count} clients"
+        if count < self._identity.min_clients:
+            text = f"this site's privacy.min_clients = {self._identity.min_clients} is above {what} of {count} clients"
             raise SecureError("privacy_policy", text)
 
     def _check_unused(self) -> None:
@@ -299,7 +316,7 @@ class Party:
             raise lost_update(self.name.round)
 
     def _share(self, roster: Roster) -> tuple[wire.SecureShares, bytes]:
-        me, secrets, count = self._site.client_id, self._secrets, len(roster.members)
+        me, secrets, count = self._identity.client_id, self._secrets, len(roster.members)
         masking = split(secrets.masking, roster.threshold, count)
         own_mask = split(secrets.own_mask, roster.threshold, count)
         shares, own = wire.SecureShares(round=self.name.round), b""
@@ -315,8 +332,11 @@ class Party:
         return shares, own
 
     def _open(self, message: wire.SecurePeers) -> dict[str, tuple[bytes, bytes]]:
-        """Return the shares of each peer's masking key and of the seed of its own mask."""
-        me, roster = self._site.client_id, self._roster
+        """Return each peer's unsealed shares.
+
+        They are of its masking key and of the seed of its own mask.
+        """
+        me, roster = self._identity.client_id, self._roster
         opened = {}
         for each in message.shares:
             if len(each.sealed) != SEALED_BYTES:
@@ -334,12 +354,15 @@ class Party:
         return opened
 
     def _pair_seed(self, roster: Roster, peer: str) -> bytes:
-        first, second = sorted((self._site.client_id, peer))
+        first, second = sorted((self._identity.client_id, peer))
         return pair_seed(self._record.masking, roster.member(peer).masking, roster.digest, first, second)
 
     def _seeds(self) -> list[tuple[bytes, int]]:
-        """Return the seeds of all masks on this client's update, with +1 for those that are added and -1 for others."""
-        me, roster = self._site.client_id, self._roster
+        """Return the seeds of all masks on this client's update.
+
+        Each comes with +1 if its mask is added, with -1 if it is subtracted.
+        """
+        me, roster = self._identity.client_id, self._roster
         pairs = [(self._pair_seed(roster, peer), 1 if me < peer else -1) for peer in self._peers if peer != me]
         return [(own_seed(self._record.own_mask, roster.digest, me), 1), *pairs]
 
@@ -352,7 +375,7 @@ class Party:
             needed = fewest_survivors(self.clients, self.command.job.min_results)
         if not self._roster.ordered(names) or not set(names) <= set(peers):
             raise SecureError("bad_survivors", "the survivors are not peers of this client, in order")
-        if self._site.client_id not in names or not self._record.payload:
+        if self._identity.client_id not in names or not self._record.payload:
             raise SecureError("bad_survivors", "this client is not among the survivors, or has sent no update")
         if len(names) < needed:
             raise SecureError("bad_survivors", f"{len(names)} clients have survived: {needed} are needed")
@@ -375,18 +398,23 @@ class Party:
         if len(signers) < self._roster.threshold:
             text = f"{len(signers)} survivors have signed: {self._roster.threshold} are needed"
             raise SecureError("too_few_signatures", text)
+        # Noted before any share leaves: later demands for another sum of this model are checked against it.
         self._sums.note(survivors)
         shares = self._open(_parse(wire.SecurePeers, self._record.peers))
-        shares[self._site.client_id] = self.shares_of(self._site.client_id)
+        shares[self._identity.client_id] = self.shares_of(self._identity.client_id)
         answer = wire.UnmaskShares(round=self.name.round)
         for name in self._peers:
+            # Never both for one client: with both, the server could read its update.
             masking, own_mask = shares[name]
             answer.shares.append(own_mask if name in survivors else masking)
         return answer
 
 
 def lost_update(round_: int) -> SecureError:
-    """Return the error of a client that no longer has the update that its masks are bound to."""
+    """Return the error of a lost update whose masks are bound.
+
+    The masks may not cover another update.
+    """
     text = f"the update of round {round_} is lost, and its masks may not cover another one"
     return SecureError("lost_masked_update", text)
 

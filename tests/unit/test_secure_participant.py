@@ -25,8 +25,8 @@ from tests.secure_sums import (
     unmask_of,
 )
 
-from fedring.client.secure import party as party_module
-from fedring.client.secure.party import Party
+from fedring.client.secure import participant as participant_module
+from fedring.client.secure.participant import SecureParticipant
 from fedring.client.secure.state import FOLDER, SecureState, name_of
 from fedring.daemon.config import ConfigError
 from fedring.daemon.durable import text_after_digest
@@ -60,7 +60,7 @@ def test_a_long_update_is_masked_in_pieces(make_group: Callable[..., Group], mon
     sent = integers(names)
     group.exchange()
     whole = group.party(names[0]).mask(sent[names[0]])
-    monkeypatch.setattr(party_module, "PIECE", 16)
+    monkeypatch.setattr(participant_module, "PIECE", 16)
     assert np.array_equal(group.party(names[0]).mask(sent[names[0]]), whole)
     assert not np.array_equal(whole & 63, sent[names[0]] & 63)
 
@@ -72,9 +72,9 @@ def test_a_process_that_is_killed_between_any_two_steps_says_the_same_bytes(
 ) -> None:
     folder, names = tmp_path_factory.mktemp("round"), names_of(4)
     group = Group({name: Client(name, folder) for name in names}, command_of())
-    kept: dict[str, Party] = {}
+    kept: dict[str, SecureParticipant] = {}
 
-    def party(name: str) -> Party:
+    def party(name: str) -> SecureParticipant:
         if name not in kept or data.draw(st.booleans(), label=f"{name} is killed"):
             kept[name] = group.again(name)
         return kept[name]
@@ -108,8 +108,8 @@ def test_no_key_seals_two_texts_and_no_mask_covers_two_updates(
         covered[now[-1][0], seed].add(now[-1][1])
         return mask(seed, *place)
 
-    monkeypatch.setattr(party_module, "seal", sealing)
-    monkeypatch.setattr(party_module, "mask", masking)
+    monkeypatch.setattr(participant_module, "seal", sealing)
+    monkeypatch.setattr(participant_module, "mask", masking)
     names = names_of(5)
     for round_ in (1, 2):
         group = make_group(5, round_=round_)
@@ -132,7 +132,9 @@ def test_no_key_seals_two_texts_and_no_mask_covers_two_updates(
 class Step:
     """A step of a round: what has happened before, and what a client is told then."""
 
-    def __init__(self, name: str, before: Callable[[Group], object], take: Callable[[Group, Party], object]) -> None:
+    def __init__(
+        self, name: str, before: Callable[[Group], object], take: Callable[[Group, SecureParticipant], object]
+    ) -> None:
         self.name, self.before, self.take = name, before, take
 
 
@@ -214,7 +216,7 @@ def test_a_party_does_not_write_its_secrets_again_after_the_round(make_group: Ca
     group = make_group(4)
     group.send_keys()
     client = group.clients[NAMES[0]]
-    party = Party(group.command, client.site, state := client.state)
+    party = SecureParticipant(group.command, client.site, state := client.state)
     state.finish_others(name_of(command_of(round_=2)))
     with refused("replayed_round"):
         party.on_roster(group.roster)

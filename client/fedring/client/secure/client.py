@@ -1,7 +1,8 @@
-"""Takes the events of secure aggregation from the session, answers them, and gives the user's thread what it needs.
+"""The client of secure aggregation, between the session and the user's thread.
 
-It runs on the session's event loop, whatever the user's thread does: keys go out while that trains, and masks are
-removed when it is idle, or has begun anew after a restart. What computes or waits for the disk runs in other threads.
+It takes the session's events of secure aggregation, answers them, and gives the user's thread what it needs. It runs on
+the session's event loop, whatever the user's thread does: keys go out while that trains, and masks are removed when it
+is idle, or has begun anew after a restart. What computes or waits for the disk runs in other threads.
 """
 
 import asyncio
@@ -25,7 +26,7 @@ from fedring.client.promises import dp_of
 from fedring.client.secret import DITHER, ClientSecret
 from fedring.client.secure.identity import PeerCheck, check_own_key, load_signer
 from fedring.client.secure.masked import MaskedUpdates
-from fedring.client.secure.party import Party, Site
+from fedring.client.secure.participant import ClientIdentity, SecureParticipant
 from fedring.client.secure.state import RoundName, SecureState, name_of
 from fedring.client.session.backoff import Backoff
 from fedring.client.session.connection import CALL_SECONDS, is_doubtful, stray_cancellation
@@ -59,7 +60,7 @@ _TRANSIENT = {
 }
 
 
-class SecureDesk:
+class SecureAggregationClient:
     """The client's part in rounds with secure aggregation; owned by Federation.
 
     Args:
@@ -79,18 +80,18 @@ class SecureDesk:
         self._state = SecureState(config.state_dir)
         check_own_key(config.tls, config.state_dir)  # damage is told at the start, not in each round
         self._revoked = Revocations(config.tls.crl, config.tls.ca)
-        self._party: Party | None = None
+        self._participant: SecureParticipant | None = None
         self._changed = asyncio.Condition()
         self._sending: dict[str, asyncio.Task[None]] = {}
         self._sends: asyncio.TaskGroup
 
     def start(self, link: ServerLink) -> None:
-        """Take the events of a session from now on, on its event loop."""
+        """Begin to take the events of a session, on its event loop."""
         self._link = link
         link.start(self.run)
 
     async def run(self) -> None:
-        """Answer events until the session ends. It runs on the session's event loop."""
+        """Answer events until the session ends, on the session's event loop."""
         events = self._link.session.secure_events
         async with asyncio.TaskGroup() as self._sends:
             while True:
@@ -99,15 +100,20 @@ class SecureDesk:
                     self._changed.notify_all()
 
     def bound(self, command: pb.TrainCmd) -> str:
-        """Return the name of the payload that the masks of a round are bound to; empty = none. Any thread may ask."""
+        """Return the payload that a round's masks are bound to.
+
+        Empty = none. Any thread may ask.
+        """
         try:
             record = self._state.load(name_of(command))
         except SecureError:  # this ends the round where the command is answered
             return ""
         return record.payload.decode() if record else ""
 
-    def party(self, assignment: Assignment) -> Party:
-        """Wait until the peers of a round are known, and return this client in it. It belongs to the user's thread.
+    def participant(self, assignment: Assignment) -> SecureParticipant:
+        """Wait for the peers of a round, and return this client's state.
+
+        It belongs to the user's thread.
 
         Raises:
             RoundOver: if the round ended before.
@@ -122,9 +128,9 @@ class SecureDesk:
         samples: int,
         residual: NDArray[np.float32] | None,
     ) -> Update:
-        """Make the masked update of a round, when its peers are known. It belongs to the user's thread.
+        """Make the masked update of a round, when its peers are known.
 
-        If it gets noise of this client's own, what it costs is charged before.
+        It belongs to the user's thread. If it gets noise of this client's own, what it costs is charged before.
 
         Args:
             assignment: the round.
@@ -138,16 +144,18 @@ class SecureDesk:
             SecureError: if the update cannot be made; "privacy_policy" if this client demands more of its group.
             RoundOver: if the round ended before.
         """
-        party, privacy = self.party(assignment), dp_of(assignment.command.job)
-        make = partial(MaskedUpdates, party.command, party.client_id, party.mask)
+        participant, privacy = self.participant(assignment), dp_of(assignment.command.job)
+        make = partial(MaskedUpdates, participant.command, participant.client_id, participant.mask)
         if privacy is None:
             dither, most = self.secret.derive(assignment.command, DITHER), self._config.privacy.max_clipped_share
-            return make(party.bits, dither=dither, max_clipped_share=most).make(base, trained, samples, residual)
+            return make(participant.bits, dither=dither, max_clipped_share=most).make(base, trained, samples, residual)
         try:
-            plan = privacy.plan(party.clients, base.vectors.parameters.size, party.command.job.min_results)
-            if why := own_noise_refusal(self._config.privacy, self._ledger, party.command, plan, party.masks):
+            plan = privacy.plan(participant.clients, base.vectors.parameters.size, participant.command.job.min_results)
+            if why := own_noise_refusal(
+                self._config.privacy, self._ledger, participant.command, plan, participant.masks
+            ):
                 raise SecureError("privacy_policy", why)
-            self._ledger.charge_own(party.command, plan.charge, party.masks)
+            self._ledger.charge_own(participant.command, plan.charge, participant.masks)
         except ValueError as error:
             raise SecureError("no_plan", f"this client cannot add its share of the noise: {error}") from error
         except OSError as error:
@@ -155,7 +163,9 @@ class SecureDesk:
         return make(plan.bits, plan).make(base, trained, samples, residual)
 
     def bind(self, assignment: Assignment, payload: str) -> None:
-        """Bind the masks of a round to one payload, which may be sent then. It belongs to the user's thread.
+        """Bind the masks of a round to one payload.
+
+        The payload may be sent then. It belongs to the user's thread.
 
         Args:
             assignment: the round.
@@ -166,31 +176,37 @@ class SecureDesk:
             RoundOver: if the round ended before.
         """
         try:
-            self.party(assignment).bind(payload)
+            self.participant(assignment).bind(payload)
         except (SecureError, OSError) as error:
             why = error if isinstance(error, SecureError) else SecureError("secure_state", str(error))
             self.fail(assignment.command, why)
             raise UpdateRefused(why.reason, str(why)) from error
 
     def fail(self, command: pb.TrainCmd, error: SecureError) -> None:
-        """End a round for this client, and tell the server why. It belongs to the user's thread."""
+        """End a round for this client, and tell the server why.
+
+        It belongs to the user's thread.
+        """
         with suppress(FederationClosed):
             self._link.call(lambda: self._fail(name_of(command), error))
 
-    async def _wait(self, assignment: Assignment) -> Party:
+    async def _wait(self, assignment: Assignment) -> SecureParticipant:
         name, task = name_of(assignment.command), task_digest(assignment.command)
         while True:
             if reason := assignment.stop_reason:
                 raise RoundOver(reason)
-            party = self._party
-            if party and (party.name, party.task) == (name, task) and party.may_mask:
-                return party
+            participant = self._participant
+            if participant and (participant.name, participant.task) == (name, task) and participant.may_mask:
+                return participant
             with suppress(TimeoutError, Unavailable), stray_cancellation():
                 async with asyncio.timeout(max(0.0, assignment.deadline - time.monotonic())), self._changed:
                     await self._changed.wait()
 
     async def _take(self, event: pb.ServerEvent) -> None:
-        """Act on one event. Whatever goes wrong ends the round, not the client."""
+        """Handle one event.
+
+        An error ends the round, not the client.
+        """
         message = event.secure if event.HasField("secure") else event.train
         try:
             match event.WhichOneof("event"):
@@ -213,18 +229,18 @@ class SecureDesk:
     async def _begin(self, command: pb.TrainCmd) -> None:
         name = name_of(command)
         if not command.HasField("secure") or await asyncio.to_thread(lambda: self._refuses(command)):
-            if self._party and self._party.name != name:
+            if self._participant and self._participant.name != name:
                 self._stop_sending()
-                self._party = None
+                self._participant = None
             await asyncio.to_thread(lambda: self._state.finish_others(name))
             return
         self._check_not_over(name)
-        party = self._party
-        if party is None or party.name != name or party.task != task_digest(command):
-            party = await asyncio.to_thread(lambda: self._open(command))
+        participant = self._participant
+        if participant is None or participant.name != name or participant.task != task_digest(command):
+            participant = await asyncio.to_thread(lambda: self._open(command))
             self._stop_sending()
-            self._party = party
-        self._answer("SendKeys", party.keys())
+            self._participant = participant
+        self._answer("SendKeys", participant.keys())
 
     def _refuses(self, command: pb.TrainCmd) -> bool:
         return bool(refusal(self._config.privacy, self._ledger, command))
@@ -234,21 +250,24 @@ class SecureDesk:
         self._check_not_over(name)
         if step.ByteSize() > MAX_STEP_BYTES:
             raise SecureError("too_large", f"a message of {step.ByteSize()} bytes is above {MAX_STEP_BYTES}")
-        if self._party is None or self._party.name != name:
-            self._party = await asyncio.to_thread(lambda: self._reopen(name))
-        party = self._party
+        if self._participant is None or self._participant.name != name:
+            self._participant = await asyncio.to_thread(lambda: self._reopen(name))
+        participant = self._participant
         match step.WhichOneof("step"):
             case "roster":
-                self._answer("SendShares", await asyncio.to_thread(lambda: party.on_roster(step.roster)))
+                self._answer("SendShares", await asyncio.to_thread(lambda: participant.on_roster(step.roster)))
             case "peers":
-                await asyncio.to_thread(lambda: party.on_peers(step.peers))
+                await asyncio.to_thread(lambda: participant.on_peers(step.peers))
             case "survivors":
-                self._answer("SignSurvivors", await asyncio.to_thread(lambda: party.on_survivors(step.survivors)))
+                self._answer("SignSurvivors", await asyncio.to_thread(lambda: participant.on_survivors(step.survivors)))
             case "unmask":
-                self._answer("SendUnmaskShares", await asyncio.to_thread(lambda: party.on_unmask(step.unmask)))
+                self._answer("SendUnmaskShares", await asyncio.to_thread(lambda: participant.on_unmask(step.unmask)))
 
     def _check_not_over(self, name: RoundName) -> None:
-        """Return unless the round is over for this client; the server may have forgotten what it was told."""
+        """Raise SecureError if the round is over for this client.
+
+        The server may have forgotten what it was told.
+        """
         if not self._state.finished(name):
             return
         raise self._ended_with(name) or SecureError(
@@ -256,19 +275,25 @@ class SecureDesk:
         )
 
     def _ended_with(self, name: RoundName) -> SecureError | None:
-        """Return why this client has ended a round; None if it has not, or for no reason of its own."""
+        """Return why this client has ended a round.
+
+        None if it has not, or for no reason of its own.
+        """
         last = self._state.finished(name)
         if last and last.reason and (last.epoch, last.round) == (name.epoch, name.round):
             return SecureError(last.reason, f"this client has ended round {name.round} before")
         return None
 
-    def _open(self, command: pb.TrainCmd) -> Party:
-        """Return the party of a round that is new, or in the files; all other rounds are over then."""
-        self._state.finish_others(name_of(command))
-        return Party(command, self._site(), self._state)
+    def _open(self, command: pb.TrainCmd) -> SecureParticipant:
+        """Return the state of a new round, or of one on disk.
 
-    def _reopen(self, name: RoundName) -> Party:
-        """Return the party of a round that is in the files already."""
+        All other rounds are over then.
+        """
+        self._state.finish_others(name_of(command))
+        return SecureParticipant(command, self._identity(), self._state)
+
+    def _reopen(self, name: RoundName) -> SecureParticipant:
+        """Return the state of a round that is on disk already."""
         record = self._state.load(name)
         if record is None:
             raise SecureError("other_round", f"this client has no keys in round {name.round} of {name.run_id[:64]}")
@@ -276,19 +301,21 @@ class SecureDesk:
             command = pb.TrainCmd.FromString(record.command)
         except DecodeError as error:
             raise SecureError("damaged_state", f"the file of round {name.round} holds no command") from error
-        return Party(command, self._site(), self._state)
+        return SecureParticipant(command, self._identity(), self._state)
 
-    def _site(self) -> Site:
+    def _identity(self) -> ClientIdentity:
         config = self._config
         signer = load_signer(config.tls, config.state_dir)
         check = PeerCheck(
             config.client_id, signer.proof, peers=config.privacy.peers, tls=config.tls, revoked=self._revoked
         )
         log.info("this client signs with the key of the fingerprint %s", signer.fingerprint)
-        return Site(config.client_id, signer, check, config.privacy.min_clients, strict=config.privacy.demands)
+        return ClientIdentity(
+            config.client_id, signer, check, config.privacy.min_clients, strict=config.privacy.demands
+        )
 
     def _answer(self, call: str, message: Message) -> None:
-        """Begin to send a message, in the place of the same one that may be on its way."""
+        """Begin to send a message, in place of an earlier try."""
         if task := self._sending.pop(call, None):
             task.cancel()
         self._sending[call] = self._sends.create_task(self._send(call, message))
@@ -300,7 +327,7 @@ class SecureDesk:
                 task.cancel()
 
     async def _send(self, call: str, message: Any) -> None:
-        """Send a message until the server has taken it, or has refused it."""
+        """Send a message until the server has taken or refused it."""
         connection, backoff, tries = self._link.connection, Backoff(), 0
         while True:
             session_id = connection.session.session_id
@@ -319,6 +346,7 @@ class SecureDesk:
                     "the server did not take %s of round %d: %s",
                     *(call, message.round, reason),
                 )
+                # The server answers so to damaged bytes, too: a few more tries tell the two apart.
                 tries += status is StatusCode.INVALID_ARGUMENT
                 if is_doubtful(error):
                     await connection.reconnect()
@@ -330,16 +358,25 @@ class SecureDesk:
             await asyncio.sleep(backoff.next())
 
     async def _refused(self, round_: int, reason: str) -> None:
-        """End the round, unless the server has only said that it was late."""
-        party = self._party
-        if reason not in ("round_closed", "unknown_round", "not_selected") and party and party.name.round == round_:
-            await self._fail(party.name, SecureError(reason, f"the server has refused a message of round {round_}"))
+        """End the round, unless its message only came too late."""
+        participant = self._participant
+        if (
+            reason not in ("round_closed", "unknown_round", "not_selected")
+            and participant
+            and participant.name.round == round_
+        ):
+            await self._fail(
+                participant.name, SecureError(reason, f"the server has refused a message of round {round_}")
+            )
 
     async def _finish(self, name: RoundName, reason: str) -> None:
-        """End a round: nothing more of it is sent, and its secrets are gone."""
-        if self._party and self._party.name == name:
+        """End a round.
+
+        Nothing more of it is sent, and its secrets are gone.
+        """
+        if self._participant and self._participant.name == name:
             self._stop_sending()
-            self._party = None
+            self._participant = None
         await asyncio.to_thread(lambda: self._state.finish(name, reason))
 
     async def _fail(self, name: RoundName, error: SecureError) -> None:
