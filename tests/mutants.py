@@ -284,7 +284,7 @@ MUTANTS = {
         "tests/system/test_security.py",
     ),
     "proof before sealing": Mutant(
-        "server/fedring/server/model/aggregate.py", "        check()\n", "", "tests/fault/test_damage.py"
+        "server/fedring/server/aggregation/aggregate.py", "        check()\n", "", "tests/fault/test_damage.py"
     ),
     "proof of a download": Mutant(
         "server/fedring/server/service/downloads.py",

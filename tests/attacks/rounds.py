@@ -19,11 +19,11 @@ from fedring.codec import CodecError, Encoding, encode
 from fedring.codec.digest import name_of
 from fedring.codec.schema import Vectors
 from fedring.data import Samples
+from fedring.server.aggregation.modelfile import ModelReader
+from fedring.server.aggregation.rule import RuleError
+from fedring.server.aggregation.versions import ModelVersions, files_of
 from fedring.server.config import ServerConfig
 from fedring.server.model.making import ModelMaker
-from fedring.server.model.modelfile import ModelReader
-from fedring.server.model.rule import RuleError
-from fedring.server.model.versions import ModelVersions, files_of
 from fedring.server.state.blobs import FileBlobs
 from fedring.server.state.rows import ModelRow, UpdateRow, lay_out
 from fedring.train.errors import TrainError

@@ -62,8 +62,12 @@ BREACHES = {
         "fedring.server.state.tables",
     ),
     "the modules of model import downwards only": (
-        "server/fedring/server/model/walk.py",
-        "fedring.server.model.mean",
+        "server/fedring/server/model/guards.py",
+        "fedring.server.model.making",
+    ),
+    "the modules of aggregation import downwards only": (
+        "server/fedring/server/aggregation/walk.py",
+        "fedring.server.aggregation.mean",
     ),
     "an algorithm needs its room's interface only": (
         "server/fedring/server/model/transforms/masked.py",

@@ -13,9 +13,7 @@ from tests.unit.host import SIZE, Host, running, spec
 from torch import nn
 
 from fedring.control.failure import Failure
-from fedring.server.model.guards import guard
-from fedring.server.model.making import is_out_of_memory
-from fedring.server.model.strategy import (
+from fedring.server.aggregation.strategy import (
     HISTORY,
     PastRound,
     Strategy,
@@ -25,6 +23,8 @@ from fedring.server.model.strategy import (
     make_strategy,
     past_round,
 )
+from fedring.server.model.guards import guard
+from fedring.server.model.making import is_out_of_memory
 from fedring.server.model.transforms.guarding import Guarded
 from fedring.server.round.report import round_message
 from fedring.server.state.rows import RoundRow, UpdateRow

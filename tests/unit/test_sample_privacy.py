@@ -16,7 +16,7 @@ from fedring.codec import Entry, Schema, Vectors
 from fedring.control.failure import Failure
 from fedring.privacy.account import SampledSteps, sampled_epsilon
 from fedring.rpc.errors import BadUpdate
-from fedring.server.model.terms import Terms
+from fedring.server.aggregation.terms import Terms
 from fedring.server.model.transforms.listing import transforms_of
 from fedring.server.round.plan import job_spec
 from fedring.simulation import simulate

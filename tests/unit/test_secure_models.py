@@ -16,9 +16,9 @@ from fedring.codec.masked import MASKED
 from fedring.daemon.config import ConfigError
 from fedring.secure.levels import open_blocks, to_integers
 from fedring.secure.limits import bits_of_sum
+from fedring.server.aggregation.modelfile import ModelReader
 from fedring.server.config import ServerConfig
 from fedring.server.model.masked_sum import GroupMasks
-from fedring.server.model.modelfile import ModelReader
 from fedring.server.model.models import Models
 from fedring.server.model.secure_scales import Pace, Spread, pace_in, secure_round
 from fedring.server.operator.job_checks import JobChecks

@@ -15,10 +15,10 @@ from tests.closed_rounds import next_model
 from fedring.codec import Encoding, Vectors, decode, encode
 from fedring.codec.digest import name_of
 from fedring.rpc.errors import BadRequest, UnknownModel
+from fedring.server.aggregation.aggregate import store_model
+from fedring.server.aggregation.modelfile import ModelReader
 from fedring.server.config import ServerConfig
-from fedring.server.model.aggregate import store_model
 from fedring.server.model.downloads import MAX_DELTAS, MAX_RANGES
-from fedring.server.model.modelfile import ModelReader
 from fedring.server.model.models import Models
 from fedring.server.state.blobs import FileBlobs
 from fedring.server.state.facts import Facts

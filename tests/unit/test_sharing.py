@@ -15,9 +15,9 @@ from torch import nn
 from fedring.codec import Vectors
 from fedring.daemon.config import ConfigError
 from fedring.offers import offers
+from fedring.server.aggregation.modelfile import ModelReader
 from fedring.server.config import ServerConfig
 from fedring.server.model.initial import find_file, load_initial
-from fedring.server.model.modelfile import ModelReader
 from fedring.server.model.models import Models
 from fedring.server.operator.job_checks import JobChecks
 from fedring.server.state.blobs import FileBlobs

@@ -21,8 +21,8 @@ from fedring.control.failure import Failure
 from fedring.daemon.config import ConfigError
 from fedring.daemon.exits import Exit
 from fedring.rpc.errors import BadUpdate, FedringError
+from fedring.server.aggregation.terms import Terms
 from fedring.server.model.making import ModelMaker
-from fedring.server.model.terms import Terms
 from fedring.server.state.rows import ModelRow
 from fedring.simulation import simulate
 from fedring.simulation.secure import draw_groups

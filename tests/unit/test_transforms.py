@@ -15,10 +15,10 @@ from fedring.codec import Entry, Schema
 from fedring.codec.errors import CodecError
 from fedring.codec.masked import Width
 from fedring.daemon.config import ConfigError
+from fedring.server.aggregation.combining import Combination
+from fedring.server.aggregation.modelfile import ModelReader
+from fedring.server.aggregation.terms import Terms
 from fedring.server.config import ServerConfig
-from fedring.server.model.combining import Combination
-from fedring.server.model.modelfile import ModelReader
-from fedring.server.model.terms import Terms
 from fedring.server.model.transforms import named
 from fedring.server.model.transforms.listing import algorithms, transforms_of
 from fedring.server.model.transforms.states import read_states, write_states

@@ -27,10 +27,10 @@ from fedring.codec import CodecError
 from fedring.control.failure import Failure
 from fedring.daemon.exits import Exit
 from fedring.privacy.account import NoAccountant, SampledSteps, epsilon, sampled_epsilon
-from fedring.server.model.optimizer import OptimizerError
+from fedring.server.aggregation.optimizer import OptimizerError
+from fedring.server.aggregation.rule import RuleError
+from fedring.server.aggregation.strategy import HISTORY, PastRound, StrategyError, with_settings
 from fedring.server.model.private_mean import most_charged
-from fedring.server.model.rule import RuleError
-from fedring.server.model.strategy import HISTORY, PastRound, StrategyError, with_settings
 from fedring.server.round import machine
 from fedring.server.round.events import Phase, Round
 from fedring.server.round.plan import round_command, rules_of

@@ -21,14 +21,14 @@ from fedring.control.failure import Failure
 from fedring.daemon.config import ConfigError
 from fedring.daemon.exits import Exit
 from fedring.privacy.keystream import SECRET_BYTES
+from fedring.server.aggregation.modelfile import ModelReader
+from fedring.server.aggregation.strategy import PastClient, PastRound
+from fedring.server.aggregation.versions import ModelVersions, files_of
 from fedring.server.config import ServerConfig
 from fedring.server.model.guards import weight_of
 from fedring.server.model.making import ModelMaker
 from fedring.server.model.masked_sum import GroupMasks
-from fedring.server.model.modelfile import ModelReader
-from fedring.server.model.strategy import PastClient, PastRound
 from fedring.server.model.transforms.transform import ClosedRound
-from fedring.server.model.versions import ModelVersions, files_of
 from fedring.server.operator.job_checks import JobChecks
 from fedring.server.state.blobs import FileBlobs
 from fedring.server.state.ratings import best_of

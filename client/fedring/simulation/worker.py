@@ -44,7 +44,7 @@ from fedring.rpc.chunks import CHUNK_BYTES
 from fedring.rpc.contract import SMALL_BYTES
 from fedring.rpc.errors import FedringError
 from fedring.secure.errors import SecureError
-from fedring.server.model.terms import Terms
+from fedring.server.aggregation.terms import Terms
 from fedring.server.model.transforms.listing import transforms_of
 from fedring.server.round.plan import job_spec
 from fedring.server.state.rows import UpdateRow

@@ -131,7 +131,7 @@ def _write(tensors: dict[str, Tensor], path: Path) -> None:
 def _version(state_dir: Path, version: int) -> Path:
     """Return the file of a model version in a server's state folder.
 
-    fedring.server.model.modelfile writes it.
+    fedring.server.aggregation.modelfile writes it.
     """
     query = "SELECT blob FROM models WHERE ?1 IN (0, version) ORDER BY version DESC LIMIT 1"
     facts = (state_dir / "facts.sqlite").absolute()

@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 
 from fedring.daemon.checks import Check, Level, check_data_root, refuse_failed
+from fedring.server.aggregation.optimizer import OptimizerError, ServerOptimizer
+from fedring.server.aggregation.strategy import make_strategy
 from fedring.server.config import ServerConfig
 from fedring.server.model.initial import load_initial
-from fedring.server.model.optimizer import OptimizerError, ServerOptimizer
-from fedring.server.model.strategy import make_strategy
 from fedring.server.model.transforms.listing import transforms_of
 from fedring.server.operator.job_checks import key_of, try_optimizer
 from fedring.train.errors import SeamError

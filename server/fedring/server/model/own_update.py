@@ -15,8 +15,8 @@ from torch.utils.data import Dataset
 from fedring.codec import Encoding, encode
 from fedring.codec.schema import Schema, Vectors
 from fedring.data import DataError, load_split
-from fedring.server.model.contributions import Contribution
-from fedring.server.model.rule import RuleError
+from fedring.server.aggregation.contributions import Contribution
+from fedring.server.aggregation.rule import RuleError
 from fedring.server.state.rows import lay_out
 from fedring.train.batches import size_of
 from fedring.train.device import pick_device

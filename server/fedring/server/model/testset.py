@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from fedring.data import load_split
-from fedring.server.model.modelfile import ModelReader
+from fedring.server.aggregation.modelfile import ModelReader
 from fedring.server.state.blob_interfaces import Blobs
 from fedring.server.state.checked import CheckedReader
 from fedring.server.state.rows import ModelRow

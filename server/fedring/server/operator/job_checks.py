@@ -16,9 +16,9 @@ from fedring.daemon.checks import Level, check_data_root
 from fedring.daemon.config import ConfigError
 from fedring.data import DataError
 from fedring.offers import Kind
+from fedring.server.aggregation.strategy import Strategy, make_strategy
 from fedring.server.config import ServerConfig
 from fedring.server.model.making import ModelMaker
-from fedring.server.model.strategy import Strategy, make_strategy
 from fedring.server.model.transforms.listing import Transforms, transforms_of
 from fedring.server.state.ratings import best_of
 from fedring.server.state.rows import ModelRow

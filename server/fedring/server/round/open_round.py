@@ -7,10 +7,10 @@ from typing import Any, Protocol
 
 from fedring.codec import CodecError
 from fedring.codec.schema import Schema
+from fedring.server.aggregation.terms import Terms
 from fedring.server.group.rendezvous import Rendezvous
 from fedring.server.model.guards import weight_of
 from fedring.server.model.masked_sum import GroupMasks
-from fedring.server.model.terms import Terms
 from fedring.server.model.transforms.listing import RoundSteps, Transforms, transforms_of
 from fedring.server.model.transforms.transform import ClosedRound, Past
 from fedring.server.round.events import Phase, PhaseStep, RoundState, Steps

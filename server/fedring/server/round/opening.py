@@ -5,9 +5,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from fedring.server.aggregation.strategy import HISTORY, StrategyError, past_round, with_settings
 from fedring.server.config import ServerConfig
 from fedring.server.model.models import Models
-from fedring.server.model.strategy import HISTORY, StrategyError, past_round, with_settings
 from fedring.server.round import machine as rd
 from fedring.server.round.dispatch import Dispatch
 from fedring.server.round.events import Abandoned, Phase, Resumed, Round, RoundOpened, RoundRules

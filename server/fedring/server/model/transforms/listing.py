@@ -12,9 +12,9 @@ from torch import nn
 
 from fedring.codec.schema import Schema
 from fedring.daemon.config import explain
-from fedring.server.model.rule import Rule
-from fedring.server.model.steps import BaseFiles, Step
-from fedring.server.model.terms import Terms
+from fedring.server.aggregation.rule import Rule
+from fedring.server.aggregation.steps import BaseFiles, Step
+from fedring.server.aggregation.terms import Terms
 from fedring.server.model.transforms import named
 from fedring.server.model.transforms.client_noise import ClientNoise
 from fedring.server.model.transforms.download import EncodedDownload

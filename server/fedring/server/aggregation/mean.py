@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from fedring.server.model.contributions import ClientVector, Values
+from fedring.server.aggregation.contributions import ClientVector, Values
 
 
 def weighted_mean(

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from fedring.server.model.rule import RuleError
+from fedring.server.aggregation.rule import RuleError
 from fedring.train.aggregation_table import trimmed
 
 Float64 = NDArray[np.float64]

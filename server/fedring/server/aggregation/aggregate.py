@@ -2,8 +2,8 @@
 
 The law: the result depends on the base, the plan and the set of updates only, byte for byte. Federated averaging takes
 the memory of a few tiles and of the buffers, whatever the number of clients and of parameters. Another rule takes
-ROWS_BYTES (`fedring.server.model.combining`) on top. A step that is `whole`, such as a server optimizer, takes a few
-models.
+ROWS_BYTES (`fedring.server.aggregation.combining`) on top. A step that is `whole`, such as a server optimizer, takes a
+few models.
 """
 
 import time
@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 
 from fedring.codec.errors import CodecError
 from fedring.codec.schema import Schema, Vectors
-from fedring.server.model.combining import Combination, Finish, Walk, combine_buffers, combine_parameters
-from fedring.server.model.contributions import Contribution, Values, open_vectors
-from fedring.server.model.modelfile import LoadedModel, ModelReader, ModelWriter
-from fedring.server.model.steps import Draft, Step, VectorFile
-from fedring.server.model.walk import tiles_of
+from fedring.server.aggregation.combining import Combination, Finish, Walk, combine_buffers, combine_parameters
+from fedring.server.aggregation.contributions import Contribution, Values, open_vectors
+from fedring.server.aggregation.modelfile import LoadedModel, ModelReader, ModelWriter
+from fedring.server.aggregation.steps import Draft, Step, VectorFile
+from fedring.server.aggregation.walk import tiles_of
 from fedring.server.state.blob_interfaces import Blobs, Partial
 from fedring.server.state.rows import ModelRow, PacketSpec
 

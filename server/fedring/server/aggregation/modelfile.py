@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from fedring.codec.digest import Digest
 from fedring.codec.errors import CodecError
 from fedring.codec.schema import Schema, Vectors, parse_schema
-from fedring.server.model.walk import gather, tiles
+from fedring.server.aggregation.walk import gather, tiles
 from fedring.server.state.blob_interfaces import Partial
 
 _LENGTH = struct.Struct("<Q")

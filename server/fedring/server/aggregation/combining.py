@@ -19,11 +19,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedring.secure.masks import GROUP
-from fedring.server.model.contributions import ClientVector, Contribution, Values, values_at_a_time
-from fedring.server.model.mean import weighted_mean
-from fedring.server.model.robust import Median
-from fedring.server.model.rule import CoordinateRule, GramRule, Rule, RuleError
-from fedring.server.model.walk import cut, gather, in_order
+from fedring.server.aggregation.contributions import ClientVector, Contribution, Values, values_at_a_time
+from fedring.server.aggregation.mean import weighted_mean
+from fedring.server.aggregation.robust import Median
+from fedring.server.aggregation.rule import CoordinateRule, GramRule, Rule, RuleError
+from fedring.server.aggregation.walk import cut, gather, in_order
 
 T = TypeVar("T")
 Float64 = NDArray[np.float64]

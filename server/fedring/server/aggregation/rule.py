@@ -3,8 +3,8 @@
 The delta is added to the base model. A rule is a pure object with one of two methods. The first kind gives each update
 one coefficient, and the delta is the sum of the updates times their coefficients. All it sees of the updates is their
 Gram matrix, from which norms, angles and distances follow, so its memory does not grow with the model. The second kind
-sees the values of all updates side by side, in a small piece of the model at a time. `fedring.server.model.combining`
-walks over the model for both.
+sees the values of all updates side by side, in a small piece of the model at a time.
+`fedring.server.aggregation.combining` walks over the model for both.
 
 The law that each rule keeps: the result depends on its input only, byte for byte. So a rule has no clock, no
 randomness but what its arguments seed, and no state that a call changes. Updates always come in the order of their

@@ -20,8 +20,8 @@ from pydantic import ValidationError
 from torch import nn
 
 from fedring.daemon.config import explain
-from fedring.server.model.robust import CenteredClip, FLTrust, GeometricMedian, Krum, Median, TrimmedMean
-from fedring.server.model.rule import CoordinateRule, GramRule, Rule
+from fedring.server.aggregation.robust import CenteredClip, FLTrust, GeometricMedian, Krum, Median, TrimmedMean
+from fedring.server.aggregation.rule import CoordinateRule, GramRule, Rule
 from fedring.server.state.rows import RoundRow
 from fedring.train.aggregation_table import Aggregation
 from fedring.train.errors import SeamError

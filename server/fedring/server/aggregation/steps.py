@@ -1,6 +1,6 @@
 """The steps of transforms in the making of one model.
 
-`fedring.server.model.aggregate` walks over the base and the updates, and calls the hooks of all steps in their order.
+`fedring.server.aggregation.aggregate` walks over the base and the updates, and calls the hooks of all steps in order.
 A step belongs to one attempt to close one round: it may keep in itself what one hook has found for a later one.
 """
 
@@ -13,10 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedring.codec.errors import CodecError
-from fedring.server.model.combining import Combination, Finish, Walk
-from fedring.server.model.contributions import Contribution
-from fedring.server.model.modelfile import LoadedModel
-from fedring.server.model.versions import ModelVersions
+from fedring.server.aggregation.combining import Combination, Finish, Walk
+from fedring.server.aggregation.contributions import Contribution
+from fedring.server.aggregation.modelfile import LoadedModel
+from fedring.server.aggregation.versions import ModelVersions
 from fedring.server.state.blob_interfaces import Blobs
 from fedring.server.state.checked import CheckedReader, Room, read_checked, unreadable
 from fedring.server.state.failures import StorageError

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError
 
-from fedring.server.model.yogi import Yogi
+from fedring.server.aggregation.yogi import Yogi
 
 ELEMENTWISE = (
     "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD", "Yogi",

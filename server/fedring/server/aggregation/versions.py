@@ -7,7 +7,7 @@ from dataclasses import replace
 from fedring.codec.errors import CodecError
 from fedring.codec.schema import Schema
 from fedring.rpc.errors import UnknownModel
-from fedring.server.model.modelfile import ModelReader
+from fedring.server.aggregation.modelfile import ModelReader
 from fedring.server.state.blob_interfaces import Blobs
 from fedring.server.state.checked import CheckedReader, changed, unreadable
 from fedring.server.state.failures import DamagedBlob, DamagedModel, StorageError, StorageFailed
