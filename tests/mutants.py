@@ -112,7 +112,7 @@ MUTANTS = {
     # Tests whose programs are forks, and not started by a new interpreter any more.
     "lock": Mutant("common/fedring/daemon/lock.py", "fcntl.LOCK_EX", "fcntl.LOCK_SH", "tests/fault/test_processes.py"),
     "commit": Mutant(
-        "server/fedring/server/state/store.py",
+        "server/fedring/server/state/sql/store.py",
         "                sealed.add(connection, *new)\n",
         "                pass\n",
         "tests/fault/test_store_kill.py",
@@ -179,7 +179,7 @@ MUTANTS = {
         "tests/unit/test_rounds.py",
     ),
     "same update": Mutant(
-        "server/fedring/server/state/store.py",
+        "server/fedring/server/state/sql/store.py",
         "Acceptance.ALREADY if names[key] == row.name else Acceptance.OTHER",
         "Acceptance.ALREADY",
         "tests/unit/test_store.py",
@@ -266,7 +266,7 @@ MUTANTS = {
         "tests/fault/test_error_feedback.py",
     ),
     "newest of the pruned": Mutant(
-        "server/fedring/server/state/known.py",
+        "server/fedring/server/state/sql/known.py",
         "for row in pruned if row.last_name\n",
         "for row in pruned if not row.last_name\n",
         "tests/fault/test_error_feedback.py",
@@ -299,19 +299,19 @@ MUTANTS = {
         "tests/unit/test_server_checked.py",
     ),
     "digest of a row": Mutant(
-        "server/fedring/server/state/sealed.py",
+        "server/fedring/server/state/sql/sealed.py",
         "return digest == _digest(form, stored)",
         "return bool(digest)",
         "tests/unit/test_store_sqlite.py",
     ),
     "type in the digest of a row": Mutant(
-        "server/fedring/server/state/sealed.py",
+        "server/fedring/server/state/sql/sealed.py",
         "2 * len(part) + isinstance(text, str)",
         "2 * len(part)",
         "tests/unit/test_store_sqlite.py",
     ),
     "row that is to be replaced": Mutant(
-        "server/fedring/server/state/sealed.py",
+        "server/fedring/server/state/sql/sealed.py",
         """raise _damaged(type(row), values, "is missing")""",
         "pass",
         "tests/unit/test_store_sqlite.py",

@@ -59,7 +59,11 @@ BREACHES = {
     ),
     "the modules of state import downwards only": (
         "server/fedring/server/state/rows.py",
-        "fedring.server.state.tables",
+        "fedring.server.state.ratings",
+    ),
+    "the modules of the database import downwards only": (
+        "server/fedring/server/state/sql/tables.py",
+        "fedring.server.state.sql.known",
     ),
     "the modules of model import downwards only": (
         "server/fedring/server/model/guards.py",

@@ -23,7 +23,7 @@ from fedring.server.operator.job_checks import JobChecks
 from fedring.server.state.blobs import FileBlobs
 from fedring.server.state.facts import Facts
 from fedring.server.state.rows import ModelRow
-from fedring.server.state.store import SqlStore
+from fedring.server.state.sql.store import SqlStore
 from fedring.train.errors import SeamError
 from fedring.train.files import load_model, save_model
 from fedring.train.job import Job

@@ -6,10 +6,10 @@ end of its round.
 
 from sqlalchemy import Connection, delete, select
 
-from fedring.server.state import sealed
 from fedring.server.state.interfaces import Acceptance
 from fedring.server.state.rows import SecureMessageRow, SecureRoundRow
-from fedring.server.state.tables import rounds, secure_messages, secure_rounds
+from fedring.server.state.sql import sealed
+from fedring.server.state.sql.tables import rounds, secure_messages, secure_rounds
 
 
 def add_message(connection: Connection, row: SecureMessageRow) -> Acceptance:

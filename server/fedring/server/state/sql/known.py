@@ -10,10 +10,10 @@ from collections.abc import Iterable
 
 from sqlalchemy import ColumnElement, Connection, delete, func, select
 
-from fedring.server.state import sealed
 from fedring.server.state.rows import ClientRow, LastAccepted, UpdateRow
-from fedring.server.state.sealed import covered, rows_of
-from fedring.server.state.tables import clients, evaluations, rounds, updates
+from fedring.server.state.sql import sealed
+from fedring.server.state.sql.sealed import covered, rows_of
+from fedring.server.state.sql.tables import clients, evaluations, rounds, updates
 
 _KEPT = select(updates.c.client_id, func.count()).group_by(updates.c.client_id)
 _PRUNED = select(clients.c.client_id, clients.c.pruned_updates)

@@ -12,22 +12,7 @@ from typing import Any, TypeVar
 from sqlalchemy import Connection, Select, bindparam, delete, func, insert, select, union_all, update
 
 from fedring.daemon.crash import crashpoint
-from fedring.server.state import known, sealed, secure_rows
-from fedring.server.state.database import (
-    EPOCH,
-    LOG_BYTES,
-    SECRET,
-    UNREADABLE,
-    backup,
-    epoch_in,
-    meaning_of,
-    next_epoch,
-    open_database,
-    shorten_log,
-    translate,
-)
 from fedring.server.state.interfaces import Acceptance, Pruned
-from fedring.server.state.pruning import STATES, remove_models, remove_updates_and_rounds
 from fedring.server.state.ratings import best_of_each_job
 from fedring.server.state.rows import (
     KEEP_EVENTS,
@@ -44,8 +29,23 @@ from fedring.server.state.rows import (
     TokenRow,
     UpdateRow,
 )
-from fedring.server.state.sealed import Row, rows_of
-from fedring.server.state.tables import (
+from fedring.server.state.sql import known, sealed, secure_rows
+from fedring.server.state.sql.database import (
+    EPOCH,
+    LOG_BYTES,
+    SECRET,
+    UNREADABLE,
+    backup,
+    epoch_in,
+    meaning_of,
+    next_epoch,
+    open_database,
+    shorten_log,
+    translate,
+)
+from fedring.server.state.sql.pruning import STATES, remove_models, remove_updates_and_rounds
+from fedring.server.state.sql.sealed import Row, rows_of
+from fedring.server.state.sql.tables import (
     TABLE_OF,
     charges,
     evaluations,

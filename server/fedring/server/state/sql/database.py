@@ -13,10 +13,10 @@ from sqlalchemy import Connection, Engine, StaticPool, create_engine, event, ins
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import DBAPIError
 
-from fedring.server.state import sealed
 from fedring.server.state.failures import FsyncFailed, StorageError, StorageFailed, StoreError
 from fedring.server.state.rows import MetaRow
-from fedring.server.state.tables import METADATA, meta
+from fedring.server.state.sql import sealed
+from fedring.server.state.sql.tables import METADATA, meta
 
 SCHEMA = 15
 """The version of the tables. Another one is refused: until 1.0.0, no version of fedring reads another's tables."""
@@ -223,7 +223,7 @@ def _begin(connection: Connection) -> None:
 
 
 def _check_integrity(engine: Engine) -> None:
-    """Return if SQLite finds its own structures sound. Values have digests (`fedring.server.state.sealed`)."""
+    """Return if SQLite finds its own structures sound. Values have digests (`fedring.server.state.sql.sealed`)."""
     if engine.dialect.name == "sqlite":
         raw = engine.raw_connection()  # without a transaction, which would block others for as long as this takes
         try:

@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 
 from sqlalchemy import Connection, delete, or_, select
 
-from fedring.server.state import known, sealed
 from fedring.server.state.ratings import versions_to_keep
 from fedring.server.state.rows import JobRow, ModelRow
-from fedring.server.state.tables import evaluations, jobs, models, rounds, updates
+from fedring.server.state.sql import known, sealed
+from fedring.server.state.sql.tables import evaluations, jobs, models, rounds, updates
 from fedring.train.start import version_of
 
 STATES = tuple(

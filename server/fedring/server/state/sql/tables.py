@@ -45,7 +45,7 @@ from fedring.server.state.rows import (
 )
 
 ROW_DIGEST = "row_digest"
-"""The column of a row's own digest (`fedring.server.state.sealed`)."""
+"""The column of a row's own digest (`fedring.server.state.sql.sealed`)."""
 
 Convert = Callable[[Any], Any]
 

@@ -22,7 +22,7 @@ from sqlalchemy.exc import OperationalError
 
 from fedring.server.state.failures import StoreError
 from fedring.server.state.files import FACTS
-from fedring.server.state.tables import ROW_DIGEST, TABLE_OF, Convert, kind_of
+from fedring.server.state.sql.tables import ROW_DIGEST, TABLE_OF, Convert, kind_of
 
 Row = TypeVar("Row")
 
