@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from fedring.client.config import ClientConfig
-from fedring.client.privacy import SitePolicy
+from fedring.client.policy.privacy import SitePolicy
 from fedring.ring.options import RingOptions
 from fedring.rpc.tls import Tls
 from fedring.server.config import ServerConfig

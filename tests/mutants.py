@@ -130,7 +130,7 @@ MUTANTS = {
         "tests/unit/test_client_main.py",
     ),
     "newcomers": Mutant(
-        "client/fedring/client/hooks.py",
+        "client/fedring/client/group/hooks.py",
         "        self.state.regroup(self.shared, steps=steps)\n",
         "",
         "tests/unit/test_workers_data_parallel.py",
@@ -381,7 +381,7 @@ MUTANTS = {
         "tests/unit/test_client_failures.py",
     ),
     "charge by name": Mutant(
-        "client/fedring/client/ledger.py",
+        "client/fedring/client/policy/ledger.py",
         'self._charge(_name_of(command, f"{multiplier} {update}"), multiplier)',
         'self._charge(_name_of(command, f"{multiplier}"), multiplier)',
         "tests/unit/test_client_charges.py",

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from fedring.client import Federation, RoundOver, Task, connect
+from fedring.client.policy.secret import ClientSecret
 from fedring.client.round_plan import plan_of
-from fedring.client.secret import ClientSecret
 from fedring.codec.schema import Vectors
 from fedring.data import Samples
 from fedring.train.loop import train

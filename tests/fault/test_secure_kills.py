@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from fedring.client.secret import DITHER, ClientSecret
+from fedring.client.policy.secret import DITHER, ClientSecret
 from fedring.secure.levels import open_blocks, to_integers
 from fedring.simulation import client_secret
 from fedring.v1 import federation_pb2 as pb

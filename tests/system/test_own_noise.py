@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedring.client.ledger import LEDGER
+from fedring.client.policy.ledger import LEDGER
 from fedring.privacy.account import epsilon
 from fedring.privacy.charges import charge_of
 from fedring.secure.limits import honest_survivors

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from fedring.client.config import ClientConfig
-from fedring.client.ledger import LEDGER
-from fedring.client.local_training import train_locally
-from fedring.client.trainer import load_job
+from fedring.client.policy.ledger import LEDGER
+from fedring.client.training.local_training import train_locally
+from fedring.client.training.trainer import load_job
 from fedring.control.failure import Failure
 from fedring.data import Samples
 from fedring.privacy.account import SampledSteps, sampled_epsilon

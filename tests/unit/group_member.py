@@ -13,7 +13,7 @@ from torch import nn
 from torch._C._distributed_c10d import GradBucket
 
 from fedring.client.group.checkpoints import JobCheckpoints
-from fedring.client.hooks import JobHook, make_hook
+from fedring.client.group.hooks import JobHook, make_hook
 from fedring.data import Samples
 from fedring.offers import offers
 from fedring.train.data_parallel_table import HOOKS, DataParallel

@@ -16,7 +16,7 @@ from typer.main import get_command
 
 from fedring.client.config import ClientConfig
 from fedring.client.metrics import ClientMetrics
-from fedring.client.privacy import SitePolicy
+from fedring.client.policy.privacy import SitePolicy
 from fedring.ctl.main import app
 from fedring.ddp import hooks
 from fedring.ring.options import RingOptions

@@ -15,8 +15,8 @@ from pydantic import ValidationError
 from tests.ledgers import account_in
 from tests.secure_sums import Client, Group, command_of, names_of, survivors_of
 
-from fedring.client.ledger import Ledger
-from fedring.client.privacy import SitePolicy, own_noise_refusal, refusal
+from fedring.client.policy.ledger import Ledger
+from fedring.client.policy.privacy import SitePolicy, own_noise_refusal, refusal
 from fedring.client.secure.masked import private_integers
 from fedring.codec import CodecError
 from fedring.codec.masked import masked_packet

@@ -13,7 +13,7 @@ from tests.unit import group_member
 from torch import nn
 from torch._C._distributed_c10d import HashStore
 
-from fedring.client.hooks import JobHook, make_hook
+from fedring.client.group.hooks import JobHook, make_hook
 from fedring.compress.correction import ErrorFeedback
 from fedring.control.failure import Failure
 from fedring.ctl.bench import data_parallel as bench

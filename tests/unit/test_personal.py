@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from fedring.client.personal import figures_of, train_own, with_own
+from fedring.client.training.personal import figures_of, train_own, with_own
 from fedring.daemon.config import explain
 from fedring.data.partition import parts, parts_alike
 from fedring.simulation import simulate

@@ -17,8 +17,8 @@ from pydantic import ValidationError
 from scipy.stats import kstest
 from tests.ledgers import account_in
 
-from fedring.client.ledger import TELL_SECONDS, Ledger
-from fedring.client.privacy import SitePolicy, refusal
+from fedring.client.policy.ledger import TELL_SECONDS, Ledger
+from fedring.client.policy.privacy import SitePolicy, refusal
 from fedring.control.failure import Failure
 from fedring.daemon.config import ConfigError
 from fedring.privacy.account import epsilon

@@ -12,7 +12,7 @@ from fedring.client.answer import Answers, StartedRound, check_size
 from fedring.client.errors import BadModel, Refused, RoundOver, UpdateRefused, WrongModel
 from fedring.client.loading import Loaded, ModelLoader, is_spoiled
 from fedring.client.metrics import ClientMetrics
-from fedring.client.promises import is_covered
+from fedring.client.policy.promises import is_covered
 from fedring.client.round_plan import plan_of
 from fedring.client.secure.client import SecureAggregationClient
 from fedring.client.session.inbox import Assignment

@@ -21,7 +21,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from fedring.client.privacy import SitePolicy
+from fedring.client.policy.privacy import SitePolicy
 from fedring.client.transfer.own_values import PERSONAL
 from fedring.codec import CodecError
 from fedring.control.failure import Failure

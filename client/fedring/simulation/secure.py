@@ -9,8 +9,8 @@ clients that all live in this process.
 import random
 from collections.abc import Iterable, Sequence
 
-from fedring.client.privacy import SitePolicy
-from fedring.client.promises import dp_of
+from fedring.client.policy.privacy import SitePolicy
+from fedring.client.policy.promises import dp_of
 from fedring.client.secure.masked import MaskedUpdates
 from fedring.secure.levels import bits_of
 from fedring.secure.limits import fewest_survivors, group_count, threshold

@@ -21,12 +21,12 @@ from fedring.client.client_round import Answer, ClientRound
 from fedring.client.config import ClientConfig
 from fedring.client.errors import UpdateRefused
 from fedring.client.loading import add_left_out
-from fedring.client.local_training import check_private, counted, train_locally
-from fedring.client.personal import figures_of, train_own
-from fedring.client.promises import is_covered
+from fedring.client.policy.promises import is_covered
+from fedring.client.policy.secret import DITHER, ClientSecret
 from fedring.client.round_plan import plan_of
-from fedring.client.secret import DITHER, ClientSecret
-from fedring.client.trainer import load_job
+from fedring.client.training.local_training import check_private, counted, train_locally
+from fedring.client.training.personal import figures_of, train_own
+from fedring.client.training.trainer import load_job
 from fedring.client.transfer.download import HeldModel
 from fedring.client.transfer.kept import Sections
 from fedring.client.transfer.own_values import PERSONAL, line_of, section_of, values_in

@@ -13,8 +13,8 @@ from torch.utils.data import Dataset
 
 from fedring.client.config import ClientConfig
 from fedring.client.group.checkpoints import JobCheckpoints, job_name
+from fedring.client.group.hooks import JobHook, make_hook
 from fedring.client.group.round import job_key, parse_table, peer_options, plan_of, take_part
-from fedring.client.hooks import JobHook, make_hook
 from fedring.client.ring_metrics import RingMetrics
 from fedring.client.task import Task
 from fedring.ddp import DGCState

@@ -92,7 +92,7 @@ def _check_samples(config: ClientConfig, data: str, job: Job) -> Check:
 
     There must be at least one in its part.
     """
-    from fedring.client.trainer import offered_by  # imports torch
+    from fedring.client.training.trainer import offered_by  # imports torch
     from fedring.data import DataError, load_part
     from fedring.train.batches import size_of
 

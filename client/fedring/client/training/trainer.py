@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from fedring.client.config import ClientConfig
 from fedring.client.errors import Refused, RoundOver, WrongModel
 from fedring.client.evaluation import Evaluation
-from fedring.client.local_training import LoadedJob, check_private, counted, train_locally
-from fedring.client.personal import personal_of, train_own, with_own
-from fedring.client.promises import is_covered, sample_dp_of
-from fedring.client.sample_privacy import charging, spending
+from fedring.client.policy.promises import is_covered, sample_dp_of
 from fedring.client.task import Task
+from fedring.client.training.local_training import LoadedJob, check_private, counted, train_locally
+from fedring.client.training.personal import personal_of, train_own, with_own
+from fedring.client.training.sample_privacy import charging, spending
 from fedring.daemon.tracing import span
 from fedring.data import DataError, Split, load_part, load_split
 from fedring.offers import Kind, named

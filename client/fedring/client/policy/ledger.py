@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fedring.client.promises import dp_of
+from fedring.client.policy.promises import dp_of
 from fedring.daemon.config import ConfigError
 from fedring.daemon.durable import replace_with_digest, text_after_digest
 from fedring.privacy.account import SampledSteps, epsilon, sampled_epsilon

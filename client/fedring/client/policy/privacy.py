@@ -5,8 +5,8 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from fedring.client.ledger import Ledger
-from fedring.client.promises import dp_of, is_covered, sample_dp_of
+from fedring.client.policy.ledger import Ledger
+from fedring.client.policy.promises import dp_of, is_covered, sample_dp_of
 from fedring.daemon.config import ConfigError
 from fedring.privacy.account import NoAccountant, check_accountant
 from fedring.privacy.charges import SkellamCharge

@@ -7,9 +7,9 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from fedring.client.ledger import Ledger
-from fedring.client.privacy import SitePolicy
-from fedring.client.promises import sample_dp_of
+from fedring.client.policy.ledger import Ledger
+from fedring.client.policy.privacy import SitePolicy
+from fedring.client.policy.promises import sample_dp_of
 from fedring.client.task import Task
 from fedring.privacy.account import NoAccountant, SampledSteps
 from fedring.train.errors import TrainError, TrainingStopped
