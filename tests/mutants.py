@@ -62,7 +62,7 @@ MUTANTS = {
         "tests/system/test_data_parallel.py",
     ),
     "rank of a job": Mutant(
-        "common/fedring/train/data_parallel_table.py",
+        "common/fedring/train/jobs/data_parallel_table.py",
         '"matrix_approximation_rank": self.rank,',
         '"matrix_approximation_rank": 4 * self.rank,',
         "tests/system/test_data_parallel.py",
@@ -417,7 +417,7 @@ MUTANTS = {
         "tests/unit/test_lost_commits.py",
     ),
     "path below data_root": Mutant(
-        "common/fedring/train/arguments.py",
+        "common/fedring/train/names/arguments.py",
         "if not path.is_relative_to(folder):",
         "if not path:",
         "tests/unit/test_arguments.py",

@@ -15,7 +15,7 @@ from fedring.train.loop import train
 from fedring.train.losses import cross_entropy
 from fedring.train.optimizers import sgd
 from fedring.train.plan import Plan
-from fedring.train.state import fill, read_vectors, schema_of
+from fedring.train.tensors.state import fill, read_vectors, schema_of
 from tests.attacks.attacker import Attacker
 from tests.attacks.formulas import Float32
 

@@ -21,7 +21,7 @@ from fedring.server.aggregation.rule import Rule
 from fedring.server.model.guards import guard
 from fedring.server.state.blobs import FileBlobs
 from fedring.server.state.rows import UpdateRow, lay_out
-from fedring.train.job import Job
+from fedring.train.jobs.job import Job
 
 SIZE = 300
 SCHEMA = Schema((Entry("w", (SIZE,), "float32", "parameter"), Entry("mean", (3,), "float32", "buffer")))

@@ -15,8 +15,8 @@ from fedring.data import Samples
 from fedring.privacy.account import SampledSteps, sampled_epsilon
 from fedring.server.round.plan import job_spec
 from fedring.train.evaluation import run_evaluator
-from fedring.train.job import Job
-from fedring.train.offered import collect
+from fedring.train.jobs.job import Job
+from fedring.train.names.offered import collect
 from fedring.train.plan import Plan
 from fedring.train.private_loop import sampled_steps
 from tests.conftest import path_to

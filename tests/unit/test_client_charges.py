@@ -16,7 +16,7 @@ from fedring.client import RoundOver, connect
 from fedring.client.policy.ledger import LEDGER, Ledger
 from fedring.daemon.config import ConfigError
 from fedring.rpc.errors import FedringError, Unavailable, UnknownRound
-from fedring.train.state import write_tensors
+from fedring.train.tensors.state import write_tensors
 from fedring.v1 import federation_pb2 as pb
 
 if TYPE_CHECKING:

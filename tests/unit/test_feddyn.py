@@ -30,7 +30,7 @@ from fedring.server.state.checked import read_checked
 from fedring.server.state.failures import DamagedModel
 from fedring.server.state.rows import ModelRow, UpdateRow, lay_out
 from fedring.simulation import simulate
-from fedring.train.job import Job
+from fedring.train.jobs.job import Job
 
 Float64 = NDArray[np.float64]
 

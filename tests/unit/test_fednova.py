@@ -18,7 +18,7 @@ from fedring.server.aggregation.modelfile import ModelReader
 from fedring.server.model.guards import guard
 from fedring.server.state.rows import UpdateRow
 from fedring.train.batches import batches_in, cut
-from fedring.train.job import Job
+from fedring.train.jobs.job import Job
 
 ROW = UpdateRow(1, "a", "", "", (), 100, 0, 0.0, 1.0, 0.0)
 

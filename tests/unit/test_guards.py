@@ -12,7 +12,7 @@ from fedring.server.aggregation.combining import buckets_of
 from fedring.server.aggregation.modelfile import ModelReader
 from fedring.server.model.guards import Guard, guard, weight_of
 from fedring.server.state.rows import UpdateRow
-from fedring.train.job import Job
+from fedring.train.jobs.job import Job
 
 
 def updates(**norms: float) -> list[UpdateRow]:

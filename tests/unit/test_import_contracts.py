@@ -87,6 +87,18 @@ BREACHES = {
         "fedring.ring.engine.operation",
     ),
     "fedring.train imports downwards only": ("common/fedring/train/plan.py", "fedring.train.batches"),
+    "the schema of jobs imports downwards only": (
+        "common/fedring/train/jobs/labels.py",
+        "fedring.train.jobs.job_keys",
+    ),
+    "the names in jobs import downwards only": (
+        "common/fedring/train/names/arguments.py",
+        "fedring.train.names.seam",
+    ),
+    "the tensors of models import downwards only": (
+        "common/fedring/train/tensors/sharing.py",
+        "fedring.train.tensors.files",
+    ),
     "fedring.data imports downwards only": ("common/fedring/data/samples.py", "fedring.data.images"),
     "fedring.privacy imports downwards only": ("common/fedring/privacy/skellam.py", "fedring.privacy.integer_plan"),
     "fedring.schedules imports downwards only": (

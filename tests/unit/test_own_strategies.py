@@ -29,9 +29,9 @@ from fedring.server.model.transforms.guarding import Guarded
 from fedring.server.round.report import round_message
 from fedring.server.state.rows import RoundRow, UpdateRow
 from fedring.simulation import simulate
-from fedring.train.aggregation_table import Aggregation
 from fedring.train.errors import SeamError
-from fedring.train.offered import collect
+from fedring.train.jobs.aggregation_table import Aggregation
+from fedring.train.names.offered import collect
 
 CODE = Path(__file__).parents[1] / "fixtures_user_code"
 HERE = "user_strategies"

@@ -21,10 +21,10 @@ from fedring.server.model.transforms.listing import transforms_of
 from fedring.server.round.plan import job_spec
 from fedring.simulation import simulate
 from fedring.simulation.worker import admit
-from fedring.train.job import Job
+from fedring.train.jobs.job import Job
+from fedring.train.jobs.sample_privacy_table import SamplePrivacy
 from fedring.train.plan import Plan
 from fedring.train.private_loop import sampled_steps
-from fedring.train.sample_privacy_table import SamplePrivacy
 from fedring.v1 import federation_pb2 as pb
 
 

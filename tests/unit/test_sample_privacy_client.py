@@ -24,8 +24,8 @@ from fedring.daemon.config import ConfigError
 from fedring.data import Samples, Split, digits
 from fedring.privacy.account import SampledSteps, epsilon, sampled_epsilon
 from fedring.rpc.errors import FedringError, Unavailable
+from fedring.train.jobs.sample_privacy_table import SamplePrivacy
 from fedring.train.models import digits_mlp
-from fedring.train.sample_privacy_table import SamplePrivacy
 from fedring.v1 import federation_pb2 as pb
 
 if TYPE_CHECKING:

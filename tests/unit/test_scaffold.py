@@ -36,7 +36,7 @@ from fedring.server.model.transforms.scaffold import NextControl
 from fedring.server.state.blobs import FileBlobs
 from fedring.server.state.rows import UpdateRow
 from fedring.simulation.worker import admit
-from fedring.train.job import Job
+from fedring.train.jobs.job import Job
 from fedring.train.loop import train
 from fedring.train.optimizers import sgd
 from fedring.train.plan import Plan

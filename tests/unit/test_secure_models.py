@@ -28,7 +28,7 @@ from fedring.server.state.facts import Facts
 from fedring.server.state.failures import DamagedModel, DamagedUpdates
 from fedring.server.state.rows import ModelRow, UpdateRow, lay_out
 from fedring.server.state.sql.store import SqlStore
-from fedring.train.job import Job
+from fedring.train.jobs.job import Job
 from fedring.v1.secure_pb2 import SecureRound
 
 SIZE = 5000

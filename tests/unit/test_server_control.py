@@ -22,7 +22,7 @@ from fedring.server.state.blobs import FileBlobs
 from fedring.server.state.facts import Facts
 from fedring.server.state.rows import JobRow, RoundRow
 from fedring.server.state.sql.store import SqlStore
-from fedring.train.job import Job
+from fedring.train.jobs.job import Job
 from fedring.v1 import control_pb2 as pb
 
 

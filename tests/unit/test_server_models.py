@@ -26,10 +26,10 @@ from fedring.server.state.failures import DamagedModel
 from fedring.server.state.rows import ModelRow, UpdateRow, lay_out
 from fedring.server.state.sql.store import SqlStore
 from fedring.train.errors import SeamError
-from fedring.train.files import load_model
-from fedring.train.job import Job
+from fedring.train.jobs.job import Job
 from fedring.train.models import digits_mlp, vector
-from fedring.train.state import read_vectors, schema_of
+from fedring.train.tensors.files import load_model
+from fedring.train.tensors.state import read_vectors, schema_of
 from fedring.v1 import federation_pb2 as pb
 
 SIZE = 5000

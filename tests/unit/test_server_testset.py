@@ -14,7 +14,7 @@ from fedring.server.state.blobs import FileBlobs
 from fedring.server.state.facts import Facts
 from fedring.server.state.sql.store import SqlStore
 from fedring.train.errors import SeamError
-from fedring.train.job import Job
+from fedring.train.jobs.job import Job
 
 CODE = """
 from fedring.offers import offers

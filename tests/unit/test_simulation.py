@@ -29,7 +29,7 @@ from fedring.simulation.secure import draw_groups
 from fedring.simulation.vectors import ClientSections, pack, unpack
 from fedring.simulation.worker import admit
 from fedring.train.device import threads_for
-from fedring.train.job import Job
+from fedring.train.jobs.job import Job
 from fedring.v1 import federation_pb2 as pb
 
 Call = Callable[..., tuple[int, str, str]]

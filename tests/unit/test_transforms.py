@@ -28,7 +28,7 @@ from fedring.server.state.checked import read_checked
 from fedring.server.state.rows import UpdateRow
 from fedring.simulation.server import SimulatedPast
 from fedring.train.errors import SeamError
-from fedring.train.job import Job
+from fedring.train.jobs.job import Job
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1.secure_pb2 import SecureRound
 

@@ -13,7 +13,7 @@ from fedring.rpc.address import Address, AddressOrEmpty, HostOrEmpty, TcpAddress
 from fedring.rpc.channel import encrypts, is_loopback
 from fedring.rpc.metrics import check_metrics_address
 from fedring.rpc.tls import Tls
-from fedring.train.labels import Labels
+from fedring.train.jobs.labels import Labels
 
 
 def _own_name() -> str:

@@ -35,10 +35,10 @@ from fedring.daemon.metrics import serving
 from fedring.privacy.account import NoAccountant
 from fedring.rpc.contract import MAX_FIGURE
 from fedring.rpc.tls import ends_at
-from fedring.train.arrays import Arrays
 from fedring.train.errors import failure_reason
 from fedring.train.evaluation import Counts, counts_of
 from fedring.train.metrics import sendable_metrics
+from fedring.train.tensors.arrays import Arrays
 from fedring.v1 import federation_pb2 as pb
 
 log = logging.getLogger(__name__)

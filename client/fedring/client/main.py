@@ -126,7 +126,7 @@ def serve(loaded: Loaded[ClientConfig]) -> Exit:
     from fedring.client.restart import Restart
     from fedring.client.startup_checks import warn_of_insecurity
     from fedring.client.training.trainer import DeclaredTrainer, prepare
-    from fedring.train.modes import MODES
+    from fedring.train.jobs.modes import MODES
 
     config = loaded.config
     set_up_logs(config.log_style, config.log_level)

@@ -11,8 +11,8 @@ from fedring.daemon.checks import Check, Level, check_data_root, check_writable,
 from fedring.rpc.channel import encrypts, is_loopback
 from fedring.rpc.tls import check_tls, read_token
 from fedring.train.errors import SeamError
-from fedring.train.job import Job
-from fedring.train.name_checks import check_data, check_device, check_name, check_offered
+from fedring.train.jobs.job import Job
+from fedring.train.names.name_checks import check_data, check_device, check_name, check_offered
 from fedring.v1.federation_pb2 import JobSpec
 
 log = logging.getLogger(__name__)

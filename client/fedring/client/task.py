@@ -27,9 +27,9 @@ from fedring.codec import CodecError
 from fedring.codec.schema import Schema
 from fedring.privacy.account import SampledSteps
 from fedring.secure.errors import SecureError
-from fedring.train.arrays import Arrays, as_module
 from fedring.train.plan import Plan
-from fedring.train.state import fill, schema_of
+from fedring.train.tensors.arrays import Arrays, as_module
+from fedring.train.tensors.state import fill, schema_of
 from fedring.v1 import federation_pb2 as pb
 
 if TYPE_CHECKING:

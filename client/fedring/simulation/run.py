@@ -55,10 +55,10 @@ from fedring.simulation.worker import Order, Outcome, Own, Setup, Turn, client_i
 from fedring.train.device import threads_for
 from fedring.train.errors import SeamError
 from fedring.train.evaluation import Counts
-from fedring.train.files import save_vectors
-from fedring.train.job import Job
+from fedring.train.jobs.job import Job
+from fedring.train.jobs.sample_privacy_table import SamplePrivacy
 from fedring.train.metrics import combine, with_origin
-from fedring.train.sample_privacy_table import SamplePrivacy
+from fedring.train.tensors.files import save_vectors
 
 Show = Callable[[float, Row | None], None]
 """Takes the share of the work that is done, from 0 to 1, and the row of the last round that has ended, if any has."""

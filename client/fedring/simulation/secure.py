@@ -17,7 +17,7 @@ from fedring.secure.limits import fewest_survivors, group_count, threshold
 from fedring.secure.masks import wrap
 from fedring.secure.statements import task_digest
 from fedring.server.model.masked_sum import GroupMasks, PrivateIntegers
-from fedring.train.job import Job
+from fedring.train.jobs.job import Job
 from fedring.v1 import federation_pb2 as pb
 
 Group = tuple[str, ...]

@@ -36,9 +36,9 @@ from fedring.server.state.rows import ModelRow, UpdateRow
 from fedring.simulation.secure import Group
 from fedring.simulation.worker import Setup
 from fedring.train.errors import SeamError
-from fedring.train.job import Job
+from fedring.train.jobs.job import Job
+from fedring.train.jobs.start import is_path
 from fedring.train.metrics import combine, with_origin
-from fedring.train.start import is_path
 from fedring.v1 import federation_pb2 as pb
 
 Row = dict[str, Any]

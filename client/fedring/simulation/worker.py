@@ -57,14 +57,14 @@ from fedring.train.batches import size_of
 from fedring.train.device import pick_device
 from fedring.train.errors import SeamError, TrainError, failure_detail, failure_reason
 from fedring.train.evaluation import Counts, run_evaluator
-from fedring.train.job import Job
+from fedring.train.jobs.job import Job
+from fedring.train.jobs.personal_table import Personal
 from fedring.train.loop import seeded, warm_up
-from fedring.train.offered import collect
-from fedring.train.personal_table import Personal
+from fedring.train.names.offered import collect
 from fedring.train.plan import Plan
 from fedring.train.private_loop import sampled_steps
-from fedring.train.state import fill, frozen_digest, has_frozen, read_tensors, read_vectors, write_tensors
-from fedring.train.state import split as split_tensors
+from fedring.train.tensors.state import fill, frozen_digest, has_frozen, read_tensors, read_vectors, write_tensors
+from fedring.train.tensors.state import split as split_tensors
 from fedring.v1 import federation_pb2 as pb
 
 log = logging.getLogger(__name__)

@@ -15,9 +15,9 @@ from fedring.ddp import HookState
 from fedring.ddp.hooks.by_name import ReadyHook
 from fedring.ddp.hooks.by_name import make_hook as ready_hook
 from fedring.ddp.hooks.own import BadHook, own_hook
-from fedring.train.data_parallel_table import DataParallel
 from fedring.train.errors import SeamError
-from fedring.train.offered import Offered
+from fedring.train.jobs.data_parallel_table import DataParallel
+from fedring.train.names.offered import Offered
 from fedring.train.plan import Plan
 from fedring.workers.usage import Usage
 

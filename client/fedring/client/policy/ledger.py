@@ -11,8 +11,8 @@ from fedring.daemon.durable import replace_with_digest, text_after_digest
 from fedring.privacy.account import SampledSteps, epsilon, sampled_epsilon
 from fedring.privacy.charges import Charge, SkellamCharge, charge_of
 from fedring.train.bounds import MAX_COUNT
-from fedring.train.privacy_table import ClientPrivacy
-from fedring.train.sample_privacy_table import SamplePrivacy
+from fedring.train.jobs.privacy_table import ClientPrivacy
+from fedring.train.jobs.sample_privacy_table import SamplePrivacy
 from fedring.v1 import federation_pb2 as pb
 
 LEDGER = "privacy.json"

@@ -12,7 +12,7 @@ from fedring.privacy.account import NoAccountant, check_accountant
 from fedring.privacy.charges import SkellamCharge
 from fedring.privacy.integer_plan import IntegerPlan
 from fedring.train.bounds import Count, NonNegative
-from fedring.train.sample_privacy_table import SamplePrivacy
+from fedring.train.jobs.sample_privacy_table import SamplePrivacy
 from fedring.v1 import federation_pb2 as pb
 
 _NOISE = ("min_noise_multiplier", "max_clip", "max_epsilon", "noise_by_clients")

@@ -2,8 +2,8 @@
 
 from pydantic import ValidationError
 
-from fedring.train.privacy_table import ClientPrivacy
-from fedring.train.sample_privacy_table import SamplePrivacy
+from fedring.train.jobs.privacy_table import ClientPrivacy
+from fedring.train.jobs.sample_privacy_table import SamplePrivacy
 from fedring.v1 import federation_pb2 as pb
 
 

@@ -12,11 +12,11 @@ from fedring.data import Split
 from fedring.train.batches import size_of
 from fedring.train.errors import SeamError
 from fedring.train.evaluation import Evaluator
+from fedring.train.jobs.sample_privacy_table import SamplePrivacy
 from fedring.train.loop import Loss, OptimizerFactory, train
 from fedring.train.plan import Plan, TrainResult
 from fedring.train.private_check import check_private_training
 from fedring.train.private_loop import UNFIT, train_privately
-from fedring.train.sample_privacy_table import SamplePrivacy
 from fedring.train.user_trainer import Trainer, run_trainer
 from fedring.v1 import federation_pb2 as pb
 

@@ -19,11 +19,11 @@ from torch.utils.data import Dataset
 from fedring.codec.schema import Schema
 from fedring.train.errors import SeamError, TrainingStopped
 from fedring.train.evaluation import Counts
+from fedring.train.jobs.personal_table import Personal
 from fedring.train.loop import Loss, OptimizerFactory, train
 from fedring.train.metrics import MAX_METRICS
-from fedring.train.personal_table import Personal
 from fedring.train.plan import Plan
-from fedring.train.state import read_tensors, write_tensors
+from fedring.train.tensors.state import read_tensors, write_tensors
 from fedring.v1 import federation_pb2 as pb
 
 log = logging.getLogger(__name__)

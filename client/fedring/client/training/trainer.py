@@ -22,18 +22,18 @@ from fedring.client.training.sample_privacy import charging, spending
 from fedring.daemon.tracing import span
 from fedring.data import DataError, Split, load_part, load_split
 from fedring.offers import Kind, named
-from fedring.train.arguments import read_arguments
 from fedring.train.batches import size_of
 from fedring.train.device import pick_device, threads_for
 from fedring.train.errors import SeamError, TrainError, TrainingStopped, failure_detail, failure_reason
 from fedring.train.evaluation import Counts, run_evaluator
-from fedring.train.job_table import TrainingMode
+from fedring.train.jobs.job_table import TrainingMode
+from fedring.train.jobs.modes import MODES
 from fedring.train.loop import warm_up
-from fedring.train.modes import MODES
-from fedring.train.offered import Offered, collect
+from fedring.train.names.arguments import read_arguments
+from fedring.train.names.offered import Offered, collect
+from fedring.train.names.seam import build_model, optimizer_factory
 from fedring.train.plan import TrainResult
-from fedring.train.seam import build_model, optimizer_factory
-from fedring.train.skeleton import build_skeleton
+from fedring.train.tensors.skeleton import build_skeleton
 from fedring.v1 import federation_pb2 as pb
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from fedring.ctl.options import OutputOption
 from fedring.ctl.output import Output, print_json, print_table, stderr_console
 from fedring.daemon.checks import Check, Level
 from fedring.server.config import ServerConfig
-from fedring.train.job import Job
+from fedring.train.jobs.job import Job
 
 
 def doctor(

@@ -14,7 +14,7 @@ from statistics import median_low
 
 from fedring.server.state.rows import UpdateRow
 from fedring.train.batches import batches_in
-from fedring.train.job import Job
+from fedring.train.jobs.job import Job
 
 SPREAD = 10.0
 """How far from the median, as a ratio, the a_i of a client counts."""

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedring.server.aggregation.rule import RuleError
-from fedring.train.aggregation_table import trimmed
+from fedring.train.jobs.aggregation_table import trimmed
 
 Float64 = NDArray[np.float64]
 

@@ -23,11 +23,11 @@ from fedring.daemon.config import explain
 from fedring.server.aggregation.robust import CenteredClip, FLTrust, GeometricMedian, Krum, Median, TrimmedMean
 from fedring.server.aggregation.rule import CoordinateRule, GramRule, Rule
 from fedring.server.state.rows import RoundRow
-from fedring.train.aggregation_table import Aggregation
 from fedring.train.errors import SeamError
-from fedring.train.job import Job
+from fedring.train.jobs.aggregation_table import Aggregation
+from fedring.train.jobs.job import Job
 from fedring.train.metrics import check_metrics
-from fedring.train.offered import Offered
+from fedring.train.names.offered import Offered
 
 HISTORY = 100
 """The most past rounds that `configure` is given, the newest ones."""

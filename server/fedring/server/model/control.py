@@ -25,7 +25,7 @@ from fedring.server.aggregation.mean import weighted_mean
 from fedring.server.aggregation.modelfile import ModelReader
 from fedring.server.aggregation.walk import cut, in_order
 from fedring.server.state.rows import UpdateRow
-from fedring.train.job import Job
+from fedring.train.jobs.job import Job
 from fedring.train.scaffold import local_steps
 
 Float32 = NDArray[np.float32]

@@ -20,7 +20,7 @@ from fedring.server.state.blob_interfaces import Blobs
 from fedring.server.state.checked import CheckedReader, changed, find_damage, unreadable
 from fedring.server.state.failures import DamagedBlob, StorageError
 from fedring.server.state.rows import ModelRow, PacketSpec
-from fedring.train.job import Job
+from fedring.train.jobs.job import Job
 from fedring.v1 import federation_pb2 as pb
 
 MAX_DELTAS = 7

@@ -34,12 +34,12 @@ from fedring.server.state.checked import CheckedReader, find_damage
 from fedring.server.state.failures import DamagedUpdates, StorageError
 from fedring.server.state.rows import ModelRow, UpdateRow
 from fedring.train.errors import SeamError
-from fedring.train.job import Job
-from fedring.train.offered import collect
-from fedring.train.seam import build_model
-from fedring.train.sharing import Sharing
-from fedring.train.skeleton import build_skeleton, check_can_initialize, initialize
-from fedring.train.state import Parts, check_sharing, frozen_digest, read_vectors, split, write_vectors
+from fedring.train.jobs.job import Job
+from fedring.train.names.offered import collect
+from fedring.train.names.seam import build_model
+from fedring.train.tensors.sharing import Sharing
+from fedring.train.tensors.skeleton import build_skeleton, check_can_initialize, initialize
+from fedring.train.tensors.state import Parts, check_sharing, frozen_digest, read_vectors, split, write_vectors
 from fedring.v1 import federation_pb2 as pb
 
 

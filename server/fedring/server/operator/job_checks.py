@@ -24,12 +24,12 @@ from fedring.server.state.ratings import best_of
 from fedring.server.state.rows import ModelRow
 from fedring.train.dgc_optimizer import make_optimizer
 from fedring.train.errors import SeamError
-from fedring.train.job import Job
-from fedring.train.name_checks import check_data
-from fedring.train.offered import Offered
-from fedring.train.seam import optimizer_factory
-from fedring.train.skeleton import build_skeleton
-from fedring.train.start import BEST, FRESH, NEWEST, is_path, version_of
+from fedring.train.jobs.job import Job
+from fedring.train.jobs.start import BEST, FRESH, NEWEST, is_path, version_of
+from fedring.train.names.name_checks import check_data
+from fedring.train.names.offered import Offered
+from fedring.train.names.seam import optimizer_factory
+from fedring.train.tensors.skeleton import build_skeleton
 
 _ON_SERVER_TOO = ("data", "loss", "evaluator")
 """The keys of the parts that the server needs, besides the model, if it evaluates."""

@@ -19,8 +19,8 @@ from fedring.server.model.transforms.masked import Sums
 from fedring.server.model.transforms.server_noise import check_charge, check_no_buffers
 from fedring.server.model.transforms.transform import ClosedRound, Feature
 from fedring.server.state.rows import ModelRow
-from fedring.train.job import Job
-from fedring.train.privacy_table import ClientPrivacy
+from fedring.train.jobs.job import Job
+from fedring.train.jobs.privacy_table import ClientPrivacy
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1 import secure_pb2 as wire
 

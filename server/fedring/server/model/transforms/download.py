@@ -14,7 +14,7 @@ from fedring.server.aggregation.walk import gather, tiles_of
 from fedring.server.model.downlink import delta_step
 from fedring.server.model.transforms.transform import ClosedRound, Feature
 from fedring.server.state.rows import ModelRow, Vector, lay_out
-from fedring.train.job import Job
+from fedring.train.jobs.job import Job
 
 
 @dataclass(frozen=True, slots=True)

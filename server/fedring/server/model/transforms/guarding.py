@@ -9,7 +9,7 @@ from fedring.server.aggregation.steps import Step
 from fedring.server.aggregation.terms import Terms
 from fedring.server.model.guards import Guard, guard
 from fedring.server.model.transforms.transform import ClosedRound, Feature
-from fedring.train.job import Job
+from fedring.train.jobs.job import Job
 from fedring.v1 import federation_pb2 as pb
 
 

@@ -28,7 +28,7 @@ from fedring.server.model.transforms.states import KeptStates
 from fedring.server.model.transforms.transform import Algorithm, ClosedRound, Feature, StatefulStep, Transform
 from fedring.server.state.rows import ChargeRow, ModelRow
 from fedring.train.errors import SeamError
-from fedring.train.job import Job
+from fedring.train.jobs.job import Job
 from fedring.v1 import federation_pb2 as pb
 
 _BEFORE: tuple[type[Feature], ...] = (Guards, ServerNoise, MaskedLevels, ClientNoise, SampleNoise, Scaffold)

@@ -21,8 +21,8 @@ from fedring.server.model.secure_scales import Pace, Spread, pace_in, secure_rou
 from fedring.server.model.transforms.server_noise import check_no_buffers
 from fedring.server.model.transforms.transform import ClosedRound, Feature
 from fedring.server.state.rows import ModelRow
-from fedring.train.job import Job
-from fedring.train.secure_table import SecureAggregation
+from fedring.train.jobs.job import Job
+from fedring.train.jobs.secure_table import SecureAggregation
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1 import secure_pb2 as wire
 

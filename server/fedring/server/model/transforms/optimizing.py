@@ -16,8 +16,8 @@ from fedring.server.aggregation.steps import BaseFiles, Draft, Step
 from fedring.server.aggregation.walk import gather, tiles_of
 from fedring.server.model.transforms.transform import ClosedRound, Feature
 from fedring.server.state.rows import ModelRow
-from fedring.train.job import Job
-from fedring.train.job_keys import ServerOptimizer as Chosen
+from fedring.train.jobs.job import Job
+from fedring.train.jobs.job_keys import ServerOptimizer as Chosen
 
 
 @dataclass(frozen=True, slots=True)

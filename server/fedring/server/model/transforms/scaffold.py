@@ -15,7 +15,7 @@ from fedring.server.model.control import ControlPlan, next_control, plan_control
 from fedring.server.model.transforms.transform import ClosedRound, Feature
 from fedring.server.state.failures import StorageError
 from fedring.server.state.rows import ModelRow
-from fedring.train.job import Job
+from fedring.train.jobs.job import Job
 from fedring.v1 import federation_pb2 as pb
 
 log = logging.getLogger(__name__)

@@ -19,8 +19,8 @@ from fedring.server.aggregation.terms import Terms
 from fedring.server.model.private_mean import PrivateRound, most_charged, private_round
 from fedring.server.model.transforms.transform import ClosedRound, Feature
 from fedring.server.state.rows import ChargeRow
-from fedring.train.job import Job
-from fedring.train.privacy_table import ClientPrivacy
+from fedring.train.jobs.job import Job
+from fedring.train.jobs.privacy_table import ClientPrivacy
 from fedring.v1 import federation_pb2 as pb
 
 

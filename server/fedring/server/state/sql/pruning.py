@@ -8,7 +8,7 @@ from fedring.server.state.ratings import versions_to_keep
 from fedring.server.state.rows import JobRow, ModelRow
 from fedring.server.state.sql import known, sealed
 from fedring.server.state.sql.tables import evaluations, jobs, models, rounds, updates
-from fedring.train.start import version_of
+from fedring.train.jobs.start import version_of
 
 STATES = tuple(
     models.c[name] for name in ("residual_blob", "optimizer_blob", "control_blob", "spread_blob", "transforms_blob")

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 
 from fedring.codec.encoding import DELTA_ONLY
-from fedring.train.aggregation_table import MEAN
+from fedring.train.jobs.aggregation_table import MEAN
 
 SCAFFOLD: Mapping[str, object] = {
     "mode": "federated",

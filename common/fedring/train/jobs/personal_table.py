@@ -7,9 +7,9 @@ from typing import Literal
 
 from pydantic import Field
 
-from fedring.train.algorithm_checks import PERSONAL, check_keys
 from fedring.train.bounds import NonNegative, PositiveCount
-from fedring.train.job_table import JobTable, JobView
+from fedring.train.jobs.algorithm_checks import PERSONAL, check_keys
+from fedring.train.jobs.job_table import JobTable, JobView
 
 
 class Personal(JobTable):

@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping
 
-from fedring.train.data_parallel_table import DataParallel
-from fedring.train.job_table import TrainingMode
-from fedring.train.pipeline_table import Pipeline
+from fedring.train.jobs.data_parallel_table import DataParallel
+from fedring.train.jobs.job_table import TrainingMode
+from fedring.train.jobs.pipeline_table import Pipeline
 
 MODES: Mapping[str, type[TrainingMode]] = {
     "federated": TrainingMode,

@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 from fedring.codec.digest import Digest
 from fedring.codec.schema import Entry, Schema, Vectors
 from fedring.train.errors import SeamError
-from fedring.train.sharing import Sharing
+from fedring.train.tensors.sharing import Sharing
 
 _FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 _DTYPES = {str(each).removeprefix("torch."): each for each in vars(torch).values() if isinstance(each, torch.dtype)}

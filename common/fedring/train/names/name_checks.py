@@ -12,7 +12,7 @@ from fedring.data.images import FROM_FOLDER
 from fedring.offers import Kind
 from fedring.train.device import pick_device
 from fedring.train.errors import SeamError
-from fedring.train.offered import Offered
+from fedring.train.names.offered import Offered
 
 _MOST_LISTED = 12
 

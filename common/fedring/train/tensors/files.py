@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from fedring.codec.digest import Digest
 from fedring.codec.schema import Schema, Vectors
 from fedring.train.errors import SeamError
-from fedring.train.state import dtype_of, tensors_of, values_of
+from fedring.train.tensors.state import dtype_of, tensors_of, values_of
 
 _READ_BYTES = 1 << 20  # read at a time
 

@@ -28,8 +28,8 @@ from torch import nn
 
 from fedring import vision
 from fedring.offers import KINDS, Kind, can_be_offered, marks_of
-from fedring.train.arguments import check_arguments
 from fedring.train.errors import SeamError
+from fedring.train.names.arguments import check_arguments
 
 _OWN_MODULES = ("fedring.train.models", "fedring.data", "fedring.train.losses", "fedring.train.optimizers")
 _GIVEN = {"data": 2, "loss": 2, "optimizer": 3, "trainer": 3, "evaluator": 2, "cut": 1}  # arguments by position

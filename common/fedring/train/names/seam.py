@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from fedring.train.errors import SeamError
-from fedring.train.offered import Offered
+from fedring.train.names.offered import Offered
 
 
 def build_model(name: str, args: dict[str, Any], seed: int, offered: Offered) -> nn.Module:

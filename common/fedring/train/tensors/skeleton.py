@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from fedring.train.errors import SeamError
-from fedring.train.offered import Offered
-from fedring.train.seam import build_model
-from fedring.train.state import tensors_of
+from fedring.train.names.offered import Offered
+from fedring.train.names.seam import build_model
+from fedring.train.tensors.state import tensors_of
 
 log = logging.getLogger(__name__)
 

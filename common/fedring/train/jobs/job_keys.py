@@ -5,7 +5,6 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from fedring.codec.encoding import NAMES, TILE
-from fedring.train.aggregation_table import Aggregation
 from fedring.train.bounds import (
     MAX_SAMPLES,
     MAX_SECONDS,
@@ -18,20 +17,21 @@ from fedring.train.bounds import (
     Table,
     Text,
 )
-from fedring.train.data_parallel_table import DataParallel
-from fedring.train.labels import WantedLabels
-from fedring.train.metrics import check_rule
-from fedring.train.personal_table import Personal
-from fedring.train.pipeline_table import Pipeline
-from fedring.train.privacy_table import ClientPrivacy
-from fedring.train.round_settings import (
+from fedring.train.jobs.aggregation_table import Aggregation
+from fedring.train.jobs.data_parallel_table import DataParallel
+from fedring.train.jobs.labels import WantedLabels
+from fedring.train.jobs.personal_table import Personal
+from fedring.train.jobs.pipeline_table import Pipeline
+from fedring.train.jobs.privacy_table import ClientPrivacy
+from fedring.train.jobs.round_settings import (
     Epochs,
     Rate,
     SubsetSize,
 )
-from fedring.train.sample_privacy_table import SamplePrivacy
-from fedring.train.secure_table import SecureAggregation
-from fedring.train.start import NEWEST, Start
+from fedring.train.jobs.sample_privacy_table import SamplePrivacy
+from fedring.train.jobs.secure_table import SecureAggregation
+from fedring.train.jobs.start import NEWEST, Start
+from fedring.train.metrics import check_rule
 
 EncodingName = Literal["fp32", "fp16", "bf16", "int8", "fp32_sparse", "sq8", "packed", "uniform"]
 
@@ -65,7 +65,7 @@ class NamedTransform(BaseModel):
 class JobKeys(BaseModel):
     """All settings of a job, each for itself.
 
-    `fedring.train.job.Job` says which go together.
+    `fedring.train.jobs.job.Job` says which go together.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)

@@ -14,9 +14,9 @@ from fedring.codec.masked import MAX_BITS
 from fedring.privacy.charges import SkellamCharge
 from fedring.privacy.integer_plan import IntegerPlan, fewest_bits, integer_plan
 from fedring.secure.limits import honest_survivors
-from fedring.train.algorithm_checks import PRIVATE, check_noise_by, check_private
 from fedring.train.bounds import NonNegative
-from fedring.train.job_table import JobTable, JobView
+from fedring.train.jobs.algorithm_checks import PRIVATE, check_noise_by, check_private
+from fedring.train.jobs.job_table import JobTable, JobView
 
 COUNT_NOISE = 20
 """The standard deviation of the noise on the number of updates within the clip is clients / COUNT_NOISE (Andrew et al.

@@ -7,9 +7,9 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from fedring.train.algorithm_checks import SAMPLE_PRIVATE, check_private
 from fedring.train.bounds import NonNegative
-from fedring.train.job_table import JobTable, JobView
+from fedring.train.jobs.algorithm_checks import SAMPLE_PRIVATE, check_private
+from fedring.train.jobs.job_table import JobTable, JobView
 
 
 class SamplePrivacy(JobTable):

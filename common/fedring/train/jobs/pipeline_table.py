@@ -12,8 +12,8 @@ from pydantic import AfterValidator, Field, model_validator
 from fedring.schedules.schedule import Schedule, Versions, make, pipedream
 from fedring.schedules.simulation import check
 from fedring.train.bounds import Count, Positive, PositiveCount, Text
-from fedring.train.hooks import PARAMETERS, choose_hook, name_of
-from fedring.train.job_table import JobView, TrainingMode
+from fedring.train.jobs.hooks import PARAMETERS, choose_hook, name_of
+from fedring.train.jobs.job_table import JobView, TrainingMode
 
 CREDITS = 4
 """How many messages of one kind a stage may send before the receiver has taken the first of them."""

@@ -10,13 +10,13 @@ from pydantic import model_validator
 
 from fedring.codec.encoding import Encoding
 from fedring.secure.limits import group_count
-from fedring.train.aggregation_table import MEAN
-from fedring.train.algorithm_checks import SCAFFOLD, check_keys
 from fedring.train.bounds import MAX_JOB_BYTES
-from fedring.train.job_keys import JobKeys
-from fedring.train.job_table import JobTable, TrainingMode
-from fedring.train.round_settings import SCHEDULED, RoundSettings, SettingSchedule, check_schedules, settings_of
-from fedring.train.sharing import Sharing
+from fedring.train.jobs.aggregation_table import MEAN
+from fedring.train.jobs.algorithm_checks import SCAFFOLD, check_keys
+from fedring.train.jobs.job_keys import JobKeys
+from fedring.train.jobs.job_table import JobTable, TrainingMode
+from fedring.train.jobs.round_settings import SCHEDULED, RoundSettings, SettingSchedule, check_schedules, settings_of
+from fedring.train.tensors.sharing import Sharing
 
 _FEDERATED = TrainingMode()
 

@@ -9,9 +9,9 @@ from pydantic import Field, model_validator
 
 from fedring.secure.limits import MAX_GROUP, MIN_GROUP, group_count, threshold
 from fedring.secure.masks import MAX_BITS
-from fedring.train.algorithm_checks import check_secure
 from fedring.train.bounds import Positive, Seconds
-from fedring.train.job_table import JobTable, JobView
+from fedring.train.jobs.algorithm_checks import check_secure
+from fedring.train.jobs.job_table import JobTable, JobView
 
 MAX_BLOCK = 8192
 

@@ -1,0 +1,1 @@
+"""Models as tensors: schema and vectors, shared and frozen parts, files."""
