@@ -29,8 +29,8 @@ _MODULES = {
     "TrainingStopped": "errors",
     "Counts": "evaluation",
     "evaluate": "evaluation",
-    "load_model": "files",
-    "save_model": "files",
+    "load_model": "tensors.files",
+    "save_model": "tensors.files",
     "Plan": "plan",
     "TrainResult": "plan",
 }

@@ -1,4 +1,4 @@
-"""The demands of a site on jobs, and the account and the secrets behind them.
+"""Privacy policies of sites: demands, accounts and secrets.
 
 Of the client, it imports nothing.
 """

@@ -1,4 +1,5 @@
-"""Training as a job declares it: the trainer of fl-client, and its parts that the simulation runs, too.
+"""Training as jobs declare it.
 
+It holds the trainer of fl-client, and the parts of training that the simulation runs, too.
 Of the client, it may import everything but `main`.
 """

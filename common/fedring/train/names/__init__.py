@@ -1,1 +1,4 @@
-"""The names in a job, and the callables behind them that a daemon offers."""
+"""Names in jobs, as "module:attribute".
+
+It resolves names to the callables that a daemon offers, and checks their arguments.
+"""

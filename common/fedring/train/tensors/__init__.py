@@ -1,1 +1,4 @@
-"""Models as tensors: schema and vectors, shared and frozen parts, files."""
+"""Models as tensors.
+
+It holds their schema, their flat vectors, their shared and frozen parts, and their files.
+"""
