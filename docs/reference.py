@@ -9,22 +9,22 @@ from typing import Any
 from pydantic import BaseModel
 
 from fedring.client.config import ClientConfig
-from fedring.client.privacy import SitePolicy
+from fedring.client.policy.privacy import SitePolicy
 from fedring.ring.options import RingOptions
 from fedring.rpc.tls import Tls
 from fedring.server.config import ServerConfig
-from fedring.train.aggregation_table import Aggregation
 from fedring.train.bounds import MAX_COUNT
-from fedring.train.data_parallel_table import DataParallel
-from fedring.train.hooks import DGCParameters, Int8Parameters, PowerSGDParameters, TopKParameters
-from fedring.train.job import Job
-from fedring.train.job_keys import NamedTransform, ServerOptimizer
-from fedring.train.personal_table import Personal
-from fedring.train.pipeline_table import Pipeline
-from fedring.train.privacy_table import ClientPrivacy
-from fedring.train.round_settings import SettingSchedule
-from fedring.train.sample_privacy_table import SamplePrivacy
-from fedring.train.secure_table import SecureAggregation
+from fedring.train.jobs.aggregation_table import Aggregation
+from fedring.train.jobs.data_parallel_table import DataParallel
+from fedring.train.jobs.hooks import DGCParameters, Int8Parameters, PowerSGDParameters, TopKParameters
+from fedring.train.jobs.job import Job
+from fedring.train.jobs.job_keys import NamedTransform, ServerOptimizer
+from fedring.train.jobs.personal_table import Personal
+from fedring.train.jobs.pipeline_table import Pipeline
+from fedring.train.jobs.privacy_table import ClientPrivacy
+from fedring.train.jobs.round_settings import SettingSchedule
+from fedring.train.jobs.sample_privacy_table import SamplePrivacy
+from fedring.train.jobs.secure_table import SecureAggregation
 
 TARGET = Path(__file__).with_name("configuration.md")
 

@@ -17,7 +17,7 @@ from fedring.secure.levels import to_integers
 from fedring.secure.limits import bits_of_sum
 from fedring.secure.sealing import seal, share_digests
 from fedring.secure.statements import CONTEXT, roster_digest, survivors_statement, task_digest
-from fedring.train.privacy_table import ClientPrivacy
+from fedring.train.jobs.privacy_table import ClientPrivacy
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1 import secure_pb2 as wire
 

@@ -21,9 +21,9 @@ import secure_vectors
 from fedring.codec import BUFFERS, Encoding, Schema, decode, encode, encode_buffers, parse_schema
 from fedring.codec.gradient import Part, encode_gradient
 from fedring.codec.precision import Precision, to_words
-from fedring.server.model.aggregate import next_buffers, next_parameters, whole_numbers
-from fedring.server.model.contributions import ClientVector, Contribution, open_vectors
-from fedring.server.model.mean import weighted_mean
+from fedring.server.aggregation.aggregate import next_buffers, next_parameters, whole_numbers
+from fedring.server.aggregation.contributions import ClientVector, Contribution, open_vectors
+from fedring.server.aggregation.mean import weighted_mean
 from fedring.server.state.rows import lay_out
 from vector_cases import (
     ABOUT,

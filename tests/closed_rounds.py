@@ -8,7 +8,7 @@ from fedring.server.model.making import ModelMaker
 from fedring.server.model.masked_sum import GroupMasks
 from fedring.server.model.transforms.transform import ClosedRound
 from fedring.server.state.rows import ModelRow, UpdateRow
-from fedring.train.job import Job
+from fedring.train.jobs.job import Job
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1.secure_pb2 import SecureRound
 

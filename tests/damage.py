@@ -8,9 +8,9 @@ from pathlib import Path
 
 from sqlalchemy import NullPool, create_engine, select
 
-from fedring.server.state import sealed
 from fedring.server.state.files import database_url
-from fedring.server.state.tables import ROW_DIGEST, TABLE_OF
+from fedring.server.state.sql import sealed
+from fedring.server.state.sql.tables import ROW_DIGEST, TABLE_OF
 
 
 def flip(path: Path, bit: int | None = None, *, seed: int = 0) -> int:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import grpc
 
-from fedring.client.secret import SECRET_FILE
+from fedring.client.policy.secret import SECRET_FILE
 from fedring.control import calls
 from fedring.ctl import fleet
 from fedring.ctl.process import Process

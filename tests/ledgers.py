@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from fedring.client.ledger import LEDGER
+from fedring.client.policy.ledger import LEDGER
 from fedring.daemon.durable import text_after_digest
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from fedring.client import Federation, RoundOver, Task, connect
 from fedring.rpc.errors import FedringError, UnknownRound
-from fedring.train.state import read_vectors, schema_of, write_vectors
+from fedring.train.tensors.state import read_vectors, schema_of, write_vectors
 from fedring.v1 import federation_pb2 as pb
 
 if TYPE_CHECKING:

@@ -62,7 +62,7 @@ MUTANTS = {
         "tests/system/test_data_parallel.py",
     ),
     "rank of a job": Mutant(
-        "common/fedring/train/data_parallel_table.py",
+        "common/fedring/train/jobs/data_parallel_table.py",
         '"matrix_approximation_rank": self.rank,',
         '"matrix_approximation_rank": 4 * self.rank,',
         "tests/system/test_data_parallel.py",
@@ -112,7 +112,7 @@ MUTANTS = {
     # Tests whose programs are forks, and not started by a new interpreter any more.
     "lock": Mutant("common/fedring/daemon/lock.py", "fcntl.LOCK_EX", "fcntl.LOCK_SH", "tests/fault/test_processes.py"),
     "commit": Mutant(
-        "server/fedring/server/state/store.py",
+        "server/fedring/server/state/sql/store.py",
         "                sealed.add(connection, *new)\n",
         "                pass\n",
         "tests/fault/test_store_kill.py",
@@ -130,7 +130,7 @@ MUTANTS = {
         "tests/unit/test_client_main.py",
     ),
     "newcomers": Mutant(
-        "client/fedring/client/hooks.py",
+        "client/fedring/client/group/hooks.py",
         "        self.state.regroup(self.shared, steps=steps)\n",
         "",
         "tests/unit/test_workers_data_parallel.py",
@@ -179,7 +179,7 @@ MUTANTS = {
         "tests/unit/test_rounds.py",
     ),
     "same update": Mutant(
-        "server/fedring/server/state/store.py",
+        "server/fedring/server/state/sql/store.py",
         "Acceptance.ALREADY if names[key] == row.name else Acceptance.OTHER",
         "Acceptance.ALREADY",
         "tests/unit/test_store.py",
@@ -266,7 +266,7 @@ MUTANTS = {
         "tests/fault/test_error_feedback.py",
     ),
     "newest of the pruned": Mutant(
-        "server/fedring/server/state/known.py",
+        "server/fedring/server/state/sql/known.py",
         "for row in pruned if row.last_name\n",
         "for row in pruned if not row.last_name\n",
         "tests/fault/test_error_feedback.py",
@@ -284,7 +284,7 @@ MUTANTS = {
         "tests/system/test_security.py",
     ),
     "proof before sealing": Mutant(
-        "server/fedring/server/model/aggregate.py", "        check()\n", "", "tests/fault/test_damage.py"
+        "server/fedring/server/aggregation/aggregate.py", "        check()\n", "", "tests/fault/test_damage.py"
     ),
     "proof of a download": Mutant(
         "server/fedring/server/service/downloads.py",
@@ -299,19 +299,19 @@ MUTANTS = {
         "tests/unit/test_server_checked.py",
     ),
     "digest of a row": Mutant(
-        "server/fedring/server/state/sealed.py",
+        "server/fedring/server/state/sql/sealed.py",
         "return digest == _digest(form, stored)",
         "return bool(digest)",
         "tests/unit/test_store_sqlite.py",
     ),
     "type in the digest of a row": Mutant(
-        "server/fedring/server/state/sealed.py",
+        "server/fedring/server/state/sql/sealed.py",
         "2 * len(part) + isinstance(text, str)",
         "2 * len(part)",
         "tests/unit/test_store_sqlite.py",
     ),
     "row that is to be replaced": Mutant(
-        "server/fedring/server/state/sealed.py",
+        "server/fedring/server/state/sql/sealed.py",
         """raise _damaged(type(row), values, "is missing")""",
         "pass",
         "tests/unit/test_store_sqlite.py",
@@ -381,7 +381,7 @@ MUTANTS = {
         "tests/unit/test_client_failures.py",
     ),
     "charge by name": Mutant(
-        "client/fedring/client/ledger.py",
+        "client/fedring/client/policy/ledger.py",
         'self._charge(_name_of(command, f"{multiplier} {update}"), multiplier)',
         'self._charge(_name_of(command, f"{multiplier}"), multiplier)',
         "tests/unit/test_client_charges.py",
@@ -417,7 +417,7 @@ MUTANTS = {
         "tests/unit/test_lost_commits.py",
     ),
     "path below data_root": Mutant(
-        "common/fedring/train/arguments.py",
+        "common/fedring/train/names/arguments.py",
         "if not path.is_relative_to(folder):",
         "if not path:",
         "tests/unit/test_arguments.py",

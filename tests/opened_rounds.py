@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from fedring.server.round.open_round import OpenRound
 from fedring.server.state.rows import RoundRow
-from fedring.train.job import Job
+from fedring.train.jobs.job import Job
 from fedring.v1 import federation_pb2 as pb
 from tests.unit.rows import a_model
 

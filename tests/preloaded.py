@@ -17,7 +17,7 @@ MODULES = (
     "fedring.client.federation",
     "fedring.client.main",
     "fedring.client.group.pipeline",
-    "fedring.client.trainer",
+    "fedring.client.training.trainer",
     "fedring.ctl.main",
     "fedring.ddp.hooks",
     "fedring.ddp.local_sgd",

@@ -14,7 +14,7 @@ from fedring.codec.digest import name_of, update_name
 from fedring.rpc.boundary import Boundary
 from fedring.rpc.channel import make_server
 from fedring.rpc.errors import BadRequest, DamagedOnTheWay, FedringError, NoSession, UnknownMethod
-from fedring.train.state import read_vectors, schema_of
+from fedring.train.tensors.state import read_vectors, schema_of
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1 import federation_pb2_grpc as rpc
 from fedring.v1 import rendezvous_pb2, rendezvous_pb2_grpc

@@ -23,7 +23,7 @@ from fedring.secure.sealing import seal, share_digests, unseal
 from fedring.secure.shamir import split
 from fedring.secure.signing import Proof, public_bytes, sign
 from fedring.secure.statements import survivors_statement, task_digest
-from fedring.train.privacy_table import ClientPrivacy
+from fedring.train.jobs.privacy_table import ClientPrivacy
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1 import secure_pb2 as wire
 from fedring.v1.secure_pb2_grpc import SecureAggregationServiceStub

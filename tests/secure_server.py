@@ -25,7 +25,7 @@ from fedring.rpc.errors import NoSession, Unavailable, UnknownRound
 from fedring.rpc.tls import PLAINTEXT, Tls, server_credentials
 from fedring.secure.levels import open_blocks
 from fedring.secure.limits import bits_of_sum
-from fedring.train.state import read_vectors, schema_of
+from fedring.train.tensors.state import read_vectors, schema_of
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1 import federation_pb2_grpc as rpc
 from fedring.v1 import secure_pb2 as wire

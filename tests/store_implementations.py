@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from fedring.server.state.interfaces import Store
-from fedring.server.state.store import SqlStore
+from fedring.server.state.sql.store import SqlStore
 
 Implementation = Callable[[Path, int], Store]
 """Makes a store in an empty folder that keeps so many events."""

@@ -4,7 +4,7 @@
     def net(hidden: int = 32) -> nn.Module: ...
 
 When it starts, a daemon collects the marked functions and classes of the modules that its operator trusts:
-`fedring.train.offered`. This module imports nothing of fedring and no torch, so that any code can use the mark.
+`fedring.train.names.offered`. This module imports nothing of fedring and no torch, so that any code can use the mark.
 """
 
 from collections.abc import Callable

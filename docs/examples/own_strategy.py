@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from fedring.offers import offers
-from fedring.server.model.strategy import PastRound
+from fedring.server.aggregation.strategy import PastRound
 
 
 @offers("rule")

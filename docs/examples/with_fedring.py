@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from fedring.data import Samples, Split
-from fedring.server.model.strategy import PastRound
+from fedring.server.aggregation.strategy import PastRound
 from fedring.simulation import simulate
 
 CLIENTS, ROUNDS = 10, 5

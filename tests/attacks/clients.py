@@ -7,15 +7,15 @@ import torch
 from torch import nn
 
 from fedring.client import Federation, RoundOver, Task, connect
+from fedring.client.policy.secret import ClientSecret
 from fedring.client.round_plan import plan_of
-from fedring.client.secret import ClientSecret
 from fedring.codec.schema import Vectors
 from fedring.data import Samples
 from fedring.train.loop import train
 from fedring.train.losses import cross_entropy
 from fedring.train.optimizers import sgd
 from fedring.train.plan import Plan
-from fedring.train.state import fill, read_vectors, schema_of
+from fedring.train.tensors.state import fill, read_vectors, schema_of
 from tests.attacks.attacker import Attacker
 from tests.attacks.formulas import Float32
 

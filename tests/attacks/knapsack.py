@@ -24,7 +24,7 @@ from fedring.train.loop import train
 from fedring.train.losses import cross_entropy
 from fedring.train.optimizers import sgd
 from fedring.train.plan import Plan
-from fedring.train.state import fill, read_vectors, schema_of
+from fedring.train.tensors.state import fill, read_vectors, schema_of
 from fedring.v1 import secure_pb2 as wire
 from tests.attacks.formulas import Float32
 

@@ -10,9 +10,9 @@ import torch
 from scipy.stats import beta, binom
 from torch import Tensor, nn
 
+from fedring.train.jobs.sample_privacy_table import SamplePrivacy
 from fedring.train.plan import Plan
 from fedring.train.private_loop import train_privately
-from fedring.train.sample_privacy_table import SamplePrivacy
 
 _CONFIDENCE = 0.95
 

@@ -19,21 +19,21 @@ from fedring.codec import CodecError, Encoding, encode
 from fedring.codec.digest import name_of
 from fedring.codec.schema import Vectors
 from fedring.data import Samples
+from fedring.server.aggregation.modelfile import ModelReader
+from fedring.server.aggregation.rule import RuleError
+from fedring.server.aggregation.versions import ModelVersions, files_of
 from fedring.server.config import ServerConfig
 from fedring.server.model.making import ModelMaker
-from fedring.server.model.modelfile import ModelReader
-from fedring.server.model.rule import RuleError
-from fedring.server.model.versions import ModelVersions, files_of
 from fedring.server.state.blobs import FileBlobs
 from fedring.server.state.rows import ModelRow, UpdateRow, lay_out
 from fedring.train.errors import TrainError
 from fedring.train.evaluation import evaluate
-from fedring.train.job import Job
+from fedring.train.jobs.job import Job
 from fedring.train.loop import train
-from fedring.train.offered import Offered
+from fedring.train.names.offered import Offered
+from fedring.train.names.seam import build_model, optimizer_factory
 from fedring.train.plan import Plan
-from fedring.train.seam import build_model, optimizer_factory
-from fedring.train.state import fill, read_vectors, schema_of
+from fedring.train.tensors.state import fill, read_vectors, schema_of
 from tests.attacks import formulas
 from tests.attacks.attacker import Attack, Attacker
 from tests.attacks.formulas import Float32

@@ -17,9 +17,9 @@ import numpy as np
 
 from fedring.codec import Encoding, Entry, Schema, Vectors, encode
 from fedring.ctl.bench.runner import time_call
-from fedring.server.model.aggregate import AggregationPlan, aggregate, store_model
-from fedring.server.model.contributions import Contribution
-from fedring.server.model.modelfile import ModelReader
+from fedring.server.aggregation.aggregate import AggregationPlan, aggregate, store_model
+from fedring.server.aggregation.contributions import Contribution
+from fedring.server.aggregation.modelfile import ModelReader
 from fedring.server.state.blobs import FileBlobs
 from fedring.server.state.checked import CheckedReader, Room, find_damage
 from fedring.server.state.rows import lay_out

@@ -27,7 +27,7 @@ from fedring.client.transfer.upload import Upload
 from fedring.daemon.config import load_config
 from fedring.rpc.health import Health
 from fedring.train.models import vector
-from fedring.train.state import fill, read_vectors, schema_of
+from fedring.train.tensors.state import fill, read_vectors, schema_of
 
 
 class HostedClient:

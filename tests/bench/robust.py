@@ -32,7 +32,7 @@ from fedring.data import Samples, Split, mnist
 from fedring.data.partition import parts
 from fedring.offers import named
 from fedring.server.config import ServerConfig
-from fedring.train.job import Job
+from fedring.train.jobs.job import Job
 from tests.attacks.attacker import ADAPTIVE, ATTACKS, Attack
 from tests.attacks.rounds import Result, Study, run
 

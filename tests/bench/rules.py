@@ -18,16 +18,16 @@ from pathlib import Path
 import numpy as np
 
 from fedring.codec import Encoding, Entry, Schema, Vectors, encode
-from fedring.server.model.aggregate import AggregationPlan, aggregate, store_model
-from fedring.server.model.combining import Combination
-from fedring.server.model.contributions import Contribution
-from fedring.server.model.modelfile import ModelReader
-from fedring.server.model.rule import GramRule
-from fedring.server.model.strategy import make_strategy
+from fedring.server.aggregation.aggregate import AggregationPlan, aggregate, store_model
+from fedring.server.aggregation.combining import Combination
+from fedring.server.aggregation.contributions import Contribution
+from fedring.server.aggregation.modelfile import ModelReader
+from fedring.server.aggregation.rule import GramRule
+from fedring.server.aggregation.strategy import make_strategy
 from fedring.server.state.blobs import FileBlobs
 from fedring.server.state.rows import lay_out
-from fedring.train.aggregation_table import RULES, Aggregation
-from fedring.train.offered import Offered
+from fedring.train.jobs.aggregation_table import RULES, Aggregation
+from fedring.train.names.offered import Offered
 from tests.bench.daemons import peak_bytes, print_line, resident_bytes
 
 MEASURED = [rule for rule in RULES if rule != "fltrust"]  # that one is a weighted sum after a training

@@ -29,10 +29,10 @@ from fedring.ctl.bench.runner import alternate
 from fedring.secure.levels import blocks_of
 from fedring.secure.limits import bits_of_sum
 from fedring.secure.masks import mask, wrap
-from fedring.server.model.aggregate import AggregationPlan, aggregate, store_model
-from fedring.server.model.contributions import Contribution
+from fedring.server.aggregation.aggregate import AggregationPlan, aggregate, store_model
+from fedring.server.aggregation.contributions import Contribution
+from fedring.server.aggregation.modelfile import ModelReader
 from fedring.server.model.masked_sum import GroupMasks, open_groups
-from fedring.server.model.modelfile import ModelReader
 from fedring.server.state.blobs import FileBlobs
 from fedring.server.state.checked import CheckedReader, Room, find_damage
 from fedring.server.state.rows import lay_out

@@ -12,7 +12,7 @@ from pathlib import Path
 from fedring.server.state.blobs import FileBlobs
 from fedring.server.state.interfaces import Acceptance
 from fedring.server.state.rows import JobRow, ModelRow, PacketSpec, RoundRow, UpdateRow
-from fedring.server.state.store import SqlStore
+from fedring.server.state.sql.store import SqlStore
 
 BATCH = 4
 

@@ -19,9 +19,9 @@ from fedring.daemon.exits import Exit
 from fedring.server.state.backup.contents import BackupError, digest_of, read_contents
 from fedring.server.state.backup.create import back_up
 from fedring.server.state.backup.restore import restore
-from fedring.server.state.database import SCHEMA
-from fedring.server.state.store import SqlStore
-from fedring.server.state.tables import METADATA
+from fedring.server.state.sql.database import SCHEMA
+from fedring.server.state.sql.store import SqlStore
+from fedring.server.state.sql.tables import METADATA
 from tests import forks
 from tests.damage import ask, flip, model_file, write
 from tests.fault.state_folder import JOB, SIZE, blob_kinds, is_complete, make_state_with_open_round, push, rows

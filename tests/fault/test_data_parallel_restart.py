@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fedring.daemon.crash import TRAINING
-from fedring.train.files import read_tensors
+from fedring.train.tensors.files import read_tensors
 from fedring.workers.shards import count_steps
 from tests.conftest import REPEATED, path_to
 from tests.fault.faulty_fleet import SECONDS, FaultyFleet, StartedJob

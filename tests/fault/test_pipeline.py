@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from fedring.data import digits
-from fedring.train.files import load_model
-from fedring.train.offered import collect
-from fedring.train.seam import build_model
+from fedring.train.names.offered import collect
+from fedring.train.names.seam import build_model
+from fedring.train.tensors.files import load_model
 from fedring.workers.shards import count_steps, epoch_order
 from tests.conftest import REPEATED, path_to
 from tests.fault.faulty_fleet import NOTICED_WITHIN, FaultyFleet, StartedJob

@@ -184,7 +184,7 @@ def test_the_epoch_is_later_than_that_of_the_replaced_state_even_if_the_clock_is
     restore(made / "copy", state, replace=True)
     epoch = check_restored(state, made / "copy")
     # A host whose clock has lost the time.
-    monkeypatch.setattr("fedring.server.state.database.time.time", lambda: 1.0)
+    monkeypatch.setattr("fedring.server.state.sql.database.time.time", lambda: 1.0)
     for later in (1, 2):
         restore(made / "copy", state, replace=True)
         assert check_restored(state, made / "copy") == epoch + later

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
-from fedring.server.model.rule import Rule
+from fedring.server.aggregation.rule import Rule
 from fedring.server.model.transforms.transform import Algorithm, ClosedRound, StatefulStep, States
 
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from fedring.offers import offers
-from fedring.server.model.strategy import PastRound
+from fedring.server.aggregation.strategy import PastRound
 
 
 @offers("rule")

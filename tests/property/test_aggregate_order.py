@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from fedring.codec import NAMES, Encoding, Entry, Reader, Schema, Vectors, decode, encode
-from fedring.server.model.aggregate import AggregationPlan, aggregate, store_model
-from fedring.server.model.contributions import Contribution
-from fedring.server.model.modelfile import ModelReader
+from fedring.server.aggregation.aggregate import AggregationPlan, aggregate, store_model
+from fedring.server.aggregation.contributions import Contribution
+from fedring.server.aggregation.modelfile import ModelReader
 from fedring.server.state.blobs import FileBlobs
 from fedring.server.state.rows import lay_out
 

@@ -12,16 +12,16 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from fedring.codec import NAMES, Encoding, Entry, Schema, Vectors, encode, encode_buffers
-from fedring.server.model.aggregate import AggregationPlan, aggregate, store_model
-from fedring.server.model.combining import Combination
-from fedring.server.model.contributions import Contribution
+from fedring.server.aggregation.aggregate import AggregationPlan, aggregate, store_model
+from fedring.server.aggregation.combining import Combination
+from fedring.server.aggregation.contributions import Contribution
+from fedring.server.aggregation.modelfile import ModelReader
+from fedring.server.aggregation.robust import CenteredClip, GeometricMedian, Krum, Median, TrimmedMean
+from fedring.server.aggregation.rule import Rule
 from fedring.server.model.guards import guard
-from fedring.server.model.modelfile import ModelReader
-from fedring.server.model.robust import CenteredClip, GeometricMedian, Krum, Median, TrimmedMean
-from fedring.server.model.rule import Rule
 from fedring.server.state.blobs import FileBlobs
 from fedring.server.state.rows import UpdateRow, lay_out
-from fedring.train.job import Job
+from fedring.train.jobs.job import Job
 
 SIZE = 300
 SCHEMA = Schema((Entry("w", (SIZE,), "float32", "parameter"), Entry("mean", (3,), "float32", "buffer")))

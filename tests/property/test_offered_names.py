@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from fedring.offers import KINDS
 from fedring.train.errors import SeamError
-from fedring.train.offered import Offered, collect
+from fedring.train.names.offered import Offered, collect
 
 ROOT = Path(__file__).parents[2]
 STANDARD = (
@@ -65,7 +65,7 @@ def plain(): ...
 half = partial(os.system, "true")
 """
 ALLOWED_FILES = (
-    *("fedring/train/offered.py", "fedring/train/errors.py", "difflib.py", "json/__init__.py", "json/encoder.py"),
+    *("fedring/train/names/offered.py", "fedring/train/errors.py", "difflib.py", "json/__init__.py", "json/encoder.py"),
     *("collections/__init__.py", "heapq.py", "<string>", "test_offered_names.py"),
 )
 ALLOWED_MODULES = (None, "builtins")  # None: methods of texts, lists and tables

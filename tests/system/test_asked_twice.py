@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from fedring.client import Task
-from fedring.client.secret import SECRET_FILE
+from fedring.client.policy.secret import SECRET_FILE
 from fedring.train.loop import train
 from fedring.train.losses import cross_entropy
 from fedring.train.optimizers import sgd
@@ -186,7 +186,7 @@ def test_a_difference_shows_an_update_to_half_a_step_unless_clients_draw_from_se
     found = ask(server, 1, NAMES, **TASK) - ask(server, 2, OTHERS, **TASK)
     assert error_of(found, pupils[VICTIM].updates[1]) > 2
     with monkeypatch.context() as patch:  # as if the same were drawn whatever the task
-        patch.setattr("fedring.client.secret.work_digest", lambda command: bytes(32))
+        patch.setattr("fedring.client.policy.secret.work_digest", lambda command: bytes(32))
         found = ask(server, 3, NAMES, **TASK) - ask(server, 4, OTHERS, **TASK)
         assert error_of(found, pupils[VICTIM].updates[3]) <= 1
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from fedring.data import digits
-from fedring.train.files import load_model
 from fedring.train.models import digits_mlp
-from fedring.train.offered import collect
-from fedring.train.seam import build_model
+from fedring.train.names.offered import collect
+from fedring.train.names.seam import build_model
+from fedring.train.tensors.files import load_model
 from fedring.workers.shards import count_steps, epoch_order
 from tests.fleets import Control, Flctl, Fleet, run_job
 from tests.reference_training import train_in_one_process

@@ -9,7 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from fedring.codec import BUFFERS, Vectors, decode, encode_buffers
-from fedring.train.state import schema_of
+from fedring.train.tensors.state import schema_of
 from fedring.v1 import federation_pb2 as pb
 from tests.fleets import Control, Fleet, run_job
 from tests.system.user_models import normed

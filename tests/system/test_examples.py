@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from fedring.train.job import Job
+from fedring.train.jobs.job import Job
 from tests.conftest import ROOT
 from tests.fleets import PATIENT, Control, Fleet
 from tests.forks import Fork

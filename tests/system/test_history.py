@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from fedring.server.state.rows import JobRow, RoundRow
-from fedring.server.state.store import SqlStore
+from fedring.server.state.sql.store import SqlStore
 from tests.fleets import Control, Fleet
 
 CLIENTS, ROUNDS = 1000, 60

@@ -12,8 +12,8 @@ from fedring.data import digits
 from fedring.train.evaluation import evaluate
 from fedring.train.losses import cross_entropy
 from fedring.train.models import vector
-from fedring.train.offered import collect
-from fedring.train.seam import build_model
+from fedring.train.names.offered import collect
+from fedring.train.names.seam import build_model
 from fedring.v1 import federation_pb2 as fed
 from tests.fleets import Control, Fleet
 from tests.system.wire import (

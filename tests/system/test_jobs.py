@@ -13,7 +13,7 @@ from fedring.control.failure import Failure
 from fedring.daemon.exits import Exit
 from fedring.rpc.errors import reason_of
 from fedring.server.state.rows import JobRow, RoundRow
-from fedring.server.state.store import SqlStore
+from fedring.server.state.sql.store import SqlStore
 from fedring.v1 import control_pb2 as pb
 from fedring.v1 import control_pb2_grpc as rpc
 from fedring.v1 import federation_pb2 as fed

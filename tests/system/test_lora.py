@@ -19,9 +19,9 @@ from torch import nn
 
 from fedring.codec.digest import name_of
 from fedring.control.failure import Failure
-from fedring.train.files import load_model, save_model
-from fedring.train.sharing import Sharing
-from fedring.train.state import frozen_digest, split
+from fedring.train.tensors.files import load_model, save_model
+from fedring.train.tensors.sharing import Sharing
+from fedring.train.tensors.state import frozen_digest, split
 from tests.conftest import ROOT, missing, path_to
 from tests.damage import ask
 from tests.fleets import Control, Fleet, run_job, until_watching

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedring.client.ledger import LEDGER
+from fedring.client.policy.ledger import LEDGER
 from fedring.privacy.account import epsilon
 from fedring.privacy.charges import charge_of
 from fedring.secure.limits import honest_survivors
-from fedring.train.privacy_table import ClientPrivacy
+from fedring.train.jobs.privacy_table import ClientPrivacy
 from fedring.v1 import federation_pb2 as pb
 from tests.conftest import path_to
 from tests.damage import ask

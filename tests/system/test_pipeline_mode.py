@@ -17,11 +17,11 @@ from fedring.pipeline.stage import Stage
 from fedring.pipeline.stash import WeightStashing
 from fedring.pipeline.worker import LocalPipeline
 from fedring.train.evaluation import evaluate
-from fedring.train.files import load_model
+from fedring.train.jobs.pipeline_table import Pipeline
 from fedring.train.models import digits_mlp
-from fedring.train.offered import Offered, collect
-from fedring.train.pipeline_table import Pipeline
-from fedring.train.seam import build_model
+from fedring.train.names.offered import Offered, collect
+from fedring.train.names.seam import build_model
+from fedring.train.tensors.files import load_model
 from fedring.workers.cutting import count_layers, cut_model
 from fedring.workers.shards import GroupRank, count_steps, epoch_order, shares
 from tests.conftest import path_to

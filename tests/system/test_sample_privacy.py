@@ -7,16 +7,16 @@ import pytest
 import torch
 
 from fedring.client.config import ClientConfig
-from fedring.client.ledger import LEDGER
-from fedring.client.local_training import train_locally
-from fedring.client.trainer import load_job
+from fedring.client.policy.ledger import LEDGER
+from fedring.client.training.local_training import train_locally
+from fedring.client.training.trainer import load_job
 from fedring.control.failure import Failure
 from fedring.data import Samples
 from fedring.privacy.account import SampledSteps, sampled_epsilon
 from fedring.server.round.plan import job_spec
 from fedring.train.evaluation import run_evaluator
-from fedring.train.job import Job
-from fedring.train.offered import collect
+from fedring.train.jobs.job import Job
+from fedring.train.names.offered import collect
 from fedring.train.plan import Plan
 from fedring.train.private_loop import sampled_steps
 from tests.conftest import path_to

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedring.client.secret import DITHER, kept_secret
+from fedring.client.policy.secret import DITHER, kept_secret
 from fedring.client.secure.state import FOLDER
 from fedring.secure.levels import blocks_of, shorten, to_integers
 from fedring.v1 import federation_pb2 as pb

@@ -25,7 +25,7 @@ from fedring.rpc.contract import PROTOCOL
 from fedring.rpc.errors import reason_of
 from fedring.rpc.tls import PLAINTEXT
 from fedring.server.guard.tokens import new_token
-from fedring.server.state.store import SqlStore
+from fedring.server.state.sql.store import SqlStore
 from fedring.v1 import control_pb2 as pb
 from fedring.v1.control_pb2_grpc import ControlServiceStub
 from fedring.v1.federation_pb2 import FetchModelRequest, JoinRequest, WatchRequest

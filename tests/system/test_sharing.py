@@ -10,9 +10,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from fedring.control.failure import Failure
-from fedring.train.files import load_model
-from fedring.train.offered import collect
-from fedring.train.seam import build_model
+from fedring.train.names.offered import collect
+from fedring.train.names.seam import build_model
+from fedring.train.tensors.files import load_model
 from fedring.v1 import control_pb2
 from tests.damage import ask, write
 from tests.fleets import Control, Fleet, run_job, until_watching

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 
 from fedring.control.failure import Failure
 from fedring.daemon.exits import Exit
-from fedring.server.state.store import SqlStore
+from fedring.server.state.sql.store import SqlStore
 from fedring.simulation import simulate
 from tests.conftest import ROOT
 from tests.damage import write

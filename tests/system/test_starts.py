@@ -11,9 +11,9 @@ from safetensors.torch import save_file
 
 from fedring.control.failure import Failure
 from fedring.train.models import digits_mlp, vector
-from fedring.train.offered import collect
-from fedring.train.seam import build_model
-from fedring.train.state import read_vectors
+from fedring.train.names.offered import collect
+from fedring.train.names.seam import build_model
+from fedring.train.tensors.state import read_vectors
 from fedring.v1 import control_pb2
 from fedring.v1 import federation_pb2 as pb
 from tests.damage import set_epoch

@@ -17,7 +17,7 @@ from fedring.control.failure import Failure
 from fedring.rpc.contract import PROTOCOL
 from fedring.rpc.errors import reason_of
 from fedring.train.models import vector
-from fedring.train.state import schema_of
+from fedring.train.tensors.state import schema_of
 from fedring.v1 import control_pb2
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1 import federation_pb2_grpc as rpc

@@ -13,13 +13,13 @@ from torch import nn
 from torch._C._distributed_c10d import GradBucket
 
 from fedring.client.group.checkpoints import JobCheckpoints
-from fedring.client.hooks import JobHook, make_hook
+from fedring.client.group.hooks import JobHook, make_hook
 from fedring.data import Samples
 from fedring.offers import offers
-from fedring.train.data_parallel_table import HOOKS, DataParallel
 from fedring.train.errors import SeamError
+from fedring.train.jobs.data_parallel_table import HOOKS, DataParallel
 from fedring.train.losses import cross_entropy
-from fedring.train.offered import collect
+from fedring.train.names.offered import collect
 from fedring.train.plan import Plan
 from fedring.workers.data_parallel_epochs import DataParallelSetup, DataParallelTraining
 from fedring.workers.replica import Replica, all_equal, synchronize

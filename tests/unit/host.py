@@ -33,8 +33,8 @@ from fedring.server.state.facts import Facts
 from fedring.server.state.failures import StorageError
 from fedring.server.state.interfaces import Acceptance
 from fedring.server.state.rows import ModelRow, RoundRow, UpdateRow, lay_out
-from fedring.server.state.store import SqlStore
-from fedring.train.job import Job
+from fedring.server.state.sql.store import SqlStore
+from fedring.train.jobs.job import Job
 from fedring.v1 import federation_pb2 as pb
 
 SIZE = 8

@@ -15,17 +15,17 @@ from numpy.typing import NDArray
 
 from fedring.codec import TILE, Encoding, Entry, Schema, Vectors, decode, encode, encode_buffers
 from fedring.codec.errors import CodecError
-from fedring.server.model.aggregate import AggregationPlan, NewModel, aggregate, store_model
-from fedring.server.model.combining import Combination, Walk
-from fedring.server.model.contributions import Contribution, open_vectors
+from fedring.server.aggregation.aggregate import AggregationPlan, NewModel, aggregate, store_model
+from fedring.server.aggregation.combining import Combination, Walk
+from fedring.server.aggregation.contributions import Contribution, open_vectors
+from fedring.server.aggregation.modelfile import ModelReader
+from fedring.server.aggregation.optimizer import ServerOptimizer
+from fedring.server.aggregation.robust import Median
+from fedring.server.aggregation.rule import Rule, RuleError
+from fedring.server.aggregation.walk import in_order, tiles
 from fedring.server.model.downlink import apply_delta, delta_step
-from fedring.server.model.modelfile import ModelReader
-from fedring.server.model.optimizer import ServerOptimizer
-from fedring.server.model.robust import Median
-from fedring.server.model.rule import Rule, RuleError
 from fedring.server.model.transforms.download import Encoded
 from fedring.server.model.transforms.optimizing import Optimized
-from fedring.server.model.walk import in_order, tiles
 from fedring.server.state.blobs import FileBlobs
 from fedring.server.state.checked import read_checked
 from fedring.server.state.rows import Kind, lay_out
@@ -279,7 +279,7 @@ def test_updates_that_do_not_fit_into_memory_side_by_side_are_read_in_pieces(
     ]
     first = (schema, Vectors(base, np.empty(0)))
     _, whole = run(blobs, executor, sent, plan_of(rule), first)
-    monkeypatch.setattr("fedring.server.model.combining.ROWS_BYTES", 3 * 4 * 300_000)
+    monkeypatch.setattr("fedring.server.aggregation.combining.ROWS_BYTES", 3 * 4 * 300_000)
     _, model = run(blobs, executor, sent, plan_of(rule), first)
     np.testing.assert_allclose(model.parameters, whole.parameters, rtol=0, atol=1e-6)
 
@@ -292,7 +292,7 @@ def test_what_lies_side_by_side_never_takes_more_memory_than_the_limit(
     sent = [contribution(f"c{number}", 1, values, encodings=[Encoding("uniform")]) for number in range(4)]
     base = np.ones(size, np.float32)
     walk = Walk(lambda low, high: base[low:high], size, open_vectors(sent, "parameters", size), executor)
-    monkeypatch.setattr("fedring.server.model.combining.ROWS_BYTES", 3_000_000)
+    monkeypatch.setattr("fedring.server.aggregation.combining.ROWS_BYTES", 3_000_000)
     wanted, start = sent_delta(sent[0], size), 0
     for part, rows in walk.side_by_side():
         assert rows.nbytes <= 3_000_000

@@ -11,9 +11,9 @@ import pytest
 from pydantic import Field
 from torch import nn
 
-from fedring.train.arguments import MAX_LISTS, MAX_TEXT, MAX_VALUES, check_arguments, read_arguments
 from fedring.train.bounds import MAX_JOB_BYTES, MAX_WHOLE
 from fedring.train.errors import SeamError
+from fedring.train.names.arguments import MAX_LISTS, MAX_TEXT, MAX_VALUES, check_arguments, read_arguments
 
 
 def anything(**values: Any) -> None:

@@ -7,12 +7,12 @@ import pytest
 from torch import nn
 
 from fedring.codec import Vectors
-from fedring.train.arrays import as_module, copy_back
 from fedring.train.errors import SeamError
 from fedring.train.models import arrays, digits_mlp
-from fedring.train.offered import collect
-from fedring.train.seam import build_model
-from fedring.train.state import read_vectors, schema_of, write_vectors
+from fedring.train.names.offered import collect
+from fedring.train.names.seam import build_model
+from fedring.train.tensors.arrays import as_module, copy_back
+from fedring.train.tensors.state import read_vectors, schema_of, write_vectors
 
 SHAPES = {"coef": [3, 2], "intercept": [3], "scale": []}
 

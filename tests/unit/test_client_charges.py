@@ -13,10 +13,10 @@ from tests.ledgers import account_in
 from torch import nn
 
 from fedring.client import RoundOver, connect
-from fedring.client.ledger import LEDGER, Ledger
+from fedring.client.policy.ledger import LEDGER, Ledger
 from fedring.daemon.config import ConfigError
 from fedring.rpc.errors import FedringError, Unavailable, UnknownRound
-from fedring.train.state import write_tensors
+from fedring.train.tensors.state import write_tensors
 from fedring.v1 import federation_pb2 as pb
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from fedring.client import connect
-from fedring.train.state import read_vectors, schema_of
+from fedring.train.tensors.state import read_vectors, schema_of
 from fedring.v1 import federation_pb2 as pb
 
 if TYPE_CHECKING:

@@ -218,7 +218,7 @@ def test_a_disk_that_is_full_is_told_and_ends_no_client(
 
     clients.start_all()
     with monkeypatch.context() as patch:
-        patch.setattr("fedring.client.ledger.Ledger.note_failed", full)
+        patch.setattr("fedring.client.policy.ledger.Ledger.note_failed", full)
         ask(server, 1, model=overflowing())
     assert ("Failure", "disk_failed", "the log of this client says more") in server.seen[HOLDER]
     ask(server, 2)
@@ -231,7 +231,7 @@ def test_an_update_that_cannot_be_charged_is_not_sent_and_the_server_need_not_wa
     def full(*_: object) -> None:
         raise OSError("no space left on the device of Jane Doe")
 
-    monkeypatch.setattr("fedring.client.ledger.Ledger.charge", full)
+    monkeypatch.setattr("fedring.client.policy.ledger.Ledger.charge", full)
     clients.start(HOLDER)
     command = server.command(1, job=job(secure_aggregation="", dp=DP), encoding=pb.Encoding(name="fp32"))
     command.ClearField("secure")

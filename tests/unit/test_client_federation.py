@@ -17,7 +17,7 @@ from fedring.codec import decode
 from fedring.daemon.exits import Exit
 from fedring.daemon.lock import StateInUse
 from fedring.rpc.errors import BadRequest, IdInUse, NotAllowed, Superseded, UnknownRound
-from fedring.train.state import read_vectors, schema_of
+from fedring.train.tensors.state import read_vectors, schema_of
 from fedring.v1 import federation_pb2 as pb
 
 if TYPE_CHECKING:

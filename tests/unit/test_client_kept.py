@@ -17,7 +17,7 @@ from fedring.client.transfer.own_values import PERSONAL, PRIVATE, Line, section_
 from fedring.client.transfer.spool import Spool
 from fedring.codec.digest import name_of, update_name
 from fedring.codec.schema import Schema
-from fedring.train.state import schema_of
+from fedring.train.tensors.state import schema_of
 from fedring.v1 import federation_pb2 as pb
 
 LINE = Line("run", bytes(32), (0, 0))

@@ -10,10 +10,10 @@ from torch.utils.data import TensorDataset
 
 from fedring.client import UpdateRefused, WrongModel, connect
 from fedring.codec import decode
-from fedring.train.arrays import as_module
 from fedring.train.plan import Plan
-from fedring.train.sharing import Sharing
-from fedring.train.state import frozen_digest, read_tensors, read_vectors, split
+from fedring.train.tensors.arrays import as_module
+from fedring.train.tensors.sharing import Sharing
+from fedring.train.tensors.state import frozen_digest, read_tensors, read_vectors, split
 from fedring.train.user_trainer import run_trainer
 from fedring.v1 import federation_pb2 as pb
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from tests.damage import flip
 
+from fedring.client.policy.secret import SECRET_FILE, ClientSecret, kept_secret
 from fedring.client.round_plan import own_seed, plan_of
-from fedring.client.secret import SECRET_FILE, ClientSecret, kept_secret
 from fedring.daemon.config import ConfigError
 from fedring.daemon.durable import text_after_digest
 from fedring.secure.statements import CONTEXT

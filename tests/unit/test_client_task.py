@@ -11,7 +11,7 @@ from fedring.client.transfer.download import HeldModel
 from fedring.client.transfer.update import TrainingReport, Update, make_update
 from fedring.codec import Encoding, Vectors, decode, encode
 from fedring.codec.digest import name_of, update_name
-from fedring.train.state import schema_of
+from fedring.train.tensors.state import schema_of
 from fedring.v1 import federation_pb2 as pb
 
 SCHEMA = schema_of(nn.BatchNorm1d(4))

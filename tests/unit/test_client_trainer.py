@@ -13,8 +13,8 @@ from torch import nn
 
 from fedring.offers import offers
 from fedring.train.models import digits_mlp
-from fedring.train.sharing import Sharing
-from fedring.train.state import frozen_digest, read_vectors, schema_of, split
+from fedring.train.tensors.sharing import Sharing
+from fedring.train.tensors.state import frozen_digest, read_vectors, schema_of, split
 from fedring.v1 import federation_pb2 as pb
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from fedring.rpc.errors import (
     Unavailable,
     UnknownRound,
 )
-from fedring.train.state import read_vectors, schema_of
+from fedring.train.tensors.state import read_vectors, schema_of
 from fedring.v1 import federation_pb2 as pb
 
 if TYPE_CHECKING:

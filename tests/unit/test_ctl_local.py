@@ -24,8 +24,8 @@ from fedring.ctl.output import duration, percent, size, to_dict
 from fedring.ctl.process import Process, overrides, stop_all
 from fedring.daemon.config import parse_overrides
 from fedring.daemon.exits import Exit
-from fedring.train.files import save_model
 from fedring.train.models import digits_mlp
+from fedring.train.tensors.files import save_model
 from fedring.v1 import control_pb2 as pb
 
 Call = Callable[..., tuple[int, str, str]]

@@ -16,7 +16,7 @@ from typer.main import get_command
 
 from fedring.client.config import ClientConfig
 from fedring.client.metrics import ClientMetrics
-from fedring.client.privacy import SitePolicy
+from fedring.client.policy.privacy import SitePolicy
 from fedring.ctl.main import app
 from fedring.ddp import hooks
 from fedring.ring.options import RingOptions
@@ -27,16 +27,16 @@ from fedring.server.operator.metrics import Metrics as ServerMetrics
 from fedring.server.operator.summaries import event_summary, job_summary, round_summary
 from fedring.server.state.rows import JobRow
 from fedring.server.update.metrics import REJECTIONS
-from fedring.train.aggregation_table import RULES, Aggregation
-from fedring.train.data_parallel_table import HOOKS, DataParallel
-from fedring.train.job import Job
-from fedring.train.job_keys import ServerOptimizer
-from fedring.train.personal_table import Personal
-from fedring.train.pipeline_table import Pipeline
-from fedring.train.privacy_table import ClientPrivacy
-from fedring.train.round_settings import SettingSchedule
-from fedring.train.sample_privacy_table import SamplePrivacy
-from fedring.train.secure_table import SecureAggregation
+from fedring.train.jobs.aggregation_table import RULES, Aggregation
+from fedring.train.jobs.data_parallel_table import HOOKS, DataParallel
+from fedring.train.jobs.job import Job
+from fedring.train.jobs.job_keys import ServerOptimizer
+from fedring.train.jobs.personal_table import Personal
+from fedring.train.jobs.pipeline_table import Pipeline
+from fedring.train.jobs.privacy_table import ClientPrivacy
+from fedring.train.jobs.round_settings import SettingSchedule
+from fedring.train.jobs.sample_privacy_table import SamplePrivacy
+from fedring.train.jobs.secure_table import SecureAggregation
 from fedring.v1 import control_pb2
 from fedring.workers.pipeline_profile import PipelineProfile
 from fedring.workers.usage import Usage

@@ -19,18 +19,18 @@ from fedring.codec.digest import name_of
 from fedring.codec.encoding import TILE
 from fedring.codec.errors import CodecError
 from fedring.daemon.config import ConfigError
+from fedring.server.aggregation.modelfile import ModelReader
+from fedring.server.aggregation.versions import ModelVersions
 from fedring.server.config import ServerConfig
 from fedring.server.model.making import ModelMaker
-from fedring.server.model.modelfile import ModelReader
 from fedring.server.model.transforms.states import read_states
-from fedring.server.model.versions import ModelVersions
 from fedring.server.operator.job_checks import JobChecks
 from fedring.server.state.blobs import FileBlobs
 from fedring.server.state.checked import read_checked
 from fedring.server.state.failures import DamagedModel
 from fedring.server.state.rows import ModelRow, UpdateRow, lay_out
 from fedring.simulation import simulate
-from fedring.train.job import Job
+from fedring.train.jobs.job import Job
 
 Float64 = NDArray[np.float64]
 

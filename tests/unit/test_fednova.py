@@ -13,12 +13,12 @@ from pydantic import ValidationError
 from tests.unit.host import ONES, running, spec
 
 from fedring.daemon.config import explain
-from fedring.server.model.fednova import SPREAD, accumulation, factors, factors_of, steps_of
+from fedring.server.aggregation.fednova import SPREAD, accumulation, factors, factors_of, steps_of
+from fedring.server.aggregation.modelfile import ModelReader
 from fedring.server.model.guards import guard
-from fedring.server.model.modelfile import ModelReader
 from fedring.server.state.rows import UpdateRow
 from fedring.train.batches import batches_in, cut
-from fedring.train.job import Job
+from fedring.train.jobs.job import Job
 
 ROW = UpdateRow(1, "a", "", "", (), 100, 0, 0.0, 1.0, 0.0)
 

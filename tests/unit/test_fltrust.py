@@ -15,22 +15,22 @@ from fedring.codec import Encoding, encode
 from fedring.codec.digest import name_of
 from fedring.data import DataError, Samples, Split
 from fedring.offers import offers
+from fedring.server.aggregation.modelfile import ModelReader
+from fedring.server.aggregation.robust import FLTrust
+from fedring.server.aggregation.rule import RuleError
+from fedring.server.aggregation.versions import ModelVersions
 from fedring.server.config import ServerConfig
 from fedring.server.model.making import ModelMaker
-from fedring.server.model.modelfile import ModelReader
-from fedring.server.model.robust import FLTrust
-from fedring.server.model.rule import RuleError
-from fedring.server.model.versions import ModelVersions
 from fedring.server.state.blobs import FileBlobs
 from fedring.server.state.rows import ModelRow, UpdateRow, lay_out
 from fedring.train.errors import SeamError
-from fedring.train.job import Job
+from fedring.train.jobs.job import Job
 from fedring.train.loop import train
 from fedring.train.losses import cross_entropy
 from fedring.train.models import digits_mlp
 from fedring.train.optimizers import sgd
 from fedring.train.plan import Plan, TrainResult
-from fedring.train.state import fill, read_vectors, schema_of
+from fedring.train.tensors.state import fill, read_vectors, schema_of
 
 Float64 = NDArray[np.float64]
 

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from tests.unit.host import SIZE, running, spec
 
-from fedring.server.model.combining import buckets_of
+from fedring.server.aggregation.combining import buckets_of
+from fedring.server.aggregation.modelfile import ModelReader
 from fedring.server.model.guards import Guard, guard, weight_of
-from fedring.server.model.modelfile import ModelReader
 from fedring.server.state.rows import UpdateRow
-from fedring.train.job import Job
+from fedring.train.jobs.job import Job
 
 
 def updates(**norms: float) -> list[UpdateRow]:

@@ -59,11 +59,19 @@ BREACHES = {
     ),
     "the modules of state import downwards only": (
         "server/fedring/server/state/rows.py",
-        "fedring.server.state.tables",
+        "fedring.server.state.ratings",
+    ),
+    "the modules of the database import downwards only": (
+        "server/fedring/server/state/sql/tables.py",
+        "fedring.server.state.sql.known",
     ),
     "the modules of model import downwards only": (
-        "server/fedring/server/model/walk.py",
-        "fedring.server.model.mean",
+        "server/fedring/server/model/guards.py",
+        "fedring.server.model.making",
+    ),
+    "the modules of aggregation import downwards only": (
+        "server/fedring/server/aggregation/walk.py",
+        "fedring.server.aggregation.mean",
     ),
     "an algorithm needs its room's interface only": (
         "server/fedring/server/model/transforms/masked.py",
@@ -79,6 +87,18 @@ BREACHES = {
         "fedring.ring.engine.operation",
     ),
     "fedring.train imports downwards only": ("common/fedring/train/plan.py", "fedring.train.batches"),
+    "the schema of jobs imports downwards only": (
+        "common/fedring/train/jobs/labels.py",
+        "fedring.train.jobs.job_keys",
+    ),
+    "the names in jobs import downwards only": (
+        "common/fedring/train/names/arguments.py",
+        "fedring.train.names.seam",
+    ),
+    "the tensors of models import downwards only": (
+        "common/fedring/train/tensors/sharing.py",
+        "fedring.train.tensors.files",
+    ),
     "fedring.data imports downwards only": ("common/fedring/data/samples.py", "fedring.data.images"),
     "fedring.privacy imports downwards only": ("common/fedring/privacy/skellam.py", "fedring.privacy.integer_plan"),
     "fedring.schedules imports downwards only": (

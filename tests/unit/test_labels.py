@@ -33,8 +33,8 @@ from fedring.server.round.plan import rules_of
 from fedring.server.round.progress import RoundProgress, why_abandoned
 from fedring.server.round.replacements import replacements
 from fedring.server.sessions.sessions import Sessions
-from fedring.train.job import Job
-from fedring.train.labels import MAX_LABELS, match, shown
+from fedring.train.jobs.job import Job
+from fedring.train.jobs.labels import MAX_LABELS, match, shown
 from fedring.v1 import federation_pb2 as pb
 
 EU, US = {"site": "eu"}, {"site": "us"}

@@ -20,7 +20,7 @@ from fedring.server.state.failures import StoreError
 from fedring.server.state.identity import add_token_offline, open_state
 from fedring.server.state.log_check import check_log_at_rest
 from fedring.server.state.rows import TokenRow
-from fedring.server.state.store import SqlStore
+from fedring.server.state.sql.store import SqlStore
 
 CLIENTS = [f"client-{number:02}" for number in range(32)]
 SEED = 20_240_502

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from fedring.data import Samples, digits
 from fedring.privacy.account import sampled_epsilon
+from fedring.train.jobs.sample_privacy_table import SamplePrivacy
 from fedring.train.losses import cross_entropy
 from fedring.train.models import digits_mlp
 from fedring.train.optimizers import sgd
 from fedring.train.plan import Plan
 from fedring.train.private_loop import sampled_steps, train_privately
-from fedring.train.sample_privacy_table import SamplePrivacy
 
 COUNT = 4000
 DELTA = 1e-5

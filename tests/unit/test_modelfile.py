@@ -11,8 +11,8 @@ import torch
 
 from fedring.codec import TILE, Entry, Schema, Vectors
 from fedring.codec.errors import CodecError
-from fedring.server.model.aggregate import store_model
-from fedring.server.model.modelfile import ModelReader, ModelWriter
+from fedring.server.aggregation.aggregate import store_model
+from fedring.server.aggregation.modelfile import ModelReader, ModelWriter
 from fedring.server.state.blobs import FileBlobs
 
 SCHEMA = Schema(

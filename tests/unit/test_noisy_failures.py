@@ -20,7 +20,7 @@ from fedring.client import UpdateRefused, connect
 from fedring.codec import decode
 from fedring.data import Samples, Split
 from fedring.train.losses import cross_entropy
-from fedring.train.state import read_vectors, schema_of
+from fedring.train.tensors.state import read_vectors, schema_of
 from fedring.v1 import federation_pb2 as pb
 
 if TYPE_CHECKING:

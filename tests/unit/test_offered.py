@@ -14,7 +14,7 @@ from torch import nn
 
 from fedring.offers import KINDS, marks_of, named, offers
 from fedring.train.errors import SeamError
-from fedring.train.offered import Offered, collect
+from fedring.train.names.offered import Offered, collect
 
 Write = Callable[..., None]
 

@@ -13,7 +13,7 @@ from fedring.server.group.rendezvous import Rendezvous
 from fedring.server.round.events import Left, Phase
 from fedring.server.round.open_round import OpenRound
 from fedring.server.sessions.sessions import Session
-from fedring.train.job import Job
+from fedring.train.jobs.job import Job
 from fedring.v1 import federation_pb2 as pb
 
 EU, US = {"site": "eu"}, {"site": "us"}

@@ -9,7 +9,7 @@ from tests.unit.host import Host, running, spec
 
 from fedring.server.operator.job_requests import _defaults_for, _is_of
 from fedring.server.state.failures import StoreError
-from fedring.train.job import Job
+from fedring.train.jobs.job import Job
 from fedring.v1 import federation_pb2 as pb
 
 NAMES = ("a", "b", "c")

@@ -15,8 +15,8 @@ from pydantic import ValidationError
 from tests.ledgers import account_in
 from tests.secure_sums import Client, Group, command_of, names_of, survivors_of
 
-from fedring.client.ledger import Ledger
-from fedring.client.privacy import SitePolicy, own_noise_refusal, refusal
+from fedring.client.policy.ledger import Ledger
+from fedring.client.policy.privacy import SitePolicy, own_noise_refusal, refusal
 from fedring.client.secure.masked import private_integers
 from fedring.codec import CodecError
 from fedring.codec.masked import masked_packet
@@ -31,9 +31,9 @@ from fedring.server.secure import events as ev
 from fedring.server.secure.groups import form_groups
 from fedring.server.secure.machine import apply
 from fedring.simulation import simulate
-from fedring.train.job import Job
-from fedring.train.privacy_table import ClientPrivacy
-from fedring.train.secure_table import SecureAggregation
+from fedring.train.jobs.job import Job
+from fedring.train.jobs.privacy_table import ClientPrivacy
+from fedring.train.jobs.secure_table import SecureAggregation
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1 import secure_pb2 as wire
 

@@ -13,9 +13,7 @@ from tests.unit.host import SIZE, Host, running, spec
 from torch import nn
 
 from fedring.control.failure import Failure
-from fedring.server.model.guards import guard
-from fedring.server.model.making import is_out_of_memory
-from fedring.server.model.strategy import (
+from fedring.server.aggregation.strategy import (
     HISTORY,
     PastRound,
     Strategy,
@@ -25,13 +23,15 @@ from fedring.server.model.strategy import (
     make_strategy,
     past_round,
 )
+from fedring.server.model.guards import guard
+from fedring.server.model.making import is_out_of_memory
 from fedring.server.model.transforms.guarding import Guarded
 from fedring.server.round.report import round_message
 from fedring.server.state.rows import RoundRow, UpdateRow
 from fedring.simulation import simulate
-from fedring.train.aggregation_table import Aggregation
 from fedring.train.errors import SeamError
-from fedring.train.offered import collect
+from fedring.train.jobs.aggregation_table import Aggregation
+from fedring.train.names.offered import collect
 
 CODE = Path(__file__).parents[1] / "fixtures_user_code"
 HERE = "user_strategies"

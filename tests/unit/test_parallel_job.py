@@ -13,7 +13,7 @@ from tests.unit import group_member
 from torch import nn
 from torch._C._distributed_c10d import HashStore
 
-from fedring.client.hooks import JobHook, make_hook
+from fedring.client.group.hooks import JobHook, make_hook
 from fedring.compress.correction import ErrorFeedback
 from fedring.control.failure import Failure
 from fedring.ctl.bench import data_parallel as bench
@@ -27,13 +27,13 @@ from fedring.ddp.hooks.own import BadHook, OwnState, own_hook
 from fedring.ddp.hooks.plain import PlainState
 from fedring.offers import named
 from fedring.server.round.plan import group_rules, job_spec, rules_of, train_cmd
-from fedring.train.data_parallel_table import HOOKS, DataParallel
 from fedring.train.dgc_optimizer import make_optimizer
 from fedring.train.errors import SeamError
-from fedring.train.job import Job
-from fedring.train.offered import Offered, collect
+from fedring.train.jobs.data_parallel_table import HOOKS, DataParallel
+from fedring.train.jobs.job import Job
+from fedring.train.names.offered import Offered, collect
+from fedring.train.names.seam import optimizer_factory
 from fedring.train.plan import Plan
-from fedring.train.seam import optimizer_factory
 
 ROOT = Path(__file__).parents[2]
 

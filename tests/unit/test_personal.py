@@ -12,18 +12,18 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from fedring.client.personal import figures_of, train_own, with_own
+from fedring.client.training.personal import figures_of, train_own, with_own
 from fedring.daemon.config import explain
 from fedring.data.partition import parts, parts_alike
 from fedring.simulation import simulate
 from fedring.train.evaluation import Counts
-from fedring.train.job import Job
+from fedring.train.jobs.job import Job
+from fedring.train.jobs.personal_table import Personal
 from fedring.train.metrics import MAX_METRICS
 from fedring.train.optimizers import sgd
-from fedring.train.personal_table import Personal
 from fedring.train.plan import Plan
-from fedring.train.sharing import Sharing
-from fedring.train.state import split
+from fedring.train.tensors.sharing import Sharing
+from fedring.train.tensors.state import split
 
 SAMPLES = TensorDataset(torch.ones(8, 1), torch.full((8, 1), 4.0))
 PLAN = Plan(epochs=1, batch_size=8, lr=0.1, momentum=0.0)

@@ -16,11 +16,11 @@ from fedring.offers import named
 from fedring.schedules.schedule import ScheduleError
 from fedring.server.round.plan import group_rules, job_spec, rules_of, train_cmd
 from fedring.train.errors import SeamError
-from fedring.train.job import Job
+from fedring.train.jobs.job import Job
+from fedring.train.jobs.pipeline_table import Pipeline
 from fedring.train.models import digits_mlp
-from fedring.train.offered import Offered, collect
-from fedring.train.pipeline_table import Pipeline
-from fedring.train.seam import build_model
+from fedring.train.names.offered import Offered, collect
+from fedring.train.names.seam import build_model
 from fedring.workers.cutting import count_layers, cut_model
 from fedring.workers.shards import micro_batches
 

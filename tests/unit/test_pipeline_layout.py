@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedring.train.pipeline_table import Pipeline
+from fedring.train.jobs.pipeline_table import Pipeline
 from fedring.workers.pipeline_epochs import layout_of
 
 

@@ -17,8 +17,8 @@ from pydantic import ValidationError
 from scipy.stats import kstest
 from tests.ledgers import account_in
 
-from fedring.client.ledger import TELL_SECONDS, Ledger
-from fedring.client.privacy import SitePolicy, refusal
+from fedring.client.policy.ledger import TELL_SECONDS, Ledger
+from fedring.client.policy.privacy import SitePolicy, refusal
 from fedring.control.failure import Failure
 from fedring.daemon.config import ConfigError
 from fedring.privacy.account import epsilon
@@ -28,8 +28,8 @@ from fedring.server.model.private_mean import private_round
 from fedring.server.state.noise_secret import erase_noise_secrets, noise_secret
 from fedring.server.state.rows import UpdateRow
 from fedring.simulation import simulate
-from fedring.train.job import Job
-from fedring.train.privacy_table import ClientPrivacy
+from fedring.train.jobs.job import Job
+from fedring.train.jobs.privacy_table import ClientPrivacy
 from fedring.v1 import federation_pb2 as pb
 
 SECRET = bytes(range(32))

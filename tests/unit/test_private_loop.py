@@ -19,6 +19,7 @@ from fedring.data import Samples, digits
 from fedring.privacy.noise import Noise
 from fedring.train import private_loop
 from fedring.train.errors import SeamError, TrainError, TrainingStopped
+from fedring.train.jobs.sample_privacy_table import SamplePrivacy
 from fedring.train.losses import cross_entropy
 from fedring.train.models import digits_mlp, mnist_tanh_cnn
 from fedring.train.optimizers import sgd
@@ -26,7 +27,6 @@ from fedring.train.plan import Plan, TrainResult
 from fedring.train.private_check import check_private_training
 from fedring.train.private_layers import unfit_layer
 from fedring.train.private_loop import train_privately
-from fedring.train.sample_privacy_table import SamplePrivacy
 
 
 def noisy(multiplier: float, **keys: float) -> SamplePrivacy:

@@ -11,8 +11,8 @@ from tests.unit.rows import a_model
 
 from fedring.server.state.ratings import best_of, best_of_each_job, versions_to_keep
 from fedring.server.state.rows import ModelRow
-from fedring.train.job import Job
-from fedring.train.start import is_path, spelled, version_of
+from fedring.train.jobs.job import Job
+from fedring.train.jobs.start import is_path, spelled, version_of
 
 Figures = dict[str, float]
 

@@ -13,8 +13,8 @@ from fedring.server.operator.job_requests import _defaults_for
 from fedring.server.round.plan import job_spec, train_cmd
 from fedring.server.round.report import round_message
 from fedring.train.bounds import MAX_COUNT
-from fedring.train.job import Job
-from fedring.train.round_settings import RoundSettings
+from fedring.train.jobs.job import Job
+from fedring.train.jobs.round_settings import RoundSettings
 
 
 def job(**keys: Any) -> Job:

@@ -26,7 +26,7 @@ from fedring.server.round.events import (
 )
 from fedring.server.round.machine import apply, due, pending, stalls_at, stragglers_at, wake_at
 from fedring.server.round.plan import rules_of
-from fedring.train.job import Job
+from fedring.train.jobs.job import Job
 
 NAMES = "abcdef"
 Timed = tuple[float, Event]

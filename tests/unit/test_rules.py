@@ -8,14 +8,14 @@ from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from fedring.offers import offers
-from fedring.server.model.combining import buckets_of
-from fedring.server.model.robust import CenteredClip, GeometricMedian, Krum, Median, TrimmedMean
-from fedring.server.model.rule import GramRule
-from fedring.server.model.strategy import make_strategy
-from fedring.train.aggregation_table import RULES, Aggregation
+from fedring.server.aggregation.combining import buckets_of
+from fedring.server.aggregation.robust import CenteredClip, GeometricMedian, Krum, Median, TrimmedMean
+from fedring.server.aggregation.rule import GramRule
+from fedring.server.aggregation.strategy import make_strategy
 from fedring.train.errors import SeamError
-from fedring.train.job import Job
-from fedring.train.offered import Offered, collect
+from fedring.train.jobs.aggregation_table import RULES, Aggregation
+from fedring.train.jobs.job import Job
+from fedring.train.names.offered import Offered, collect
 
 Float64 = NDArray[np.float64]
 

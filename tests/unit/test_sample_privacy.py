@@ -16,15 +16,15 @@ from fedring.codec import Entry, Schema, Vectors
 from fedring.control.failure import Failure
 from fedring.privacy.account import SampledSteps, sampled_epsilon
 from fedring.rpc.errors import BadUpdate
-from fedring.server.model.terms import Terms
+from fedring.server.aggregation.terms import Terms
 from fedring.server.model.transforms.listing import transforms_of
 from fedring.server.round.plan import job_spec
 from fedring.simulation import simulate
 from fedring.simulation.worker import admit
-from fedring.train.job import Job
+from fedring.train.jobs.job import Job
+from fedring.train.jobs.sample_privacy_table import SamplePrivacy
 from fedring.train.plan import Plan
 from fedring.train.private_loop import sampled_steps
-from fedring.train.sample_privacy_table import SamplePrivacy
 from fedring.v1 import federation_pb2 as pb
 
 

@@ -16,16 +16,16 @@ from torch import Tensor, nn
 
 from fedring.client import Federation, connect
 from fedring.client.errors import UpdateRefused
-from fedring.client.ledger import Ledger
-from fedring.client.privacy import SitePolicy, may_count, refusal
-from fedring.client.sample_privacy import overspent
+from fedring.client.policy.ledger import Ledger
+from fedring.client.policy.privacy import SitePolicy, may_count, refusal
+from fedring.client.training.sample_privacy import overspent
 from fedring.client.transfer.own_values import line_of
 from fedring.daemon.config import ConfigError
 from fedring.data import Samples, Split, digits
 from fedring.privacy.account import SampledSteps, epsilon, sampled_epsilon
 from fedring.rpc.errors import FedringError, Unavailable
+from fedring.train.jobs.sample_privacy_table import SamplePrivacy
 from fedring.train.models import digits_mlp
-from fedring.train.sample_privacy_table import SamplePrivacy
 from fedring.v1 import federation_pb2 as pb
 
 if TYPE_CHECKING:
@@ -345,7 +345,7 @@ def test_a_charge_that_cannot_be_written_is_no_charge(tmp_path: Path, monkeypatc
         raise OSError("no space left")
 
     ledger = Ledger(tmp_path)
-    monkeypatch.setattr("fedring.client.ledger.replace_with_digest", full)
+    monkeypatch.setattr("fedring.client.policy.ledger.replace_with_digest", full)
     with pytest.raises(OSError, match="no space left"):
         ledger.charge_samples(command(), STEPS)
     assert not ledger.has_charged(command())

@@ -25,18 +25,18 @@ from fedring.codec import Entry, Schema, Vectors
 from fedring.codec.digest import name_of
 from fedring.daemon.config import explain
 from fedring.rpc.errors import BadUpdate
-from fedring.server.model.aggregate import AggregationPlan, NewModel, aggregate, store_model
-from fedring.server.model.contributions import Contribution
+from fedring.server.aggregation.aggregate import AggregationPlan, NewModel, aggregate, store_model
+from fedring.server.aggregation.contributions import Contribution
+from fedring.server.aggregation.modelfile import ModelReader
+from fedring.server.aggregation.steps import BaseFiles
+from fedring.server.aggregation.terms import Terms
+from fedring.server.aggregation.versions import ModelVersions
 from fedring.server.model.control import ControlPlan, counted_in, plan_control
-from fedring.server.model.modelfile import ModelReader
-from fedring.server.model.steps import BaseFiles
-from fedring.server.model.terms import Terms
 from fedring.server.model.transforms.scaffold import NextControl
-from fedring.server.model.versions import ModelVersions
 from fedring.server.state.blobs import FileBlobs
 from fedring.server.state.rows import UpdateRow
 from fedring.simulation.worker import admit
-from fedring.train.job import Job
+from fedring.train.jobs.job import Job
 from fedring.train.loop import train
 from fedring.train.optimizers import sgd
 from fedring.train.plan import Plan

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from fedring.train.job import Job
+from fedring.train.jobs.job import Job
 
 FITS: dict[str, Any] = {
     "min_clients": 5,

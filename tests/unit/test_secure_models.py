@@ -16,9 +16,9 @@ from fedring.codec.masked import MASKED
 from fedring.daemon.config import ConfigError
 from fedring.secure.levels import open_blocks, to_integers
 from fedring.secure.limits import bits_of_sum
+from fedring.server.aggregation.modelfile import ModelReader
 from fedring.server.config import ServerConfig
 from fedring.server.model.masked_sum import GroupMasks
-from fedring.server.model.modelfile import ModelReader
 from fedring.server.model.models import Models
 from fedring.server.model.secure_scales import Pace, Spread, pace_in, secure_round
 from fedring.server.operator.job_checks import JobChecks
@@ -27,8 +27,8 @@ from fedring.server.state.checked import read_checked
 from fedring.server.state.facts import Facts
 from fedring.server.state.failures import DamagedModel, DamagedUpdates
 from fedring.server.state.rows import ModelRow, UpdateRow, lay_out
-from fedring.server.state.store import SqlStore
-from fedring.train.job import Job
+from fedring.server.state.sql.store import SqlStore
+from fedring.train.jobs.job import Job
 from fedring.v1.secure_pb2 import SecureRound
 
 SIZE = 5000

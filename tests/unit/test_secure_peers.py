@@ -14,9 +14,9 @@ from tests.damage import flip
 from tests.pki import Pki
 from tests.secure_sums import command_of, new_signer
 
-from fedring.client.ledger import Ledger
 from fedring.client.main import app
-from fedring.client.privacy import SitePolicy, refusal
+from fedring.client.policy.ledger import Ledger
+from fedring.client.policy.privacy import SitePolicy, refusal
 from fedring.client.secure.identity import KEY_FILE, PeerCheck, Signer, check_own_key, load_signer
 from fedring.daemon.config import ConfigError
 from fedring.daemon.durable import text_after_digest

@@ -12,8 +12,8 @@ import pytest
 from fedring.codec import NAMES, Encoding, encode
 from fedring.codec.digest import name_of
 from fedring.codec.errors import CodecError
-from fedring.server.model.contributions import open_packet
-from fedring.server.model.walk import in_order, tiles
+from fedring.server.aggregation.contributions import open_packet
+from fedring.server.aggregation.walk import in_order, tiles
 from fedring.server.state.blobs import FileBlobs
 from fedring.server.state.checked import CheckedReader, Room, read_checked
 from fedring.server.state.failures import DamagedBlob, StorageFailed

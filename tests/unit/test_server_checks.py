@@ -13,8 +13,8 @@ from fedring.daemon.config import ConfigError, load_config
 from fedring.daemon.exits import Exit
 from fedring.server.config import ServerConfig
 from fedring.server.startup_checks import check
-from fedring.train.files import save_model
 from fedring.train.models import digits_mlp, vector
+from fedring.train.tensors.files import save_model
 
 VECTOR = {"model": "fedring.train.models:vector", "model_args": {"size": 3}}
 DGC = {"mode": "data_parallel", "data_parallel": {"hook": "dgc"}}

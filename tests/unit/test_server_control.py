@@ -21,8 +21,8 @@ from fedring.server.sessions.sessions import Sessions
 from fedring.server.state.blobs import FileBlobs
 from fedring.server.state.facts import Facts
 from fedring.server.state.rows import JobRow, RoundRow
-from fedring.server.state.store import SqlStore
-from fedring.train.job import Job
+from fedring.server.state.sql.store import SqlStore
+from fedring.train.jobs.job import Job
 from fedring.v1 import control_pb2 as pb
 
 

@@ -15,8 +15,8 @@ from fedring.server.state.blobs import FileBlobs
 from fedring.server.state.facts import Facts
 from fedring.server.state.failures import FsyncFailed, StoreError
 from fedring.server.state.rows import JobRow
-from fedring.server.state.store import SqlStore
-from fedring.train.job import Job
+from fedring.server.state.sql.store import SqlStore
+from fedring.train.jobs.job import Job
 
 
 class SlowStore(SqlStore):

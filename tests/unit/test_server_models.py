@@ -15,21 +15,21 @@ from tests.closed_rounds import next_model
 from fedring.codec import Encoding, Vectors, decode, encode
 from fedring.codec.digest import name_of
 from fedring.rpc.errors import BadRequest, UnknownModel
+from fedring.server.aggregation.aggregate import store_model
+from fedring.server.aggregation.modelfile import ModelReader
 from fedring.server.config import ServerConfig
-from fedring.server.model.aggregate import store_model
 from fedring.server.model.downloads import MAX_DELTAS, MAX_RANGES
-from fedring.server.model.modelfile import ModelReader
 from fedring.server.model.models import Models
 from fedring.server.state.blobs import FileBlobs
 from fedring.server.state.facts import Facts
 from fedring.server.state.failures import DamagedModel
 from fedring.server.state.rows import ModelRow, UpdateRow, lay_out
-from fedring.server.state.store import SqlStore
+from fedring.server.state.sql.store import SqlStore
 from fedring.train.errors import SeamError
-from fedring.train.files import load_model
-from fedring.train.job import Job
+from fedring.train.jobs.job import Job
 from fedring.train.models import digits_mlp, vector
-from fedring.train.state import read_vectors, schema_of
+from fedring.train.tensors.files import load_model
+from fedring.train.tensors.state import read_vectors, schema_of
 from fedring.v1 import federation_pb2 as pb
 
 SIZE = 5000

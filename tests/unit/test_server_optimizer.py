@@ -7,8 +7,8 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from fedring.server.model.optimizer import ELEMENTWISE, OptimizerError, ServerOptimizer
-from fedring.server.model.yogi import Yogi
+from fedring.server.aggregation.optimizer import ELEMENTWISE, OptimizerError, ServerOptimizer
+from fedring.server.aggregation.yogi import Yogi
 
 RNG = np.random.default_rng(0)
 BASE = RNG.standard_normal(33, np.float32)

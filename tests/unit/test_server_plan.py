@@ -4,7 +4,7 @@ import json
 
 from fedring.server.round.events import RoundRules
 from fedring.server.round.plan import job_spec, rules_of, train_cmd
-from fedring.train.job import Job
+from fedring.train.jobs.job import Job
 
 JOB = Job.model_validate(
     {

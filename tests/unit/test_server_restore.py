@@ -17,7 +17,7 @@ from fedring.server.state.backup.contents import BackupError, NamedBlob, copy_bl
 from fedring.server.state.backup.create import back_up
 from fedring.server.state.backup.restore import restore
 from fedring.server.state.identity import open_state
-from fedring.server.state.store import SqlStore
+from fedring.server.state.sql.store import SqlStore
 
 NOW = 1_700_000_000
 
@@ -35,7 +35,7 @@ class Clock:
 @pytest.fixture(autouse=True)
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock(NOW + 0.5)
-    monkeypatch.setattr("fedring.server.state.database.time", clock)
+    monkeypatch.setattr("fedring.server.state.sql.database.time", clock)
     return clock
 
 

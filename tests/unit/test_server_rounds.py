@@ -19,7 +19,7 @@ from fedring.server.round import machine as rd
 from fedring.server.round.events import Abandon, Joined
 from fedring.server.service import upload_calls
 from fedring.server.state.rows import LastAccepted
-from fedring.server.state.store import SqlStore
+from fedring.server.state.sql.store import SqlStore
 from fedring.server.update.admission import check_payload
 from fedring.v1 import federation_pb2 as pb
 

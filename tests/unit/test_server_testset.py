@@ -12,9 +12,9 @@ from fedring.server.model.models import Models
 from fedring.server.model.testset import TestSet as Subject  # pytest would collect it
 from fedring.server.state.blobs import FileBlobs
 from fedring.server.state.facts import Facts
-from fedring.server.state.store import SqlStore
+from fedring.server.state.sql.store import SqlStore
 from fedring.train.errors import SeamError
-from fedring.train.job import Job
+from fedring.train.jobs.job import Job
 
 CODE = """
 from fedring.offers import offers

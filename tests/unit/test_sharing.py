@@ -15,21 +15,21 @@ from torch import nn
 from fedring.codec import Vectors
 from fedring.daemon.config import ConfigError
 from fedring.offers import offers
+from fedring.server.aggregation.modelfile import ModelReader
 from fedring.server.config import ServerConfig
 from fedring.server.model.initial import find_file, load_initial
-from fedring.server.model.modelfile import ModelReader
 from fedring.server.model.models import Models
 from fedring.server.operator.job_checks import JobChecks
 from fedring.server.state.blobs import FileBlobs
 from fedring.server.state.facts import Facts
 from fedring.server.state.rows import ModelRow
-from fedring.server.state.store import SqlStore
+from fedring.server.state.sql.store import SqlStore
 from fedring.train.errors import SeamError
-from fedring.train.files import load_model, save_model
-from fedring.train.job import Job
+from fedring.train.jobs.job import Job
 from fedring.train.models import digits_mlp
-from fedring.train.sharing import Sharing
-from fedring.train.state import check_sharing, frozen_digest, read_vectors, schema_of, split, write_vectors
+from fedring.train.tensors.files import load_model, save_model
+from fedring.train.tensors.sharing import Sharing
+from fedring.train.tensors.state import check_sharing, frozen_digest, read_vectors, schema_of, split, write_vectors
 
 Make = Callable[..., tuple[Models, ModelRow, Job]]
 

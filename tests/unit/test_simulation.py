@@ -21,15 +21,15 @@ from fedring.control.failure import Failure
 from fedring.daemon.config import ConfigError
 from fedring.daemon.exits import Exit
 from fedring.rpc.errors import BadUpdate, FedringError
+from fedring.server.aggregation.terms import Terms
 from fedring.server.model.making import ModelMaker
-from fedring.server.model.terms import Terms
 from fedring.server.state.rows import ModelRow
 from fedring.simulation import simulate
 from fedring.simulation.secure import draw_groups
 from fedring.simulation.vectors import ClientSections, pack, unpack
 from fedring.simulation.worker import admit
 from fedring.train.device import threads_for
-from fedring.train.job import Job
+from fedring.train.jobs.job import Job
 from fedring.v1 import federation_pb2 as pb
 
 Call = Callable[..., tuple[int, str, str]]

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from fedring.train.errors import SeamError
 from fedring.train.models import digits_mlp
-from fedring.train.offered import collect
-from fedring.train.skeleton import build_skeleton, check_can_initialize, initialize, replace_tensors
-from fedring.train.state import schema_of, tensors_of
+from fedring.train.names.offered import collect
+from fedring.train.tensors.skeleton import build_skeleton, check_can_initialize, initialize, replace_tensors
+from fedring.train.tensors.state import schema_of, tensors_of
 
 HERE = "tests.unit.test_skeleton"
 

@@ -8,9 +8,9 @@ from torch import nn
 
 from fedring.offers import named
 from fedring.train.errors import SeamError, TrainError
-from fedring.train.offered import Offered, collect
+from fedring.train.jobs.pipeline_table import Pipeline
+from fedring.train.names.offered import Offered, collect
 from fedring.train.optimizers import adam, sgd
-from fedring.train.pipeline_table import Pipeline
 from fedring.train.plan import Plan
 from fedring.workers.replica import Progress
 from fedring.workers.stage_checkpoints import Checkpoint, Held, Layout, StageCheckpoints, missing, newest_complete

@@ -14,7 +14,6 @@ from sqlalchemy import Engine, event, text
 from tests.damage import ask
 from tests.unit.rows import a_job, a_model, a_round, an_update
 
-from fedring.server.state.database import SCHEMA, open_database
 from fedring.server.state.failures import StorageError, StoreError
 from fedring.server.state.identity import open_state
 from fedring.server.state.rows import (
@@ -25,8 +24,9 @@ from fedring.server.state.rows import (
     SecureRoundRow,
     TokenRow,
 )
-from fedring.server.state.store import SqlStore
-from fedring.server.state.tables import METADATA, ROW_DIGEST
+from fedring.server.state.sql.database import SCHEMA, open_database
+from fedring.server.state.sql.store import SqlStore
+from fedring.server.state.sql.tables import METADATA, ROW_DIGEST
 
 SEED, FLIPS = 1, 100
 

@@ -16,11 +16,11 @@ from fedring.train.errors import TrainError, TrainingStopped
 from fedring.train.evaluation import Counts, evaluate
 from fedring.train.loop import train
 from fedring.train.losses import cross_entropy
-from fedring.train.offered import collect
+from fedring.train.names.offered import collect
+from fedring.train.names.seam import build_model
 from fedring.train.optimizers import adam, sgd
 from fedring.train.plan import Plan, TrainResult
-from fedring.train.seam import build_model
-from fedring.train.state import read_vectors
+from fedring.train.tensors.state import read_vectors
 from fedring.train.user_trainer import run_trainer
 
 CPU = torch.device("cpu")

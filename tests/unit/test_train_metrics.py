@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fedring.rpc.contract import MAX_FIGURE
 from fedring.train.errors import TrainError
 from fedring.train.evaluation import Counts, counts_of, evaluate, run_evaluator
-from fedring.train.job import Job
+from fedring.train.jobs.job import Job
 from fedring.train.metrics import MAX_METRICS, best_of, check_metrics, combine, named_metrics, result_of, with_origin
 
 CPU = torch.device("cpu")

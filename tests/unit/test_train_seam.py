@@ -10,8 +10,8 @@ import torch
 from fedring.train.device import pick_device, threads_for
 from fedring.train.errors import SeamError
 from fedring.train.models import cifar_cnn, digits_mlp, mnist_cnn, vector
-from fedring.train.offered import Offered, collect
-from fedring.train.seam import build_model, optimizer_factory
+from fedring.train.names.offered import Offered, collect
+from fedring.train.names.seam import build_model, optimizer_factory
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def test_the_models_have_the_sizes_that_their_docstrings_say() -> None:
 
 @pytest.mark.programs
 def test_reading_a_job_does_not_import_torch() -> None:
-    code = "import sys, fedring.train.job; sys.exit('torch' in sys.modules)"
+    code = "import sys, fedring.train.jobs.job; sys.exit('torch' in sys.modules)"
     path = str(Path(__file__).parents[2] / "common")
     assert subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": path}, check=False).returncode == 0
 

@@ -11,9 +11,9 @@ from torch import nn
 import fedring.train
 from fedring.codec.schema import Schema, Vectors
 from fedring.train.errors import SeamError
-from fedring.train.files import load_model, save_model, save_vectors
 from fedring.train.models import digits_mlp
-from fedring.train.state import read_vectors, schema_of, write_vectors
+from fedring.train.tensors.files import load_model, save_model, save_vectors
+from fedring.train.tensors.state import read_vectors, schema_of, write_vectors
 
 
 class Tied(nn.Module):

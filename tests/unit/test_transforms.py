@@ -15,10 +15,10 @@ from fedring.codec import Entry, Schema
 from fedring.codec.errors import CodecError
 from fedring.codec.masked import Width
 from fedring.daemon.config import ConfigError
+from fedring.server.aggregation.combining import Combination
+from fedring.server.aggregation.modelfile import ModelReader
+from fedring.server.aggregation.terms import Terms
 from fedring.server.config import ServerConfig
-from fedring.server.model.combining import Combination
-from fedring.server.model.modelfile import ModelReader
-from fedring.server.model.terms import Terms
 from fedring.server.model.transforms import named
 from fedring.server.model.transforms.listing import algorithms, transforms_of
 from fedring.server.model.transforms.states import read_states, write_states
@@ -28,7 +28,7 @@ from fedring.server.state.checked import read_checked
 from fedring.server.state.rows import UpdateRow
 from fedring.simulation.server import SimulatedPast
 from fedring.train.errors import SeamError
-from fedring.train.job import Job
+from fedring.train.jobs.job import Job
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1.secure_pb2 import SecureRound
 

@@ -12,7 +12,7 @@ from fedring.codec.masked import Width, masked_packet
 from fedring.codec.schema import Entry, Schema
 from fedring.rpc.chunks import CHUNK_BYTES
 from fedring.rpc.errors import FedringError, UnknownRound
-from fedring.server.model.terms import Terms
+from fedring.server.aggregation.terms import Terms
 from fedring.server.update.upload import (
     Accept,
     Accepted,

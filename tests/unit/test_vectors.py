@@ -32,9 +32,9 @@ from fedring.codec import (
 from fedring.codec.digest import name_of, update_name
 from fedring.codec.gradient import decode_gradient
 from fedring.rpc.contract import PROTOCOL
-from fedring.server.model.aggregate import AggregationPlan, aggregate, store_model
-from fedring.server.model.contributions import Contribution
-from fedring.server.model.modelfile import ModelReader
+from fedring.server.aggregation.aggregate import AggregationPlan, aggregate, store_model
+from fedring.server.aggregation.contributions import Contribution
+from fedring.server.aggregation.modelfile import ModelReader
 from fedring.server.state.blobs import FileBlobs
 from fedring.server.state.rows import lay_out
 from fedring.v1 import federation_pb2 as pb

@@ -24,7 +24,7 @@ from fedring.server.round.events import Member, Phase, Presence, Round, RoundRul
 from fedring.server.round.open_round import OpenRound
 from fedring.server.sessions.sessions import Session, Sessions
 from fedring.server.state.rows import JobRow, ModelRow, RoundRow
-from fedring.train.job import Job
+from fedring.train.jobs.job import Job
 from fedring.v1 import control_pb2 as pb
 from fedring.v1 import federation_pb2 as fed
 from fedring.v1.privacy_pb2 import SecureProgress

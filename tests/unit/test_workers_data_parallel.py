@@ -10,7 +10,7 @@ from tests import forks
 from tests.unit import group_member
 from tests.unit.group_member import SIZE, net, samples
 
-from fedring.train.data_parallel_table import HOOKS
+from fedring.train.jobs.data_parallel_table import HOOKS
 from fedring.workers.shards import GroupRank, count_steps, epoch_order, shares
 
 pytestmark = pytest.mark.programs

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedring.train.data_parallel_table import DataParallel
+from fedring.train.jobs.data_parallel_table import DataParallel
 from fedring.workers.data_parallel_epochs import lr_factor
 from fedring.workers.shards import GroupRank, count_steps, epoch_order, shares
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fedring.client import ClientConfig, Federation
-from fedring.client.trainer import DeclaredTrainer
+from fedring.client.training.trainer import DeclaredTrainer
 
 
 def user_module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:

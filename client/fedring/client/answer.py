@@ -22,7 +22,7 @@ from fedring.client.transfer.spool import Spool
 from fedring.client.transfer.update import TrainingReport, residual_of
 from fedring.client.transforms.chosen import begin_transforms
 from fedring.client.transforms.interface import Float32, RoundStart
-from fedring.train.state import read_tensors, read_vectors, schema_of
+from fedring.train.tensors.state import read_tensors, read_vectors, schema_of
 from fedring.v1 import federation_pb2 as pb
 
 log = logging.getLogger(__name__)

@@ -8,12 +8,12 @@ from typing import Literal, Self
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from fedring.client.privacy import SitePolicy
+from fedring.client.policy.privacy import SitePolicy
 from fedring.rpc.address import Address, AddressOrEmpty, HostOrEmpty, TcpAddress, TcpAddressOrEmpty
 from fedring.rpc.channel import encrypts, is_loopback
 from fedring.rpc.metrics import check_metrics_address
 from fedring.rpc.tls import Tls
-from fedring.train.labels import Labels
+from fedring.train.jobs.labels import Labels
 
 
 def _own_name() -> str:

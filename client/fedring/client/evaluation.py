@@ -9,8 +9,8 @@ from fedring.client.session.inbox import EvaluationOrder
 from fedring.client.session.link import ServerLink
 from fedring.client.transfer.kept import KeptFiles
 from fedring.client.transfer.own_values import PERSONAL, line_of, values_in
-from fedring.train.arrays import Arrays
-from fedring.train.state import write_tensors
+from fedring.train.tensors.arrays import Arrays
+from fedring.train.tensors.state import write_tensors
 from fedring.v1 import federation_pb2 as pb
 
 

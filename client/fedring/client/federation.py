@@ -17,9 +17,9 @@ from fedring.client.errors import FederationClosed, Refused, RoundOver
 from fedring.client.evaluation import Evaluation
 from fedring.client.loading import ModelLoader
 from fedring.client.metrics import ClientMetrics
-from fedring.client.privacy import check_policy, failed_too_often, may_count, refusal
-from fedring.client.promises import is_covered
-from fedring.client.secret import kept_secret
+from fedring.client.policy.privacy import check_policy, failed_too_often, may_count, refusal
+from fedring.client.policy.promises import is_covered
+from fedring.client.policy.secret import kept_secret
 from fedring.client.secure.client import SecureAggregationClient
 from fedring.client.secure.participant import lost_update
 from fedring.client.session.inbox import EvaluationOrder
@@ -35,10 +35,10 @@ from fedring.daemon.metrics import serving
 from fedring.privacy.account import NoAccountant
 from fedring.rpc.contract import MAX_FIGURE
 from fedring.rpc.tls import ends_at
-from fedring.train.arrays import Arrays
 from fedring.train.errors import failure_reason
 from fedring.train.evaluation import Counts, counts_of
 from fedring.train.metrics import sendable_metrics
+from fedring.train.tensors.arrays import Arrays
 from fedring.v1 import federation_pb2 as pb
 
 log = logging.getLogger(__name__)

@@ -18,9 +18,9 @@ from fedring.client.transfer.kept import KeptFiles
 from fedring.client.transfer.own_values import PRIVATE, FirstValues, line_of, section_of, values_in
 from fedring.client.transfer.residual import Residual
 from fedring.codec.schema import Schema, Vectors
-from fedring.train.arrays import Arrays, as_module, copy_back
-from fedring.train.sharing import Sharing
-from fedring.train.state import Parts, fill, has_frozen, read_vectors, split, tensors_of, write_tensors
+from fedring.train.tensors.arrays import Arrays, as_module, copy_back
+from fedring.train.tensors.sharing import Sharing
+from fedring.train.tensors.state import Parts, fill, has_frozen, read_vectors, split, tensors_of, write_tensors
 from fedring.v1 import federation_pb2 as pb
 
 _KEPT = "private_tensors"  # the reason to refuse a job that would share what this client keeps to itself

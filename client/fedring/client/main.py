@@ -87,7 +87,7 @@ def command(
 
         check(loaded.config)
         if check_config:
-            from fedring.client.trainer import offered_by
+            from fedring.client.training.trainer import offered_by
 
             offered, covered = offered_by(loaded.config).lines(), coverage(loaded.config.privacy)
             print(*offered, *covered, "the configuration is good", sep="\n")
@@ -125,8 +125,8 @@ def serve(loaded: Loaded[ClientConfig]) -> Exit:
     from fedring.client.federation import Federation
     from fedring.client.restart import Restart
     from fedring.client.startup_checks import warn_of_insecurity
-    from fedring.client.trainer import DeclaredTrainer, prepare
-    from fedring.train.modes import MODES
+    from fedring.client.training.trainer import DeclaredTrainer, prepare
+    from fedring.train.jobs.modes import MODES
 
     config = loaded.config
     set_up_logs(config.log_style, config.log_level)

@@ -2,7 +2,7 @@
 
 import hashlib
 
-from fedring.client.secret import TRAINING, ClientSecret, needs_secret
+from fedring.client.policy.secret import TRAINING, ClientSecret, needs_secret
 from fedring.train.plan import Plan
 from fedring.v1 import federation_pb2 as pb
 

@@ -4,15 +4,15 @@ import logging
 from collections.abc import Iterator
 
 from fedring.client.config import ClientConfig
-from fedring.client.privacy import SitePolicy, check_policy, may_count
+from fedring.client.policy.privacy import SitePolicy, check_policy, may_count
 from fedring.client.secure.identity import load_signer
-from fedring.client.trainer import NAMES, offered_by
+from fedring.client.training.trainer import NAMES, offered_by
 from fedring.daemon.checks import Check, Level, check_data_root, check_writable, refuse_failed
 from fedring.rpc.channel import encrypts, is_loopback
 from fedring.rpc.tls import check_tls, read_token
 from fedring.train.errors import SeamError
-from fedring.train.job import Job
-from fedring.train.name_checks import check_data, check_device, check_name, check_offered
+from fedring.train.jobs.job import Job
+from fedring.train.names.name_checks import check_data, check_device, check_name, check_offered
 from fedring.v1.federation_pb2 import JobSpec
 
 log = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from fedring.client.answer import Answers, StartedRound, check_size
 from fedring.client.errors import BadModel, Refused, RoundOver, UpdateRefused, WrongModel
 from fedring.client.loading import Loaded, ModelLoader, is_spoiled
 from fedring.client.metrics import ClientMetrics
-from fedring.client.promises import is_covered
+from fedring.client.policy.promises import is_covered
 from fedring.client.round_plan import plan_of
 from fedring.client.secure.client import SecureAggregationClient
 from fedring.client.session.inbox import Assignment
@@ -27,9 +27,9 @@ from fedring.codec import CodecError
 from fedring.codec.schema import Schema
 from fedring.privacy.account import SampledSteps
 from fedring.secure.errors import SecureError
-from fedring.train.arrays import Arrays, as_module
 from fedring.train.plan import Plan
-from fedring.train.state import fill, schema_of
+from fedring.train.tensors.arrays import Arrays, as_module
+from fedring.train.tensors.state import fill, schema_of
 from fedring.v1 import federation_pb2 as pb
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from fedring.daemon.config import ConfigError, check_keys, explain
-from fedring.train.job import Job
+from fedring.train.jobs.job import Job
 
 
 def check_job(table: Mapping[str, Any], *, where: str) -> None:

@@ -33,7 +33,7 @@ def write_model(stream: Iterable[fb.ModelBlob], path: Path, *, exact: bool = Fal
     Raises:
         Failure: The model is damaged or cannot be decoded, or the file cannot be written.
     """
-    from fedring.train.files import save_vectors  # imports torch, which most verbs do not need
+    from fedring.train.tensors.files import save_vectors  # imports torch, which most verbs do not need
 
     blobs = iter(stream)
     header = next(blobs, fb.ModelBlob()).header

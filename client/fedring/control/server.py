@@ -256,7 +256,7 @@ class Job:
             Failure: As for export(), or if `model` does not fit.
         """
         from fedring.train.errors import SeamError  # these import torch
-        from fedring.train.files import load_model
+        from fedring.train.tensors.files import load_model
 
         with TemporaryDirectory() as folder:
             path = Path(folder) / "model.safetensors"

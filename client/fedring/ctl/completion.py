@@ -16,8 +16,8 @@ from fedring.control.failure import Failure
 from fedring.ctl.access import access_of
 from fedring.ctl.options import DEFAULT_SERVER
 from fedring.daemon.config import ConfigError
-from fedring.train.data_parallel_table import HOOKS
-from fedring.train.job import Job
+from fedring.train.jobs.data_parallel_table import HOOKS
+from fedring.train.jobs.job import Job
 
 Offer = tuple[str, str]
 """What the shell completes a word to, and a text about it."""

@@ -31,7 +31,7 @@ from fedring.ring.engine import collectives
 from fedring.ring.engine.group import Group
 from fedring.ring.engine.operation import Operation
 from fedring.ring.torch.work import Pool
-from fedring.train.offered import Offered
+from fedring.train.names.offered import Offered
 
 log = logging.getLogger(__name__)
 

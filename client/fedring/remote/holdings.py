@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fedring.offers import marks_of
 from fedring.remote.errors import CallRefused
-from fedring.train.offered import Offered
+from fedring.train.names.offered import Offered
 
 
 class Holdings:

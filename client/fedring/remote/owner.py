@@ -24,7 +24,7 @@ from fedring.remote.messages import Message, outgoing
 from fedring.remote.requests import Reply, Request
 from fedring.remote.values import Handle, flatten, unflatten
 from fedring.ring import NotSupported, RingError, RingProcessGroup
-from fedring.train.offered import collect
+from fedring.train.names.offered import collect
 
 Then = TypeVar("Then")
 

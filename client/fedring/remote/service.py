@@ -20,7 +20,7 @@ from fedring.remote.messages import Message, outgoing
 from fedring.remote.requests import REASON, RemoteFailure, Reply, Request
 from fedring.remote.stepping import OwnedOptimizer, StepLock
 from fedring.remote.values import flatten, unflatten
-from fedring.train.offered import Offered
+from fedring.train.names.offered import Offered
 
 MAX_CALLS = 64
 """How many functions, methods and modules one rank may have running here."""

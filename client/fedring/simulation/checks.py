@@ -16,8 +16,8 @@ from fedring.daemon.exits import Exit
 from fedring.offers import named
 from fedring.privacy.keystream import SECRET_BYTES
 from fedring.train.bounds import MAX_COUNT, MAX_SEED
-from fedring.train.job import Job
-from fedring.train.start import FRESH, NEWEST, is_path
+from fedring.train.jobs.job import Job
+from fedring.train.jobs.start import FRESH, NEWEST, is_path
 
 _NAMES = ("model", "data", "loss", "optimizer", "trainer", "evaluator")
 

@@ -21,16 +21,16 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from fedring.client.privacy import SitePolicy
+from fedring.client.policy.privacy import SitePolicy
 from fedring.client.transfer.own_values import PERSONAL
 from fedring.codec import CodecError
 from fedring.control.failure import Failure
 from fedring.daemon.exits import Exit
 from fedring.privacy.account import NoAccountant, SampledSteps, epsilon, sampled_epsilon
-from fedring.server.model.optimizer import OptimizerError
+from fedring.server.aggregation.optimizer import OptimizerError
+from fedring.server.aggregation.rule import RuleError
+from fedring.server.aggregation.strategy import HISTORY, PastRound, StrategyError, with_settings
 from fedring.server.model.private_mean import most_charged
-from fedring.server.model.rule import RuleError
-from fedring.server.model.strategy import HISTORY, PastRound, StrategyError, with_settings
 from fedring.server.round import machine
 from fedring.server.round.events import Phase, Round
 from fedring.server.round.plan import round_command, rules_of
@@ -55,10 +55,10 @@ from fedring.simulation.worker import Order, Outcome, Own, Setup, Turn, client_i
 from fedring.train.device import threads_for
 from fedring.train.errors import SeamError
 from fedring.train.evaluation import Counts
-from fedring.train.files import save_vectors
-from fedring.train.job import Job
+from fedring.train.jobs.job import Job
+from fedring.train.jobs.sample_privacy_table import SamplePrivacy
 from fedring.train.metrics import combine, with_origin
-from fedring.train.sample_privacy_table import SamplePrivacy
+from fedring.train.tensors.files import save_vectors
 
 Show = Callable[[float, Row | None], None]
 """Takes the share of the work that is done, from 0 to 1, and the row of the last round that has ended, if any has."""

@@ -9,15 +9,15 @@ clients that all live in this process.
 import random
 from collections.abc import Iterable, Sequence
 
-from fedring.client.privacy import SitePolicy
-from fedring.client.promises import dp_of
+from fedring.client.policy.privacy import SitePolicy
+from fedring.client.policy.promises import dp_of
 from fedring.client.secure.masked import MaskedUpdates
 from fedring.secure.levels import bits_of
 from fedring.secure.limits import fewest_survivors, group_count, threshold
 from fedring.secure.masks import wrap
 from fedring.secure.statements import task_digest
 from fedring.server.model.masked_sum import GroupMasks, PrivateIntegers
-from fedring.train.job import Job
+from fedring.train.jobs.job import Job
 from fedring.v1 import federation_pb2 as pb
 
 Group = tuple[str, ...]

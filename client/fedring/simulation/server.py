@@ -21,14 +21,14 @@ from fedring.control.failure import Failure
 from fedring.daemon.config import ConfigError
 from fedring.daemon.exits import Exit
 from fedring.privacy.keystream import SECRET_BYTES
+from fedring.server.aggregation.modelfile import ModelReader
+from fedring.server.aggregation.strategy import PastClient, PastRound
+from fedring.server.aggregation.versions import ModelVersions, files_of
 from fedring.server.config import ServerConfig
 from fedring.server.model.guards import weight_of
 from fedring.server.model.making import ModelMaker
 from fedring.server.model.masked_sum import GroupMasks
-from fedring.server.model.modelfile import ModelReader
-from fedring.server.model.strategy import PastClient, PastRound
 from fedring.server.model.transforms.transform import ClosedRound
-from fedring.server.model.versions import ModelVersions, files_of
 from fedring.server.operator.job_checks import JobChecks
 from fedring.server.state.blobs import FileBlobs
 from fedring.server.state.ratings import best_of
@@ -36,9 +36,9 @@ from fedring.server.state.rows import ModelRow, UpdateRow
 from fedring.simulation.secure import Group
 from fedring.simulation.worker import Setup
 from fedring.train.errors import SeamError
-from fedring.train.job import Job
+from fedring.train.jobs.job import Job
+from fedring.train.jobs.start import is_path
 from fedring.train.metrics import combine, with_origin
-from fedring.train.start import is_path
 from fedring.v1 import federation_pb2 as pb
 
 Row = dict[str, Any]

@@ -21,12 +21,12 @@ from fedring.client.client_round import Answer, ClientRound
 from fedring.client.config import ClientConfig
 from fedring.client.errors import UpdateRefused
 from fedring.client.loading import add_left_out
-from fedring.client.local_training import check_private, counted, train_locally
-from fedring.client.personal import figures_of, train_own
-from fedring.client.promises import is_covered
+from fedring.client.policy.promises import is_covered
+from fedring.client.policy.secret import DITHER, ClientSecret
 from fedring.client.round_plan import plan_of
-from fedring.client.secret import DITHER, ClientSecret
-from fedring.client.trainer import load_job
+from fedring.client.training.local_training import check_private, counted, train_locally
+from fedring.client.training.personal import figures_of, train_own
+from fedring.client.training.trainer import load_job
 from fedring.client.transfer.download import HeldModel
 from fedring.client.transfer.kept import Sections
 from fedring.client.transfer.own_values import PERSONAL, line_of, section_of, values_in
@@ -44,7 +44,7 @@ from fedring.rpc.chunks import CHUNK_BYTES
 from fedring.rpc.contract import SMALL_BYTES
 from fedring.rpc.errors import FedringError
 from fedring.secure.errors import SecureError
-from fedring.server.model.terms import Terms
+from fedring.server.aggregation.terms import Terms
 from fedring.server.model.transforms.listing import transforms_of
 from fedring.server.round.plan import job_spec
 from fedring.server.state.rows import UpdateRow
@@ -57,14 +57,14 @@ from fedring.train.batches import size_of
 from fedring.train.device import pick_device
 from fedring.train.errors import SeamError, TrainError, failure_detail, failure_reason
 from fedring.train.evaluation import Counts, run_evaluator
-from fedring.train.job import Job
+from fedring.train.jobs.job import Job
+from fedring.train.jobs.personal_table import Personal
 from fedring.train.loop import seeded, warm_up
-from fedring.train.offered import collect
-from fedring.train.personal_table import Personal
+from fedring.train.names.offered import collect
 from fedring.train.plan import Plan
 from fedring.train.private_loop import sampled_steps
-from fedring.train.state import fill, frozen_digest, has_frozen, read_tensors, read_vectors, write_tensors
-from fedring.train.state import split as split_tensors
+from fedring.train.tensors.state import fill, frozen_digest, has_frozen, read_tensors, read_vectors, write_tensors
+from fedring.train.tensors.state import split as split_tensors
 from fedring.v1 import federation_pb2 as pb
 
 log = logging.getLogger(__name__)

@@ -13,8 +13,8 @@ from fedring.pipeline.cut import as_cut, balanced, cut_at, cut_by_counts
 from fedring.pipeline.errors import CutError
 from fedring.pipeline.layers import Layers, Stages
 from fedring.train.errors import SeamError
-from fedring.train.offered import Offered
-from fedring.train.pipeline_table import Pipeline
+from fedring.train.jobs.pipeline_table import Pipeline
+from fedring.train.names.offered import Offered
 
 
 def count_layers(model: nn.Module, table: Pipeline, sample: Callable[[], Tensor | Mapping[str, Tensor]]) -> list[int]:

@@ -21,8 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
 from fedring.train.batches import Inputs, apply, cut, fetch, size_of
-from fedring.train.data_parallel_table import DataParallel
 from fedring.train.errors import TrainError
+from fedring.train.jobs.data_parallel_table import DataParallel
 from fedring.train.loop import Loss, random_state, seeded, set_random_state
 from fedring.train.plan import Plan
 from fedring.train.tally import Tally

@@ -38,10 +38,10 @@ from fedring.pipeline.worker import Worker
 from fedring.schedules.simulation import check
 from fedring.train.batches import by_name, fetch, size_of
 from fedring.train.evaluation import Counts
-from fedring.train.hooks import choose_hook
+from fedring.train.jobs.hooks import choose_hook
+from fedring.train.jobs.pipeline_table import CREDITS, Pipeline
 from fedring.train.loop import Loss, OptimizerFactory, seeded
-from fedring.train.offered import Offered
-from fedring.train.pipeline_table import CREDITS, Pipeline
+from fedring.train.names.offered import Offered
 from fedring.train.plan import Plan
 from fedring.train.tally import Tally
 from fedring.workers.assembly import AssembledModel, agree_on_digest, assemble

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from fedring.pipeline.replicas import stage_group
 from fedring.schedules.schedule import Schedule
-from fedring.train.pipeline_table import Pipeline
+from fedring.train.jobs.pipeline_table import Pipeline
 
 
 def groups_of(table: Pipeline, schedule: Schedule) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:

@@ -17,7 +17,7 @@ from blake3 import blake3
 from torch import Tensor, nn
 
 from fedring.train.errors import TrainError
-from fedring.train.state import dtype_of, tensors_of
+from fedring.train.tensors.state import dtype_of, tensors_of
 
 State = dict[str, Any]  # an optimizer's state of one parameter
 _MAX_LAYOUT_BYTES = 64 << 20

@@ -11,7 +11,7 @@ import torch
 from blake3 import blake3
 from torch import Tensor, nn
 
-from fedring.train.state import tensors_of
+from fedring.train.tensors.state import tensors_of
 from fedring.workers.replica import Progress, Replica, digest_of, equal_on_all, gather
 
 _NONE = -1

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 from fedring.codec.schema import Entry
 from fedring.train.errors import SeamError, TrainError
+from fedring.train.jobs.pipeline_table import Pipeline
 from fedring.train.loop import OptimizerFactory
-from fedring.train.offered import Offered
-from fedring.train.pipeline_table import Pipeline
+from fedring.train.names.offered import Offered
 from fedring.train.plan import Plan
-from fedring.train.skeleton import replace_tensors
-from fedring.train.state import schema_of, tensors_of
+from fedring.train.tensors.skeleton import replace_tensors
+from fedring.train.tensors.state import schema_of, tensors_of
 from fedring.workers.cutting import cut_model
 from fedring.workers.replica import Progress
 from fedring.workers.state_file import TensorFile, write_tensors

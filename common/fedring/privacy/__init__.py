@@ -7,5 +7,5 @@ dp-accounting, which it imports when it is first needed.
 
 The package is pure: it reads no file and no clock, and may import no other package of fedring. Which updates are
 clipped, and where secrets and charges are kept, is in `fedring.server`; a site's demands are in
-`fedring.client.privacy`; the training that protects single samples is in `fedring.train.private_loop`.
+`fedring.client.policy.privacy`; the training that protects single samples is in `fedring.train.private_loop`.
 """

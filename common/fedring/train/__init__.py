@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from fedring.train.errors import TrainingStopped as TrainingStopped
     from fedring.train.evaluation import Counts as Counts
     from fedring.train.evaluation import evaluate as evaluate
-    from fedring.train.files import load_model as load_model
-    from fedring.train.files import save_model as save_model
     from fedring.train.plan import Plan as Plan
     from fedring.train.plan import TrainResult as TrainResult
+    from fedring.train.tensors.files import load_model as load_model
+    from fedring.train.tensors.files import save_model as save_model
 
 # Imported on first use, so that programs that only read jobs do not have to import torch.
 _MODULES = {
@@ -29,8 +29,8 @@ _MODULES = {
     "TrainingStopped": "errors",
     "Counts": "evaluation",
     "evaluate": "evaluation",
-    "load_model": "files",
-    "save_model": "files",
+    "load_model": "tensors.files",
+    "save_model": "tensors.files",
     "Plan": "plan",
     "TrainResult": "plan",
 }

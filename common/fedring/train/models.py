@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fedring.offers import offers
-from fedring.train.arrays import module_of_shapes
+from fedring.train.tensors.arrays import module_of_shapes
 
 _MOST_LAYERS = 1000
 

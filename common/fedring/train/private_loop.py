@@ -25,10 +25,10 @@ from fedring.privacy.keystream import SECRET_BYTES
 from fedring.privacy.noise import Noise
 from fedring.train.batches import Inputs, apply, fetch, size_of
 from fedring.train.errors import SeamError, TrainError, TrainingStopped
+from fedring.train.jobs.sample_privacy_table import SamplePrivacy
 from fedring.train.loop import Loss, OptimizerFactory, add_proximal, seeded
 from fedring.train.plan import Plan, TrainResult
 from fedring.train.private_layers import unfit_layer
-from fedring.train.sample_privacy_table import SamplePrivacy
 from fedring.train.tally import Tally
 
 log = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from fedring.rpc.channel import encrypts, is_loopback
 from fedring.rpc.metrics import check_metrics_address
 from fedring.rpc.tls import Tls
 from fedring.train.bounds import Seconds
-from fedring.train.job import Job
+from fedring.train.jobs.job import Job
 
 
 class ServerConfig(BaseSettings):

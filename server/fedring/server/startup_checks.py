@@ -3,20 +3,20 @@
 from collections.abc import Iterator
 
 from fedring.daemon.checks import Check, Level, check_data_root, refuse_failed
+from fedring.server.aggregation.optimizer import OptimizerError, ServerOptimizer
+from fedring.server.aggregation.strategy import make_strategy
 from fedring.server.config import ServerConfig
 from fedring.server.model.initial import load_initial
-from fedring.server.model.optimizer import OptimizerError, ServerOptimizer
-from fedring.server.model.strategy import make_strategy
 from fedring.server.model.transforms.listing import transforms_of
 from fedring.server.operator.job_checks import key_of, try_optimizer
 from fedring.train.errors import SeamError
-from fedring.train.files import read_tensors
-from fedring.train.job import Job
-from fedring.train.name_checks import check_data, check_name, check_offered
-from fedring.train.offered import Offered, collect
-from fedring.train.seam import build_model
-from fedring.train.start import FRESH, is_path
-from fedring.train.state import check_sharing
+from fedring.train.jobs.job import Job
+from fedring.train.jobs.start import FRESH, is_path
+from fedring.train.names.name_checks import check_data, check_name, check_offered
+from fedring.train.names.offered import Offered, collect
+from fedring.train.names.seam import build_model
+from fedring.train.tensors.files import read_tensors
+from fedring.train.tensors.state import check_sharing
 
 
 def check(config: ServerConfig) -> None:

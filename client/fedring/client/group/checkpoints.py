@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fedring.client.hooks import JobHook
+from fedring.client.group.hooks import JobHook
 from fedring.train.errors import SeamError
 from fedring.workers.replica import Replica
 from fedring.workers.replica_checkpoints import KEPT, BadCheckpoint, CannotKeep, Content, ReplicaCheckpoints

@@ -13,15 +13,15 @@ from torch.utils.data import Dataset
 
 from fedring.client.config import ClientConfig
 from fedring.client.group.checkpoints import JobCheckpoints, job_name
+from fedring.client.group.hooks import JobHook, make_hook
 from fedring.client.group.round import job_key, parse_table, peer_options, plan_of, take_part
-from fedring.client.hooks import JobHook, make_hook
 from fedring.client.ring_metrics import RingMetrics
 from fedring.client.task import Task
 from fedring.ddp import DGCState
-from fedring.train.data_parallel_table import DataParallel
 from fedring.train.dgc_optimizer import make_optimizer
+from fedring.train.jobs.data_parallel_table import DataParallel
 from fedring.train.loop import Loss, OptimizerFactory
-from fedring.train.offered import Offered
+from fedring.train.names.offered import Offered
 from fedring.workers.data_parallel_epochs import DataParallelSetup, DataParallelTraining
 from fedring.workers.replica import Replica, synchronize
 from fedring.workers.training import Watcher

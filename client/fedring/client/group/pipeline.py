@@ -25,10 +25,10 @@ from fedring.schedules.schedule import Kind
 from fedring.train.batches import Inputs, fetch
 from fedring.train.errors import TrainError, failure_detail, failure_reason
 from fedring.train.evaluation import Counts
+from fedring.train.jobs.pipeline_table import Pipeline
 from fedring.train.loop import Loss, OptimizerFactory
-from fedring.train.offered import Offered
-from fedring.train.pipeline_table import Pipeline
-from fedring.train.state import schema_of, tensors_of
+from fedring.train.names.offered import Offered
+from fedring.train.tensors.state import schema_of, tensors_of
 from fedring.workers.assembly import AssembledModel
 from fedring.workers.cutting import count_layers, cut_model
 from fedring.workers.pipeline_epochs import PipelineSetup, PipelineTraining, layout_of

@@ -20,10 +20,10 @@ from numpy.typing import NDArray
 
 from fedring.client.config import ClientConfig
 from fedring.client.errors import FederationClosed, RoundOver, UpdateRefused
-from fedring.client.ledger import Ledger
-from fedring.client.privacy import own_noise_refusal, refusal
-from fedring.client.promises import dp_of
-from fedring.client.secret import DITHER, ClientSecret
+from fedring.client.policy.ledger import Ledger
+from fedring.client.policy.privacy import own_noise_refusal, refusal
+from fedring.client.policy.promises import dp_of
+from fedring.client.policy.secret import DITHER, ClientSecret
 from fedring.client.secure.identity import PeerCheck, check_own_key, load_signer
 from fedring.client.secure.masked import MaskedUpdates
 from fedring.client.secure.participant import ClientIdentity, SecureParticipant

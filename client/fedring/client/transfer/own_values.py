@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fedring.client.transfer.kept import Section, Sections
 from fedring.codec.errors import CodecError
 from fedring.codec.schema import Schema
-from fedring.train.state import read_tensors
+from fedring.train.tensors.state import read_tensors
 from fedring.v1 import federation_pb2 as pb
 
 PRIVATE, PERSONAL = "private", "personal"

@@ -27,7 +27,7 @@ from pathlib import Path
 
 from google.protobuf.message import DecodeError
 
-from fedring.client.ledger import Ledger
+from fedring.client.policy.ledger import Ledger
 from fedring.client.transfer.kept import KeptFiles, KeptState
 from fedring.codec.digest import Digest, update_name
 from fedring.daemon.crash import crashpoint

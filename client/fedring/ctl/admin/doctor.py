@@ -15,7 +15,7 @@ from fedring.ctl.options import OutputOption
 from fedring.ctl.output import Output, print_json, print_table, stderr_console
 from fedring.daemon.checks import Check, Level
 from fedring.server.config import ServerConfig
-from fedring.train.job import Job
+from fedring.train.jobs.job import Job
 
 
 def doctor(
@@ -92,7 +92,7 @@ def _check_samples(config: ClientConfig, data: str, job: Job) -> Check:
 
     There must be at least one in its part.
     """
-    from fedring.client.trainer import offered_by  # imports torch
+    from fedring.client.training.trainer import offered_by  # imports torch
     from fedring.data import DataError, load_part
     from fedring.train.batches import size_of
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fedring.train.job import Job
+from fedring.train.jobs.job import Job
 
 
 def train_centrally(
@@ -30,8 +30,8 @@ def train_centrally(
     from fedring.train.device import pick_device
     from fedring.train.evaluation import evaluate
     from fedring.train.loop import train
-    from fedring.train.offered import collect
-    from fedring.train.seam import build_model
+    from fedring.train.names.offered import collect
+    from fedring.train.names.seam import build_model
 
     device = pick_device("auto")
     names = {"model": job.model, "data": job.data, "loss": job.loss, "optimizer": job.optimizer}

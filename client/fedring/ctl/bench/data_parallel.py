@@ -13,8 +13,8 @@ from fedring.ctl.bench.presets import DataRootOption, Dataset, DatasetOption, Mo
 from fedring.ctl.bench.runner import present, unique_names
 from fedring.ctl.options import OutputOption, make_out_folder
 from fedring.ctl.output import Output, duration, percent, print_table, size
-from fedring.train.data_parallel_table import HOOKS
-from fedring.train.hooks import split_hooks
+from fedring.train.jobs.data_parallel_table import HOOKS
+from fedring.train.jobs.hooks import split_hooks
 
 _KEYS = {"batch_size": 64, "epochs": 1, "lr": 0.05, "momentum": 0.9, "seed": 0}
 

@@ -21,8 +21,8 @@ from fedring.ctl.bench.runner import alternate
 from fedring.ddp.hooks import hook_by_name
 from fedring.ddp.state import HookState
 from fedring.offers import named
-from fedring.train.offered import collect
-from fedring.train.seam import build_model
+from fedring.train.names.offered import collect
+from fedring.train.names.seam import build_model
 
 BACKENDS = ("gloo", "fedring")
 _MANY = 10_000  # pieces, from which on one repeat is enough

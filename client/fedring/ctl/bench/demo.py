@@ -24,7 +24,7 @@ from fedring.ctl.options import OutputOption, make_out_folder
 from fedring.ctl.output import Output, duration, number, percent, print_json, print_table, quality, size, stderr_console
 from fedring.daemon.exits import Exit
 from fedring.daemon.signals import wait
-from fedring.train.data_parallel_table import HOOKS
+from fedring.train.jobs.data_parallel_table import HOOKS
 
 _TRAINING, _SENDING, _SAMPLES, _GROUP, _STAGES = "Training", "Sending", "Samples", "Data-parallel", "Pipeline"
 _ONLY_IN = {  # options that have no meaning in the other modes

@@ -88,9 +88,9 @@ def evaluate_file(
     from fedring.train.device import pick_device
     from fedring.train.errors import SeamError, TrainError
     from fedring.train.evaluation import run_evaluator
-    from fedring.train.files import load_model
-    from fedring.train.offered import collect
-    from fedring.train.seam import build_model
+    from fedring.train.names.offered import collect
+    from fedring.train.names.seam import build_model
+    from fedring.train.tensors.files import load_model
 
     try:
         offered = collect(named(**names), root=data_root)  # What the operator has named is offered to the operator.

@@ -23,7 +23,7 @@ from fedring.ctl.fleet import Fleet
 from fedring.ctl.operate.event_display import Show, progress_on_stderr
 from fedring.daemon.config import explain
 from fedring.daemon.exits import Exit
-from fedring.train.job import Job
+from fedring.train.jobs.job import Job
 from fedring.v1 import control_pb2 as pb
 
 _OURS = re.compile(r"server|client-\d+")

@@ -23,8 +23,8 @@ from fedring.ddp.state import HookState
 from fedring.offers import named
 from fedring.train.batches import Inputs, apply, fetch, size_of
 from fedring.train.losses import cross_entropy
-from fedring.train.offered import collect
-from fedring.train.seam import build_model
+from fedring.train.names.offered import collect
+from fedring.train.names.seam import build_model
 
 _WARM = 5  # steps before measuring: DDP rebuilds its buckets, PowerSGD begins, kernels are chosen
 _LR = 0.001

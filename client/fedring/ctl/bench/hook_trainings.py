@@ -16,8 +16,8 @@ from fedring.ddp.hooks import hook_by_name
 from fedring.offers import named
 from fedring.train.batches import fetch, size_of
 from fedring.train.losses import cross_entropy
-from fedring.train.offered import collect
-from fedring.train.seam import build_model
+from fedring.train.names.offered import collect
+from fedring.train.names.seam import build_model
 
 EPOCHS = 5
 """Into how many epochs the steps are divided; the warm-up of DGC is counted in them."""

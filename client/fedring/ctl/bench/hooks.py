@@ -20,7 +20,7 @@ from fedring.ctl.options import OutputOption, make_out_folder
 from fedring.ctl.output import Output, duration, percent, print_table, size
 from fedring.daemon.exits import Exit
 from fedring.daemon.wording import counted
-from fedring.train.hooks import choose_hook, split_hooks
+from fedring.train.jobs.hooks import choose_hook, split_hooks
 
 NOOP = "noop"
 _RANKS = (1, 2, 4, 8)

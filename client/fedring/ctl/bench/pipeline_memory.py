@@ -100,9 +100,9 @@ def measure_stages(name: str, args: str, table: dict[str, Any], shape: Sequence[
     from fedring.offers import named
     from fedring.pipeline.memory import measure
     from fedring.train.errors import SeamError
-    from fedring.train.offered import collect
-    from fedring.train.pipeline_table import Pipeline
-    from fedring.train.seam import build_model
+    from fedring.train.jobs.pipeline_table import Pipeline
+    from fedring.train.names.offered import collect
+    from fedring.train.names.seam import build_model
     from fedring.workers.cutting import count_layers, cut_model
 
     try:

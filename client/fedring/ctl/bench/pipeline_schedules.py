@@ -19,7 +19,7 @@ from fedring.pipeline.drawing import text
 from fedring.schedules.routes import BATCH, Routes, chain
 from fedring.schedules.schedule import NAMES, Schedule, ScheduleError, Versions, make, pipedream
 from fedring.schedules.simulation import Costs, Timeline, check, simulate
-from fedring.train.pipeline_table import CREDITS
+from fedring.train.jobs.pipeline_table import CREDITS
 
 _SKIP = re.compile(r"(\d{1,4})-(\d{1,4})")
 

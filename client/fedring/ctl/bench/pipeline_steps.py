@@ -27,10 +27,10 @@ from fedring.schedules.schedule import one_forward_one_backward
 from fedring.schedules.simulation import check
 from fedring.train.batches import size_of
 from fedring.train.evaluation import evaluate
+from fedring.train.jobs.pipeline_table import Pipeline
 from fedring.train.losses import cross_entropy
-from fedring.train.offered import Offered, collect
-from fedring.train.pipeline_table import Pipeline
-from fedring.train.seam import build_model
+from fedring.train.names.offered import Offered, collect
+from fedring.train.names.seam import build_model
 from fedring.workers.cutting import count_layers, cut_model
 from fedring.workers.shards import GroupRank, epoch_order, micro_batches, shares
 

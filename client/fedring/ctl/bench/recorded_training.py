@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from fedring.train.plan import Plan
-from fedring.train.state import read_vectors
+from fedring.train.tensors.state import read_vectors
 
 RECORDS = "FEDRING_DEMO_RECORDS"
 """The variable that names a client's folder for its records."""

@@ -21,7 +21,7 @@ from fedring.ctl.output import Output, print_json, quality, to_dict
 from fedring.daemon.config import COMMAND_LINE, ConfigError, merge, parse_overrides, read_document
 from fedring.daemon.exits import Exit
 from fedring.daemon.wording import counted
-from fedring.train.start import FRESH, NEWEST
+from fedring.train.jobs.start import FRESH, NEWEST
 from fedring.v1 import control_pb2 as pb
 
 Overrides = Annotated[

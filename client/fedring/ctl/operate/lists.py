@@ -28,7 +28,7 @@ from fedring.ctl.output import (
 )
 from fedring.daemon.exits import Exit
 from fedring.daemon.wording import counted
-from fedring.train.labels import shown
+from fedring.train.jobs.labels import shown
 from fedring.v1 import control_pb2 as pb
 from fedring.v1 import federation_pb2 as fb
 

@@ -14,7 +14,7 @@ from fedring.server.state.facts import Facts
 from fedring.server.state.failures import StorageFailed
 from fedring.server.state.journal import Journal
 from fedring.server.state.rows import JobRow
-from fedring.train.job import Job
+from fedring.train.jobs.job import Job
 
 log = logging.getLogger(__name__)
 

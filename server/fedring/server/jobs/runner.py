@@ -20,9 +20,9 @@ from fedring.server.state.journal import Journal, printable
 from fedring.server.state.ratings import best_of
 from fedring.server.state.rows import JobRow
 from fedring.train.errors import SeamError
-from fedring.train.job import Job
+from fedring.train.jobs.job import Job
+from fedring.train.jobs.start import NEWEST
 from fedring.train.metrics import result_of
-from fedring.train.start import NEWEST
 
 log = logging.getLogger(__name__)
 

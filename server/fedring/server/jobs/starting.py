@@ -15,9 +15,9 @@ from fedring.server.state.failures import StorageError
 from fedring.server.state.ratings import best_of
 from fedring.server.state.rows import JobRow, ModelRow
 from fedring.train.bounds import MAX_SEED
-from fedring.train.job import Job
+from fedring.train.jobs.job import Job
+from fedring.train.jobs.start import BEST, FRESH, NEWEST, is_path, version_of
 from fedring.train.metrics import result_of
-from fedring.train.start import BEST, FRESH, NEWEST, is_path, version_of
 
 _ALL = 1_000_000_000
 

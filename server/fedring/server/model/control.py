@@ -20,12 +20,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedring.codec.errors import CodecError
-from fedring.server.model.combining import Walk
-from fedring.server.model.mean import weighted_mean
-from fedring.server.model.modelfile import ModelReader
-from fedring.server.model.walk import cut, in_order
+from fedring.server.aggregation.combining import Walk
+from fedring.server.aggregation.mean import weighted_mean
+from fedring.server.aggregation.modelfile import ModelReader
+from fedring.server.aggregation.walk import cut, in_order
 from fedring.server.state.rows import UpdateRow
-from fedring.train.job import Job
+from fedring.train.jobs.job import Job
 from fedring.train.scaffold import local_steps
 
 Float32 = NDArray[np.float32]

@@ -14,13 +14,13 @@ from fedring.codec.errors import CodecError
 from fedring.codec.schema import Schema
 from fedring.rpc.contract import SMALL_BYTES
 from fedring.rpc.errors import BadRequest, Unavailable, UnknownModel
-from fedring.server.model.modelfile import ModelReader
-from fedring.server.model.versions import ModelVersions
+from fedring.server.aggregation.modelfile import ModelReader
+from fedring.server.aggregation.versions import ModelVersions
 from fedring.server.state.blob_interfaces import Blobs
 from fedring.server.state.checked import CheckedReader, changed, find_damage, unreadable
 from fedring.server.state.failures import DamagedBlob, StorageError
 from fedring.server.state.rows import ModelRow, PacketSpec
-from fedring.train.job import Job
+from fedring.train.jobs.job import Job
 from fedring.v1 import federation_pb2 as pb
 
 MAX_DELTAS = 7

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from statistics import median_low
 from typing import Any
 
-from fedring.server.model.fednova import factors_of
+from fedring.server.aggregation.fednova import factors_of
 from fedring.server.state.rows import UpdateRow
-from fedring.train.aggregation_table import MEAN
-from fedring.train.job import Job
+from fedring.train.jobs.aggregation_table import MEAN
+from fedring.train.jobs.job import Job
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from fedring.train.errors import SeamError
-from fedring.train.files import fill_from
-from fedring.train.state import Parts, tensors_of
+from fedring.train.tensors.files import fill_from
+from fedring.train.tensors.state import Parts, tensors_of
 
 
 def load_initial(file: Path, model: nn.Module, parts: Parts) -> None:

@@ -16,30 +16,30 @@ from torch import nn
 
 from fedring.codec.errors import CodecError
 from fedring.codec.schema import Schema
+from fedring.server.aggregation.aggregate import AggregationPlan, aggregate, store_model, store_parts
+from fedring.server.aggregation.combining import Combination
+from fedring.server.aggregation.contributions import Contribution
+from fedring.server.aggregation.modelfile import ModelReader
+from fedring.server.aggregation.rule import RuleError
+from fedring.server.aggregation.steps import BaseFiles
+from fedring.server.aggregation.strategy import PastRound, Strategy, ask_metrics, ask_settings, make_strategy
+from fedring.server.aggregation.versions import ModelVersions
 from fedring.server.config import ServerConfig
-from fedring.server.model.aggregate import AggregationPlan, aggregate, store_model, store_parts
-from fedring.server.model.combining import Combination
-from fedring.server.model.contributions import Contribution
 from fedring.server.model.initial import find_file, load_initial
-from fedring.server.model.modelfile import ModelReader
 from fedring.server.model.own_update import OwnUpdates
-from fedring.server.model.rule import RuleError
-from fedring.server.model.steps import BaseFiles
-from fedring.server.model.strategy import PastRound, Strategy, ask_metrics, ask_settings, make_strategy
 from fedring.server.model.transforms.listing import RoundSteps, transforms_of
 from fedring.server.model.transforms.transform import ClosedRound
-from fedring.server.model.versions import ModelVersions
 from fedring.server.state.blob_interfaces import Blobs
 from fedring.server.state.checked import CheckedReader, find_damage
 from fedring.server.state.failures import DamagedUpdates, StorageError
 from fedring.server.state.rows import ModelRow, UpdateRow
 from fedring.train.errors import SeamError
-from fedring.train.job import Job
-from fedring.train.offered import collect
-from fedring.train.seam import build_model
-from fedring.train.sharing import Sharing
-from fedring.train.skeleton import build_skeleton, check_can_initialize, initialize
-from fedring.train.state import Parts, check_sharing, frozen_digest, read_vectors, split, write_vectors
+from fedring.train.jobs.job import Job
+from fedring.train.names.offered import collect
+from fedring.train.names.seam import build_model
+from fedring.train.tensors.sharing import Sharing
+from fedring.train.tensors.skeleton import build_skeleton, check_can_initialize, initialize
+from fedring.train.tensors.state import Parts, check_sharing, frozen_digest, read_vectors, split, write_vectors
 from fedring.v1 import federation_pb2 as pb
 
 

@@ -22,7 +22,7 @@ from fedring.privacy.integer_plan import IntegerPlan
 from fedring.privacy.integers import decode_sum
 from fedring.secure.levels import Blocks, largest_of, open_blocks
 from fedring.secure.masks import GROUP, mask, unwrap
-from fedring.server.model.contributions import Contribution
+from fedring.server.aggregation.contributions import Contribution
 from fedring.v1 import secure_pb2 as wire
 
 

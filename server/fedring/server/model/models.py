@@ -5,10 +5,10 @@ The other rooms use it for all that they do with models.
 
 from concurrent.futures import Executor
 
+from fedring.server.aggregation.versions import ModelVersions
 from fedring.server.config import ServerConfig
 from fedring.server.model.downloads import Downloads
 from fedring.server.model.making import ModelMaker
-from fedring.server.model.versions import ModelVersions
 from fedring.server.state.blob_interfaces import Blobs
 
 

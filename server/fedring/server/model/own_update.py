@@ -15,18 +15,18 @@ from torch.utils.data import Dataset
 from fedring.codec import Encoding, encode
 from fedring.codec.schema import Schema, Vectors
 from fedring.data import DataError, load_split
-from fedring.server.model.contributions import Contribution
-from fedring.server.model.rule import RuleError
+from fedring.server.aggregation.contributions import Contribution
+from fedring.server.aggregation.rule import RuleError
 from fedring.server.state.rows import lay_out
 from fedring.train.batches import size_of
 from fedring.train.device import pick_device
 from fedring.train.errors import SeamError, TrainError, failure_detail
-from fedring.train.job import Job
+from fedring.train.jobs.job import Job
 from fedring.train.loop import seeded, train
-from fedring.train.offered import Offered
+from fedring.train.names.offered import Offered
+from fedring.train.names.seam import optimizer_factory
 from fedring.train.plan import Plan
-from fedring.train.seam import optimizer_factory
-from fedring.train.state import read_vectors, schema_of, write_vectors
+from fedring.train.tensors.state import read_vectors, schema_of, write_vectors
 from fedring.train.user_trainer import run_trainer
 
 

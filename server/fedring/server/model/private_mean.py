@@ -20,8 +20,8 @@ from fedring.privacy.charges import Charge
 from fedring.privacy.noise import Noise
 from fedring.server.model.guards import Guard
 from fedring.server.state.rows import UpdateRow
-from fedring.train.job import Job
-from fedring.train.privacy_table import (
+from fedring.train.jobs.job import Job
+from fedring.train.jobs.privacy_table import (
     CLIP_QUANTILE,
     CLIP_RATE,
     COUNT_NOISE,

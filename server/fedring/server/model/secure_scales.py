@@ -18,8 +18,8 @@ from fedring.secure.levels import Blocks, blocks_of
 from fedring.secure.masks import mask
 from fedring.secure.statements import digest_of
 from fedring.server.state.rows import ModelRow
-from fedring.train.job import Job
-from fedring.train.secure_table import SecureAggregation
+from fedring.train.jobs.job import Job
+from fedring.train.jobs.secure_table import SecureAggregation
 from fedring.v1 import secure_pb2 as wire
 
 _HEADER = struct.Struct("<I")

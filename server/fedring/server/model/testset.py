@@ -12,16 +12,16 @@ from typing import Any
 from torch import nn
 
 from fedring.data import load_split
-from fedring.server.model.modelfile import ModelReader
+from fedring.server.aggregation.modelfile import ModelReader
 from fedring.server.state.blob_interfaces import Blobs
 from fedring.server.state.checked import CheckedReader
 from fedring.server.state.rows import ModelRow
 from fedring.train.device import pick_device
 from fedring.train.evaluation import Counts, Evaluator, run_evaluator
-from fedring.train.job import Job
-from fedring.train.offered import Offered
-from fedring.train.seam import build_model
-from fedring.train.state import write_vectors
+from fedring.train.jobs.job import Job
+from fedring.train.names.offered import Offered
+from fedring.train.names.seam import build_model
+from fedring.train.tensors.state import write_vectors
 
 log = logging.getLogger(__name__)
 

@@ -16,20 +16,20 @@ from fedring.daemon.checks import Level, check_data_root
 from fedring.daemon.config import ConfigError
 from fedring.data import DataError
 from fedring.offers import Kind
+from fedring.server.aggregation.strategy import Strategy, make_strategy
 from fedring.server.config import ServerConfig
 from fedring.server.model.making import ModelMaker
-from fedring.server.model.strategy import Strategy, make_strategy
 from fedring.server.model.transforms.listing import Transforms, transforms_of
 from fedring.server.state.ratings import best_of
 from fedring.server.state.rows import ModelRow
 from fedring.train.dgc_optimizer import make_optimizer
 from fedring.train.errors import SeamError
-from fedring.train.job import Job
-from fedring.train.name_checks import check_data
-from fedring.train.offered import Offered
-from fedring.train.seam import optimizer_factory
-from fedring.train.skeleton import build_skeleton
-from fedring.train.start import BEST, FRESH, NEWEST, is_path, version_of
+from fedring.train.jobs.job import Job
+from fedring.train.jobs.start import BEST, FRESH, NEWEST, is_path, version_of
+from fedring.train.names.name_checks import check_data
+from fedring.train.names.offered import Offered
+from fedring.train.names.seam import optimizer_factory
+from fedring.train.tensors.skeleton import build_skeleton
 
 _ON_SERVER_TOO = ("data", "loss", "evaluator")
 """The keys of the parts that the server needs, besides the model, if it evaluates."""

@@ -15,8 +15,8 @@ from fedring.server.operator.listings import MAX_ID
 from fedring.server.round.rounds import Rounds
 from fedring.server.state.facts import Facts
 from fedring.train.bounds import MAX_DEPTH, MAX_JOB_BYTES, check_text
-from fedring.train.job import Job
-from fedring.train.round_settings import SCHEDULED
+from fedring.train.jobs.job import Job
+from fedring.train.jobs.round_settings import SCHEDULED
 from fedring.v1 import control_pb2 as pb
 
 _ALL = 1_000_000_000

@@ -5,7 +5,7 @@ import json
 from fedring.server.round.report import round_message
 from fedring.server.state.journal import rfc3339
 from fedring.server.state.rows import EvaluationRow, EventRow, JobRow, ModelRow, RoundRow
-from fedring.train.start import NEWEST, spelled
+from fedring.train.jobs.start import NEWEST, spelled
 from fedring.v1 import control_pb2 as pb
 
 

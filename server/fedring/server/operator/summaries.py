@@ -16,7 +16,7 @@ from fedring.server.round.open_round import OpenRound
 from fedring.server.sessions.sessions import Session, Sessions
 from fedring.server.state.journal import rfc3339
 from fedring.server.state.rows import EvaluationRow, JobRow, ModelRow, RoundRow
-from fedring.train.job import Job
+from fedring.train.jobs.job import Job
 from fedring.v1 import control_pb2 as pb
 from fedring.v1 import federation_pb2 as fed
 

@@ -9,7 +9,7 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import Protocol
 
-from fedring.train.labels import Wanted
+from fedring.train.jobs.labels import Wanted
 
 
 class Phase(StrEnum):

@@ -53,7 +53,7 @@ from fedring.server.round.events import (
     Started,
     Stepped,
 )
-from fedring.train.labels import match
+from fedring.train.jobs.labels import match
 
 
 class IllegalEvent(Exception):

@@ -7,16 +7,16 @@ from typing import Any, Protocol
 
 from fedring.codec import CodecError
 from fedring.codec.schema import Schema
+from fedring.server.aggregation.terms import Terms
 from fedring.server.group.rendezvous import Rendezvous
 from fedring.server.model.guards import weight_of
 from fedring.server.model.masked_sum import GroupMasks
-from fedring.server.model.terms import Terms
 from fedring.server.model.transforms.listing import RoundSteps, Transforms, transforms_of
 from fedring.server.model.transforms.transform import ClosedRound, Past
 from fedring.server.round.events import Phase, PhaseStep, RoundState, Steps
 from fedring.server.round.trace import RoundTrace
 from fedring.server.state.rows import ModelRow, RoundRow, UpdateRow
-from fedring.train.job import Job
+from fedring.train.jobs.job import Job
 from fedring.train.metrics import combine, with_origin
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1.rendezvous_pb2 import Done

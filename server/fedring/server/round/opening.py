@@ -5,9 +5,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from fedring.server.aggregation.strategy import HISTORY, StrategyError, past_round, with_settings
 from fedring.server.config import ServerConfig
 from fedring.server.model.models import Models
-from fedring.server.model.strategy import HISTORY, StrategyError, past_round, with_settings
 from fedring.server.round import machine as rd
 from fedring.server.round.dispatch import Dispatch
 from fedring.server.round.events import Abandoned, Phase, Resumed, Round, RoundOpened, RoundRules
@@ -20,7 +20,7 @@ from fedring.server.state.facts import Facts
 from fedring.server.state.failures import StorageError
 from fedring.server.state.rows import JobRow, ModelRow, RoundRow
 from fedring.train.errors import SeamError
-from fedring.train.job import Job
+from fedring.train.jobs.job import Job
 from fedring.v1 import federation_pb2 as pb
 
 log = logging.getLogger(__name__)

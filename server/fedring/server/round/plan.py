@@ -9,7 +9,7 @@ from fedring.codec.encoding import Encoding
 from fedring.server.group import machine as groups
 from fedring.server.round.events import RoundRules
 from fedring.server.state.rows import ModelRow, RoundRow
-from fedring.train.job import Job
+from fedring.train.jobs.job import Job
 from fedring.v1 import federation_pb2 as pb
 
 

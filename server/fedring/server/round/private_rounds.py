@@ -13,7 +13,7 @@ from fedring.server.round.open_round import OpenRound
 from fedring.server.state.facts import Facts
 from fedring.server.state.noise_secret import erase_noise_secrets, noise_secret
 from fedring.server.state.rows import RoundRow
-from fedring.train.job import Job
+from fedring.train.jobs.job import Job
 
 T = TypeVar("T")
 

@@ -7,7 +7,7 @@ from fedring.daemon.wording import counted
 from fedring.server.round import machine as rd
 from fedring.server.round.events import Phase, RoundRules, RoundState
 from fedring.server.round.open_round import OpenRound
-from fedring.train.labels import shown
+from fedring.train.jobs.labels import shown
 
 _SECONDS = 0.5  # least time between two sentences on one round
 _MOST_NAMES = 10  # missing clients that a sentence lists

@@ -7,13 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 from fedring.codec import CodecError
+from fedring.server.aggregation.optimizer import OptimizerError
+from fedring.server.aggregation.rule import RuleError
+from fedring.server.aggregation.strategy import StrategyError
+from fedring.server.aggregation.versions import files_of
 from fedring.server.group import machine as gr
 from fedring.server.model.models import Models
-from fedring.server.model.optimizer import OptimizerError
-from fedring.server.model.rule import RuleError
-from fedring.server.model.strategy import StrategyError
 from fedring.server.model.testset import TestSet
-from fedring.server.model.versions import files_of
 from fedring.server.round.dispatch import Dispatch
 from fedring.server.round.events import OPEN, Abandoned, Lost, Phase, Published
 from fedring.server.round.metrics import RoundMetrics

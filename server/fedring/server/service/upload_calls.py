@@ -9,7 +9,7 @@ from typing import Any
 from fedring.codec.errors import CodecError
 from fedring.rpc.chunks import ReceivedChunk
 from fedring.rpc.errors import FedringError, Overloaded, UnknownRound
-from fedring.server.model.versions import ModelVersions
+from fedring.server.aggregation.versions import ModelVersions
 from fedring.server.round.rounds import Rounds
 from fedring.server.state.blob_interfaces import Partial
 from fedring.server.state.blobs import MemoryPartial

@@ -17,7 +17,7 @@ from fedring.rpc.errors import BadRequest, FedringError, IdInUse, NoSession, Not
 from fedring.rpc.identity import IDENTITY, NAME, Identity
 from fedring.server.sessions.returns import Returns
 from fedring.server.state.journal import printable
-from fedring.train.labels import Wanted, check_labels, match
+from fedring.train.jobs.labels import Wanted, check_labels, match
 from fedring.v1 import federation_pb2 as pb
 
 OUTBOX = 64

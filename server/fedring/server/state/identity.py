@@ -14,12 +14,12 @@ from fedring.daemon.config import ConfigError
 from fedring.daemon.durable import write_durably
 from fedring.server.state.backup.exchange import refuse_pending
 from fedring.server.state.blobs import FileBlobs
-from fedring.server.state.database import LOG_BYTES
 from fedring.server.state.failures import StorageError, StoreError
 from fedring.server.state.files import BLOBS, FACTS, STATE_ID, database_url
 from fedring.server.state.log_check import check_at_rest, check_log, keep_log, peek
 from fedring.server.state.rows import TokenRow
-from fedring.server.state.store import SqlStore
+from fedring.server.state.sql.database import LOG_BYTES
+from fedring.server.state.sql.store import SqlStore
 
 log = logging.getLogger(__name__)
 

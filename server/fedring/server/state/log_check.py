@@ -9,9 +9,9 @@ from contextlib import closing
 from pathlib import Path
 
 from fedring.server.state.blobs import storage_error
-from fedring.server.state.database import check_schema, meaning_of
 from fedring.server.state.failures import StoreError
 from fedring.server.state.files import FACTS, UNNAMED
+from fedring.server.state.sql.database import check_schema, meaning_of
 from fedring.server.state.wal import scan
 
 ACCEPT_OLDER = "fl-server --accept-older"

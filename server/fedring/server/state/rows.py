@@ -1,7 +1,7 @@
 """The facts that fl-server keeps, as values.
 
-Each row here is also the definition of a table: `fedring.server.state.tables` makes a column of each field. Digests are
-names (`fedring.codec.digest`). Times are wall-clock seconds since 1970, for people.
+Each row here is also the definition of a table: `fedring.server.state.sql.tables` makes a column of each field. Digests
+are names (`fedring.codec.digest`). Times are wall-clock seconds since 1970, for people.
 """
 
 from collections.abc import Iterable
@@ -15,7 +15,7 @@ Vector = Literal["parameters", "buffers"]
 Kind = Literal["weights", "delta"]
 
 UNCOVERED = MappingProxyType({"covered": False})
-"""Marks a field that the digest of its row does not cover (`fedring.server.state.sealed`)."""
+"""Marks a field that the digest of its row does not cover (`fedring.server.state.sql.sealed`)."""
 
 KEEP_EVENTS = 10_000
 """How many of the newest events a store keeps: clients come and go, even while no round ends."""

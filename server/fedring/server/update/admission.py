@@ -19,8 +19,8 @@ from fedring.codec.masked import MASKED, MaskedPacket, Width
 from fedring.codec.schema import Schema
 from fedring.rpc.contract import MAX_HEADER_BYTES
 from fedring.rpc.errors import BadUpdate, DamagedOnTheWay
-from fedring.server.model.contributions import open_packet, values_at_a_time
-from fedring.server.model.walk import cut, tiles
+from fedring.server.aggregation.contributions import open_packet, values_at_a_time
+from fedring.server.aggregation.walk import cut, tiles
 from fedring.server.state.rows import Kind, PacketSpec, Vector, lay_out
 from fedring.train.bounds import MAX_SAMPLES, MAX_SECONDS
 from fedring.train.metrics import check_metrics

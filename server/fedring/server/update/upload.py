@@ -30,7 +30,7 @@ from fedring.rpc.errors import (
     TooLarge,
     UnknownRound,
 )
-from fedring.server.model.terms import Terms
+from fedring.server.aggregation.terms import Terms
 from fedring.server.state.rows import PacketSpec, UpdateRow
 from fedring.server.update.admission import check_header, open_offer
 from fedring.v1 import federation_pb2 as pb

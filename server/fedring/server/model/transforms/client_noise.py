@@ -8,19 +8,19 @@ from torch import nn
 
 from fedring.codec.masked import MASKED
 from fedring.codec.schema import Schema
-from fedring.server.model.combining import Combination
-from fedring.server.model.contributions import Contribution
+from fedring.server.aggregation.combining import Combination
+from fedring.server.aggregation.contributions import Contribution
+from fedring.server.aggregation.rule import Rule
+from fedring.server.aggregation.steps import BaseFiles, Step
+from fedring.server.aggregation.terms import Terms
 from fedring.server.model.masked_sum import private_width
 from fedring.server.model.private_mean import PrivateRound, summed_round
-from fedring.server.model.rule import Rule
-from fedring.server.model.steps import BaseFiles, Step
-from fedring.server.model.terms import Terms
 from fedring.server.model.transforms.masked import Sums
 from fedring.server.model.transforms.server_noise import check_charge, check_no_buffers
 from fedring.server.model.transforms.transform import ClosedRound, Feature
 from fedring.server.state.rows import ModelRow
-from fedring.train.job import Job
-from fedring.train.privacy_table import ClientPrivacy
+from fedring.train.jobs.job import Job
+from fedring.train.jobs.privacy_table import ClientPrivacy
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1 import secure_pb2 as wire
 

@@ -7,14 +7,14 @@ import numpy as np
 
 from fedring.codec import encode_buffers
 from fedring.codec.encoding import BUFFERS, Encoding
+from fedring.server.aggregation.modelfile import LoadedModel
+from fedring.server.aggregation.rule import Rule
+from fedring.server.aggregation.steps import BaseFiles, Draft, Step
+from fedring.server.aggregation.walk import gather, tiles_of
 from fedring.server.model.downlink import delta_step
-from fedring.server.model.modelfile import LoadedModel
-from fedring.server.model.rule import Rule
-from fedring.server.model.steps import BaseFiles, Draft, Step
 from fedring.server.model.transforms.transform import ClosedRound, Feature
-from fedring.server.model.walk import gather, tiles_of
 from fedring.server.state.rows import ModelRow, Vector, lay_out
-from fedring.train.job import Job
+from fedring.train.jobs.job import Job
 
 
 @dataclass(frozen=True, slots=True)

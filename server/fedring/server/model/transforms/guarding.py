@@ -3,13 +3,13 @@
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from fedring.server.model.contributions import Contribution
+from fedring.server.aggregation.contributions import Contribution
+from fedring.server.aggregation.rule import Rule
+from fedring.server.aggregation.steps import Step
+from fedring.server.aggregation.terms import Terms
 from fedring.server.model.guards import Guard, guard
-from fedring.server.model.rule import Rule
-from fedring.server.model.steps import Step
-from fedring.server.model.terms import Terms
 from fedring.server.model.transforms.transform import ClosedRound, Feature
-from fedring.train.job import Job
+from fedring.train.jobs.job import Job
 from fedring.v1 import federation_pb2 as pb
 
 

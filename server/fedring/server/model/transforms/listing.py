@@ -12,9 +12,9 @@ from torch import nn
 
 from fedring.codec.schema import Schema
 from fedring.daemon.config import explain
-from fedring.server.model.rule import Rule
-from fedring.server.model.steps import BaseFiles, Step
-from fedring.server.model.terms import Terms
+from fedring.server.aggregation.rule import Rule
+from fedring.server.aggregation.steps import BaseFiles, Step
+from fedring.server.aggregation.terms import Terms
 from fedring.server.model.transforms import named
 from fedring.server.model.transforms.client_noise import ClientNoise
 from fedring.server.model.transforms.download import EncodedDownload
@@ -28,7 +28,7 @@ from fedring.server.model.transforms.states import KeptStates
 from fedring.server.model.transforms.transform import Algorithm, ClosedRound, Feature, StatefulStep, Transform
 from fedring.server.state.rows import ChargeRow, ModelRow
 from fedring.train.errors import SeamError
-from fedring.train.job import Job
+from fedring.train.jobs.job import Job
 from fedring.v1 import federation_pb2 as pb
 
 _BEFORE: tuple[type[Feature], ...] = (Guards, ServerNoise, MaskedLevels, ClientNoise, SampleNoise, Scaffold)

@@ -11,18 +11,18 @@ from torch import nn
 from fedring.codec.masked import MASKED
 from fedring.codec.schema import Schema
 from fedring.secure.levels import bits_of, blocks_of, open_blocks
-from fedring.server.model.combining import Walk
-from fedring.server.model.contributions import Contribution
+from fedring.server.aggregation.combining import Walk
+from fedring.server.aggregation.contributions import Contribution
+from fedring.server.aggregation.rule import Rule
+from fedring.server.aggregation.steps import BaseFiles, Step, VectorFile
+from fedring.server.aggregation.terms import Terms
 from fedring.server.model.masked_sum import GroupMasks, Sent, open_groups, width_of
-from fedring.server.model.rule import Rule
 from fedring.server.model.secure_scales import Pace, Spread, pace_in, secure_round
-from fedring.server.model.steps import BaseFiles, Step, VectorFile
-from fedring.server.model.terms import Terms
 from fedring.server.model.transforms.server_noise import check_no_buffers
 from fedring.server.model.transforms.transform import ClosedRound, Feature
 from fedring.server.state.rows import ModelRow
-from fedring.train.job import Job
-from fedring.train.secure_table import SecureAggregation
+from fedring.train.jobs.job import Job
+from fedring.train.jobs.secure_table import SecureAggregation
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1 import secure_pb2 as wire
 

@@ -9,15 +9,15 @@ from torch import nn
 
 from fedring.codec.errors import CodecError
 from fedring.codec.schema import Schema
-from fedring.server.model.modelfile import LoadedModel
-from fedring.server.model.optimizer import OptimizerError, ServerOptimizer
-from fedring.server.model.rule import Rule
-from fedring.server.model.steps import BaseFiles, Draft, Step
+from fedring.server.aggregation.modelfile import LoadedModel
+from fedring.server.aggregation.optimizer import OptimizerError, ServerOptimizer
+from fedring.server.aggregation.rule import Rule
+from fedring.server.aggregation.steps import BaseFiles, Draft, Step
+from fedring.server.aggregation.walk import gather, tiles_of
 from fedring.server.model.transforms.transform import ClosedRound, Feature
-from fedring.server.model.walk import gather, tiles_of
 from fedring.server.state.rows import ModelRow
-from fedring.train.job import Job
-from fedring.train.job_keys import ServerOptimizer as Chosen
+from fedring.train.jobs.job import Job
+from fedring.train.jobs.job_keys import ServerOptimizer as Chosen
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,9 @@ from typing import Self
 from torch import nn
 
 from fedring.codec.schema import Schema
-from fedring.server.model.terms import Terms
+from fedring.server.aggregation.terms import Terms
 from fedring.server.model.transforms.transform import Feature
-from fedring.train.job import Job
+from fedring.train.jobs.job import Job
 from fedring.train.private_layers import unfit_layer
 from fedring.v1 import federation_pb2 as pb
 

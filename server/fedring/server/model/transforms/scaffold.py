@@ -6,16 +6,16 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from fedring.codec.errors import CodecError
-from fedring.server.model.combining import Walk
+from fedring.server.aggregation.combining import Walk
+from fedring.server.aggregation.modelfile import ModelReader
+from fedring.server.aggregation.rule import Rule
+from fedring.server.aggregation.steps import BaseFiles, Step, VectorFile
+from fedring.server.aggregation.terms import Terms
 from fedring.server.model.control import ControlPlan, next_control, plan_control
-from fedring.server.model.modelfile import ModelReader
-from fedring.server.model.rule import Rule
-from fedring.server.model.steps import BaseFiles, Step, VectorFile
-from fedring.server.model.terms import Terms
 from fedring.server.model.transforms.transform import ClosedRound, Feature
 from fedring.server.state.failures import StorageError
 from fedring.server.state.rows import ModelRow
-from fedring.train.job import Job
+from fedring.train.jobs.job import Job
 from fedring.v1 import federation_pb2 as pb
 
 log = logging.getLogger(__name__)

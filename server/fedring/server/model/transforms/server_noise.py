@@ -11,16 +11,16 @@ from torch import nn
 
 from fedring.codec.schema import Schema
 from fedring.privacy.account import NoAccountant, check_accountant
-from fedring.server.model.combining import Combination
-from fedring.server.model.contributions import Contribution
+from fedring.server.aggregation.combining import Combination
+from fedring.server.aggregation.contributions import Contribution
+from fedring.server.aggregation.rule import Rule
+from fedring.server.aggregation.steps import Step
+from fedring.server.aggregation.terms import Terms
 from fedring.server.model.private_mean import PrivateRound, most_charged, private_round
-from fedring.server.model.rule import Rule
-from fedring.server.model.steps import Step
-from fedring.server.model.terms import Terms
 from fedring.server.model.transforms.transform import ClosedRound, Feature
 from fedring.server.state.rows import ChargeRow
-from fedring.train.job import Job
-from fedring.train.privacy_table import ClientPrivacy
+from fedring.train.jobs.job import Job
+from fedring.train.jobs.privacy_table import ClientPrivacy
 from fedring.v1 import federation_pb2 as pb
 
 

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 
 from fedring.codec.errors import CodecError
-from fedring.server.model.combining import Walk
-from fedring.server.model.steps import BaseFiles, Step, VectorFile
+from fedring.server.aggregation.combining import Walk
+from fedring.server.aggregation.steps import BaseFiles, Step, VectorFile
 from fedring.server.model.transforms.transform import StatefulStep, States
 from fedring.server.state.rows import ModelRow
 

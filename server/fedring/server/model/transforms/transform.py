@@ -12,12 +12,12 @@ from pydantic import BaseModel, ConfigDict
 from torch import nn
 
 from fedring.codec.schema import Schema
+from fedring.server.aggregation.rule import Rule
+from fedring.server.aggregation.steps import BaseFiles, Step
+from fedring.server.aggregation.terms import Terms
 from fedring.server.model.masked_sum import GroupMasks
-from fedring.server.model.rule import Rule
-from fedring.server.model.steps import BaseFiles, Step
-from fedring.server.model.terms import Terms
 from fedring.server.state.rows import ModelRow, UpdateRow
-from fedring.train.job import Job
+from fedring.train.jobs.job import Job
 from fedring.v1 import federation_pb2 as pb
 
 A = TypeVar("A", bound=BaseModel)

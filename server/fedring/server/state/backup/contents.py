@@ -22,10 +22,10 @@ from fedring.codec.digest import Digest, is_called, is_name
 from fedring.daemon.config import ConfigError
 from fedring.daemon.durable import create, make_durable
 from fedring.daemon.exits import Exit
-from fedring.server.state.database import UNREADABLE, check_schema
 from fedring.server.state.failures import StoreError
 from fedring.server.state.files import BLOBS, FACTS
-from fedring.server.state.sealed import check_all
+from fedring.server.state.sql.database import UNREADABLE, check_schema
+from fedring.server.state.sql.sealed import check_all
 
 FORMAT = 1
 MANIFEST = "backup.json"

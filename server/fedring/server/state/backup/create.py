@@ -31,10 +31,10 @@ from fedring.server.state.backup.contents import (
     read_contents,
 )
 from fedring.server.state.backup.exchange import refuse_pending
-from fedring.server.state.database import OTHER_VERSION
 from fedring.server.state.failures import StorageError
 from fedring.server.state.files import BLOBS, FACTS, STATE_ID
 from fedring.server.state.log_check import check_at_rest
+from fedring.server.state.sql.database import OTHER_VERSION
 from fedring.version import SOFTWARE
 
 _ATTEMPTS = 10

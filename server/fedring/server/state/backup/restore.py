@@ -28,11 +28,11 @@ from fedring.server.state.backup.contents import (
     parse_manifest,
     read_contents,
 )
-from fedring.server.state.database import EPOCH, next_epoch
 from fedring.server.state.failures import StoreError
 from fedring.server.state.files import BLOBS, FACTS, STATE_ID
 from fedring.server.state.rows import MetaRow
-from fedring.server.state.sealed import values_of
+from fedring.server.state.sql.database import EPOCH, next_epoch
+from fedring.server.state.sql.sealed import values_of
 
 _ORIGIN = "restored_from"  # in the table `meta`: the manifest's digest of the database that was restored
 

@@ -19,13 +19,13 @@ from torch import nn
 
 from fedring.codec.errors import CodecError
 from fedring.codec.schema import Schema
-from fedring.server.model.contributions import Contribution
-from fedring.server.model.rule import Rule
+from fedring.server.aggregation.contributions import Contribution
+from fedring.server.aggregation.rule import Rule
 from fedring.server.model.transforms.transform import Algorithm, ClosedRound, StatefulStep, States
-from fedring.train.aggregation_table import MEAN
-from fedring.train.algorithm_checks import check_keys
 from fedring.train.bounds import MAX_COUNT, Positive
-from fedring.train.job import Job
+from fedring.train.jobs.aggregation_table import MEAN
+from fedring.train.jobs.algorithm_checks import check_keys
+from fedring.train.jobs.job import Job
 
 _NEEDS = {
     "trainer": "",

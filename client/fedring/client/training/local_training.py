@@ -1,0 +1,131 @@
+"""Trains a loaded job on the samples of one client."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from fedring.data import Split
+from fedring.train.batches import size_of
+from fedring.train.errors import SeamError
+from fedring.train.evaluation import Evaluator
+from fedring.train.jobs.sample_privacy_table import SamplePrivacy
+from fedring.train.loop import Loss, OptimizerFactory, train
+from fedring.train.plan import Plan, TrainResult
+from fedring.train.private_check import check_private_training
+from fedring.train.private_loop import UNFIT, train_privately
+from fedring.train.user_trainer import Trainer, run_trainer
+from fedring.v1 import federation_pb2 as pb
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadedJob:
+    """Everything that a job names, loaded."""
+
+    model: nn.Module
+    split: Split
+    loss: Loss
+    optimizer: OptimizerFactory
+    trainer: Trainer | None  # None = the built-in loop
+    evaluator: Evaluator | None  # None = the built-in evaluation
+
+
+def check_private(loaded: LoadedJob, samples: Dataset[Any], device: torch.device) -> None:
+    """Check that a job with [sample_dp] can be trained here.
+
+    This comes before the server's values are loaded, and is told to the server.
+
+    Args:
+        loaded: The job.
+        samples: The samples of a client; if there are none, the training says so.
+        device: Where to train.
+
+    Raises:
+        SeamError: If it cannot, for a reason that does not depend on what the samples say.
+        TrainError: If the first sample is not what a data set must hold.
+    """
+    if loaded.trainer is not None:
+        raise SeamError(UNFIT, "A trainer does not go with the job's [sample_dp].")
+    if size_of(samples):
+        check_private_training(loaded.model, samples, loss=loaded.loss, device=device)
+
+
+def train_locally(
+    loaded: LoadedJob,
+    samples: Dataset[Any],
+    plan: Plan,
+    *,
+    device: torch.device,
+    progress: Callable[[float], None] = lambda share: None,
+    stopped: Callable[[], bool] = lambda: False,
+    corrections: Mapping[str, Tensor] | None = None,
+    private: SamplePrivacy | None = None,
+    on_nothing: bool = False,
+) -> TrainResult:
+    """Train the loaded model in place on one client's samples.
+
+    This uses the built-in loop or the user's trainer.
+
+    Args:
+        loaded: The job; its model holds the values that the round starts from.
+        samples: The samples of the client.
+        plan: How the job wants the model trained.
+        device: Where to train.
+        progress: As for `fedring.train.loop.train`; a user's trainer cannot report how far it is.
+        stopped: As for `fedring.train.loop.train`; a user's trainer does not ask.
+        corrections: As for `fedring.train.loop.train`; None = the gradients are not corrected.
+        private: The noise of DP-SGD, for which check_private() has accepted the job; None = single samples are not
+            protected.
+        on_nothing: With `private`: whether to train with the noise alone, in the place of a training that has failed.
+
+    Raises:
+        TrainingStopped: If `stopped` returned True.
+        TrainError: If there are no samples, the training diverged, or the user's trainer reports nonsense.
+        SeamError: If a user's trainer would have to correct the gradients, or something does not fit DP-SGD.
+    """
+    if private is not None:
+        if corrections is not None:
+            raise SeamError(UNFIT, "Corrections of gradients do not go with the job's [sample_dp].")
+        return train_privately(
+            loaded.model,
+            samples,
+            plan,
+            private,
+            loss=loaded.loss,
+            optimizer_factory=loaded.optimizer,
+            device=device,
+            progress=progress,
+            stopped=stopped,
+            on_nothing=on_nothing,
+        )
+    if corrections is not None and loaded.trainer is not None:
+        raise SeamError("no_correction", "A trainer does not correct its gradients, as the job asks.")
+    if loaded.trainer is not None:
+        return run_trainer(loaded.trainer, loaded.model, samples, plan, device=device)
+    return train(
+        loaded.model,
+        samples,
+        plan,
+        loss=loaded.loss,
+        optimizer_factory=loaded.optimizer,
+        device=device,
+        progress=progress,
+        stopped=stopped,
+        corrections=corrections or {},
+    )
+
+
+def counted(loaded: LoadedJob, command: pb.TrainCmd, size: int, known: int) -> int:
+    """Return for how many samples a client counts, also if it fails.
+
+    Args:
+        loaded: The job.
+        command: The command of the round.
+        size: The number of samples of the client.
+        known: How many its last update counted for, if a user's trainer decides that; 0 = nobody knows.
+    """
+    drawn = size if command.job.sample_dp else min(size, command.subset_size or size)
+    return known or drawn if loaded.trainer is not None else drawn

@@ -1,0 +1,387 @@
+"""Training as a job declares it.
+
+It looks up the names in the job, and keeps model and data loaded from round to round.
+"""
+
+import logging
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from fedring.client.config import ClientConfig
+from fedring.client.errors import Refused, RoundOver, WrongModel
+from fedring.client.evaluation import Evaluation
+from fedring.client.policy.promises import is_covered, sample_dp_of
+from fedring.client.task import Task
+from fedring.client.training.local_training import LoadedJob, check_private, counted, train_locally
+from fedring.client.training.personal import personal_of, train_own, with_own
+from fedring.client.training.sample_privacy import charging, spending
+from fedring.daemon.tracing import span
+from fedring.data import DataError, Split, load_part, load_split
+from fedring.offers import Kind, named
+from fedring.train.batches import size_of
+from fedring.train.device import pick_device, threads_for
+from fedring.train.errors import SeamError, TrainError, TrainingStopped, failure_detail, failure_reason
+from fedring.train.evaluation import Counts, run_evaluator
+from fedring.train.jobs.job_table import TrainingMode
+from fedring.train.jobs.modes import MODES
+from fedring.train.loop import warm_up
+from fedring.train.names.arguments import read_arguments
+from fedring.train.names.offered import Offered, collect
+from fedring.train.names.seam import build_model, optimizer_factory
+from fedring.train.plan import TrainResult
+from fedring.train.tensors.skeleton import build_skeleton
+from fedring.v1 import federation_pb2 as pb
+
+if TYPE_CHECKING:
+    from fedring.client.group.data_parallel import DataParallelTrainer
+    from fedring.client.group.pipeline import PipelineTrainer
+
+log = logging.getLogger(__name__)
+
+NAMES: tuple[Kind, ...] = ("model", "data", "loss", "optimizer", "trainer", "evaluator")
+"""The names in a job that the client's configuration may override."""
+
+
+_WRONG_BASE = ("wrong_base", "frozen_changed")
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """The reason of a failure, without the error, which would keep memory."""
+
+    reason: str
+    detail: str
+    quoting: str = ""  # the type of an error whose text is in the detail, and may quote a sample; empty = there is none
+
+
+class DeclaredTrainer:
+    """Trains and evaluates with the callables that a job names.
+
+    The configuration must trust them. `main` owns the only one.
+    """
+
+    def __init__(self, config: ClientConfig) -> None:
+        self._config = config
+        self._offered = offered_by(config)
+        self._device = pick_device(config.device)
+        self._key = b""
+        self._loaded: LoadedJob | None = None
+        self._reached = 0.0  # how far the newest training came
+        self.in_users_code = False  # whether a user's trainer or evaluator runs, which may never check whether to stop
+
+    def train(self, task: Task) -> None:
+        """Train and submit, or report to the server why not.
+
+        Errors of the job's code end the task, never the client.
+
+        Raises:
+            Refused: If the server has refused this client for good.
+        """
+        if failure := self._try(task):  # the memory that the error has held is free now
+            self._fail(task, failure)
+
+    def _try(self, task: Task) -> "_Failure | None":
+        """Train and submit; return a failure that is not reported yet."""
+        self._reached = 0.0
+        try:
+            if not (self._config.trainer or task.job.trainer):  # a user's trainer cannot report how far it is
+                task.progress(0.0)
+            loaded = self._load(task.job)
+            with span("train", task.command.traceparent, round=task.round, client=self._config.client_id):
+                if MODES[task.job.mode].grouped:
+                    self._train_in_group(loaded, task)
+                    return None
+                size = self._size(loaded, task)  # all that may be told to the server of a covered job comes before this
+                spent = spending(task, self._config.privacy, size)
+                known = task.ledger.note_of(task.command).samples
+                task.load_into(loaded.model, samples=counted(loaded, task.command, size, known))
+                with charging(task, spent, self._config.privacy.delta):
+                    own = self._train_own(loaded, task) if task.job.personal else None
+                    result = self._train(loaded, task)
+            task.submit(loaded.model, result.num_samples, result.metrics, result.seconds, own=own)
+            log.info("round %d: update accepted", task.round, extra={"round": task.round, **result.metrics})
+        except TrainingStopped:
+            task.done = True  # The server has ended the round, and may have told the group before this client.
+            log.info("round %d ended before this client had trained", task.round)
+        except WrongModel as error:  # the task has dealt with it
+            log.error("round %d failed (%s): %s", task.round, error.reason, error)
+            self._drop(error)
+        except RoundOver as over:
+            log.warning("round %d takes no update from this client: %s", task.round, over)
+        except (SeamError, TrainError, DataError) as error:
+            log.error("round %d failed (%s): %s", task.round, error.reason, error)
+            about_data = isinstance(error, DataError)  # its text may count samples, or quote one
+            return _Failure(error.reason, str(error), type(error.__cause__ or error).__name__ if about_data else "")
+        except Refused:
+            raise
+        except Exception as error:  # the user's code may raise anything
+            log.exception("round %d failed", task.round)
+            return _Failure(failure_reason(error), failure_detail(error), type(error).__name__)
+        return None
+
+    def evaluate(self, evaluation: Evaluation) -> Counts:
+        """Evaluate a model on this client's held-out samples.
+
+        The stages of a pipeline have done so already.
+
+        Returns:
+            The counts; zeros if the evaluation failed, which is logged.
+
+        Raises:
+            RoundOver: If the evaluation is no longer wanted.
+            Refused: If the server has refused this client for good.
+        """
+        if MODES.get(evaluation.job.mode, TrainingMode).staged:  # The group has done it, at the end of the round.
+            return self._pipeline_trainer.evaluation_of(evaluation.command.model_digest)
+        try:
+            loaded = self._load(evaluation.job)
+            evaluation.load_into(loaded.model)
+            self.in_users_code = loaded.evaluator is not None
+            test = loaded.split.test
+            counts = run_evaluator(loaded.evaluator, loaded.model, test, loss=loaded.loss, device=self._device)
+            if loaded.evaluator is not None:
+                evaluation.check_frozen(loaded.model)
+            if evaluation.job.personal and evaluation.load_own(loaded.model):
+                own = run_evaluator(loaded.evaluator, loaded.model, test, loss=loaded.loss, device=self._device)
+                counts = with_own(counts, own)
+            return counts
+        except (SeamError, TrainError, DataError, WrongModel) as error:
+            log.error("model %d was not evaluated: %s", evaluation.command.model_version, error)
+            self._drop(error)
+        except (RoundOver, Refused):
+            raise
+        except Exception:  # the user's code may raise anything
+            log.exception("model %d was not evaluated", evaluation.command.model_version)
+        finally:
+            self.in_users_code = False
+        return Counts()
+
+    @cached_property
+    def _group_trainer(self) -> "DataParallelTrainer":
+        from fedring.client.group.data_parallel import DataParallelTrainer  # imports torch.distributed's collectives
+
+        return DataParallelTrainer(self._config, self._offered, self._device)
+
+    @cached_property
+    def _pipeline_trainer(self) -> "PipelineTrainer":
+        from fedring.client.group.pipeline import PipelineTrainer  # as above
+
+        return PipelineTrainer(self._config, self._offered, self._device)
+
+    def _train_in_group(self, loaded: LoadedJob, task: Task) -> None:
+        model, samples, loss, optimizer = loaded.model, loaded.split.train, loaded.loss, loaded.optimizer
+        if MODES[task.job.mode].staged:
+            whole = partial(build_model, *_model_of(task.job, self._config), self._offered)
+            held_out = loaded.split.test
+            self._pipeline_trainer.train(task, model, samples, held_out, loss=loss, optimizer=optimizer, whole=whole)
+        else:
+            self._group_trainer.train(task, model, samples, loss=loss, optimizer=optimizer)
+
+    def _advance(self, task: Task, share: float) -> None:
+        self._reached = share
+        task.progress(share)
+
+    def _train(self, loaded: LoadedJob, task: Task) -> TrainResult:
+        if task.corrections is not None and self._config.optimizer:
+            raise SeamError(
+                "no_correction", f"optimizer={self._config.optimizer} does not go with the job's corrections."
+            )
+        self.in_users_code = loaded.trainer is not None
+        try:
+            return train_locally(
+                loaded,
+                loaded.split.train,
+                task.plan,
+                device=self._device,
+                progress=lambda share: self._advance(task, (1 + share) / 2 if task.job.personal else share),
+                stopped=lambda: task.cancelled,
+                corrections=task.corrections,
+                private=sample_dp_of(task.job),
+            )
+        finally:
+            self.in_users_code = False
+
+    def _train_own(self, loaded: LoadedJob, task: Task) -> dict[str, Tensor] | None:
+        """Train the client's own model, before the round's.
+
+        Afterwards the loaded model has the round's values again.
+        """
+        if loaded.trainer is not None:
+            raise SeamError(
+                "no_personal", "A trainer does not train a client's own model, as the job's [personal] asks."
+            )
+        return train_own(
+            loaded.model,
+            loaded.split.train,
+            task.plan,
+            personal_of(task.job),
+            loss=loaded.loss,
+            optimizer_factory=loaded.optimizer,
+            schema=task.not_frozen,
+            start=task.load_own(),
+            device=self._device,
+            progress=lambda share: task.progress(share / 2),
+            stopped=lambda: task.cancelled,
+        )
+
+    def _size(self, loaded: LoadedJob, task: Task) -> int:
+        """Return the number of samples; 0 if nobody needs to know it.
+
+        Raises:
+            TrainError: With the reason no_data, if masks or noise cover what this client sends, and it has no samples:
+                then nothing of it can be told.
+        """
+        if not is_covered(task.command) or (loaded.trainer is not None and not hasattr(loaded.split.train, "__len__")):
+            return 0
+        size = size_of(loaded.split.train)
+        if not size and loaded.trainer is None:
+            raise TrainError("no_data", "This client has no samples to train on: give it some.")
+        return size
+
+    def _fail(self, task: Task, failure: "_Failure") -> None:
+        """Report a failure.
+
+        In covered jobs, texts of errors stay here: they may quote samples.
+        """
+        detail = failure.detail
+        if failure.quoting and is_covered(task.command):
+            detail = f"{failure.quoting}; the log of this client says more"
+        task.fail(failure.reason, detail, noise=self._noise(task, failure))
+
+    def _noise(self, task: Task, failure: "_Failure") -> nn.Module | None:
+        """Return the model after a training on noise alone.
+
+        A training diverges by its noise and its learning rate, whatever the samples are: then this one would, too.
+        """
+        loaded, private = self._loaded, sample_dp_of(task.job)
+        if not task.charged or loaded is None or private is None or failure.reason == "diverged":
+            return None
+        try:
+            task.start_again(loaded.model)
+            train_locally(
+                loaded,
+                loaded.split.train,
+                task.plan,
+                device=self._device,
+                progress=lambda share: task.progress(max(share, self._reached)),
+                stopped=lambda: task.cancelled,
+                private=private,
+                on_nothing=True,
+            )
+            return loaded.model
+        except TrainingStopped:
+            return None  # The round has ended.
+        except Exception:  # the user's optimizer may raise anything
+            log.exception("round %d: a training without samples failed, too", task.round)
+            return None
+
+    def _drop(self, error: Exception) -> None:
+        """Forget the loaded job if its model has other frozen values.
+
+        Then it is built anew for the next round.
+        """
+        if isinstance(error, WrongModel) and error.reason in _WRONG_BASE:
+            self._loaded = None
+
+    def _load(self, job: pb.JobSpec) -> LoadedJob:
+        """Return the loaded job.
+
+        It stays loaded from job to job as long as the names and their arguments stay the same.
+        """
+        key = pb.JobSpec()
+        key.CopyFrom(job)
+        for field in ("job_id", "name", "rounds"):
+            key.ClearField(field)
+        wanted = key.SerializeToString(deterministic=True)
+        if self._loaded is None or wanted != self._key:
+            self._loaded = None  # Frees the old data before the new data is loaded.
+            self._loaded, self._key = self._build(job), wanted
+        return self._loaded
+
+    def _build(self, job: pb.JobSpec) -> LoadedJob:
+        whole = load_job(job, self._config, self._offered, self._device)
+        if MODES[job.mode].staged:  # Its workers read the same samples.
+            return whole
+        config, split, shared = self._config, whole.split, MODES[job.mode].grouped
+        part = load_part(
+            split,
+            "iid" if shared else job.partition or "none",
+            index=config.partition_index,
+            count=config.partition_count,
+            alpha=job.alpha,
+            seed=job.seed,
+            alike=bool(job.personal),
+        )
+        if shared:  # Each worker of a group takes its share of all samples.
+            part = Split(split.train, part.test, split.classes)
+        log.info("loaded %s samples of the data set (partition_count=%s)", _size(part.train), config.partition_count)
+        if job.sample_dp:  # not with the part, whose first sample the server chooses
+            check_private(whole, split.train, self._device)
+        return replace(whole, split=part)
+
+
+def load_job(job: pb.JobSpec, config: ClientConfig, offered: Offered, device: torch.device) -> LoadedJob:
+    """Load everything that a job names, with the samples of all clients.
+
+    Args:
+        job: The job.
+        config: Says what is used instead of what the job names, and where data sets are.
+        offered: What jobs may name here.
+        device: Where the model is kept; the model of a pipeline stays without values.
+
+    Raises:
+        SeamError: If a name is not offered, or the model cannot be built.
+        DataError: If the samples cannot be loaded.
+    """
+    if job.mode not in MODES:
+        raise SeamError("unknown_mode", f"This client does not know the mode {job.mode!r}: update it.")
+    name = {part: getattr(config, part) or getattr(job, part) for part in NAMES}
+    data = offered.get("data", name["data"])
+    arguments = (*_model_of(job, config), offered)
+    # No worker of a pipeline has the memory for all stages.
+    model = build_skeleton(*arguments) if MODES[job.mode].staged else build_model(*arguments).to(device)
+    return LoadedJob(
+        model,
+        load_split(lambda: data(config.data_root, config.download)),
+        offered.get("loss", name["loss"]),
+        optimizer_factory(name["optimizer"], read_arguments(job.optimizer_args), offered),
+        offered.get("trainer", name["trainer"]) if name["trainer"] else None,
+        offered.get("evaluator", name["evaluator"]) if name["evaluator"] else None,
+    )
+
+
+def _model_of(job: pb.JobSpec, config: ClientConfig) -> tuple[str, dict[str, Any], int]:
+    """Return the name, the arguments and the seed of the job's model."""
+    return config.model or job.model, read_arguments(job.model_args), job.seed
+
+
+def offered_by(config: ClientConfig) -> Offered:
+    """Collect the callables that jobs may name.
+
+    These are the trusted ones, and those that the configuration itself names.
+
+    A site with a policy offers only what is marked, or named one by one.
+
+    Raises:
+        SeamError: As collect() does.
+    """
+    own = named(**{part: getattr(config, part) for part in NAMES})
+    offered = collect([*config.trusted, *own], root=config.data_root, download=config.download)
+    return offered.marked() if config.privacy.demands or config.private else offered
+
+
+def prepare(config: ClientConfig) -> None:
+    """Set the number of torch's threads, and warm torch up.
+
+    Otherwise torch would load parts of itself in the first round.
+    """
+    torch.set_num_threads(config.threads or threads_for(config.clients_on_host))
+    warm_up(pick_device(config.device))
+
+
+def _size(samples: Any) -> int:
+    return len(samples)

@@ -1,0 +1,195 @@
+"""The schema of a job.
+
+A job says what to train, on how many clients, and for how many rounds.
+"""
+
+from math import ceil
+from typing import Self
+
+from pydantic import model_validator
+
+from fedring.codec.encoding import Encoding
+from fedring.secure.limits import group_count
+from fedring.train.bounds import MAX_JOB_BYTES
+from fedring.train.jobs.aggregation_table import MEAN
+from fedring.train.jobs.algorithm_checks import SCAFFOLD, check_keys
+from fedring.train.jobs.job_keys import JobKeys
+from fedring.train.jobs.job_table import JobTable, TrainingMode
+from fedring.train.jobs.round_settings import SCHEDULED, RoundSettings, SettingSchedule, check_schedules, settings_of
+from fedring.train.tensors.sharing import Sharing
+
+_FEDERATED = TrainingMode()
+
+
+class Job(JobKeys):
+    """All settings of a job. Unknown keys are errors."""
+
+    @model_validator(mode="after")
+    def _enough_clients(self) -> Self:
+        if self.min_clients_to_aggregate > self.min_clients:
+            raise ValueError(
+                f"min_clients_to_aggregate must be at most min_clients={self.min_clients}, and is "
+                f"{self.min_clients_to_aggregate}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _results_are_known(self) -> Self:
+        by_training = " train/" in self.best_by or (self.aggregation.own and " server/" in self.best_by)
+        if self.patience and not (self.evaluate or self.evaluate_on_server or by_training):
+            raise ValueError("patience compares results: it needs evaluate = true or evaluate_on_server = true")
+        if 0 < self.straggler_factor < 1:
+            raise ValueError(f"straggler_factor must be 0 or at least 1, and is {self.straggler_factor:g}")
+        return self
+
+    @model_validator(mode="after")
+    def _fits_its_mode(self) -> Self:
+        if self.grouped and (self.trainer or self.mu):
+            raise ValueError(f"trainer and mu belong to the mode federated: leave them out of a {self.mode} job")
+        if self.normalize_steps and (self.grouped or self.mu):
+            what = f"a {self.mode} job, in which all updates are one" if self.grouped else f"mu={self.mu:g}"
+            raise ValueError(f"normalize_steps does not go with {what}: leave one of them out")
+        dampening = self.optimizer_args.get("dampening", 0.0)
+        if self.normalize_steps and isinstance(dampening, int | float) and not 0 <= dampening <= 1:
+            raise ValueError(f"normalize_steps needs optimizer_args.dampening from 0 to 1, and it is {dampening:g}")
+        if self.grouped and (self.shared != ["*"] or self.private or self.send_frozen):
+            raise ValueError(
+                "shared, private and send_frozen belong to the mode federated: leave them out of a "
+                f"{self.mode} job, whose workers train one whole model"
+            )
+        self.training.check(self)
+        return self
+
+    @model_validator(mode="after")
+    def _algorithms_fit(self) -> Self:
+        if self.scaffold:
+            check_keys(self, "scaffold = true", SCAFFOLD)
+        for table in self.tables:
+            table.check(self)
+        return self
+
+    @model_validator(mode="after")
+    def _transforms_fit(self) -> Self:
+        if self.grouped and self.transforms:
+            raise ValueError(f"transforms belong to the mode federated: leave them out of a {self.mode} job")
+        names = [each.name for each in self.transforms]
+        if twice := next((name for name in names if names.count(name) > 1), ""):
+            raise ValueError(f"transforms: {twice} is named twice, and each may be named once")
+        return self
+
+    @model_validator(mode="after")
+    def _schedules_fit(self) -> Self:
+        check_schedules(self.scheduled, rounds=self.rounds)
+        if self.grouped and self.scheduled:
+            key = next(iter(self.scheduled))
+            raise ValueError(f"{key} follows a schedule in the mode federated only: give a {self.mode} job a number")
+        return self
+
+    @model_validator(mode="after")
+    def _rule_has_enough_updates(self) -> Self:
+        if self.grouped and (self.aggregation.rule != MEAN or self.update_clip or self.update_clip_factor):
+            raise ValueError(
+                f"aggregation, update_clip and update_clip_factor belong to the mode federated: a {self.mode} job has "
+                "one update in each round"
+            )
+        if self.aggregation.data and (self.private or self.shared != ["*"]):
+            raise ValueError("fltrust trains the whole model on the server: leave out shared and private")
+        size = self.group_size
+        updates = group_count(self.fewest_updates, size) if size else self.fewest_updates
+        if shortage := self.aggregation.too_few(updates):
+            each = ", of which each group of secure_aggregation has one" if size else ""
+            raise ValueError(f"aggregation: {shortage}{each}, in a round with the fewest clients that this job allows")
+        return self
+
+    @model_validator(mode="after")
+    def _fits_a_message(self) -> Self:
+        size = len(self.model_dump_json())
+        if size > MAX_JOB_BYTES:
+            longest = max(type(self).model_fields, key=lambda key: len(self.model_dump_json(include={key})))
+            raise ValueError(
+                f"the job is {size} bytes of JSON, above MAX_JOB_BYTES = {MAX_JOB_BYTES}, most of them in {longest}: "
+                "let the code that the job names load long content itself"
+            )
+        return self
+
+    @property
+    def seed_is_open(self) -> bool:
+        """Whether fl-server chooses the seed when the job starts.
+
+        Two jobs with one seed would begin with the same model. Clients of secure aggregation help to unmask different
+        sums of updates to one model only if these differ by several clients.
+        """
+        return self.secure_aggregation is not None and "seed" not in self.model_fields_set
+
+    @property
+    def scheduled(self) -> dict[str, SettingSchedule]:
+        """The settings that follow a schedule, by key."""
+        values = {key: getattr(self, key) for key in SCHEDULED}
+        return {key: value for key, value in values.items() if isinstance(value, SettingSchedule)}
+
+    def settings_of(self, job_round: int) -> RoundSettings:
+        """Return the values of the scheduled settings in a round.
+
+        They are `lr`, `epochs` and `subset_size`.
+
+        Args:
+            job_round: the number of the round within the job, from 1 to `rounds`.
+        """
+        return settings_of(self.lr, self.epochs, self.subset_size, job_round=job_round, rounds=self.rounds)
+
+    @property
+    def grouped(self) -> bool:
+        """Whether the clients of a round form one group of workers.
+
+        One of the workers delivers the update for all.
+        """
+        return self.training.grouped
+
+    @property
+    def training(self) -> TrainingMode:
+        """How the clients train together: the table of the job's mode."""
+        modes: dict[str, TrainingMode] = {"data_parallel": self.data_parallel, "pipeline": self.pipeline}
+        return modes.get(self.mode, _FEDERATED)
+
+    @property
+    def tables(self) -> list[JobTable]:
+        """The tables of the algorithms that the job turns on."""
+        tables = (self.dp, self.sample_dp, self.secure_aggregation, self.personal)
+        return [table for table in tables if table is not None]
+
+    @property
+    def group_size(self) -> int:
+        """The wanted clients in a group of secure aggregation; 0 = any."""
+        return self.secure_aggregation.group_size if self.secure_aggregation is not None else 0
+
+    @property
+    def fewest_updates(self) -> int:
+        """The fewest updates of a round without failures.
+
+        The round has the fewest clients that the job allows.
+        """
+        if self.close_at_minimum:
+            return self.min_clients_to_aggregate
+        if self.sample_clients:
+            return min(self.sample_clients, self.min_clients)
+        return ceil(self.sample_ratio * self.min_clients)
+
+    @property
+    def sharing(self) -> Sharing:
+        """The choice of the model's tensors that travel."""
+        return Sharing(tuple(self.shared), tuple(self.private), not (self.grouped or self.send_frozen))
+
+    @property
+    def upload_encoding(self) -> Encoding:
+        """The encoding of the clients' updates."""
+        return Encoding(self.encoding, self.chunk, self.keep_ratio, self.step)
+
+    @property
+    def delta_encoding(self) -> Encoding | None:
+        """The encoding of the delta between models, or None.
+
+        It is None if the server sends whole models.
+        """
+        if self.download_encoding == "full":
+            return None
+        return Encoding(self.download_encoding, self.chunk, self.keep_ratio, self.step)

@@ -1,0 +1,61 @@
+"""Removal of rows older than the configuration keeps."""
+
+from collections.abc import Mapping, Sequence
+
+from sqlalchemy import Connection, delete, or_, select
+
+from fedring.server.state.ratings import versions_to_keep
+from fedring.server.state.rows import JobRow, ModelRow
+from fedring.server.state.sql import known, sealed
+from fedring.server.state.sql.tables import evaluations, jobs, models, rounds, updates
+from fedring.train.jobs.start import version_of
+
+STATES = tuple(
+    models.c[name] for name in ("residual_blob", "optimizer_blob", "control_blob", "spread_blob", "transforms_blob")
+)
+"""The blobs of a model that only the next aggregation reads."""
+
+
+def remove_updates_and_rounds(connection: Connection, keep_update_rounds: int, keep_rounds: int) -> int:
+    """Remove old updates and rounds, and return the rows' number.
+
+    The newest ended rounds keep their updates.
+    """
+    ended = select(rounds.c.round).where(rounds.c.ended_at.is_not(None))
+    kept_rounds = ended.order_by(rounds.c.round.desc()).limit(keep_update_rounds)
+    held = rounds.c.round.in_(select(updates.c.round))  # only few rounds still hold updates
+    old = updates.c.round.in_(ended.where(held, rounds.c.round.not_in(kept_rounds.scalar_subquery())))
+    known.remember(connection, old)
+    removed = connection.execute(delete(updates).where(old)).rowcount
+    oldest = ended.order_by(rounds.c.round.desc()).offset(max(keep_rounds, keep_update_rounds) - 1).limit(1)
+    too_old = (rounds.c.round < oldest.scalar_subquery()) & rounds.c.ended_at.is_not(None)
+    return removed + connection.execute(delete(rounds).where(too_old)).rowcount
+
+
+def remove_models(
+    connection: Connection, rows: Sequence[ModelRow], rules: Mapping[int, str], *, newest: int, jobs_kept: int
+) -> int:
+    """Remove models, with their evaluations and aggregation state.
+
+    The state that only the next aggregation would read goes from older models, too.
+
+    Args:
+        connection: a transaction.
+        rows: all models.
+        rules: the key best_by of each job, by its id.
+        newest: how many of the newest models are kept.
+        jobs_kept: of how many of the last jobs that published a model the newest and the best one are kept.
+
+    Returns:
+        How many models were removed.
+    """
+    bases = connection.execute(select(rounds.c.base_version).where(rounds.c.ended_at.is_(None))).scalars()
+    waiting = jobs.c.state.in_(("queued", "running")) & (jobs.c.rounds_done == 0)
+    starts = sealed.rows_of(connection, select(jobs).where(waiting), JobRow)
+    wanted = {job.start_version or version_of(str(job.spec.get("start", ""))) for job in starts}
+    kept, complete = versions_to_keep(rows, rules, newest=newest, jobs=jobs_kept, bases=wanted.union(bases))
+    removed = connection.execute(delete(models).where(models.c.version.not_in(kept))).rowcount
+    connection.execute(delete(evaluations).where(evaluations.c.version.not_in(kept)))
+    stale = models.c.version.not_in(complete) & or_(*(column != "" for column in STATES))
+    sealed.change(connection, ModelRow, stale, control_digest="", **{column.name: "" for column in STATES})
+    return removed

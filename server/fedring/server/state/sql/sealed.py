@@ -1,0 +1,189 @@
+"""Conversion of rows to and from the database, each with a digest.
+
+The law: a row that `rows_of` returns has the values that it was made with. The digest covers the name of the table and
+all columns as they are stored, except those that are marked UNCOVERED, and lies in the row's last column. SQLite checks
+its own structure, but not values; without digests, a flipped bit would become another number of samples, or another
+charge.
+
+Every row is written by `values_of` and read by `rows_of`. What changes a row reads it first (`change`), so that no
+damaged row gets a new digest.
+"""
+
+import math
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from operator import attrgetter
+from typing import Any, TypeVar, get_type_hints
+
+from blake3 import blake3
+from sqlalchemy import ColumnElement, Connection, Select, and_, insert, select, update
+from sqlalchemy.exc import OperationalError
+
+from fedring.server.state.failures import StoreError
+from fedring.server.state.files import FACTS
+from fedring.server.state.sql.tables import ROW_DIGEST, TABLE_OF, Convert, kind_of
+
+Row = TypeVar("Row")
+
+_DIGEST_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """How rows of a kind are stored."""
+
+    table: str
+    names: tuple[str, ...]  # of all fields
+    values: Convert  # from a row to the values of all fields
+    covered: tuple[str, ...]  # the fields that the digest covers; empty for a table without digests
+    numbers: tuple[str, ...]  # those of them that are numbers
+    texts: tuple[str, ...]  # the others, text or bytes
+    layout: struct.Struct  # of the numbers, and of the lengths of the texts
+    to_stored: tuple[tuple[str, Convert], ...]  # by name, what makes a field's value one that a column gives back
+    from_stored: tuple[tuple[str, Convert], ...]
+
+
+def values_of(row: Any) -> dict[str, Any]:
+    """Return a row's values of all columns, as they are stored."""
+    form = _FORMS[type(row)]
+    stored = dict(zip(form.names, form.values(row), strict=True))
+    for name, convert in form.to_stored:
+        stored[name] = convert(stored[name])
+    if form.covered:
+        stored[ROW_DIGEST] = _digest(form, stored)
+    return stored
+
+
+def rows_of(
+    connection: Connection, query: Select[Any], kind: type[Row], parameters: Mapping[str, Any] | None = None
+) -> list[Row]:
+    """Return the rows that a query finds.
+
+    It may leave out columns that the digest does not cover.
+
+    Raises:
+        StoreError: "corrupt", if one is not what was written.
+    """
+    form, rows = _FORMS[kind], []
+    try:
+        result = connection.execute(query, parameters)
+        names, found = tuple(result.keys()), result.all()
+    except OperationalError as error:
+        if "decode to UTF-8" in str(error.orig):
+            raise _damaged(kind) from error
+        raise
+    except TypeError as error:  # SQLAlchemy's, of text where bytes were written
+        raise _damaged(kind) from error
+    for values in found:
+        stored = dict(zip(names, values, strict=True))
+        if form.covered and not _is_sound(form, stored.pop(ROW_DIGEST), stored):
+            raise _damaged(kind, stored)
+        rows.append(row_of(kind, stored))
+    return rows
+
+
+def covered(kind: type[Any]) -> Select[Any]:
+    """Return the query of all rows of a kind.
+
+    It leaves out the columns that the digest does not cover.
+    """
+    return select(*(TABLE_OF[kind].c[name] for name in (*_FORMS[kind].covered, ROW_DIGEST)))
+
+
+def row_of(kind: type[Row], stored: Mapping[str, Any]) -> Row:
+    """Return the row of values as they are stored, unchecked."""
+    values = dict(stored)
+    for name, convert in _FORMS[kind].from_stored:
+        values[name] = convert(values[name])
+    return kind(**values)
+
+
+def add(connection: Connection, *rows: Any) -> None:
+    """Insert rows, which are of one kind."""
+    connection.execute(insert(TABLE_OF[type(rows[0])]), [values_of(row) for row in rows])
+
+
+def change(connection: Connection, kind: type[Any], which: ColumnElement[bool], **changes: Any) -> None:
+    """Change fields of all rows that match `which`.
+
+    Raises:
+        StoreError: "corrupt", if one is not what was written. It stays as it is.
+    """
+    for row in rows_of(connection, select(TABLE_OF[kind]).where(which), kind):
+        put(connection, replace(row, **changes))
+
+
+def put(connection: Connection, row: Any) -> None:
+    """Replace the row of the same key.
+
+    Raises:
+        StoreError: "corrupt", if there is none: it was there, and nothing that is replaced is ever removed.
+    """
+    table, values = TABLE_OF[type(row)], values_of(row)
+    same = and_(*(column == values[column.name] for column in table.primary_key))
+    if not connection.execute(update(table).where(same).values(values)).rowcount:
+        raise _damaged(type(row), values, "is missing")
+
+
+def check_all(connection: Connection) -> None:
+    """Check every row of every table that has digests.
+
+    Raises:
+        StoreError: "corrupt", if one is not what was written.
+    """
+    for kind, form in _FORMS.items():
+        connection.execute(select(TABLE_OF[kind]).limit(0))  # The names of all columns lie in the file, too.
+        if form.covered:
+            rows_of(connection, covered(kind), kind)
+
+
+def _is_sound(form: _Form, digest: bytes, stored: Mapping[str, Any]) -> bool:
+    try:
+        return digest == _digest(form, stored)
+    except (struct.error, TypeError):  # a value of another type than its column's: SQLite keeps both
+        return False
+
+
+def _digest(form: _Form, stored: Mapping[str, Any]) -> bytes:
+    # Binary, because to write numbers as text would take several times as long. No column holds a NaN: it is NULL here.
+    numbers = [math.nan if stored[name] is None else stored[name] for name in form.numbers]
+    texts = [stored[name] for name in form.texts]
+    parts = [text.encode() if isinstance(text, str) else text or b"" for text in texts]
+    # SQLite tells text from bytes by one bit, which may flip, too.
+    lengths = [
+        -1 if text is None else 2 * len(part) + isinstance(text, str) for text, part in zip(texts, parts, strict=True)
+    ]
+    head = form.layout.pack(*numbers, *lengths)
+    return blake3(b"".join((form.table.encode(), head, *parts))).digest(_DIGEST_BYTES)
+
+
+def _form(kind: type[Any]) -> _Form:
+    hints, own, table = get_type_hints(kind), fields(kind), TABLE_OF[kind]
+    names = tuple(field.name for field in own)
+    covered = tuple(field.name for field in own if field.metadata.get("covered", True))
+    kinds = {name: kind_of(hints[name])[0] for name in names}
+    to_stored = tuple((name, kind.to_stored) for name, kind in kinds.items() if kind.to_stored)
+    from_stored = tuple((name, kind.from_stored) for name, kind in kinds.items() if kind.from_stored)
+    codes = {name: {int: "q", float: "d"}.get(table.c[name].type.python_type, "") for name in covered}
+    numbers, texts = (tuple(name for name in covered if bool(codes[name]) is wanted) for wanted in (True, False))
+    layout = struct.Struct(f"<{''.join(codes[name] for name in numbers)}{len(texts)}q")
+    covered = covered if ROW_DIGEST in table.c else ()
+    return _Form(table.name, names, attrgetter(*names), covered, numbers, texts, layout, to_stored, from_stored)
+
+
+_FORMS = {kind: _form(kind) for kind in TABLE_OF}
+
+
+def _damaged(
+    kind: type[Any], stored: Mapping[str, Any] | None = None, what: str = "is not what was written"
+) -> StoreError:
+    """Return the error of a damaged row.
+
+    `stored` is None if even its key cannot be read.
+    """
+    table = TABLE_OF[kind]
+    key = ", ".join(f"{column.name} {stored[column.name]!r}" for column in table.primary_key) if stored else ""
+    which = f"the row of {key}" if key else "a row"
+    text = f"the database is damaged ({which} in the table {table.name} of {FACTS} {what})"
+    return StoreError("corrupt", f"{text}: restore a backup (flctl restore)")
