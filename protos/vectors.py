@@ -2,7 +2,7 @@
 
 Every implementation must agree on vectors.json. Run `python protos/vectors.py` after a change. fedring's codecs make
 the encodings. Digests and the bytes of headers are computed here, from what the documents say.
-tests/unit/test_vectors.py checks everything again without this code.
+tests/unit/project/test_vectors.py checks everything again without this code.
 """
 
 import hashlib

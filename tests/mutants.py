@@ -86,7 +86,11 @@ MUTANTS = {
         "tests/system/test_pipeline_mode.py",
     ),
     "packages": Mutant(
-        "pyproject.toml", '    "zstandard>=0.23",\n', "", "tests/unit/test_layout.py", "tests/system/test_wheel.py"
+        "pyproject.toml",
+        '    "zstandard>=0.23",\n',
+        "",
+        "tests/unit/project/test_layout.py",
+        "tests/system/test_wheel.py",
     ),
     # Changed tests: they claim something over several seeds, or use a gate instead of a race.
     "dgc's residual": Mutant(
@@ -127,13 +131,13 @@ MUTANTS = {
         "client/fedring/client/main.py",
         "            return error.exit_code\n",
         "            return Exit.OK\n",
-        "tests/unit/test_client_main.py",
+        "tests/unit/client/test_client_main.py",
     ),
     "newcomers": Mutant(
         "client/fedring/client/group/hooks.py",
         "        self.state.regroup(self.shared, steps=steps)\n",
         "",
-        "tests/unit/test_workers_data_parallel.py",
+        "tests/unit/workers/test_workers_data_parallel.py",
     ),
     "demo's table": Mutant(
         "client/fedring/ctl/bench/demo.py",
@@ -170,19 +174,19 @@ MUTANTS = {
         "client/fedring/workers/shards.py",
         "start = taken + place.rank * each",
         "start = taken",
-        "tests/unit/test_workers_shards.py",
+        "tests/unit/workers/test_workers_shards.py",
     ),
     "grace": Mutant(
         "server/fedring/server/round/machine.py",
         "now >= state.members[c].since + round_.rules.grace}",
         "now >= state.members[c].since}",
-        "tests/unit/test_rounds.py",
+        "tests/unit/server/round/test_rounds.py",
     ),
     "same update": Mutant(
         "server/fedring/server/state/sql/store.py",
         "Acceptance.ALREADY if names[key] == row.name else Acceptance.OTHER",
         "Acceptance.ALREADY",
-        "tests/unit/test_store.py",
+        "tests/unit/server/state/test_store.py",
     ),
     "feedback": Mutant(
         "client/fedring/compress/feedback.py",
@@ -203,7 +207,7 @@ MUTANTS = {
         "server/fedring/web/connections.py",
         "        super().connection_made(transport)\n        if self._admit():\n            self._expect_head()\n",
         "        super().connection_made(transport)\n        if self._admit():\n",
-        "tests/unit/test_web_connections.py",
+        "tests/unit/web/test_web_connections.py",
     ),
     "page's room": Mutant(
         "server/fedring/web/connections.py",
@@ -215,13 +219,13 @@ MUTANTS = {
         "server/fedring/server/sessions/sessions.py",
         "who.role is None and not compare_digest",
         "False and not compare_digest",
-        "tests/unit/test_server_sessions.py",
+        "tests/unit/server/sessions/test_server_sessions.py",
     ),
     "proven clients": Mutant(
         "server/fedring/server/sessions/sessions.py",
         "older and who.role is None and ",
         "older and ",
-        "tests/unit/test_server_sessions.py",
+        "tests/unit/server/sessions/test_server_sessions.py",
     ),
     "resume secret": Mutant(
         "client/fedring/client/session/connection.py",
@@ -296,25 +300,25 @@ MUTANTS = {
         "server/fedring/server/state/checked.py",
         "                self._twice = True\n",
         "                pass\n",
-        "tests/unit/test_server_checked.py",
+        "tests/unit/server/state/test_server_checked.py",
     ),
     "digest of a row": Mutant(
         "server/fedring/server/state/sql/sealed.py",
         "return digest == _digest(form, stored)",
         "return bool(digest)",
-        "tests/unit/test_store_sqlite.py",
+        "tests/unit/server/state/test_store_sqlite.py",
     ),
     "type in the digest of a row": Mutant(
         "server/fedring/server/state/sql/sealed.py",
         "2 * len(part) + isinstance(text, str)",
         "2 * len(part)",
-        "tests/unit/test_store_sqlite.py",
+        "tests/unit/server/state/test_store_sqlite.py",
     ),
     "row that is to be replaced": Mutant(
         "server/fedring/server/state/sql/sealed.py",
         """raise _damaged(type(row), values, "is missing")""",
         "pass",
-        "tests/unit/test_store_sqlite.py",
+        "tests/unit/server/state/test_store_sqlite.py",
     ),
     "rows of a backup": Mutant(
         "server/fedring/server/state/backup/contents.py",
@@ -366,7 +370,7 @@ MUTANTS = {
         "common/fedring/secure/levels.py",
         "        if grid.weight != 1:\n            found *=",
         "        np.rint(found, out=found)\n        if grid.weight != 1:\n            found *=",
-        "tests/unit/test_knapsack.py",
+        "tests/unit/client/secure/test_knapsack.py",
     ),
     "asked twice": Mutant(
         "client/fedring/client/secure/released.py",
@@ -378,13 +382,13 @@ MUTANTS = {
         "client/fedring/client/task.py",
         "if self._loaded is None or not is_covered(self.command):",
         "if True:",
-        "tests/unit/test_client_failures.py",
+        "tests/unit/client/test_client_failures.py",
     ),
     "charge by name": Mutant(
         "client/fedring/client/policy/ledger.py",
         'self._charge(_name_of(command, f"{multiplier} {update}"), multiplier)',
         'self._charge(_name_of(command, f"{multiplier}"), multiplier)',
-        "tests/unit/test_client_charges.py",
+        "tests/unit/client/policy/test_client_charges.py",
     ),
     "wrong shares": Mutant(
         "server/fedring/server/round/opening.py",
@@ -396,7 +400,7 @@ MUTANTS = {
         "common/fedring/daemon/durable.py",
         "if hashlib.sha256(text).hexdigest().encode() != digest:",
         "if len(digest) != 64:",
-        "tests/unit/test_client_charges.py",
+        "tests/unit/client/policy/test_client_charges.py",
     ),
     "copied folder": Mutant(
         "common/fedring/daemon/lock.py",
@@ -408,19 +412,19 @@ MUTANTS = {
         "server/fedring/server/guard/callers.py",
         "(min(received, answered) > MOST_IDLE_BYTES",
         "(received > MOST_IDLE_BYTES",
-        "tests/unit/test_guard_entrance.py",
+        "tests/unit/server/guard/test_guard_entrance.py",
     ),
     "damaged log": Mutant(
         "server/fedring/server/state/wal.py",
         "if end and after_commit and (fits",
         "if end and not before and (fits",
-        "tests/unit/test_lost_commits.py",
+        "tests/unit/server/state/test_lost_commits.py",
     ),
     "path below data_root": Mutant(
         "common/fedring/train/names/arguments.py",
         "if not path.is_relative_to(folder):",
         "if not path:",
-        "tests/unit/test_arguments.py",
+        "tests/unit/train/test_arguments.py",
     ),
 }
 

@@ -1,6 +1,6 @@
 """Everything that daemons, flctl and ranks import; the process from which they are forked imports it once.
 
-The imports must not start threads, since a fork does not have them. tests/unit/test_forks.py checks that.
+The imports must not start threads, since a fork does not have them. tests/unit/project/test_forks.py checks that.
 """
 
 import importlib

@@ -22,7 +22,7 @@ from fedring.schedules.schedule import Kind, make, pipedream
 from fedring.schedules.traffic import Traffic
 from tests.staged_layers import alone, batches, layers, values
 from tests.system.ring_scripts import ranks
-from tests.unit import test_pipeline_routed as routed
+from tests.unit.pipeline import test_pipeline_routed as routed
 
 BACKENDS = ("gloo", "fedring")
 WRAPPED = ("fp16(none)", "bf16(powersgd)", "fp16(int8)", "fp16(topk)")

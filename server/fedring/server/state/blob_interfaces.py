@@ -1,7 +1,7 @@
 """The interface of a store of blobs: sealed files, and partials.
 
 Partials become sealed files. `fedring.server.state.blobs.FileBlobs` implements it. The suite in
-tests/unit/test_blobs.py checks that an implementation keeps these promises.
+tests/unit/server/state/test_blobs.py checks that an implementation keeps these promises.
 """
 
 from collections.abc import Callable, Collection, Sequence

@@ -1,7 +1,7 @@
 """The interface of a store of facts.
 
-`fedring.server.state.sql.store.SqlStore` implements it. The suite in tests/unit/test_store.py checks that an
-implementation keeps these promises.
+`fedring.server.state.sql.store.SqlStore` implements it. The suite in tests/unit/server/state/test_store.py checks that
+an implementation keeps these promises.
 """
 
 from collections.abc import Sequence

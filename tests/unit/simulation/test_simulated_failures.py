@@ -16,7 +16,7 @@ HERE = "user_simulation"
 
 @pytest.fixture(autouse=True)
 def _users_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "fixtures_user_code"))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "fixtures_user_code"))
 
 
 WHOLE: dict[str, Any] = {

@@ -12,7 +12,7 @@ from fedring.train.names.offered import collect
 from fedring.train.tensors.skeleton import build_skeleton, check_can_initialize, initialize, replace_tensors
 from fedring.train.tensors.state import schema_of, tensors_of
 
-HERE = "tests.unit.test_skeleton"
+HERE = "tests.unit.train.test_skeleton"
 
 
 class Rotating(nn.Module):

@@ -139,8 +139,12 @@ def _other_digests(group: Group) -> wire.SecurePeers:
     return peers
 
 
+def _one_bit_off(sealed: bytes) -> bytes:
+    return sealed[:-1] + bytes([sealed[-1] ^ 1])
+
+
 PEERS: dict[str, tuple[str, Callable[[Group], wire.SecurePeers]]] = {
-    "that do not open": ("bad_share", lambda group: _sealed(group, lambda sealed: sealed[:-1] + b"x")),
+    "that do not open": ("bad_share", lambda group: _sealed(group, _one_bit_off)),
     "of another": ("bad_share", _mixed),
     "truncated": ("bad_share", lambda group: _sealed(group, lambda sealed: sealed[:-1])),
     "empty": ("bad_share", lambda group: _sealed(group, lambda sealed: b"")),

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from fedring import vision
 from fedring.data import DataError, Samples, Scale, Split, cifar10, digits, fashion_mnist, load_part, mnist
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 DATA = Path(os.environ.get("FEDRING_TEST_DATA", ROOT.parent / "shared" / "data"))
 
 needs_mnist = pytest.mark.skipif(

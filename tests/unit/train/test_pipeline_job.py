@@ -24,7 +24,7 @@ from fedring.train.names.seam import build_model
 from fedring.workers.cutting import count_layers, cut_model
 from fedring.workers.shards import micro_batches
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def job(**keys: Any) -> Job:
@@ -206,7 +206,7 @@ def test_every_number_of_micro_batches_has_a_schedule() -> None:
 
 
 def test_a_jobs_own_cut_may_return_routes() -> None:
-    name = "tests.unit.test_pipeline_skips:thirds"
+    name = "tests.unit.pipeline.test_pipeline_skips:thirds"
     stages = cut_model(Translator(), table(stages=3, cut=name), [], collect(named(cut=name)))
     assert stages.routes.consumers(0) == {"memory": (1, 2), "padding": (1, 2)}
     with pytest.raises(SeamError, match="returned 3 stages, but the job's table has stages=2"):

@@ -41,7 +41,7 @@ HALVED: dict[str, Any] = {"transforms": [{"name": "halved", "args": {"by": 4}}]}
 @pytest.fixture
 def with_halved(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Put one more module into the room of algorithms."""
-    folder = Path(__file__).parents[1] / "fixtures_transforms"
+    folder = Path(__file__).parents[3] / "fixtures_transforms"
     monkeypatch.setattr(named, "__path__", [*named.__path__, str(folder)])
     yield
     sys.modules.pop(f"{named.__name__}.halved", None)

@@ -39,7 +39,7 @@ HERE = "user_simulation"
 
 @pytest.fixture(autouse=True)
 def _users_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "fixtures_user_code"))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "fixtures_user_code"))
 
 
 def alone(clients: int = 6, per_round: int | None = None, **keys: Any) -> dict[str, Any]:

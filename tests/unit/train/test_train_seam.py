@@ -17,7 +17,7 @@ from fedring.train.names.seam import build_model, optimizer_factory
 @pytest.fixture
 def offered(monkeypatch: pytest.MonkeyPatch) -> Offered:
     """Return what fedring and a user's module offer."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "fixtures_user_code"))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "fixtures_user_code"))
     return collect(["fedring", "user_seam"])
 
 
@@ -63,7 +63,7 @@ def test_the_models_have_the_sizes_that_their_docstrings_say() -> None:
 @pytest.mark.programs
 def test_reading_a_job_does_not_import_torch() -> None:
     code = "import sys, fedring.train.jobs.job; sys.exit('torch' in sys.modules)"
-    path = str(Path(__file__).parents[2] / "common")
+    path = str(Path(__file__).parents[3] / "common")
     assert subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": path}, check=False).returncode == 0
 
 

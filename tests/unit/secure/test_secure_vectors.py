@@ -21,7 +21,7 @@ from fedring.secure.masks import pack, packed_size, unpack
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1 import secure_pb2 as wire
 
-EXAMPLES: dict[str, Any] = json.loads((Path(__file__).parents[2] / "protos/vectors.json").read_text("utf-8"))["secure"]
+EXAMPLES: dict[str, Any] = json.loads((Path(__file__).parents[3] / "protos/vectors.json").read_text("utf-8"))["secure"]
 NAME = b"fedring secure aggregation 1"
 PRIME = 2**521 - 1
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 ROOTS = [ROOT / name for name in ("server", "client", "common", "protos")]
 NAMES = sorted(set(re.findall(r"`(fedring(?:\.\w+)+)`", PAGE)))

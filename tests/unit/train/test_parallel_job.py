@@ -35,7 +35,7 @@ from fedring.train.names.offered import Offered, collect
 from fedring.train.names.seam import optimizer_factory
 from fedring.train.plan import Plan
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def job(**keys: Any) -> Job:

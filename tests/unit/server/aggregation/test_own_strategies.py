@@ -33,7 +33,7 @@ from fedring.train.errors import SeamError
 from fedring.train.jobs.aggregation_table import Aggregation
 from fedring.train.names.offered import collect
 
-CODE = Path(__file__).parents[1] / "fixtures_user_code"
+CODE = Path(__file__).parents[3] / "fixtures_user_code"
 HERE = "user_strategies"
 SMALL: dict[str, Any] = {"rounds": 1, "model_args": {"hidden": 8}, "evaluate": False, "max_abandoned": 1}
 

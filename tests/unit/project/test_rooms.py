@@ -11,7 +11,7 @@ from typing import Any
 import grimp
 import pytest
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PACKAGES = {
     ".".join(path.relative_to(tree).parent.parts): path
     for tree in (ROOT / "server", ROOT / "client", ROOT / "common")

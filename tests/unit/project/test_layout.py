@@ -20,7 +20,7 @@ from tests.conftest import SEED
 from fedring.rpc.chunks import CHUNK_BYTES, chunk_message
 from fedring.v1 import control_pb2, federation_pb2
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SOURCE_ROOTS = [ROOT / name for name in ("server", "client", "common", "protos")]
 SOURCES = [path for root in SOURCE_ROOTS for path in sorted(root.rglob("*.py")) if "_pb2" not in path.name]
 PROTOS = sorted((ROOT / "protos").rglob("*.proto"))
