@@ -380,7 +380,7 @@ MUTANTS = {
     ),
     "failures that are told": Mutant(
         "client/fedring/client/task.py",
-        "if self._loaded is None or not is_covered(self.command):",
+        "if self._started is None or not is_covered(self.command):",
         "if True:",
         "tests/unit/client/test_client_failures.py",
     ),
