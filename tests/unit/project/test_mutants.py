@@ -1,7 +1,6 @@
 """Each mutant of `python -m tests.mutants` still fits the source, and names tests that are there."""
 
 import pytest
-
 from tests.conftest import ROOT
 from tests.mutants import MUTANTS, Mutant
 
