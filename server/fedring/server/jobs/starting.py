@@ -74,11 +74,11 @@ async def begin(facts: Facts, models: Models, job: JobRow, spec: Job) -> tuple[M
     """
     if (known := await _last_of(facts, job)) is not None:
         return known, spec, f"goes on from version {known.version}"
-    rows = await facts.db(facts.store.models, _ALL)
+    rows = await facts.db(facts.store.models.newest, _ALL)
     wanted, why = await _find(facts, models, spec, rows)
     seeded = await facts.db(_with_seed, facts, spec, wanted) if spec.seed_is_open else spec
     if wanted is None:
-        version = await facts.db(facts.store.next_version)
+        version = await facts.db(facts.store.models.next_version)
         path = spec.start if is_path(spec.start) else ""
         made = await facts.heavy(models.maker.first, seeded, version, path)
         first = wanted = replace(made, job_id=job.job_id)
@@ -90,7 +90,7 @@ async def begin(facts: Facts, models: Models, job: JobRow, spec: Job) -> tuple[M
     after = await facts.db(_residuals_end, facts, wanted, newest)
     if seeded is not spec:
         job = replace(job, spec=seeded.model_dump(mode="json"))
-    await facts.db(facts.store.begin_job, job, wanted.version, after, first)
+    await facts.db(facts.store.jobs.begin, job, wanted.version, after, first)
     models.versions.remember(wanted)
     return wanted, seeded, why
 
@@ -115,11 +115,11 @@ async def _last_of(facts: Facts, job: JobRow) -> ModelRow | None:
 
     None before either exists.
     """
-    mine = await facts.db(facts.store.models, 1, job.job_id)
+    mine = await facts.db(facts.store.models.newest, 1, job.job_id)
     if mine:
         return mine[0]
-    row = await facts.db(facts.store.job, job.job_id)
-    return await facts.db(facts.store.model, row.start_version) if row and row.start_version else None
+    row = await facts.db(facts.store.jobs.get, job.job_id)
+    return await facts.db(facts.store.models.get, row.start_version) if row and row.start_version else None
 
 
 async def _find(facts: Facts, models: Models, spec: Job, rows: list[ModelRow]) -> tuple[ModelRow | None, str]:
@@ -152,7 +152,7 @@ def _with_seed(facts: Facts, spec: Job, wanted: ModelRow | None) -> Job:
 
     Frozen tensors follow from the seed, so a version is continued with the seed of its own job.
     """
-    publisher = facts.store.job(wanted.job_id) if wanted is not None else None
+    publisher = facts.store.jobs.get(wanted.job_id) if wanted is not None else None
     seed = secrets.randbelow(MAX_SEED + 1) if wanted is None else spec.seed
     if publisher is not None:
         seed = publisher.spec.get("seed", seed)
@@ -169,7 +169,7 @@ def _residuals_end(facts: Facts, base: ModelRow, newest: ModelRow | None) -> tup
     continue one another's newest models have the same round here. The number is 0 if there is no such round.
     """
     if newest is not None and base.version == newest.version:
-        publisher = facts.store.job(newest.job_id)
+        publisher = facts.store.jobs.get(newest.job_id)
         return (publisher.residual_epoch, publisher.residual_after) if publisher else (0, 0)
-    rounds = facts.store.rounds(1)
+    rounds = facts.store.rounds.newest(1)
     return facts.store.epoch, rounds[0].round if rounds else 0
