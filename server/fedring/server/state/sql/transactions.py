@@ -24,7 +24,7 @@ class Database:
 
     @contextmanager
     def transaction(self) -> Iterator[Connection]:
-        """Commit what is done within, or nothing if that raises."""
+        """Commit the changes made within, unless that raises."""
         try:
             with self.engine.begin() as connection:
                 yield connection
