@@ -39,7 +39,7 @@ class JobStarter:
             StorageError, SeamError: if the job cannot start from there.
         """
         base, spec, text = await begin(self._facts, self._models, row, spec)
-        frozen = await self._facts.heavy(self._models.maker.frozen_digest, spec, base)
+        frozen = await self._facts.heavy(self._models.maker.job_models.frozen_digest, spec, base)
         self._rounds.learn(base)
         return RunningJob(row, spec, frozen), text
 
@@ -60,8 +60,6 @@ class JobStarter:
 
 async def begin(facts: Facts, models: Models, job: JobRow, spec: Job) -> tuple[ModelRow, Job, str]:
     """Decide from which model a job starts, or continues after a restart.
-
-    A new model is published. The decision is durable when this returns.
 
     A new model is published. What was decided is durable when this returns.
 
@@ -133,9 +131,9 @@ async def _find(facts: Facts, models: Models, spec: Job, rows: list[ModelRow]) -
         wanted = next((row for row in rows if row.version == version), None)
         if wanted is None:
             raise StorageError("unknown_model", f"start = {version}: no such version is kept (`flctl models list`)")
-        await facts.heavy(models.maker.check_fits, wanted, spec)
+        await facts.heavy(models.maker.job_models.check_fits, wanted, spec)
         return wanted, f"starts from version {version}"
-    schema = await facts.heavy(models.maker.schema_of, spec)
+    schema = await facts.heavy(models.maker.job_models.schema_of, spec)
     alike = [row for row in rows if row.schema_hash == schema.hash.hex()]
     if spec.start == NEWEST:
         return (alike[0], f"starts from version {alike[0].version}, the newest") if alike else (None, "")

@@ -353,8 +353,8 @@ def test_a_first_model_can_be_made_one_module_after_the_other(tmp_path: Path) ->
     rows = [line.first(job) for _ in range(2)]
     assert rows[0].digest == rows[1].digest
     reader = ModelReader(line.blobs.reader(rows[0].blob))
-    assert reader.schema == schema_of(digits_mlp(8)) == line.models.maker.schema_of(job)
+    assert reader.schema == schema_of(digits_mlp(8)) == line.models.maker.job_models.schema_of(job)
     assert 0 < np.abs(reader.vectors().parameters).max() <= 1 / np.sqrt(8)
     other = spec(mode="pipeline", pipeline={"first_model": "by_module"}, download_encoding="full")
     with pytest.raises(SeamError, match="has no reset_parameters"):
-        line.models.maker.schema_of(other)
+        line.models.maker.job_models.schema_of(other)
