@@ -6,37 +6,32 @@ If possible, it comes as a difference from the previous version.
 import asyncio
 import logging
 from collections.abc import Callable, Collection
-from contextlib import suppress
 
 from grpc import StatusCode, aio
 
 from fedring.client.errors import BadModel, RoundOver
-from fedring.client.session.backoff import Backoff
-from fedring.client.session.connection import Connection, is_doubtful, stray_cancellation
+from fedring.client.session.connection import Connection
+from fedring.client.session.retry import RetryPolicy, Verdict
+from fedring.client.session.tries import Tries
 from fedring.client.transfer.download import Download, HeldModel
 from fedring.client.transfer.partial import PartialDownload, Sink
 from fedring.codec import Schema
 from fedring.rpc.chunks import ReceivedChunk
-from fedring.rpc.errors import FedringError, Unavailable, reason_of, status_of
+from fedring.rpc.errors import FedringError, Unavailable, reason_of
 from fedring.rpc.streams import TimedStream
 from fedring.v1 import federation_pb2 as pb
 
 log = logging.getLogger(__name__)
 
-_AGAIN = {
-    StatusCode.UNAVAILABLE,
-    StatusCode.DEADLINE_EXCEEDED,
-    StatusCode.RESOURCE_EXHAUSTED,
-    StatusCode.CANCELLED,
-    StatusCode.UNKNOWN,
-    StatusCode.INTERNAL,
-}
-_REJOIN = {StatusCode.UNAUTHENTICATED, StatusCode.ABORTED}
-_AS_ASKED = {StatusCode.NOT_FOUND, StatusCode.INVALID_ARGUMENT, StatusCode.UNIMPLEMENTED}
-"""Also what a request is refused with that was damaged on its way, so that it is tried again."""
-
-_MOST_REFUSALS = 3
-"""How often a download may be refused as above. The last refusal counts."""
+POLICY = RetryPolicy(
+    {
+        # So the server also refuses a request that was damaged on its way.
+        StatusCode.NOT_FOUND: Verdict.AGAIN,
+        StatusCode.INVALID_ARGUMENT: Verdict.AGAIN,
+        # The server's own copy of the model is damaged.
+        StatusCode.DATA_LOSS: Verdict.DROP,
+    }
+)
 
 
 class ModelFetcher:
@@ -163,28 +158,22 @@ class ModelFetcher:
 
     async def _receive(self, download: Download | PartialDownload, ended: Callable[[], str]) -> None:
         """Make calls until all bytes of the download were received."""
-        backoff, refusals = Backoff(), 0
-        while not download.complete:
-            session_id = self._connection.session.session_id
-            try:
-                with stray_cancellation():
-                    await self._stream(download, ended)
-                continue
-            except (aio.AioRpcError, FedringError) as error:
-                status = status_of(error)
-                refusals += status in _AS_ASKED
-                if status not in _AGAIN | _REJOIN | _AS_ASKED or refusals >= _MOST_REFUSALS:
-                    raise RoundOver(ended() or reason_of(error), str(error)) from error
-                if is_doubtful(error):
-                    await self._connection.reconnect()
+        tries = Tries(self._connection, POLICY)
+
+        def look() -> None:
             if why := ended():
                 raise RoundOver(why)
-            with suppress(Unavailable), stray_cancellation():
-                if status in _REJOIN:
-                    await self._rejoin(session_id, ended)
-                await asyncio.sleep(backoff.next())
 
-    async def _stream(self, download: Download | PartialDownload, ended: Callable[[], str]) -> None:
+        while not download.complete:
+            try:
+                with tries.one():
+                    await self._stream(download, look)
+            except (aio.AioRpcError, FedringError) as error:
+                if tries.judge(error) is Verdict.DROP:
+                    raise RoundOver(ended() or reason_of(error), str(error)) from error
+                await tries.wait(look=look)
+
+    async def _stream(self, download: Download | PartialDownload, look: Callable[[], None]) -> None:
         """Make one call, and add its bytes to the download."""
         session = self._connection.session
         call = self._connection.fetch_model(download.request, metadata=self._connection.metadata)
@@ -197,17 +186,8 @@ class ModelFetcher:
                     download.add(chunk)
                     self._connection.metrics.download_bytes.inc(len(chunk.data))
                     self._tell(download.share)
-                if why := ended():
-                    raise RoundOver(why)
+                look()
         finally:
             call.cancel()
         if not download.complete:
             raise Unavailable("the stream ended before the model did")
-
-    async def _rejoin(self, session_id: str, ended: Callable[[], str]) -> None:
-        while not ended():
-            try:
-                async with asyncio.timeout(1):
-                    return await self._connection.wait_for_new_session(session_id)
-            except TimeoutError:
-                continue
