@@ -1,7 +1,7 @@
-"""Which failed calls are worth another try, and after how long.
+"""The verdict on a failed call, without I/O, clock or randomness.
 
-PROTOCOL.md tells every client so, in "When a call fails". This is its table, without I/O, clock or randomness;
-`fedring.client.session.tries` acts on it. A kind of call names only where it differs.
+This is the table of PROTOCOL.md, "When a call fails": which calls are worth another try, and after how long. A kind of
+call names only where it differs. `fedring.client.session.tries` acts on it.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ MOST_TRIES = 3
 
 
 class Verdict(Enum):
-    """What to do about a failed call, in the words of PROTOCOL.md."""
+    """The client's answer to a failed call, in the words of PROTOCOL.md."""
 
     LATER = "later"  # The server or the line fails now.
     JOIN = "join"  # The session is over.
@@ -45,7 +45,7 @@ _DOUBTFUL = {StatusCode.UNIMPLEMENTED, StatusCode.INTERNAL, StatusCode.UNKNOWN, 
 
 @dataclass(frozen=True, slots=True)
 class NextStep:
-    """What follows a failed try.
+    """The consequence of a failed try.
 
     Attributes:
         verdict: Whether there is another try.
@@ -69,7 +69,7 @@ class RetryPolicy:
     differences: Mapping[StatusCode | str, Verdict] = field(default_factory=dict)
 
     def after(self, status: StatusCode, reason: str, *, failures: int = 0, damages: int = 0) -> NextStep:
-        """Return what follows a failed try.
+        """Return the consequence of a failed try.
 
         Args:
             status: The status of the failure.
@@ -94,12 +94,12 @@ class RetryPolicy:
 
 
 def most_seconds(failures: int) -> float:
-    """Return the longest wait after so many failures in a row, which doubles with each."""
+    """Return the longest wait after so many failures in a row."""
     return min(MOST_SECONDS, FIRST_SECONDS * 2.0 ** min(failures, 10))
 
 
 def is_doubtful(status: StatusCode) -> bool:
-    """Return whether a call that failed with this status makes its connection doubtful.
+    """Return whether a failure with this status makes its connection doubtful.
 
     The connection may be broken for all new calls. The two sides of an HTTP/2 connection number its calls, and remember
     parts of their headers. If one bit of a header is flipped on the way, the server may misread or ignore every later

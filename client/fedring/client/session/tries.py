@@ -49,7 +49,10 @@ class Tries:
             yield
 
     def judge(self, error: aio.AioRpcError | FedringError) -> Verdict:
-        """Return what to do about a failed try. Unless that is DROP, `wait` comes next."""
+        """Return the verdict on a failed try.
+
+        Unless it is DROP, `wait` comes next.
+        """
         status, reason = status_of(error), reason_of(error)
         self._next = self._policy.after(status, reason, failures=self._failures, damages=self._damages)
         self._failures += 1
@@ -61,7 +64,9 @@ class Tries:
         self._failures = self._damages = 0
 
     async def wait(self, *, deadline: float | None = None, look: Callable[[], None] = lambda: None) -> None:
-        """Wait until it is time for the next try, over a new connection or in a new session if it needs one.
+        """Wait until it is time for the next try.
+
+        Before it, this opens a new connection, or waits for a new session, if the try needs one.
 
         Args:
             deadline: Until when to wait at most, in monotonic seconds; None = as long as it takes.

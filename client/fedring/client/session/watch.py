@@ -163,7 +163,7 @@ class ClientSession:
                     await self._call.code()
 
     async def _watch(self, session: pb.JoinReply) -> Lost:
-        """Follow one Watch stream to its end, and return the error that ended it."""
+        """Follow one Watch stream, and return the error at its end."""
         call = self._call = self._connection.commands.Watch(metadata=self._connection.metadata)
         lost: Lost = Unavailable("the server closed the session")
         async with asyncio.TaskGroup() as group:

@@ -5,7 +5,8 @@ If possible, it comes as a difference from the previous version.
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable
+from typing import TypeVar
 
 from grpc import StatusCode, aio
 
@@ -13,8 +14,7 @@ from fedring.client.errors import BadModel, RoundOver
 from fedring.client.session.connection import Connection
 from fedring.client.session.retry import RetryPolicy, Verdict
 from fedring.client.session.tries import Tries
-from fedring.client.transfer.download import Download, HeldModel
-from fedring.client.transfer.partial import PartialDownload, Sink
+from fedring.client.transfer.download import Download, HeldModel, Receiver
 from fedring.codec import Schema
 from fedring.rpc.chunks import ReceivedChunk
 from fedring.rpc.errors import FedringError, Unavailable, reason_of
@@ -22,6 +22,8 @@ from fedring.rpc.streams import TimedStream
 from fedring.v1 import federation_pb2 as pb
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 POLICY = RetryPolicy(
     {
@@ -93,71 +95,35 @@ class ModelFetcher:
         held = self._held
         if held and held.schema.hash != schema.hash:
             held = self._held = None
-        try:
-            self._held = await self._download(Download(digest, schema, held), ended)
-        except BadModel as error:
-            log.warning("model %s is not valid as received (%s); fetching it again, in full", digest, error)
-            self._held = await self._download(Download(digest, schema, None), ended)
+        bases = [None, held]  # The second try is in full.
+        what = f"model {digest}"
+        self._held = await self.download(what, lambda: Download(digest, schema, bases.pop()), ended)
         return self._held
 
-    async def fetch_control(self, digest: str, schema: Schema, ended: Callable[[], str]) -> HeldModel:
-        """Fetch a control variate from the server.
-
-        It is sent like a model, and not held here.
+    async def download(self, what: str, make: Callable[[], Receiver[T]], ended: Callable[[], str]) -> T:
+        """Download something of the server's models; it is not held here.
 
         Args:
-            digest: The name of the control variate.
-            schema: The schema of the model's parameters.
+            what: What it is, for the log.
+            make: Makes what receives it, again if the first one receives something that is not valid.
             ended: Returns why it is no longer wanted; empty while it is.
+
+        Returns:
+            What the receiver makes of it.
 
         Raises:
             RoundOver: If it is no longer wanted, or the server refuses to send it.
             BadModel: If what the server sent was invalid twice.
-            WrongModel: If it has another schema.
-        """
-        try:
-            return await self._download(Download(digest, schema, None), ended)
-        except BadModel as error:
-            log.warning("the control variate %s is not valid as received (%s); fetching it again", digest, error)
-            return await self._download(Download(digest, schema, None), ended)
-
-    async def fetch_part(
-        self, digest: str, schema: Schema, names: Collection[str], sink: Sink, ended: Callable[[], str]
-    ) -> None:
-        """Fetch some tensors of a model from the server.
-
-        Nothing of them is held here.
-
-        Args:
-            digest: The name of the model.
-            schema: The schema that it must have.
-            names: The tensors that are wanted.
-            sink: Takes their values; after an error, all of them are sent again.
-            ended: Returns why the model is no longer wanted; empty while it is.
-
-        Raises:
-            RoundOver: If the model is no longer wanted, or the server refuses to send it.
-            BadModel: If what the server sent was invalid twice.
             WrongModel: If the model has another schema.
         """
-        for retry in (True, False):
-            download = PartialDownload(digest, schema, names, sink)
-            try:
-                await self._receive(download, ended)
-                return download.finish()
-            except BadModel as error:
-                if not retry:
-                    raise
-                log.warning("a part of model %s is not valid as received (%s); fetching it again", digest, error)
+        try:
+            return await self._receive(make(), ended)
+        except BadModel as error:
+            log.warning("%s is not valid as received (%s); fetching it again, in full", what, error)
+        return await self._receive(make(), ended)
 
-    async def _download(self, download: Download, ended: Callable[[], str]) -> HeldModel:
-        await self._receive(download, ended)
-        if download.is_small:
-            return download.finish()
-        return await asyncio.to_thread(download.finish)
-
-    async def _receive(self, download: Download | PartialDownload, ended: Callable[[], str]) -> None:
-        """Make calls until all bytes of the download were received."""
+    async def _receive(self, download: Receiver[T], ended: Callable[[], str]) -> T:
+        """Make calls until the download is complete, and finish it."""
         tries = Tries(self._connection, POLICY)
 
         def look() -> None:
@@ -172,8 +138,9 @@ class ModelFetcher:
                 if tries.judge(error) is Verdict.DROP:
                     raise RoundOver(ended() or reason_of(error), str(error)) from error
                 await tries.wait(look=look)
+        return download.finish() if download.is_small else await asyncio.to_thread(download.finish)
 
-    async def _stream(self, download: Download | PartialDownload, look: Callable[[], None]) -> None:
+    async def _stream(self, download: Receiver[T], look: Callable[[], None]) -> None:
         """Make one call, and add its bytes to the download."""
         session = self._connection.session
         call = self._connection.fetch_model(download.request, metadata=self._connection.metadata)
