@@ -140,7 +140,7 @@ MUTANTS = {
         "tests/unit/workers/test_workers_data_parallel.py",
     ),
     "demo's table": Mutant(
-        "client/fedring/ctl/bench/demo.py",
+        "client/fedring/ctl/local/demo.py",
         '        "sent/worker>",\n',
         '        "sent>",\n',
         "tests/system/test_data_parallel.py",

@@ -1,4 +1,4 @@
-"""Each bench of flctl with its smallest sizes: the fields of its JSON, its plot, and its tables."""
+"""Each benchmark with its smallest sizes: the fields of its JSON, its plot, and its tables."""
 
 import json
 import os
@@ -13,20 +13,21 @@ from typing import Any
 import pytest
 
 from fedring.control.failure import Failure
-from fedring.ctl.bench import ddp, hooks, networks, pipeline
-from fedring.ctl.bench.presets import Dataset
-from fedring.ctl.bench.rank import Rank
-from fedring.ctl.bench.ranks import run_ranks
-from fedring.ctl.bench.runner import present
+from fedring.ctl.local.presets import Dataset
+from fedring.ctl.local.rank import Rank
+from fedring.ctl.local.ranks import Host, run_ranks
+from fedring.ctl.local.runner import present
 from fedring.ctl.output import Output
 from tests import forks
+from tests.bench import ddp, hooks, pipeline
+from tests.bench.lab import networks
 
 SHAPED = os.geteuid() == 0 and shutil.which("tc") is not None
 PNG = b"\x89PNG"
 
 
 def shown(results: dict[str, Any], folder: Path, capsys: pytest.CaptureFixture[str], module: Any) -> str:
-    """Present the results as the verb does, check its files, and return what it prints."""
+    """Present the results as the benchmark does, check its files, and return what it prints."""
     path = folder / "results.json"
     present(results, path, Output.TABLE, plot=module.plot, print_results=module.print_tables)
     assert json.loads(path.read_text()) == json.loads(json.dumps(results))
@@ -93,8 +94,8 @@ def test_ddp_has_every_figure_of_the_paper(tmp_path: Path, capsys: pytest.Captur
     assert ("1gbit" if SHAPED else "loopback without a limit") in table
 
 
-def bench(*arguments: str) -> "subprocess.CompletedProcess[str]":
-    return forks.run("fedring.ctl.main", "bench", *arguments, "--dataset", "digits", "--output", "json", timeout=240)
+def bench(name: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    return forks.run(f"tests.bench.{name}", *arguments, "--dataset", "digits", "--output", "json", timeout=240)
 
 
 @pytest.mark.soak
@@ -112,7 +113,7 @@ def test_federated_shows_each_client(tmp_path: Path) -> None:
 
 @pytest.mark.soak
 def test_data_parallel_shows_the_longest_and_the_mean_wait_of_each_worker(tmp_path: Path) -> None:
-    done = bench("data-parallel", "--epochs", "2", "--out", str(tmp_path))
+    done = bench("data_parallel", "--epochs", "2", "--out", str(tmp_path))
     assert done.returncode == 0, done.stderr
     results = json.loads(done.stdout)
     for row in results["hooks"]:
@@ -132,7 +133,7 @@ def fail_on_rank_1(rank: Rank) -> None:
 def test_a_rank_that_fails_ends_the_others_and_says_why() -> None:
     began = time.monotonic()
     with pytest.raises(Failure, match=r"(?s)worker 1 failed:.*RuntimeError: the reason"):
-        run_ranks("tests.system.test_bench:fail_on_rank_1", {}, [networks.Host()] * 2)
+        run_ranks("tests.system.test_bench:fail_on_rank_1", {}, [Host()] * 2)
     assert time.monotonic() - began < 300
 
 
@@ -145,17 +146,7 @@ def test_without_the_right_to_make_namespaces_lines_have_no_limit(monkeypatch: p
 
 @pytest.mark.skipif(not SHAPED, reason="network namespaces need root")
 def test_a_bench_that_is_terminated_leaves_no_namespace_and_no_rank(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "fedring.ctl.main",
-        "bench",
-        "hooks",
-        "--dataset",
-        "digits",
-        "--out",
-        str(tmp_path),
-    ]
+    command = [sys.executable, "-m", "tests.bench.hooks", "--dataset", "digits", "--out", str(tmp_path)]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as running:
         try:
             while len(children(running.pid)) < 2:
@@ -173,7 +164,7 @@ def test_a_bench_that_is_terminated_leaves_no_namespace_and_no_rank(tmp_path: Pa
 def children(pid: int) -> list[int]:
     """Return the ranks that a process has started."""
     found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [int(child) for child in found if b"bench.rank" in command_of(child)]
+    return [int(child) for child in found if b"local.rank" in command_of(child)]
 
 
 def command_of(pid: str) -> bytes:

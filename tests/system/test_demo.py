@@ -15,8 +15,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from fedring.control.failure import Failure
-from fedring.ctl.bench.experiment import Experiment, make_job, run_experiment
-from fedring.ctl.bench.presets import Dataset, preset_job
+from fedring.ctl.local.experiment import Experiment, make_job, run_experiment
+from fedring.ctl.local.presets import Dataset, preset_job
 from fedring.ctl.operate.port_health import check_health
 from tests.fleets import PATIENCE, Control, Flctl, Fleet, until_watching
 
