@@ -38,7 +38,7 @@ class HeldModel:
     vectors: Vectors
 
 
-class Receiver(ABC, Generic[T]):
+class BlobDownload(ABC, Generic[T]):
     """A download, which may take several calls.
 
     Args:
@@ -142,7 +142,7 @@ class Receiver(ABC, Generic[T]):
         """Check the complete payload, and return the result."""
 
 
-class Download(Receiver[HeldModel]):
+class Download(BlobDownload[HeldModel]):
     """A download of one model.
 
     Args:

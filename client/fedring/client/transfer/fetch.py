@@ -14,7 +14,7 @@ from fedring.client.errors import BadModel, RoundOver
 from fedring.client.session.connection import Connection
 from fedring.client.session.retry import RetryPolicy, Verdict
 from fedring.client.session.tries import Tries
-from fedring.client.transfer.download import Download, HeldModel, Receiver
+from fedring.client.transfer.download import Download, HeldModel, BlobDownload
 from fedring.codec import Schema
 from fedring.rpc.chunks import ReceivedChunk
 from fedring.rpc.errors import FedringError, Unavailable, reason_of
@@ -100,7 +100,7 @@ class ModelFetcher:
         self._held = await self.download(what, lambda: Download(digest, schema, bases.pop()), ended)
         return self._held
 
-    async def download(self, what: str, make: Callable[[], Receiver[T]], ended: Callable[[], str]) -> T:
+    async def download(self, what: str, make: Callable[[], BlobDownload[T]], ended: Callable[[], str]) -> T:
         """Download something of the server's models; it is not held here.
 
         Args:
@@ -122,7 +122,7 @@ class ModelFetcher:
             log.warning("%s is not valid as received (%s); fetching it again, in full", what, error)
         return await self._receive(make(), ended)
 
-    async def _receive(self, download: Receiver[T], ended: Callable[[], str]) -> T:
+    async def _receive(self, download: BlobDownload[T], ended: Callable[[], str]) -> T:
         """Make calls until the download is complete, and finish it."""
         tries = Tries(self._connection, POLICY)
 
@@ -140,7 +140,7 @@ class ModelFetcher:
                 await tries.wait(look=look)
         return download.finish() if download.is_small else await asyncio.to_thread(download.finish)
 
-    async def _stream(self, download: Receiver[T], look: Callable[[], None]) -> None:
+    async def _stream(self, download: BlobDownload[T], look: Callable[[], None]) -> None:
         """Make one call, and add its bytes to the download."""
         session = self._connection.session
         call = self._connection.fetch_model(download.request, metadata=self._connection.metadata)

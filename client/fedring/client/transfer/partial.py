@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedring.client.errors import BadModel
-from fedring.client.transfer.download import Receiver
+from fedring.client.transfer.download import BlobDownload
 from fedring.codec.digest import Digest, is_name
 from fedring.codec.schema import Entry, Schema
 from fedring.v1 import federation_pb2 as pb
@@ -23,7 +23,7 @@ Sink = Callable[[Entry, int, NDArray[np.floating]], None]
 _ROLES = (("parameter", pb.VECTOR_PARAMETERS, "<f4"), ("buffer", pb.VECTOR_BUFFERS, "<f8"))
 
 
-class PartialDownload(Receiver[None]):
+class PartialDownload(BlobDownload[None]):
     """A download of some tensors, which may take several calls.
 
     Args:
