@@ -14,7 +14,7 @@ from fedring.client.errors import BadModel, RoundOver
 from fedring.client.session.connection import Connection
 from fedring.client.session.retry import RetryPolicy, Verdict
 from fedring.client.session.tries import Tries
-from fedring.client.transfer.download import Download, HeldModel, BlobDownload
+from fedring.client.transfer.download import BlobDownload, Download, HeldModel
 from fedring.codec import Schema
 from fedring.rpc.chunks import ReceivedChunk
 from fedring.rpc.errors import FedringError, Unavailable, reason_of
