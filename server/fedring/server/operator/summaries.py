@@ -8,11 +8,14 @@ from collections.abc import Iterable, Mapping
 from math import isfinite
 from typing import Any
 
+from google.protobuf.message import Message
+
 from fedring.server.group import machine as gr
 from fedring.server.group.rendezvous import Rendezvous
 from fedring.server.round import machine as rd
 from fedring.server.round.events import Phase, Round
 from fedring.server.round.open_round import OpenRound
+from fedring.server.round.report import PROGRESS
 from fedring.server.sessions.sessions import Session, Sessions
 from fedring.server.state.journal import rfc3339
 from fedring.server.state.rows import EvaluationRow, JobRow, ModelRow, RoundRow
@@ -74,7 +77,7 @@ def round_summary(message: pb.Round, *, clients: bool = False) -> Summary:
         if client.upload_bytes:
             name = client.encoding or "none"
             by_encoding[name] = by_encoding.get(name, 0) + client.upload_bytes
-    metrics = message.metrics
+    metrics, known = message.metrics, {field.name: value for field, value in message.ListFields()}
     # Lists are cut: a page for thousands of clients must stay small. NaN is no JSON, so it becomes None.
     return {
         **{key: getattr(message, key) for key in _ROUND_KEYS},
@@ -93,18 +96,19 @@ def round_summary(message: pb.Round, *, clients: bool = False) -> Summary:
         "metrics": {name: float(f"{metrics[name]:.6g}") for name in sorted(metrics)},
         "upload_by_encoding": by_encoding,
         "peer_bytes": _sum(client.metrics.get("bytes_sent", 0.0) for client in message.clients),
-        "secure": secure_summary(message.secure) if message.HasField("secure") else None,
+        **{name: _progress_summary(known[name]) if name in known else None for name in PROGRESS},
         **({"clients": [_part_summary(client) for client in message.clients[:MOST_CURVES]]} if clients else {}),
     }
 
 
-def secure_summary(message: pb.SecureProgress) -> Summary:
-    """Summarize the secure aggregation of a round."""
-    return {
-        **{key: getattr(message, key) for key in ("step", "groups", "answered", "asked")},
-        "lost": dict(message.lost),
-        "seconds": {step: float(f"{seconds:.3g}") for step, seconds in message.seconds.items()},
-    }
+def _progress_summary(message: Message) -> Summary:
+    """Summarize the progress of a kind of rounds, figure by figure."""
+    found = {field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields}
+    return {name: _short(value) if isinstance(value, Mapping) else value for name, value in found.items()}
+
+
+def _short(figures: Mapping[str, float]) -> Summary:
+    return {name: float(f"{value:.3g}") if isinstance(value, float) else value for name, value in figures.items()}
 
 
 def privacy_summary(message: pb.Privacy | None) -> Summary | None:

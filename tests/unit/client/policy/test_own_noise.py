@@ -28,8 +28,7 @@ from fedring.secure.masks import mask, wrap
 from fedring.server.model.masked_sum import GroupMasks, PrivateIntegers, open_groups
 from fedring.server.model.private_mean import most_charged
 from fedring.server.secure import events as ev
-from fedring.server.secure.groups import form_groups
-from fedring.server.secure.machine import apply
+from fedring.server.secure.machine import apply, form_groups
 from fedring.simulation import simulate
 from fedring.train.jobs.job import Job
 from fedring.train.jobs.privacy_table import ClientPrivacy
