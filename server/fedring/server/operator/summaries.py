@@ -37,7 +37,8 @@ _ROUND_KEYS = (
 )
 _PART_KEYS = ("client_id", "num_samples", "train_seconds", "upload_bytes", "download_bytes")
 _DEFAULTS = Job.model_validate({}).model_dump(mode="json")
-_TABLES = ("data_parallel", "pipeline", "dp", "sample_dp", "secure_aggregation")
+_WHOLE = ("model_args", "optimizer_args", "clients", "aggregation", "personal")
+"""The keys of a job whose tables are shown as one value."""
 _EVENT_KEYS = ("id", "at", "kind", "job_id", "round", "client_id", "text")
 
 
@@ -237,10 +238,10 @@ def _part_summary(client: pb.RoundClient) -> Summary:
 
 
 def _flat(spec: Mapping[str, Any]) -> Summary:
-    """Return a job's keys with those of its tables as `table.key`."""
+    """Return a job's keys with those of most tables as `table.key`."""
     flat: Summary = {}
     for key, value in spec.items():
-        if key in _TABLES and isinstance(value, Mapping):
+        if key not in _WHOLE and isinstance(value, Mapping):
             flat |= {f"{key}.{name}": inner for name, inner in value.items()}
         else:
             flat[key] = value

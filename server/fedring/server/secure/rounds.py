@@ -34,9 +34,8 @@ from fedring.server.secure.combining import unmask
 from fedring.server.secure.events import SecureStep
 from fedring.server.secure.exchange import KINDS, Message, SecureExchange
 from fedring.server.secure.machine import form_groups
-from fedring.server.secure.metrics import SecureMetrics
 from fedring.server.secure.service import SecureAggregationService
-from fedring.server.secure.steps import SecureSteps, listed
+from fedring.server.secure.steps import SecureMetrics, SecureSteps, listed
 from fedring.server.sessions.sessions import Sessions
 from fedring.server.state.facts import Facts
 from fedring.server.state.interfaces import Acceptance, RoundStore

@@ -146,7 +146,7 @@ def test_noise_by_clients_sets_the_width_by_its_plan() -> None:
 
 def test_groups_belong_to_features_that_open_them() -> None:
     row = UpdateRow(1, "a", "", "", (), 1, 1, 1.0, 1.0, 1.0)
-    with pytest.raises(ValueError, match="groups belong to jobs with secure aggregation"):
+    with pytest.raises(ValueError, match="groups belong to jobs whose updates only sums open"):
         transforms_of(Job.model_validate({})).close(closed_round(Job.model_validate({}), [row], groups=[]), None)
 
 

@@ -8,6 +8,7 @@ from torch import nn
 
 from fedring.codec.masked import Width
 from fedring.codec.schema import Schema
+from fedring.privacy.charges import Charge
 from fedring.server.aggregation.combining import Combination
 from fedring.server.aggregation.contributions import Contribution
 from fedring.server.aggregation.rule import Rule
@@ -38,7 +39,15 @@ class ClientNoise(Masked):
     def check(self, job: Job, schema: Schema, skeleton: Callable[[], nn.Module]) -> None:
         """See Transform.check."""
         super().check(job, schema, skeleton)
-        check_charge(job, schema)
+        check_charge(self, job, schema)
+
+    def most_charged(self, job: Job, length: int) -> Charge:
+        """See Transform.most_charged."""
+        if job.secure_aggregation is None:
+            raise ValueError("the clients add noise to sums only")
+        needed = job.min_clients_to_aggregate
+        most = max(job.sample_clients, needed) if job.sample_clients else 0
+        return self.table.charge_of(job.secure_aggregation.group_sizes(needed, most), length, needed)
 
     def values(self, job: Job, base: ModelRow, files: BaseFiles) -> wire.SecureRound:
         """See Masked.values."""
