@@ -30,7 +30,7 @@ from fedring.privacy.account import NoAccountant, SampledSteps, epsilon, sampled
 from fedring.server.aggregation.optimizer import OptimizerError
 from fedring.server.aggregation.rule import RuleError
 from fedring.server.aggregation.strategy import HISTORY, PastRound, StrategyError, with_settings
-from fedring.server.model.private_mean import most_charged
+from fedring.server.model.transforms.listing import transforms_of
 from fedring.server.round import machine
 from fedring.server.round.events import Phase, Round
 from fedring.server.round.plan import round_command, rules_of
@@ -243,7 +243,8 @@ class _Run:
         privacy = self._job.dp
         if privacy is None or not privacy.max_epsilon:
             return False
-        spent = epsilon([most_charged(self._job, self._schema.num_parameters)] * rounds, privacy.delta)
+        most = transforms_of(self._job).most_charged(self._job, self._schema.num_parameters)
+        spent = epsilon([most] * rounds, privacy.delta)
         if spent > privacy.max_epsilon and not self._rows:
             text = f"dp.max_epsilon = {privacy.max_epsilon:g} is less than {spent:.3g}, the epsilon of one round"
             raise Failure(text, Exit.CONFIG)

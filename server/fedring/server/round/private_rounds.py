@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from fedring.codec.schema import Schema
 from fedring.privacy.account import NoAccountant, epsilon
-from fedring.server.model.private_mean import most_charged
+from fedring.server.model.transforms.listing import transforms_of
 from fedring.server.round.open_round import OpenRound
 from fedring.server.state.facts import Facts
 from fedring.server.state.noise_secret import erase_noise_secrets, noise_secret
@@ -42,7 +42,7 @@ class RoundPrivacy:
             return ""
         rows = await self._facts.db(self._facts.store.rounds.charges)
         schema = await self._facts.heavy(self._schema_of, job)
-        more = await self._facts.heavy(most_charged, job, schema.num_parameters)
+        more = await self._facts.heavy(transforms_of(job).most_charged, job, schema.num_parameters)
         # The budget must hold after the next round, so its largest possible charge is added beforehand.
         charges = [*(row.cost for row in rows), more]
         try:

@@ -11,7 +11,10 @@ from pathlib import Path
 from random import SystemRandom
 from typing import Any
 
+from grpc import aio
+
 from fedring.codec import CodecError
+from fedring.daemon.metrics import Registry
 from fedring.rpc.certificates import identity_of, load_authorities
 from fedring.rpc.errors import BadRequest, OtherMessage, Unavailable, UnknownRound
 from fedring.rpc.identity import Role
@@ -21,7 +24,7 @@ from fedring.secure.signing import BadProof, Proof, check_chain
 from fedring.server.model.masked_sum import BadSum, GroupMasks
 from fedring.server.round.dispatch import Dispatch
 from fedring.server.round.events import OPEN, Closed, Failed, Phase, Stepped, Steps
-from fedring.server.round.open_round import CannotResume, OpenRound, RoundKind
+from fedring.server.round.open_round import CannotResume, KindMaker, OpenRound, RoundKind
 from fedring.server.round.opening import RECOVERY_SECONDS
 from fedring.server.round.rounds import Rounds
 from fedring.server.secure import events as ev
@@ -30,15 +33,16 @@ from fedring.server.secure.asking import StepEvents
 from fedring.server.secure.combining import unmask
 from fedring.server.secure.events import SecureStep
 from fedring.server.secure.exchange import KINDS, Message, SecureExchange
-from fedring.server.secure.groups import form_groups
-from fedring.server.secure.metrics import SecureMetrics
-from fedring.server.secure.steps import SecureSteps, listed
+from fedring.server.secure.machine import form_groups
+from fedring.server.secure.service import SecureAggregationService
+from fedring.server.secure.steps import SecureMetrics, SecureSteps, listed
 from fedring.server.sessions.sessions import Sessions
 from fedring.server.state.facts import Facts
 from fedring.server.state.interfaces import Acceptance, RoundStore
 from fedring.server.state.rows import ChargeRow, RoundRow
 from fedring.server.state.secure_rows import SecureMessageRow, SecureRoundRow
 from fedring.v1 import secure_pb2 as wire
+from fedring.v1.secure_pb2_grpc import add_SecureAggregationServiceServicer_to_server
 
 log = logging.getLogger(__name__)
 
@@ -61,11 +65,18 @@ _COMMITS: dict[type[ev.Event], str] = {
 """Names of the commits of decisions, for fault tests."""
 
 
-class SecureRounds:
+class SecureRounds(KindMaker):
     """The kind of rounds with secure aggregation.
 
     It takes the messages that clients send for them.
     """
+
+    wire = wire.DESCRIPTOR
+
+    @classmethod
+    def declare(cls, registry: Registry) -> SecureMetrics:
+        """See KindMaker.declare."""
+        return SecureMetrics(registry)
 
     def __init__(
         self,
@@ -75,7 +86,7 @@ class SecureRounds:
         metrics: SecureMetrics,
         authority: Path | None,
     ) -> None:
-        self._rounds, self._facts, self._metrics = rounds, facts, metrics
+        self._rounds, self._facts, self._sessions, self._metrics = rounds, facts, sessions, metrics
         self._dispatch = Dispatch(sessions)
         self._check = partial(check_identity, authority=authority)
 
@@ -91,6 +102,10 @@ class SecureRounds:
     def outlasts(self, row: RoundRow) -> bool:
         """Return whether clients may hold secrets of an old round."""
         return "secure" in row.stats
+
+    def add_services(self, server: aio.Server) -> None:
+        """See KindMaker.add_services."""
+        add_SecureAggregationServiceServicer_to_server(SecureAggregationService(self.take, self._sessions), server)
 
     async def take(self, client: str, message: Message) -> None:
         """Take a client's message into its round.

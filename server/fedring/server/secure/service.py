@@ -1,9 +1,9 @@
 """The gRPC service for secure aggregation: keys, shares, and unmasking."""
 
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from fedring.server.secure.exchange import Message
-from fedring.server.secure.rounds import SecureRounds
 from fedring.server.sessions.sessions import Sessions
 from fedring.v1 import secure_pb2 as pb
 from fedring.v1 import secure_pb2_grpc as rpc
@@ -15,8 +15,8 @@ class SecureAggregationService(rpc.SecureAggregationServiceServicer):
     Each is durable before it is answered, and may be repeated.
     """
 
-    def __init__(self, secure: SecureRounds, sessions: Sessions) -> None:
-        self._secure, self._sessions = secure, sessions
+    def __init__(self, take: Callable[[str, Message], Awaitable[None]], sessions: Sessions) -> None:
+        self._take_from, self._sessions = take, sessions
 
     async def SendKeys(self, request: pb.SecureKeys, context: Any) -> pb.SecureAck:
         return await self._take(request, context)
@@ -32,5 +32,5 @@ class SecureAggregationService(rpc.SecureAggregationServiceServicer):
 
     async def _take(self, message: Message, context: Any) -> pb.SecureAck:
         session = self._sessions.of(context)
-        await self._secure.take(session.client_id, message)
+        await self._take_from(session.client_id, message)
         return pb.SecureAck()
