@@ -14,6 +14,7 @@ from fedring.client.secure.client import SecureAggregationClient
 from fedring.client.session.inbox import Assignment
 from fedring.client.session.link import ServerLink
 from fedring.client.transfer.delivery import Delivery
+from fedring.client.transfer.download import Download
 from fedring.client.transfer.fetch import ModelFetcher
 from fedring.client.transfer.kept import KeptState, Section
 from fedring.client.transfer.own_values import PERSONAL, PRIVATE, check_finite, check_own, line_of, section_of
@@ -79,7 +80,8 @@ class Answers:
         link, assignment, schema = self._link, self._assignment, loaded.parts.shared.without_buffers
 
         def fetch(digest: str) -> Float32:
-            held = link.call(lambda: models.fetch_control(digest, schema, lambda: assignment.stop_reason))
+            what, ended = f"the control variate {digest}", lambda: assignment.stop_reason
+            held = link.call(lambda: models.download(what, lambda: Download(digest, schema, None), ended))
             return held.vectors.parameters
 
         command, kept = self._command, self._spool.kept.load(self._line.key)

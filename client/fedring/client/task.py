@@ -19,7 +19,7 @@ from fedring.client.session.inbox import Assignment
 from fedring.client.session.link import ServerLink
 from fedring.client.transfer.delivery import Delivery
 from fedring.client.transfer.own_values import PERSONAL, line_of, values_in
-from fedring.client.transfer.partial import Sink
+from fedring.client.transfer.partial import PartialDownload, Sink
 from fedring.client.transfer.residual import RESIDUAL, Residual
 from fedring.client.transfer.spool import Spool
 from fedring.client.transfer.update import TrainingReport, offer_of
@@ -201,8 +201,9 @@ class Task:
         digest, assignment = self.command.model_digest, self._assignment
         self.link.session.begin(pb.ACTIVITY_FETCHING)
         try:
-            models = self._loader.models
-            self.link.call(lambda: models.fetch_part(digest, schema, names, sink, lambda: assignment.stop_reason))
+            what, ended = f"a part of model {digest}", lambda: assignment.stop_reason
+            download = self._loader.models.download
+            self.link.call(lambda: download(what, lambda: PartialDownload(digest, schema, names, sink), ended))
         except WrongModel as error:
             self.fail(error.reason, error.detail)
             raise

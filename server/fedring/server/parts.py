@@ -62,7 +62,7 @@ def assemble(
     kinds = [secure, *more_kinds]
     reports = ClientReports(rounds, kinds, sessions, facts, journal, metrics.rounds)
     test_set = TestSet(facts.blobs, config.data_root, models.maker.offered)
-    privacy = RoundPrivacy(facts, config.state_dir, models.maker.schema_of)
+    privacy = RoundPrivacy(facts, config.state_dir, models.maker.job_models.schema_of)
     opener = RoundOpener(rounds, kinds, facts, models, privacy, sessions, config)
     publisher = Publisher(rounds, facts, models, privacy, sessions, metrics.rounds, test_set)
     keeper = Keeper(rounds, facts, models, config)

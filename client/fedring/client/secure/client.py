@@ -28,10 +28,11 @@ from fedring.client.secure.identity import PeerCheck, check_own_key, load_signer
 from fedring.client.secure.masked import MaskedUpdates
 from fedring.client.secure.participant import ClientIdentity, SecureParticipant
 from fedring.client.secure.state import RoundName, SecureState, name_of
-from fedring.client.session.backoff import Backoff
-from fedring.client.session.connection import CALL_SECONDS, is_doubtful, stray_cancellation
+from fedring.client.session.connection import CALL_SECONDS, stray_cancellation
 from fedring.client.session.inbox import Assignment
 from fedring.client.session.link import ServerLink
+from fedring.client.session.retry import RetryPolicy, Verdict
+from fedring.client.session.tries import Tries
 from fedring.client.transfer.download import HeldModel
 from fedring.client.transfer.update import Update
 from fedring.codec import Vectors
@@ -49,15 +50,8 @@ log = logging.getLogger(__name__)
 MAX_STEP_BYTES = 2 << 20
 """The largest message of a step: a group of 100 clients, each with certificates of 8 KiB, is smaller."""
 
-_MOST_TRIES = 3  # of a message that the server cannot read: its bytes may be damaged on the way
-_TRANSIENT = {
-    StatusCode.UNAVAILABLE,
-    StatusCode.DEADLINE_EXCEEDED,
-    StatusCode.INTERNAL,
-    StatusCode.UNKNOWN,
-    StatusCode.RESOURCE_EXHAUSTED,
-    StatusCode.CANCELLED,
-}
+# The server answers so to damaged bytes, too: a few more tries tell the two apart.
+POLICY = RetryPolicy({StatusCode.INVALID_ARGUMENT: Verdict.AGAIN})
 
 
 class SecureAggregationClient:
@@ -328,34 +322,28 @@ class SecureAggregationClient:
 
     async def _send(self, call: str, message: Any) -> None:
         """Send a message until the server has taken or refused it."""
-        connection, backoff, tries = self._link.connection, Backoff(), 0
+        connection = self._link.connection
+        tries = Tries(connection, POLICY)
         while True:
-            session_id = connection.session.session_id
             send: Callable[..., Awaitable[wire.SecureAck]] = getattr(connection.secure, call)
             try:
-                with stray_cancellation():
+                with tries.one():
                     crashpoint(f"client_secure_{call}_begun")
                     await send(message, metadata=connection.metadata, timeout=CALL_SECONDS)
                     connection.last_success = time.monotonic()
                     crashpoint(f"client_secure_{call}_done")
                     return
             except (aio.AioRpcError, FedringError) as error:
-                status, reason = status_of(error), reason_of(error)
+                reason = reason_of(error)
                 log.log(
-                    logging.INFO if status is UnknownRound.status else logging.WARNING,
+                    logging.INFO if status_of(error) is UnknownRound.status else logging.WARNING,
                     "the server did not take %s of round %d: %s",
                     *(call, message.round, reason),
                 )
-                # The server answers so to damaged bytes, too: a few more tries tell the two apart.
-                tries += status is StatusCode.INVALID_ARGUMENT
-                if is_doubtful(error):
-                    await connection.reconnect()
-                if status is StatusCode.UNAUTHENTICATED or status is StatusCode.ABORTED:
-                    await connection.wait_for_new_session(session_id)
-                elif status not in _TRANSIENT and not 0 < tries < _MOST_TRIES:
+                if tries.judge(error) is Verdict.DROP:
                     await self._refused(message.round, reason)
                     return
-            await asyncio.sleep(backoff.next())
+            await tries.wait()
 
     async def _refused(self, round_: int, reason: str) -> None:
         """End the round, unless its message only came too late."""

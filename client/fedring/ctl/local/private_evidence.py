@@ -106,7 +106,9 @@ def stored_payloads(folder: Path) -> dict[Key, bytes]:
 
     store, blobs = open_state(folder, adopt=False)
     try:
-        updates = [(round_.round, row) for round_ in store.rounds(_ALL) for row in store.updates_of(round_.round)]
+        updates = [
+            (round_.round, row) for round_ in store.rounds.newest(_ALL) for row in store.updates.of_round(round_.round)
+        ]
         return {(at, row.client_id): row.payload or _content(blobs.reader(row.blob)) for at, row in updates}
     finally:
         store.close()

@@ -35,8 +35,9 @@ from fedring.server.secure.metrics import SecureMetrics
 from fedring.server.secure.steps import SecureSteps, listed
 from fedring.server.sessions.sessions import Sessions
 from fedring.server.state.facts import Facts
-from fedring.server.state.interfaces import Acceptance, Store
-from fedring.server.state.rows import ChargeRow, RoundRow, SecureMessageRow, SecureRoundRow
+from fedring.server.state.interfaces import Acceptance, RoundStore
+from fedring.server.state.rows import ChargeRow, RoundRow
+from fedring.server.state.secure_rows import SecureMessageRow, SecureRoundRow
 from fedring.v1 import secure_pb2 as wire
 
 log = logging.getLogger(__name__)
@@ -130,7 +131,7 @@ class SecureRounds:
         if member is not None:
             exchange.add_member(member)
         row = SecureMessageRow(number, client, KINDS[step], body)
-        if await self._facts.db(self._facts.store.add_secure_message, row) is Acceptance.OTHER:
+        if await self._facts.db(self._facts.store.kept.add, row, f"secure_{row.kind}") is Acceptance.OTHER:
             raise _other(client, step)
         self._find(number, client)
         if client not in exchange.messages[step]:
@@ -184,12 +185,13 @@ class SecureRound(RoundKind):
 
     async def prepare(self) -> None:
         """Leave out those that have sent wrong shares before."""
-        self.open.left_out = await self._facts.db(liars_before, self._facts.store, self.open.row)
+        self.open.left_out = await self._facts.db(liars_before, self._facts.store.rounds, self.open.row)
 
     async def start(self) -> None:
         """Note the epoch of the round before its clients know it."""
         store = self._facts.store
-        await self._facts.db(store.save_secure_round, SecureRoundRow(self.open.row.round, store.epoch, []), "start")
+        row = SecureRoundRow(self.open.row.round, store.epoch, [])
+        await self._facts.db(store.kept.put, row, "secure_start")
 
     def steps(self, clients: frozenset[str]) -> Steps | None:
         """Return the first step: waiting for the clients' keys."""
@@ -212,7 +214,9 @@ class SecureRound(RoundKind):
     async def restore(self) -> Steps | None:
         """Return the state of the steps that a restart has interrupted."""
         facts = self._facts
-        decided, messages = await facts.db(facts.store.secure_round, self.open.row.round)
+        kept, number = facts.store.kept, self.open.row.round
+        decided = next(iter(await facts.db(kept.of_round, SecureRoundRow, number)), None)
+        messages = await facts.db(kept.of_round, SecureMessageRow, number)
         if decided is None or decided.epoch != facts.store.epoch:
             text = "the server was restored, and clients must not mask two updates in the same way"
             raise CannotResume("restored", text)
@@ -295,7 +299,7 @@ class SecureRound(RoundKind):
         row = self.exchange.row(open_.row.round, store.epoch, event)
         # Whoever can remove the masks sees the sum, whatever becomes of the round.
         charge = charge_of_sums(open_, self.exchange.state) if isinstance(event, ev.SignersChosen) else None
-        await self._facts.db(store.save_secure_round, row, _COMMITS[type(event)], charge)
+        await self._facts.db(store.kept.put, row, f"secure_{_COMMITS[type(event)]}", charge)
         if open_.phase not in OPEN:
             return  # the round was stopped meanwhile
         before = self.exchange.state
@@ -347,12 +351,12 @@ class SecureRound(RoundKind):
         self._rounds.note(self.open, "client_lied", text, client)
 
 
-def liars_before(store: Store, row: RoundRow) -> frozenset[str]:
+def liars_before(rounds: RoundStore, row: RoundRow) -> frozenset[str]:
     """Return the clients that lied in earlier rounds of the job.
 
     Each round tells the next.
     """
-    rows = store.rounds(1, row.job_id, row.round)
+    rows = rounds.newest(1, row.job_id, row.round)
     return frozenset(name for last in rows for key in ("left_out", "liars") for name in last.stats.get(key, ()))
 
 

@@ -132,7 +132,7 @@ class UploadCalls:
             return ""
         if (open_ := self._rounds.get(number)) is not None:
             return open_.accepted[client].name if client in open_.accepted else ""
-        return await facts.db(facts.store.accepted_name, number, client)
+        return await facts.db(facts.store.updates.accepted_name, number, client)
 
     async def _open(self, call: "UploadCall", effect: Open) -> int:
         """Open a place for the payload, and return its present size.

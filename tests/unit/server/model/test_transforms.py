@@ -73,7 +73,7 @@ async def test_an_algorithm_is_applied_and_keeps_its_state(tmp_path: Path) -> No
             command = await host.command(session)
             await host.push(session, command, np.full(SIZE, 8, np.float32))
         assert await host.ended(row.job_id) == "completed"
-        last, _, first = host.store.models(3)
+        last, _, first = host.store.models.newest(3)
         values = []
         for model in (first, last):
             with host.blobs.reader(model.blob) as blob:

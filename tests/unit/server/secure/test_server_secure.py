@@ -20,6 +20,7 @@ from fedring.server.secure.exchange import SecureExchange
 from fedring.server.secure.steps import SecureSteps
 from fedring.server.sessions.sessions import Session
 from fedring.server.state.rows import ModelRow, RoundRow, UpdateRow
+from fedring.server.state.secure_rows import SecureMessageRow
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1 import secure_pb2 as wire
 
@@ -66,7 +67,7 @@ async def test_no_message_is_kept_of_a_round_that_ends_while_it_is_checked(
     host.gate.open()
     with pytest.raises(UnknownRound):
         await late
-    assert await host.facts.db(host.store.secure_round, open_.row.round) == (None, [])
+    assert await host.facts.db(host.store.kept.of_round, SecureMessageRow, open_.row.round) == []
 
 
 async def test_a_round_is_not_given_up_while_the_disk_takes_no_messages(host: Host) -> None:
