@@ -7,8 +7,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 
@@ -26,6 +27,20 @@ SHAPED = os.geteuid() == 0 and shutil.which("tc") is not None
 PNG = b"\x89PNG"
 
 
+@pytest.fixture
+def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make ranks forks: real interpreters import torch for seconds each."""
+
+    def start(host: Host, command: Sequence[str], *, stdout: IO[bytes], stderr: IO[bytes]) -> forks.Fork:
+        *_, program, number, task, settings, count, store = command
+        assert (host.prefix, "rank import main" in program) == ((), True)
+        env = {**os.environ, **host.env}
+        arguments = [number, task, settings, count, store]
+        return forks.Fork("tests.system.rank", arguments, stdout=stdout.fileno(), stderr=stderr.fileno(), env=env)
+
+    monkeypatch.setattr(Host, "start", start)
+
+
 def shown(results: dict[str, Any], folder: Path, capsys: pytest.CaptureFixture[str], module: Any) -> str:
     """Present the results as the benchmark does, check its files, and return what it prints."""
     path = folder / "results.json"
@@ -35,11 +50,13 @@ def shown(results: dict[str, Any], folder: Path, capsys: pytest.CaptureFixture[s
     return capsys.readouterr().out
 
 
-def test_hooks_have_times_bytes_and_accuracies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_hooks_have_times_bytes_and_accuracies(
+    forked_ranks: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     scale = hooks.HookScale(turns=1, steps=2, training=8, seeds=2, batch_size=8)
     names = ["none", "powersgd(start_powerSGD_iter=6)"]
-    results = hooks.measure(names, Dataset.DIGITS, None, scale=scale, rate="100mbit")
-    assert results["network"] == {"rate": "100mbit", "limit": networks.LIMITED if SHAPED else networks.UNSHAPED}
+    results = hooks.measure(names, Dataset.DIGITS, None, scale=scale, rate="")
+    assert results["network"] == {"rate": None, "limit": networks.UNSHAPED}
     none, powersgd = results["hooks"]
     assert [none["hook"], powersgd["hook"]] == names
     for row in results["hooks"]:
@@ -54,7 +71,9 @@ def test_hooks_have_times_bytes_and_accuracies(tmp_path: Path, capsys: pytest.Ca
     assert "powersgd from step 6" in table
 
 
-def test_a_pipeline_has_split_sizes_accuracies_and_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_pipeline_has_split_sizes_accuracies_and_memory(
+    forked_ranks: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     scale = pipeline.PipelineScale(
         model="fedring.train.models:digits_mlp", shape=(8, 1, 8, 8), splits=(4, 8), turns=1,
         memory_stages=2, memory_micro_batches=2, stages=(2,), samples=128, seeds=1,
@@ -130,7 +149,7 @@ def fail_on_rank_1(rank: Rank) -> None:
     time.sleep(600)  # is killed
 
 
-def test_a_rank_that_fails_ends_the_others_and_says_why() -> None:
+def test_a_rank_that_fails_ends_the_others_and_says_why(forked_ranks: None) -> None:
     began = time.monotonic()
     with pytest.raises(Failure, match=r"(?s)worker 1 failed:.*RuntimeError: the reason"):
         run_ranks("tests.system.test_bench:fail_on_rank_1", {}, [Host()] * 2)

@@ -1,4 +1,4 @@
-"""The steps of `flctl profile` and `flctl bench hooks`, on one rank.
+"""The steps of `flctl profile` and of `tests.bench.hooks`, on one rank.
 
 Their time and their bytes are measured with each hook. Hooks take turns, so that other work on the machine slows all of
 them down alike.
