@@ -22,16 +22,15 @@ from fedring.client.config import ClientConfig
 from fedring.client.errors import UpdateRefused
 from fedring.client.loading import add_left_out
 from fedring.client.policy.promises import is_covered
-from fedring.client.policy.secret import DITHER, ClientSecret
+from fedring.client.policy.secret import ClientSecret
 from fedring.client.round_plan import plan_of
 from fedring.client.training.local_training import check_private, counted, train_locally
 from fedring.client.training.personal import figures_of, train_own
 from fedring.client.training.trainer import load_job
 from fedring.client.transfer.download import HeldModel
-from fedring.client.transfer.kept import Sections
 from fedring.client.transfer.own_values import PERSONAL, line_of, section_of, values_in
-from fedring.client.transfer.residual import Residual, residual_in
-from fedring.client.transfer.update import TrainingReport, Update, residual_of
+from fedring.client.transfer.residual import residual_in
+from fedring.client.transfer.update import TrainingReport, Update
 from fedring.client.transforms.chosen import begin_transforms
 from fedring.client.transforms.interface import RoundStart
 from fedring.codec import CodecError
@@ -43,7 +42,6 @@ from fedring.privacy.account import SampledSteps, sampled_epsilon
 from fedring.rpc.chunks import CHUNK_BYTES
 from fedring.rpc.contract import SMALL_BYTES
 from fedring.rpc.errors import FedringError
-from fedring.secure.errors import SecureError
 from fedring.server.aggregation.terms import Terms
 from fedring.server.model.transforms.listing import transforms_of
 from fedring.server.round.plan import job_spec
@@ -51,7 +49,7 @@ from fedring.server.state.rows import UpdateRow
 from fedring.server.update import upload
 from fedring.server.update.admission import check_payload
 from fedring.simulation.secret import client_secret
-from fedring.simulation.secure import unmasked_updates
+from fedring.simulation.secure import protection_of
 from fedring.simulation.vectors import Packed, Vector, pack, unpack
 from fedring.train.batches import size_of
 from fedring.train.device import pick_device
@@ -228,7 +226,7 @@ class SimulationWorker:
         name, answer, samples, reason, failure = client_id(turn.client), None, 0, "", ""
         try:
             answer, samples = self._update(turn)
-        except (SeamError, TrainError, DataError, CodecError, SecureError, UpdateRefused) as error:
+        except (SeamError, TrainError, DataError, CodecError, UpdateRefused) as error:
             reason, failure = error.reason, str(error)
         except Exception as error:  # the user's code may raise anything
             log.debug("%s failed in round %d", name, self._command.round, exc_info=True)
@@ -239,7 +237,7 @@ class SimulationWorker:
         try:
             answer = answer or self._nothing(turn, reason)
             row = self._admit(turn, answer.update)
-        except (CodecError, FedringError, SecureError) as error:
+        except (CodecError, FedringError, UpdateRefused) as error:
             return Outcome(turn.client, None, failure=f"{name}: {error}")
         except Exception as error:  # such as a lack of memory
             log.debug("%s sends nothing in round %d", name, self._command.round, exc_info=True)
@@ -275,23 +273,18 @@ class SimulationWorker:
         """
         if self._base is None:
             raise ValueError("no round has begun")
-        command, base, name, mask = self._command, self._base, client_id(turn.client), None
+        command, base, name = self._command, self._base, client_id(turn.client)
+        protection = protection_of(command, name, self._secret_of(name), turn.peers)
         fill(self._loaded.model, self._schema, base.vectors)
         self._put_frozen_back()
         kept = unpack(turn.kept)
-        residual, start = self._residual(kept), base
-        if command.secure.blocks and residual is not None:
+        schema, nothing = protection.residual_schema(command.schema_hash), pb.LastAccepted()
+        residual, _ = residual_in(kept, command.run_id, schema, nothing)  # the server has what the clients know of
+        start = base
+        if protection.trains_on_residual and residual is not None:
             start = add_left_out(self._loaded.model, base, residual)
-        if turn.peers:
-            dither = self._secret_of(name).derive(command, DITHER)
-            mask = unmasked_updates(command, name, self._schema.num_parameters, turn.peers, dither).make
         transforms = begin_transforms(RoundStart(command, base, lambda digest: self._control), kept)
-        return ClientRound(command, name, start, kept, residual, tuple(transforms), mask)
-
-    def _residual(self, kept: Sections) -> Residual | None:
-        command, nothing = self._command, pb.LastAccepted()  # the server has accepted what the clients know of
-        schema = residual_of(command.schema_hash, masked=command.HasField("secure"))
-        return residual_in(kept, command.run_id, schema, nothing)[0]
+        return ClientRound(command, name, start, kept, residual, tuple(transforms), protection)
 
     def _plan(self, turn: Turn) -> Plan:
         name = client_id(turn.client)

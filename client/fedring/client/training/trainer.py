@@ -18,7 +18,6 @@ from fedring.client.policy.promises import is_covered, sample_dp_of
 from fedring.client.task import Task
 from fedring.client.training.local_training import LoadedJob, check_private, counted, train_locally
 from fedring.client.training.personal import personal_of, train_own, with_own
-from fedring.client.training.sample_privacy import charging, spending
 from fedring.daemon.tracing import span
 from fedring.data import DataError, Split, load_part, load_split
 from fedring.offers import Kind, named
@@ -96,16 +95,16 @@ class DeclaredTrainer:
                     self._train_in_group(loaded, task)
                     return None
                 size = self._size(loaded, task)  # all that may be told to the server of a covered job comes before this
-                spent = spending(task, self._config.privacy, size)
+                cost = task.charge.cost(task.plan, size, self._config.privacy)
                 known = task.ledger.note_of(task.command).samples
                 task.load_into(loaded.model, samples=counted(loaded, task.command, size, known))
-                with charging(task, spent, self._config.privacy.delta):
+                with task.charge.of(cost, self._config.privacy.delta):
                     own = self._train_own(loaded, task) if task.job.personal else None
                     result = self._train(loaded, task)
             task.submit(loaded.model, result.num_samples, result.metrics, result.seconds, own=own)
             log.info("round %d: update accepted", task.round, extra={"round": task.round, **result.metrics})
         except TrainingStopped:
-            task.done = True  # The server has ended the round, and may have told the group before this client.
+            task.end.done = True  # The server has ended the round, and may have told the group before this client.
             log.info("round %d ended before this client had trained", task.round)
         except WrongModel as error:  # the task has dealt with it
             log.error("round %d failed (%s): %s", task.round, error.reason, error)
@@ -221,7 +220,7 @@ class DeclaredTrainer:
             personal_of(task.job),
             loss=loaded.loss,
             optimizer_factory=loaded.optimizer,
-            schema=task.not_frozen,
+            schema=task.started.loaded.parts.not_frozen,
             start=task.load_own(),
             device=self._device,
             progress=lambda share: task.progress(share / 2),
@@ -258,10 +257,10 @@ class DeclaredTrainer:
         A training diverges by its noise and its learning rate, whatever the samples are: then this one would, too.
         """
         loaded, private = self._loaded, sample_dp_of(task.job)
-        if not task.charged or loaded is None or private is None or failure.reason == "diverged":
+        if task.charge.missing or loaded is None or private is None or failure.reason == "diverged":
             return None
         try:
-            task.start_again(loaded.model)
+            task.started.restore(loaded.model)
             train_locally(
                 loaded,
                 loaded.split.train,
