@@ -122,7 +122,7 @@ class Masks(SummedUpdates):
         participant = self._rounds.participant(self._assignment)
         try:
             charge, parameters = partial(self._charge, participant.masks), base.vectors.parameters.size
-            maker = self.maker(participant.clients, parameters, participant.mask, charge)
+            maker = self.maker(len(participant.roster.members), parameters, participant.mask, charge)
             return maker.make(base, trained, samples, residual)
         except SecureError as error:
             self._rounds.fail(self._command, error)
