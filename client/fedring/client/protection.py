@@ -1,6 +1,7 @@
-"""How updates of a round are protected from the server, which is not at all by default.
+"""How updates of a round are protected from the server.
 
-`fedring.client.secure` has the protection by masks, with which the server reads only sums of updates.
+By default, they are not at all. `fedring.client.secure` has the protection by masks, with which the server reads only sums
+of updates.
 """
 
 from fedring.client.errors import UpdateRefused

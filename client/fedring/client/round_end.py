@@ -1,4 +1,4 @@
-"""How a client's part in one round ends: with an update, with a failure, or with neither."""
+"""The end of a client's part in one round."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from fedring.v1 import federation_pb2 as pb
 
 
 class RoundEnd:
-    """Ends a client's part in one round, and knows how it has ended.
+    """The end of a client's part in one round.
 
     Args:
         assignment: The round.

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 class SampleAccount(Protocol):
-    """What a client's samples have spent: a `Ledger`, or that of a simulated client."""
+    """The account of a client's samples, such as a `Ledger`."""
 
     def sample_epsilon(self, delta: float, *, of: pb.TrainCmd | None = None, more: SampledSteps | None = None) -> float:
         """See `Ledger.sample_epsilon`."""
@@ -102,7 +102,7 @@ class SampleCharge:
         self._command, self._spool = command, spool
 
     def cost(self, plan: Plan, size: int, policy: SitePolicy) -> SampledSteps | None:
-        """Return what a training will cost: see `cost_of`."""
+        """Return the cost of a training: see `cost_of`."""
         cost = cost_of(self._command, plan, size, policy=policy, account=self._spool.ledger)
         table = sample_dp_of(self._command.job)
         if table is not None and table.delta * size >= 1:

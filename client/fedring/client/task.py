@@ -109,8 +109,9 @@ class Task:
 
         Args:
             model: A torch module, or numpy arrays of floats by name, which are filled in place.
-            samples: How many samples this client trains on. If it fails in a job whose updates are masked, and counted
-                by their samples, it counts for so many all the same. 0 = for as many as in its last update of the job.
+            samples: How many samples this client trains on. If it fails in a job that hides single updates, and counts
+                them by their samples, it counts for so many all the same. 0 = for as many as in its last update of the
+                job.
 
         Raises:
             WrongModel: If the model shares other tensors than those that are trained, or has other frozen values. The
@@ -225,7 +226,7 @@ class Task:
     def fail(self, reason: str, detail: str, *, noise: nn.Module | None = None) -> None:
         """Report that this client has no update for this round.
 
-        If masks or noise cover what clients send in the job, and a model was loaded, the server is not told: which
+        If the round is covered (`is_covered`), and a model was loaded, the server is not told: which
         clients fail, and how, may depend on their samples. It gets an update that changes nothing, with the full weight
         of this client, and the reason stays in this client's log. This returns once the server has accepted it, or the
         round has ended.
@@ -243,7 +244,7 @@ class Task:
             self._send_nothing(self._started, reason, noise)
 
     def _incomplete(self) -> tuple[str, str] | None:
-        """Return why a training may not be submitted: a reason, and a sentence."""
+        """Return the reason and the sentence that forbid to submit."""
         if self._corrections is not None and not self._corrected:
             return _NO_CORRECTION
         return _NO_NOISE if self.charge.missing else None

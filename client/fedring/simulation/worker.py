@@ -49,8 +49,8 @@ from fedring.server.round.plan import job_spec
 from fedring.server.state.rows import UpdateRow
 from fedring.server.update import upload
 from fedring.server.update.admission import check_payload
+from fedring.simulation.groups import protection_of
 from fedring.simulation.secret import client_secret
-from fedring.simulation.secure import protection_of
 from fedring.simulation.vectors import Packed, Vector, pack, unpack
 from fedring.train.batches import size_of
 from fedring.train.device import pick_device
@@ -98,7 +98,7 @@ class Turn:
     client: int  # its number, from 0
     kept: Mapping[str, Packed]  # what its newest accepted update has left
     spent: Sequence[SampledSteps] = ()  # what its samples have spent
-    peers: int = 0  # clients of its group of secure aggregation, with itself; 0 = there is none
+    peers: int = 0  # clients of its group of updates that are added up, with itself; 0 = there is none
     samples: int = 0  # that its last update counted for; 0 = there was none
 
 
@@ -116,7 +116,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class _TurnAccount:
-    """What the samples of a client have spent: all of it in one job."""
+    """The account of one client's samples, all in one job."""
 
     spent: Sequence[SampledSteps]
 

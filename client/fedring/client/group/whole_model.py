@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class WholeModel:
-    """The whole model of a round, of which a worker has a part.
+    """The whole model of a round, for a worker with a part.
 
     Args:
         task: The round.

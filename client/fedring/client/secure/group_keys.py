@@ -1,4 +1,4 @@
-"""Everything that one client computes from its secrets and the keys of its group: pure functions of both."""
+"""Pure functions of one client's secrets and its group's keys."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -126,9 +126,9 @@ def check_survivors(names: Sequence[str], peers: Sequence[str], roster: Roster, 
 
 
 def to_release(shares: Mapping[str, Shares], peers: Sequence[str], survivors: Collection[str]) -> list[bytes]:
-    """Return the shares that remove the masks from the survivors' sum, in the order of the peers.
+    """Return the shares that unmask the survivors' sum.
 
-    Never both of one client: with both, the server could read its update.
+    They are in the order of the peers. Never both of one client: with both, the server could read its update.
     """
     return [own_mask if name in survivors else masking for name in peers for masking, own_mask in [shares[name]]]
 

@@ -1,4 +1,4 @@
-"""Begins rounds with secure aggregation at a client, and finds those on its disk again."""
+"""Begins a client's masked rounds, or finds them on its disk."""
 
 import logging
 

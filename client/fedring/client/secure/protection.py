@@ -25,14 +25,14 @@ from fedring.v1 import federation_pb2 as pb
 
 
 class MaskedRounds(Protocol):
-    """Knows the peers of rounds, and leaves them. Any thread may call it."""
+    """The rounds of one client. Any thread may call it."""
 
     def participant(self, assignment: Assignment) -> SecureParticipant:
-        """Wait for the peers of a round; raises RoundOver if it ended before."""
+        """Wait for the peers; raises RoundOver if the round ended before."""
         ...
 
     def bound(self, command: pb.TrainCmd) -> str:
-        """Return the payload that a round's masks are bound to, or an empty string."""
+        """Return the payload that a round's masks are bound to."""
         ...
 
     def fail(self, command: pb.TrainCmd, error: SecureError) -> None:
@@ -67,7 +67,7 @@ class SummedUpdates(Protection):
     def maker(
         self, clients: int, parameters: int, cover: Cover, charge: Callable[[IntegerPlan], None] = lambda plan: None
     ) -> MaskedUpdates:
-        """Return what makes the updates of this client.
+        """Return the maker of this client's updates.
 
         Args:
             clients: How many clients its group has.

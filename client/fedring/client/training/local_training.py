@@ -126,9 +126,9 @@ def train_locally(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LocalTraining:
-    """The training of one client in one round, as the keys of its job say.
+    """The training of one client in one round.
 
-    fl-client and the simulation run this.
+    It does as the keys of the job say. fl-client and the simulation run this.
     """
 
     command: pb.TrainCmd
@@ -193,7 +193,7 @@ class LocalTraining:
         return self._train(plan, lambda share: self.progress(begun + (1 - begun) * share), corrections)
 
     def train_on_noise(self, plan: Plan, reason: str, restore: Callable[[], None]) -> bool:
-        """Train on the noise of [sample_dp] alone, in the place of a training that has failed.
+        """Train on the noise of [sample_dp] alone, after a failure.
 
         A training diverges by its noise and its learning rate, whatever the samples are: then this one would, too.
 

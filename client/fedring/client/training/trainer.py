@@ -204,8 +204,8 @@ class DeclaredTrainer:
         """Return the number of samples; 0 if nobody needs to know it.
 
         Raises:
-            TrainError: With the reason no_data, if masks or noise cover what this client sends, and it has no samples:
-                then nothing of it can be told.
+            TrainError: With the reason no_data, if the round is covered, and this client has no samples: then nothing
+                of that can be told.
         """
         if not is_covered(task.command) or (loaded.trainer is not None and not hasattr(loaded.split.train, "__len__")):
             return 0

@@ -48,10 +48,18 @@ def draw_groups(clients: Iterable[str], size: int, seed: int) -> list[Group]:
     return [tuple(sorted(names[number::count])) for number in range(count)]
 
 
+def groups_of(job: Job, clients: Iterable[str], seed: int) -> list[Group]:
+    """Return the groups of a round; none without secure aggregation."""
+    table = job.secure_aggregation
+    return draw_groups(clients, table.group_size, seed) if table else []
+
+
 def groups_that_count(
-    groups: Iterable[Group], delivered: Iterable[str], command: pb.TrainCmd, dimension: int
-) -> list[GroupMasks]:
+    groups: Sequence[Group], delivered: Iterable[str], command: pb.TrainCmd, dimension: int
+) -> list[GroupMasks] | None:
     """Return the groups with enough clients left, with those clients.
+
+    None without secure aggregation.
 
     Args:
         groups: of the round.
@@ -59,7 +67,9 @@ def groups_that_count(
         command: of the round.
         dimension: number of parameters.
     """
-    left, found = set(delivered), []
+    if not groups:
+        return None
+    left, found = set(delivered), list[GroupMasks]()
     for group in groups:
         survivors = tuple(client for client in group if client in left)
         integers, needed = _integers(command, len(group), dimension), threshold(len(group))
