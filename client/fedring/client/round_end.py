@@ -87,7 +87,7 @@ class RoundEnd:
         return self._spool.adopt(offer, path)
 
     def deliver(self, spooled: Spooled) -> None:
-        """Deliver what is in the spool.
+        """Deliver a spooled update.
 
         Raises:
             RoundOver: As Delivery.send() raises it.
