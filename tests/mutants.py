@@ -355,14 +355,14 @@ MUTANTS = {
     ),
     # What a server, a stranger or a disk may not do.
     "dither": Mutant(
-        "client/fedring/client/secure/client.py",
-        "self.secret.derive(assignment.command, DITHER)",
+        "client/fedring/client/secure/protection.py",
+        "self._secret.derive(command, DITHER)",
         "bytes(32)",
         "tests/system/test_asked_twice.py",
     ),
     "simulated dither": Mutant(
         "client/fedring/simulation/worker.py",
-        "self._secret_of(name).derive(command, DITHER)",
+        "client_secret(self._secret, name)",
         "bytes(32)",
         "tests/system/test_secure_simulation.py",
     ),
@@ -380,7 +380,7 @@ MUTANTS = {
     ),
     "failures that are told": Mutant(
         "client/fedring/client/task.py",
-        "if self._loaded is None or not is_covered(self.command):",
+        "if self._started is None or not is_covered(self.command):",
         "if True:",
         "tests/unit/client/test_client_failures.py",
     ),

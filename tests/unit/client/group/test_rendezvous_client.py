@@ -76,8 +76,8 @@ def test_a_table_that_this_client_does_not_understand_is_refused(task: Task) -> 
 
 
 def test_a_worker_that_does_not_deliver_has_not_failed(task: Task, server: "ScriptedServer") -> None:
-    task.stand_aside(0.1)
-    assert task.done
+    task.end.stand_aside(0.1)
+    assert task.end.done
     task.fail("last", "a failure that is reported after all others")
     assert server.failures.get(timeout=SECONDS).reason == "last"
 

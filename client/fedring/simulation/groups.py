@@ -11,7 +11,14 @@ from collections.abc import Iterable, Sequence
 
 from fedring.client.policy.privacy import SitePolicy
 from fedring.client.policy.promises import dp_of
-from fedring.client.secure.masked import MaskedUpdates
+from fedring.client.policy.secret import ClientSecret
+from fedring.client.protection import CannotProtect, Protection
+from fedring.client.secure.protection import SummedUpdates
+from fedring.client.transfer.download import HeldModel
+from fedring.client.transfer.residual import Residual
+from fedring.client.transfer.update import Update
+from fedring.codec.schema import Vectors
+from fedring.secure.errors import SecureError
 from fedring.secure.levels import bits_of
 from fedring.secure.limits import fewest_survivors, group_count, threshold
 from fedring.secure.masks import wrap
@@ -41,10 +48,18 @@ def draw_groups(clients: Iterable[str], size: int, seed: int) -> list[Group]:
     return [tuple(sorted(names[number::count])) for number in range(count)]
 
 
+def groups_of(job: Job, clients: Iterable[str], seed: int) -> list[Group]:
+    """Return the groups of a round; none without secure aggregation."""
+    table = job.secure_aggregation
+    return draw_groups(clients, table.group_size, seed) if table else []
+
+
 def groups_that_count(
-    groups: Iterable[Group], delivered: Iterable[str], command: pb.TrainCmd, dimension: int
-) -> list[GroupMasks]:
+    groups: Sequence[Group], delivered: Iterable[str], command: pb.TrainCmd, dimension: int
+) -> list[GroupMasks] | None:
     """Return the groups with enough clients left, with those clients.
+
+    None without secure aggregation.
 
     Args:
         groups: of the round.
@@ -52,7 +67,9 @@ def groups_that_count(
         command: of the round.
         dimension: number of parameters.
     """
-    left, found = set(delivered), []
+    if not groups:
+        return None
+    left, found = set(delivered), list[GroupMasks]()
     for group in groups:
         survivors = tuple(client for client in group if client in left)
         integers, needed = _integers(command, len(group), dimension), threshold(len(group))
@@ -64,23 +81,41 @@ def groups_that_count(
     return found
 
 
-def unmasked_updates(command: pb.TrainCmd, client: str, dimension: int, clients: int, dither: bytes) -> MaskedUpdates:
-    """Return the maker of a client's updates, which are not masked.
-
-    It makes them as the client does before it masks them.
+class UnmaskedUpdates(SummedUpdates):
+    """Updates as the client has them before it masks them.
 
     Args:
         command: The command that is answered.
-        client: The id of the client.
-        dimension: Number of parameters.
+        client_id: The id of the client.
+        secret: Its secret.
         clients: Of the client's group.
-        dither: 32 bytes that it follows from, for one update only.
     """
-    if private := _integers(command, clients, dimension):
-        return MaskedUpdates(command, client, wrap, private.plan.bits, private.plan)
-    most = SitePolicy.model_validate({}).max_clipped_share
-    bits = bits_of(command.secure, clients)
-    return MaskedUpdates(command, client, wrap, bits, dither=dither, max_clipped_share=most)
+
+    def __init__(self, command: pb.TrainCmd, client_id: str, secret: ClientSecret, clients: int) -> None:
+        super().__init__(command, client_id, SitePolicy.model_validate({}), secret)
+        self._clients = clients
+
+    def update(
+        self, base: HeldModel, trained: Vectors | None, samples: int, residual: Residual | None
+    ) -> Update | None:
+        """See Protection."""
+        try:
+            maker = self.maker(self._clients, base.vectors.parameters.size, wrap)
+            return maker.make(base, trained, samples, residual)
+        except SecureError as error:
+            raise CannotProtect(error.reason, str(error)) from error
+
+
+def protection_of(command: pb.TrainCmd, client_id: str, secret: ClientSecret, clients: int) -> Protection:
+    """Return the protection of a simulated client's updates.
+
+    Args:
+        command: The command that is answered.
+        client_id: The id of the client.
+        secret: Its secret.
+        clients: Of the client's group; 0 = there are no groups.
+    """
+    return UnmaskedUpdates(command, client_id, secret, clients) if clients else Protection()
 
 
 def _integers(command: pb.TrainCmd, clients: int, dimension: int) -> PrivateIntegers | None:
