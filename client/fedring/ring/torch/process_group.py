@@ -17,6 +17,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from fedring.ring.engine import collectives
+from fedring.ring.engine.barrier import monitored_barrier
 from fedring.ring.engine.operation import Kind
 from fedring.ring.engine.program import Program
 from fedring.ring.engine.reduction import Reduction
@@ -223,7 +224,7 @@ class RingProcessGroup(Member):
         """
         given = timedelta(seconds=timeout) if isinstance(timeout, int | float) else timeout
         seconds = self.seconds() if given is None else given.total_seconds()
-        self.ring.monitored_barrier(seconds, name_all=wait_all_ranks)
+        monitored_barrier(self.ring, seconds, name_all=wait_all_ranks)
 
     def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> RingWork:
         """Send the tensor to a rank."""
