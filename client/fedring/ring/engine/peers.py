@@ -33,7 +33,7 @@ class Peers:
         self.ranks = {peer: index for index, peer in enumerate(members)} | self.ranks
 
     def stream_left(self, peer: str, streams: int) -> bool:
-        """Count a stream that has ended in order, of so many of the peer.
+        """Count one of the peer's streams that has ended in order.
 
         Returns:
             Whether the peer has left, as this was its last one.
