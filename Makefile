@@ -102,7 +102,7 @@ format: install
 	$(BIN)/ruff check --fix .
 
 bench: install
-	$(BIN)/flctl bench federated $(BENCH)
+	$(BIN)/python -m tests.bench.federated $(BENCH)
 
 clean:
 	rm -rf $(VENV) demo secure-demo private-demo bench-out dist

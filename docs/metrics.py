@@ -8,7 +8,7 @@ from prometheus_client.core import Metric
 
 from fedring.client.metrics import ClientMetrics
 from fedring.daemon.metrics import Registry
-from fedring.server.operator.metrics import Metrics as ServerMetrics
+from fedring.server.parts import server_metrics
 
 TARGET = Path(__file__).with_name("metrics.md")
 
@@ -88,7 +88,7 @@ The metrics of gRPC count calls by method and by the code that the caller saw. A
 call, so it is not counted there.
 """
 
-SECTIONS = (("fl-server", ServerMetrics), ("fl-client", ClientMetrics))
+SECTIONS = (("fl-server", server_metrics), ("fl-client", ClientMetrics))
 COMMON = """## Both
 
 Metrics of the process and its Python.

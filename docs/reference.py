@@ -120,7 +120,7 @@ SECTIONS = (
         "Hook dgc",
         DGCParameters,
         'The parameters of the hooks follow the name of a hook in parentheses: `hook = "dgc(nesterov=true)"` in a '
-        "job, and the same text in scripts, `flctl profile` and `flctl bench`. In a job, `ratio`, `warmup_epochs`, "
+        "job, and the same text in scripts, `flctl profile` and benchmarks. In a job, `ratio`, `warmup_epochs`, "
         "`clip` and `clip_norm` are also keys of its table, with defaults of their own. See [hooks.md](hooks.md).",
     ),
     (

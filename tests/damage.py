@@ -10,7 +10,8 @@ from sqlalchemy import NullPool, create_engine, select
 
 from fedring.server.state.files import database_url
 from fedring.server.state.sql import sealed
-from fedring.server.state.sql.tables import ROW_DIGEST, TABLE_OF
+from fedring.server.state.sql.schema import TABLE_OF
+from fedring.server.state.sql.tables import ROW_DIGEST
 
 
 def flip(path: Path, bit: int | None = None, *, seed: int = 0) -> int:

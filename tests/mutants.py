@@ -116,7 +116,7 @@ MUTANTS = {
     # Tests whose programs are forks, and not started by a new interpreter any more.
     "lock": Mutant("common/fedring/daemon/lock.py", "fcntl.LOCK_EX", "fcntl.LOCK_SH", "tests/fault/test_processes.py"),
     "commit": Mutant(
-        "server/fedring/server/state/sql/store.py",
+        "server/fedring/server/state/sql/updates.py",
         "                sealed.add(connection, *new)\n",
         "                pass\n",
         "tests/fault/test_store_kill.py",
@@ -140,7 +140,7 @@ MUTANTS = {
         "tests/unit/workers/test_workers_data_parallel.py",
     ),
     "demo's table": Mutant(
-        "client/fedring/ctl/bench/demo.py",
+        "client/fedring/ctl/local/demo.py",
         '        "sent/worker>",\n',
         '        "sent>",\n',
         "tests/system/test_data_parallel.py",
@@ -183,7 +183,7 @@ MUTANTS = {
         "tests/unit/server/round/test_rounds.py",
     ),
     "same update": Mutant(
-        "server/fedring/server/state/sql/store.py",
+        "server/fedring/server/state/sql/updates.py",
         "Acceptance.ALREADY if names[key] == row.name else Acceptance.OTHER",
         "Acceptance.ALREADY",
         "tests/unit/server/state/test_store.py",
@@ -270,7 +270,7 @@ MUTANTS = {
         "tests/fault/test_error_feedback.py",
     ),
     "newest of the pruned": Mutant(
-        "server/fedring/server/state/sql/known.py",
+        "server/fedring/server/state/sql/updates.py",
         "for row in pruned if row.last_name\n",
         "for row in pruned if not row.last_name\n",
         "tests/fault/test_error_feedback.py",
@@ -355,14 +355,14 @@ MUTANTS = {
     ),
     # What a server, a stranger or a disk may not do.
     "dither": Mutant(
-        "client/fedring/client/secure/client.py",
-        "self.secret.derive(assignment.command, DITHER)",
+        "client/fedring/client/secure/protection.py",
+        "self._secret.derive(command, DITHER)",
         "bytes(32)",
         "tests/system/test_asked_twice.py",
     ),
     "simulated dither": Mutant(
         "client/fedring/simulation/worker.py",
-        "self._secret_of(name).derive(command, DITHER)",
+        "client_secret(self._secret, name)",
         "bytes(32)",
         "tests/system/test_secure_simulation.py",
     ),

@@ -10,6 +10,7 @@ from torch._C._distributed_c10d import HashStore
 
 from fedring.ring import Endpoint, RingOptions, RingProcessGroup
 from fedring.ring.torch.meeting import Candidate
+from fedring.ring.torch.member import WIRE_DTYPES
 from fedring.ring.torch.world import World
 
 WAIT = timedelta(seconds=60)
@@ -26,7 +27,7 @@ def ring_groups(size: int, **options: Any) -> Iterator[list[RingProcessGroup]]:
     ]
     try:
         for group in groups:
-            group.use_options(group.world.endpoint.options)
+            group.wire = WIRE_DTYPES[group.world.endpoint.options.wire_dtype]
             group.world.endpoint.wait_until_matched(group.ring, timeout=WAIT.total_seconds())
         yield groups
     finally:

@@ -1,5 +1,7 @@
 """Benchmarks of fedring, one module each: `python -m tests.bench.NAME --help` says what it measures.
 
-They print JSON lines. `docs/performance.md` shows their results. What they share with `flctl bench` (daemons, jobs,
-turns, ranks, networks) is in `fedring.ctl.bench`; `daemons` here holds what only these scripts need.
+`federated`, `data_parallel`, `hooks`, `ddp` and `pipeline` repeat published experiments: each prints tables, and writes
+a JSON file and a PNG, from which `experiments` writes the tables of `docs/experiments.md`. The others print JSON lines,
+and `docs/performance.md` shows their results. `ddp_steps`, `hook_trainings` and `pipeline_steps` are what the ranks
+of a benchmark run. What several of them share is in `tests.bench.lab`.
 """

@@ -16,14 +16,14 @@ from pathlib import Path
 import numpy as np
 
 from fedring.codec import Encoding, Entry, Schema, Vectors, encode
-from fedring.ctl.bench.runner import time_call
 from fedring.server.aggregation.aggregate import AggregationPlan, aggregate, store_model
 from fedring.server.aggregation.contributions import Contribution
 from fedring.server.aggregation.modelfile import ModelReader
 from fedring.server.state.blobs import FileBlobs
 from fedring.server.state.checked import CheckedReader, Room, find_damage
 from fedring.server.state.rows import lay_out
-from tests.bench.daemons import peak_bytes, print_line, resident_bytes
+from tests.bench.lab.daemons import peak_bytes, print_line, resident_bytes
+from tests.bench.lab.turns import time_call
 
 VALUES = 25_000_000
 REPEATS = 5

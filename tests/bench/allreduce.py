@@ -10,7 +10,6 @@ rate, which needs root.
 import argparse
 import statistics
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -21,12 +20,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fedring.ctl.admin.authority import host_name, make_authority, write_pair
-from fedring.ctl.bench.networks import network
-from fedring.ctl.bench.rank import Rank
-from fedring.ctl.bench.ranks import run_ranks
-from fedring.ctl.bench.runner import alternate
+from fedring.ctl.local.rank import Rank
+from fedring.ctl.local.ranks import run_ranks
 from fedring.rpc.identity import Identity, Role
-from tests.bench.daemons import print_line
+from tests.bench.lab.daemons import print_line
+from tests.bench.lab.groups import join_groups, time_all_reduce
+from tests.bench.lab.networks import network
+from tests.bench.lab.turns import alternate
 
 _SIZES = "4096,65536,1048576,26214400,104857600"
 _TOTAL = 500_000_000  # bytes that all repeats of one size move together, roughly
@@ -57,7 +57,7 @@ def main() -> None:
 
 def measure(rank: Rank, sizes: list[int], most: int) -> list[dict[str, float]]:
     """Return the facts of each size in bytes, measured at most so many times."""
-    groups = rank.join_groups()
+    groups = join_groups(rank)
     lines = []
     for size in sizes:
         repeats = max(5, min(most, _TOTAL // size // rank.count))
@@ -82,21 +82,15 @@ def _write_certificates(folder: Path) -> dict[str, str]:
 def _compare(groups: dict[str, dist.ProcessGroup], tensor: Tensor, repeats: int) -> dict[str, float]:
     """Return the median milliseconds and the mean processor milliseconds of an all-reduce in each group."""
     ways: dict[str, Callable[[], tuple[float, float]]] = {
-        name: partial(_all_reduce, tensor, group) for name, group in groups.items()
+        name: partial(time_all_reduce, tensor, group) for name, group in groups.items()
     }
     times = alternate(ways, repeats, warm_up=_WARM_UP)
-    medians = {f"{name}_ms": round(statistics.median(ms for ms, _ in pairs), 3) for name, pairs in times.items()}
-    return medians | {f"{name}_cpu_ms": round(statistics.fmean(cpu for _, cpu in pairs), 3)
+    medians = {
+        f"{name}_ms": round(1e3 * statistics.median(seconds for seconds, _ in pairs), 3)
+        for name, pairs in times.items()
+    }
+    return medians | {f"{name}_cpu_ms": round(1e3 * statistics.fmean(used for _, used in pairs), 3)
                       for name, pairs in times.items()}  # fmt: skip
-
-
-def _all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> tuple[float, float]:
-    """Return the milliseconds and the processor milliseconds of one all-reduce."""
-    tensor.fill_(1e-6)
-    dist.barrier()
-    used, began = time.process_time(), time.perf_counter()
-    dist.all_reduce(tensor, group=group)
-    return 1e3 * (time.perf_counter() - began), 1e3 * (time.process_time() - used)
 
 
 if __name__ == "__main__":

@@ -11,9 +11,9 @@ import argparse
 import statistics
 from typing import Any
 
-from fedring.ctl.bench.runner import run_job
-from tests.bench.daemons import cpu_seconds, fleet_of, peak_bytes, print_line, resident_bytes
-from tests.bench.trainers import vector_job
+from fedring.ctl.local.runner import run_job
+from tests.bench.lab.daemons import cpu_seconds, fleet_of, peak_bytes, print_line, resident_bytes
+from tests.bench.lab.trainers import vector_job
 
 
 def main() -> None:

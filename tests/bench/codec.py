@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from fedring.codec import Encoding, decode, encode
 from fedring.codec.select import largest
-from fedring.ctl.bench.runner import time_call
+from tests.bench.lab.turns import time_call
 
 THREADS = 2
 ENCODINGS = {

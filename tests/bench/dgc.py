@@ -10,8 +10,8 @@ from fedring.codec.gradient import Entries, Part, decode_gradient, encode_gradie
 from fedring.codec.precision import to_words, words_size
 from fedring.compress.dgc import DGC, Memory, accumulate, kept_count
 from fedring.compress.dgc_select import select
-from fedring.ctl.bench.runner import time_call
 from fedring.ddp.parts import DGCStep, apply_parts, make_part
+from tests.bench.lab.turns import time_call
 
 THREADS = 1
 CONFIG = DGC()

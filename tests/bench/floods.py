@@ -19,8 +19,8 @@ from typing import Any
 
 from fedring.control.calls import Control
 from fedring.ctl.fleet import Fleet
-from tests.bench.daemons import ROOT, fleet_of, print_line, resident_bytes
-from tests.bench.trainers import vector_job
+from tests.bench.lab.daemons import ROOT, fleet_of, print_line, resident_bytes
+from tests.bench.lab.trainers import vector_job
 from tests.floods import KINDS
 
 _ROUNDS = 100_000  # more than the job ends

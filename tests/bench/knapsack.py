@@ -23,7 +23,7 @@ from fedring.secure.levels import to_integers
 from fedring.v1 import secure_pb2 as wire
 from tests.attacks.formulas import Float32
 from tests.attacks.knapsack import BLOCK, Integers, Scene, attack, equal, second_round, weighted_levels, wide
-from tests.bench.daemons import print_line
+from tests.bench.lab.daemons import print_line
 from tests.bench.robust import mlp
 
 LARGEST = 871

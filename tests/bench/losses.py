@@ -14,7 +14,7 @@ import time
 from typing import Any
 
 from fedring.v1 import control_pb2 as pb
-from tests.bench.daemons import fleet_of, print_line
+from tests.bench.lab.daemons import fleet_of, print_line
 from tests.fleets import until_watching
 
 WORKERS = 4

@@ -11,9 +11,9 @@ import argparse
 import statistics
 from pathlib import Path
 
-from fedring.ctl.bench.presets import Dataset, preset_job
-from fedring.ctl.bench.runner import run_job
-from tests.bench.daemons import fleet_of, peak_bytes, print_line
+from fedring.ctl.local.presets import Dataset, preset_job
+from fedring.ctl.local.runner import run_job
+from tests.bench.lab.daemons import fleet_of, peak_bytes, print_line
 
 
 def main() -> None:

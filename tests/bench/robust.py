@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from fedring.ctl.bench.progress import progress_bar
+from fedring.ctl.local.progress import progress_bar
 from fedring.data import Samples, Split, mnist
 from fedring.data.partition import parts
 from fedring.offers import named

@@ -28,7 +28,7 @@ from fedring.server.state.blobs import FileBlobs
 from fedring.server.state.rows import lay_out
 from fedring.train.jobs.aggregation_table import RULES, Aggregation
 from fedring.train.names.offered import Offered
-from tests.bench.daemons import peak_bytes, print_line, resident_bytes
+from tests.bench.lab.daemons import peak_bytes, print_line, resident_bytes
 
 MEASURED = [rule for rule in RULES if rule != "fltrust"]  # that one is a weighted sum after a training
 

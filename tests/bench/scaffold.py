@@ -15,10 +15,10 @@ from typing import Any
 from rich.progress import Progress, TaskID
 from torch import nn
 
-from fedring.ctl.bench.progress import progress_bar
+from fedring.ctl.local.progress import progress_bar
 from fedring.ctl.output import print_table
 from fedring.simulation import simulate
-from tests.bench.daemons import print_line
+from tests.bench.lab.daemons import print_line
 
 LAST = 5
 """Rounds whose mean is the result: with few clients in a round, the accuracy jumps from round to round."""

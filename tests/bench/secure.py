@@ -25,7 +25,6 @@ import numpy as np
 
 from fedring.codec import Encoding, Entry, Schema, Vectors, encode
 from fedring.codec.masked import masked_packet
-from fedring.ctl.bench.runner import alternate
 from fedring.secure.levels import blocks_of
 from fedring.secure.limits import bits_of_sum
 from fedring.secure.masks import mask, wrap
@@ -38,7 +37,8 @@ from fedring.server.state.checked import CheckedReader, Room, find_damage
 from fedring.server.state.rows import lay_out
 from fedring.simulation import simulate
 from fedring.v1.secure_pb2 import SecureRound
-from tests.bench.daemons import peak_bytes, print_line, resident_bytes
+from tests.bench.lab.daemons import peak_bytes, print_line, resident_bytes
+from tests.bench.lab.turns import alternate
 
 CLIENTS, LOST, LEVELS, BLOCK = 8, 2, 7, 256
 WORK: dict[str, Any] = {

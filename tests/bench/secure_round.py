@@ -12,10 +12,10 @@ from collections import defaultdict
 from typing import Any
 
 from fedring.control.calls import Control
-from fedring.ctl.bench.runner import run_job
 from fedring.ctl.fleet import Fleet
-from tests.bench.daemons import cpu_seconds, fleet_of, peak_bytes, print_line
-from tests.bench.trainers import vector_job
+from fedring.ctl.local.runner import run_job
+from tests.bench.lab.daemons import cpu_seconds, fleet_of, peak_bytes, print_line
+from tests.bench.lab.trainers import vector_job
 
 CASES: dict[str, dict[str, Any]] = {
     "fp32": {"encoding": "fp32"},
@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def _job(size: int, clients: int, keys: dict[str, Any]) -> dict[str, Any]:
-    fixed = {"trainer": "tests.bench.trainers:noisy", "weights": "uniform"}
+    fixed = {"trainer": "tests.bench.lab.trainers:noisy", "weights": "uniform"}
     return vector_job(size, clients=clients, **{**fixed, **keys})
 
 

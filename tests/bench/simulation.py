@@ -21,10 +21,10 @@ from typing import Any
 
 import torch
 
-from fedring.ctl.bench.runner import alternate
 from fedring.data import Samples, Split
 from fedring.simulation import simulate
-from tests.bench.daemons import peak_bytes, print_line
+from tests.bench.lab.daemons import peak_bytes, print_line
+from tests.bench.lab.turns import alternate
 
 WORK = {
     "model_args": {"hidden": 132},

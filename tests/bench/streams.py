@@ -12,21 +12,19 @@ import argparse
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
-from fedring.ctl.bench.networks import network
-from fedring.ctl.bench.rank import Rank
-from fedring.ctl.bench.ranks import run_ranks
-from fedring.ctl.bench.runner import alternate
+from fedring.ctl.local.rank import Rank
+from fedring.ctl.local.ranks import run_ranks
 from fedring.ring import RingOptions
-from tests.bench.daemons import ROOT, print_line
+from tests.bench.lab.daemons import ROOT, print_line
+from tests.bench.lab.groups import make_group, time_all_reduce
+from tests.bench.lab.networks import network
+from tests.bench.lab.turns import alternate
 from tests.ports import free_port
 
 _RANKS = 2
@@ -91,9 +89,9 @@ def measure(
         if addresses:
             listen, dialled = addresses[place][rank.number]
             options = options.model_copy(update={"listen": listen, "advertise": dialled})
-        ways[str(number)] = partial(_seconds, tensor, rank.group("fedring", options))
+        ways[str(number)] = partial(time_all_reduce, tensor, make_group("fedring", options))
     times = alternate(ways, repeats, warm_up=_WARM_UP)
-    medians = {name: statistics.median(values) for name, values in times.items()}
+    medians = {name: statistics.median(seconds for seconds, _ in pairs) for name, pairs in times.items()}
     rank.leave()
     first = next(iter(medians.values()))
     return {
@@ -104,15 +102,6 @@ def measure(
         }
         for name, seconds in medians.items()
     }
-
-
-def _seconds(tensor: Tensor, group: dist.ProcessGroup) -> float:
-    """Return the seconds of one all-reduce."""
-    tensor.fill_(1e-6)
-    dist.barrier()
-    began = time.perf_counter()
-    dist.all_reduce(tensor, group=group)
-    return time.perf_counter() - began
 
 
 if __name__ == "__main__":

@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from fedring.control.calls import Control
-from fedring.ctl.bench.runner import alternate, run_job
 from fedring.ctl.fleet import Fleet
-from tests.bench.daemons import ROOT, fleet_of, print_line
-from tests.bench.trainers import vector_job
+from fedring.ctl.local.runner import run_job
+from tests.bench.lab.daemons import ROOT, fleet_of, print_line
+from tests.bench.lab.trainers import vector_job
+from tests.bench.lab.turns import alternate
 from tests.pki import Pki
 
 _WAYS = ("plaintext", "tls")

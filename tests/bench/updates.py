@@ -11,8 +11,8 @@ import subprocess
 import sys
 import time
 
-from fedring.ctl.bench.runner import run_job
-from tests.bench.daemons import cpu_seconds, fleet_of, peak_bytes, print_line
+from fedring.ctl.local.runner import run_job
+from tests.bench.lab.daemons import cpu_seconds, fleet_of, peak_bytes, print_line
 
 
 def main() -> None:
@@ -33,7 +33,13 @@ def main() -> None:
     }
     share = args.clients // args.processes
     with fleet_of([]) as (fleet, control):
-        command = [sys.executable, "-m", "tests.bench.host", fleet.listen, str(fleet.directory / "clients")]
+        command = [
+            sys.executable,
+            "-m",
+            "tests.bench.lab.hosted_clients",
+            fleet.listen,
+            str(fleet.directory / "clients"),
+        ]
         hosts = [
             subprocess.Popen([*command, str(index * share), str(share), str(args.parameters)])
             for index in range(args.processes)

@@ -31,9 +31,9 @@ def publish_until_killed(root: Path, crash_at: str) -> None:
     """Publish rounds, print a line for each update and model that is durable, and die at `crash_at` in round 3."""
     blobs, store = open_state(root)
     blobs.sweep(store.named_blobs())
-    job = store.create_job(JobRow(0, "kill", {}, 1 << 20, 0.0))
+    job = store.jobs.create(JobRow(0, "kill", {}, 1 << 20, 0.0))
     while True:
-        opened = store.create_round(RoundRow(0, job.job_id, 1, "training", 0.0))
+        opened = store.rounds.create(RoundRow(0, job.job_id, 1, "training", 0.0))
         if opened.round % 3 == 0 and crash_at:
             os.environ["FL_CRASH_AT"] = crash_at
         rows, partials = [], []
@@ -49,7 +49,7 @@ def publish_until_killed(root: Path, crash_at: str) -> None:
             rows.append(row)
             partials.append(partial)
         blobs.seal_many(partials)
-        if store.accept_updates(rows) != [Acceptance.NEW] * BATCH:
+        if store.updates.accept(rows) != [Acceptance.NEW] * BATCH:
             raise SystemExit("an update was not new")
         for row in rows:
             print("update", row.round, row.client_id, row.digest, flush=True)
@@ -57,7 +57,7 @@ def publish_until_killed(root: Path, crash_at: str) -> None:
         model.write(f"model {opened.round}".encode() * 100)
         size, blob = model.size, blobs.seal_many([model])[0]
         ended = RoundRow(opened.round, job.job_id, 1, "published", 0.0, ended_at=1.0, model_version=opened.round)
-        store.publish(ModelRow(opened.round, opened.round, blob, blob, "", 1, size, 0.0), ended)
+        store.models.publish(ModelRow(opened.round, opened.round, blob, blob, "", 1, size, 0.0), ended)
         print("model", opened.round, opened.round, blob, flush=True)
 
 

@@ -35,9 +35,9 @@ def check_state(root: Path, acknowledged: list[list[str]]) -> None:
     blobs, store = open_state(root)
     for kind, number, name, digest in acknowledged:
         if kind == "update":
-            assert {row.client_id: row.digest for row in store.updates_of(int(number))}[name] == digest
+            assert {row.client_id: row.digest for row in store.updates.of_round(int(number))}[name] == digest
         else:
-            model, ended = store.model(int(name)), store.round(int(number))
+            model, ended = store.models.get(int(name)), store.rounds.get(int(number))
             assert model is not None
             assert ended is not None
             assert (model.blob, ended.phase) == (digest, "published")

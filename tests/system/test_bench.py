@@ -1,4 +1,4 @@
-"""Each bench of flctl with its smallest sizes: the fields of its JSON, its plot, and its tables."""
+"""Each benchmark with its smallest sizes: the fields of its JSON, its plot, and its tables."""
 
 import json
 import os
@@ -7,26 +7,42 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 
 from fedring.control.failure import Failure
-from fedring.ctl.bench import ddp, hooks, networks, pipeline
-from fedring.ctl.bench.presets import Dataset
-from fedring.ctl.bench.rank import Rank
-from fedring.ctl.bench.ranks import run_ranks
-from fedring.ctl.bench.runner import present
+from fedring.ctl.local.presets import Dataset
+from fedring.ctl.local.rank import Rank
+from fedring.ctl.local.ranks import Host, run_ranks
+from fedring.ctl.local.runner import present
 from fedring.ctl.output import Output
 from tests import forks
+from tests.bench import ddp, hooks, pipeline
+from tests.bench.lab import networks
 
 SHAPED = os.geteuid() == 0 and shutil.which("tc") is not None
 PNG = b"\x89PNG"
 
 
+@pytest.fixture
+def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make ranks forks: real interpreters import torch for seconds each."""
+
+    def start(host: Host, command: Sequence[str], *, stdout: IO[bytes], stderr: IO[bytes]) -> forks.Fork:
+        *_, program, number, task, settings, count, store = command
+        assert (host.prefix, "rank import main" in program) == ((), True)
+        env = {**os.environ, **host.env}
+        arguments = [number, task, settings, count, store]
+        return forks.Fork("tests.system.rank", arguments, stdout=stdout.fileno(), stderr=stderr.fileno(), env=env)
+
+    monkeypatch.setattr(Host, "start", start)
+
+
 def shown(results: dict[str, Any], folder: Path, capsys: pytest.CaptureFixture[str], module: Any) -> str:
-    """Present the results as the verb does, check its files, and return what it prints."""
+    """Present the results as the benchmark does, check its files, and return what it prints."""
     path = folder / "results.json"
     present(results, path, Output.TABLE, plot=module.plot, print_results=module.print_tables)
     assert json.loads(path.read_text()) == json.loads(json.dumps(results))
@@ -34,11 +50,13 @@ def shown(results: dict[str, Any], folder: Path, capsys: pytest.CaptureFixture[s
     return capsys.readouterr().out
 
 
-def test_hooks_have_times_bytes_and_accuracies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_hooks_have_times_bytes_and_accuracies(
+    forked_ranks: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     scale = hooks.HookScale(turns=1, steps=2, training=8, seeds=2, batch_size=8)
     names = ["none", "powersgd(start_powerSGD_iter=6)"]
-    results = hooks.measure(names, Dataset.DIGITS, None, scale=scale, rate="100mbit")
-    assert results["network"] == {"rate": "100mbit", "limit": networks.LIMITED if SHAPED else networks.UNSHAPED}
+    results = hooks.measure(names, Dataset.DIGITS, None, scale=scale, rate="")
+    assert results["network"] == {"rate": None, "limit": networks.UNSHAPED}
     none, powersgd = results["hooks"]
     assert [none["hook"], powersgd["hook"]] == names
     for row in results["hooks"]:
@@ -53,7 +71,9 @@ def test_hooks_have_times_bytes_and_accuracies(tmp_path: Path, capsys: pytest.Ca
     assert "powersgd from step 6" in table
 
 
-def test_a_pipeline_has_split_sizes_accuracies_and_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_pipeline_has_split_sizes_accuracies_and_memory(
+    forked_ranks: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     scale = pipeline.PipelineScale(
         model="fedring.train.models:digits_mlp", shape=(8, 1, 8, 8), splits=(4, 8), turns=1,
         memory_stages=2, memory_micro_batches=2, stages=(2,), samples=128, seeds=1,
@@ -93,8 +113,8 @@ def test_ddp_has_every_figure_of_the_paper(tmp_path: Path, capsys: pytest.Captur
     assert ("1gbit" if SHAPED else "loopback without a limit") in table
 
 
-def bench(*arguments: str) -> "subprocess.CompletedProcess[str]":
-    return forks.run("fedring.ctl.main", "bench", *arguments, "--dataset", "digits", "--output", "json", timeout=240)
+def bench(name: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    return forks.run(f"tests.bench.{name}", *arguments, "--dataset", "digits", "--output", "json", timeout=240)
 
 
 @pytest.mark.soak
@@ -112,7 +132,7 @@ def test_federated_shows_each_client(tmp_path: Path) -> None:
 
 @pytest.mark.soak
 def test_data_parallel_shows_the_longest_and_the_mean_wait_of_each_worker(tmp_path: Path) -> None:
-    done = bench("data-parallel", "--epochs", "2", "--out", str(tmp_path))
+    done = bench("data_parallel", "--epochs", "2", "--out", str(tmp_path))
     assert done.returncode == 0, done.stderr
     results = json.loads(done.stdout)
     for row in results["hooks"]:
@@ -129,10 +149,10 @@ def fail_on_rank_1(rank: Rank) -> None:
     time.sleep(600)  # is killed
 
 
-def test_a_rank_that_fails_ends_the_others_and_says_why() -> None:
+def test_a_rank_that_fails_ends_the_others_and_says_why(forked_ranks: None) -> None:
     began = time.monotonic()
     with pytest.raises(Failure, match=r"(?s)worker 1 failed:.*RuntimeError: the reason"):
-        run_ranks("tests.system.test_bench:fail_on_rank_1", {}, [networks.Host()] * 2)
+        run_ranks("tests.system.test_bench:fail_on_rank_1", {}, [Host()] * 2)
     assert time.monotonic() - began < 300
 
 
@@ -145,17 +165,7 @@ def test_without_the_right_to_make_namespaces_lines_have_no_limit(monkeypatch: p
 
 @pytest.mark.skipif(not SHAPED, reason="network namespaces need root")
 def test_a_bench_that_is_terminated_leaves_no_namespace_and_no_rank(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "fedring.ctl.main",
-        "bench",
-        "hooks",
-        "--dataset",
-        "digits",
-        "--out",
-        str(tmp_path),
-    ]
+    command = [sys.executable, "-m", "tests.bench.hooks", "--dataset", "digits", "--out", str(tmp_path)]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as running:
         try:
             while len(children(running.pid)) < 2:
@@ -173,7 +183,7 @@ def test_a_bench_that_is_terminated_leaves_no_namespace_and_no_rank(tmp_path: Pa
 def children(pid: int) -> list[int]:
     """Return the ranks that a process has started."""
     found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [int(child) for child in found if b"bench.rank" in command_of(child)]
+    return [int(child) for child in found if b"local.rank" in command_of(child)]
 
 
 def command_of(pid: str) -> bytes:

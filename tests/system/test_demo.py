@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,10 +16,11 @@ import pytest
 from safetensors.numpy import load_file
 
 from fedring.control.failure import Failure
-from fedring.ctl.bench.experiment import Experiment, make_job, run_experiment
-from fedring.ctl.bench.presets import Dataset, preset_job
+from fedring.ctl.local.experiment import Experiment, make_job, run_experiment
+from fedring.ctl.local.presets import Dataset, preset_job
 from fedring.ctl.operate.port_health import check_health
 from tests.fleets import PATIENCE, Control, Flctl, Fleet, until_watching
+from tests.waiting import until
 
 
 @contextmanager
@@ -51,11 +53,10 @@ def _gone(pid: int) -> bool:
     return False
 
 
-def test_the_demo_trains_and_writes_a_report_a_model_a_plot_and_logs(tmp_path: Path) -> None:
-    with _demo(tmp_path, "--clients", "2", "--rounds", "3", "--output", "json") as demo:
-        out, err = demo.communicate(timeout=200)
-    assert demo.returncode == 0, err
-    report = json.loads(out)
+def test_the_demo_trains_and_writes_a_report_a_model_a_plot_and_logs(flctl: Flctl, tmp_path: Path) -> None:
+    done = flctl("demo", "--out", tmp_path, "--clients", "2", "--rounds", "3", "--output", "json")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
     assert report == json.loads((tmp_path / "report.json").read_text())
     assert [row["round"] for row in report["rounds"]] == [1, 2, 3]
     assert report["accuracy"] == report["rounds"][-1]["accuracy"] > 0.85
@@ -65,22 +66,9 @@ def test_the_demo_trains_and_writes_a_report_a_model_a_plot_and_logs(tmp_path: P
     assert report["parameters"] == sum(tensor.size for tensor in load_file(model).values()) == 4810
     assert (tmp_path / "rounds.png").stat().st_size > 10_000
     assert {path.name for path in (tmp_path / "logs").iterdir()} == {"server.log", "client-0.log", "client-1.log"}
-    assert len(err.splitlines()) == 5  # the page's address, a line for each round, and the end of the job
-    assert re.match(r"watch it at http://127\.0\.0\.1:\d+/\n", err)
+    assert len(done.stderr.splitlines()) == 5  # the page's address, a line for each round, and the end of the job
+    assert re.match(r"watch it at http://127\.0\.0\.1:\d+/\n", done.stderr)
     assert all(map(_gone, _daemons(tmp_path)))
-
-
-def test_a_demo_that_is_kept_goes_on_until_it_is_interrupted(tmp_path: Path) -> None:
-    with _demo(tmp_path, "--clients", "1", "--rounds", "1", "--keep") as demo:
-        assert demo.stderr is not None
-        kept = next(line for line in iter(demo.stderr.readline, "") if "go on until Ctrl-C" in line)
-        with Control(kept.split()[-1]) as control:
-            assert control.status().clients_watching == 1
-        daemons = _daemons(tmp_path)
-        demo.send_signal(signal.SIGINT)
-        assert demo.wait(PATIENCE) == 0
-    assert len(daemons) == 2
-    assert all(map(_gone, daemons))
 
 
 def test_the_demo_of_deep_gradient_compression_ends_where_dense_training_ends_with_far_fewer_bytes(
@@ -96,15 +84,39 @@ def test_the_demo_of_deep_gradient_compression_ends_where_dense_training_ends_wi
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_demo_that_is_interrupted_leaves_no_process(tmp_path: Path, number: int, code: int) -> None:
-    with _demo(tmp_path, "--clients", "1", "--rounds", "100000") as demo:
+def test_a_demo_that_is_interrupted_leaves_no_process(flctl: Flctl, tmp_path: Path, number: int, code: int) -> None:
+    daemons: list[int] = []
+
+    def interrupt() -> None:
+        log = tmp_path / "logs" / "server.log"
+        until(lambda: log.exists() and "round 1 of job 1 is evaluated" in log.read_text())
+        daemons.extend(_daemons(tmp_path))
+        os.kill(os.getpid(), number)  # the demo runs in this process, and has handlers of its own
+
+    # A signal that comes when the demo has failed already must not end this process.
+    before = {each: signal.signal(each, signal.default_int_handler) for each in (signal.SIGINT, signal.SIGTERM)}
+    waiting = threading.Thread(target=interrupt)
+    try:
+        waiting.start()
+        done = flctl("demo", "--out", tmp_path, "--clients", "1", "--rounds", "100000")
+    finally:
+        waiting.join()
+        for each, handler in before.items():
+            signal.signal(each, handler)
+    assert done.returncode == code
+    assert len(daemons) == 2
+    assert all(map(_gone, daemons))
+
+
+def test_a_demo_that_is_kept_goes_on_until_it_is_interrupted(tmp_path: Path) -> None:
+    with _demo(tmp_path, "--clients", "1", "--rounds", "1", "--keep") as demo:
         assert demo.stderr is not None
-        assert "watch it at" in demo.stderr.readline()
-        assert "round 1 of job 1 is evaluated" in demo.stderr.readline()
+        kept = next(line for line in iter(demo.stderr.readline, "") if "go on until Ctrl-C" in line)
+        with Control(kept.split()[-1]) as control:
+            assert control.status().clients_watching == 1
         daemons = _daemons(tmp_path)
-        demo.send_signal(number)
-        demo.communicate(timeout=120)
-    assert demo.returncode == code
+        demo.send_signal(signal.SIGINT)
+        assert demo.wait(PATIENCE) == 0
     assert len(daemons) == 2
     assert all(map(_gone, daemons))
 

@@ -3,7 +3,6 @@
 import json
 import re
 import subprocess
-import sys
 import tomllib
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -24,8 +23,6 @@ MODULES = {"flctl": "fedring.ctl.main", "fl-server": "fedring.server.main", "fl-
 CHECKS = {"server": "fedring.server.main", "client": "fedring.client.main"}
 JOBS = ("job", "data-parallel", "pipeline")
 
-Program = Fork | subprocess.Popen[str]
-
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
@@ -43,15 +40,15 @@ def run(module: str, *arguments: str | Path, cwd: Path, **variables: str) -> For
 
 
 @pytest.fixture
-def example_clients(server: Fleet, tmp_path: Path) -> Iterator[dict[str, Program]]:
+def example_clients(server: Fleet, tmp_path: Path) -> Iterator[dict[str, Fork]]:
     """Start a client for each example as docs/clients.md says, but with our server's port."""
     commands: dict[str, tuple[str, *tuple[str | Path, ...]]] = {
         "ward-7": ("fedring.client.main", EXAMPLES / "declared.toml", f"server={server.listen}"),
         "ward-8": ("fedring.client.main", EXAMPLES / "trainer.toml", f"server={server.listen}"),
     }
-    scripts = {"own-loop": "own_loop.py", "scikit": "scikit.py"}
+    scripts = {"own-loop": "own_loop", "scikit": "scikit"}
     with ExitStack() as stack:
-        processes: dict[str, Program] = {}
+        processes: dict[str, Fork] = {}
         for name, command in commands.items():
             (tmp_path / name).mkdir()
             processes[name] = stack.enter_context(run(*command, cwd=tmp_path / name))
@@ -62,18 +59,17 @@ def example_clients(server: Fleet, tmp_path: Path) -> Iterator[dict[str, Program
 
 
 @contextmanager
-def run_script(script: str, listen: str, cwd: Path) -> Iterator[subprocess.Popen[str]]:
+def run_script(script: str, listen: str, cwd: Path) -> Iterator[Fork]:
     """Run an example that is a script of its own, in a new folder."""
     cwd.mkdir()
-    words = [sys.executable, str(EXAMPLES / script), listen]
-    with subprocess.Popen(words, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+    with run(script, listen, cwd=cwd) as process:
         try:
             yield process
         finally:
             process.kill()
 
 
-def test_each_example_of_a_client_takes_part_in_a_round(control: Control, example_clients: dict[str, Program]) -> None:
+def test_each_example_of_a_client_takes_part_in_a_round(control: Control, example_clients: dict[str, Fork]) -> None:
     events = control.events()
     job_id = control.start_round({"min_clients": 4, "rounds": 1}).job_id
     for _ in control.follow_job(job_id, events):
@@ -94,7 +90,7 @@ def test_each_example_of_a_client_takes_part_in_a_round(control: Control, exampl
 
 
 def test_scikit_learn_trains_the_server_s_torch_module(server: Fleet, control: Control, tmp_path: Path) -> None:
-    with run_script("scikit.py", server.listen, tmp_path / "scikit"):
+    with run_script("scikit", server.listen, tmp_path / "scikit"):
         events = control.events()
         job_id = control.start_job({"min_clients": 1, "rounds": 5, "evaluate_on_server": True}).job_id
         for _ in control.follow_job(job_id, events):
@@ -108,7 +104,7 @@ def test_a_linear_classifier_of_scikit_learn_trains_as_numpy_arrays(
     server: Fleet, control: Control, tmp_path: Path
 ) -> None:
     job = tomllib.loads((EXAMPLES / "linear.toml").read_text())
-    with run_script("linear.py", server.listen, tmp_path / "linear"):
+    with run_script("linear", server.listen, tmp_path / "linear"):
         events = control.events()
         job_id = control.start_job(job).job_id
         for _ in control.follow_job(job_id, events):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.bench.trainers import vector_job
+from tests.bench.lab.trainers import vector_job
 from tests.conftest import ROOT
 from tests.fleets import Control
 from tests.floods import KINDS, flood
@@ -19,7 +19,7 @@ from tests.waiting import until
 
 DESCRIPTORS = 256
 STRANGER = "127.0.0.2"
-TRUSTED = 'trusted=["fedring", "tests.bench.trainers"]'
+TRUSTED = 'trusted=["fedring", "tests.bench.lab.trainers"]'
 MORE_ROUNDS = 5
 
 

@@ -16,9 +16,9 @@ def test_many_rounds_of_many_clients_are_listed_in_several_messages(tmp_path: Pa
     one = {"num_samples": 6000, "train_seconds": 12.5, "encoding": "packed", "upload_bytes": 40_000}
     stats = {"seconds": 20.0, "clients": {name: {**one, "metrics": {"loss": 0.5, "accuracy": 0.9}} for name in names}}
     store = SqlStore(f"sqlite:///{state / 'facts.sqlite'}")
-    job = store.create_job(JobRow(0, "large", {}, ROUNDS, 1.0, state="completed"))
+    job = store.jobs.create(JobRow(0, "large", {}, ROUNDS, 1.0, state="completed"))
     for number in range(1, ROUNDS + 1):
-        store.create_round(
+        store.rounds.create(
             RoundRow(0, job.job_id, number, "published", 1.0, selected=tuple(names), ended_at=2.0, stats=stats)
         )
     store.close()

@@ -239,10 +239,10 @@ class TestBadJobs:
         spec = {**vector_job(), "seed": 2**63, "min_clients": 10**20, "name": "a\0b", "model_args": {"a": [10**30]}}
         with Fleet(tmp_path, {"job": DEFAULTS}) as fleet:
             store = SqlStore(f"sqlite:///{tmp_path / 'state' / 'server' / 'facts.sqlite'}")
-            row = store.create_job(JobRow(0, "a\0b", spec, 3, 1.0, idempotency_key="old"))
+            row = store.jobs.create(JobRow(0, "a\0b", spec, 3, 1.0, idempotency_key="old"))
             if state == "running":
-                store.set_job_state(row.job_id, "running")
-                store.create_round(RoundRow(0, row.job_id, 1, "training", 1.0, selected=("a",)))
+                store.jobs.set_state(row.job_id, "running")
+                store.rounds.create(RoundRow(0, row.job_id, 1, "training", 1.0, selected=("a",)))
             store.close()
             fleet.restart_server()
             with Control(fleet.control) as control:

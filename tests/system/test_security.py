@@ -77,7 +77,7 @@ def keep_token(fleet: Fleet, role: str, *, ends: float | None = None) -> str:
     """Write a new token of ann into the running server's database; return it."""
     row, token = new_token(role, "ann", 0)
     store = SqlStore(f"sqlite:///{fleet.directory / 'state' / 'server' / 'facts.sqlite'}")
-    store.add_token(replace(row, expires_at=ends))
+    store.tokens.add(replace(row, expires_at=ends))
     store.close()
     return token
 

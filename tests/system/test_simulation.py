@@ -19,7 +19,7 @@ from fedring.server.state.sql.store import SqlStore
 from fedring.simulation import simulate
 from tests.conftest import ROOT
 from tests.damage import write
-from tests.fleets import PATIENCE, Control, Fleet, until_watching
+from tests.fleets import PATIENCE, Control, Fleet, run_job, until_watching
 from tests.waiting import until
 
 CODE = ROOT / "tests" / "fixtures_user_code"
@@ -69,69 +69,58 @@ def without_secret(folder: Path) -> None:
     write(folder, "UPDATE meta SET value = '' WHERE name = 'secret'")
 
 
-@pytest.fixture(scope="module")
-def fleet_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, list[Any]]]:
-    """Run each job on ten real daemons, with fresh state. Returns its model, and its rounds."""
-    runs = {}
-    for name, keys in JOBS.items():
-        folder = tmp_path_factory.mktemp("fleet")
-        without_secret(folder / "state" / "server")
-        trusted = {"trusted": ["fedring", "user_simulation", "user_strategies"]}
-        client = {**trusted, "threads": 1}
-        with (
-            Fleet(folder, trusted, [client] * CLIENTS, env={"PYTHONPATH": str(CODE)}) as fleet,
-            Control(fleet.control) as control,
-        ):
-            until_watching(control, CLIENTS)
-            events = control.events()
-            job_id = control.start_job({**COMMON, **keys}).job_id
-            for _ in control.follow_job(job_id, events):
-                pass
-            control.export_model(0, folder / "model.safetensors")
-            runs[name] = (
-                folder / "model.safetensors",
-                sorted(control.rounds(job_id=job_id), key=lambda each: each.round),
-            )
-    return runs
+def run_on_daemons(name: str, folder: Path) -> tuple[Path, list[Any]]:
+    """Run a job on ten real daemons, with fresh state; return its model, and its rounds."""
+    without_secret(folder / "state" / "server")
+    trusted = {"trusted": ["fedring", "user_simulation", "user_strategies"]}
+    client = {**trusted, "threads": 1}
+    with (
+        Fleet(folder, trusted, [client] * CLIENTS, env={"PYTHONPATH": str(CODE)}) as fleet,
+        Control(fleet.control) as control,
+    ):
+        until_watching(control, CLIENTS)
+        job = run_job(control, {**COMMON, **JOBS[name]})
+        control.export_model(0, folder / "model.safetensors")
+        rounds = control.rounds(job_id=job.job_id)
+        return folder / "model.safetensors", sorted(rounds, key=lambda each: each.round)
 
 
 @pytest.mark.parametrize("name", JOBS)
-@pytest.mark.parametrize("workers", [1, 2])
 def test_the_models_of_a_simulation_are_those_of_ten_daemons_byte_for_byte(
-    name: str,
-    workers: int,
-    fleet_runs: dict[str, tuple[Path, list[Any]]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(CODE))
-    model, rounds = fleet_runs[name]
-    report = simulate({**COMMON, **JOBS[name]}, clients=CLIENTS, workers=workers, threads=1, out=tmp_path)
-    ours, theirs = load_file(tmp_path / "model.safetensors"), load_file(model)
-    assert {key: value.tobytes() for key, value in ours.items()} == {
-        key: value.tobytes() for key, value in theirs.items()
-    }
-    for row, round_ in zip(report["rounds"], rounds, strict=True):
-        assert row["clients"] == round_.delivered == round_.selected
-        assert row.get("settings", {}) == round_.settings
-        assert row["accuracy"] == pytest.approx(round_.eval_correct / round_.eval_total)
-        assert row["metrics"].get("server/weight") == round_.metrics.get("server/weight")
-        assert ("eval/accuracy_personal" in row["metrics"]) == ("personal" in JOBS[name])
-        for metric in ("train/loss", "eval/accuracy_personal", "eval/loss_personal"):
-            assert row["metrics"].get(metric) == pytest.approx(round_.metrics.get(metric)), metric
+    model, rounds = run_on_daemons(name, tmp_path / "fleet")
+    for workers in (1, 2):
+        out = tmp_path / str(workers)
+        report = simulate({**COMMON, **JOBS[name]}, clients=CLIENTS, workers=workers, threads=1, out=out)
+        ours, theirs = load_file(out / "model.safetensors"), load_file(model)
+        assert {key: value.tobytes() for key, value in ours.items()} == {
+            key: value.tobytes() for key, value in theirs.items()
+        }
+        for row, round_ in zip(report["rounds"], rounds, strict=True):
+            assert row["clients"] == round_.delivered == round_.selected
+            assert row.get("settings", {}) == round_.settings
+            assert row["accuracy"] == pytest.approx(round_.eval_correct / round_.eval_total)
+            assert row["metrics"].get("server/weight") == round_.metrics.get("server/weight")
+            assert ("eval/accuracy_personal" in row["metrics"]) == ("personal" in JOBS[name])
+            for metric in ("train/loss", "eval/accuracy_personal", "eval/loss_personal"):
+                assert row["metrics"].get(metric) == pytest.approx(round_.metrics.get(metric)), metric
     if name == "a strategy of the user's own":
         assert [round_.settings["lr"] for round_ in rounds[1:]] == [0.1, 0.1 / 2, 0.1 / 3]
         assert [round_.selected for round_ in rounds] == [6, 5, 4, 3]
 
 
 def test_without_the_residuals_of_the_clients_the_models_would_differ(
-    fleet_runs: dict[str, tuple[Path, list[Any]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    name = "error feedback, buffers, dropout"
     monkeypatch.syspath_prepend(str(CODE))
+    job = {**COMMON, **JOBS["error feedback, buffers, dropout"]}
+    simulate(job, clients=CLIENTS, workers=1, threads=1, out=tmp_path / "with")
     monkeypatch.setattr("fedring.simulation.vectors.ClientSections.put", lambda self, client, sections: None)
-    simulate({**COMMON, **JOBS[name]}, clients=CLIENTS, workers=1, threads=1, out=tmp_path)
-    assert (tmp_path / "model.safetensors").read_bytes() != fleet_runs[name][0].read_bytes()
+    simulate(job, clients=CLIENTS, workers=1, threads=1, out=tmp_path / "without")
+    models = [(tmp_path / out / "model.safetensors").read_bytes() for out in ("with", "without")]
+    assert models[0] != models[1]
 
 
 def test_clients_that_fail_under_masks_make_the_same_model_here_and_there(

@@ -44,17 +44,23 @@ def browser() -> Iterator[Any]:
         yield browser
 
 
-@pytest.fixture
-def fleet(tmp_path: Path) -> Iterator[Fleet]:
-    """Start a server with its page, and two clients."""
-    with Fleet(tmp_path, {"web_port": 0}, [{}] * 2) as fleet:
+@pytest.fixture(scope="module")
+def desk(browser: Any) -> Any:
+    """Return a context of the browser, which keeps the page's files for all tests."""
+    return browser.new_context(**DESK)
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    """Start a server with its page, and two clients, which many tests give jobs."""
+    with Fleet(tmp_path_factory.mktemp("fleet"), {"web_port": 0}, [{}] * 2) as fleet:
         yield fleet
 
 
 @pytest.fixture
-def window(browser: Any, fleet: Fleet) -> Iterator[Window]:
+def window(desk: Any, fleet: Fleet) -> Iterator[Window]:
     """Open the page; at the end, assert that it had no errors and used no other hosts."""
-    window = Window(browser, fleet.web, **DESK)
+    window = Window(desk, fleet.web)
     yield window
     assert window.hosts == {"127.0.0.1"}
     assert window.complaints == []
@@ -80,7 +86,16 @@ def picture(window: Window, name: str, tmp_path: Path) -> None:
     )
 
 
-def test_a_job_can_be_followed_live_without_a_reload(window: Window, fleet: Fleet, tmp_path: Path) -> None:
+def test_a_job_can_be_followed_live_without_a_reload(desk: Any, tmp_path: Path) -> None:
+    with Fleet(tmp_path, {"web_port": 0}, [{}] * 2) as fleet:
+        window = Window(desk, fleet.web)
+        follow_first_job(window, fleet, tmp_path)
+        assert (window.hosts, window.complaints) == ({"127.0.0.1"}, [])
+        window.close()
+
+
+def follow_first_job(window: Window, fleet: Fleet, tmp_path: Path) -> None:
+    """Check all parts of the page while the first job of a server runs."""
     assert "No job has run yet" in window.text("#now")
     assert "flctl start-round" in window.text("#now")
     window.until("document.querySelectorAll('#clients tbody tr').length === 2")
@@ -143,8 +158,8 @@ def test_a_client_that_dies_is_shown_as_away_and_a_new_one_appears(window: Windo
     window.until("document.querySelectorAll('#clients .good').length === 2")
 
 
-def test_a_lost_connection_is_shown_and_restored(browser: Any, fleet: Fleet) -> None:
-    window = Window(browser, fleet.web, **DESK)
+def test_a_lost_connection_is_shown_and_restored(desk: Any, fleet: Fleet) -> None:
+    window = Window(desk, fleet.web)
     run(fleet, rounds=2)
     window.until("document.querySelectorAll('#rounds tbody tr').length === 2")
     fleet.server.kill()
@@ -162,13 +177,15 @@ def test_a_lost_connection_is_shown_and_restored(browser: Any, fleet: Fleet) -> 
 
 
 def test_older_jobs_can_be_chosen_with_the_keyboard(window: Window, fleet: Fleet) -> None:
-    run(fleet, rounds=1, name="first")
+    first = run(fleet, rounds=1, name="first")
     run(fleet, rounds=3, name="second")
     window.until("document.querySelectorAll('#rounds tbody tr').length === 3")
     window.page.focus("#job")
-    window.page.keyboard.press("End")
+    window.page.keyboard.press("Home")
+    for _ in range(2):  # the newest job, which the first option follows, and the one before
+        window.page.keyboard.press("ArrowDown")
     window.until("document.querySelectorAll('#rounds tbody tr').length === 1")
-    assert "of job 1" in window.text("#rounds-of")
+    assert f"of job {first}" in window.text("#rounds-of")
     assert window.points("accuracy") == [1]
     assert "second" in window.text("#now")  # this part still shows the newest job
     window.page.keyboard.press("Home")
@@ -181,12 +198,12 @@ def test_older_jobs_can_be_chosen_with_the_keyboard(window: Window, fleet: Fleet
     assert {"skip", "job", "metric", "clients", "events", "rounds", "models"} <= set(order)
 
 
-def test_names_of_jobs_do_not_become_markup(browser: Any, tmp_path: Path) -> None:
+def test_names_of_jobs_do_not_become_markup(desk: Any, tmp_path: Path) -> None:
     gate, env = Gate(tmp_path), path_to(ROOT / "tests" / "fault")
     fleet = Fleet(tmp_path, TRUSTED | {"web_port": 0}, [TRUSTED] * 2, env=env)
     gate.close_for(fleet.clients[1])
     with fleet, Control(fleet.control) as control:
-        window = Window(browser, fleet.web, **DESK)
+        window = Window(desk, fleet.web)
         job = {"name": HOSTILE, "trainer": "user_trainers:gated", "min_clients": 2, "evaluate": False}
         started = StartedJob(fleet, control, job)
         gate.wait(fleet)
@@ -207,7 +224,8 @@ def test_names_of_jobs_do_not_become_markup(browser: Any, tmp_path: Path) -> Non
 def test_a_ring_and_the_curves_of_its_job_are_shown_together(window: Window, fleet: Fleet, tmp_path: Path) -> None:
     with Control(fleet.control) as control:
         spec = {"mode": "data_parallel", "rounds": 1000, "epochs": 2, "data_parallel": {"hook": "dgc"}}
-        started = StartedJob(fleet, control, DIGITS | {"lr": 0.05} | spec)
+        started = StartedJob(fleet, control, DIGITS | {"name": "curves", "lr": 0.05} | spec)
+        window.until("document.querySelector('#now').textContent.includes('curves')")
         window.until("document.querySelectorAll('#rounds tbody tr').length >= 6")
         window.until("document.querySelectorAll('#group svg.running .joined').length === 2")
         window.until("(document.getElementById('bytes').data ?? []).some((curve) => curve.name === 'between workers')")
@@ -260,7 +278,7 @@ def test_the_page_fits_a_phone_and_has_a_dark_theme(browser: Any, fleet: Fleet, 
         window.close()
 
 
-def test_a_job_without_accuracy_shows_none_and_any_metric_can_be_plotted(browser: Any, tmp_path: Path) -> None:
+def test_a_job_without_accuracy_shows_none_and_any_metric_can_be_plotted(desk: Any, tmp_path: Path) -> None:
     module = {"trusted": ["fedring", "user_metrics"]}
     parts = [{**module, "partition_index": index, "partition_count": 2} for index in range(2)]
     own = {name: f"user_metrics:{name}" for name in ("model", "loss")}
@@ -269,7 +287,7 @@ def test_a_job_without_accuracy_shows_none_and_any_metric_can_be_plotted(browser
     code = ROOT / "tests" / "fixtures_user_code"
     with Fleet(tmp_path, {**module, "web_port": 0}, parts, env=path_to(code)) as fleet:
         run(fleet, **job)
-        window = Window(browser, fleet.web, **DESK)
+        window = Window(desk, fleet.web)
         window.until("document.querySelectorAll('#rounds tbody tr').length === 2")
         window.until("document.querySelector('#metric').value === 'eval/perplexity'")
         window.until("document.querySelectorAll('#accuracy .scatterlayer .point').length === 2")

@@ -1,7 +1,7 @@
 """The wheel, built and installed into an environment of its own, runs the demo.
 
-To install all dependencies takes long, so only `make soak` does it. Otherwise the environment uses this one's packages
-except fedring.
+To install all dependencies takes long, so only `make soak` does it, for the build and for the demo. Otherwise both use
+the packages of this environment except fedring.
 """
 
 import importlib.util
@@ -54,25 +54,24 @@ def run(*command: str | Path, cwd: Path) -> str:
     return done.stdout
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def build_wheel(folder: Path, *options: str) -> Path:
     """Build the wheel from a copy of the sources without generated files."""
     if importlib.util.find_spec("build") is None:
         missing("the package `build`")
-    folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
-    source.mkdir()
+    source.mkdir(parents=True)
     for name in SOURCES:
         if (ROOT / name).is_dir():
             shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "*_pb2*"))
         else:
             shutil.copy(ROOT / name, source)
-    run(sys.executable, "-m", "build", "--wheel", "--outdir", folder, source, cwd=folder)
+    run(sys.executable, "-m", "build", "--wheel", *options, "--outdir", folder, source, cwd=folder)
     (built,) = folder.glob("*.whl")
     return built
 
 
-def test_the_wheel_contains_the_program_and_its_data_but_no_tests(wheel: Path) -> None:
+def check_contents(wheel: Path) -> None:
+    """Assert that the wheel contains the program and its data, but no tests."""
     with ZipFile(wheel) as archive:
         names = set(archive.namelist())
     for needed in (
@@ -96,23 +95,35 @@ def test_the_wheel_contains_the_program_and_its_data_but_no_tests(wheel: Path) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("empty", [False, pytest.param(True, marks=pytest.mark.soak)], ids=["beside", "empty"])
-def test_the_demo_runs_from_the_wheel_alone(wheel: Path, tmp_path: Path, empty: bool) -> None:
+def test_the_wheel_contains_all_that_the_demo_needs_and_no_tests(tmp_path: Path) -> None:
+    wheel = build_wheel(tmp_path / "wheel", "--no-isolation")
+    check_contents(wheel)
     venv.create(tmp_path / "venv", with_pip=False)
-    programs, elsewhere = tmp_path / "venv" / "bin", tmp_path / "elsewhere"
+    python, elsewhere = tmp_path / "venv" / "bin" / "python", tmp_path / "elsewhere"
     elsewhere.mkdir()
-    pip: list[str | Path] = [sys.executable, "-m", "pip", "--python", programs / "python", "install"]
-    if empty:
-        run(*pip, "--constraint", ROOT / "constraints.txt", wheel, cwd=elsewhere)
-    else:
-        run(*pip, "--no-deps", wheel, cwd=elsewhere)
-        (packages,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
-        (packages / "beside.pth").write_text(
-            sysconfig.get_paths()["purelib"]
-        )  # Python does not read the .pth files there
-    where = run(programs / "python", "-c", "import fedring.server.main as m; print(m.__file__)", cwd=elsewhere)
-    assert where.startswith(str(tmp_path))
-    output = run(programs / "flctl", "demo", "--rounds", "3", "--clients", "2", "--output", "json", cwd=elsewhere)
+    run(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", wheel, cwd=elsewhere)
+    (packages,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
+    (packages / "beside.pth").write_text(sysconfig.get_paths()["purelib"])  # Python does not read the .pth files there
+    check_demo(python.parent, elsewhere)
+
+
+@pytest.mark.soak
+def test_the_demo_runs_from_the_wheel_and_what_it_declares(tmp_path: Path) -> None:
+    wheel = build_wheel(tmp_path / "wheel")
+    check_contents(wheel)
+    venv.create(tmp_path / "venv", with_pip=False)
+    python, elsewhere = tmp_path / "venv" / "bin" / "python", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    pip: list[str | Path] = [sys.executable, "-m", "pip", "--python", python, "install"]
+    run(*pip, "--constraint", ROOT / "constraints.txt", wheel, cwd=elsewhere)
+    check_demo(python.parent, elsewhere)
+
+
+def check_demo(programs: Path, elsewhere: Path) -> None:
+    """Run the demo of an installed wheel, and assert that its report is complete."""
+    where = run(programs / "python", "-c", "import fedring.version as m; print(m.__file__)", cwd=elsewhere)
+    assert where.startswith(str(programs.parent))
+    output = run(programs / "flctl", "demo", "--rounds", "3", "--clients", "1", "--output", "json", cwd=elsewhere)
     report = json.loads(output)
     assert {"rounds", "accuracy", "parameters", "model_sha256"} <= report.keys()
     assert report["accuracy"] > 0.85

@@ -31,9 +31,12 @@ from fedring.server.state.blob_interfaces import Partial
 from fedring.server.state.blobs import FileBlobs, FilePartial
 from fedring.server.state.facts import Facts
 from fedring.server.state.failures import StorageError
-from fedring.server.state.interfaces import Acceptance
+from fedring.server.state.interfaces import Acceptance, RoundStore, UpdateStore
 from fedring.server.state.rows import ModelRow, RoundRow, UpdateRow, lay_out
+from fedring.server.state.sql.rounds import SqlRounds
 from fedring.server.state.sql.store import SqlStore
+from fedring.server.state.sql.transactions import Database
+from fedring.server.state.sql.updates import SqlUpdates
 from fedring.train.jobs.job import Job
 from fedring.v1 import federation_pb2 as pb
 
@@ -52,15 +55,28 @@ class GatedStore(SqlStore):
 
     def __init__(self, path: Path, gate: Gate) -> None:
         super().__init__(f"sqlite:///{path}")
+        self.rounds: RoundStore = GatedRounds(self._database, gate)
+        self.updates: UpdateStore = GatedUpdates(self._database, gate)
+
+
+class GatedRounds(SqlRounds):
+    def __init__(self, database: Database, gate: Gate) -> None:
+        super().__init__(database)
         self._gate = gate
 
-    def update_round(self, row: RoundRow) -> None:
-        self._gate.pass_("update_round")
-        super().update_round(row)
+    def replace(self, row: RoundRow) -> None:
+        self._gate.pass_("rounds.replace")
+        super().replace(row)
 
-    def accept_updates(self, rows: Sequence[UpdateRow]) -> list[Acceptance]:
-        self._gate.pass_("accept_updates")
-        return super().accept_updates(rows)
+
+class GatedUpdates(SqlUpdates):
+    def __init__(self, database: Database, gate: Gate) -> None:
+        super().__init__(database)
+        self._gate = gate
+
+    def accept(self, rows: Sequence[UpdateRow]) -> list[Acceptance]:
+        self._gate.pass_("updates.accept")
+        return super().accept(rows)
 
 
 class GatedMaker(ModelMaker):
@@ -230,7 +246,7 @@ class Host:
             async for event in self.journal.follow(1):
                 if event.kind == "job_ended" and event.job_id == job_id:
                     break
-        row = await self.facts.db(self.store.job, job_id)
+        row = await self.facts.db(self.store.jobs.get, job_id)
         assert row is not None
         return row.state
 

@@ -5,11 +5,11 @@ from fedring.server.state.rows import JobRow, ModelRow, PacketSpec, RoundRow, Up
 
 
 def a_job(store: Store, rounds: int = 3, key: str | None = None) -> JobRow:
-    return store.create_job(JobRow(0, "digits", {"lr": 0.5}, rounds, 1.5, idempotency_key=key))
+    return store.jobs.create(JobRow(0, "digits", {"lr": 0.5}, rounds, 1.5, idempotency_key=key))
 
 
 def a_round(store: Store, job: JobRow, *, ended: bool = False) -> RoundRow:
-    return store.create_round(RoundRow(0, job.job_id, 1, "training", 2.5, ended_at=9.0 if ended else None))
+    return store.rounds.create(RoundRow(0, job.job_id, 1, "training", 2.5, ended_at=9.0 if ended else None))
 
 
 def an_update(number: int, client: str, digest: str = "ab", *, epoch: int = 0, name: str = "") -> UpdateRow:

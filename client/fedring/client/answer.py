@@ -3,26 +3,25 @@
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 
 from torch import Tensor, nn
 
 from fedring.client.client_round import Answer, ClientRound
 from fedring.client.errors import UpdateRefused, WrongModel
 from fedring.client.loading import Loaded, check_frozen
-from fedring.client.secure.client import SecureAggregationClient
+from fedring.client.protection import Protection
 from fedring.client.session.inbox import Assignment
 from fedring.client.session.link import ServerLink
-from fedring.client.transfer.delivery import Delivery
+from fedring.client.transfer.download import Download
 from fedring.client.transfer.fetch import ModelFetcher
-from fedring.client.transfer.kept import KeptState, Section
+from fedring.client.transfer.kept import Section
 from fedring.client.transfer.own_values import PERSONAL, PRIVATE, check_finite, check_own, line_of, section_of
 from fedring.client.transfer.residual import RESIDUAL, Residual, residual_in
 from fedring.client.transfer.spool import Spool
-from fedring.client.transfer.update import TrainingReport, residual_of
+from fedring.client.transfer.update import TrainingReport
 from fedring.client.transforms.chosen import begin_transforms
 from fedring.client.transforms.interface import Float32, RoundStart
-from fedring.train.tensors.state import read_tensors, read_vectors, schema_of
+from fedring.train.tensors.state import fill, read_tensors, read_vectors, schema_of
 from fedring.v1 import federation_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -35,6 +34,10 @@ class StartedRound:
     loaded: Loaded
     round_: ClientRound
 
+    def restore(self, model: nn.Module) -> None:
+        """Restore the module's starting values, except for private tensors."""
+        fill(model, self.loaded.parts.shared, self.loaded.start.vectors)
+
 
 class Answers:
     """Makes answers to the command of one round.
@@ -44,26 +47,14 @@ class Answers:
         link: The session to the server.
         spool: What past updates have left.
         client_id: The client that sends the updates.
-        secure: The client's part in secure aggregation.
-        delivery: What delivers updates.
-
-    Attributes:
-        sent: Whether an answer may have been sent, so that there may be no other.
+        protection: Of these updates.
     """
 
     def __init__(
-        self,
-        assignment: Assignment,
-        link: ServerLink,
-        spool: Spool,
-        client_id: str,
-        secure: SecureAggregationClient,
-        delivery: Delivery,
+        self, assignment: Assignment, link: ServerLink, spool: Spool, client_id: str, protection: Protection
     ) -> None:
-        self.sent = False
         self._assignment, self._command = assignment, assignment.command
-        self._link, self._spool, self._client_id, self._secure = link, spool, client_id, secure
-        self._delivery = delivery
+        self._link, self._spool, self._client_id, self._protection = link, spool, client_id, protection
         self._line = line_of(assignment.command)
 
     def begin(self, loaded: Loaded, models: ModelFetcher) -> StartedRound:
@@ -79,13 +70,15 @@ class Answers:
         link, assignment, schema = self._link, self._assignment, loaded.parts.shared.without_buffers
 
         def fetch(digest: str) -> Float32:
-            held = link.call(lambda: models.fetch_control(digest, schema, lambda: assignment.stop_reason))
+            what, ended = f"the control variate {digest}", lambda: assignment.stop_reason
+            held = link.call(lambda: models.download(what, lambda: Download(digest, schema, None), ended))
             return held.vectors.parameters
 
         command, kept = self._command, self._spool.kept.load(self._line.key)
-        mask = partial(self._secure.make_update, assignment) if command.HasField("secure") else None
         transforms = begin_transforms(RoundStart(command, loaded.base, fetch), kept)
-        round_ = ClientRound(command, self._client_id, loaded.start, transforms=tuple(transforms), mask=mask)
+        round_ = ClientRound(
+            command, self._client_id, loaded.start, transforms=tuple(transforms), protection=self._protection
+        )
         return StartedRound(loaded, round_)
 
     def trained(
@@ -106,7 +99,7 @@ class Answers:
         Raises:
             WrongModel: If the model has other tensors than those that were loaded, or its frozen ones were changed.
             CodecError: If a value is not finite, or the client's own model has other tensors.
-            SecureError: If the update cannot be masked.
+            CannotProtect: If the update cannot be protected; the server was told.
             UpdateRefused: If the server would refuse the update for its size.
             RoundOver: If the round ended before.
         """
@@ -139,34 +132,18 @@ class Answers:
             samples: How many samples the update counts for.
 
         Raises:
-            SecureError, UpdateRefused, RoundOver: As trained() does, for reasons that depend on no sample.
+            CannotProtect, UpdateRefused, RoundOver: As trained() does, for reasons that depend on no sample.
         """
         values = None if noise is None else read_vectors(noise, started.loaded.parts.shared.names)
         answer = self._now(started).nothing(values, samples)
         check_size(self._command, sum(map(len, answer.update.parts)))
         return answer
 
-    def send(self, answer: Answer) -> None:
-        """Spool an answer, and deliver it.
-
-        Raises:
-            RoundOver: If the server has not accepted it; UpdateRefused, if it never will.
-            OSError: If it cannot be written or charged; then nothing was sent.
-        """
-        update, state = answer.update, KeptState(self._line.key, answer.kept)
-        precious = any(name != RESIDUAL for name in answer.kept)  # they take the place of older ones
-        spooled = self._spool.write(update.offer, update.parts, state, durable=precious)
-        self._spool.ledger.charge(self._command, update.offer.name)  # which may fail; the delivery charges nothing then
-        self.sent = True
-        if self._command.HasField("secure"):
-            self._secure.bind(self._assignment, update.offer.payload_digest)
-        self._delivery.send(spooled, self._assignment)
-
     def waiting(self) -> Residual | None:
         """Return the residual that training adds to the model, or None."""
         job, ledger = self._command.job, self._spool.ledger
         uncharged = job.sample_dp and not ledger.has_charged(self._command)  # the charge drops the residual
-        return self._residual() if self._command.secure.blocks and not uncharged else None
+        return self._residual() if self._protection.trains_on_residual and not uncharged else None
 
     def _now(self, started: StartedRound) -> ClientRound:
         """Return the round with the state that is kept now.
@@ -178,7 +155,7 @@ class Answers:
 
     def _residual(self) -> Residual | None:
         line, last, kept = self._line, self._link.connection.last_accepted, self._spool.kept
-        schema = residual_of(self._command.schema_hash, masked=self._command.HasField("secure"))
+        schema = self._protection.residual_schema(self._command.schema_hash)
         found, why = residual_in(kept.load(line.key), line.run_id, schema, last, after=line.after)
         if why and kept.forget(line.key, RESIDUAL):
             log.warning("dropped the residual of past updates: %s", why)
@@ -189,7 +166,7 @@ def check_size(command: pb.TrainCmd, size: int) -> None:
     """Check that an update of `size` bytes fits the server's limit.
 
     Raises:
-        UpdateRefused: If it would.
+        UpdateRefused: If it does not fit.
     """
     if size > command.max_update_bytes > 0:
         limit = f"max_update_bytes={command.max_update_bytes}"

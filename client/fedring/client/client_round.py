@@ -3,11 +3,12 @@
 fl-client and the simulation run this, each with state of its own.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
+from fedring.client.protection import Protection
 from fedring.client.transfer.download import HeldModel
 from fedring.client.transfer.kept import Sections
 from fedring.client.transfer.residual import Residual, with_residual
@@ -16,9 +17,6 @@ from fedring.client.transforms.interface import Sent, Transform
 from fedring.codec.schema import Vectors
 from fedring.train.plan import Plan
 from fedring.v1 import federation_pb2 as pb
-
-Mask = Callable[[HeldModel, Vectors | None, int, Residual | None], Update]
-"""Makes a masked update: see `MaskedUpdates.make`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,7 +37,7 @@ class ClientRound:
     kept: Sections = field(default_factory=dict)  # what the newest accepted update has left
     residual: Residual | None = None  # what past updates have left out, if it may go into this one
     transforms: tuple[Transform, ...] = ()
-    mask: Mask | None = None  # None = updates are not masked
+    protection: Protection = field(default_factory=Protection)
 
     def plan(self, plan: Plan) -> Plan:
         """Return how the client trains, which the transforms may change."""
@@ -67,10 +65,11 @@ class ClientRound:
 
         Raises:
             CodecError: With the reason "non_finite", if a value is not finite.
-            SecureError: If it cannot be masked.
+            CannotProtect, RoundOver: As Protection.update() raises them.
         """
-        if self.mask is not None:
-            return self._answer(self.mask(self.start, values, training.samples, self.residual))
+        protected = self.protection.update(self.start, values, training.samples, self.residual)
+        if protected is not None:
+            return self._answer(protected)
         update = make_update(
             self.command, self.client_id, self.start, values, training, self.residual, describe=self._describe
         )
@@ -86,10 +85,11 @@ class ClientRound:
             samples: How many samples it counts for.
 
         Raises:
-            SecureError: If it cannot be masked.
+            CannotProtect, RoundOver: As Protection.update() raises them.
         """
-        if self.mask is not None:
-            return self._answer(self.mask(self.start, noise, samples, self.residual))
+        protected = self.protection.update(self.start, noise, samples, self.residual)
+        if protected is not None:
+            return self._answer(protected)
         make = (self.command, self.client_id, self.start)
         if noise is not None:
             return self._answer(make_update(*make, noise, TrainingReport(samples), self.residual))
@@ -102,6 +102,6 @@ class ClientRound:
             transform.describe(header)
 
     def _answer(self, update: Update, left: Sections | None = None) -> Answer:
-        header = pb.UpdateHeader.FromString(update.offer.header)
-        kept = with_residual(self.kept, update.residual, header, update.offer.name)
+        schema = self.protection.residual_schema(self.command.schema_hash)
+        kept = with_residual(self.kept, update.residual, update.header, update.offer.name, schema=schema)
         return Answer(update, {**kept, **(left or {})})

@@ -20,9 +20,9 @@ from fedring.client.metrics import ClientMetrics
 from fedring.client.policy.privacy import check_policy, failed_too_often, may_count, refusal
 from fedring.client.policy.promises import is_covered
 from fedring.client.policy.secret import kept_secret
+from fedring.client.protection import Protection
 from fedring.client.secure.client import SecureAggregationClient
-from fedring.client.secure.participant import lost_update
-from fedring.client.session.inbox import EvaluationOrder
+from fedring.client.session.inbox import Assignment, EvaluationOrder
 from fedring.client.session.link import ServerLink
 from fedring.client.task import Task
 from fedring.client.transfer.delivery import Delivery
@@ -123,9 +123,9 @@ class Federation:
             check_policy(config.privacy)
             # It deletes what another client in this folder may be writing.
             self._spool = Spool(config.state_dir, config.client_id, metrics.dropped_files.inc)
-            secret = kept_secret(config.state_dir)
+            self._secret = kept_secret(config.state_dir)
             # All that may end the start comes before the session: the server would give a round to a client that ends.
-            self._secure = SecureAggregationClient(config, self._spool.ledger, secret)
+            self._secure = SecureAggregationClient(config, self._spool.ledger, self._secret)
             if address := stack.enter_context(serving(config.metrics_listen, metrics.registry)):
                 log.info("Prometheus can read metrics at %s", address, extra={"metrics": address})
             self._link = ServerLink(config, metrics, evaluates=on_evaluate is not None, tell=tell)
@@ -149,7 +149,7 @@ class Federation:
             if isinstance(error, Exception) and not isinstance(error, Refused):
                 self._tell_failure(error)
         finally:
-            failed = self._zeroed + (self._task is not None and self._task.result == "zeroed")
+            failed = self._zeroed + (self._task is not None and self._task.end.result == "zeroed")
             if failed:
                 log.error("%d rounds have failed at this client, and the server got zeros for them", failed)
             self._link.close()
@@ -166,12 +166,12 @@ class Federation:
 
         A task that was not submitted is reported as failed.
         """
-        if self._task and not self._task.done and not self._task.cancelled:
+        if self._task and not self._task.end.done and not self._task.cancelled:
             self._task.fail("no_update", "the training ended without an update")
         if self._task:
-            self._task.leave()
-            self._link.metrics.finished(self._task.result, self._task.train_seconds)
-            self._zeroed += self._task.result == "zeroed"
+            self._task.end.leave()
+            self._link.metrics.finished(self._task.end.result, self._task.end.train_seconds)
+            self._zeroed += self._task.end.result == "zeroed"
         self._task, private = None, self.config.private
         try:
             while True:
@@ -182,9 +182,9 @@ class Federation:
                     self._evaluate(work)
                     continue
                 why = refusal(self.config.privacy, self._spool.ledger, work.command)
-                if not self._delivery.settle(work, send=self._may_send(work.command)):
-                    client_id, secure = self.config.client_id, self._secure
-                    self._task = Task(work, self._link, self._loader, self._spool, client_id, secure=secure)
+                protection = self._secure.protection(work)
+                if not self._delivery.settle(work, send=self._may_send(work.command, protection)):
+                    self._task = self._task_of(work, protection)
                     mode = self._task.job.mode
                     if private and mode != "federated":
                         text = f"this client keeps private = {list(private)} to itself, which the mode {mode} cannot do"
@@ -193,8 +193,8 @@ class Federation:
                         self._refuse(self._task, why)
                     elif unknown := unknown_in(work.command.job):
                         self._task.fail("unknown_transform", unknown)
-                    elif work.command.HasField("secure") and secure.bound(work.command):
-                        self._task.fail_secure(lost_update(work.command.round))
+                    elif protection.has_lost_update():
+                        self._task.end.failed()
                     elif mode in self._modes:
                         self._link.session.set_reporting(False)  # the caller's code may never call progress()
                         return self._task
@@ -202,6 +202,10 @@ class Federation:
                         self._task.fail("unknown_mode", f"this client does not train in the mode {mode!r}")
         except FederationClosed:
             raise StopIteration from None
+
+    def _task_of(self, work: Assignment, protection: Protection) -> Task:
+        spool, name = self._spool, self.config.client_id
+        return Task(work, self._link, self._loader, spool, name, secret=self._secret, protection=protection)
 
     def _refuse(self, task: Task, why: str) -> None:
         if failed_too_often(self.config.privacy, self._spool.ledger, task.command):
@@ -231,15 +235,15 @@ class Federation:
         """
         self._link.close()
 
-    def _may_send(self, command: pb.TrainCmd) -> bool:
+    def _may_send(self, command: pb.TrainCmd, protection: Protection) -> bool:
         """Return whether an update in the spool may answer a command.
 
-        The site's limit may be reached, and this update charged. And masks cover one payload only.
+        The site's limit may be reached, and this update charged. And a protection may cover one payload only.
         """
         spooled = self._spool.pending()
         if spooled is None or refusal(self.config.privacy, self._spool.ledger, command, update=spooled.offer.name):
             return False
-        return not command.HasField("secure") or spooled.offer.payload_digest == self._secure.bound(command)
+        return protection.may_send(spooled.offer.payload_digest)
 
     def _sample_epsilon(self) -> float:
         try:
@@ -285,7 +289,7 @@ class Federation:
 
         The server then does not wait for its update.
         """
-        if self._task and not self._task.done:
+        if self._task and not self._task.end.done:
             try:
                 kind = type(error).__name__
                 self._task.fail(failure_reason(error), kind if is_covered(self._task.command) else f"{kind}: {error}")

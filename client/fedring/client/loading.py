@@ -114,7 +114,7 @@ class ModelLoader:
 def add_left_out(model: nn.Module, base: HeldModel, left_out: Residual) -> HeldModel:
     """Fill a module with a model plus the client's residual.
 
-    In a round whose updates leave blocks out (`SecureRound.blocks`), training begins with them.
+    Training begins so if the round's protection says so (`Protection.trains_on_residual`).
 
     Args:
         model: The module.

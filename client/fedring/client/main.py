@@ -83,7 +83,8 @@ def command(
 
             print(load_signer(loaded.config.tls, loaded.config.state_dir).fingerprint)
             raise typer.Exit
-        from fedring.client.startup_checks import check, coverage  # imports torch
+        from fedring.client.policy.privacy import coverage
+        from fedring.client.startup_checks import check  # imports torch
 
         check(loaded.config)
         if check_config:

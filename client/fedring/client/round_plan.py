@@ -2,7 +2,8 @@
 
 import hashlib
 
-from fedring.client.policy.secret import TRAINING, ClientSecret, needs_secret
+from fedring.client.policy.promises import promises_of
+from fedring.client.policy.secret import TRAINING, ClientSecret
 from fedring.train.plan import Plan
 from fedring.v1 import federation_pb2 as pb
 
@@ -10,14 +11,14 @@ from fedring.v1 import federation_pb2 as pb
 def plan_of(command: pb.TrainCmd, client_id: str, secret: ClientSecret) -> Plan:
     """Return a client's training plan, with its own seed.
 
-    In jobs with masks or noise the seed follows from the client's secret, since anybody who knows the seed can repeat
-    the training.
+    In jobs that promise to hide single clients, the seed follows from the client's secret, since anybody who knows the
+    seed can repeat the training.
 
     Raises:
         ConfigError: If the secret is needed, and cannot be read or made.
     """
     c = command
-    seed = _number(secret.derive(c, TRAINING)) if needs_secret(c.job) else own_seed(c.seed, client_id)
+    seed = _number(secret.derive(c, TRAINING)) if promises_of(c.job) else own_seed(c.seed, client_id)
     return Plan(
         c.epochs, c.batch_size, c.lr, c.momentum, c.mu, c.subset_size, seed, round=c.round, job_round=c.job_round
     )

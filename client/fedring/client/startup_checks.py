@@ -4,7 +4,7 @@ import logging
 from collections.abc import Iterator
 
 from fedring.client.config import ClientConfig
-from fedring.client.policy.privacy import SitePolicy, check_policy, may_count
+from fedring.client.policy.privacy import check_policy
 from fedring.client.secure.identity import load_signer
 from fedring.client.training.trainer import NAMES, offered_by
 from fedring.daemon.checks import Check, Level, check_data_root, check_writable, refuse_failed
@@ -13,7 +13,6 @@ from fedring.rpc.tls import check_tls, read_token
 from fedring.train.errors import SeamError
 from fedring.train.jobs.job import Job
 from fedring.train.names.name_checks import check_data, check_device, check_name, check_offered
-from fedring.v1.federation_pb2 import JobSpec
 
 log = logging.getLogger(__name__)
 
@@ -60,34 +59,6 @@ def check_names(config: ClientConfig, job: Job | None = None) -> Iterator[Check]
             yield check_data(part, name, offered, root=config.data_root)
         elif name:
             yield check_name(part, part, name, offered)
-
-
-_COVERS = (
-    (("min_clients",), "the number of updates that a job says it makes a model of, and with masks, that of a sum"),
-    (
-        ("min_noise_multiplier", "max_clip", "max_epsilon"),
-        "what models reveal of this client as a whole; the server sees its updates, unless their noise is its own",
-    ),
-    (("noise_by_clients",), "that the noise for whole clients is in what the server sees"),
-    (
-        ("min_sample_noise_multiplier", "max_sample_epsilon"),
-        "what updates and models reveal of one sample; of all samples together, nothing bounds it",
-    ),
-    (("require_secure_aggregation", "peers"), "that the server sees sums of updates; what sums reveal, nothing bounds"),
-)
-
-
-def coverage(policy: SitePolicy) -> Iterator[str]:
-    """Yield one line about the coverage of each group of demands."""
-    for keys, what in _COVERS:
-        if set_ := [key for key in keys if getattr(policy, key)]:
-            verb = "cover" if len(set_) > 1 else "covers"
-            yield f"{' and '.join(f'privacy.{key}' for key in set_)} {verb} {what}"
-    if policy.demands and may_count(policy, JobSpec()):
-        yield (
-            "no key of privacy demands masks or noise: the server of a job without them sees this client's updates and "
-            "the reasons of its failures, and this client evaluates any model"
-        )
 
 
 def warn_of_insecurity(config: ClientConfig) -> None:

@@ -12,21 +12,10 @@ os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # before grpc is imported: it m
 import typer
 
 from fedring.control.failure import Failure
-from fedring.ctl import help_topics, profile
+from fedring.ctl import help_topics
 from fedring.ctl.access import with_access
 from fedring.ctl.admin import certs, doctor, meeting_store, state_backup
-from fedring.ctl.bench import (
-    data_parallel,
-    ddp,
-    demo,
-    evaluate,
-    federated,
-    hooks,
-    pipeline,
-    pipeline_memory,
-    pipeline_schedules,
-    simulate,
-)
+from fedring.ctl.local import demo, evaluate, pipeline_memory, pipeline_schedules, profile, simulate
 from fedring.ctl.operate import job_control, lists, port_health, token, watch
 from fedring.daemon.config import ConfigError
 from fedring.daemon.exits import Exit
@@ -45,9 +34,6 @@ _MOVABLE = ("-s", "--server", "-o", "--output", "--tls-ca", "--tls-cert", "--tls
 
 clients_app = typer.Typer()
 models_app = typer.Typer(no_args_is_help=True, help="List the versions of the model, and export one.")
-bench_app = typer.Typer(
-    no_args_is_help=True, help="Measure encodings, hooks, data-parallel training and pipelines on this machine."
-)
 pipeline_app = typer.Typer(
     no_args_is_help=True, help="Show what the stages of a pipeline do and keep, without a server."
 )
@@ -59,7 +45,7 @@ token_app = typer.Typer(no_args_is_help=True, help="Make, list and revoke bearer
 _JOBS, _SHOW, _TRY, _ACCESS, _BACKUP = "Run jobs", "Show", "Try and check", "Give access", "Back up"
 
 
-def _verb(group: typer.Typer, name: str, verb: Callable[..., Any], *examples: str, panel: str | None = None) -> None:
+def add_verb(group: typer.Typer, name: str, verb: Callable[..., Any], *examples: str, panel: str | None = None) -> None:
     """Add a verb with the examples that its help shows."""
     paragraphs = inspect.getdoc(verb) or ""
     # Typer would keep the line breaks of the source in all paragraphs but the first.
@@ -71,7 +57,7 @@ def _examples(*lines: str) -> str:
     return "\n\n".join(["Examples:", *lines]).replace("[", r"\[")
 
 
-_verb(
+add_verb(
     app,
     "start-round",
     job_control.start_round,
@@ -79,7 +65,7 @@ _verb(
     "flctl start-round lr=0.1 encoding=int8",
     panel=_JOBS,
 )
-_verb(
+add_verb(
     app,
     "run",
     job_control.run,
@@ -91,16 +77,16 @@ _verb(
     "flctl run job.toml --track tensorboard=runs/first",
     panel=_JOBS,
 )
-_verb(app, "stop", job_control.stop, "flctl stop", "flctl stop --round", "flctl stop --job 3", panel=_JOBS)
-_verb(app, "status", lists.status, "flctl status", "flctl status --output json | jq .round.phase", panel=_SHOW)
+add_verb(app, "stop", job_control.stop, "flctl stop", "flctl stop --round", "flctl stop --job 3", panel=_JOBS)
+add_verb(app, "status", lists.status, "flctl status", "flctl status --output json | jq .round.phase", panel=_SHOW)
 clients_app.callback(
     invoke_without_command=True, epilog=_examples("flctl clients", "flctl clients --limit 10 --output json")
 )(with_access(lists.clients))
-_verb(clients_app, "forget", lists.forget, "flctl clients forget hospital-a")
+add_verb(clients_app, "forget", lists.forget, "flctl clients forget hospital-a")
 app.add_typer(clients_app, name="clients", rich_help_panel=_SHOW)
-_verb(app, "privacy", lists.privacy, "flctl privacy", "flctl privacy --delta 1e-6", panel=_SHOW)
-_verb(app, "jobs", lists.jobs, "flctl jobs", "flctl jobs --output json | jq '.jobs[0].start_version'", panel=_SHOW)
-_verb(
+add_verb(app, "privacy", lists.privacy, "flctl privacy", "flctl privacy --delta 1e-6", panel=_SHOW)
+add_verb(app, "jobs", lists.jobs, "flctl jobs", "flctl jobs --output json | jq '.jobs[0].start_version'", panel=_SHOW)
+add_verb(
     app,
     "rounds",
     lists.rounds,
@@ -110,9 +96,9 @@ _verb(
     "flctl rounds --job 3 12",
     panel=_SHOW,
 )
-_verb(app, "watch", watch.watch, "flctl watch", "flctl watch --output json >> events.jsonl", panel=_SHOW)
-_verb(models_app, "list", lists.models, "flctl models list")
-_verb(
+add_verb(app, "watch", watch.watch, "flctl watch", "flctl watch --output json >> events.jsonl", panel=_SHOW)
+add_verb(models_app, "list", lists.models, "flctl models list")
+add_verb(
     models_app,
     "export",
     lists.export_model,
@@ -121,7 +107,7 @@ _verb(
     "flctl models export newest --out newest.safetensors --exact",
 )
 app.add_typer(models_app, name="models", rich_help_panel=_SHOW)
-_verb(
+add_verb(
     app,
     "evaluate",
     evaluate.evaluate,
@@ -129,7 +115,7 @@ _verb(
     "flctl evaluate 12 --model fedring.train.models:mnist_cnn --data fedring.data:mnist --data-root data",
     panel=_TRY,
 )
-_verb(
+add_verb(
     app,
     "doctor",
     doctor.doctor,
@@ -138,7 +124,7 @@ _verb(
     "flctl doctor --client-config client.toml --output json",
     panel=_TRY,
 )
-_verb(
+add_verb(
     app,
     "health",
     port_health.health,
@@ -147,7 +133,7 @@ _verb(
     "flctl health --at 127.0.0.1:8445",
     panel=_TRY,
 )
-_verb(
+add_verb(
     app,
     "demo",
     demo.demo,
@@ -158,7 +144,7 @@ _verb(
     "flctl demo --private",
     panel=_TRY,
 )
-_verb(
+add_verb(
     app,
     "simulate",
     simulate.simulate,
@@ -167,45 +153,7 @@ _verb(
     "flctl simulate job.toml --clients 100 --workers 1 --seed 7 --output json | jq .accuracy",
     panel=_TRY,
 )
-_verb(
-    bench_app,
-    "federated",
-    federated.federated,
-    "flctl bench federated --data-root data",
-    "flctl bench federated --dataset digits --subset 0 --rounds 3",
-)
-_verb(
-    bench_app,
-    "data-parallel",
-    data_parallel.data_parallel,
-    "flctl bench data-parallel --data-root data",
-    "flctl bench data-parallel --dataset digits --epochs 3 --workers 3",
-)
-_verb(
-    bench_app,
-    "hooks",
-    hooks.hooks,
-    "flctl bench hooks --data-root data",
-    "flctl bench hooks --dataset digits --quick",
-    "flctl bench hooks --data-root data --rate 1gbit --hooks 'none,int8,topk(ratio=0.01)' --out hooks-1gbit",
-)
-_verb(
-    bench_app,
-    "ddp",
-    ddp.ddp,
-    "flctl bench ddp",
-    "flctl bench ddp --quick",
-    "flctl bench ddp --rate 100mbit --rates 10mbit,100mbit,1gbit --out ddp-slow",
-)
-_verb(
-    bench_app,
-    "pipeline",
-    pipeline.pipeline,
-    "flctl bench pipeline --data-root data",
-    "flctl bench pipeline --dataset digits --quick",
-)
-app.add_typer(bench_app, name="bench", rich_help_panel=_TRY)
-_verb(
+add_verb(
     app,
     "profile",
     profile.profile,
@@ -213,20 +161,20 @@ _verb(
     "flctl profile --dataset digits --hooks none,fp16,powersgd,dgc --output json",
     panel=_TRY,
 )
-_verb(
+add_verb(
     pipeline_app,
     "draw",
     pipeline_schedules.draw,
     "flctl pipeline draw 1f1b --stages 4 --micro-batches 8 --out 1f1b.png",
 )
-_verb(
+add_verb(
     pipeline_app,
     "print",
     pipeline_schedules.print_,
     "flctl pipeline print pipedream --stages 3 --versions macrobatch",
     "flctl pipeline print interleaved_1f1b --stages 4 --workers 2 --output json | jq .bubble",
 )
-_verb(
+add_verb(
     pipeline_app,
     "memory",
     pipeline_memory.memory,
@@ -235,23 +183,29 @@ _verb(
     "flctl pipeline memory --schedule pipedream --versions macrobatch --stages 2,4",
 )
 app.add_typer(pipeline_app, name="pipeline", rich_help_panel=_TRY)
-_verb(certs_app, "init", certs.init, "flctl certs init pki --host fl.example.org --host 10.0.0.5")
-_verb(certs_app, "issue", certs.issue, "flctl certs issue pki hospital-a", "flctl certs issue pki ann --role operator")
-_verb(certs_app, "renew", certs.renew, "flctl certs renew pki", "flctl certs renew pki server --days 90")
-_verb(certs_app, "revoke", certs.revoke, "flctl certs revoke pki hospital-a", "flctl certs revoke pki --serial 3f0c2a")
-_verb(certs_app, "show", certs.show, "flctl certs show pki", "flctl certs show /etc/fedring/server.crt --output json")
+add_verb(certs_app, "init", certs.init, "flctl certs init pki --host fl.example.org --host 10.0.0.5")
+add_verb(
+    certs_app, "issue", certs.issue, "flctl certs issue pki hospital-a", "flctl certs issue pki ann --role operator"
+)
+add_verb(certs_app, "renew", certs.renew, "flctl certs renew pki", "flctl certs renew pki server --days 90")
+add_verb(
+    certs_app, "revoke", certs.revoke, "flctl certs revoke pki hospital-a", "flctl certs revoke pki --serial 3f0c2a"
+)
+add_verb(
+    certs_app, "show", certs.show, "flctl certs show pki", "flctl certs show /etc/fedring/server.crt --output json"
+)
 app.add_typer(certs_app, name="certs", rich_help_panel=_ACCESS)
-_verb(
+add_verb(
     token_app,
     "create",
     token.create,
     "flctl token create --name hospital-a > hospital-a.token",
     "flctl token create --role operator --name ann --days 30 --state-dir /var/lib/fl-server",
 )
-_verb(token_app, "list", token.list_, "flctl token list")
-_verb(token_app, "revoke", token.revoke, "flctl token revoke 3f0c2a9d11ee")
+add_verb(token_app, "list", token.list_, "flctl token list")
+add_verb(token_app, "revoke", token.revoke, "flctl token revoke 3f0c2a9d11ee")
 app.add_typer(token_app, name="token", rich_help_panel=_ACCESS)
-_verb(
+add_verb(
     app,
     "backup",
     state_backup.backup,
@@ -260,7 +214,7 @@ _verb(
     "flctl backup fl-backup --output json | jq .newest_model",
     panel=_BACKUP,
 )
-_verb(
+add_verb(
     app,
     "restore",
     state_backup.restore,
@@ -268,7 +222,7 @@ _verb(
     "flctl restore /mnt/backups/fl-2026-11-21 --state-dir /var/lib/fedring/server --replace",
     panel=_BACKUP,
 )
-_verb(
+add_verb(
     app,
     "store",
     meeting_store.store,
@@ -276,7 +230,7 @@ _verb(
     "flctl store --listen 10.0.0.5:29500",
     panel=_JOBS,
 )
-_verb(app, "help", help_topics.help_, "flctl help run", "flctl help exit-codes")
+add_verb(app, "help", help_topics.help_, "flctl help run", "flctl help exit-codes")
 
 
 def _print_version(wanted: bool) -> None:
@@ -304,18 +258,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     By default they are those of the command line.
     """
+    return run(app, "flctl", _behind_the_verb(sys.argv[1:] if arguments is None else arguments))
+
+
+def run(program: typer.Typer, name: str, arguments: Sequence[str]) -> int:
+    """Run a program with arguments, and return the exit code.
+
+    What fails is one sentence on stderr.
+    """
     try:
-        app(_behind_the_verb(sys.argv[1:] if arguments is None else arguments), prog_name="flctl")
+        program(arguments, prog_name=name)
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else Exit.OK if end.code is None else Exit.FAILED
     except Failure as failure:
-        return _print_error(failure, failure.exit_code)
+        return _print_error(name, failure, failure.exit_code)
     except ConfigError as error:
-        return _print_error(error, Exit.CONFIG)
+        return _print_error(name, error, Exit.CONFIG)
     except OSError as error:  # of a file that a verb could not check before: the disk is full, or a folder has its name
         if error.filename is None:
             raise
-        return _print_error(Failure(f"{error.filename}: {error.strerror}"), Exit.FAILED)
+        return _print_error(name, Failure(f"{error.filename}: {error.strerror}"), Exit.FAILED)
     return Exit.OK
 
 
@@ -332,8 +294,8 @@ def _behind_the_verb(arguments: Sequence[str]) -> list[str]:
     return [*rest[:end], *moved, *rest[end:]] if rest else list(arguments)
 
 
-def _print_error(error: Exception, code: Exit) -> int:
-    print("flctl: " + "\n".join(map(visible, str(error).split("\n"))), file=sys.stderr)
+def _print_error(name: str, error: Exception, code: Exit) -> int:
+    print(f"{name}: " + "\n".join(map(visible, str(error).split("\n"))), file=sys.stderr)
     return code
 
 

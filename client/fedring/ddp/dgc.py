@@ -7,7 +7,7 @@ gradients are clipped together. The state knows nothing of buckets: it is the sa
 """
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,14 +84,6 @@ class DGCState(HookState):
         """Whether a step's gradients must be complete before any is sent."""
         return self.config.clip is not None and self.config.clip_norm == "global"
 
-    def name_of(self, parameter: Tensor) -> str:
-        """Return the name of a parameter.
-
-        Raises:
-            ValueError: The parameter is not among the named parameters.
-        """
-        return self.names.name_of(parameter)
-
     def bind(self, named_parameters: Iterable[tuple[str, Tensor]], *, optimizer: Optimizer | None = None) -> None:
         """See HookState.bind; this also checks the model and the optimizer.
 
@@ -105,7 +97,7 @@ class DGCState(HookState):
             ValueError: If the model or the optimizer does not fit.
         """
         super().bind(named_parameters)
-        self._check_sizes({name: memory.residual for name, memory in self._memories.items()})
+        _check_sizes(self.parameters, self.owed())
         if optimizer is not None:
             check_optimizer(optimizer, self.config)
 
@@ -245,7 +237,7 @@ class DGCState(HookState):
 
     def _load(self, state: dict[str, Any]) -> None:
         for kind in ("momentum", "residual"):
-            self._check_sizes(state[kind])
+            _check_sizes(self.parameters, state[kind])
         for name, memory in self._memories.items():
             memory.momentum.copy_(state["momentum"][name])
             memory.residual.copy_(state["residual"][name])
@@ -254,13 +246,6 @@ class DGCState(HookState):
     def _sent_whole(self) -> list[str]:
         now = DGCStep(self.config, self.ratio, self.step, 1)
         return [name for name, m in self._memories.items() if count_to_send(m.residual.numel(), now) is None]
-
-    def _check_sizes(self, tensors: dict[str, Tensor]) -> None:
-        got = {name: tensor.numel() for name, tensor in tensors.items()}
-        wanted = {name: p.numel() for name, p in self.parameters.items()}
-        if got != wanted:
-            name = next(name for name in (*wanted, *got) if got.get(name) != wanted.get(name))
-            raise ValueError(f"the dgc state has {got.get(name, 0)} entries of {name}, not {wanted.get(name, 0)}")
 
 
 def dgc_hook(state: DGCState, bucket: GradBucket) -> Future[Tensor]:
@@ -285,6 +270,14 @@ def dgc_hook(state: DGCState, bucket: GradBucket) -> Future[Tensor]:
         return grads.buffer
 
     return messages.then(receive)
+
+
+def _check_sizes(parameters: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
+    got = {name: tensor.numel() for name, tensor in tensors.items()}
+    wanted = {name: p.numel() for name, p in parameters.items()}
+    if got != wanted:
+        name = next(name for name in (*wanted, *got) if got.get(name) != wanted.get(name))
+        raise ValueError(f"the dgc state has {got.get(name, 0)} entries of {name}, not {wanted.get(name, 0)}")
 
 
 def _limit(sizes: Sequence[int], step: DGCStep) -> int:

@@ -105,7 +105,7 @@ class HookState:
         Raises:
             ValueError: If the state was made without names, or if there is no process group.
         """
-        self._check_bound()
+        _check_bound(self)
         return {"version": _VERSION, "kind": self.kind, "workers": self.group.size(), **self._contents()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -119,7 +119,7 @@ class HookState:
         Raises:
             ValueError: If it is of another kind, version or model, or if this state was made without names.
         """
-        self._check_bound()
+        _check_bound(self)
         if (state["version"], state["kind"]) != (_VERSION, self.kind):
             raise ValueError(
                 f"a {state['kind']} state of version {state['version']} cannot be read as {self.kind} of version "
@@ -199,23 +199,26 @@ class HookState:
     def _load(self, state: dict[str, Any]) -> None:
         """Restore the contents that `_contents` returned."""
 
-    def _check_bound(self) -> None:
-        if not self.names.bound:
-            raise ValueError(
-                f"a {self.kind} state without names is kept by the index of buckets, which is of no use in another "
-                "training: make it with named_parameters=model.named_parameters()"
-            )
 
-    def _checked(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return copies of `tensors` on their parameters' devices.
+def _check_bound(state: HookState) -> None:
+    if not state.names.bound:
+        raise ValueError(
+            f"a {state.kind} state without names is kept by the index of buckets, which is of no use in another "
+            "training: make it with named_parameters=model.named_parameters()"
+        )
 
-        Each must have the size of its parameter, or this raises ValueError.
-        """
-        copies = {}
-        for name, tensor in tensors.items():
-            parameter = self.parameters.get(name)
-            if parameter is None or parameter.numel() != tensor.numel():
-                wanted = 0 if parameter is None else parameter.numel()
-                raise ValueError(f"the {self.kind} state has {tensor.numel()} entries of {name}, not {wanted}")
-            copies[name] = tensor.detach().to(parameter.device, copy=True)
-        return copies
+
+def checked(state: HookState, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return copies of `tensors` on the devices of the state's parameters.
+
+    Raises:
+        ValueError: If one has not the size of its parameter.
+    """
+    copies = {}
+    for name, tensor in tensors.items():
+        parameter = state.parameters.get(name)
+        if parameter is None or parameter.numel() != tensor.numel():
+            wanted = 0 if parameter is None else parameter.numel()
+            raise ValueError(f"the {state.kind} state has {tensor.numel()} entries of {name}, not {wanted}")
+        copies[name] = tensor.detach().to(parameter.device, copy=True)
+    return copies

@@ -68,17 +68,6 @@ class WeightStashing:
             raise PipelineError(f"the weights of version {wanted} no longer exist: only {self.versions} are kept")
         return self._kept[wanted]
 
-    def add_gradients(self, gradients: Sequence[Tensor | None]) -> None:
-        """Add gradients to those of the next update.
-
-        Args:
-            gradients: One for each parameter, of its shape, and `loss_scale` times as large as the true gradient; None
-                for a parameter that was not used.
-        """
-        for parameter, gradient in zip(self.parameters, gradients, strict=True):
-            if gradient is not None:
-                _add(parameter, self.loss_scale, gradient.clone())
-
     def step(self, *, keep: Collection[int] = ()) -> int:
         """Step the optimizer, and return the new version.
 
@@ -149,11 +138,8 @@ def _take(parameter: Tensor, loss_scale: float, leaf: Tensor) -> None:
     A backward has left it there.
     """
     gradient, leaf.grad = leaf.grad, None
-    if gradient is not None:
-        _add(parameter, loss_scale, gradient)
-
-
-def _add(parameter: Tensor, loss_scale: float, gradient: Tensor) -> None:
+    if gradient is None:
+        return
     true = gradient.to(parameter.dtype)
     if loss_scale != 1:
         true = true / loss_scale

@@ -30,7 +30,7 @@ from fedring.privacy.account import NoAccountant, SampledSteps, epsilon, sampled
 from fedring.server.aggregation.optimizer import OptimizerError
 from fedring.server.aggregation.rule import RuleError
 from fedring.server.aggregation.strategy import HISTORY, PastRound, StrategyError, with_settings
-from fedring.server.model.private_mean import most_charged
+from fedring.server.model.transforms.listing import transforms_of
 from fedring.server.round import machine
 from fedring.server.round.events import Phase, Round
 from fedring.server.round.plan import round_command, rules_of
@@ -47,8 +47,8 @@ from fedring.simulation.checks import (
     trusted_by,
 )
 from fedring.simulation.engine import Engine, InProcess, Processes
+from fedring.simulation.groups import groups_of, groups_that_count, short_of
 from fedring.simulation.secret import secret_of_seed
-from fedring.simulation.secure import draw_groups, groups_that_count, short_of
 from fedring.simulation.server import RUN_ID, Row, SimulatedServer, Work
 from fedring.simulation.vectors import ClientSections
 from fedring.simulation.worker import Order, Outcome, Own, Setup, Turn, client_id
@@ -243,7 +243,8 @@ class _Run:
         privacy = self._job.dp
         if privacy is None or not privacy.max_epsilon:
             return False
-        spent = epsilon([most_charged(self._job, self._schema.num_parameters)] * rounds, privacy.delta)
+        most = transforms_of(self._job).most_charged(self._job, self._schema.num_parameters)
+        spent = epsilon([most] * rounds, privacy.delta)
         if spent > privacy.max_epsilon and not self._rows:
             text = f"dp.max_epsilon = {privacy.max_epsilon:g} is less than {spent:.3g}, the epsilon of one round"
             raise Failure(text, Exit.CONFIG)
@@ -261,13 +262,12 @@ class _Run:
         work.job = with_settings(self._job, chosen)
         self._train(work)
         work.settings |= chosen
-        if work.job.secure_aggregation is not None:
-            delivered = (update.client_id for update in work.updates)
-            work.masks = groups_that_count(work.groups, delivered, work.command, self._schema.num_parameters)
+        delivered = (update.client_id for update in work.updates)
+        work.sums = groups_that_count(work.groups, delivered, work.command, self._schema.num_parameters)
         if len(work.updates) < self._rules.min_to_aggregate:
             work.reason = "too_few_clients"
             work.why = f"{len(work.updates)} of {work.selected} clients delivered an update"
-        elif work.masks is not None and (why := short_of(work.job, work.masks)):
+        elif work.sums is not None and (why := short_of(work.job, work.sums)):
             work.reason, work.why = "too_few_to_unmask", why
         else:
             self._publish(work)
@@ -279,13 +279,12 @@ class _Run:
         work.command = command = round_command(work.job, row, self._model, run_id=RUN_ID, epoch=_EPOCH, most_bytes=0)
         self._server.command(work.job, command, self._model)
         names = machine.sample(self._candidates, Round(number, rules, Phase.WAITING, 0.0))
-        work.selected, peers = len(names), dict[str, int]()
+        work.selected = len(names)
         # The draw comes first, as on a server, so that clients that stopped do not change the others that are drawn.
         names, stopped = self._those_who_go_on(names)
         work.failures += stopped
-        if (secure := work.job.secure_aggregation) is not None:
-            work.groups = draw_groups(names, secure.group_size, command.seed)
-            peers = {client: len(group) for group in work.groups for client in group}
+        work.groups = groups_of(work.job, names, command.seed)
+        peers = {client: len(group) for group in work.groups for client in group}
         work.settings = {key: getattr(command, key) for key in work.job.scheduled}
         self._drawn.update(names)
         control = self._server.read_control(self._model) if command.control.digest else None

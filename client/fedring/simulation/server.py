@@ -33,7 +33,7 @@ from fedring.server.operator.job_checks import JobChecks
 from fedring.server.state.blobs import FileBlobs
 from fedring.server.state.ratings import best_of
 from fedring.server.state.rows import ModelRow, UpdateRow
-from fedring.simulation.secure import Group
+from fedring.simulation.groups import Group
 from fedring.simulation.worker import Setup
 from fedring.train.errors import SeamError
 from fedring.train.jobs.job import Job
@@ -131,7 +131,7 @@ class SimulatedServer:
                 torch's.
         """
         closed = ClosedRound(
-            work.job, work.command, work.counted, work.selected, groups=work.masks, past=SimulatedPast(self._stats)
+            work.job, work.command, work.counted, work.selected, groups=work.sums, past=SimulatedPast(self._stats)
         )
         prepared = self._maker.prepare(closed)
         model = self._maker.next(base, prepared, base.version + 1)
@@ -183,15 +183,15 @@ class Work:
     began: float = field(default_factory=time.perf_counter)
     updates: list[UpdateRow] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
-    groups: list[Group] = field(default_factory=list)  # of secure aggregation
-    masks: list[GroupMasks] | None = None  # the groups that count; None = there is no secure aggregation
+    groups: list[Group] = field(default_factory=list)  # whose updates are only added up; empty = all are seen
+    sums: list[GroupMasks] | None = None  # the groups that count; None = there are none
 
     @property
     def counted(self) -> list[UpdateRow]:
         """The updates that the model is made of."""
-        if self.masks is None:
+        if self.sums is None:
             return self.updates
-        left = {client for group in self.masks for client in group.clients}
+        left = {client for group in self.sums for client in group.clients}
         return [update for update in self.updates if update.client_id in left]
 
     def row(self) -> Row:

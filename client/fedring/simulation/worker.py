@@ -15,23 +15,23 @@ from pathlib import Path
 import numpy as np
 import torch
 from safetensors.torch import load as load_tensors
-from torch import Tensor, nn
 
 from fedring.client.client_round import Answer, ClientRound
 from fedring.client.config import ClientConfig
 from fedring.client.errors import UpdateRefused
 from fedring.client.loading import add_left_out
+from fedring.client.policy.privacy import SitePolicy
 from fedring.client.policy.promises import is_covered
-from fedring.client.policy.secret import DITHER, ClientSecret
+from fedring.client.policy.secret import ClientSecret
 from fedring.client.round_plan import plan_of
-from fedring.client.training.local_training import check_private, counted, train_locally
-from fedring.client.training.personal import figures_of, train_own
+from fedring.client.sample_charge import cost_of
+from fedring.client.training.local_training import LocalTraining, check_private
+from fedring.client.training.personal import figures_of
 from fedring.client.training.trainer import load_job
 from fedring.client.transfer.download import HeldModel
-from fedring.client.transfer.kept import Sections
 from fedring.client.transfer.own_values import PERSONAL, line_of, section_of, values_in
-from fedring.client.transfer.residual import Residual, residual_in
-from fedring.client.transfer.update import TrainingReport, Update, residual_of
+from fedring.client.transfer.residual import residual_in
+from fedring.client.transfer.update import TrainingReport, Update
 from fedring.client.transforms.chosen import begin_transforms
 from fedring.client.transforms.interface import RoundStart
 from fedring.codec import CodecError
@@ -43,26 +43,23 @@ from fedring.privacy.account import SampledSteps, sampled_epsilon
 from fedring.rpc.chunks import CHUNK_BYTES
 from fedring.rpc.contract import SMALL_BYTES
 from fedring.rpc.errors import FedringError
-from fedring.secure.errors import SecureError
 from fedring.server.aggregation.terms import Terms
 from fedring.server.model.transforms.listing import transforms_of
 from fedring.server.round.plan import job_spec
 from fedring.server.state.rows import UpdateRow
 from fedring.server.update import upload
 from fedring.server.update.admission import check_payload
+from fedring.simulation.groups import protection_of
 from fedring.simulation.secret import client_secret
-from fedring.simulation.secure import unmasked_updates
 from fedring.simulation.vectors import Packed, Vector, pack, unpack
 from fedring.train.batches import size_of
 from fedring.train.device import pick_device
 from fedring.train.errors import SeamError, TrainError, failure_detail, failure_reason
 from fedring.train.evaluation import Counts, run_evaluator
 from fedring.train.jobs.job import Job
-from fedring.train.jobs.personal_table import Personal
 from fedring.train.loop import seeded, warm_up
 from fedring.train.names.offered import collect
 from fedring.train.plan import Plan
-from fedring.train.private_loop import sampled_steps
 from fedring.train.tensors.state import fill, frozen_digest, has_frozen, read_tensors, read_vectors, write_tensors
 from fedring.train.tensors.state import split as split_tensors
 from fedring.v1 import federation_pb2 as pb
@@ -101,7 +98,7 @@ class Turn:
     client: int  # its number, from 0
     kept: Mapping[str, Packed]  # what its newest accepted update has left
     spent: Sequence[SampledSteps] = ()  # what its samples have spent
-    peers: int = 0  # clients of its group of secure aggregation, with itself; 0 = there is none
+    peers: int = 0  # clients of its group of updates that are added up, with itself; 0 = there is none
     samples: int = 0  # that its last update counted for; 0 = there was none
 
 
@@ -115,6 +112,17 @@ class Outcome:
     kept: Mapping[str, Packed] = field(default_factory=dict)  # what the update leaves
     failure: str = ""  # why there is no update, or one that changes nothing, as one sentence
     spent: SampledSteps | None = None  # what the training has spent; None = the job has no [sample_dp]
+
+
+@dataclass(frozen=True, slots=True)
+class _TurnAccount:
+    """The account of one client's samples, all in one job."""
+
+    spent: Sequence[SampledSteps]
+
+    def sample_epsilon(self, delta: float, *, of: pb.TrainCmd | None = None, more: SampledSteps | None = None) -> float:
+        """See `fedring.client.policy.ledger.Ledger`."""
+        return sampled_epsilon([*self.spent, *([more] if more else [])], delta)
 
 
 def client_id(client: int) -> str:
@@ -164,7 +172,7 @@ class SimulationWorker:
         shares = 1 if job.evaluator else setup.workers
         held_out = parts("iid", labels_of(split.test, "iid"), count=shares, alpha=job.alpha, seed=job.seed)
         self._held_out = subset(split.test, held_out[setup.number]) if setup.number < shares else None
-        self._job, self._sharing, self._personal = job, job.sharing, job.personal
+        self._job, self._sharing = job, job.sharing
         self._transforms = transforms_of(job)
         self._test_parts = (
             held_out_parts(job.partition, self._parts, labels, split.test, seed=job.seed) if job.personal else []
@@ -221,14 +229,16 @@ class SimulationWorker:
         return counts, figures_of(counts)
 
     def _turn(self, turn: Turn) -> Outcome:
+        account = _TurnAccount(turn.spent)
         try:
-            spent = self._spending(turn)
+            plan, size = self._plan(turn), self.sizes[turn.client]
+            spent = cost_of(self._command, plan, size, policy=SitePolicy.model_validate({}), account=account)
         except TrainError as error:
             return Outcome(turn.client, None, failure=f"{client_id(turn.client)}: {error}")
         name, answer, samples, reason, failure = client_id(turn.client), None, 0, "", ""
         try:
             answer, samples = self._update(turn)
-        except (SeamError, TrainError, DataError, CodecError, SecureError, UpdateRefused) as error:
+        except (SeamError, TrainError, DataError, CodecError, UpdateRefused) as error:
             reason, failure = error.reason, str(error)
         except Exception as error:  # the user's code may raise anything
             log.debug("%s failed in round %d", name, self._command.round, exc_info=True)
@@ -239,7 +249,7 @@ class SimulationWorker:
         try:
             answer = answer or self._nothing(turn, reason)
             row = self._admit(turn, answer.update)
-        except (CodecError, FedringError, SecureError) as error:
+        except (CodecError, FedringError, UpdateRefused) as error:
             return Outcome(turn.client, None, failure=f"{name}: {error}")
         except Exception as error:  # such as a lack of memory
             log.debug("%s sends nothing in round %d", name, self._command.round, exc_info=True)
@@ -249,24 +259,14 @@ class SimulationWorker:
     def _nothing(self, turn: Turn, reason: str) -> Answer:
         """Make the update that fl-client sends instead of a failure."""
         round_ = self._begin(turn)
-        samples = counted(self._loaded, self._command, self.sizes[turn.client], turn.samples)
-        noise = None
-        if self._job.sample_dp is not None and (model := self._trained_on_nothing(turn, reason)):
-            noise = read_vectors(model, self._schema.names)
-        return round_.nothing(noise, samples)
+        training = self._training(turn)
+        samples = training.counted(self.sizes[turn.client], turn.samples)
+        trained = training.train_on_noise(round_.plan(self._plan(turn)), reason, lambda: None)
+        return round_.nothing(read_vectors(self._loaded.model, self._schema.names) if trained else None, samples)
 
-    def _trained_on_nothing(self, turn: Turn, reason: str) -> nn.Module | None:
-        loaded, private = self._loaded, self._job.sample_dp
-        if private is None or reason == "diverged":
-            return None
-        samples = subset(loaded.split.train, self._parts[turn.client])
-        plan = self._plan(turn)
-        try:
-            train_locally(loaded, samples, plan, device=self._device, private=private, on_nothing=True)
-            return loaded.model
-        except Exception:  # the user's optimizer may raise anything
-            log.debug("%s failed without samples, too", client_id(turn.client), exc_info=True)
-            return None
+    def _training(self, turn: Turn) -> LocalTraining:
+        samples = subset(self._loaded.split.train, self._parts[turn.client])
+        return LocalTraining(self._command, self._loaded, samples, self._device)
 
     def _begin(self, turn: Turn) -> ClientRound:
         """Begin the round of a client.
@@ -275,23 +275,18 @@ class SimulationWorker:
         """
         if self._base is None:
             raise ValueError("no round has begun")
-        command, base, name, mask = self._command, self._base, client_id(turn.client), None
+        command, base, name = self._command, self._base, client_id(turn.client)
+        protection = protection_of(command, name, self._secret_of(name), turn.peers)
         fill(self._loaded.model, self._schema, base.vectors)
         self._put_frozen_back()
         kept = unpack(turn.kept)
-        residual, start = self._residual(kept), base
-        if command.secure.blocks and residual is not None:
+        schema, nothing = protection.residual_schema(command.schema_hash), pb.LastAccepted()
+        residual, _ = residual_in(kept, command.run_id, schema, nothing)  # the server has what the clients know of
+        start = base
+        if protection.trains_on_residual and residual is not None:
             start = add_left_out(self._loaded.model, base, residual)
-        if turn.peers:
-            dither = self._secret_of(name).derive(command, DITHER)
-            mask = unmasked_updates(command, name, self._schema.num_parameters, turn.peers, dither).make
         transforms = begin_transforms(RoundStart(command, base, lambda digest: self._control), kept)
-        return ClientRound(command, name, start, kept, residual, tuple(transforms), mask)
-
-    def _residual(self, kept: Sections) -> Residual | None:
-        command, nothing = self._command, pb.LastAccepted()  # the server has accepted what the clients know of
-        schema = residual_of(command.schema_hash, masked=command.HasField("secure"))
-        return residual_in(kept, command.run_id, schema, nothing)[0]
+        return ClientRound(command, name, start, kept, residual, tuple(transforms), protection)
 
     def _plan(self, turn: Turn) -> Plan:
         name = client_id(turn.client)
@@ -304,60 +299,26 @@ class SimulationWorker:
         if self._frozen:  # a client's trainer may have changed them
             write_tensors(self._loaded.model, self._frozen)
 
-    def _train_own(self, turn: Turn, how: Personal) -> dict[str, Tensor] | None:
-        loaded = self._loaded
-        self._begin(turn)
-        return train_own(
-            loaded.model,
-            subset(loaded.split.train, self._parts[turn.client]),
-            self._plan(turn),
-            how,
-            loss=loaded.loss,
-            optimizer_factory=loaded.optimizer,
-            schema=self._not_frozen,
-            start=values_in(unpack(turn.kept), PERSONAL, line_of(self._command), self._not_frozen),
-            device=self._device,
-        )
-
-    def _spending(self, turn: Turn) -> SampledSteps | None:
-        """Return the privacy that a turn will spend.
-
-        As fl-client does, refuse to train if that would be too much.
-        """
-        private, size = self._job.sample_dp, self.sizes[turn.client]
-        if private is None or not size:
-            return None
-        spent = sampled_steps(self._plan(turn), private, size)
-        if 0 < private.max_epsilon < sampled_epsilon([*turn.spent, spent], private.delta):
-            text = f"The epsilon of its samples would be above sample_dp.max_epsilon = {private.max_epsilon:g}."
-            raise TrainError("privacy_policy", text)
-        return spent
-
     def _update(self, turn: Turn) -> tuple[Answer, int]:
         """Train and make an update, as fl-client does.
 
         Returns the update, and the number of samples.
         """
-        own = self._train_own(turn, self._personal) if self._personal else None
-        loaded, round_ = self._loaded, self._begin(turn)
-        result = train_locally(
-            loaded,
-            subset(loaded.split.train, self._parts[turn.client]),
-            round_.plan(self._plan(turn)),
-            device=self._device,
-            corrections=round_.corrections(),
-            private=self._job.sample_dp,
-        )
+        training, loaded, plan = self._training(turn), self._loaded, self._plan(turn)
+        round_ = self._begin(turn)
+        kept, line = round_.kept, line_of(self._command)
+        own = training.train_own(plan, self._not_frozen, lambda: values_in(kept, PERSONAL, line, self._not_frozen))
+        result = training.train(round_.plan(plan), round_.corrections())
         # The user's own trainer may have done anything to the model, so check before values leave it.
         if loaded.trainer and (clause := self._schema.difference(split_tensors(loaded.model, self._sharing).shared)):
             raise UpdateRefused("wrong_schema", f"this model is not the one that was loaded: {clause}")
         if loaded.trainer and not has_frozen(loaded.model, self._frozen_schema, self._frozen_digest):
             raise UpdateRefused("frozen_changed", "the trainer has changed the values of frozen tensors")
-        training = TrainingReport(result.num_samples, result.seconds, result.metrics)
+        report = TrainingReport(result.num_samples, result.seconds, result.metrics)
         values = read_vectors(loaded.model, self._schema.names)
-        answer = round_.trained(values, training)
+        answer = round_.trained(values, report)
         if own:
-            mine = {PERSONAL: section_of(line_of(self._command), self._not_frozen, own)}
+            mine = {PERSONAL: section_of(line, self._not_frozen, own)}
             answer = replace(answer, kept={**answer.kept, **mine})
         return answer, result.num_samples
 

@@ -45,27 +45,16 @@ from fedring.server.parts import Parts
 from fedring.server.recovery import recover
 from fedring.server.round.replacements import look_after_groups
 from fedring.server.service.spans import TraceCalls
-from fedring.server.services import add_client_services, control_service, model_streams
+from fedring.server.services import CLIENT_SERVICES, add_client_services, control_service, model_streams
 from fedring.server.startup_checks import check
 from fedring.server.state.failures import FsyncFailed, StorageError, StorageFailed
 from fedring.train.errors import SeamError
-from fedring.v1 import (
-    control_pb2,
-    control_pb2_grpc,
-    federation_pb2,
-    rendezvous_pb2,
-    secure_pb2,
-)
+from fedring.v1 import control_pb2, control_pb2_grpc
 from fedring.version import SOFTWARE, VERSION
 from fedring.web.serve import WebServer
 
 log = logging.getLogger(__name__)
 
-_PUBLIC_SERVICES = tuple(
-    service.full_name
-    for file in (federation_pb2, rendezvous_pb2, secure_pb2)
-    for service in file.DESCRIPTOR.services_by_name.values()
-)
 _CONTROL_SERVICES = tuple(service.full_name for service in control_pb2.DESCRIPTOR.services_by_name.values())
 
 _HELP = """Send commands to fl-clients, average their updates, and keep the models.
@@ -168,7 +157,7 @@ async def _serve(
     metrics.certificate_expiry.set_function(lambda: ends_at(config.tls) or nan)
     public, control = _servers(parts, security, config, most)
     health = Health(reflection=config.reflection)
-    health.serve_on(public, *_PUBLIC_SERVICES)
+    health.serve_on(public, *CLIENT_SERVICES)
     health.serve_on(control, *_CONTROL_SERVICES)
     addresses = {
         "listen": security.bind_public(public),

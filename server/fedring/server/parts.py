@@ -24,6 +24,9 @@ from fedring.server.state.facts import Facts
 from fedring.server.state.journal import Journal
 from fedring.server.update.acceptance import Acceptor
 
+KINDS = (SecureRounds,)
+"""The kinds of rounds that a server has beside the plain one."""
+
 
 @dataclass(frozen=True, slots=True)
 class Parts:
@@ -36,7 +39,7 @@ class Parts:
     metrics: Metrics
     rounds: Rounds
     reports: ClientReports
-    secure: SecureRounds
+    kinds: Sequence[KindMaker]
     opener: RoundOpener
     privacy: RoundPrivacy
     publisher: Publisher
@@ -54,15 +57,15 @@ def assemble(
 
     None of them runs yet. `more_kinds` are kinds of rounds beyond its own.
     """
-    journal, metrics = Journal(), Metrics()
+    journal, metrics = Journal(), server_metrics()
     metrics.follow(facts)
     # From the bottom up: each part is given those that it uses.
     rounds = Rounds(facts.store.run_id, sessions, journal, metrics.rounds)
-    secure = SecureRounds(rounds, facts, sessions, metrics.secure, config.tls.ca)
-    kinds = [secure, *more_kinds]
+    own = [kind(rounds, facts, sessions, metrics.of_kinds[kind], config.tls.ca) for kind in KINDS]
+    kinds = [*own, *more_kinds]
     reports = ClientReports(rounds, kinds, sessions, facts, journal, metrics.rounds)
     test_set = TestSet(facts.blobs, config.data_root, models.maker.offered)
-    privacy = RoundPrivacy(facts, config.state_dir, models.maker.schema_of)
+    privacy = RoundPrivacy(facts, config.state_dir, models.maker.job_models.schema_of)
     opener = RoundOpener(rounds, kinds, facts, models, privacy, sessions, config)
     publisher = Publisher(rounds, facts, models, privacy, sessions, metrics.rounds, test_set)
     keeper = Keeper(rounds, facts, models, config)
@@ -71,5 +74,13 @@ def assemble(
     job_runner = JobRunner(starter, opener, runner, keeper, rounds, facts, journal)
     jobs = Jobs(job_runner, rounds, facts, journal, metrics.job_started)
     acceptor = Acceptor(rounds, facts, metrics.updates)
-    rooms = (rounds, reports, secure, opener, privacy, publisher, keeper, runner, starter, jobs, acceptor)
+    rooms = (rounds, reports, kinds, opener, privacy, publisher, keeper, runner, starter, jobs, acceptor)
     return Parts(facts, models, sessions, journal, metrics, *rooms)
+
+
+def server_metrics() -> Metrics:
+    """Declare all metrics of a server.
+
+    Its kinds of rounds have some of their own.
+    """
+    return Metrics(KINDS)

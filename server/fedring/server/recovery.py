@@ -85,12 +85,12 @@ async def reload(parts: Parts, *, end_orphans: bool = True) -> int:
         DamagedModel: if the newest model is missing or cut short.
     """
     facts, store, rounds = parts.facts, parts.facts.store, parts.rounds
-    rounds.latest = parts.models.versions.recover(await facts.db(store.models, _ALL))
-    parts.journal.begin(await facts.db(store.last_event_id))
+    rounds.latest = parts.models.versions.recover(await facts.db(store.models.newest, _ALL))
+    parts.journal.begin(await facts.db(store.events.last_id))
     if end_orphans:
-        await facts.db(store.end_orphans)
-    interrupted = await facts.db(store.open_round)
-    rounds.last = next((row for row in await facts.db(store.rounds, 2) if row.ended_at is not None), None)
+        await facts.db(store.rounds.end_orphans)
+    interrupted = await facts.db(store.rounds.newest_open)
+    rounds.last = next((row for row in await facts.db(store.rounds.newest, 2) if row.ended_at is not None), None)
     if end_orphans:
         await parts.privacy.forget([interrupted] if interrupted else [])
     rounds.recovering = interrupted is not None
@@ -106,7 +106,7 @@ async def _find_lost_models(parts: Parts, config: ServerConfig, *, accept: bool)
         StorageError: "lost_commits", if there is one; with `accept`, a new epoch begins instead.
     """
     facts, store = parts.facts, parts.facts.store
-    newest = max((row.round for row in await facts.db(store.rounds, 1)), default=0)
+    newest = max((row.round for row in await facts.db(store.rounds.newest, 1)), default=0)
     unnamed = await facts.db(facts.blobs.unnamed, await facts.db(store.named_blobs))
     made = [(await facts.heavy(parts.models.versions.round_of, name, store.run_id), name) for name in unnamed]
     number, name = max(made, default=(0, ""))
@@ -120,7 +120,7 @@ async def _find_lost_models(parts: Parts, config: ServerConfig, *, accept: bool)
 
 async def _drop_damaged(parts: Parts) -> None:
     facts = parts.facts
-    rows = await facts.db(facts.store.models, _ALL)
+    rows = await facts.db(facts.store.models.newest, _ALL)
     if damaged := [row.version for row in await facts.heavy(parts.models.versions.damaged, rows)]:
         await facts.db(facts.drop_models, damaged)
         log.warning("dropped damaged models: %s", ", ".join(map(str, sorted(damaged))))

@@ -11,14 +11,19 @@ from fedring.server.operator.job_checks import JobChecks
 from fedring.server.operator.job_requests import JobRequests
 from fedring.server.operator.listings import Listings
 from fedring.server.operator.status import StatusReport
-from fedring.server.parts import Parts
+from fedring.server.parts import KINDS, Parts
 from fedring.server.service.commands import TrainCmdService
 from fedring.server.service.downloads import ModelBlobService, ModelStreams
-from fedring.server.service.secure import SecureAggregationService
 from fedring.server.service.upload_calls import UploadCalls
 from fedring.server.service.uploads import ClientUpdateService, add_update_service
 from fedring.server.service.workers import RendezvousService
-from fedring.v1 import federation_pb2_grpc, rendezvous_pb2_grpc, secure_pb2_grpc
+from fedring.v1 import federation_pb2, federation_pb2_grpc, rendezvous_pb2, rendezvous_pb2_grpc
+
+_CLIENT_FILES = (federation_pb2.DESCRIPTOR, rendezvous_pb2.DESCRIPTOR, *(kind.wire for kind in KINDS))
+CLIENT_SERVICES = tuple(
+    service.full_name for file in _CLIENT_FILES if file for service in file.services_by_name.values()
+)
+"""The names of the services that clients call."""
 
 
 def add_client_services(server: aio.Server, parts: Parts, streams: ModelStreams, config: ServerConfig) -> None:
@@ -29,8 +34,8 @@ def add_client_services(server: aio.Server, parts: Parts, streams: ModelStreams,
     downloads = ModelBlobService(streams, reports, sessions, config)
     federation_pb2_grpc.add_ModelBlobServiceServicer_to_server(downloads, server)
     rendezvous_pb2_grpc.add_RendezvousServiceServicer_to_server(RendezvousService(rounds, sessions, config), server)
-    secure = SecureAggregationService(parts.secure, sessions)
-    secure_pb2_grpc.add_SecureAggregationServiceServicer_to_server(secure, server)
+    for kind in parts.kinds:
+        kind.add_services(server)
     add_update_service(update_service(parts, config), server)
 
 

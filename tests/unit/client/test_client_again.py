@@ -36,7 +36,7 @@ def test_a_round_whose_deadline_passed_at_the_client_is_trained_when_the_server_
         command = server.command(model, round_=3, deadline_seconds=600)
         server.train(command)
         first = next(federation)
-        first._assignment.deadline = 0.0  # it has passed
+        first.end._assignment.deadline = 0.0  # it has passed
         assert first.cancelled
         waiting = threading.Thread(target=lambda: tasks.append(next(federation)), daemon=True)
         waiting.start()

@@ -11,6 +11,7 @@ from torch import nn
 
 from fedring.client import RoundOver, WrongModel, connect
 from fedring.client.errors import BadModel
+from fedring.client.group.whole_model import WholeModel
 from fedring.client.transfer.download import Download, HeldModel
 from fedring.codec import Encoding, Vectors, decode, encode, encode_buffers
 from fedring.codec.digest import name_of
@@ -68,8 +69,8 @@ def test_a_server_that_cannot_send_a_part_of_a_model_is_to_be_updated(
         server.train(server.command(model))
         task = next(federation)
         with pytest.raises(RoundOver, match="update fl-server") as caught:
-            task.fetch(schema, ["0.bias"], lambda entry, start, values: None)
-        assert (caught.value.reason, task.result) == ("bad_model", "failed")
+            WholeModel(task, "a").fetch(schema, ["0.bias"], lambda entry, start, values: None)
+        assert (caught.value.reason, task.end.result) == ("bad_model", "failed")
     request = server.fetches.get_nowait()
     assert list(request.ranges) == [pb.ValueRange(vector=pb.VECTOR_PARAMETERS, start=2000, count=40)]
 
@@ -81,11 +82,11 @@ def test_a_model_without_values_is_compared_with_the_one_that_is_trained(
         server.joins.get(timeout=SECONDS)
         server.train(server.command(model))
         task = next(federation)
-        task.check_model(model.to("meta"))
+        WholeModel(task, "a").check(model.to("meta"))
         assert server.fetches.empty()
         with pytest.raises(WrongModel, match=r"expected parameter 0.weight float32\[40, 50\]"):
-            task.check_model(nn.Sequential(nn.Linear(40, 50), nn.BatchNorm1d(40)).to("meta"))
-        assert task.result == "failed"
+            WholeModel(task, "a").check(nn.Sequential(nn.Linear(40, 50), nn.BatchNorm1d(40)).to("meta"))
+        assert task.end.result == "failed"
 
 
 def test_another_model_with_the_same_version_number_is_fetched_and_used(

@@ -14,12 +14,11 @@ import pytest
 from tests.conftest import ROOT
 
 from fedring.control.failure import Failure
-from fedring.ctl.bench.charts import Bars, Curves, Series, plot_panels
-from fedring.ctl.bench.experiment import Result, make_job
-from fedring.ctl.bench.plots import plot_rounds
-from fedring.ctl.bench.presets import PRESETS, Dataset, preset_job
-from fedring.ctl.bench.runner import alternate, unique_names
 from fedring.ctl.help_topics import EXIT_CODES
+from fedring.ctl.local.charts import Bars, Series, plot_panels, plot_rounds
+from fedring.ctl.local.experiment import Result, make_job
+from fedring.ctl.local.presets import PRESETS, Dataset, preset_job
+from fedring.ctl.local.runner import unique_names
 from fedring.ctl.output import duration, percent, size, to_dict
 from fedring.ctl.process import Process, overrides, stop_all
 from fedring.daemon.config import parse_overrides
@@ -44,7 +43,7 @@ def test_the_manual_has_the_same_exit_codes() -> None:
     assert all(f"| {code:d} | {meaning} |" in manual for code, meaning in EXIT_CODES.items())
 
 
-@pytest.mark.parametrize("verb", [*VERBS, "models export", "bench federated", "bench ddp"])
+@pytest.mark.parametrize("verb", [*VERBS, "models export"])
 def test_the_help_of_every_verb_teaches_with_examples(flctl: Call, verb: str) -> None:
     code, out, _ = flctl("help", *verb.split())
     assert code == 0
@@ -211,18 +210,6 @@ def test_the_report_has_bytes_per_client(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-def test_ways_are_measured_by_turns_and_the_warm_up_is_dropped() -> None:
-    calls: list[str] = []
-
-    def measure(name: str) -> int:
-        calls.append(name)
-        return len(calls)
-
-    results = alternate({"a": lambda: measure("a"), "b": lambda: measure("b")}, 2, warm_up=1)
-    assert calls == ["a", "b", "a", "b", "a", "b"]
-    assert results == {"a": [3, 5], "b": [4, 6]}
-
-
 def test_names_to_compare_are_given_once_each() -> None:
     assert unique_names("--hooks", [" none", "", "dgc "]) == ["none", "dgc"]
     for words in ([], [" "], ["dgc", "none", " dgc"]):
@@ -235,12 +222,11 @@ def test_plots_are_png_files(tmp_path: Path) -> None:
         {"round": n, "accuracy": n / 4 if n > 1 else None, "upload_bytes": 5, "download_bytes": 9} for n in (1, 2)
     ]
     plot_rounds({"rounds": rounds}, tmp_path / "rounds.png")
-    ones = Series("ones", [1.0, 2.0], [0.1, 0.2], xs=[1.0, 10.0])
-    twos = Series("twos", [2.0, 3.0], xs=[1.0, 10.0])
-    panels: list[Bars | Curves] = [
+    ones = Series("ones", [1.0, 2.0], [0.1, 0.2])
+    twos = Series("twos", [2.0, 3.0])
+    panels = [
         Bars("Bytes", "bytes", ["a", "b"], [ones, twos], size, reference=(2.5, "top")),
         Bars("Accuracy", "%", ["a", "b"], [ones], "{:.2f}".format, low=0.5),
-        Curves("Times", "pieces", "seconds", [ones, twos], log_x=True, log_y=True, ticks=[1, 10]),
     ]
     plot_panels(panels, tmp_path / "all.png")
     pictures = sorted(path.name for path in tmp_path.iterdir() if path.read_bytes().startswith(b"\x89PNG"))

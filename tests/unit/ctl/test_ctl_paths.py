@@ -6,16 +6,14 @@ from pathlib import Path
 import pytest
 
 from fedring.control.failure import Failure
-from fedring.ctl.bench.presets import Dataset, Mode, check_data_root
+from fedring.ctl.local.presets import Dataset, Mode, check_data_root
 from fedring.daemon.exits import Exit
 
 Call = Callable[..., tuple[int, str, str]]
 
-FOLDERS = ["demo", "bench federated --dataset digits", "bench data-parallel --dataset digits",
-           "bench hooks --dataset digits", "bench pipeline --dataset digits", "bench ddp",
-           "profile --dataset digits"]  # fmt: skip
+FOLDERS = ["demo", "profile --dataset digits"]
 FILES = ["models export 0", "pipeline draw 1f1b"]
-NEEDING_DATA = ["demo", "bench federated", "bench data-parallel", "bench hooks", "bench pipeline", "profile"]
+NEEDING_DATA = ["demo", "profile"]
 
 
 @pytest.fixture(autouse=True)

@@ -85,7 +85,7 @@ def test_training_continues_from_a_pickled_state_bit_for_bit(
     assert "set to the default group" in caplog.text
     again.load_state_dict(straight.state_dict())
     with pytest.raises(ValueError, match=r"bind\(model\.named_parameters\(\)\)"):
-        restored.name_of(again[0].weight)  # type: ignore[index]  # a Sequential
+        restored.names.name_of(again[0].weight)  # type: ignore[index]  # a Sequential
     optimizer_again = DGCSGD(again.parameters(), lr=0.1)
     optimizer_again.load_state_dict(optimizer.state_dict())
     restored.process_group = group
@@ -245,7 +245,7 @@ def test_gradients_in_another_memory_format_are_exchanged(group: dist.ProcessGro
 
 def test_a_parameter_that_was_not_named_is_refused(group: dist.ProcessGroup) -> None:
     with pytest.raises(ValueError, match=r"\(2, 3\) is not among"):
-        state_of(model(), group).name_of(torch.zeros(2, 3))
+        state_of(model(), group).names.name_of(torch.zeros(2, 3))
 
 
 def test_an_optimizer_with_momentum_is_refused_at_once(group: dist.ProcessGroup) -> None:

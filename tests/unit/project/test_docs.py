@@ -23,8 +23,8 @@ from fedring.ring.options import RingOptions
 from fedring.rpc.tls import Tls
 from fedring.server.config import ServerConfig
 from fedring.server.guard.auth import REASONS
-from fedring.server.operator.metrics import Metrics as ServerMetrics
 from fedring.server.operator.summaries import event_summary, job_summary, round_summary
+from fedring.server.parts import server_metrics
 from fedring.server.state.rows import JobRow
 from fedring.server.update.metrics import REJECTIONS
 from fedring.train.jobs.aggregation_table import RULES, Aggregation
@@ -213,7 +213,7 @@ PREFIXES = {"FEDRING_SERVER_", "FEDRING_CLIENT_", "FEDRING_RING_"}
 
 @of_each_page
 def test_every_metric_that_is_named_is_declared(page: Page) -> None:
-    kinds: list[Callable[[], Any]] = [ServerMetrics, ClientMetrics]
+    kinds: list[Callable[[], Any]] = [server_metrics, ClientMetrics]
     declared = {sample for kind in kinds for metric in kind().registry.collect() for sample in samples(metric)}
     named = {re.sub(r"\{.*", "", quoted) for quoted in page.quoted if re.match(r"(fl|grpc)_[a-z_]+(\{|$)", quoted)}
     labels = {"grpc_method", "grpc_code"}

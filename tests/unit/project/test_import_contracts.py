@@ -63,7 +63,7 @@ BREACHES = {
     ),
     "the modules of the database import downwards only": (
         "server/fedring/server/state/sql/tables.py",
-        "fedring.server.state.sql.known",
+        "fedring.server.state.sql.updates",
     ),
     "the modules of model import downwards only": (
         "server/fedring/server/model/guards.py",

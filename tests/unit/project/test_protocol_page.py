@@ -11,9 +11,12 @@ import pytest
 from grpc import StatusCode
 from tests.conftest import ROOT
 
-from fedring.client.session.backoff import FIRST_SECONDS, MOST_SECONDS
+from fedring.client.secure.client import POLICY as SECURE
+from fedring.client.session.retry import FIRST_SECONDS, MOST_SECONDS, MOST_TRIES, RetryPolicy, Verdict
 from fedring.client.transfer.download import MAX_PACKETS as MOST_MODEL_PACKETS
-from fedring.client.transfer.upload import DAMAGE_REASONS, MOST_TRIES
+from fedring.client.transfer.fetch import POLICY as FETCH
+from fedring.client.transfer.upload import DAMAGE_REASONS
+from fedring.client.transfer.upload import POLICY as UPLOAD
 from fedring.codec.schema import MAX_ENTRIES, MAX_TENSORS
 from fedring.rpc import errors
 from fedring.rpc.boundary import MOST_LETTERS
@@ -163,6 +166,38 @@ def test_clients_send_again_for_the_reasons_that_the_page_says() -> None:
     assert again == DAMAGE_REASONS - {"unimplemented"}  # which has no reason
     meaning = next(cells[1] for cells in rows(section("When a call fails")) if cells[0] == "*again*")
     assert {3: "three times"}[MOST_TRIES] in meaning
+
+
+FORM = RetryPolicy()
+OWN_TABLES = {"`FetchModel`": FETCH, "`PushUpdate`": UPLOAD, "`Form`": FORM, "`SendKeys`": SECURE}
+MORE_TRIES = {StatusCode.NOT_FOUND, StatusCode.INVALID_ARGUMENT}  # for which FETCH and SECURE try what is to be dropped
+
+
+def advice() -> Iterator[tuple[RetryPolicy, StatusCode, str, str]]:
+    """Yield the policy, the status, the reason and the advice of each row on the page that concerns its calls."""
+    for title, table in re.findall(r"^(.*):\n\n((?:\|.*\n)+)", section("When a call fails"), re.MULTILINE):
+        own = next((policy for name, policy in OWN_TABLES.items() if title.startswith(name)), None)
+        policies = [FETCH, UPLOAD, FORM, SECURE] if title.startswith("Every call") else [own] if own else []
+        for cells in rows(table):
+            for policy in policies:
+                yield from ((policy, StatusCode[cells[1].strip("`")], reason, cells[3]) for reason in quoted(cells[0]))
+    for cells in rows(section("What gRPC itself ends")):
+        for name in quoted(cells[0]):
+            yield from ((policy, StatusCode[name], name.lower(), cells[2]) for policy in (UPLOAD, FORM, SECURE))
+
+
+def test_clients_do_about_a_failed_call_what_the_page_says() -> None:
+    words = {"*stop*": Verdict.DROP, "begin at 0": Verdict.AGAIN} | {f"*{it.value}*": it for it in Verdict}
+    seen = set()
+    for policy, status, reason, text in advice():
+        said = text.partition(", else ")[2] or text
+        wanted = {verdict for word, verdict in words.items() if word in said}
+        verdict = policy.after(status, reason).verdict
+        if wanted == {Verdict.DROP} and status in MORE_TRIES and policy in (FETCH, SECURE):
+            wanted = {Verdict.AGAIN}
+        assert {verdict} == wanted, (reason, status, text)
+        seen.add(verdict)
+    assert seen == set(Verdict)
 
 
 def test_clients_wait_before_a_retry_as_long_as_the_page_says() -> None:

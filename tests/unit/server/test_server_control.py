@@ -20,8 +20,11 @@ from fedring.server.services import control_service, model_streams
 from fedring.server.sessions.sessions import Sessions
 from fedring.server.state.blobs import FileBlobs
 from fedring.server.state.facts import Facts
+from fedring.server.state.interfaces import RoundStore
 from fedring.server.state.rows import JobRow, RoundRow
+from fedring.server.state.sql.rounds import SqlRounds
 from fedring.server.state.sql.store import SqlStore
+from fedring.server.state.sql.transactions import Database
 from fedring.train.jobs.job import Job
 from fedring.v1 import control_pb2 as pb
 
@@ -31,21 +34,29 @@ class CountingStore(SqlStore):
 
     def __init__(self, url: str) -> None:
         super().__init__(url)
-        self.read: list[int] = []
-
-    def rounds(self, limit: int = 100, job_id: int = 0, below: int = 0) -> list[RoundRow]:
-        found = super().rounds(limit, job_id, below)
-        self.read.append(len(found))
-        return found
+        counting = CountingRounds(self._database)
+        self.rounds: RoundStore = counting
+        self.read = counting.read
 
     def fill(self, rounds: int, *, clients: int) -> None:
         """Add a job with this number of ended rounds, each of which had this number of clients."""
-        job = self.create_job(JobRow(0, "job", {}, rounds, 1.0, state="completed"))
+        job = self.jobs.create(JobRow(0, "job", {}, rounds, 1.0, state="completed"))
         names = tuple(f"hospital-{i:04}" for i in range(clients))
         stats = {"clients": {name: {"num_samples": 600, "upload_bytes": 40_000} for name in names}}
         for number in range(1, rounds + 1):
             row = RoundRow(0, job.job_id, number, "published", 1.0, selected=names, ended_at=2.0, stats=stats)
-            self.create_round(row)
+            self.rounds.create(row)
+
+
+class CountingRounds(SqlRounds):
+    def __init__(self, database: Database) -> None:
+        super().__init__(database)
+        self.read: list[int] = []
+
+    def newest(self, limit: int = 100, job_id: int = 0, below: int = 0) -> list[RoundRow]:
+        found = super().newest(limit, job_id, below)
+        self.read.append(len(found))
+        return found
 
 
 @pytest.fixture
@@ -126,7 +137,7 @@ async def test_a_client_is_forgotten_once_it_is_away_and_its_round_has_ended(tmp
         assert await host.ended(job.job_id) == "completed"
         assert await control.ForgetClient(request, None) == pb.ForgottenClient(client_id="a", updates=1)
         assert host.facts.last_accepted.keys() == {"b"}
-        assert [row.client_id for row in await host.facts.db(host.store.updates_of, command.round)] == ["b"]
+        assert [row.client_id for row in await host.facts.db(host.store.updates.of_round, command.round)] == ["b"]
         forgotten = await first_event(host, "client_forgotten")
         assert (forgotten.client_id, forgotten.text) == ("a", "a was forgotten, with 1 updates")
         with pytest.raises(NoSuchClient):

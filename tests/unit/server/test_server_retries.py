@@ -38,7 +38,7 @@ async def test_a_retry_learns_that_the_previous_attempt_was_accepted_even_after_
     session = host.join("a")
     await host.jobs.start(spec(rounds=2, model_args={"size": size}), "")
     command = await host.command(session)
-    host.gate.close("accept_updates")
+    host.gate.close("updates.accept")
     first = asyncio.create_task(host.push(session, command, values))
     await host.gate.reached()
     session, published = host.join("a"), asyncio.Event()

@@ -36,12 +36,3 @@ def imported(room: str) -> set[str]:
 @pytest.mark.parametrize("room", ROOMS)
 def test_a_room_imports_what_it_says(room: str) -> None:
     assert imported(room) == said(room)
-
-
-def classes(path: Path) -> list[str]:
-    return [node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)]
-
-
-def test_no_class_name_stands_twice_in_the_server() -> None:
-    names = [name for path in sorted(SERVER.rglob("*.py")) for name in classes(path)]
-    assert sorted({name for name in names if names.count(name) > 1}) == []

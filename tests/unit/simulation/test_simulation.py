@@ -25,7 +25,7 @@ from fedring.server.aggregation.terms import Terms
 from fedring.server.model.making import ModelMaker
 from fedring.server.state.rows import ModelRow
 from fedring.simulation import simulate
-from fedring.simulation.secure import draw_groups
+from fedring.simulation.groups import draw_groups
 from fedring.simulation.vectors import ClientSections, pack, unpack
 from fedring.simulation.worker import admit
 from fedring.train.device import threads_for

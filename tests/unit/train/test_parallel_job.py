@@ -15,10 +15,7 @@ from torch._C._distributed_c10d import HashStore
 
 from fedring.client.group.hooks import JobHook, make_hook
 from fedring.compress.correction import ErrorFeedback
-from fedring.control.failure import Failure
-from fedring.ctl.bench import data_parallel as bench
-from fedring.ctl.bench.experiment import Experiment
-from fedring.ctl.bench.presets import Dataset, Mode, preset_job
+from fedring.ctl.local.presets import Dataset, Mode, preset_job
 from fedring.ctl.operate.job_control import job_of
 from fedring.ddp import DGCSGD, DGCState
 from fedring.ddp.hooks import TopKState, by_name, topk_hook
@@ -267,18 +264,3 @@ def test_a_newcomer_begins_with_what_all_workers_share() -> None:
     new.shared["bias"].copy_(old.shared["bias"])  # as a broadcast does
     new.enter(0, 1)
     assert new.state.shared()["bias"].tolist() == [1, 1, 1]
-
-
-def test_a_benchmark_ends_with_the_first_epoch_that_is_abandoned(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    jobs = []
-
-    def run(experiment: Experiment, directory: Path, *, label: str) -> None:
-        jobs.append(experiment.job)
-        raise Failure("the job failed")
-
-    monkeypatch.setattr(bench, "run_with_progress", run)
-    with pytest.raises(Failure, match="the job failed"):
-        bench.data_parallel(dataset=Dataset.DIGITS, hooks="none", out=tmp_path / "out")
-    assert [job.max_abandoned for job in jobs] == [1]

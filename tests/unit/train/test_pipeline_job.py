@@ -10,7 +10,7 @@ from tests.translators import Translator, model_of, sentences
 from torch import nn
 
 from fedring.client.group.round import parse_table
-from fedring.ctl.bench.presets import Dataset, Mode, preset_job
+from fedring.ctl.local.presets import Dataset, Mode, preset_job
 from fedring.ctl.operate.job_control import job_of
 from fedring.offers import named
 from fedring.schedules.schedule import ScheduleError

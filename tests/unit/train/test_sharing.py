@@ -228,13 +228,13 @@ def test_the_server_s_model_is_what_is_shared(make: Make, tmp_path: Path) -> Non
         assert [entry.name for entry in reader.schema.entries] == ["1.weight", "1.bias"]
         values: Vectors = reader.vectors()
     assert row.parameters == values.parameters.size == 64 * 64 + 64
-    assert models.maker.frozen_digest(job, row) == ""
+    assert models.maker.job_models.frozen_digest(job, row) == ""
     whole = digits_mlp()
     load_model(tmp_path / "blobs" / row.blob, whole, partial=True)
     np.testing.assert_array_equal(read_vectors(whole, {"1.weight", "1.bias"}).parameters, values.parameters)
     assert list(load_file(tmp_path / "blobs" / row.blob)) == ["1.weight", "1.bias"]
     with pytest.raises(SeamError, match="is not a model of the job's kind"):
-        models.maker.check_fits(row, Job.model_validate({"seed": 4}))
+        models.maker.job_models.check_fits(row, Job.model_validate({"seed": 4}))
 
 
 def test_frozen_tensors_are_left_out_and_named_by_their_digest(
@@ -242,17 +242,18 @@ def test_frozen_tensors_are_left_out_and_named_by_their_digest(
 ) -> None:
     models, row, job = make(**FROZEN)
     assert row.parameters == 8 * 10 + 10
-    digest = models.maker.frozen_digest(job, row)
+    digest = models.maker.job_models.frozen_digest(job, row)
     assert digest
     other = Job.model_validate(FROZEN | {"seed": 1})
     with pytest.raises(SeamError, match="version 1 was trained with other values of the 2 frozen tensors"):
-        models.maker.frozen_digest(other, row)
-    assert models.maker.frozen_digest(other, replace(row, frozen_digest="")) != digest  # of an earlier release
+        models.maker.job_models.frozen_digest(other, row)
+    older = replace(row, frozen_digest="")  # of an earlier release
+    assert models.maker.job_models.frozen_digest(other, older) != digest
     sent = Job.model_validate(FROZEN | {"send_frozen": True})
     whole = models.maker.first(sent, 2)
     assert whole.parameters == 8 * 10 + 10 + 64 * 8 + 8
     # A version that an older server has made holds all tensors: the job goes on with all of them.
-    assert models.maker.frozen_digest(sent, whole) == models.maker.frozen_digest(job, whole) == ""
+    assert models.maker.job_models.frozen_digest(sent, whole) == models.maker.job_models.frozen_digest(job, whole) == ""
 
 
 def test_a_job_whose_globs_do_not_fit_is_refused_when_it_is_queued(make: Make, tmp_path: Path) -> None:

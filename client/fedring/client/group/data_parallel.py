@@ -94,7 +94,7 @@ class DataParallelTrainer:
             total_epochs=task.job.rounds * plan.epochs,
             first_epoch=(plan.job_round - 1) * plan.epochs,
         )
-        part = DataParallelPart(state, setup, task.metrics.ring)
+        part = DataParallelPart(state, setup, task.link.metrics.ring)
 
         def deliver() -> None:
             samples = max(1, part.usage.samples)  # 0 if this process has come only after the round's last step

@@ -16,6 +16,7 @@ from torch.utils.data import Dataset
 
 from fedring.client.config import ClientConfig
 from fedring.client.group.round import job_key, parse_table, peer_options, plan_of, take_part
+from fedring.client.group.whole_model import WholeModel
 from fedring.client.pipeline_metrics import KINDS, PipelineMetrics
 from fedring.client.task import Task
 from fedring.daemon.memory import return_large_blocks
@@ -71,7 +72,7 @@ class PipelineTrainer:
     def __init__(self, config: ClientConfig, offered: Offered, device: torch.device) -> None:
         return_large_blocks()
         self._options = peer_options(config)
-        self._folder = config.state_dir / "checkpoints"
+        self._client_id, self._folder = config.client_id, config.state_dir / "checkpoints"
         self._offered = offered
         self._device = device
         self._key: tuple[object, ...] = ()
@@ -107,16 +108,17 @@ class PipelineTrainer:
             SeamError: If this client does not understand the job, or the model cannot be cut.
         """
         table, plan = parse_table(Pipeline, "pipeline", task.job.pipeline), plan_of(task)
-        task.check_model(model)
+        whole_model = WholeModel(task, self._client_id)
+        whole_model.check(model)
         state = self._state_for(task, model, samples, whole)
         # If this fails, it must fail before the others wait for this worker.
         cut_model(model, table, state.counts, self._offered)
         setup = PipelineSetup(
             model=model,
             base_digest=task.command.model_digest,
-            fetch=task.fetch,
+            fetch=whole_model.fetch,
             checkpoints=state.checkpoints,
-            update_file=task.update_file,
+            update_file=task.end.update_file,
             samples=samples,
             plan=plan,
             table=table,
@@ -126,19 +128,19 @@ class PipelineTrainer:
             offered=self._offered,
             held_out=None if task.command.without_evaluation else held_out,
             counts=state.counts,
-            on_run=lambda report, in_flight: add_run(task.metrics.pipe, report, in_flight),
+            on_run=lambda report, in_flight: add_run(task.link.metrics.pipe, report, in_flight),
         )
         part = PipelinePart(state, setup)
 
         def deliver() -> None:
             if part.update is None:
                 raise RuntimeError("the server has chosen a worker that does not hold the update")
-            task.submit_file(part.update, part.samples, part.metrics, part.usage.seconds)
+            whole_model.submit(part.update, part.samples, part.metrics, part.usage.seconds)
 
         try:
             take_part(task, part, self._options, deliver)
         finally:
-            task.update_file.unlink(missing_ok=True)  # if another worker has delivered the update
+            task.end.update_file.unlink(missing_ok=True)  # if another worker has delivered the update
 
     def evaluation_of(self, digest: str) -> Counts:
         """Return this worker's counts from the evaluation of a model.

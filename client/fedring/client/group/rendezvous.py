@@ -11,20 +11,20 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self
 
-from grpc import StatusCode, aio
+from grpc import aio
 
 from fedring.client.errors import FederationClosed
-from fedring.client.session.backoff import Backoff
-from fedring.client.session.connection import stray_cancellation
 from fedring.client.session.link import ServerLink
-from fedring.rpc.errors import FedringError, Unavailable, UnknownRound, reason_of, status_of
+from fedring.client.session.retry import RetryPolicy, Verdict
+from fedring.client.session.tries import Tries
+from fedring.rpc.errors import FedringError, Unavailable, reason_of
 from fedring.v1 import federation_pb2
 from fedring.v1 import rendezvous_pb2 as pb
 
 log = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 0.2  # between checks of whether the round is over
-_FINAL = {StatusCode.INVALID_ARGUMENT, StatusCode.PERMISSION_DENIED, StatusCode.UNIMPLEMENTED}
+_TOO_LATE = "too_late"  # for this group: as a new worker it may still get into another
 
 
 class RendezvousStream:
@@ -91,36 +91,29 @@ class RendezvousStream:
 
     async def _run(self) -> None:
         """Follow one stream after the other until the server ends the rendezvous."""
-        backoff = Backoff()
+        tries = Tries(self._link.connection, RetryPolicy())
         while self._newest.WhichOneof("message") != "ended":
-            session_id = self._link.connection.session.session_id
             try:
-                with stray_cancellation():
-                    await self._follow(backoff)
+                with tries.one():
+                    await self._follow(tries)
             except aio.UsageError:  # The channel was closed.
                 return
             except (aio.AioRpcError, FedringError) as error:
-                await self._judge(error, session_id)
-            await asyncio.sleep(backoff.next())
+                if tries.judge(error) is Verdict.DROP:
+                    self._take(pb.GroupMessage(ended=pb.Ended(reason=reason_of(error))))
+                    return
+                if reason_of(error) != _TOO_LATE:
+                    log.warning("the rendezvous of round %d is interrupted: %s", self._enter.round, reason_of(error))
+                self._take(pb.GroupMessage())
+                await tries.wait()
 
-    async def _judge(self, error: aio.AioRpcError | FedringError, session_id: str) -> None:
-        """Handle a lost stream.
+    async def _follow(self, tries: Tries) -> None:
+        """Follow one stream until the server ends the rendezvous.
 
-        Note that the round is over, or wait until another try makes sense.
+        Raises:
+            Unavailable: If the stream ended before, or this worker came too late.
+            AioRpcError: If the call failed.
         """
-        status, reason = status_of(error), reason_of(error)
-        if reason == UnknownRound.reason or status in _FINAL:
-            self._take(pb.GroupMessage(ended=pb.Ended(reason=reason)))
-            return
-        log.warning("the rendezvous of round %d is interrupted: %s", self._enter.round, reason)
-        self._take(pb.GroupMessage())
-        if status in (StatusCode.UNAUTHENTICATED, StatusCode.ABORTED):
-            with suppress(TimeoutError):
-                async with asyncio.timeout(5):
-                    await self._link.connection.wait_for_new_session(session_id)
-
-    async def _follow(self, backoff: Backoff) -> None:
-        """Follow one stream to its end."""
         connection = self._link.connection
         call = connection.rendezvous.Form(metadata=connection.metadata)
         try:
@@ -128,12 +121,11 @@ class RendezvousStream:
             # Only now: Enter must come first, and gRPC breaks a call that is given two messages at the same time.
             self._call = call
             async for message in call:
-                backoff.reset()
+                tries.reset()
                 if message.WhichOneof("message") == "prepare":
                     self._enter.generation = max(self._enter.generation, message.prepare.generation)
-                if message.WhichOneof("message") == "ended" and message.ended.reason == "too_late":
-                    self._take(pb.GroupMessage())
-                    return  # As a new worker it may still get into a group.
+                if message.WhichOneof("message") == "ended" and message.ended.reason == _TOO_LATE:
+                    raise Unavailable(reason=_TOO_LATE)
                 self._take(message)
             if self._newest.WhichOneof("message") != "ended":
                 raise Unavailable("the server closed the rendezvous")

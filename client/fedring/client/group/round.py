@@ -37,13 +37,13 @@ def take_part(task: Task, part: WorkerPart, options: RingOptions, deliver: Calla
         TrainingStopped: If the round ended before it was trained.
         RoundOver: If the server has not accepted the update that this worker delivered.
     """
-    task.metrics.ring.read(total_traffic)
+    task.link.metrics.ring.read(total_traffic)
     with RendezvousStream(task.link, task.command) as rendezvous:
         worker = RoundWorker(rendezvous, part, options, lambda: _look(task), task.progress)
         if worker.run():
             deliver()
             worker.stay()
-        task.stand_aside(part.usage.seconds)
+        task.end.stand_aside(part.usage.seconds)
     log.info("round %d is over", task.round, extra={"round": task.round, **part.metrics})
 
 

@@ -227,12 +227,14 @@ class Ledger:
     def note_trained(self, command: pb.TrainCmd, samples: int) -> None:
         """Note durably that a round was trained.
 
-        If updates count by their samples, also note for how many this one does.
+        Args:
+            command: Of the round.
+            samples: For how many its update counts; 0 = updates do not count by their samples.
 
         Raises:
             OSError: if that is impossible.
         """
-        self._note(command, JobNote(samples=samples if command.secure.max_weight else 0))
+        self._note(command, JobNote(samples=samples))
 
     def _note(self, command: pb.TrainCmd, note: JobNote) -> None:
         if note != self.note_of(command):

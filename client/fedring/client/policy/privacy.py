@@ -1,12 +1,13 @@
 """The demands of a site on jobs, which no server can change."""
 
 import time
+from collections.abc import Iterator
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from fedring.client.policy.ledger import Ledger
-from fedring.client.policy.promises import dp_of, is_covered, sample_dp_of
+from fedring.client.policy.promises import dp_of, is_covered, promises_of, sample_dp_of
 from fedring.daemon.config import ConfigError
 from fedring.privacy.account import NoAccountant, check_accountant
 from fedring.privacy.charges import SkellamCharge
@@ -110,8 +111,7 @@ class SitePolicy(BaseModel):
 
 def may_count(policy: SitePolicy, job: pb.JobSpec) -> bool:
     """Return whether a client may report its number of correct predictions."""
-    unsaid = job.dp or job.sample_dp or job.secure_aggregation
-    return not (unsaid or policy.needs_noise or policy.needs_sample_noise or policy.needs_secure)
+    return not (promises_of(job) or policy.needs_noise or policy.needs_sample_noise or policy.needs_secure)
 
 
 def failed_too_often(policy: SitePolicy, ledger: Ledger, command: pb.TrainCmd) -> str:
@@ -220,6 +220,34 @@ def check_policy(policy: SitePolicy) -> None:
                 check_accountant()
             except NoAccountant as error:
                 raise ConfigError(f"privacy.{key}: {error}") from error
+
+
+_COVERS = (
+    (("min_clients",), "the number of updates that a job says it makes a model of, and with masks, that of a sum"),
+    (
+        ("min_noise_multiplier", "max_clip", "max_epsilon"),
+        "what models reveal of this client as a whole; the server sees its updates, unless their noise is its own",
+    ),
+    (("noise_by_clients",), "that the noise for whole clients is in what the server sees"),
+    (
+        ("min_sample_noise_multiplier", "max_sample_epsilon"),
+        "what updates and models reveal of one sample; of all samples together, nothing bounds it",
+    ),
+    (("require_secure_aggregation", "peers"), "that the server sees sums of updates; what sums reveal, nothing bounds"),
+)
+
+
+def coverage(policy: SitePolicy) -> Iterator[str]:
+    """Yield one line about the coverage of each group of demands."""
+    for keys, what in _COVERS:
+        if set_ := [key for key in keys if getattr(policy, key)]:
+            verb = "cover" if len(set_) > 1 else "covers"
+            yield f"{' and '.join(f'privacy.{key}' for key in set_)} {verb} {what}"
+    if policy.demands and may_count(policy, pb.JobSpec()):
+        yield (
+            "no key of privacy demands masks or noise: the server of a job without them sees this client's updates and "
+            "the reasons of its failures, and this client evaluates any model"
+        )
 
 
 def _weak_for_samples(policy: SitePolicy, sample: SamplePrivacy | None) -> str:

@@ -1,10 +1,14 @@
 """The noise and the masks that a job promises for its updates."""
 
-from pydantic import ValidationError
+from typing import TypeVar
+
+from pydantic import BaseModel, ValidationError
 
 from fedring.train.jobs.privacy_table import ClientPrivacy
 from fedring.train.jobs.sample_privacy_table import SamplePrivacy
 from fedring.v1 import federation_pb2 as pb
+
+Table = TypeVar("Table", bound=BaseModel)
 
 
 def dp_of(job: pb.JobSpec) -> ClientPrivacy | None:
@@ -12,10 +16,7 @@ def dp_of(job: pb.JobSpec) -> ClientPrivacy | None:
 
     None also stands for a promise that this program does not understand.
     """
-    try:
-        return ClientPrivacy.model_validate_json(job.dp) if job.dp else None
-    except ValidationError:
-        return None
+    return _table(ClientPrivacy, job.dp)
 
 
 def sample_dp_of(job: pb.JobSpec) -> SamplePrivacy | None:
@@ -23,10 +24,12 @@ def sample_dp_of(job: pb.JobSpec) -> SamplePrivacy | None:
 
     None also stands for noise that this program does not understand.
     """
-    try:
-        return SamplePrivacy.model_validate_json(job.sample_dp) if job.sample_dp else None
-    except ValidationError:
-        return None
+    return _table(SamplePrivacy, job.sample_dp)
+
+
+def promises_of(job: pb.JobSpec) -> tuple[str, ...]:
+    """Return a job's tables that hide clients or samples, as JSON."""
+    return tuple(table for table in (job.secure_aggregation, job.dp, job.sample_dp) if table)
 
 
 def is_covered(command: pb.TrainCmd) -> bool:
@@ -36,3 +39,10 @@ def is_covered(command: pb.TrainCmd) -> bool:
     """
     job = command.job
     return job.mode == "federated" and (command.HasField("secure") or bool(job.dp) or bool(job.sample_dp))
+
+
+def _table(kind: type[Table], text: str) -> Table | None:
+    try:
+        return kind.model_validate_json(text) if text else None
+    except ValidationError:
+        return None

@@ -1,8 +1,8 @@
 """Random numbers that one client can repeat, and nobody else.
 
-In a job with masks or noise, whoever could compute how a client has trained could subtract that, and one update would
-be left of a sum. So the client's random choices follow from a secret of its own, 32 bytes in the file `secret` of its
-state folder, after a line with their SHA-256, and from the task:
+In a job that hides single clients, whoever could compute how a client has trained could subtract that, and one update
+would be left of a sum. So the client's random choices follow from a secret of its own, 32 bytes in the file `secret` of
+its state folder, after a line with their SHA-256, and from the task:
 
     HKDF-SHA256(secret, salt = "fedring client secret 1", info = PURPOSE | digest of the task)
 
@@ -76,14 +76,6 @@ def kept_secret(state_dir: Path) -> ClientSecret:
         secret = _read(path)  # once: later damage of the file must not change what is trained
         return ClientSecret(lambda: secret)
     return ClientSecret(lambda: _read_or_make(path))
-
-
-def needs_secret(job: pb.JobSpec) -> bool:
-    """Return whether a job needs training that nobody else can predict.
-
-    A job with masks or noise does.
-    """
-    return bool(job.secure_aggregation or job.dp or job.sample_dp)
 
 
 def work_digest(command: pb.TrainCmd) -> bytes:

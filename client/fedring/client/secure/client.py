@@ -10,35 +10,29 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
-import numpy as np
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import Message
 from grpc import StatusCode, aio
-from numpy.typing import NDArray
 
 from fedring.client.config import ClientConfig
-from fedring.client.errors import FederationClosed, RoundOver, UpdateRefused
+from fedring.client.errors import FederationClosed, RoundOver
 from fedring.client.policy.ledger import Ledger
-from fedring.client.policy.privacy import own_noise_refusal, refusal
-from fedring.client.policy.promises import dp_of
-from fedring.client.policy.secret import DITHER, ClientSecret
-from fedring.client.secure.identity import PeerCheck, check_own_key, load_signer
-from fedring.client.secure.masked import MaskedUpdates
-from fedring.client.secure.participant import ClientIdentity, SecureParticipant
+from fedring.client.policy.privacy import refusal
+from fedring.client.policy.secret import ClientSecret
+from fedring.client.protection import Protection
+from fedring.client.secure.opening import Participants
+from fedring.client.secure.participant import SecureParticipant
+from fedring.client.secure.protection import Masks
 from fedring.client.secure.state import RoundName, SecureState, name_of
-from fedring.client.session.backoff import Backoff
-from fedring.client.session.connection import CALL_SECONDS, is_doubtful, stray_cancellation
+from fedring.client.session.connection import CALL_SECONDS, stray_cancellation
 from fedring.client.session.inbox import Assignment
 from fedring.client.session.link import ServerLink
-from fedring.client.transfer.download import HeldModel
-from fedring.client.transfer.update import Update
-from fedring.codec import Vectors
+from fedring.client.session.retry import RetryPolicy, Verdict
+from fedring.client.session.tries import Tries
 from fedring.daemon.config import ConfigError
 from fedring.daemon.crash import crashpoint
 from fedring.rpc.errors import FedringError, Unavailable, UnknownRound, reason_of, status_of
-from fedring.rpc.revocation import Revocations
 from fedring.secure.errors import SecureError
 from fedring.secure.statements import task_digest
 from fedring.v1 import federation_pb2 as pb
@@ -49,15 +43,8 @@ log = logging.getLogger(__name__)
 MAX_STEP_BYTES = 2 << 20
 """The largest message of a step: a group of 100 clients, each with certificates of 8 KiB, is smaller."""
 
-_MOST_TRIES = 3  # of a message that the server cannot read: its bytes may be damaged on the way
-_TRANSIENT = {
-    StatusCode.UNAVAILABLE,
-    StatusCode.DEADLINE_EXCEEDED,
-    StatusCode.INTERNAL,
-    StatusCode.UNKNOWN,
-    StatusCode.RESOURCE_EXHAUSTED,
-    StatusCode.CANCELLED,
-}
+# The server answers so to damaged bytes, too: a few more tries tell the two apart.
+POLICY = RetryPolicy({StatusCode.INVALID_ARGUMENT: Verdict.AGAIN})
 
 
 class SecureAggregationClient:
@@ -76,10 +63,9 @@ class SecureAggregationClient:
     _link: ServerLink
 
     def __init__(self, config: ClientConfig, ledger: Ledger, secret: ClientSecret) -> None:
-        self._config, self._ledger, self.secret = config, ledger, secret
+        self._config, self._ledger, self._secret = config, ledger, secret
         self._state = SecureState(config.state_dir)
-        check_own_key(config.tls, config.state_dir)  # damage is told at the start, not in each round
-        self._revoked = Revocations(config.tls.crl, config.tls.ca)
+        self._participants = Participants(config, self._state)
         self._participant: SecureParticipant | None = None
         self._changed = asyncio.Condition()
         self._sending: dict[str, asyncio.Task[None]] = {}
@@ -120,67 +106,12 @@ class SecureAggregationClient:
         """
         return self._link.call(lambda: self._wait(assignment))
 
-    def make_update(
-        self,
-        assignment: Assignment,
-        base: HeldModel,
-        trained: Vectors | None,
-        samples: int,
-        residual: NDArray[np.float32] | None,
-    ) -> Update:
-        """Make the masked update of a round, when its peers are known.
-
-        It belongs to the user's thread. If it gets noise of this client's own, what it costs is charged before.
-
-        Args:
-            assignment: the round.
-            base: the model that the training began with.
-            trained: the values that it ended with, which are overwritten; None = the update changes nothing.
-            samples: how many samples it was trained on.
-            residual: what past updates left out, [num_parameters]; None = nothing.
-
-        Raises:
-            CodecError: "non_finite", if a value is not finite.
-            SecureError: if the update cannot be made; "privacy_policy" if this client demands more of its group.
-            RoundOver: if the round ended before.
-        """
-        participant, privacy = self.participant(assignment), dp_of(assignment.command.job)
-        make = partial(MaskedUpdates, participant.command, participant.client_id, participant.mask)
-        if privacy is None:
-            dither, most = self.secret.derive(assignment.command, DITHER), self._config.privacy.max_clipped_share
-            return make(participant.bits, dither=dither, max_clipped_share=most).make(base, trained, samples, residual)
-        try:
-            plan = privacy.plan(participant.clients, base.vectors.parameters.size, participant.command.job.min_results)
-            if why := own_noise_refusal(
-                self._config.privacy, self._ledger, participant.command, plan, participant.masks
-            ):
-                raise SecureError("privacy_policy", why)
-            self._ledger.charge_own(participant.command, plan.charge, participant.masks)
-        except ValueError as error:
-            raise SecureError("no_plan", f"this client cannot add its share of the noise: {error}") from error
-        except OSError as error:
-            raise SecureError("secure_state", f"what the update costs cannot be noted: {error}") from error
-        return make(plan.bits, plan).make(base, trained, samples, residual)
-
-    def bind(self, assignment: Assignment, payload: str) -> None:
-        """Bind the masks of a round to one payload.
-
-        The payload may be sent then. It belongs to the user's thread.
-
-        Args:
-            assignment: the round.
-            payload: the name of the payload.
-
-        Raises:
-            UpdateRefused: if the masks are bound to another one, or that cannot be noted.
-            RoundOver: if the round ended before.
-        """
-        try:
-            self.participant(assignment).bind(payload)
-        except (SecureError, OSError) as error:
-            why = error if isinstance(error, SecureError) else SecureError("secure_state", str(error))
-            self.fail(assignment.command, why)
-            raise UpdateRefused(why.reason, str(why)) from error
+    def protection(self, assignment: Assignment) -> Protection:
+        """Return the protection of this client's updates in a round."""
+        if not assignment.command.HasField("secure"):
+            return Protection()
+        config = self._config
+        return Masks(assignment, self, config.client_id, config.privacy, self._ledger, self._secret)
 
     def fail(self, command: pb.TrainCmd, error: SecureError) -> None:
         """End a round for this client, and tell the server why.
@@ -228,30 +159,29 @@ class SecureAggregationClient:
 
     async def _begin(self, command: pb.TrainCmd) -> None:
         name = name_of(command)
-        if not command.HasField("secure") or await asyncio.to_thread(lambda: self._refuses(command)):
+        if not command.HasField("secure") or await asyncio.to_thread(
+            lambda: bool(refusal(self._config.privacy, self._ledger, command))
+        ):
             if self._participant and self._participant.name != name:
                 self._stop_sending()
                 self._participant = None
             await asyncio.to_thread(lambda: self._state.finish_others(name))
             return
-        self._check_not_over(name)
+        self._participants.check_not_over(name)
         participant = self._participant
         if participant is None or participant.name != name or participant.task != task_digest(command):
-            participant = await asyncio.to_thread(lambda: self._open(command))
+            participant = await asyncio.to_thread(lambda: self._participants.open(command))
             self._stop_sending()
             self._participant = participant
         self._answer("SendKeys", participant.keys())
 
-    def _refuses(self, command: pb.TrainCmd) -> bool:
-        return bool(refusal(self._config.privacy, self._ledger, command))
-
     async def _step(self, step: wire.SecureStep) -> None:
         name = name_of(step)
-        self._check_not_over(name)
+        self._participants.check_not_over(name)
         if step.ByteSize() > MAX_STEP_BYTES:
             raise SecureError("too_large", f"a message of {step.ByteSize()} bytes is above {MAX_STEP_BYTES}")
         if self._participant is None or self._participant.name != name:
-            self._participant = await asyncio.to_thread(lambda: self._reopen(name))
+            self._participant = await asyncio.to_thread(lambda: self._participants.reopen(name))
         participant = self._participant
         match step.WhichOneof("step"):
             case "roster":
@@ -262,57 +192,6 @@ class SecureAggregationClient:
                 self._answer("SignSurvivors", await asyncio.to_thread(lambda: participant.on_survivors(step.survivors)))
             case "unmask":
                 self._answer("SendUnmaskShares", await asyncio.to_thread(lambda: participant.on_unmask(step.unmask)))
-
-    def _check_not_over(self, name: RoundName) -> None:
-        """Raise SecureError if the round is over for this client.
-
-        The server may have forgotten what it was told.
-        """
-        if not self._state.finished(name):
-            return
-        raise self._ended_with(name) or SecureError(
-            "replayed_round", f"round {name.round} is over for this client, and its secrets are gone"
-        )
-
-    def _ended_with(self, name: RoundName) -> SecureError | None:
-        """Return why this client has ended a round.
-
-        None if it has not, or for no reason of its own.
-        """
-        last = self._state.finished(name)
-        if last and last.reason and (last.epoch, last.round) == (name.epoch, name.round):
-            return SecureError(last.reason, f"this client has ended round {name.round} before")
-        return None
-
-    def _open(self, command: pb.TrainCmd) -> SecureParticipant:
-        """Return the state of a new round, or of one on disk.
-
-        All other rounds are over then.
-        """
-        self._state.finish_others(name_of(command))
-        return SecureParticipant(command, self._identity(), self._state)
-
-    def _reopen(self, name: RoundName) -> SecureParticipant:
-        """Return the state of a round that is on disk already."""
-        record = self._state.load(name)
-        if record is None:
-            raise SecureError("other_round", f"this client has no keys in round {name.round} of {name.run_id[:64]}")
-        try:
-            command = pb.TrainCmd.FromString(record.command)
-        except DecodeError as error:
-            raise SecureError("damaged_state", f"the file of round {name.round} holds no command") from error
-        return SecureParticipant(command, self._identity(), self._state)
-
-    def _identity(self) -> ClientIdentity:
-        config = self._config
-        signer = load_signer(config.tls, config.state_dir)
-        check = PeerCheck(
-            config.client_id, signer.proof, peers=config.privacy.peers, tls=config.tls, revoked=self._revoked
-        )
-        log.info("this client signs with the key of the fingerprint %s", signer.fingerprint)
-        return ClientIdentity(
-            config.client_id, signer, check, config.privacy.min_clients, strict=config.privacy.demands
-        )
 
     def _answer(self, call: str, message: Message) -> None:
         """Begin to send a message, in place of an earlier try."""
@@ -328,34 +207,28 @@ class SecureAggregationClient:
 
     async def _send(self, call: str, message: Any) -> None:
         """Send a message until the server has taken or refused it."""
-        connection, backoff, tries = self._link.connection, Backoff(), 0
+        connection = self._link.connection
+        tries = Tries(connection, POLICY)
         while True:
-            session_id = connection.session.session_id
             send: Callable[..., Awaitable[wire.SecureAck]] = getattr(connection.secure, call)
             try:
-                with stray_cancellation():
+                with tries.one():
                     crashpoint(f"client_secure_{call}_begun")
                     await send(message, metadata=connection.metadata, timeout=CALL_SECONDS)
                     connection.last_success = time.monotonic()
                     crashpoint(f"client_secure_{call}_done")
                     return
             except (aio.AioRpcError, FedringError) as error:
-                status, reason = status_of(error), reason_of(error)
+                reason = reason_of(error)
                 log.log(
-                    logging.INFO if status is UnknownRound.status else logging.WARNING,
+                    logging.INFO if status_of(error) is UnknownRound.status else logging.WARNING,
                     "the server did not take %s of round %d: %s",
                     *(call, message.round, reason),
                 )
-                # The server answers so to damaged bytes, too: a few more tries tell the two apart.
-                tries += status is StatusCode.INVALID_ARGUMENT
-                if is_doubtful(error):
-                    await connection.reconnect()
-                if status is StatusCode.UNAUTHENTICATED or status is StatusCode.ABORTED:
-                    await connection.wait_for_new_session(session_id)
-                elif status not in _TRANSIENT and not 0 < tries < _MOST_TRIES:
+                if tries.judge(error) is Verdict.DROP:
                     await self._refused(message.round, reason)
                     return
-            await asyncio.sleep(backoff.next())
+            await tries.wait()
 
     async def _refused(self, round_: int, reason: str) -> None:
         """End the round, unless its message only came too late."""
@@ -380,11 +253,8 @@ class SecureAggregationClient:
         await asyncio.to_thread(lambda: self._state.finish(name, reason))
 
     async def _fail(self, name: RoundName, error: SecureError) -> None:
-        session, last = self._link.session, self._state.finished(name)
-        if last and last.reason and (last.epoch, last.round) == (name.epoch, name.round):
-            error = SecureError(
-                last.reason, f"this client has ended round {name.round} before"
-            )  # the first reason counts
+        session = self._link.session
+        error = self._participants.ended_with(name) or error  # the first reason counts
         log.error("round %d failed (%s): %s", name.round, error.reason, error)
         try:
             if self._state.begun(name):

@@ -12,10 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedring.client.transfer.download import HeldModel
-from fedring.client.transfer.update import Update, masked_offer
+from fedring.client.transfer.update import TrainingReport, Update, header_of, offered
 from fedring.codec import CodecError, Vectors
 from fedring.codec.digest import name_of
-from fedring.codec.masked import Words, masked_packet
+from fedring.codec.masked import MASKED, Words, masked_packet
 from fedring.privacy.integer_plan import IntegerPlan
 from fedring.privacy.integers import RoundingFailed, encode_private
 from fedring.privacy.keystream import SECRET_BYTES
@@ -155,6 +155,8 @@ def update_of(
 ) -> Update:
     """Return the update that carries words.
 
+    Its header says nothing of the training.
+
     Args:
         command: the command that is answered.
         client_id: the client that sends the update.
@@ -163,4 +165,7 @@ def update_of(
         residual: what the update leaves out, [num_parameters]; None = nothing.
     """
     parts = masked_packet(words, bits)
-    return Update(masked_offer(command, client_id, sum(map(len, parts)), name_of(*parts)), parts, residual)
+    size = sum(map(len, parts))
+    packet = pb.Packet(vector=pb.VECTOR_PARAMETERS, kind=pb.KIND_DELTA, encoding=MASKED, bytes=size)
+    header = header_of(command, client_id, [packet], TrainingReport(samples=1))
+    return Update(header, offered(header, name_of(*parts)), parts, residual)

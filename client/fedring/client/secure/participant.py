@@ -8,7 +8,7 @@ of a kind, with another content, is refused.
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar
@@ -17,25 +17,20 @@ import numpy as np
 from google.protobuf.message import DecodeError, Message
 from numpy.typing import NDArray
 
+from fedring.client.secure.group_keys import GroupKeys, check_signatures, check_survivors, to_release
 from fedring.client.secure.identity import Signer
 from fedring.client.secure.state import RoundRecord, SecureState, name_of
-from fedring.codec.masked import MAX_BITS, Words, word_type
+from fedring.codec.masked import MAX_BITS, Words
 from fedring.daemon.crash import crashpoint
 from fedring.secure.errors import SecureError
-from fedring.secure.keys import RoundSecrets, commitment, draw_secrets, own_seed, pair_seed, share_key
+from fedring.secure.keys import RoundSecrets, commitment, draw_secrets
 from fedring.secure.levels import bits_of
-from fedring.secure.limits import fewest_survivors
-from fedring.secure.masks import mask, wrap
 from fedring.secure.roster import CheckIdentity, Roster, check_roster, signed_keys
-from fedring.secure.sealing import SEALED_BYTES, seal, share_digests, unseal
-from fedring.secure.shamir import SHARE_BYTES, split
-from fedring.secure.signing import BadProof, Proof, sign, verify
+from fedring.secure.shamir import SHARE_BYTES
+from fedring.secure.signing import Proof, sign
 from fedring.secure.statements import survivors_statement, task_digest
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1 import secure_pb2 as wire
-
-PIECE = 1 << 20
-"""Values that are masked at a time."""
 
 M = TypeVar("M", bound=Message)
 
@@ -104,14 +99,14 @@ class SecureParticipant:
             if not self._is_new("roster", data):
                 return _parse(wire.SecureShares, self._record.shares)
             roster = check_roster(message, self.command, self._identity.check_identity)
-            own = next((each for each in message.members if self._is_own(each)), None)
-            if own is None:
+            own = _parse(wire.SignedKeys, self._record.keys)
+            if own not in message.members:
                 raise SecureError("bad_roster", "this client's own keys are not in its group as it has sent them")
-            self._check_enough(len(roster.members), "a group")
+            _check_enough(self._identity, len(roster.members), "a group")
             if not self.command.job.dp and bits_of(self.command.secure, len(roster.members)) > MAX_BITS:
                 raise SecureError("bad_roster", f"sums of {len(roster.members)} clients need more than {MAX_BITS} bits")
-            shares, own_shares = self._share(roster)
-            self._keep(roster=data, shares=shares.SerializeToString(), own_shares=own_shares)
+            shares, own_shares = self._keys_in(roster).share(self.name.round)
+            self._keep(roster=data, shares=shares.SerializeToString(), own_shares=b"".join(own_shares))
             return shares
 
     def on_peers(self, message: wire.SecurePeers) -> None:
@@ -129,7 +124,7 @@ class SecureParticipant:
         with self._lock:
             if not self._is_new("peers", data):
                 return
-            roster = self._roster
+            roster = self.roster
             names = [each.client_id for each in message.shares]
             if not roster.ordered(names) or self._identity.client_id in names:
                 raise SecureError("bad_peers", "the peers are not other clients of the group, in order")
@@ -138,14 +133,9 @@ class SecureParticipant:
                     f"{len(names) + 1} of {len(roster.members)} clients have sent shares: {roster.threshold} are needed"
                 )
                 raise SecureError("too_few_peers", text)
-            self._check_enough(len(names) + 1, "peers")
-            self._open(message)
+            _check_enough(self._identity, len(names) + 1, "peers")
+            self._keys_in(roster).open(message)
             self._keep(peers=data)
-
-    @property
-    def client_id(self) -> str:
-        """The client."""
-        return self._identity.client_id
 
     @property
     def may_mask(self) -> bool:
@@ -153,17 +143,12 @@ class SecureParticipant:
         return bool(self._record.peers)
 
     @property
-    def clients(self) -> int:
-        """The number of clients of the group, which must be known."""
-        return len(self._roster.members)
-
-    @property
     def bits(self) -> int:
         """The bits of a masked value, if values are levels.
 
         The group must be known.
         """
-        return bits_of(self.command.secure, self.clients)
+        return bits_of(self.command.secure, len(self.roster.members))
 
     @property
     def masks(self) -> bytes:
@@ -172,11 +157,6 @@ class SecureParticipant:
         This client has told everybody of it.
         """
         return commitment(self._record.own_mask)
-
-    @property
-    def payload(self) -> str:
-        """The payload that the masks are bound to; empty = none yet."""
-        return self._record.payload.decode()
 
     def mask(self, integers: NDArray[np.signedinteger], bits: int = 0) -> Words:
         """Return an update's integers under all masks of this client.
@@ -192,15 +172,8 @@ class SecureParticipant:
         """
         with self._lock:
             self._check_unused()
-            seeds, bits = self._seeds(), bits or self.bits
-        words: Words = np.empty(len(integers), word_type(bits))
-        for start in range(0, len(integers), PIECE):
-            stop = min(start + PIECE, len(integers))
-            piece = wrap(integers[start:stop], bits)
-            for seed, sign_ in seeds:
-                (np.add if sign_ > 0 else np.subtract)(piece, mask(seed, bits, start, stop), out=piece)
-            words[start:stop] = piece
-        return words
+            keys, peers = self._keys_in(self.roster), self._peers
+        return keys.mask(integers, bits or self.bits, peers)
 
     def bind(self, payload: str) -> None:
         """Bind the masks to one payload, which may be sent then.
@@ -231,13 +204,18 @@ class SecureParticipant:
         data = message.SerializeToString(deterministic=True)
         with self._lock:
             if self._is_new("survivors", data):
-                names = list(message.client_ids)
-                self._check_survivors(names)
+                names, peers, roster = list(message.client_ids), self._peers, self.roster
+                check_survivors(names, peers, roster, self.command.job)
+                if self._identity.client_id not in names or not self._record.payload:
+                    text = "this client is not among the survivors, or has sent no update"
+                    raise SecureError("bad_survivors", text)
+                _check_enough(self._identity, len(names), "a sum")
                 self._sums.check(names)
                 key = self._identity.signer
-                if key.proof.key() != self._roster.member(self._identity.client_id).key:
+                if key.proof.key() != roster.member(self._identity.client_id).key:
                     raise SecureError("other_identity", "the key of this client was replaced while the round went on")
-                self._keep(survivors=data, signature=sign(key.key, self._statement(names)))
+                statement = survivors_statement(roster.digest, peers, names)
+                self._keep(survivors=data, signature=sign(key.key, statement))
             return wire.SurvivorsSignature(round=self.name.round, signature=self._record.signature)
 
     def on_unmask(self, message: wire.SecureUnmask) -> wire.UnmaskShares:
@@ -254,7 +232,18 @@ class SecureParticipant:
         """
         with self._lock:
             if not self._record.released:
-                self._keep(released=self._release(message).SerializeToString())
+                if not self._record.survivors:
+                    text = "the server wants masks removed before it has said who survived"
+                    raise SecureError("bad_survivors", text)
+                roster, peers = self.roster, self._peers
+                survivors = list(_parse(wire.SecureSurvivors, self._record.survivors).client_ids)
+                check_signatures(message, roster, survivors, survivors_statement(roster.digest, peers, survivors))
+                # Noted before any share leaves: later demands for another sum of this model are checked against it.
+                self._sums.note(survivors)
+                shares = self._keys_in(roster).open(_parse(wire.SecurePeers, self._record.peers))
+                shares[self._identity.client_id] = self.shares_of(self._identity.client_id)
+                answer = wire.UnmaskShares(round=self.name.round, shares=to_release(shares, peers, survivors))
+                self._keep(released=answer.SerializeToString())
             return _parse(wire.UnmaskShares, self._record.released)
 
     def shares_of(self, client: str) -> tuple[bytes, bytes]:
@@ -268,18 +257,24 @@ class SecureParticipant:
         if client == self._identity.client_id:
             own = self._record.own_shares
             return own[:SHARE_BYTES], own[SHARE_BYTES:]
-        return self._open(_parse(wire.SecurePeers, self._record.peers))[client]
+        return self._keys_in(self.roster).open(_parse(wire.SecurePeers, self._record.peers))[client]
 
     @cached_property
-    def _roster(self) -> Roster:
+    def roster(self) -> Roster:
+        """The group.
+
+        Raises:
+            SecureError: "bad_roster" if it is not known yet.
+        """
         if not self._record.roster:
             raise SecureError("bad_roster", "the server has sent a later step before the group")
         # Who the members are was checked before the group was written; a certificate may have expired since.
         return check_roster(_parse(wire.SecureRoster, self._record.roster), self.command, _checked_before)
 
-    @property
-    def _secrets(self) -> RoundSecrets:
-        return RoundSecrets(self._record.sealing, self._record.masking, self._record.own_mask)
+    def _keys_in(self, roster: Roster) -> GroupKeys:
+        record = self._record
+        secrets = RoundSecrets(record.sealing, record.masking, record.own_mask)
+        return GroupKeys(self._identity.client_id, roster, secrets)
 
     @property
     def _peers(self) -> list[str]:
@@ -287,10 +282,7 @@ class SecureParticipant:
         if not self._record.peers:
             raise SecureError("bad_peers", "the server has sent a later step before the peers")
         others = {each.client_id for each in _parse(wire.SecurePeers, self._record.peers).shares}
-        return [name for name in self._roster.places if name in others or name == self._identity.client_id]
-
-    def _is_own(self, keys: wire.SignedKeys) -> bool:
-        return keys == _parse(wire.SignedKeys, self._record.keys)
+        return [name for name in self.roster.places if name in others or name == self._identity.client_id]
 
     def _is_new(self, kind: str, data: bytes) -> bool:
         known = getattr(self._record, kind)
@@ -306,108 +298,15 @@ class SecureParticipant:
         self._record = record
         crashpoint(f"client_secure_{next(iter(values))}")
 
-    def _check_enough(self, count: int, what: str) -> None:
-        if count < self._identity.min_clients:
-            text = f"this site's privacy.min_clients = {self._identity.min_clients} is above {what} of {count} clients"
-            raise SecureError("privacy_policy", text)
-
     def _check_unused(self) -> None:
         if self._record.payload:
             raise lost_update(self.name.round)
 
-    def _share(self, roster: Roster) -> tuple[wire.SecureShares, bytes]:
-        me, secrets, count = self._identity.client_id, self._secrets, len(roster.members)
-        masking = split(secrets.masking, roster.threshold, count)
-        own_mask = split(secrets.own_mask, roster.threshold, count)
-        shares, own = wire.SecureShares(round=self.name.round), b""
-        for place, member in enumerate(roster.members):
-            if member.client_id == me:
-                own = masking[place] + own_mask[place]
-                continue
-            self._pair_seed(roster, member.client_id)  # refuses a key that cannot be used, while there is time
-            key = share_key(secrets.sealing, member.sealing, roster.digest, me, member.client_id)
-            pair = masking[place], own_mask[place]
-            digests = share_digests(roster.digest, me, member.client_id, *pair)
-            shares.shares.add(client_id=member.client_id, sealed=seal(key, *pair), digests=digests)
-        return shares, own
 
-    def _open(self, message: wire.SecurePeers) -> dict[str, tuple[bytes, bytes]]:
-        """Return each peer's unsealed shares.
-
-        They are of its masking key and of the seed of its own mask.
-        """
-        me, roster = self._identity.client_id, self._roster
-        opened = {}
-        for each in message.shares:
-            if len(each.sealed) != SEALED_BYTES:
-                text = f"the sealed shares of {each.client_id} are {len(each.sealed)} bytes long"
-                raise SecureError("bad_share", text)
-            sealing = roster.member(each.client_id).sealing
-            key = share_key(self._record.sealing, sealing, roster.digest, each.client_id, me)
-            try:
-                pair = opened[each.client_id] = unseal(key, each.sealed)
-            except SecureError as error:
-                raise SecureError(error.reason, f"{error}: {each.client_id} sealed it") from error
-            # Whoever gives out a share that the server was told otherwise would be taken for a liar.
-            if share_digests(roster.digest, each.client_id, me, *pair) != each.digests:
-                raise SecureError("bad_share", f"{each.client_id} has sealed other shares than it has told the server")
-        return opened
-
-    def _pair_seed(self, roster: Roster, peer: str) -> bytes:
-        first, second = sorted((self._identity.client_id, peer))
-        return pair_seed(self._record.masking, roster.member(peer).masking, roster.digest, first, second)
-
-    def _seeds(self) -> list[tuple[bytes, int]]:
-        """Return the seeds of all masks on this client's update.
-
-        Each comes with +1 if its mask is added, with -1 if it is subtracted.
-        """
-        me, roster = self._identity.client_id, self._roster
-        pairs = [(self._pair_seed(roster, peer), 1 if me < peer else -1) for peer in self._peers if peer != me]
-        return [(own_seed(self._record.own_mask, roster.digest, me), 1), *pairs]
-
-    def _statement(self, survivors: Sequence[str]) -> bytes:
-        return survivors_statement(self._roster.digest, self._peers, survivors)
-
-    def _check_survivors(self, names: Sequence[str]) -> None:
-        peers, needed = self._peers, self._roster.threshold
-        if self.command.job.dp:  # the noise is made for no fewer
-            needed = fewest_survivors(self.clients, self.command.job.min_results)
-        if not self._roster.ordered(names) or not set(names) <= set(peers):
-            raise SecureError("bad_survivors", "the survivors are not peers of this client, in order")
-        if self._identity.client_id not in names or not self._record.payload:
-            raise SecureError("bad_survivors", "this client is not among the survivors, or has sent no update")
-        if len(names) < needed:
-            raise SecureError("bad_survivors", f"{len(names)} clients have survived: {needed} are needed")
-        self._check_enough(len(names), "a sum")
-
-    def _release(self, message: wire.SecureUnmask) -> wire.UnmaskShares:
-        if not self._record.survivors:
-            raise SecureError("bad_survivors", "the server wants masks removed before it has said who survived")
-        survivors = list(_parse(wire.SecureSurvivors, self._record.survivors).client_ids)
-        signers = [each.client_id for each in message.signatures]
-        if not self._roster.ordered(signers) or not set(signers) <= set(survivors):
-            raise SecureError("bad_survivors", "those who have signed are not survivors, each once and in order")
-        statement = self._statement(survivors)
-        for each in message.signatures:
-            try:
-                verify(self._roster.member(each.client_id).key, each.signature, statement)
-            except BadProof as error:
-                text = f"{each.client_id} has not signed these survivors: {error}"
-                raise SecureError("bad_peer_signature", text) from error
-        if len(signers) < self._roster.threshold:
-            text = f"{len(signers)} survivors have signed: {self._roster.threshold} are needed"
-            raise SecureError("too_few_signatures", text)
-        # Noted before any share leaves: later demands for another sum of this model are checked against it.
-        self._sums.note(survivors)
-        shares = self._open(_parse(wire.SecurePeers, self._record.peers))
-        shares[self._identity.client_id] = self.shares_of(self._identity.client_id)
-        answer = wire.UnmaskShares(round=self.name.round)
-        for name in self._peers:
-            # Never both for one client: with both, the server could read its update.
-            masking, own_mask = shares[name]
-            answer.shares.append(own_mask if name in survivors else masking)
-        return answer
+def _check_enough(identity: ClientIdentity, count: int, what: str) -> None:
+    if count < identity.min_clients:
+        text = f"this site's privacy.min_clients = {identity.min_clients} is above {what} of {count} clients"
+        raise SecureError("privacy_policy", text)
 
 
 def lost_update(round_: int) -> SecureError:

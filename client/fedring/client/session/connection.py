@@ -21,7 +21,7 @@ from fedring.daemon.tracing import trace_metadata
 from fedring.rpc.channel import encrypts, open_channel
 from fedring.rpc.chunks import part_parser, serialize
 from fedring.rpc.contract import PROTOCOL, SESSION_KEY
-from fedring.rpc.errors import FedringError, Unavailable, reason_of, status_of
+from fedring.rpc.errors import Unavailable, reason_of, status_of
 from fedring.rpc.metrics import counted
 from fedring.rpc.tls import read_token
 from fedring.v1 import federation_pb2 as pb
@@ -35,8 +35,6 @@ log = logging.getLogger(__name__)
 CALL_SECONDS = 10.0
 """The deadline of a call that moves no payload."""
 
-_DOUBTFUL = {StatusCode.UNIMPLEMENTED, StatusCode.INTERNAL, StatusCode.UNKNOWN, StatusCode.DEADLINE_EXCEEDED}
-
 _START_FIELD = 19  # of /proc/self/stat, counted after the name, which may hold spaces: clock ticks since the boot
 _TICKS = 100.0  # per second, on every Linux
 
@@ -49,16 +47,6 @@ _FINAL = {
     StatusCode.PERMISSION_DENIED: Exit.NOT_ALLOWED,
     StatusCode.UNAUTHENTICATED: Exit.NOT_ALLOWED,
 }
-
-
-def is_doubtful(error: aio.AioRpcError | FedringError) -> bool:
-    """Return whether a failed call makes its connection doubtful.
-
-    The connection may be broken for all new calls. The two sides of an HTTP/2 connection number its calls, and remember
-    parts of their headers. If one bit of a header is flipped on the way, the server may misread or ignore every later
-    call, while those in progress go on.
-    """
-    return status_of(error) in _DOUBTFUL
 
 
 @contextmanager

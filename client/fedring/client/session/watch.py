@@ -5,15 +5,15 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from math import inf
 from typing import Any
 
 from grpc import StatusCode, aio
 
 from fedring.client.errors import Refused
-from fedring.client.session.backoff import Backoff
-from fedring.client.session.connection import CALL_SECONDS, Connection, is_doubtful, stray_cancellation
+from fedring.client.session.connection import CALL_SECONDS, Connection, stray_cancellation
 from fedring.client.session.inbox import WorkInbox
+from fedring.client.session.retry import RetryPolicy, Verdict, is_doubtful
+from fedring.client.session.tries import Tries
 from fedring.daemon.exits import Exit
 from fedring.rpc.errors import (
     FedringError,
@@ -37,8 +37,12 @@ Lost = aio.AioRpcError | FedringError
 
 _OF_ROUNDS = ("train", "secure", "round_ended")
 _MOST_EVENTS = 64
-_LEAST_PAUSE = 0.05  # seconds between heartbeats, whatever the server asks for
 """How many events wait for the client's part in secure aggregation. A round has seven."""
+
+_LEAST_PAUSE = 0.05  # seconds between heartbeats, whatever the server asks for
+
+POLICY = RetryPolicy({**dict.fromkeys(StatusCode, Verdict.LATER), Superseded.reason: Verdict.DROP})
+"""A client tries to join for ever, unless Connection.join raises Refused."""
 
 
 class ClientSession:
@@ -95,29 +99,32 @@ class ClientSession:
         Raises:
             Refused: If the server will never give this client a session again.
         """
-        backoff, wait, listener = Backoff(), False, Listener.NOBODY
+        tries, wait, listener = Tries(self._connection, POLICY), False, Listener.NOBODY
         while True:
-            lost: Lost | None
             try:
-                with stray_cancellation():
+                with tries.one():
                     session = await self._connection.join(wait=wait)
                     lost = await self._watch(session)
             except (aio.AioRpcError, FedringError) as error:
                 lost = error
             if self._matched:
-                backoff.reset()
+                tries.reset()
             self._matched = False
+            if tries.judge(lost) is Verdict.DROP:
+                raise Refused(
+                    f"another process has joined as {self._connection.client_id!r}, with the same certificate or "
+                    "token, or a copy of this state_dir: give each client an id and a state_dir of its own",
+                    Exit.CONFIG,
+                )
             await self._health.set(serving=False)
-            wait = lost is not None and _unreachable(lost)
-            left = self._seconds_left(lost)
+            wait = _unreachable(lost)
+            deadline = self._deadline(lost)
             # One look per outage: it takes seconds, and its result is only for the sentence.
             if wait and self._state != "unreachable":
                 listener = await asyncio.to_thread(listener_at, self._connection.address)
             self._say(*self._explain(lost, listener))
-            if lost is not None and is_doubtful(lost):
-                await self._connection.reconnect()
-            with suppress(Unavailable), stray_cancellation():
-                await asyncio.sleep(min(backoff.next(), left))
+            with suppress(TimeoutError):
+                await tries.wait(deadline=deadline)
 
     async def report_evaluation(self, report: pb.EvaluationReport) -> None:
         """Send the result of an evaluation once.
@@ -132,7 +139,7 @@ class ClientSession:
         except (aio.AioRpcError, FedringError) as error:
             level = logging.INFO if status_of(error) is UnknownRound.status else logging.WARNING
             log.log(level, "the server did not take the evaluation of round %d: %s", report.round, reason_of(error))
-            if is_doubtful(error):
+            if is_doubtful(status_of(error)):
                 await self._connection.reconnect()
 
     async def report_failure(self, failure: pb.Failure) -> None:
@@ -155,17 +162,10 @@ class ClientSession:
                     await self._call.done_writing()
                     await self._call.code()
 
-    async def _watch(self, session: pb.JoinReply) -> Lost | None:
-        """Follow one Watch stream to its end.
-
-        Returns:
-            The error that ended it; None if the server closed it.
-
-        Raises:
-            Refused: If another session has replaced this one.
-        """
+    async def _watch(self, session: pb.JoinReply) -> Lost:
+        """Follow one Watch stream, and return the error at its end."""
         call = self._call = self._connection.commands.Watch(metadata=self._connection.metadata)
-        lost: Lost | None = None
+        lost: Lost = Unavailable("the server closed the session")
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(self._send_heartbeats(call, session))]
             try:
@@ -181,16 +181,10 @@ class ClientSession:
                 call.cancel()
                 for task in tasks:
                     task.cancel()
-        if _is(lost, Superseded):
-            raise Refused(
-                f"another process has joined as {self._connection.client_id!r}, with the same certificate or token, or "
-                "a copy of this state_dir: give each client an id and a state_dir of its own",
-                Exit.CONFIG,
-            )
         return lost
 
-    def _seconds_left(self, lost: Lost | None) -> float:
-        """Return for how many more seconds to keep trying.
+    def _deadline(self, lost: Lost) -> float | None:
+        """Return until when to keep trying, in monotonic seconds.
 
         For ever, unless another session has this client's id.
 
@@ -199,13 +193,13 @@ class ClientSession:
         """
         if not (isinstance(lost, aio.AioRpcError) and _is(lost, IdInUse)):
             self._in_use_since = None
-            return inf
+            return None
         now = time.monotonic()
         if self._in_use_since is None:
             self._in_use_since = now
-        left = self._in_use_since + retry_seconds_of(lost) - now
-        if left > 0:
-            return left
+        deadline = self._in_use_since + retry_seconds_of(lost)
+        if deadline > now:
+            return deadline
         raise Refused(
             f"another process has joined fl-server at {self._connection.address} as {self._connection.client_id!r}: "
             "give each client an id of its own (client_id); or, if this client's state_dir was lost, start it again "
@@ -276,13 +270,13 @@ class ClientSession:
                 self.inbox.end(event.round_ended.round, event.round_ended.reason)
         return None
 
-    def _explain(self, lost: Lost | None, listener: Listener) -> tuple[str, str]:
+    def _explain(self, lost: Lost, listener: Listener) -> tuple[str, str]:
         """Return the new state, and a sentence that explains it.
 
         `listener` is what listens at the server's address if no call arrives.
         """
         address = self._connection.address
-        if lost is None or isinstance(lost, Unavailable):
+        if isinstance(lost, Unavailable):
             return "closed", f"fl-server at {address} closed the session; joining again"
         if isinstance(lost, FedringError):
             return "silent", f"fl-server at {address} does not answer ({lost}); joining again"
@@ -325,7 +319,7 @@ def _pause_of(seconds: float) -> float:
     return seconds if seconds >= _LEAST_PAUSE else _LEAST_PAUSE
 
 
-def _is(lost: Lost | None, kind: type[FedringError]) -> bool:
+def _is(lost: Lost, kind: type[FedringError]) -> bool:
     return isinstance(lost, aio.AioRpcError) and reason_of(lost) == kind.reason
 
 

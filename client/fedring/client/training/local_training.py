@@ -1,5 +1,6 @@
 """Trains a loaded job on the samples of one client."""
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -8,9 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from fedring.client.policy.promises import sample_dp_of
+from fedring.client.training.personal import personal_of, train_own
+from fedring.codec.schema import Schema
 from fedring.data import Split
 from fedring.train.batches import size_of
-from fedring.train.errors import SeamError
+from fedring.train.errors import SeamError, TrainingStopped
 from fedring.train.evaluation import Evaluator
 from fedring.train.jobs.sample_privacy_table import SamplePrivacy
 from fedring.train.loop import Loss, OptimizerFactory, train
@@ -19,6 +23,8 @@ from fedring.train.private_check import check_private_training
 from fedring.train.private_loop import UNFIT, train_privately
 from fedring.train.user_trainer import Trainer, run_trainer
 from fedring.v1 import federation_pb2 as pb
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -118,14 +124,115 @@ def train_locally(
     )
 
 
-def counted(loaded: LoadedJob, command: pb.TrainCmd, size: int, known: int) -> int:
-    """Return for how many samples a client counts, also if it fails.
+@dataclass(frozen=True, slots=True, eq=False)
+class LocalTraining:
+    """The training of one client in one round.
 
-    Args:
-        loaded: The job.
-        command: The command of the round.
-        size: The number of samples of the client.
-        known: How many its last update counted for, if a user's trainer decides that; 0 = nobody knows.
+    It does as the keys of the job say. fl-client and the simulation run this.
     """
-    drawn = size if command.job.sample_dp else min(size, command.subset_size or size)
-    return known or drawn if loaded.trainer is not None else drawn
+
+    command: pb.TrainCmd
+    loaded: LoadedJob  # its model holds the values that the round starts from
+    samples: Dataset[Any]  # of the client
+    device: torch.device
+    progress: Callable[[float], None] = lambda share: None  # as for `train_locally`
+    stopped: Callable[[], bool] = lambda: False  # as for `train_locally`
+
+    def counted(self, size: int, known: int) -> int:
+        """Return for how many samples the client counts, also if it fails.
+
+        Args:
+            size: The number of its samples.
+            known: How many its last update counted for, if a user's trainer decides that; 0 = nobody knows.
+        """
+        drawn = size if self.command.job.sample_dp else min(size, self.command.subset_size or size)
+        return known or drawn if self.loaded.trainer is not None else drawn
+
+    def train_own(
+        self, plan: Plan, schema: Schema, start: Callable[[], Mapping[str, Tensor] | None]
+    ) -> dict[str, Tensor] | None:
+        """Train the client's own model, before the round's.
+
+        Afterwards the loaded model has the round's values again.
+
+        Args:
+            plan: How the job wants the round's model trained.
+            schema: The tensors that are the client's own.
+            start: Returns those after the client's last round; None = there was none.
+
+        Returns:
+            The tensors; None if the job asks for no own models, or the training failed.
+
+        Raises:
+            TrainingStopped: If `stopped` returned True.
+            SeamError: If a user's trainer would have to do this.
+        """
+        if not self.command.job.personal:
+            return None
+        if self.loaded.trainer is not None:
+            raise SeamError(
+                "no_personal", "A trainer does not train a client's own model, as the job's [personal] asks."
+            )
+        return train_own(
+            self.loaded.model,
+            self.samples,
+            plan,
+            personal_of(self.command.job),
+            loss=self.loaded.loss,
+            optimizer_factory=self.loaded.optimizer,
+            schema=schema,
+            start=start(),
+            device=self.device,
+            progress=lambda share: self.progress(share / 2),
+            stopped=self.stopped,
+        )
+
+    def train(self, plan: Plan, corrections: Mapping[str, Tensor] | None) -> TrainResult:
+        """Train the round's model: see `train_locally`."""
+        begun = 0.5 if self.command.job.personal else 0.0  # by the client's own model
+        return self._train(plan, lambda share: self.progress(begun + (1 - begun) * share), corrections)
+
+    def train_on_noise(self, plan: Plan, reason: str, restore: Callable[[], None]) -> bool:
+        """Train on the noise of [sample_dp] alone, after a failure.
+
+        A training diverges by its noise and its learning rate, whatever the samples are: then this one would, too.
+
+        Args:
+            plan: How the client trains.
+            reason: Why the training has failed.
+            restore: Gives the model the values that the round starts from.
+
+        Returns:
+            Whether the model was trained so.
+        """
+        if sample_dp_of(self.command.job) is None or reason == "diverged":
+            return False
+        try:
+            restore()
+            self._train(plan, self.progress, on_nothing=True)
+            return True
+        except TrainingStopped:
+            return False  # The round has ended.
+        except Exception:  # the user's optimizer may raise anything
+            log.exception("round %d: a training without samples failed, too", self.command.round)
+            return False
+
+    def _train(
+        self,
+        plan: Plan,
+        progress: Callable[[float], None],
+        corrections: Mapping[str, Tensor] | None = None,
+        *,
+        on_nothing: bool = False,
+    ) -> TrainResult:
+        return train_locally(
+            self.loaded,
+            self.samples,
+            plan,
+            device=self.device,
+            progress=progress,
+            stopped=self.stopped,
+            corrections=corrections,
+            private=sample_dp_of(self.command.job),
+            on_nothing=on_nothing,
+        )

@@ -4,21 +4,21 @@ It looks up the names in the job, and keeps model and data loaded from round to 
 """
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fedring.client.config import ClientConfig
 from fedring.client.errors import Refused, RoundOver, WrongModel
 from fedring.client.evaluation import Evaluation
-from fedring.client.policy.promises import is_covered, sample_dp_of
+from fedring.client.policy.promises import is_covered
 from fedring.client.task import Task
-from fedring.client.training.local_training import LoadedJob, check_private, counted, train_locally
-from fedring.client.training.personal import personal_of, train_own, with_own
-from fedring.client.training.sample_privacy import charging, spending
+from fedring.client.training.local_training import LoadedJob, LocalTraining, check_private
+from fedring.client.training.personal import with_own
 from fedring.daemon.tracing import span
 from fedring.data import DataError, Split, load_part, load_split
 from fedring.offers import Kind, named
@@ -96,16 +96,17 @@ class DeclaredTrainer:
                     self._train_in_group(loaded, task)
                     return None
                 size = self._size(loaded, task)  # all that may be told to the server of a covered job comes before this
-                spent = spending(task, self._config.privacy, size)
+                cost = task.charge.cost(task.plan, size, self._config.privacy)
                 known = task.ledger.note_of(task.command).samples
-                task.load_into(loaded.model, samples=counted(loaded, task.command, size, known))
-                with charging(task, spent, self._config.privacy.delta):
-                    own = self._train_own(loaded, task) if task.job.personal else None
-                    result = self._train(loaded, task)
+                training = self._training_of(loaded, task, lambda share: self._advance(task, share))
+                task.load_into(loaded.model, samples=training.counted(size, known))
+                with task.charge.of(cost, self._config.privacy.delta):
+                    own = training.train_own(task.plan, task.started.loaded.parts.not_frozen, task.load_own)
+                    result = self._train(training, task)
             task.submit(loaded.model, result.num_samples, result.metrics, result.seconds, own=own)
             log.info("round %d: update accepted", task.round, extra={"round": task.round, **result.metrics})
         except TrainingStopped:
-            task.done = True  # The server has ended the round, and may have told the group before this client.
+            task.end.done = True  # The server has ended the round, and may have told the group before this client.
             log.info("round %d ended before this client had trained", task.round)
         except WrongModel as error:  # the task has dealt with it
             log.error("round %d failed (%s): %s", task.round, error.reason, error)
@@ -185,55 +186,26 @@ class DeclaredTrainer:
         self._reached = share
         task.progress(share)
 
-    def _train(self, loaded: LoadedJob, task: Task) -> TrainResult:
+    def _training_of(self, loaded: LoadedJob, task: Task, progress: Callable[[float], None]) -> LocalTraining:
+        return LocalTraining(task.command, loaded, loaded.split.train, self._device, progress, lambda: task.cancelled)
+
+    def _train(self, training: LocalTraining, task: Task) -> TrainResult:
         if task.corrections is not None and self._config.optimizer:
             raise SeamError(
                 "no_correction", f"optimizer={self._config.optimizer} does not go with the job's corrections."
             )
-        self.in_users_code = loaded.trainer is not None
+        self.in_users_code = training.loaded.trainer is not None
         try:
-            return train_locally(
-                loaded,
-                loaded.split.train,
-                task.plan,
-                device=self._device,
-                progress=lambda share: self._advance(task, (1 + share) / 2 if task.job.personal else share),
-                stopped=lambda: task.cancelled,
-                corrections=task.corrections,
-                private=sample_dp_of(task.job),
-            )
+            return training.train(task.plan, task.corrections)
         finally:
             self.in_users_code = False
-
-    def _train_own(self, loaded: LoadedJob, task: Task) -> dict[str, Tensor] | None:
-        """Train the client's own model, before the round's.
-
-        Afterwards the loaded model has the round's values again.
-        """
-        if loaded.trainer is not None:
-            raise SeamError(
-                "no_personal", "A trainer does not train a client's own model, as the job's [personal] asks."
-            )
-        return train_own(
-            loaded.model,
-            loaded.split.train,
-            task.plan,
-            personal_of(task.job),
-            loss=loaded.loss,
-            optimizer_factory=loaded.optimizer,
-            schema=task.not_frozen,
-            start=task.load_own(),
-            device=self._device,
-            progress=lambda share: task.progress(share / 2),
-            stopped=lambda: task.cancelled,
-        )
 
     def _size(self, loaded: LoadedJob, task: Task) -> int:
         """Return the number of samples; 0 if nobody needs to know it.
 
         Raises:
-            TrainError: With the reason no_data, if masks or noise cover what this client sends, and it has no samples:
-                then nothing of it can be told.
+            TrainError: With the reason no_data, if the round is covered, and this client has no samples: then nothing
+                of that can be told.
         """
         if not is_covered(task.command) or (loaded.trainer is not None and not hasattr(loaded.split.train, "__len__")):
             return 0
@@ -253,31 +225,13 @@ class DeclaredTrainer:
         task.fail(failure.reason, detail, noise=self._noise(task, failure))
 
     def _noise(self, task: Task, failure: "_Failure") -> nn.Module | None:
-        """Return the model after a training on noise alone.
-
-        A training diverges by its noise and its learning rate, whatever the samples are: then this one would, too.
-        """
-        loaded, private = self._loaded, sample_dp_of(task.job)
-        if not task.charged or loaded is None or private is None or failure.reason == "diverged":
+        """Return the model after a training on noise alone, or None."""
+        loaded = self._loaded
+        if task.charge.missing or loaded is None:
             return None
-        try:
-            task.start_again(loaded.model)
-            train_locally(
-                loaded,
-                loaded.split.train,
-                task.plan,
-                device=self._device,
-                progress=lambda share: task.progress(max(share, self._reached)),
-                stopped=lambda: task.cancelled,
-                private=private,
-                on_nothing=True,
-            )
-            return loaded.model
-        except TrainingStopped:
-            return None  # The round has ended.
-        except Exception:  # the user's optimizer may raise anything
-            log.exception("round %d: a training without samples failed, too", task.round)
-            return None
+        training = self._training_of(loaded, task, lambda share: task.progress(max(share, self._reached)))
+        trained = training.train_on_noise(task.plan, failure.reason, lambda: task.started.restore(loaded.model))
+        return loaded.model if trained else None
 
     def _drop(self, error: Exception) -> None:
         """Forget the loaded job if its model has other frozen values.

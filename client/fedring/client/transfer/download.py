@@ -1,11 +1,12 @@
-"""One download of a model, without I/O.
+"""Downloads from the server's models, without I/O.
 
-It checks the headers and chunks that are received, and makes the model of them.
+They check the headers and chunks that are received. Of these, one makes the whole model.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +16,8 @@ from fedring.codec import BUFFERS, CodecError, Schema, Vectors, decode, open_pay
 from fedring.codec.digest import Digest, is_name
 from fedring.rpc.chunks import ReceivedChunk
 from fedring.v1 import federation_pb2 as pb
+
+T = TypeVar("T")
 
 MAX_PACKETS = 1024
 _SLACK = 1 << 16  # bytes, for the headers of packets
@@ -35,8 +38,112 @@ class HeldModel:
     vectors: Vectors
 
 
-class Download:
-    """A download of one model, which may take several calls.
+class BlobDownload(ABC, Generic[T]):
+    """A download, which may take several calls.
+
+    Args:
+        digest: The name of the model.
+        schema: The schema that it must have.
+
+    Raises:
+        BadModel: If `digest` is not the form of a digest.
+    """
+
+    def __init__(self, digest: str, schema: Schema) -> None:
+        if not is_name(digest):
+            raise BadModel(f"the server names the model {digest[:80]!r}, which is not a digest")
+        self.received = 0  # bytes of the payload so far
+        self.header: pb.ModelHeader | None = None
+        self._digest, self._schema = digest, schema
+
+    @property
+    def request(self) -> pb.FetchModelRequest:
+        """The request for the part that is missing."""
+        request = self._wanted()
+        request.digest, request.offset = self._digest, self.received
+        request.payload_name = self.header.payload_name if self.header and self.received else ""
+        return request
+
+    @property
+    def complete(self) -> bool:
+        """Whether all bytes were received."""
+        return self.header is not None and self.received == self.header.total_bytes
+
+    @property
+    def share(self) -> float:
+        """The share of the payload that was received, 0 to 1."""
+        return self.received / self.header.total_bytes if self.header else 0.0
+
+    @property
+    def is_small(self) -> bool:
+        """Whether `finish` is fast enough to need no other thread."""
+        return True
+
+    def begin(self, header: pb.ModelHeader) -> None:
+        """Begin a stream of the payload.
+
+        It continues the payload that was received in part, or begins another one. No memory is allocated for a header
+        that cannot lead to what is wanted.
+
+        Raises:
+            BadModel: If the header is not that of what is wanted.
+            WrongModel: If the model has another schema.
+        """
+        if header.model_digest != self._digest:
+            raise BadModel(f"the server sent model {header.model_digest[:80]!r}, but {self._digest} was asked for")
+        if header.schema_hash != self._schema.hash:
+            raise WrongModel(_difference(self._schema, header.schema))
+        self._check(header)
+        if self.header is None or header.payload_name != self.header.payload_name:
+            self.received = 0
+            self._start(header)
+        self.header = header
+
+    def add(self, chunk: pb.Chunk | ReceivedChunk) -> None:
+        """Add the next bytes of the payload.
+
+        Raises:
+            BadModel: If they do not follow those before, exceed the payload, or cannot be part of it.
+        """
+        end = self.received + len(chunk.data)
+        if self.header is None or chunk.offset != self.received or end > self.header.total_bytes:
+            raise BadModel(f"a chunk at offset {chunk.offset} was received where {self.received} was expected")
+        self._take(chunk.data)
+        self.received = end
+
+    def finish(self) -> T:
+        """Return the result of a complete payload.
+
+        Raises:
+            BadModel: If the payload is not complete or not valid, or does not have its digest.
+        """
+        if self.header is None or not self.complete:
+            raise BadModel("the payload is not complete")
+        return self._result(self.header)
+
+    @abstractmethod
+    def _wanted(self) -> pb.FetchModelRequest:
+        """Return a request for the wanted bytes of the model."""
+
+    @abstractmethod
+    def _check(self, header: pb.ModelHeader) -> None:
+        """Refuse a header of anything else, with BadModel."""
+
+    @abstractmethod
+    def _start(self, header: pb.ModelHeader) -> None:
+        """Begin a payload, instead of any before."""
+
+    @abstractmethod
+    def _take(self, data: bytes | memoryview) -> None:
+        """Take the bytes that follow the first `received` ones."""
+
+    @abstractmethod
+    def _result(self, header: pb.ModelHeader) -> T:
+        """Check the complete payload, and return the result."""
+
+
+class Download(BlobDownload[HeldModel]):
+    """A download of one model.
 
     Args:
         digest: The name of the model.
@@ -48,31 +155,11 @@ class Download:
     """
 
     def __init__(self, digest: str, schema: Schema, base: HeldModel | None) -> None:
-        if not is_name(digest):
-            raise BadModel(f"the server names the model {digest[:80]!r}, which is not a digest")
-        self.received = 0  # bytes of the payload so far
-        self.header: pb.ModelHeader | None = None
-        self._digest = digest
-        self._schema = schema
+        super().__init__(digest, schema)
         self._base = base
         self._payload: NDArray[np.uint8] = np.empty(0, np.uint8)
         self._hash = Digest(like=digest)
         self._values: list[slice] = []  # the places of the model's own bytes in the payload, if it comes uncompressed
-
-    @property
-    def request(self) -> pb.FetchModelRequest:
-        """The request for the part that is missing."""
-        return pb.FetchModelRequest(
-            digest=self._digest,
-            held_digest=self._base.digest if self._base else "",
-            offset=self.received,
-            payload_name=self.header.payload_name if self.header and self.received else "",
-        )
-
-    @property
-    def complete(self) -> bool:
-        """Whether all bytes were received."""
-        return self.header is not None and self.received == self.header.total_bytes
 
     @property
     def is_small(self) -> bool:
@@ -82,50 +169,22 @@ class Download:
         """
         return 4 * self._schema.num_parameters + 8 * self._schema.num_buffers <= _SMALL_BYTES
 
-    @property
-    def share(self) -> float:
-        """The share of the payload that was received, 0 to 1."""
-        return self.received / self.header.total_bytes if self.header else 0.0
+    def _wanted(self) -> pb.FetchModelRequest:
+        return pb.FetchModelRequest(held_digest=self._base.digest if self._base else "")
 
-    def begin(self, header: pb.ModelHeader) -> None:
-        """Begin a stream of the payload.
+    def _start(self, header: pb.ModelHeader) -> None:
+        self._payload = np.empty(header.total_bytes, np.uint8)
+        self._hash = Digest(like=self._digest)
+        self._values = list(_values_of(header))
 
-        It continues the payload that was received in part, or begins another one.
-
-        Raises:
-            BadModel: If the header does not lead to the wanted model.
-            WrongModel: If the model has another schema.
-        """
-        self._check(header)
-        if self.header is None or header.payload_name != self.header.payload_name:
-            self._payload = np.empty(header.total_bytes, np.uint8)
-            self._values = list(_values_of(header))
-            self.received = 0
-        self.header = header
-
-    def add(self, chunk: pb.Chunk | ReceivedChunk) -> None:
-        """Add the next bytes of the payload.
-
-        Raises:
-            BadModel: If they do not follow those before, or exceed the payload.
-        """
-        end = self.received + len(chunk.data)
-        if self.header is None or chunk.offset != self.received or end > self.header.total_bytes:
-            raise BadModel(f"a chunk at offset {chunk.offset} was received where {self.received} was expected")
-        self._payload[self.received : end] = np.frombuffer(chunk.data, np.uint8)
+    def _take(self, data: bytes | memoryview) -> None:
+        end = self.received + len(data)
+        self._payload[self.received : end] = np.frombuffer(data, np.uint8)
         for place in self._values:
             self._hash.update(self._payload[max(place.start, self.received) : min(place.stop, end)].data)
-        self.received = end
 
-    def finish(self) -> HeldModel:
-        """Make the model of a complete payload.
-
-        Raises:
-            BadModel: If the payload is not complete or not valid, or if the result does not have the digest.
-        """
-        if self.header is None or not self.complete:
-            raise BadModel("the payload is not complete")
-        base = self._base.vectors if self._base and self.header.base_digest else None
+    def _result(self, header: pb.ModelHeader) -> HeldModel:
+        base = self._base.vectors if self._base and header.base_digest else None
         try:
             vectors = Vectors(
                 self._vector(pb.VECTOR_PARAMETERS, self._schema.num_parameters, base.parameters if base else None),
@@ -138,14 +197,6 @@ class Download:
         return HeldModel(self._digest, self._schema, vectors)
 
     def _check(self, header: pb.ModelHeader) -> None:
-        """Refuse a header that cannot lead to the wanted model.
-
-        No memory is allocated for it before.
-        """
-        if header.model_digest != self._digest:
-            raise BadModel(f"the server sent model {header.model_digest[:80]!r}, but {self._digest} was asked for")
-        if header.schema_hash != self._schema.hash:
-            raise WrongModel(difference(self._schema, header.schema))
         if header.base_digest not in ("", self._base.digest if self._base else ""):
             raise BadModel(
                 f"the server sent a difference from model {header.base_digest[:80]!r}, which this client does not hold"
@@ -198,7 +249,7 @@ def _values_of(header: pb.ModelHeader) -> Iterator[slice]:
         offset += packet.bytes
 
 
-def difference(mine: Schema, theirs: bytes) -> str:
+def _difference(mine: Schema, theirs: bytes) -> str:
     """Return a sentence that names the first difference between two schemas.
 
     Args:

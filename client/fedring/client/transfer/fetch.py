@@ -5,38 +5,35 @@ If possible, it comes as a difference from the previous version.
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection
-from contextlib import suppress
+from collections.abc import Callable
+from typing import TypeVar
 
 from grpc import StatusCode, aio
 
 from fedring.client.errors import BadModel, RoundOver
-from fedring.client.session.backoff import Backoff
-from fedring.client.session.connection import Connection, is_doubtful, stray_cancellation
-from fedring.client.transfer.download import Download, HeldModel
-from fedring.client.transfer.partial import PartialDownload, Sink
+from fedring.client.session.connection import Connection
+from fedring.client.session.retry import RetryPolicy, Verdict
+from fedring.client.session.tries import Tries
+from fedring.client.transfer.download import BlobDownload, Download, HeldModel
 from fedring.codec import Schema
 from fedring.rpc.chunks import ReceivedChunk
-from fedring.rpc.errors import FedringError, Unavailable, reason_of, status_of
+from fedring.rpc.errors import FedringError, Unavailable, reason_of
 from fedring.rpc.streams import TimedStream
 from fedring.v1 import federation_pb2 as pb
 
 log = logging.getLogger(__name__)
 
-_AGAIN = {
-    StatusCode.UNAVAILABLE,
-    StatusCode.DEADLINE_EXCEEDED,
-    StatusCode.RESOURCE_EXHAUSTED,
-    StatusCode.CANCELLED,
-    StatusCode.UNKNOWN,
-    StatusCode.INTERNAL,
-}
-_REJOIN = {StatusCode.UNAUTHENTICATED, StatusCode.ABORTED}
-_AS_ASKED = {StatusCode.NOT_FOUND, StatusCode.INVALID_ARGUMENT, StatusCode.UNIMPLEMENTED}
-"""Also what a request is refused with that was damaged on its way, so that it is tried again."""
+T = TypeVar("T")
 
-_MOST_REFUSALS = 3
-"""How often a download may be refused as above. The last refusal counts."""
+POLICY = RetryPolicy(
+    {
+        # So the server also refuses a request that was damaged on its way.
+        StatusCode.NOT_FOUND: Verdict.AGAIN,
+        StatusCode.INVALID_ARGUMENT: Verdict.AGAIN,
+        # The server's own copy of the model is damaged.
+        StatusCode.DATA_LOSS: Verdict.DROP,
+    }
+)
 
 
 class ModelFetcher:
@@ -98,93 +95,52 @@ class ModelFetcher:
         held = self._held
         if held and held.schema.hash != schema.hash:
             held = self._held = None
-        try:
-            self._held = await self._download(Download(digest, schema, held), ended)
-        except BadModel as error:
-            log.warning("model %s is not valid as received (%s); fetching it again, in full", digest, error)
-            self._held = await self._download(Download(digest, schema, None), ended)
+        bases = [None, held]  # The second try is in full.
+        what = f"model {digest}"
+        self._held = await self.download(what, lambda: Download(digest, schema, bases.pop()), ended)
         return self._held
 
-    async def fetch_control(self, digest: str, schema: Schema, ended: Callable[[], str]) -> HeldModel:
-        """Fetch a control variate from the server.
-
-        It is sent like a model, and not held here.
+    async def download(self, what: str, make: Callable[[], BlobDownload[T]], ended: Callable[[], str]) -> T:
+        """Download something of the server's models; it is not held here.
 
         Args:
-            digest: The name of the control variate.
-            schema: The schema of the model's parameters.
+            what: What it is, for the log.
+            make: Makes what receives it, again if the first one receives something that is not valid.
             ended: Returns why it is no longer wanted; empty while it is.
+
+        Returns:
+            What the receiver makes of it.
 
         Raises:
             RoundOver: If it is no longer wanted, or the server refuses to send it.
             BadModel: If what the server sent was invalid twice.
-            WrongModel: If it has another schema.
-        """
-        try:
-            return await self._download(Download(digest, schema, None), ended)
-        except BadModel as error:
-            log.warning("the control variate %s is not valid as received (%s); fetching it again", digest, error)
-            return await self._download(Download(digest, schema, None), ended)
-
-    async def fetch_part(
-        self, digest: str, schema: Schema, names: Collection[str], sink: Sink, ended: Callable[[], str]
-    ) -> None:
-        """Fetch some tensors of a model from the server.
-
-        Nothing of them is held here.
-
-        Args:
-            digest: The name of the model.
-            schema: The schema that it must have.
-            names: The tensors that are wanted.
-            sink: Takes their values; after an error, all of them are sent again.
-            ended: Returns why the model is no longer wanted; empty while it is.
-
-        Raises:
-            RoundOver: If the model is no longer wanted, or the server refuses to send it.
-            BadModel: If what the server sent was invalid twice.
             WrongModel: If the model has another schema.
         """
-        for retry in (True, False):
-            download = PartialDownload(digest, schema, names, sink)
-            try:
-                await self._receive(download, ended)
-                return download.finish()
-            except BadModel as error:
-                if not retry:
-                    raise
-                log.warning("a part of model %s is not valid as received (%s); fetching it again", digest, error)
+        try:
+            return await self._receive(make(), ended)
+        except BadModel as error:
+            log.warning("%s is not valid as received (%s); fetching it again, in full", what, error)
+        return await self._receive(make(), ended)
 
-    async def _download(self, download: Download, ended: Callable[[], str]) -> HeldModel:
-        await self._receive(download, ended)
-        if download.is_small:
-            return download.finish()
-        return await asyncio.to_thread(download.finish)
+    async def _receive(self, download: BlobDownload[T], ended: Callable[[], str]) -> T:
+        """Make calls until the download is complete, and finish it."""
+        tries = Tries(self._connection, POLICY)
 
-    async def _receive(self, download: Download | PartialDownload, ended: Callable[[], str]) -> None:
-        """Make calls until all bytes of the download were received."""
-        backoff, refusals = Backoff(), 0
-        while not download.complete:
-            session_id = self._connection.session.session_id
-            try:
-                with stray_cancellation():
-                    await self._stream(download, ended)
-                continue
-            except (aio.AioRpcError, FedringError) as error:
-                status = status_of(error)
-                refusals += status in _AS_ASKED
-                if status not in _AGAIN | _REJOIN | _AS_ASKED or refusals >= _MOST_REFUSALS:
-                    raise RoundOver(ended() or reason_of(error), str(error)) from error
-                if is_doubtful(error):
-                    await self._connection.reconnect()
+        def look() -> None:
             if why := ended():
                 raise RoundOver(why)
-            with suppress(Unavailable), stray_cancellation():
-                if status in _REJOIN:
-                    await self._rejoin(session_id, ended)
-                await asyncio.sleep(backoff.next())
 
-    async def _stream(self, download: Download | PartialDownload, ended: Callable[[], str]) -> None:
+        while not download.complete:
+            try:
+                with tries.one():
+                    await self._stream(download, look)
+            except (aio.AioRpcError, FedringError) as error:
+                if tries.judge(error) is Verdict.DROP:
+                    raise RoundOver(ended() or reason_of(error), str(error)) from error
+                await tries.wait(look=look)
+        return download.finish() if download.is_small else await asyncio.to_thread(download.finish)
+
+    async def _stream(self, download: BlobDownload[T], look: Callable[[], None]) -> None:
         """Make one call, and add its bytes to the download."""
         session = self._connection.session
         call = self._connection.fetch_model(download.request, metadata=self._connection.metadata)
@@ -197,17 +153,8 @@ class ModelFetcher:
                     download.add(chunk)
                     self._connection.metrics.download_bytes.inc(len(chunk.data))
                     self._tell(download.share)
-                if why := ended():
-                    raise RoundOver(why)
+                look()
         finally:
             call.cancel()
         if not download.complete:
             raise Unavailable("the stream ended before the model did")
-
-    async def _rejoin(self, session_id: str, ended: Callable[[], str]) -> None:
-        while not ended():
-            try:
-                async with asyncio.timeout(1):
-                    return await self._connection.wait_for_new_session(session_id)
-            except TimeoutError:
-                continue

@@ -11,11 +11,10 @@ from itertools import groupby
 import numpy as np
 from numpy.typing import NDArray
 
-from fedring.client.errors import BadModel, WrongModel
-from fedring.client.transfer.download import difference
+from fedring.client.errors import BadModel
+from fedring.client.transfer.download import BlobDownload
 from fedring.codec.digest import Digest, is_name
 from fedring.codec.schema import Entry, Schema
-from fedring.rpc.chunks import ReceivedChunk
 from fedring.v1 import federation_pb2 as pb
 
 Sink = Callable[[Entry, int, NDArray[np.floating]], None]
@@ -24,7 +23,7 @@ Sink = Callable[[Entry, int, NDArray[np.floating]], None]
 _ROLES = (("parameter", pb.VECTOR_PARAMETERS, "<f4"), ("buffer", pb.VECTOR_BUFFERS, "<f8"))
 
 
-class PartialDownload:
+class PartialDownload(BlobDownload[None]):
     """A download of some tensors, which may take several calls.
 
     Args:
@@ -38,11 +37,8 @@ class PartialDownload:
     """
 
     def __init__(self, digest: str, schema: Schema, names: Collection[str], sink: Sink) -> None:
-        if not is_name(digest):
-            raise BadModel(f"the server names the model {digest[:80]!r}, which is not a digest")
-        self.received = 0  # bytes of the payload so far
-        self.header: pb.ModelHeader | None = None
-        self._digest, self._schema, self._sink = digest, schema, sink
+        super().__init__(digest, schema)
+        self._sink = sink
         self._ranges = list(ranges_of(schema, names))
         self._entries = list(_entries_of(schema, names))
         self.total = sum(width * entry.size for entry, width in self._entries)  # bytes of the payload
@@ -50,54 +46,22 @@ class PartialDownload:
         self._at, self._filled = 0, 0  # the entry that the next value belongs to, and how many values it has
         self._rest = b""  # of a value that was received in part
 
-    @property
-    def request(self) -> pb.FetchModelRequest:
-        """The request for the part that is missing."""
-        name = self.header.payload_name if self.header and self.received else ""
-        return pb.FetchModelRequest(digest=self._digest, offset=self.received, payload_name=name, ranges=self._ranges)
+    def _wanted(self) -> pb.FetchModelRequest:
+        return pb.FetchModelRequest(ranges=self._ranges)
 
-    @property
-    def complete(self) -> bool:
-        """Whether all bytes were received."""
-        return self.header is not None and self.received == self.total
-
-    @property
-    def share(self) -> float:
-        """The share of the payload that was received, 0 to 1."""
-        return self.received / self.total
-
-    def begin(self, header: pb.ModelHeader) -> None:
-        """Begin a stream of the payload.
-
-        It continues the payload that was received in part, or begins it anew.
-
-        Raises:
-            BadModel: If the header is not that of the wanted part.
-            WrongModel: If the model has another schema.
-        """
-        if header.model_digest != self._digest:
-            raise BadModel(f"the server sent model {header.model_digest[:80]!r}, but {self._digest} was asked for")
-        if header.schema_hash != self._schema.hash:
-            raise WrongModel(difference(self._schema, header.schema))
+    def _check(self, header: pb.ModelHeader) -> None:
         if list(header.ranges) != self._ranges or header.total_bytes != self.total:
             raise BadModel("the server did not send the tensors that were asked for: update fl-server")
         if not is_name(header.payload_name):
             raise BadModel(f"the server names the values {header.payload_name[:80]!r}, which is not a digest")
-        if self.header is None or header.payload_name != self.header.payload_name:
-            self._begin_payload()
-        self.header = header
 
-    def add(self, chunk: pb.Chunk | ReceivedChunk) -> None:
-        """Add the next bytes of the payload.
+    def _start(self, header: pb.ModelHeader) -> None:
+        self._at, self._filled, self._rest = 0, 0, b""
+        self._hash = Digest()
 
-        Raises:
-            BadModel: If they do not follow those before, exceed the payload, or hold a value that is not finite.
-        """
-        if self.header is None or chunk.offset != self.received or self.received + len(chunk.data) > self.total:
-            raise BadModel(f"a chunk at offset {chunk.offset} was received where {self.received} was expected")
-        self._hash.update(chunk.data)
-        self.received += len(chunk.data)
-        data = self._rest + bytes(chunk.data)
+    def _take(self, data: bytes | memoryview) -> None:
+        self._hash.update(data)
+        data = self._rest + bytes(data)
         used = 0
         while self._at < len(self._entries):
             entry, width = self._entries[self._at]
@@ -113,20 +77,9 @@ class PartialDownload:
             self._at, self._filled = self._at + 1, 0
         self._rest = data[used:]
 
-    def finish(self) -> None:
-        """Check a complete payload.
-
-        Raises:
-            BadModel: If the payload is not complete, or does not have its digest.
-        """
-        if self.header is None or not self.complete:
-            raise BadModel("the payload is not complete")
-        if self._hash.name != self.header.payload_name:
+    def _result(self, header: pb.ModelHeader) -> None:
+        if self._hash.name != header.payload_name:
             raise BadModel("the values do not have the digest that the server named")
-
-    def _begin_payload(self) -> None:
-        self.received, self._at, self._filled, self._rest = 0, 0, 0, b""
-        self._hash = Digest()
 
 
 def ranges_of(schema: Schema, names: Collection[str]) -> Iterator[pb.ValueRange]:

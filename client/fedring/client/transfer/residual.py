@@ -10,7 +10,6 @@ import torch
 from numpy.typing import NDArray
 
 from fedring.client.transfer.kept import Section, Sections
-from fedring.client.transfer.update import residual_of_update
 from fedring.v1 import federation_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -33,7 +32,7 @@ def residual_in(
     Args:
         kept: What past updates have left.
         run_id: The run of the next update.
-        schema: The schema of the next update, as `residual_of` names it.
+        schema: The schema name by which residuals for the next update are known.
         last: The newest update of this client that the server has accepted. If the residual was left by an older one,
             it was sent in the meantime. If it was left by a newer one, the server has been restored.
         after: An epoch and a round. The residuals of this round, and of earlier ones, belong to models that the job
@@ -54,7 +53,9 @@ def residual_in(
     return values, ""
 
 
-def with_residual(kept: Sections, residual: Residual | None, header: pb.UpdateHeader, update: str) -> Sections:
+def with_residual(
+    kept: Sections, residual: Residual | None, header: pb.UpdateHeader, update: str, *, schema: bytes
+) -> Sections:
     """Return the kept sections after an update with a residual is accepted.
 
     Args:
@@ -62,6 +63,7 @@ def with_residual(kept: Sections, residual: Residual | None, header: pb.UpdateHe
         residual: What the update leaves out, [num_parameters]; None = nothing.
         header: Of the update.
         update: Its name.
+        schema: The schema name by which the residual is known.
     """
     others = {name: section for name, section in kept.items() if name != RESIDUAL}
     if residual is None:
@@ -71,6 +73,6 @@ def with_residual(kept: Sections, residual: Residual | None, header: pb.UpdateHe
     if not (residual.max(initial=0) <= _LARGEST and residual.min(initial=0) >= -_LARGEST):
         log.warning("dropped the residual of past updates: a value is not finite, or beyond 1e30")
         return others
-    words = {"run": header.run_id, "schema": residual_of_update(header).hex()}
+    words = {"run": header.run_id, "schema": schema.hex()}
     words |= {"epoch": str(header.epoch), "round": str(header.round), "name": update}
     return others | {RESIDUAL: Section({RESIDUAL: torch.from_numpy(residual)}, words)}

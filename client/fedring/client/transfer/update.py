@@ -10,7 +10,6 @@ from fedring.client.transfer.download import HeldModel
 from fedring.codec import BUFFERS, CodecError, Encoding, Vectors, encode_buffers
 from fedring.codec.dense import dense_header
 from fedring.codec.digest import name_of, update_name
-from fedring.codec.masked import MASKED
 from fedring.compress.feedback import compress
 from fedring.train.bounds import MAX_SECONDS
 from fedring.train.metrics import check_metrics, sendable_metrics
@@ -41,6 +40,7 @@ class TrainingReport:
 class Update:
     """A finished update, and the residual that it leaves behind."""
 
+    header: pb.UpdateHeader
     offer: pb.UpdateOffer  # the header as bytes, and the names of the payload and of the update
     parts: Sequence[bytes | memoryview]  # of the payload, in order
     residual: NDArray[np.float32] | None  # [num_parameters]; None = it leaves nothing out
@@ -78,8 +78,9 @@ def make_update(
         parts.append(encode_buffers(trained.buffers))
         packets.append(pb.Packet(vector=pb.VECTOR_BUFFERS, kind=pb.KIND_WEIGHTS, encoding=BUFFERS))
         packets[1].bytes = len(parts[-1])
-    offer = _offer(command, client_id, packets, name_of(*parts), training, describe)
-    return Update(offer, parts, left_out)
+    header = header_of(command, client_id, packets, training)
+    describe(header)
+    return Update(header, offered(header, name_of(*parts)), parts, left_out)
 
 
 def offer_of(
@@ -105,50 +106,18 @@ def offer_of(
         pb.Packet(vector=roles[role], kind=pb.KIND_WEIGHTS, encoding=encoding, bytes=size)
         for role, encoding, size in vectors
     ]
-    return _offer(command, client_id, packets, payload_digest, training)
+    return offered(header_of(command, client_id, packets, training), payload_digest)
 
 
-def masked_offer(command: pb.TrainCmd, client_id: str, size: int, payload_digest: str) -> pb.UpdateOffer:
-    """Return the offer of a masked update.
-
-    It says nothing of the training.
-
-    Args:
-        command: The command that is answered.
-        client_id: The client that sends the update.
-        size: The bytes of the payload.
-        payload_digest: The name of the payload.
-    """
-    packet = pb.Packet(vector=pb.VECTOR_PARAMETERS, kind=pb.KIND_DELTA, encoding=MASKED, bytes=size)
-    return _offer(command, client_id, [packet], payload_digest, TrainingReport(samples=1))
-
-
-def residual_of(schema_hash: bytes, *, masked: bool) -> bytes:
-    """Return the schema name by which residuals are known.
-
-    Masked updates have one of their own: what they leave out must not come into others, which are seen.
-    """
-    return schema_hash + MASKED.encode() if masked else schema_hash
-
-
-def residual_of_update(header: pb.UpdateHeader) -> bytes:
-    """Return the schema name of the residual that an update leaves."""
-    return residual_of(header.schema_hash, masked=any(packet.encoding == MASKED for packet in header.packets))
-
-
-def _offer(
-    command: pb.TrainCmd,
-    client_id: str,
-    packets: Sequence[pb.Packet],
-    digest: str,
-    training: TrainingReport,
-    describe: Callable[[pb.UpdateHeader], None] = lambda header: None,
-) -> pb.UpdateOffer:
+def header_of(
+    command: pb.TrainCmd, client_id: str, packets: Sequence[pb.Packet], training: TrainingReport
+) -> pb.UpdateHeader:
+    """Return the header of an update with these packets."""
     if command.job.dp or command.job.sample_dp:  # the noise on the model does not cover what a client says of its data
         training = TrainingReport(samples=1)
     for packet in packets:
         packet.num_samples = training.samples
-    header = pb.UpdateHeader(
+    return pb.UpdateHeader(
         run_id=command.run_id,
         epoch=command.epoch,
         round=command.round,
@@ -160,9 +129,12 @@ def _offer(
         train_seconds=training.train_seconds,
         metrics=sendable_metrics(training.metrics),
     )
-    describe(header)
+
+
+def offered(header: pb.UpdateHeader, payload_digest: str) -> pb.UpdateOffer:
+    """Return the offer of an update with a header and a payload."""
     sent = header.SerializeToString()
-    return pb.UpdateOffer(header=sent, payload_digest=digest, name=update_name(sent, digest))
+    return pb.UpdateOffer(header=sent, payload_digest=payload_digest, name=update_name(sent, payload_digest))
 
 
 def encoding_of(message: pb.Encoding) -> Encoding:

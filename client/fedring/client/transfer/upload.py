@@ -6,11 +6,12 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from grpc import StatusCode, aio
+from grpc import aio
 
 from fedring.client.errors import RoundOver, UpdateRefused
-from fedring.client.session.backoff import Backoff
-from fedring.client.session.connection import Connection, is_doubtful, stray_cancellation
+from fedring.client.session.connection import Connection
+from fedring.client.session.retry import MOST_TRIES, RetryPolicy, Verdict
+from fedring.client.session.tries import Tries
 from fedring.client.transfer.spool import Spooled
 from fedring.rpc.chunks import CHUNK_BYTES, chunks
 from fedring.rpc.contract import SMALL_BYTES
@@ -24,17 +25,6 @@ T = TypeVar("T")
 _OTHER_ROUND = "wrong_model"
 """An update always begins with its round's model. So the server was reverted: another round has the number now."""
 
-_FINAL = {
-    StatusCode.INVALID_ARGUMENT,
-    StatusCode.NOT_FOUND,
-    StatusCode.ALREADY_EXISTS,
-    StatusCode.PERMISSION_DENIED,
-    StatusCode.OUT_OF_RANGE,
-}
-
-MOST_TRIES = 3
-"""How often one update is sent if its bytes are damaged on the way."""
-
 DAMAGE_REASONS = {
     "digest_mismatch",
     "damaged",
@@ -45,6 +35,8 @@ DAMAGE_REASONS = {
     "unimplemented",
 }
 """The reasons for which a server refuses an upload, or the beginning of one, only if bytes were damaged on the way."""
+
+POLICY = RetryPolicy({**dict.fromkeys(DAMAGE_REASONS, Verdict.AGAIN), TooLarge.reason: Verdict.DROP})
 
 
 class Undecided(RoundOver):
@@ -101,63 +93,36 @@ class Upload:
             GivenUp: If the update is no longer wanted and the server does not have all of it.
             RoundOver: If the server says that the round takes no updates.
         """
-        backoff, tries = Backoff(), 0
+        tries = Tries(self._connection, POLICY)
         small = self._spooled.header.total_bytes <= SMALL_BYTES and not self._ended()
         while True:
-            session_id = self._connection.session.session_id
             try:
-                with stray_cancellation():
+                with tries.one():
                     return await (self._push_small() if small else self._push())
             except (aio.AioRpcError, FedringError) as error:
-                rejoin = self._judge(error)
-                damaged = reason_of(error) in DAMAGE_REASONS
-                if damaged:
-                    tries += 1
-                    await self._check(error, tries)
-                if is_doubtful(error) or (damaged and tries == MOST_TRIES - 1):
-                    await self._connection.reconnect()
+                verdict = tries.judge(error)
+                if reason_of(error) in DAMAGE_REASONS and not await asyncio.to_thread(lambda: self._spooled.is_sound):
+                    raise DamagedSpool from error
+                if verdict is Verdict.DROP:
+                    raise self._refusal(error) from error
+                if verdict is Verdict.AGAIN:
+                    log.warning("the update of round %d is sent again: %s", self._spooled.header.round, _detail(error))
             small = False  # From now on the server is asked first, because it may have the update already.
             try:
-                async with asyncio.timeout(deadline - time.monotonic()):
-                    if rejoin:
-                        await self._connection.wait_for_new_session(session_id)
-                    await asyncio.sleep(backoff.next())
+                await tries.wait(deadline=deadline)
             except TimeoutError as error:
                 raise Undecided(
                     "deadline", "the deadline passed before the server said whether it has the update"
                 ) from error
 
-    def _judge(self, error: aio.AioRpcError | FedringError) -> bool:
-        """Return whether a failed call needs a new session first.
-
-        Raises:
-            UpdateRefused: If the server has refused the update for good.
-        """
-        if isinstance(error, FedringError):
-            return False
-        status, reason, detail = status_of(error), reason_of(error), _detail_of(error)
-        if status is UnknownRound.status or reason == _OTHER_ROUND:
-            raise RoundOver(self._ended() or reason, detail) from error
+    def _refusal(self, error: aio.AioRpcError | FedringError) -> RoundOver:
+        """Return why the update is not sent any more."""
+        reason, detail = reason_of(error), _detail(error)
+        if status_of(error) is UnknownRound.status or reason == _OTHER_ROUND:
+            return RoundOver(self._ended() or reason, detail)
         if reason in DAMAGE_REASONS:
-            return False
-        if status in _FINAL or reason == TooLarge.reason:
-            raise UpdateRefused(reason, detail) from error
-        return status in (StatusCode.UNAUTHENTICATED, StatusCode.ABORTED)
-
-    async def _check(self, error: aio.AioRpcError | FedringError, tries: int) -> None:
-        """Allow another try after bytes were damaged on the way.
-
-        `tries` tries have failed. The second try is in chunks, the third over a new connection.
-
-        Raises:
-            UpdateRefused: If this was the third try.
-            DamagedSpool: If the update is damaged on the disk.
-        """
-        if not await asyncio.to_thread(lambda: self._spooled.is_sound):
-            raise DamagedSpool from error
-        if tries >= MOST_TRIES:
-            raise UpdateRefused(reason_of(error), f"{_detail_of(error)} (after {tries} tries)") from error
-        log.warning("the update of round %d is sent again: %s", self._spooled.header.round, _detail_of(error))
+            detail += f" (after {MOST_TRIES} tries)"
+        return UpdateRefused(reason, detail)
 
     async def _push_small(self) -> None:
         """Send everything in one message."""
@@ -199,7 +164,7 @@ class Upload:
             call.cancel()
 
 
-def _detail_of(error: aio.AioRpcError | FedringError) -> str:
+def _detail(error: aio.AioRpcError | FedringError) -> str:
     return (error.details() or "") if isinstance(error, aio.AioRpcError) else str(error)
 
 

@@ -18,12 +18,14 @@ from torch import Tensor
 from fedring.client.transfer.download import HeldModel
 from fedring.client.transfer.kept import Section
 from fedring.client.transfer.update import Update
-from fedring.codec import decode
+from fedring.codec import CodecError, decode
 from fedring.codec.schema import Schema
 from fedring.train.plan import Plan
 from fedring.v1 import federation_pb2 as pb
 
 Float32 = NDArray[np.float32]
+
+_VALUES = "values"
 
 
 class Arguments(BaseModel):
@@ -60,7 +62,7 @@ class Sent:
     @cached_property
     def delta(self) -> NDArray[np.floating]:
         """The change of the parameters, as the server decodes it, [num_parameters]."""
-        packet = pb.UpdateHeader.FromString(self.update.offer.header).packets[0]
+        packet = self.update.header.packets[0]
         payload = b"".join(self.update.parts)[: packet.bytes]
         return decode(payload, name=packet.encoding, length=self.schema.num_parameters)
 
@@ -107,6 +109,28 @@ class Transform:
             CodecError: With the reason "non_finite", if a value does not fit into float32.
         """
         return None
+
+
+def finite_section(values: Float32, words: Mapping[str, str], *, name: str) -> Section:
+    """Return the section of a vector, [num_parameters], as `vector_in` reads it.
+
+    Args:
+        values: The vector.
+        words: By which it is known.
+        name: For the error.
+
+    Raises:
+        CodecError: With the reason "non_finite", if a value does not fit into float32.
+    """
+    if not np.isfinite(values).all():
+        raise CodecError("non_finite", f"a value of {name} does not fit into float32")
+    return Section({_VALUES: torch.from_numpy(values)}, words)
+
+
+def vector_in(section: Section) -> Float32:
+    """Return the vector of a section that `finite_section` has made."""
+    values: Float32 = section.tensors[_VALUES].numpy()
+    return values
 
 
 def by_parameter(values: Float32, schema: Schema) -> dict[str, Tensor]:

@@ -10,16 +10,20 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from fedring.client.transfer.kept import Section
-from fedring.client.transforms.interface import Float32, RoundStart, Sent, Transform, by_parameter
-from fedring.codec import CodecError
+from fedring.client.transforms.interface import (
+    Float32,
+    RoundStart,
+    Sent,
+    Transform,
+    by_parameter,
+    finite_section,
+    vector_in,
+)
 from fedring.train.scaffold import local_steps, next_own
 from fedring.v1 import federation_pb2 as pb
-
-_VALUES = "values"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,9 +66,7 @@ class Scaffold(Transform):
         own = self._own.values if self._own else None
         with np.errstate(over="ignore"):
             values = next_own(own, self._control, sent.delta, steps=steps, lr=command.lr)
-        if not np.isfinite(values).all():
-            raise CodecError("non_finite", "a value of the control variate does not fit into float32")
-        return Section({_VALUES: torch.from_numpy(values)}, self._words | {"left_by": sent.update.offer.name})
+        return finite_section(values, self._words | {"left_by": sent.update.offer.name}, name="the control variate")
 
     def _own_in(self, kept: Section | None) -> OwnControl | None:
         """Return the client's control variate, or None.
@@ -73,5 +75,5 @@ class Scaffold(Transform):
         """
         if kept is None or not self._words.items() <= kept.words.items():
             return None
-        values = kept.tensors[_VALUES].numpy()
+        values = vector_in(kept)
         return OwnControl(kept.words["left_by"], values) if values.shape == self._control.shape else None

@@ -1,6 +1,6 @@
 """The list of all hooks by name.
 
-Jobs, `flctl profile`, `flctl bench data-parallel` and scripts use it.
+Jobs, `flctl profile`, benchmarks and scripts use it.
 
 `fedring.train.jobs.hooks` has the names, the parameters and their defaults; this module makes the hooks.
 """

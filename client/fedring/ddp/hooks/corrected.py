@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fedring.compress.correction import ErrorFeedback, Feedback, result_of, settle, target_of
 from fedring.ddp.gradients import Gradients
-from fedring.ddp.state import HookState
+from fedring.ddp.state import HookState, checked
 from fedring.ddp.turns import Steps
 
 
@@ -129,7 +129,7 @@ class CorrectedState(HookState):
     def _load(self, state: dict[str, Any]) -> None:
         if state["feedback"] != self.feedback:
             raise ValueError(f"the {self.kind} state is of feedback {state['feedback']!r}, not {self.feedback!r}")
-        own, shared = self._checked(state["own"]), self._checked(state["shared"])
+        own, shared = checked(self, state["own"]), checked(self, state["shared"])
         if self.feedback == "ef21" and own.keys() != shared.keys():
             raise ValueError(f"the {self.kind} state does not have both estimates of every parameter")
         none = torch.empty(0)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 
 from fedring.compress.lowrank import as_matrix, worth_factoring
-from fedring.ddp.state import HookState
+from fedring.ddp.state import HookState, checked
 
 log = logging.getLogger(__name__)
 
@@ -215,7 +215,7 @@ class PowerSGDState(HookState):
         }
 
     def _load(self, state: dict[str, Any]) -> None:
-        self.error_dict = self._checked(state["error"])
+        self.error_dict = checked(self, state["error"])
         self.q_memory_dict = {name: tensor.clone() for name, tensor in state["q"].items()}
         self.iter, self.next_stats_report = state["iter"], state["next_stats_report"]
         self.total_numel_before_compression = state["numel_before"]

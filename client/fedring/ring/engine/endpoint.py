@@ -12,16 +12,14 @@ from types import MappingProxyType
 
 from fedring.ring.engine.group import EarlyFrames, Group
 from fedring.ring.engine.operation import Operation
+from fedring.ring.engine.peers import LinkMaker, Peers
 from fedring.ring.errors import BY_REASON, BadFrame, CollectiveTimeout, Overrun, PeerLost, RingError
 from fedring.ring.options import MAX_STREAMS, RingOptions
-from fedring.ring.transport.channels import Pulse, advertised, dial, is_on_this_host
+from fedring.ring.transport.channels import advertised
 from fedring.ring.transport.frames import Frame
 from fedring.ring.transport.interface import Outgoing, Traffic, Transport, Wait
 from fedring.ring.transport.listener import Listener, Members, PeerService
-from fedring.ring.transport.local import SameHostTransport
 from fedring.ring.transport.receiver import Receiver
-from fedring.ring.transport.stream import GrpcStream
-from fedring.ring.transport.streams import Streams
 from fedring.v1 import peer_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -63,11 +61,8 @@ class Endpoint:
         self._changed = threading.Condition(self._lock)
         self._links: dict[str, Transport] = {}
         self._groups: dict[int, Group] = {}
-        self._ranks: dict[str, int] = {}  # of all peers, in the first group that has them; for errors
+        self._peers = Peers()
         self._early: EarlyFrames[int, str] = EarlyFrames(self.options.max_early_bytes)  # by the group's id, from a peer
-        self._connected: set[str] = set()  # peers whose stream to this worker is open
-        self._leaving: dict[str, int] = {}  # the streams of a peer that have ended in order
-        self._left: set[str] = set()
         self._closed = threading.Event()
         self.members = Members(members_only=self.options.tls_members_only)
         service = PeerService(
@@ -75,6 +70,7 @@ class Endpoint:
         )
         self._listener = Listener(self.options, service.exchange, service.pulse)
         self.address = advertised(self.options, self._listener.port)
+        self._maker = LinkMaker(self.options, self.members, me=self.address, traffic=self.traffic)
         self._listener.start()
         self._watch = threading.Thread(target=self._watch_deadlines, name="ring-deadlines", daemon=True)
         self._watch.start()
@@ -113,12 +109,12 @@ class Endpoint:
                 raise RingError(
                     f"frames cannot tell the group {name!r} from {self._groups[group.id].name!r}: rename one of them"
                 )
-            self._ranks = {peer: index for index, peer in enumerate(members)} | self._ranks
+            self._peers.enter(members)
             self._groups[group.id] = group
             for peer in set(members) - {self.address}:
-                self.traffic.waits.setdefault(self._ranks[peer], Wait())
+                self.traffic.waits.setdefault(self._peers.ranks[peer], Wait())
             early = self._early.take(group.id)
-            connected = self._connected.intersection(members)
+            connected = self._peers.connected.intersection(members)
         # Outside the lock, as for every frame: a frame may run a program and its callbacks.
         for peer, frame in early:
             if group.has_member(peer):
@@ -136,15 +132,15 @@ class Endpoint:
         """
         wanted = {group.members[(group.rank + 1) % group.size], group.members[group.rank - 1]} - {self.address}
         with self._changed:
-            self._changed.wait_for(lambda: self.failure is not None or wanted <= self._connected, timeout)
+            self._changed.wait_for(lambda: self.failure is not None or wanted <= self._peers.connected, timeout)
             if self.failure:
                 raise self.failure
-            missing = min(wanted - self._connected, key=group.members.index, default="")
+            missing = min(wanted - self._peers.connected, key=group.members.index, default="")
         # Ask the peer outside the lock: the answer takes seconds, and frames of others must get through.
         if missing:
             link = self._link(missing)
             obstacle = link.obstacle() if link else ""
-            rank = self._ranks[missing]
+            rank = self._peers.ranks[missing]
             detail = f"rank {rank} did not come within {timeout:g} s" + (f" ({obstacle})" if obstacle else "")
             error = PeerLost(detail, rank=rank)
             self.fail(error)
@@ -155,8 +151,9 @@ class Endpoint:
 
         If the peer is gone, the generation ends.
         """
-        if peer in self._left:
-            self.fail(PeerLost(f"{self._name(peer)} has left, and there is more for it", rank=self._ranks.get(peer)))
+        if peer in self._peers.left:
+            detail = f"{self._peers.name(peer)} has left, and there is more for it"
+            self.fail(PeerLost(detail, rank=self._peers.ranks.get(peer)))
         elif link := self._link(peer):
             link.send(frame)
             if link.is_closed:
@@ -167,12 +164,12 @@ class Endpoint:
 
         Then no more frames come from it.
         """
-        return peer in self._left
+        return peer in self._peers.left
 
     def waited(self, peer: str, seconds: float) -> None:
         """Count a wait of an operation for the peer to begin."""
         with self._lock:
-            rank = self._ranks[peer]
+            rank = self._peers.ranks[peer]
             before = self.traffic.waits[rank]
             self.traffic.waits[rank] = Wait(before.times + 1, before.seconds + seconds)
 
@@ -195,7 +192,7 @@ class Endpoint:
             self._changed.notify_all()
         log.warning("generation %d has failed: %s", self.generation, error)
         for link in links:
-            link.give_up(self._abort(error))
+            link.give_up(_abort(error, self.generation))
         for group in groups:
             group.failed(error)
 
@@ -215,12 +212,12 @@ class Endpoint:
                 return
             self._closed.set()
             patience = dict.fromkeys(self._links, ABORT_SECONDS if self.failure else LEAVE_SECONDS)
-            patience |= dict.fromkeys(self._links.keys() - self._connected, FLUSH_SECONDS)
+            patience |= dict.fromkeys(self._links.keys() - self._peers.connected, FLUSH_SECONDS)
             self.failure = self.failure or RingError("this worker has left the group")
             self._changed.notify_all()
         self.members.close()
         for link in self._links.values():
-            link.leave(self._head(pb.FRAME_KIND_LEAVING))
+            link.leave(_head(pb.FRAME_KIND_LEAVING, self.generation))
         # All links have sent LEAVING before the first wait, so that the waits for slow peers overlap.
         begin = time.monotonic()
         for peer, link in self._links.items():
@@ -241,39 +238,15 @@ class Endpoint:
         with self._lock:
             link = self._links.get(peer)
             if link is None and not self._closed.is_set():
-                link = self._links[peer] = self._new_link(peer)
-                link.open(self._head(pb.FRAME_KIND_HELLO))
+                link = self._links[peer] = self._maker.make(
+                    peer,
+                    lost=lambda detail: self._lost(peer, f"cannot be reached ({detail})"),
+                    stopped=lambda detail: self._stopped(peer, detail),
+                )
+                link.open(_head(pb.FRAME_KIND_HELLO, self.generation))
                 if self.failure:  # an operation has just asked for the link, and has ended: its memory is not its own
-                    link.give_up(self._abort(self.failure))
+                    link.give_up(_abort(self.failure, self.generation))
             return link
-
-    def _new_link(self, peer: str) -> Transport:
-        name = self.members.name_of(peer)
-        pulse_channel = dial(peer, self.options, pulse=True, name=name)
-        pulse = Pulse(pulse_channel, ended=lambda detail: self._stopped(peer, detail))
-
-        def stream(kind: type[GrpcStream]) -> GrpcStream:
-            return kind(
-                dial(peer, self.options, name=name),
-                pulse,
-                me=self.address,
-                checksum=self.options.frame_checksum,
-                traffic=self.traffic,
-                ended=lambda detail: self._lost(peer, f"cannot be reached ({detail})"),
-            )
-
-        if self._is_local(peer):
-            return stream(SameHostTransport)
-        if self.options.streams == 1:
-            return stream(GrpcStream)
-        return Streams([stream(GrpcStream) for _ in range(self.options.streams)])
-
-    def _is_local(self, peer: str) -> bool:
-        """Return whether a link may use the local transport.
-
-        That transport carries no checksums, so the option `frame_checksum` excludes it.
-        """
-        return self.options.local_transport and not self.options.frame_checksum and is_on_this_host(peer)
 
     def _serve(self, peer: str, receiver: Receiver) -> None:
         """Handle one of a peer's streams until it ends."""
@@ -283,8 +256,9 @@ class Endpoint:
                 if not streams:
                     streams = _streams_of(frame)
                     self._greet(peer)
-                if frame.head.memory and self._is_local(peer) and not self._is_stranger(peer):
-                    self._open_offer(peer, frame.head, receiver)
+                offers = frame.head.memory and self._maker.is_local(peer) and not self._peers.is_stranger(peer)
+                if offers and receiver.open_offer(frame.head) and (link := self._link(peer)):
+                    link.send(Outgoing(_head(pb.FRAME_KIND_MAPPED, self.generation)))
                 if frame.head.kind == pb.FRAME_KIND_LEAVING:
                     self._stream_left(peer, streams)
                     return
@@ -294,14 +268,10 @@ class Endpoint:
         else:
             self._lost(peer, "its stream broke" if receiver.broke else "its stream ended")
 
-    def _open_offer(self, peer: str, hello: pb.Head, receiver: Receiver) -> None:
-        if receiver.open_offer(hello) and (link := self._link(peer)):
-            link.send(Outgoing(self._head(pb.FRAME_KIND_MAPPED)))
-
     def _arrived(self, peer: str, frame: Frame) -> None:
         head = frame.head
         # A peer outside all groups must not end the generation. Its data may belong to a group that is entered later.
-        if self._is_stranger(peer) and head.kind != pb.FRAME_KIND_DATA:
+        if head.kind != pb.FRAME_KIND_DATA and self._peers.is_stranger(peer):
             return
         if head.kind == pb.FRAME_KIND_ABORT:
             kind = BY_REASON.get(head.reason, RingError)
@@ -309,30 +279,17 @@ class Endpoint:
             self.fail(kind(detail, rank=head.rank - 1 if head.rank else None))
         elif head.kind == pb.FRAME_KIND_MAPPED:
             if link := self._link(peer):
-                link.peer_mapped(self._head(pb.FRAME_KIND_MOVED))
+                link.peer_mapped(_head(pb.FRAME_KIND_MOVED, self.generation))
         elif head.kind == pb.FRAME_KIND_DATA:
             with self._lock:
                 group = self._groups.get(head.group)
-                if group is None:
-                    self._keep(peer, frame)
+                if group is None:  # It may be entered later.
+                    if not self._early.keep(head.group, peer, frame):
+                        self.fail(_overrun(self.options.max_early_bytes, self._peers.name(peer)))
                     return
             if not group.has_member(peer):
-                raise BadFrame(f"{self._name(peer)} sends to the group {group.name}, in which it is not")
+                raise BadFrame(f"{self._peers.name(peer)} sends to the group {group.name}, in which it is not")
             group.arrived(peer, frame)
-
-    def _keep(self, peer: str, frame: Frame) -> None:
-        """Keep a frame of a group that may be entered later.
-
-        The caller holds the lock.
-        """
-        if not self._early.keep(frame.head.group, peer, frame):
-            limit = self.options.max_early_bytes
-            self.fail(
-                Overrun(
-                    f"more than max_early_bytes={limit} have come for groups that this worker has not entered; the "
-                    f"last came from {self._name(peer)}"
-                )
-            )
 
     def _greet(self, peer: str) -> None:
         """Note that the peer's stream is open, and open one back.
@@ -340,9 +297,9 @@ class Endpoint:
         With a stream in each direction, each worker notices the other's end.
         """
         with self._changed:
-            self._connected.add(peer)
+            self._peers.connected.add(peer)
             self._changed.notify_all()
-        if not self._is_stranger(peer):
+        if not self._peers.is_stranger(peer):
             self._link(peer)
 
     def _stream_left(self, peer: str, streams: int) -> None:
@@ -351,10 +308,8 @@ class Endpoint:
         With the last one the peer has left.
         """
         with self._lock:
-            self._leaving[peer] = self._leaving.get(peer, 0) + 1
-            if self._leaving[peer] < streams:
+            if not self._peers.stream_left(peer, streams):
                 return
-            self._left.add(peer)
             groups = [group for group in self._groups.values() if group.has_member(peer)]
         for group in groups:
             group.left(peer)
@@ -365,12 +320,12 @@ class Endpoint:
         Nothing happens if nobody needs the peer any more.
         """
         link = self._links.get(peer)
-        if self._closed.is_set() or (peer in self._left and (link is None or not link.has_unsent())):
+        if self._closed.is_set() or (peer in self._peers.left and (link is None or not link.has_unsent())):
             return
-        if self._is_stranger(peer):
-            self._left.add(peer)  # if it is in a group later, operations that wait for it fail
+        if self._peers.is_stranger(peer):
+            self._peers.left.add(peer)  # if it is in a group later, operations that wait for it fail
             return
-        self.fail(PeerLost(f"{self._name(peer)} is lost: {detail}", rank=self._ranks.get(peer)))
+        self.fail(PeerLost(f"{self._peers.name(peer)} is lost: {detail}", rank=self._peers.ranks.get(peer)))
 
     def _stopped(self, peer: str, detail: str) -> None:
         """End the generation because the peer's pulse has stopped.
@@ -388,30 +343,11 @@ class Endpoint:
 
         The error of a peer outside all groups ends only that peer's stream.
         """
-        if self._is_stranger(peer):
+        if self._peers.is_stranger(peer):
             self.traffic.dropped_frames += 1
             log.warning("the stream of %s, which is in no group here, was cut: %s", peer, error)
         else:
-            self.fail(BadFrame(f"{self._name(peer)}: {error}", rank=self._ranks.get(peer)))
-
-    def _is_stranger(self, peer: str) -> bool:
-        """Return whether the peer is in no group.
-
-        Before the first group is entered, no peer of the generation is a stranger.
-        """
-        return bool(self._ranks) and peer not in self._ranks
-
-    def _name(self, peer: str) -> str:
-        return f"rank {self._ranks[peer]}" if peer in self._ranks else peer
-
-    def _head(self, kind: "pb.FrameKind.ValueType") -> pb.Head:
-        return pb.Head(kind=kind, generation=self.generation)
-
-    def _abort(self, error: RingError) -> Outgoing:
-        head = self._head(pb.FRAME_KIND_ABORT)
-        head.reason = error.reason
-        head.rank = 0 if error.rank is None else error.rank + 1
-        return Outgoing(head, str(error).encode()[:_MAX_DETAIL])
+            self.fail(BadFrame(f"{self._peers.name(peer)}: {error}", rank=self._peers.ranks.get(peer)))
 
     def _watch_deadlines(self) -> None:
         while not self._closed.wait(_TICK):
@@ -421,6 +357,24 @@ class Endpoint:
             for group in groups:
                 if operation := group.overdue(now):
                     self.fail(_timeout(group, operation))
+
+
+def _head(kind: "pb.FrameKind.ValueType", generation: int) -> pb.Head:
+    return pb.Head(kind=kind, generation=generation)
+
+
+def _abort(error: RingError, generation: int) -> Outgoing:
+    head = _head(pb.FRAME_KIND_ABORT, generation)
+    head.reason = error.reason
+    head.rank = 0 if error.rank is None else error.rank + 1
+    return Outgoing(head, str(error).encode()[:_MAX_DETAIL])
+
+
+def _overrun(limit: int, peer: str) -> Overrun:
+    return Overrun(
+        f"more than max_early_bytes={limit} have come for groups that this worker has not entered; the last came from "
+        f"{peer}"
+    )
 
 
 def _streams_of(hello: Frame) -> int:

@@ -10,15 +10,12 @@ import zlib
 from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
-from fedring.ring.engine import collectives
 from fedring.ring.engine.operation import MAX_KEY, Kind, Operation, next_key
 from fedring.ring.engine.program import Program, Send
-from fedring.ring.errors import CollectiveTimeout, Overrun, RingError
+from fedring.ring.errors import Overrun, RingError
 from fedring.ring.transport.frames import Frame, fitting_what
 from fedring.ring.transport.interface import Outgoing
 from fedring.v1 import peer_pb2 as pb
-
-_LATER = 5.0  # seconds by which rank 0 of a monitored barrier is overdue later than it waits, as it raises itself
 
 Key = TypeVar("Key")
 Sender = TypeVar("Sender")
@@ -266,51 +263,6 @@ class Group:
         with self._lock:
             frame = self._early.first_from(rank)
         return (frame.what or "another operation") if frame else ""
-
-    def monitored_barrier(self, seconds: float, *, name_all: bool) -> None:
-        """Wait until all ranks have reached the barrier.
-
-        Errors have the words of torch's monitored_barrier.
-
-        Args:
-            seconds: How long rank 0 waits for the others.
-            name_all: Whether rank 0 names all ranks that are missing, and not only the first.
-
-        Raises:
-            CollectiveTimeout: A rank has not come in time. As every RingError it ends the generation, on every rank.
-            RingError: The generation has ended for another reason.
-        """
-        leads = self.rank == 0
-        program = collectives.monitored_barrier(self.rank, self.size)
-        operation = self.start("monitored_barrier", program, timeout=seconds + _LATER * leads)
-        try:
-            passed = operation.wait(seconds if leads else None)
-        except RingError as error:
-            self.fail(error)  # if nothing has failed before
-            raise self._barrier_error(error) from error
-        if not passed:
-            missing = self._missing(operation, seconds, name_all=name_all)
-            self.fail(missing)
-            raise missing
-
-    def _missing(self, operation: Operation, seconds: float, *, name_all: bool) -> CollectiveTimeout:
-        """Return rank 0's error if ranks are missing at a monitored barrier."""
-        first = operation.waiting_for
-        after = f"monitoredBarrier after {1000 * seconds:.0f} ms"
-        if first is None or seconds <= 0:
-            return CollectiveTimeout(f"Rank 0 timed out in {after}", rank=0)
-        missing = operation.without_frames(range(first, self.size)) if name_all else [first]
-        names = f"Ranks {', '.join(map(str, missing))}" if name_all else f"Rank {first}"
-        return CollectiveTimeout(f"{names} failed to pass {after}", rank=first)
-
-    def _barrier_error(self, error: RingError) -> RingError:
-        """Return the error of a monitored barrier as this rank sees it."""
-        if self.rank:
-            reached = f"Rank {self.rank} successfully reached monitoredBarrier, but received errors while waiting for"
-            return type(error)(f"{reached} send/recv from rank 0: {error}", rank=error.rank)
-        if error.rank:
-            return type(error)(f"Rank {error.rank} failed to pass monitoredBarrier: {error}", rank=error.rank)
-        return error
 
     def _has_left(self) -> RingError:
         return RingError(f"this worker has left the group {self.name!r}: no collective of it can run any more")

@@ -7,6 +7,7 @@ that passes it, and the group can still be used.
 """
 
 import threading
+from collections.abc import Sequence
 from datetime import timedelta
 from operator import index
 from typing import Any
@@ -77,6 +78,12 @@ def pairs(outputs: Any, inputs: Any) -> list[tuple[Any, Any]]:
             f"there are {len(given[0])} outputs and {len(given[1])} inputs: give as many, and at least one"
         )
     return list(zip(*given, strict=True))
+
+
+def check_count(what: str, tensors: Sequence[Any], size: int) -> None:
+    """Raise ValueError unless there is one for each of `size` ranks."""
+    if len(tensors) != size:
+        raise ValueError(f"there are {len(tensors)} {what} for {size} ranks")
 
 
 def op_name(opts: Any) -> str:

@@ -12,14 +12,13 @@ from torch._C._distributed_c10d import Store
 from fedring.ring.engine.operation import Kind
 from fedring.ring.engine.program import Program
 from fedring.ring.errors import NotSupported, RingError
-from fedring.ring.options import RingOptions
 from fedring.ring.torch.arguments import seconds_of
 from fedring.ring.torch.compiler import opaque
 from fedring.ring.torch.profiling import begin_record
 from fedring.ring.torch.work import RingWork, together
 from fedring.ring.torch.world import World
 
-_WIRE = {"same": None, "fp16": torch.float16, "bf16": torch.bfloat16}
+WIRE_DTYPES = {"same": None, "fp16": torch.float16, "bf16": torch.bfloat16}
 _ProcessGroup: Any = dist.ProcessGroup  # its stub declares overloads that no method written in Python can match
 
 
@@ -40,6 +39,7 @@ class Member(_ProcessGroup):  # type: ignore[misc]  # see _ProcessGroup
         wire: The dtype in which allreduces send float32 values; None = as they are.
     """
 
+    _device_types = (torch.device("cpu"), torch.device("cuda"))  # as the backend is registered
     supports_splitting = supports_shrinking = supports_coalescing = supports_time_estimate = False
 
     def __init__(self, world: World, store: Store, ranks: Sequence[int], *, name: str, timeout: timedelta) -> None:
@@ -52,10 +52,6 @@ class Member(_ProcessGroup):  # type: ignore[misc]  # see _ProcessGroup
         self._name, self._description = name, "undefined"
         self._timeout = timeout
         self._coalesced: list[RingWork] | None = None
-
-    def use_options(self, options: RingOptions) -> None:
-        """Follow those of the options that each group may have for itself."""
-        self.wire = _WIRE[options.wire_dtype]
 
     def getBackendName(self) -> str:  # torch's C++ code asks for it
         """Return the backend's name, which DDP logs."""
@@ -82,10 +78,6 @@ class Member(_ProcessGroup):  # type: ignore[misc]  # see _ProcessGroup
 
     def _set_group_desc(self, description: str) -> None:
         self._description = description
-
-    @property
-    def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu"), torch.device("cuda")]  # as the backend is registered
 
     def _get_backend(self, device: torch.device) -> Self:
         return self
@@ -174,8 +166,3 @@ class Member(_ProcessGroup):  # type: ignore[misc]  # see _ProcessGroup
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work
-
-    def check_count(self, what: str, tensors: Sequence[Any]) -> None:
-        """Raise ValueError unless there is one for each rank."""
-        if len(tensors) != self.ring.size:
-            raise ValueError(f"there are {len(tensors)} {what} for {self.ring.size} ranks")

@@ -17,10 +17,11 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from fedring.ring.engine import collectives
+from fedring.ring.engine.barrier import monitored_barrier
 from fedring.ring.engine.operation import Kind
 from fedring.ring.engine.program import Program
 from fedring.ring.engine.reduction import Reduction
-from fedring.ring.torch.arguments import as_list, only, only_list, op_name, pairs, rank_of, root_of, tag_of
+from fedring.ring.torch.arguments import as_list, check_count, only, only_list, op_name, pairs, rank_of, root_of, tag_of
 from fedring.ring.torch.compiler import opaque
 from fedring.ring.torch.member import Member
 from fedring.ring.torch.messages import BytesGather, Messages, ReceiveFromAny, gather_bytes
@@ -137,7 +138,7 @@ class RingProcessGroup(Member):
         into = only_list(outputs) if is_root else []
         staged = [Staged([output]) for output in into]
         if is_root:
-            self.check_count("outputs", into)
+            check_count("outputs", into, self.ring.size)
             mine = apart(mine, [one.flat for one in staged])
         for one in staged:
             check_size(one.flat, mine)
@@ -152,7 +153,7 @@ class RingProcessGroup(Member):
         mine: list[Tensor] = []
         if self.ring.rank == root:
             mine = [apart(in_host_memory(plain(one)), [staged.flat]) for one in only_list(inputs)]
-            self.check_count("inputs", mine)
+            check_count("inputs", mine, self.ring.size)
         for one in mine:
             check_size(staged.flat, one)
         program = collectives.scatter(self.ring.rank, [as_bytes(one) for one in mine], staged.data, root)
@@ -162,7 +163,7 @@ class RingProcessGroup(Member):
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Timeout = None) -> RingWork:
         """Reduce all ranks' `inputs[rank]` into the output. Lengths may differ between ranks."""
         each = only_list(inputs)
-        self.check_count("inputs", each)
+        check_count("inputs", each, self.ring.size)
         sizes = [plain(one).numel() for one in each]
         return self._reduce_scatter(only(outputs), each, sizes, opts=opts, timeout=timeout)()
 
@@ -184,8 +185,8 @@ class RingProcessGroup(Member):
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Timeout = None) -> RingWork:
         """Exchange tensors: `outputs[r]` becomes rank r's `inputs[rank]`."""
         given, mine = as_list(outputs), as_list(inputs)
-        self.check_count("outputs", given)
-        self.check_count("inputs", mine)
+        check_count("outputs", given, self.ring.size)
+        check_count("inputs", mine, self.ring.size)
         staged = [Staged([output]) for output in given]
         into = [one.flat for one in staged]
         program = self._all_to_all(into, [in_host_memory(plain(one)) for one in mine])
@@ -223,7 +224,7 @@ class RingProcessGroup(Member):
         """
         given = timedelta(seconds=timeout) if isinstance(timeout, int | float) else timeout
         seconds = self.seconds() if given is None else given.total_seconds()
-        self.ring.monitored_barrier(seconds, name_all=wait_all_ranks)
+        monitored_barrier(self.ring, seconds, name_all=wait_all_ranks)
 
     def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> RingWork:
         """Send the tensor to a rank."""
@@ -264,7 +265,7 @@ class RingProcessGroup(Member):
 
     def _allgather(self, outputs: Any, inputs: Any, opts: Any, timeout: Timeout = None) -> Start:
         into, mine = only_list(outputs), only(inputs)
-        self.check_count("outputs", into)
+        check_count("outputs", into, self.ring.size)
         staged = [Staged([output]) for output in into]
         check_dtypes([one.flat for one in staged])
         fill(staged[self.ring.rank].flat, mine)

@@ -24,6 +24,7 @@ from fedring.ring.errors import RingError
 from fedring.ring.options import RingOptions
 from fedring.ring.torch.forming import next_generation
 from fedring.ring.torch.meeting import Meeting, Membership, Terms, store_is_gone
+from fedring.ring.torch.member import WIRE_DTYPES
 from fedring.ring.torch.process_group import RingProcessGroup
 from fedring.ring.torch.world import World, current, set_current
 
@@ -340,7 +341,8 @@ def _variable(name: str) -> str:
 
 def _group(world: World, wanted: Any, ranks: Sequence[int], options: Any) -> RingProcessGroup:
     group = RingProcessGroup(world, wanted.store, ranks, name=wanted.group_id, timeout=wanted.timeout)
-    group.use_options(options if isinstance(options, RingOptions) else world.endpoint.options)
+    own = options if isinstance(options, RingOptions) else world.endpoint.options
+    group.wire = WIRE_DTYPES[own.wire_dtype]
     return group
 
 

@@ -1,6 +1,6 @@
 """The communication hooks that have a name, and their parameters.
 
-Jobs, `flctl profile`, `flctl bench data-parallel` and scripts name hooks in the same way: by a name, followed by those
+Jobs, `flctl profile`, benchmarks and scripts name hooks in the same way: by a name, followed by those
 parameters whose defaults do not fit, as in a call:
 
     none    topk(ratio=0.05, feedback=ef21)    fp16(powersgd(matrix_approximation_rank=2))

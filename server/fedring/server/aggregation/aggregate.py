@@ -215,7 +215,7 @@ def next_buffers(base: NDArray[np.floating], delta: Float64, whole: NDArray[np.b
 
 
 def whole_numbers(schema: Schema, start: int, stop: int) -> NDArray[np.bool_]:
-    """Return a mask of the buffers of integer tensors, [stop - start].
+    """Return which buffers are of integer tensors, [stop - start].
 
     It covers the buffers from `start` to `stop`.
     """

@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from fedring.secure.masks import GROUP
 from fedring.server.aggregation.contributions import ClientVector, Contribution, Values, values_at_a_time
 from fedring.server.aggregation.mean import weighted_mean
 from fedring.server.aggregation.robust import Median
@@ -36,8 +35,8 @@ ROWS_BYTES = 208 << 20
 _BLOCK_VALUES = 1 << 19
 """Values, of all updates together, that one thread takes at a time from those that lie side by side."""
 
-_UNIT = GROUP
-"""Pieces begin at multiples of this many values, so that those of masked updates are read once."""
+UNIT = 16
+"""Pieces begin at multiples of this many values: decoders may read groups of so many."""
 
 _MOST_COLUMNS = 4096
 """The most columns that a block has because there are many updates."""
@@ -88,7 +87,7 @@ class Walk:
         """
         count, size = len(self.clients), self.value_bytes
         pieces = -(-self.step * count * size // ROWS_BYTES)
-        step = self.step if pieces == 1 else max(_UNIT, self.step // pieces // _UNIT * _UNIT)
+        step = self.step if pieces == 1 else max(UNIT, self.step // pieces // UNIT * UNIT)
         step = min(step, self.length)
         rows = np.empty((count, step), f"f{size}")
         for start, stop in cut(0, self.length, step):

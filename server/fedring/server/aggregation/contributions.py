@@ -28,7 +28,7 @@ class Contribution:
     packets: tuple[PacketSpec, ...]
     reader: Reader  # of the payload; called from several threads
     factor: float = 1.0  # by which the parameters' delta is multiplied; below 1 if it is too long
-    values: Decoder | None = None  # the parameters' delta, if it is the sum of masked updates and no packet has it
+    values: Decoder | None = None  # the parameters' delta, if it is a sum of updates and no packet has it
 
 
 @dataclass(frozen=True, slots=True)

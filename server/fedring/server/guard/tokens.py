@@ -74,7 +74,7 @@ class Tokens:
     """
 
     def __init__(self, facts: Facts) -> None:
-        self._facts = facts
+        self._facts, self._store = facts, facts.store.tokens
         self._rows: dict[str, TokenRow] = {}
         self._looked = 0.0  # when the store was read last, monotonic seconds
         self._looking = asyncio.Lock()
@@ -82,14 +82,14 @@ class Tokens:
     async def load(self) -> list[TokenRow]:
         """Read all tokens from the store."""
         self._looked = time.monotonic()
-        rows = await self._facts.db(self._facts.store.tokens)
+        rows = await self._facts.db(self._store.all)
         self._rows = {row.token_id: row for row in rows}
         return rows
 
     async def create(self, role: str, name: str, valid_seconds: int) -> tuple[TokenRow, str]:
         """Make and store a token, and return its row and text."""
         row, token = new_token(role, name, valid_seconds)
-        await self._facts.db(self._facts.store.add_token, row)
+        await self._facts.db(self._store.add, row)
         self._rows[row.token_id] = row
         return row, token
 
@@ -98,7 +98,7 @@ class Tokens:
 
         Raises NoSuchToken if there is none.
         """
-        await self._facts.db(self._facts.store.revoke_token, token_id, time.time())
+        await self._facts.db(self._store.revoke, token_id, time.time())
         await self.load()
         if token_id not in self._rows:
             raise NoSuchToken(f"there is no token {token_id!r}: see `flctl token list`")

@@ -36,7 +36,7 @@ class Jobs:
         journal: Journal,
         started: Gauge,
     ) -> None:
-        self._runner, self._rounds, self._facts, self._store = runner, rounds, facts, facts.store
+        self._runner, self._rounds, self._facts, self._kept = runner, rounds, facts, facts.store.jobs
         self._journal, self._started = journal, started
         self._queued = asyncio.Event()
         self._stopped: set[int] = set()
@@ -55,7 +55,7 @@ class Jobs:
         open_ = {"seed"} if spec.seed_is_open else None  # it is chosen when the job starts
         stored = spec.model_dump(mode="json", exclude=open_)
         wanted = JobRow(0, spec.name, stored, spec.rounds, time.time(), idempotency_key=key or None)
-        row = await self._facts.db(self._store.create_job, wanted)
+        row = await self._facts.db(self._kept.create, wanted)
         self._queued.set()
         return row, row.created_at != wanted.created_at
 
@@ -76,13 +76,13 @@ class Jobs:
             self._stopped.add(running)
             # A disk that refuses this does not keep the job alive: its end is noted later.
             with suppress(StorageFailed):
-                await self._facts.db(self._store.set_job_state, running, "stopped")  # holds also if the server dies now
+                await self._facts.db(self._kept.set_state, running, "stopped")  # holds also if the server dies now
             return running, await self._rounds.abandon(self._rounds.of_job(running), "stopped")
-        row = await self._facts.db(self._store.job, job_id)
+        row = await self._facts.db(self._kept.get, job_id)
         if row is None or row.state != "queued":
             raise NoSuchJob(f"job {job_id} is neither running nor queued" if job_id else "no job is running")
         self._stopped.add(job_id)  # its turn may come right now
-        await self._facts.db(self._store.set_job_state, job_id, "stopped")
+        await self._facts.db(self._kept.set_state, job_id, "stopped")
         return job_id, 0
 
     async def run(self) -> None:
@@ -109,8 +109,8 @@ class Jobs:
             self._journal.write("job_ended", text, job_id=row.job_id)
 
     async def _end(self, job_id: int, state: str, reason: str) -> None:
-        await self._facts.db(self._store.set_job_state, job_id, state, reason)
-        await self._facts.db(self._store.end_orphans)
+        await self._facts.db(self._kept.set_state, job_id, state, reason)
+        await self._facts.db(self._facts.store.rounds.end_orphans)
 
     def _next(self) -> JobRow | None:
-        return self._store.running_job() or self._store.next_queued_job()
+        return self._kept.running() or self._kept.next_queued()

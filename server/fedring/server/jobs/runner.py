@@ -57,7 +57,7 @@ class JobRunner:
             spec = Job.model_validate(row.spec)
         except ValidationError as error:
             return "failed", printable(f"its specification is not valid: {explain(error, {}, Job)}")
-        await self._facts.keep(self._facts.db, self._facts.store.set_job_state, row.job_id, "running")
+        await self._facts.keep(self._facts.db, self._facts.store.jobs.set_state, row.job_id, "running")
         try:
             with _faults_of_the_job(row.job_id):
                 job, what = await self._facts.keep(self._starter.begin, row, spec)
@@ -83,8 +83,8 @@ class JobRunner:
         row, spec = job.row, job.spec
         abandoned = 0  # rounds, one after the other
         with _faults_of_the_job(row.job_id):
-            done = await self._facts.keep(self._facts.db, self._facts.store.job_rounds_ended, row.job_id)
-            interrupted = await self._facts.keep(self._facts.db, self._facts.store.open_round)
+            done = await self._facts.keep(self._facts.db, self._facts.store.rounds.ended_of, row.job_id)
+            interrupted = await self._facts.keep(self._facts.db, self._facts.store.rounds.newest_open)
         while done < row.rounds:
             if row.job_id in stopped:
                 return "stopped", ""
@@ -118,7 +118,7 @@ class JobRunner:
         It ends early after `patience` published models without a better one.
         """
         patience = spec.patience
-        published = [model for model in self._facts.store.models(_ALL, job_id) if model.round]
+        published = [model for model in self._facts.store.models.newest(_ALL, job_id) if model.round]
         best = best_of(published, spec.best_by)
         # Every published round makes one version, and no other job runs meanwhile.
         if best is None or published[0].version - best.version < patience:
@@ -131,7 +131,7 @@ class JobRunner:
 
         Empty if it has published none.
         """
-        row, newest = self._facts.store.job(job_id), self._facts.store.models(1, job_id)
+        row, newest = self._facts.store.jobs.get(job_id), self._facts.store.models.newest(1, job_id)
         if row is None or not row.rounds_done or not newest:
             return ""
         return f"; to go on from its last model, version {newest[0].version}, start a job with start={NEWEST}"

@@ -39,7 +39,7 @@ class JobStarter:
             StorageError, SeamError: if the job cannot start from there.
         """
         base, spec, text = await begin(self._facts, self._models, row, spec)
-        frozen = await self._facts.heavy(self._models.maker.frozen_digest, spec, base)
+        frozen = await self._facts.heavy(self._models.maker.job_models.frozen_digest, spec, base)
         self._rounds.learn(base)
         return RunningJob(row, spec, frozen), text
 
@@ -61,8 +61,6 @@ class JobStarter:
 async def begin(facts: Facts, models: Models, job: JobRow, spec: Job) -> tuple[ModelRow, Job, str]:
     """Decide from which model a job starts, or continues after a restart.
 
-    A new model is published. The decision is durable when this returns.
-
     A new model is published. What was decided is durable when this returns.
 
     Returns:
@@ -74,11 +72,11 @@ async def begin(facts: Facts, models: Models, job: JobRow, spec: Job) -> tuple[M
     """
     if (known := await _last_of(facts, job)) is not None:
         return known, spec, f"goes on from version {known.version}"
-    rows = await facts.db(facts.store.models, _ALL)
+    rows = await facts.db(facts.store.models.newest, _ALL)
     wanted, why = await _find(facts, models, spec, rows)
     seeded = await facts.db(_with_seed, facts, spec, wanted) if spec.seed_is_open else spec
     if wanted is None:
-        version = await facts.db(facts.store.next_version)
+        version = await facts.db(facts.store.models.next_version)
         path = spec.start if is_path(spec.start) else ""
         made = await facts.heavy(models.maker.first, seeded, version, path)
         first = wanted = replace(made, job_id=job.job_id)
@@ -90,7 +88,7 @@ async def begin(facts: Facts, models: Models, job: JobRow, spec: Job) -> tuple[M
     after = await facts.db(_residuals_end, facts, wanted, newest)
     if seeded is not spec:
         job = replace(job, spec=seeded.model_dump(mode="json"))
-    await facts.db(facts.store.begin_job, job, wanted.version, after, first)
+    await facts.db(facts.store.jobs.begin, job, wanted.version, after, first)
     models.versions.remember(wanted)
     return wanted, seeded, why
 
@@ -115,11 +113,11 @@ async def _last_of(facts: Facts, job: JobRow) -> ModelRow | None:
 
     None before either exists.
     """
-    mine = await facts.db(facts.store.models, 1, job.job_id)
+    mine = await facts.db(facts.store.models.newest, 1, job.job_id)
     if mine:
         return mine[0]
-    row = await facts.db(facts.store.job, job.job_id)
-    return await facts.db(facts.store.model, row.start_version) if row and row.start_version else None
+    row = await facts.db(facts.store.jobs.get, job.job_id)
+    return await facts.db(facts.store.models.get, row.start_version) if row and row.start_version else None
 
 
 async def _find(facts: Facts, models: Models, spec: Job, rows: list[ModelRow]) -> tuple[ModelRow | None, str]:
@@ -133,9 +131,9 @@ async def _find(facts: Facts, models: Models, spec: Job, rows: list[ModelRow]) -
         wanted = next((row for row in rows if row.version == version), None)
         if wanted is None:
             raise StorageError("unknown_model", f"start = {version}: no such version is kept (`flctl models list`)")
-        await facts.heavy(models.maker.check_fits, wanted, spec)
+        await facts.heavy(models.maker.job_models.check_fits, wanted, spec)
         return wanted, f"starts from version {version}"
-    schema = await facts.heavy(models.maker.schema_of, spec)
+    schema = await facts.heavy(models.maker.job_models.schema_of, spec)
     alike = [row for row in rows if row.schema_hash == schema.hash.hex()]
     if spec.start == NEWEST:
         return (alike[0], f"starts from version {alike[0].version}, the newest") if alike else (None, "")
@@ -152,7 +150,7 @@ def _with_seed(facts: Facts, spec: Job, wanted: ModelRow | None) -> Job:
 
     Frozen tensors follow from the seed, so a version is continued with the seed of its own job.
     """
-    publisher = facts.store.job(wanted.job_id) if wanted is not None else None
+    publisher = facts.store.jobs.get(wanted.job_id) if wanted is not None else None
     seed = secrets.randbelow(MAX_SEED + 1) if wanted is None else spec.seed
     if publisher is not None:
         seed = publisher.spec.get("seed", seed)
@@ -169,7 +167,7 @@ def _residuals_end(facts: Facts, base: ModelRow, newest: ModelRow | None) -> tup
     continue one another's newest models have the same round here. The number is 0 if there is no such round.
     """
     if newest is not None and base.version == newest.version:
-        publisher = facts.store.job(newest.job_id)
+        publisher = facts.store.jobs.get(newest.job_id)
         return (publisher.residual_epoch, publisher.residual_after) if publisher else (0, 0)
-    rounds = facts.store.rounds(1)
+    rounds = facts.store.rounds.newest(1)
     return facts.store.epoch, rounds[0].round if rounds else 0

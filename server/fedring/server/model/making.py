@@ -3,7 +3,6 @@
 The next one is made from the updates of a round.
 """
 
-import json
 from collections.abc import Callable, Iterable
 from concurrent.futures import Executor
 from contextlib import ExitStack
@@ -12,10 +11,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import nn
 
 from fedring.codec.errors import CodecError
-from fedring.codec.schema import Schema
 from fedring.server.aggregation.aggregate import AggregationPlan, aggregate, store_model, store_parts
 from fedring.server.aggregation.combining import Combination
 from fedring.server.aggregation.contributions import Contribution
@@ -26,6 +23,7 @@ from fedring.server.aggregation.strategy import PastRound, Strategy, ask_metrics
 from fedring.server.aggregation.versions import ModelVersions
 from fedring.server.config import ServerConfig
 from fedring.server.model.initial import find_file, load_initial
+from fedring.server.model.job_models import JobModels
 from fedring.server.model.own_update import OwnUpdates
 from fedring.server.model.transforms.listing import RoundSteps, transforms_of
 from fedring.server.model.transforms.transform import ClosedRound
@@ -33,13 +31,10 @@ from fedring.server.state.blob_interfaces import Blobs
 from fedring.server.state.checked import CheckedReader, find_damage
 from fedring.server.state.failures import DamagedUpdates, StorageError
 from fedring.server.state.rows import ModelRow, UpdateRow
-from fedring.train.errors import SeamError
 from fedring.train.jobs.job import Job
 from fedring.train.names.offered import collect
-from fedring.train.names.seam import build_model
-from fedring.train.tensors.sharing import Sharing
-from fedring.train.tensors.skeleton import build_skeleton, check_can_initialize, initialize
-from fedring.train.tensors.state import Parts, check_sharing, frozen_digest, read_vectors, split, write_vectors
+from fedring.train.tensors.skeleton import initialize
+from fedring.train.tensors.state import frozen_digest, read_vectors, write_vectors
 from fedring.v1 import federation_pb2 as pb
 
 
@@ -57,6 +52,7 @@ class ModelMaker:
 
     Attributes:
         offered: what jobs may name here.
+        job_models: builds the models of jobs.
 
     Raises:
         SeamError: if something that is trusted cannot be imported.
@@ -68,53 +64,8 @@ class ModelMaker:
         self._blobs, self._executor, self._config, self._run_id = blobs, executor, config, run_id
         self._versions = versions
         self.offered = collect(config.trusted, root=config.data_root, download=config.download)
+        self.job_models = JobModels(self.offered)
         self._own = OwnUpdates(config.data_root, self.offered)
-        self._built: dict[str, Parts] = {}  # by what a job says about its model
-
-    def schema_of(self, job: Job) -> Schema:
-        """Return the schema of the job's shared tensors.
-
-        The model is built only if it was not built before.
-
-        Raises:
-            SeamError: if the model cannot be built, or not in the way that a pipeline job asks for; "bad_sharing", with
-                a text that begins with the key, if `shared` or `private` does not fit the model.
-        """
-        return self._parts_of(job).shared
-
-    def frozen_digest(self, job: Job, base: ModelRow) -> str:
-        """Return the digest of the tensors frozen on all sides.
-
-        Empty if there are none.
-
-        Args:
-            job: the job.
-            base: a version that it continues. Those of an older server hold the frozen tensors, too.
-
-        Raises:
-            SeamError: as for schema_of(), or "wrong_base", if the version was trained with other frozen tensors. What
-                an earlier release has trained does not say with which.
-        """
-        parts = self._parts_of(job)
-        if not parts.frozen.entries or parts.shared.hash.hex() != base.schema_hash:
-            return ""
-        digest = frozen_digest(self._build(job)[0], parts.frozen)  # the values depend on the seed
-        if base.frozen_digest not in ("", digest):
-            raise SeamError(
-                "wrong_base",
-                f"version {base.version} was trained with other values of the {len(parts.frozen.entries)} frozen "
-                'tensors than the job\'s model has: let its callable load the same base, or use start = "fresh".',
-            )
-        return digest
-
-    def check_fits(self, row: ModelRow, job: Job) -> None:
-        """Return if a version is of the job's kind.
-
-        Raises:
-            SeamError: "wrong_schema" if it is not, another reason if the job's model cannot be built.
-        """
-        if self.schema_of(job).hash.hex() != row.schema_hash:
-            raise SeamError("wrong_schema", f"Version {row.version} is not a model of the job's kind: see `start`.")
 
     def check_file(self, job: Job, path: str = "") -> None:
         """Check that a job can start anew, or from a file.
@@ -123,7 +74,7 @@ class ModelMaker:
             SeamError: if the file may not be named or cannot be read, or does not fit the job's model.
         """
         if (file := self._file_of(path)) is not None:
-            load_initial(file, *self._build(job))
+            load_initial(file, *self.job_models.build(job))
 
     def first(self, job: Job, version: int, path: str = "") -> ModelRow:
         """Make the first model of a line of versions.
@@ -140,7 +91,7 @@ class ModelMaker:
         file = self._file_of(path)
         if file is None and job.training.by_module:
             return self._first_by_module(job, version)
-        model, parts = self._build(job)
+        model, parts = self.job_models.build(job)
         if file is not None:
             load_initial(file, model, parts)
         values = read_vectors(model, parts.shared.names)
@@ -149,7 +100,7 @@ class ModelMaker:
         return replace(row, frozen_digest=frozen_digest(model, parts.frozen))
 
     def _first_by_module(self, job: Job, version: int) -> ModelRow:
-        skeleton, tensors = self._skeleton(job)
+        skeleton, tensors = self.job_models.skeleton(job)
         schema = tensors.shared
         # They are written in the order of the file: all buffers, and then all parameters.
         buffers = [tensor.double().reshape(-1).numpy() for _, tensor in initialize(skeleton, job.seed, "buffer")]
@@ -168,7 +119,7 @@ class ModelMaker:
             SeamError: if the job names transforms that this server cannot make.
         """
         with ExitStack() as files:
-            transforms_of(job).command(job, command, base, self._files(base, files))
+            transforms_of(job).command(job, command, base, BaseFiles(self._blobs, self._versions, base, files))
 
     def prepare(self, closed: ClosedRound) -> RoundSteps:
         """Return the steps of the job's transforms for a closed round.
@@ -207,7 +158,7 @@ class ModelMaker:
         job, command, updates = closed.job, closed.command, closed.updates
         own = self._own_update(base, job, command.job_round, command.seed) if job.aggregation.data else None
         with ExitStack() as stack:
-            files = self._files(base, stack)
+            files = BaseFiles(self._blobs, self._versions, base, stack)
             for step in prepared.steps:
                 step.read(base, files)
             plan = AggregationPlan(
@@ -243,9 +194,6 @@ class ModelMaker:
                 raise RuleError("out_of_memory", text) from error
             return new.row(reader.schema, version=version, number=command.round, base=base)
 
-    def _files(self, base: ModelRow, stack: ExitStack) -> BaseFiles:
-        return BaseFiles(self._blobs, self._versions, base, stack)
-
     def strategy(self, job: Job) -> Strategy:
         """Make the job's strategy.
 
@@ -280,7 +228,7 @@ class ModelMaker:
         strategy = self.strategy(job)
         if strategy.evaluate is None:
             return {}
-        model, _ = self._build(job)
+        model, _ = self.job_models.build(job)
         with self._blobs.reader(row.blob) as blob:
             checked = CheckedReader(blob.read, blob.size, row.blob)
             reader = ModelReader(checked)
@@ -309,28 +257,11 @@ class ModelMaker:
                 checked.check()
         except (CodecError, StorageError) as error:
             raise self._versions.damage_of(base, error) from error
-        return self._own.make(self._build(job)[0], schema, vectors, job, job_round=job_round, seed=seed)
+        return self._own.make(self.job_models.build(job)[0], schema, vectors, job, job_round=job_round, seed=seed)
 
     def _file_of(self, path: str) -> Path | None:
         allowed = self._config.init_path
         return find_file(allowed, path) if path else allowed if allowed and allowed.is_file() else None
-
-    def _parts_of(self, job: Job) -> Parts:
-        if (known := self._built.get(_kind(job))) is not None:
-            return known
-        return self._skeleton(job)[1] if job.training.staged else self._build(job)[1]
-
-    def _build(self, job: Job) -> tuple[nn.Module, Parts]:
-        model = build_model(job.model, job.model_args, job.seed, self.offered)
-        parts = self._built[_kind(job)] = check_sharing(model, job.sharing)
-        return model, parts
-
-    def _skeleton(self, job: Job) -> tuple[nn.Module, Parts]:
-        model = build_skeleton(job.model, job.model_args, job.seed, self.offered)
-        if job.training.by_module:
-            check_can_initialize(model)
-        parts = self._built[_kind(job)] = split(model, Sharing())
-        return model, parts
 
     def _payload(self, row: UpdateRow) -> Callable[[int, int], bytes]:
         if row.blob:
@@ -344,13 +275,3 @@ def is_out_of_memory(error: Exception) -> bool:
     On the CPU, torch says so with a RuntimeError.
     """
     return isinstance(error, MemoryError) or "can't allocate memory" in str(error)
-
-
-def _kind(job: Job) -> str:
-    sharing = job.sharing
-    return json.dumps(
-        [
-            *(job.model, job.model_args, job.training.staged and job.pipeline.first_model),
-            *(sharing.shared, sharing.private, sharing.frozen_stay),
-        ]
-    )

@@ -16,11 +16,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedring.privacy.charges import Charge
 from fedring.privacy.noise import Noise
 from fedring.server.model.guards import Guard
 from fedring.server.state.rows import UpdateRow
-from fedring.train.jobs.job import Job
 from fedring.train.jobs.privacy_table import (
     CLIP_QUANTILE,
     CLIP_RATE,
@@ -88,26 +86,6 @@ def summed_round(privacy: ClientPrivacy, clients: int) -> PrivateRound:
     """
     clip = privacy.clip
     return PrivateRound(Guard(), NoisyMean(float(clients)), privacy.noise_multiplier, clip, clip)
-
-
-def most_charged(job: Job, dimension: int) -> Charge:
-    """Return the highest possible charge of a private job's round.
-
-    Args:
-        job: the job.
-        dimension: number of parameters.
-
-    Raises:
-        ValueError: if the clients of a group cannot add the noise.
-    """
-    privacy, secure = job.dp, job.secure_aggregation
-    if privacy is None:
-        raise ValueError("the job has no dp")
-    if not privacy.by_clients or secure is None:
-        return privacy.noise_multiplier
-    needed = job.min_clients_to_aggregate
-    most = max(job.sample_clients, needed) if job.sample_clients else 0
-    return privacy.charge_of(secure.group_sizes(needed, most), dimension, needed)
 
 
 def private_round(

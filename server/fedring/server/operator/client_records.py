@@ -15,11 +15,11 @@ class ClientRecords:
 
     def __init__(self, rounds: Rounds, sessions: Sessions, facts: Facts, journal: Journal) -> None:
         self._rounds, self._sessions = rounds, sessions
-        self._facts, self._store, self._journal = facts, facts.store, journal
+        self._facts, self._updates, self._journal = facts, facts.store.updates, journal
 
     async def list(self, request: pb.ListRequest) -> pb.ClientList:
         """Return the clients in session, and then those that are away."""
-        counts = await self._facts.db(self._store.update_counts)
+        counts = await self._facts.db(self._updates.counts)
         clients = [
             pb.Client(
                 client_id=session.client_id,
@@ -45,7 +45,7 @@ class ClientRecords:
             ClientInUse: if it is in session, or if its update is in an open round.
         """
         name = request.client_id
-        counts = await self._facts.db(self._store.update_counts)
+        counts = await self._facts.db(self._updates.counts)
         if name not in counts:
             raise NoSuchClient(f"no update of {printable(name[:128])!r} was ever accepted: see `flctl clients`")
         if self._sessions.get(name) is not None:

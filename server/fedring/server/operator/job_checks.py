@@ -113,7 +113,7 @@ class JobChecks:
 
     def _check_model(self, job: Job) -> Schema:
         try:
-            schema = self._maker.schema_of(job)
+            schema = self._maker.job_models.schema_of(job)
             if job.training.layers:
                 self._check_layers(job)
         except SeamError as error:
@@ -158,10 +158,10 @@ class JobChecks:
                 if row is None:
                     versions = ", ".join(str(row.version) for row in kept[:10]) or "none"
                     raise ConfigError(f"start: version {version} is not kept, but these are: {versions}")
-                self._maker.check_fits(row, job)
-                self._maker.frozen_digest(job, row)
+                self._maker.job_models.check_fits(row, job)
+                self._maker.job_models.frozen_digest(job, row)
             elif job.start == NEWEST and runs_next and alike:
-                self._maker.frozen_digest(job, alike[0])
+                self._maker.job_models.frozen_digest(job, alike[0])
         except SeamError as error:
             raise ConfigError(f"start: {error}") from error
 

@@ -83,7 +83,7 @@ class JobRequests:
 
     async def _start(self, spec: Job, key: str) -> pb.StartReply:
         _check_key(key)
-        if not key or await self._facts.db(self._facts.store.job_of_key, key) is None:  # else it was checked before
+        if not key or await self._facts.db(self._facts.store.jobs.of_key, key) is None:  # else it was checked before
             await self._check(spec)
         row, already = await self._jobs.start(spec, key)
         if already and not _is_of(row.spec, spec):
@@ -94,8 +94,8 @@ class JobRequests:
 
     async def _check(self, spec: Job) -> None:
         """Raise BadRequest, "bad_job", if the job is known to fail."""
-        kept = await self._facts.db(self._facts.store.models, _ALL)
-        waiting = await self._facts.db(self._facts.store.next_queued_job)
+        kept = await self._facts.db(self._facts.store.models.newest, _ALL)
+        waiting = await self._facts.db(self._facts.store.jobs.next_queued)
         runs_next = self._jobs.running is None and waiting is None
         try:
             await self._facts.heavy(partial(self._checks.check, runs_next=runs_next), spec, kept)

@@ -27,7 +27,7 @@ class Listings:
 
     async def jobs(self, request: pb.ListRequest) -> pb.JobList:
         """Return jobs, the newest first."""
-        rows = await self._facts.db(self._store.jobs, limit_of(request))
+        rows = await self._facts.db(self._store.jobs.newest, limit_of(request))
         jobs: list[pb.Job] = []
         size = 0
         for row in rows:
@@ -39,7 +39,7 @@ class Listings:
     async def rounds(self, request: pb.ListRequest) -> pb.RoundList:
         """Return rounds, the newest first, or the one that is asked for."""
         if request.round:
-            row = await self._facts.db(self._store.round, min(request.round, MAX_ID))
+            row = await self._facts.db(self._store.rounds.get, min(request.round, MAX_ID))
             return pb.RoundList(rounds=[round_message(row)] if row else [])
         return pb.RoundList(rounds=await self._newest_rounds(request))
 
@@ -51,8 +51,8 @@ class Listings:
         """Return the spent privacy."""
         if not 0 <= request.delta < 1:
             raise BadRequest(f"delta = {request.delta:g} must be above 0 and below 1", reason="bad_delta")
-        charges = await self._facts.db(self._store.charges)
-        jobs = await self._facts.db(self._store.jobs, _ALL)
+        charges = await self._facts.db(self._store.rounds.charges)
+        jobs = await self._facts.db(self._store.jobs.newest, _ALL)
         try:
             return await self._facts.work(privacy_message, charges, jobs, request.delta)
         except NoAccountant as error:
@@ -74,7 +74,7 @@ class Listings:
         found: list[pb.Round] = []
         size, at_once = 0, 1
         while len(found) < limit and size < PAGE_BYTES:
-            rows = await self._facts.db(self._store.rounds, min(at_once, limit - len(found)), job_id, below)
+            rows = await self._facts.db(self._store.rounds.newest, min(at_once, limit - len(found)), job_id, below)
             if not rows:
                 break
             for row in rows:
@@ -89,15 +89,18 @@ class Listings:
         return found
 
     def _stored_events(self, after: int, before: int) -> list[pb.Event]:
-        rows = [row for row in self._store.events_after(after, MOST_ROWS) if row.id < before]
-        rounds = {row.round: self._store.round(row.round) for row in rows if row.round}
+        rows = [row for row in self._store.events.after(after, MOST_ROWS) if row.id < before]
+        rounds = {row.round: self._store.rounds.get(row.round) for row in rows if row.round}
         return [event_message(row, rounds.get(row.round)) for row in rows]
 
     def _models(self, limit: int) -> list[pb.Model]:
-        rows, best = self._store.models(limit), self._store.best_versions()
+        rows, best = self._store.models.newest(limit), self._store.models.best_versions()
         return [
             model_message(
-                row, self._store.evaluation_sum(row.version), self._store.round(row.round), best=row.version in best
+                row,
+                self._store.evaluations.total(row.version),
+                self._store.rounds.get(row.round),
+                best=row.version in best,
             )
             for row in rows
         ]

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Sequence
 from functools import partial
 from math import nan
 
@@ -12,26 +13,34 @@ from fedring.daemon.metrics import Registry
 from fedring.rpc.metrics import CallMetrics
 from fedring.server.guard.metrics import GuardMetrics
 from fedring.server.round.metrics import RoundMetrics
-from fedring.server.secure.metrics import SecureMetrics
+from fedring.server.round.open_round import KindMaker
 from fedring.server.state.facts import Facts
 from fedring.server.update.metrics import UpdateMetrics
-from fedring.v1 import control_pb2, federation_pb2, rendezvous_pb2, secure_pb2
+from fedring.v1 import control_pb2, federation_pb2, rendezvous_pb2
 
 _LAGS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0)
 _LAG_PERIOD = 0.5  # seconds
 
 
 class Metrics:
-    """The metrics of one fl-server; used from its event loop."""
+    """The metrics of one fl-server; used from its event loop.
 
-    def __init__(self) -> None:
+    Args:
+        kinds: of rounds, beside the plain one.
+
+    Attributes:
+        of_kinds: the metrics of each kind of rounds.
+    """
+
+    def __init__(self, kinds: Sequence[type[KindMaker]] = ()) -> None:
         self.registry = registry = Registry()
-        files = (federation_pb2, rendezvous_pb2, secure_pb2, control_pb2, health_pb2, reflection_pb2)
-        self.calls = CallMetrics("server", registry, [file.DESCRIPTOR for file in files])
+        files = [file.DESCRIPTOR for file in (federation_pb2, rendezvous_pb2, control_pb2, health_pb2, reflection_pb2)]
+        files += [kind.wire for kind in kinds if kind.wire is not None]
+        self.calls = CallMetrics("server", registry, files)
         self.guard = GuardMetrics()
         registry.register(self.guard)
         self.rounds = RoundMetrics(registry)
-        self.secure = SecureMetrics(registry)
+        self.of_kinds = {kind: kind.declare(registry) for kind in kinds}
         self.updates = UpdateMetrics(registry)
         self._declare_jobs()
         self._declare_process()

@@ -49,10 +49,10 @@ class PrivacySpent:
     async def refresh(self) -> None:
         """Compute it again if there are other charges than before."""
         facts = self._facts
-        charges = await facts.db(facts.store.charges)
+        charges = await facts.db(facts.store.rounds.charges)
         if len(charges) == self._charges:
             return
-        jobs = await facts.db(facts.store.jobs, _ALL)
+        jobs = await facts.db(facts.store.jobs.newest, _ALL)
         self._charges = len(charges)
         try:
             now = await facts.work(privacy_message, charges, jobs, 0.0)

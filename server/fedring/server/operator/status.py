@@ -40,14 +40,14 @@ class StatusReport:
 
     async def message(self) -> pb.Status:
         """Return how things are now."""
-        jobs = await self._facts.db(self._store.jobs, MOST_ROWS)
+        jobs = await self._facts.db(self._store.jobs.newest, MOST_ROWS)
         latest, round_ = self._rounds.latest, open_message(self._rounds.newest)
         if round_ is None:
-            rows = await self._facts.db(self._store.rounds, 1)
+            rows = await self._facts.db(self._store.rounds.newest, 1)
             round_ = round_message(rows[0]) if rows else None
         running = self._jobs.running
         # Read again, since the row in the queue has the counts of the time when the job began.
-        current = await self._facts.db(self._store.job, running.job_id) if running else None
+        current = await self._facts.db(self._store.jobs.get, running.job_id) if running else None
         return pb.Status(
             run_id=self._store.run_id,
             version=VERSION,

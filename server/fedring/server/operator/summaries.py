@@ -8,11 +8,14 @@ from collections.abc import Iterable, Mapping
 from math import isfinite
 from typing import Any
 
+from google.protobuf.message import Message
+
 from fedring.server.group import machine as gr
 from fedring.server.group.rendezvous import Rendezvous
 from fedring.server.round import machine as rd
 from fedring.server.round.events import Phase, Round
 from fedring.server.round.open_round import OpenRound
+from fedring.server.round.report import PROGRESS
 from fedring.server.sessions.sessions import Session, Sessions
 from fedring.server.state.journal import rfc3339
 from fedring.server.state.rows import EvaluationRow, JobRow, ModelRow, RoundRow
@@ -34,7 +37,8 @@ _ROUND_KEYS = (
 )
 _PART_KEYS = ("client_id", "num_samples", "train_seconds", "upload_bytes", "download_bytes")
 _DEFAULTS = Job.model_validate({}).model_dump(mode="json")
-_TABLES = ("data_parallel", "pipeline", "dp", "sample_dp", "secure_aggregation")
+_WHOLE = ("model_args", "optimizer_args", "clients", "aggregation", "personal")
+"""The keys of a job whose tables are shown as one value."""
 _EVENT_KEYS = ("id", "at", "kind", "job_id", "round", "client_id", "text")
 
 
@@ -74,7 +78,7 @@ def round_summary(message: pb.Round, *, clients: bool = False) -> Summary:
         if client.upload_bytes:
             name = client.encoding or "none"
             by_encoding[name] = by_encoding.get(name, 0) + client.upload_bytes
-    metrics = message.metrics
+    metrics, known = message.metrics, {field.name: value for field, value in message.ListFields()}
     # Lists are cut: a page for thousands of clients must stay small. NaN is no JSON, so it becomes None.
     return {
         **{key: getattr(message, key) for key in _ROUND_KEYS},
@@ -93,18 +97,19 @@ def round_summary(message: pb.Round, *, clients: bool = False) -> Summary:
         "metrics": {name: float(f"{metrics[name]:.6g}") for name in sorted(metrics)},
         "upload_by_encoding": by_encoding,
         "peer_bytes": _sum(client.metrics.get("bytes_sent", 0.0) for client in message.clients),
-        "secure": secure_summary(message.secure) if message.HasField("secure") else None,
+        **{name: _progress_summary(known[name]) if name in known else None for name in PROGRESS},
         **({"clients": [_part_summary(client) for client in message.clients[:MOST_CURVES]]} if clients else {}),
     }
 
 
-def secure_summary(message: pb.SecureProgress) -> Summary:
-    """Summarize the secure aggregation of a round."""
-    return {
-        **{key: getattr(message, key) for key in ("step", "groups", "answered", "asked")},
-        "lost": dict(message.lost),
-        "seconds": {step: float(f"{seconds:.3g}") for step, seconds in message.seconds.items()},
-    }
+def _progress_summary(message: Message) -> Summary:
+    """Summarize the progress of a kind of rounds, figure by figure."""
+    found = {field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields}
+    return {name: _short(value) if isinstance(value, Mapping) else value for name, value in found.items()}
+
+
+def _short(figures: Mapping[str, float]) -> Summary:
+    return {name: float(f"{value:.3g}") if isinstance(value, float) else value for name, value in figures.items()}
 
 
 def privacy_summary(message: pb.Privacy | None) -> Summary | None:
@@ -233,10 +238,10 @@ def _part_summary(client: pb.RoundClient) -> Summary:
 
 
 def _flat(spec: Mapping[str, Any]) -> Summary:
-    """Return a job's keys with those of its tables as `table.key`."""
+    """Return a job's keys with those of most tables as `table.key`."""
     flat: Summary = {}
     for key, value in spec.items():
-        if key in _TABLES and isinstance(value, Mapping):
+        if key not in _WHOLE and isinstance(value, Mapping):
             flat |= {f"{key}.{name}": inner for name, inner in value.items()}
         else:
             flat[key] = value

@@ -103,9 +103,9 @@ class View:
             clients: Whether each round has the parts of its first clients.
         """
         if not job_id:
-            newest = await self._facts.db(self._store.jobs, 1)
+            newest = await self._facts.db(self._store.jobs.newest, 1)
             job_id = newest[0].job_id if newest else 0
-        job = await self._facts.db(self._store.job, job_id)
+        job = await self._facts.db(self._store.jobs.get, job_id)
         rounds: list[Summary] = []
         async with self._reading:  # one at a time: a request for much holds up only others like it
             limit, below = self._first_chunk(after), 0
@@ -122,7 +122,7 @@ class View:
         """Return the events above `after`, oldest first; 0 = the newest ones."""
         if not after:
             return {"events": self._recent(await self._read())}
-        stored = await self._facts.db(self._store.events_after, after, MOST_STORED_EVENTS)
+        stored = await self._facts.db(self._store.events.after, after, MOST_STORED_EVENTS)
         events = {row.id: event_summary(event_message(row, None)) for row in stored}
         events |= {event.id: event_summary(event) for event in self._journal.recent(after)}
         return {"events": [events[number] for number in sorted(events)][:MOST_STORED_EVENTS]}
@@ -136,30 +136,37 @@ class View:
         return stored
 
     def _read_rounds(self, limit: int, job_id: int, below: int, clients: bool) -> list[Summary]:
-        return [round_summary(round_message(row), clients=clients) for row in self._store.rounds(limit, job_id, below)]
+        return [
+            round_summary(round_message(row), clients=clients)
+            for row in self._store.rounds.newest(limit, job_id, below)
+        ]
 
     def _read_store(self, newest: int) -> _Stored:
         store, first = self._store, self._stored.event < 0
         return _Stored(
             at=time.monotonic(),
             event=newest,
-            jobs=store.jobs(MOST_JOBS),
-            updates=store.update_counts(),
+            jobs=store.jobs.newest(MOST_JOBS),
+            updates=store.updates.counts(),
             models=self._read_models(),
-            last=next(iter(store.rounds(1)), None) if first else self._stored.last,
-            events=store.last_events(MOST_EVENTS) if first else self._stored.events,
+            last=next(iter(store.rounds.newest(1)), None) if first else self._stored.last,
+            events=store.events.newest(MOST_EVENTS) if first else self._stored.events,
         )
 
     def _read_models(self) -> list[Summary]:
-        rows, known, best = self._store.models(MOST_MODELS), self._evaluations, self._store.best_versions()
+        rows, known, best = (
+            self._store.models.newest(MOST_MODELS),
+            self._evaluations,
+            self._store.models.best_versions(),
+        )
         for row in rows[1:]:  # these are no longer evaluated
             if row.version not in known:
-                known[row.version] = self._store.evaluation_sum(row.version)
+                known[row.version] = self._store.evaluations.total(row.version)
         self._evaluations = {row.version: known[row.version] for row in rows[1:]}
-        newest = {row.version: self._store.evaluation_sum(row.version) for row in rows[:1]}
+        newest = {row.version: self._store.evaluations.total(row.version) for row in rows[:1]}
         evaluations = self._evaluations | newest
         return [
-            model_summary(row, evaluations[row.version], self._store.round(row.round), best=row.version in best)
+            model_summary(row, evaluations[row.version], self._store.rounds.get(row.round), best=row.version in best)
             for row in rows
         ]
 

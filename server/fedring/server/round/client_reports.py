@@ -71,7 +71,7 @@ class ClientReports:
         version = check_evaluation(report, client, round_, model, newest=max(known, default=0))
         counts = (report.correct, report.total, report.loss_sum, classified(report), dict(report.metrics))
         row = EvaluationRow(report.round, version, client, *counts)
-        await self._facts.db(self._facts.store.add_evaluation, row)
+        await self._facts.db(self._facts.store.evaluations.add, row)
         if open_ is not None and open_.state.round is not None:  # it may have ended meanwhile
             rounds.handle(open_, Evaluated(client))
 

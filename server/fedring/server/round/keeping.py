@@ -45,7 +45,7 @@ class Keeper:
             left = max(0.0, rd.deadline(round_) - time.monotonic() - less)
             open_.row = replace(open_.row, seconds_left=left)
             with suppress(StorageError):  # the disk is full, or somebody else holds the database: the next note will do
-                await self._facts.db(self._facts.store.save_seconds_left, open_.row.round, round_.phase, left)
+                await self._facts.db(self._facts.store.rounds.save_seconds_left, open_.row.round, round_.phase, left)
 
     async def prune(self) -> None:
         """Delete models, updates and rounds that are older than the configuration keeps.
@@ -58,5 +58,5 @@ class Keeper:
         await facts.db(facts.store.shorten_log)
         await facts.db(facts.blobs.forget_unnamed, config.unnamed_seconds)
         if await facts.db(facts.prune, *keep):
-            kept = await facts.db(facts.store.models, _ALL)
+            kept = await facts.db(facts.store.models.newest, _ALL)
             self._models.versions.forget({row.version for row in kept} | bases)

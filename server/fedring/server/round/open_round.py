@@ -3,10 +3,14 @@
 import asyncio
 import time
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, ClassVar
+
+from google.protobuf.descriptor import FileDescriptor
+from grpc import aio
 
 from fedring.codec import CodecError
 from fedring.codec.schema import Schema
+from fedring.daemon.metrics import Registry
 from fedring.server.aggregation.terms import Terms
 from fedring.server.group.rendezvous import Rendezvous
 from fedring.server.model.guards import weight_of
@@ -302,16 +306,26 @@ class RoundKind:
         return self.figures()
 
 
-class KindMaker(Protocol):
-    """A kind of rounds."""
+class KindMaker:
+    """A kind of rounds. Each hook does nothing by default."""
+
+    wire: ClassVar[FileDescriptor | None] = None
+    """The file of the services that only clients of such rounds call; None = there are none."""
+
+    @classmethod
+    def declare(cls, registry: Registry) -> Any:
+        """Declare the metrics of such rounds, and return them."""
 
     def kind_of(self, open_: OpenRound) -> RoundKind | None:
         """Return the course of a round, if it is of this kind."""
-        ...
+        return None
+
+    def add_services(self, server: aio.Server) -> None:
+        """Add the services of `wire` to a server."""
 
     def outlasts(self, row: RoundRow) -> bool:
         """Return whether clients must learn that an old round is over.
 
         They may keep something of it until then, also after a restart of the server.
         """
-        ...
+        return False

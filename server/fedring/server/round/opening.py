@@ -75,7 +75,7 @@ class RoundOpener:
         small = self._models.downloads.small(base, spec)  # before there is a row: it may fail, and be tried again
         settings, failure = await self._settings(job)
         wanted = RoundRow(0, job.row.job_id, job_round, Phase.WAITING, time.time(), base.version, settings=settings)
-        row = await facts.db(facts.store.create_round, wanted)
+        row = await facts.db(facts.store.rounds.create, wanted)
         return await self._wait_for_clients(row, job, base, small, failure=failure)
 
     async def resume(self, row: RoundRow, job: RunningJob) -> OpenRound:
@@ -87,7 +87,7 @@ class RoundOpener:
             StorageError: "missing_model" if the model that it starts from is gone.
         """
         rounds, facts, spec = self._rounds, self._facts, job.spec
-        base = await facts.db(facts.store.model, row.base_version)
+        base = await facts.db(facts.store.models.get, row.base_version)
         if base is None:
             raise StorageError("missing_model", f"round {row.round} starts from model {row.base_version}, now gone")
         self._models.versions.remember(base)
@@ -100,9 +100,9 @@ class RoundOpener:
             if row.settings is None:  # nobody was told of the round yet
                 settings, failure = await self._settings(job)
                 row = replace(row, settings=settings)
-                await facts.db(facts.store.update_round, row)
+                await facts.db(facts.store.rounds.replace, row)
             return await self._wait_for_clients(row, job, base, small, failure=failure, elapsed=elapsed)
-        updates = await facts.db(facts.store.updates_of, row.round)
+        updates = await facts.db(facts.store.updates.of_round, row.round)
         open_ = await self._begin(replace(row, phase=Phase.TRAINING), job, base, small)
         open_.accepted = {update.client_id: update for update in updates}
         open_.started = time.monotonic() - elapsed
@@ -138,7 +138,7 @@ class RoundOpener:
         """
         if not job.spec.aggregation.own:
             return {}, None
-        rows = await self._facts.db(self._facts.store.rounds, HISTORY + 1, job.row.job_id)
+        rows = await self._facts.db(self._facts.store.rounds.newest, HISTORY + 1, job.row.job_id)
         history = [row for row in reversed(rows) if row.ended_at is not None][-HISTORY:]
         try:
             return await self._facts.heavy(self._models.maker.ask_settings, job.spec, map(past_round, history)), None
@@ -168,7 +168,7 @@ class RoundOpener:
         most, store = self._config.max_update_bytes, self._facts.store
         configured = with_settings(job.spec, row.settings or {})
         command = round_command(configured, row, base, run_id=store.run_id, epoch=store.epoch, most_bytes=most)
-        noted = await self._facts.db(store.job, row.job_id)
+        noted = await self._facts.db(store.jobs.get, row.job_id)
         if noted is not None:
             command.residual_after_epoch, command.residual_after = noted.residual_epoch, noted.residual_after
         command.job.frozen_digest = job.frozen_digest

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict
+from typing import get_args
 
 from pydantic import BaseModel
 
@@ -11,6 +12,9 @@ from fedring.server.round.events import RoundRules
 from fedring.server.state.rows import ModelRow, RoundRow
 from fedring.train.jobs.job import Job
 from fedring.v1 import federation_pb2 as pb
+
+_ON_WIRE = set(pb.JobSpec.DESCRIPTOR.fields_by_name) - set(get_args(Job.model_fields["mode"].annotation))
+"""The fields of a job that clients know, whatever its mode."""
 
 
 def rules_of(job: Job, *, grace: float) -> RoundRules:
@@ -73,19 +77,21 @@ def job_spec(job: Job, job_id: int) -> pb.JobSpec:
         seed=job.seed,
         shared=job.shared,
         private=job.private,
-        dp=_json(job.dp),
-        secure_aggregation=_json(job.secure_aggregation),
-        sample_dp=_json(job.sample_dp),
         transforms=json.dumps([each.model_dump() for each in job.transforms]) if job.transforms else "",
         min_results=job.min_clients_to_aggregate,
-        personal=_json(job.personal),
-        **({job.mode: job.training.model_dump_json()} if job.grouped else {}),
+        **_tables(job),
     )
 
 
-def _json(table: BaseModel | None) -> str:
-    """Return a table as JSON; empty if the job has none."""
-    return "" if table is None else table.model_dump_json()
+def _tables(job: Job) -> dict[str, str]:
+    """Return the tables of a job for its clients, as JSON.
+
+    Of the tables for a mode, only that of the job's own mode.
+    """
+    tables = {key: table for key, table in job if isinstance(table, BaseModel) and key in _ON_WIRE}
+    if job.grouped:
+        tables[job.mode] = job.training
+    return {key: table.model_dump_json() for key, table in tables.items()}
 
 
 def round_command(job: Job, row: RoundRow, base: ModelRow, *, run_id: str, epoch: int, most_bytes: int) -> pb.TrainCmd:

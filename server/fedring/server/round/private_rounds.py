@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from fedring.codec.schema import Schema
 from fedring.privacy.account import NoAccountant, epsilon
-from fedring.server.model.private_mean import most_charged
+from fedring.server.model.transforms.listing import transforms_of
 from fedring.server.round.open_round import OpenRound
 from fedring.server.state.facts import Facts
 from fedring.server.state.noise_secret import erase_noise_secrets, noise_secret
@@ -40,9 +40,9 @@ class RoundPrivacy:
         privacy = job.dp
         if privacy is None or not privacy.max_epsilon:
             return ""
-        rows = await self._facts.db(self._facts.store.charges)
+        rows = await self._facts.db(self._facts.store.rounds.charges)
         schema = await self._facts.heavy(self._schema_of, job)
-        more = await self._facts.heavy(most_charged, job, schema.num_parameters)
+        more = await self._facts.heavy(transforms_of(job).most_charged, job, schema.num_parameters)
         # The budget must hold after the next round, so its largest possible charge is added beforehand.
         charges = [*(row.cost for row in rows), more]
         try:
@@ -108,12 +108,12 @@ class RoundPast:
 
     def last_stats(self) -> Mapping[str, Any]:
         """See `fedring.server.model.transforms.transform.Past`."""
-        last = self._db(partial(self._facts.store.last_published, self._job_id))
+        last = self._db(partial(self._facts.store.rounds.last_published, self._job_id))
         return last.stats if last else {}
 
     def last_clip(self) -> float:
         """See `fedring.server.model.transforms.transform.Past`."""
-        charges = self._db(self._facts.store.charges)
+        charges = self._db(self._facts.store.rounds.charges)
         return next((charge.next_clip for charge in reversed(charges) if charge.job_id == self._job_id), 0.0)
 
     def noise_secret(self) -> bytes:

@@ -116,7 +116,7 @@ class Publisher:
         stats, summed = await evaluation(self._facts, self._models, self._test_set, open_, model)
         self._metrics.evaluated(stats)
         open_.row = replace(open_.row, stats=stats)
-        await self._facts.keep(self._facts.db, self._facts.store.save_evaluation, open_.row)
+        await self._facts.keep(self._facts.db, self._facts.store.rounds.save_evaluation, open_.row)
         figure = ""
         if summed is not None and summed.total:
             known = summed.accuracy is not None
@@ -196,7 +196,7 @@ async def publish(facts: Facts, models: Models, privacy: RoundPrivacy, open_: Op
         StorageError, CodecError, OptimizerError, RuleError, SeamError, RuntimeError: if it cannot be made; the last is
             torch's.
     """
-    version = await facts.db(facts.store.next_version)
+    version = await facts.db(facts.store.models.next_version)
     closed = open_.closed(facts.store.secret, privacy.past_of(open_.row))
     open_.prepared = await facts.heavy(models.maker.prepare, closed)
     made = await facts.heavy(models.maker.next, open_.base, open_.prepared, version)
@@ -204,7 +204,7 @@ async def publish(facts: Facts, models: Models, privacy: RoundPrivacy, open_: Op
     frozen = open_.command.job.frozen_digest
     model = replace(made, job_id=open_.row.job_id, metrics=ended.stats["metrics"], frozen_digest=frozen)
     try:
-        await facts.db(facts.store.publish, model, ended, open_.prepared.charge())
+        await facts.db(facts.store.models.publish, model, ended, open_.prepared.charge())
     except StorageFailed:
         await facts.db(facts.discard, files_of(model))  # they take up the space that is missing
         raise
@@ -228,7 +228,7 @@ async def evaluation(
         means = with_origin("server", counts.metrics, accuracy=counts.accuracy, loss=counts.loss)
         stats["metrics"] |= means
     stats["evaluate_seconds"] = time.monotonic() - open_.started - stats["seconds"]
-    summed = await facts.db(facts.store.evaluation_sum, model.version)
+    summed = await facts.db(facts.store.evaluations.total, model.version)
     if summed is not None:
         stats |= {name: getattr(summed, name) for name in ("correct", "total", "loss_sum", "classified")}
         stats["metrics"] |= with_origin("eval", summed.metrics, accuracy=summed.accuracy, loss=summed.loss)

@@ -50,7 +50,7 @@ async def enlist(rounds: Rounds, dispatch: Dispatch, facts: Facts, open_: OpenRo
         if open_.phase is not Phase.TRAINING:
             return
         row = replace(open_.row, selected=tuple(sorted({*open_.row.selected, client})))
-        await facts.db(facts.store.update_round, row)
+        await facts.db(facts.store.rounds.replace, row)
         open_.row = row
         rounds.handle(open_, Enlisted(client))
     dispatch.train(open_, client)

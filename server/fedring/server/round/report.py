@@ -1,6 +1,5 @@
 """Rounds as messages for operators."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -8,6 +7,11 @@ from fedring.server.round.open_round import OpenRound
 from fedring.server.state.journal import rfc3339
 from fedring.server.state.rows import RoundRow
 from fedring.v1 import control_pb2 as pb
+
+PROGRESS = tuple(
+    field.name for field in pb.Round.DESCRIPTOR.fields if field.message_type is not None and field.has_presence
+)
+"""The fields for the progress of a kind of rounds. Its figures have the name of its field, and the fields of that."""
 
 
 def round_message(row: RoundRow, *, delivered: int | None = None) -> pb.Round:
@@ -51,9 +55,9 @@ def round_message(row: RoundRow, *, delivered: int | None = None) -> pb.Round:
         warnings=stats.get("warnings"),
         missing=[name for name in row.selected if name not in delivered_ids] if row.ended_at else [],
         clients=clients,
-        secure=_progress(stats["secure"]) if "secure" in stats else None,
         liars=stats.get("liars", ()),
         left_out=stats.get("left_out", ()),
+        **{name: stats[name] for name in PROGRESS if name in stats},
     )
 
 
@@ -70,8 +74,3 @@ def open_message(open_: OpenRound | None, *, clients: bool = True) -> pb.Round |
     elif not row.stats:
         row = replace(row, stats=open_.stats(0.0))
     return round_message(row, delivered=len(state.delivered | open_.done.keys()))
-
-
-def _progress(figures: Mapping[str, Any]) -> pb.SecureProgress:
-    known = {name: figures[name] for name in ("step", "groups", "answered", "asked", "lost", "seconds")}
-    return pb.SecureProgress(**known)

@@ -124,7 +124,7 @@ class RoundRunner:
         row = replace(open_.row, phase=Phase.TRAINING, selected=tuple(sorted(clients)), seconds_left=None)
         try:
             await open_.kind.start()
-            await self._facts.db(self._facts.store.update_round, row)
+            await self._facts.db(self._facts.store.rounds.replace, row)
         except StorageFailed:
             return  # it is due again, and waits for the disk where a stop need not wait
         open_.row, open_.started = row, time.monotonic()
@@ -161,9 +161,9 @@ class RoundRunner:
     async def _finish_abandoned(self, open_: OpenRound, round_: Round) -> RoundResult:
         facts = self._facts
         open_.row = open_.ended(Phase.ABANDONED, reason=round_.reason)
-        await facts.keep(facts.db, facts.store.update_round, open_.row)
+        await facts.keep(facts.db, facts.store.rounds.replace, open_.row)
         self._publisher.end_training(open_)
-        away = () if open_.row.selected else await facts.db(facts.store.update_counts)
+        away = () if open_.row.selected else await facts.db(facts.store.updates.counts)
         reason = why_abandoned(open_, open_.state, away, self._listen)
         self._rounds.tell(open_, "round_abandoned", f"{open_.title} was abandoned: {reason}")
         return RoundResult(published=False, reason=reason, retryable=open_.retryable)

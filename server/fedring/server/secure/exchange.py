@@ -22,7 +22,7 @@ from fedring.server.secure import machine as sm
 from fedring.server.secure.combining import Agreed
 from fedring.server.secure.events import SecureStep
 from fedring.server.secure.steps import SecureSteps
-from fedring.server.state.rows import SecureMessageRow, SecureRoundRow
+from fedring.server.state.secure_rows import SecureMessageRow, SecureRoundRow
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1 import secure_pb2 as wire
 

@@ -10,9 +10,12 @@ A client that does not answer in its step is out of the round. Each step ends wh
 still come, and after `step_seconds` at the latest, except for the updates: these end with the round's training.
 """
 
+from collections.abc import Iterable
 from dataclasses import replace
 from math import inf
+from random import Random
 
+from fedring.secure.limits import group_count
 from fedring.server.round.machine import IllegalEvent
 from fedring.server.secure.events import (
     ORDER,
@@ -251,3 +254,20 @@ def _replace(state: ProtocolState, place: int, group: Group) -> ProtocolState:
 def _require(legal: bool, event: object) -> None:
     if not legal:
         raise IllegalEvent(f"{event} cannot happen now")
+
+
+def form_groups(clients: Iterable[str], size: int, draw: Random) -> tuple[tuple[str, ...], ...]:
+    """Return random groups of nearly equal size.
+
+    Each is in rising order of client id.
+
+    Args:
+        clients: the clients, at least MIN_GROUP.
+        size: how many clients a group should have, to which its remainder is added; 0 = as few groups as possible. A
+            group never has more than MAX_GROUP.
+        draw: the source of randomness.
+    """
+    names = sorted(clients)
+    draw.shuffle(names)
+    count = group_count(len(names), size)
+    return tuple(sorted(tuple(sorted(names[place::count])) for place in range(count)))

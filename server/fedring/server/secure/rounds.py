@@ -11,7 +11,10 @@ from pathlib import Path
 from random import SystemRandom
 from typing import Any
 
+from grpc import aio
+
 from fedring.codec import CodecError
+from fedring.daemon.metrics import Registry
 from fedring.rpc.certificates import identity_of, load_authorities
 from fedring.rpc.errors import BadRequest, OtherMessage, Unavailable, UnknownRound
 from fedring.rpc.identity import Role
@@ -21,7 +24,7 @@ from fedring.secure.signing import BadProof, Proof, check_chain
 from fedring.server.model.masked_sum import BadSum, GroupMasks
 from fedring.server.round.dispatch import Dispatch
 from fedring.server.round.events import OPEN, Closed, Failed, Phase, Stepped, Steps
-from fedring.server.round.open_round import CannotResume, OpenRound, RoundKind
+from fedring.server.round.open_round import CannotResume, KindMaker, OpenRound, RoundKind
 from fedring.server.round.opening import RECOVERY_SECONDS
 from fedring.server.round.rounds import Rounds
 from fedring.server.secure import events as ev
@@ -30,14 +33,16 @@ from fedring.server.secure.asking import StepEvents
 from fedring.server.secure.combining import unmask
 from fedring.server.secure.events import SecureStep
 from fedring.server.secure.exchange import KINDS, Message, SecureExchange
-from fedring.server.secure.groups import form_groups
-from fedring.server.secure.metrics import SecureMetrics
-from fedring.server.secure.steps import SecureSteps, listed
+from fedring.server.secure.machine import form_groups
+from fedring.server.secure.service import SecureAggregationService
+from fedring.server.secure.steps import SecureMetrics, SecureSteps, listed
 from fedring.server.sessions.sessions import Sessions
 from fedring.server.state.facts import Facts
-from fedring.server.state.interfaces import Acceptance, Store
-from fedring.server.state.rows import ChargeRow, RoundRow, SecureMessageRow, SecureRoundRow
+from fedring.server.state.interfaces import Acceptance, RoundStore
+from fedring.server.state.rows import ChargeRow, RoundRow
+from fedring.server.state.secure_rows import SecureMessageRow, SecureRoundRow
 from fedring.v1 import secure_pb2 as wire
+from fedring.v1.secure_pb2_grpc import add_SecureAggregationServiceServicer_to_server
 
 log = logging.getLogger(__name__)
 
@@ -60,11 +65,18 @@ _COMMITS: dict[type[ev.Event], str] = {
 """Names of the commits of decisions, for fault tests."""
 
 
-class SecureRounds:
+class SecureRounds(KindMaker):
     """The kind of rounds with secure aggregation.
 
     It takes the messages that clients send for them.
     """
+
+    wire = wire.DESCRIPTOR
+
+    @classmethod
+    def declare(cls, registry: Registry) -> SecureMetrics:
+        """See KindMaker.declare."""
+        return SecureMetrics(registry)
 
     def __init__(
         self,
@@ -74,7 +86,7 @@ class SecureRounds:
         metrics: SecureMetrics,
         authority: Path | None,
     ) -> None:
-        self._rounds, self._facts, self._metrics = rounds, facts, metrics
+        self._rounds, self._facts, self._sessions, self._metrics = rounds, facts, sessions, metrics
         self._dispatch = Dispatch(sessions)
         self._check = partial(check_identity, authority=authority)
 
@@ -90,6 +102,10 @@ class SecureRounds:
     def outlasts(self, row: RoundRow) -> bool:
         """Return whether clients may hold secrets of an old round."""
         return "secure" in row.stats
+
+    def add_services(self, server: aio.Server) -> None:
+        """See KindMaker.add_services."""
+        add_SecureAggregationServiceServicer_to_server(SecureAggregationService(self.take, self._sessions), server)
 
     async def take(self, client: str, message: Message) -> None:
         """Take a client's message into its round.
@@ -130,7 +146,7 @@ class SecureRounds:
         if member is not None:
             exchange.add_member(member)
         row = SecureMessageRow(number, client, KINDS[step], body)
-        if await self._facts.db(self._facts.store.add_secure_message, row) is Acceptance.OTHER:
+        if await self._facts.db(self._facts.store.kept.add, row, f"secure_{row.kind}") is Acceptance.OTHER:
             raise _other(client, step)
         self._find(number, client)
         if client not in exchange.messages[step]:
@@ -184,12 +200,13 @@ class SecureRound(RoundKind):
 
     async def prepare(self) -> None:
         """Leave out those that have sent wrong shares before."""
-        self.open.left_out = await self._facts.db(liars_before, self._facts.store, self.open.row)
+        self.open.left_out = await self._facts.db(liars_before, self._facts.store.rounds, self.open.row)
 
     async def start(self) -> None:
         """Note the epoch of the round before its clients know it."""
         store = self._facts.store
-        await self._facts.db(store.save_secure_round, SecureRoundRow(self.open.row.round, store.epoch, []), "start")
+        row = SecureRoundRow(self.open.row.round, store.epoch, [])
+        await self._facts.db(store.kept.put, row, "secure_start")
 
     def steps(self, clients: frozenset[str]) -> Steps | None:
         """Return the first step: waiting for the clients' keys."""
@@ -212,7 +229,9 @@ class SecureRound(RoundKind):
     async def restore(self) -> Steps | None:
         """Return the state of the steps that a restart has interrupted."""
         facts = self._facts
-        decided, messages = await facts.db(facts.store.secure_round, self.open.row.round)
+        kept, number = facts.store.kept, self.open.row.round
+        decided = next(iter(await facts.db(kept.of_round, SecureRoundRow, number)), None)
+        messages = await facts.db(kept.of_round, SecureMessageRow, number)
         if decided is None or decided.epoch != facts.store.epoch:
             text = "the server was restored, and clients must not mask two updates in the same way"
             raise CannotResume("restored", text)
@@ -295,7 +314,7 @@ class SecureRound(RoundKind):
         row = self.exchange.row(open_.row.round, store.epoch, event)
         # Whoever can remove the masks sees the sum, whatever becomes of the round.
         charge = charge_of_sums(open_, self.exchange.state) if isinstance(event, ev.SignersChosen) else None
-        await self._facts.db(store.save_secure_round, row, _COMMITS[type(event)], charge)
+        await self._facts.db(store.kept.put, row, f"secure_{_COMMITS[type(event)]}", charge)
         if open_.phase not in OPEN:
             return  # the round was stopped meanwhile
         before = self.exchange.state
@@ -347,12 +366,12 @@ class SecureRound(RoundKind):
         self._rounds.note(self.open, "client_lied", text, client)
 
 
-def liars_before(store: Store, row: RoundRow) -> frozenset[str]:
+def liars_before(rounds: RoundStore, row: RoundRow) -> frozenset[str]:
     """Return the clients that lied in earlier rounds of the job.
 
     Each round tells the next.
     """
-    rows = store.rounds(1, row.job_id, row.round)
+    rows = rounds.newest(1, row.job_id, row.round)
     return frozenset(name for last in rows for key in ("left_out", "liars") for name in last.stats.get(key, ()))
 
 

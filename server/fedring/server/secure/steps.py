@@ -1,8 +1,9 @@
-"""Secure aggregation as steps of a round's machine."""
+"""Secure aggregation as steps of a round's machine, and their metrics."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from fedring.daemon.metrics import SECONDS, Registry
 from fedring.server.round.events import Abandon, Effect, TakeStep
 from fedring.server.round.machine import IllegalEvent
 from fedring.server.secure import events as ev
@@ -58,6 +59,17 @@ class SecureSteps:
         In monotonic seconds; inf means never.
         """
         return sm.wake_at(self.state)
+
+
+class SecureMetrics:
+    """Counts the steps of all groups of all rounds."""
+
+    def __init__(self, registry: Registry) -> None:
+        steps = [step for step in ev.SecureStep if step is not ev.SecureStep.DONE]
+        text = "What each step of secure aggregation took, group by group."
+        self.seconds = registry.histogram("fl_server_secure_step_seconds", text, SECONDS, step=steps)
+        text = "Clients that secure aggregation went on without from each of its steps on."
+        self.lost = registry.counter("fl_server_secure_lost_clients_total", text, step=steps)
 
 
 def listed(names: Sequence[str]) -> str:

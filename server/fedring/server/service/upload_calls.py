@@ -132,7 +132,7 @@ class UploadCalls:
             return ""
         if (open_ := self._rounds.get(number)) is not None:
             return open_.accepted[client].name if client in open_.accepted else ""
-        return await facts.db(facts.store.accepted_name, number, client)
+        return await facts.db(facts.store.updates.accepted_name, number, client)
 
     async def _open(self, call: "UploadCall", effect: Open) -> int:
         """Open a place for the payload, and return its present size.
@@ -184,9 +184,9 @@ class UploadCalls:
         try:
             # How long the check takes depends on the model: a few bytes can stand for many values.
             if small and len(packets) * (schema.num_parameters + schema.num_buffers) <= _AT_ONCE:
-                norm = check_payload(partial.read, packets, schema, effect.exact, effect.width)
+                norm = check_payload(partial.read, packets, schema, effect.exact, effect.opaque)
             else:
-                norm = await self._facts.work(check_payload, partial.read, packets, schema, effect.exact, effect.width)
+                norm = await self._facts.work(check_payload, partial.read, packets, schema, effect.exact, effect.opaque)
         except CodecError as error:
             text = f"an update of {call.client} was refused: {error}"
             self._journal.write("update_refused", text, client_id=call.client)

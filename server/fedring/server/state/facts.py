@@ -86,7 +86,7 @@ class Facts:
         self.storage = Storage()
         self.waiting = 0
         self.commit_seconds = 0.0
-        self.last_accepted = store.last_accepted()
+        self.last_accepted = store.updates.last_accepted()
         self.pool = ThreadPoolExecutor(threads, thread_name_prefix="work")
         self._db = ThreadPoolExecutor(1, thread_name_prefix="store")
         self._heavy = ThreadPoolExecutor(1, thread_name_prefix="heavy")
@@ -145,7 +145,7 @@ class Facts:
         """
         began = time.monotonic()
         self.blobs.seal_many([partial for partial, _ in batch if not isinstance(partial, MemoryPartial)])
-        outcomes = self.store.accept_updates([row for _, row in batch])
+        outcomes = self.store.updates.accept([row for _, row in batch])
         self.commit_seconds = time.monotonic() - began
         for (_, row), outcome in zip(batch, outcomes, strict=True):
             if outcome is Acceptance.NEW:
@@ -165,18 +165,18 @@ class Facts:
 
     def drop_updates(self, number: int, clients: Sequence[str]) -> None:
         """Remove the clients' accepted updates of a round, with their blobs."""
-        self._delete(self.store.drop_updates(number, clients))
-        self.last_accepted = self.store.last_accepted()
+        self._delete(self.store.updates.drop(number, clients))
+        self.last_accepted = self.store.updates.last_accepted()
 
     def forget_client(self, client_id: str) -> int:
-        """Remove a client as Store.forget_client does, with its blobs.
+        """Remove a client as UpdateStore.forget_client does, with its blobs.
 
         Returns:
             The number of removed rows.
         """
-        forgotten = self.store.forget_client(client_id)
+        forgotten = self.store.updates.forget_client(client_id)
         self._delete(forgotten)
-        self.last_accepted = self.store.last_accepted()
+        self.last_accepted = self.store.updates.last_accepted()
         return forgotten.rows
 
     def discard(self, digests: Sequence[str]) -> None:
@@ -189,12 +189,12 @@ class Facts:
 
     def drop_models(self, versions: Sequence[int]) -> None:
         """Remove models with their blobs."""
-        self._delete(self.store.drop_models(versions))
+        self._delete(self.store.models.drop(versions))
 
     async def save_events(self, rows: list[EventRow]) -> None:
         """Keep events. If that fails, a line in the log says so."""
         try:
-            await self.db(self.store.append_events, rows)
+            await self.db(self.store.events.append, rows)
         except StorageError as error:
             log.error("%d events were not stored: %s", len(rows), error)
 

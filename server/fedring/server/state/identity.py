@@ -97,7 +97,7 @@ def add_token_offline(folder: Path, row: TokenRow) -> None:
     check_at_rest(folder)
     store = SqlStore(database_url(folder))
     try:
-        store.add_token(row)
+        store.tokens.add(row)
     finally:
         store.close()
 

@@ -7,7 +7,7 @@ an implementation keeps these promises.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from fedring.server.state.rows import (
     ChargeRow,
@@ -17,11 +17,20 @@ from fedring.server.state.rows import (
     LastAccepted,
     ModelRow,
     RoundRow,
-    SecureMessageRow,
-    SecureRoundRow,
     TokenRow,
     UpdateRow,
 )
+
+Kept = TypeVar("Kept")
+
+
+class RoundBound(Protocol):
+    """A row that belongs to a round."""
+
+    @property
+    def round(self) -> int:
+        """The number of the round."""
+        ...
 
 
 class Acceptance(StrEnum):
@@ -40,38 +49,21 @@ class Pruned:
     blobs: frozenset[str]  # the names of the blobs that no row names any more
 
 
-class Store(Protocol):
-    """The facts of a run.
+class JobStore(Protocol):
+    """The jobs."""
 
-    They are jobs, rounds, accepted updates, models, evaluations, events and tokens. Each method is one transaction.
-    When a method that changes something returns, the change is durable; when it raises, nothing was changed. All
-    methods are called from one thread. A row must not name a blob that has not been sealed.
-
-    Every method raises StorageFailed if the disk is full or failed, FsyncFailed if a sync failed, and another
-    StorageError if the database is damaged ("corrupt") or does not allow the change ("database").
-
-    Attributes:
-        run_id: the id of the run, which was drawn when the database was created.
-        secret: a random text that is drawn once, too, and that no client may learn.
-        epoch: of the rounds: 0 until the state is restored from a backup, and greater after each restore.
-    """
-
-    run_id: str
-    secret: str
-    epoch: int
-
-    def create_job(self, job: JobRow) -> JobRow:
+    def create(self, job: JobRow) -> JobRow:
         """Add a job, and return it with its new id.
 
         If there is one with its idempotency key, that one is returned.
         """
         ...
 
-    def job_of_key(self, key: str) -> JobRow | None:
+    def of_key(self, key: str) -> JobRow | None:
         """Return the job with this idempotency key; None if there is none."""
         ...
 
-    def begin_job(self, job: JobRow, version: int, after: tuple[int, int], first: ModelRow | None = None) -> None:
+    def begin(self, job: JobRow, version: int, after: tuple[int, int], first: ModelRow | None = None) -> None:
         """Note a job's specification and its start, in one transaction.
 
         Args:
@@ -82,44 +74,41 @@ class Store(Protocol):
         """
         ...
 
-    def set_job_state(self, job_id: int, state: str, reason: str = "") -> None:
+    def set_state(self, job_id: int, state: str, reason: str = "") -> None:
         """Change the state of a job, and the reason for it."""
         ...
 
-    def job(self, job_id: int) -> JobRow | None:
+    def get(self, job_id: int) -> JobRow | None:
         """Return a job; None if there is none with that id."""
         ...
 
-    def jobs(self, limit: int = 100) -> list[JobRow]:
+    def newest(self, limit: int = 100) -> list[JobRow]:
         """Return the newest jobs, newest first."""
         ...
 
-    def next_queued_job(self) -> JobRow | None:
+    def next_queued(self) -> JobRow | None:
         """Return the oldest job that is queued."""
         ...
 
-    def running_job(self) -> JobRow | None:
+    def running(self) -> JobRow | None:
         """Return the job that is running, or was when the server stopped."""
         ...
 
-    def job_rounds_ended(self, job_id: int) -> int:
-        """Return the number of a job's ended rounds.
 
-        They were published or abandoned. Pruned ones count, too.
-        """
-        ...
+class RoundStore(Protocol):
+    """The rounds of all jobs, and their charges."""
 
-    def create_round(self, row: RoundRow) -> RoundRow:
+    def create(self, row: RoundRow) -> RoundRow:
         """Add a round, and return it with its new number.
 
         The number is above the numbers of all rounds there ever were.
         """
         ...
 
-    def update_round(self, row: RoundRow) -> None:
+    def replace(self, row: RoundRow) -> None:
         """Replace the row of a round.
 
-        What is kept of the secure aggregation of a round goes with its end.
+        What its kind has kept of it (`KeptStore`) goes with its end.
 
         Raises:
             StoreError: "corrupt", if there is no such round.
@@ -133,14 +122,21 @@ class Store(Protocol):
         """
         ...
 
-    def round(self, number: int) -> RoundRow | None:
+    def get(self, number: int) -> RoundRow | None:
         """Return a round; None if it is not kept."""
         ...
 
-    def rounds(self, limit: int = 100, job_id: int = 0, below: int = 0) -> list[RoundRow]:
+    def newest(self, limit: int = 100, job_id: int = 0, below: int = 0) -> list[RoundRow]:
         """Return the newest rounds, newest first.
 
         `job_id` and `below`, a number, select some unless they are 0.
+        """
+        ...
+
+    def ended_of(self, job_id: int) -> int:
+        """Return the number of a job's ended rounds.
+
+        They were published or abandoned. Pruned ones count, too.
         """
         ...
 
@@ -148,7 +144,7 @@ class Store(Protocol):
         """Return a job's newest round with a published model, or None."""
         ...
 
-    def open_round(self) -> RoundRow | None:
+    def newest_open(self) -> RoundRow | None:
         """Return the newest round that has not ended.
 
         A restarted server continues there.
@@ -162,7 +158,25 @@ class Store(Protocol):
         """
         ...
 
-    def accept_updates(self, rows: Sequence[UpdateRow]) -> list[Acceptance]:
+    def save_evaluation(self, row: RoundRow) -> None:
+        """Replace an evaluated round's row, and keep its metrics.
+
+        The metrics are kept with the model.
+        """
+        ...
+
+    def charges(self) -> list[ChargeRow]:
+        """Return the charges of rounds with differential privacy.
+
+        The oldest is first. None is ever pruned.
+        """
+        ...
+
+
+class UpdateStore(Protocol):
+    """The accepted updates of rounds."""
+
+    def accept(self, rows: Sequence[UpdateRow]) -> list[Acceptance]:
         """Accept updates, all in one transaction.
 
         Of a client, only the first update for a round is accepted, also within `rows`.
@@ -186,6 +200,24 @@ class Store(Protocol):
         """Return each client's newest accepted update, kept or pruned, by client id."""
         ...
 
+    def of_round(self, number: int) -> list[UpdateRow]:
+        """Return a round's accepted updates in client-id order."""
+        ...
+
+    def counts(self) -> dict[str, int]:
+        """Return the number of accepted updates of each client id.
+
+        Kept and pruned updates count.
+        """
+        ...
+
+    def drop(self, number: int, clients: Sequence[str]) -> Pruned:
+        """Remove clients' updates of a round.
+
+        It is as if they had never been accepted.
+        """
+        ...
+
     def forget_client(self, client_id: str) -> Pruned:
         """Remove a client's evaluations and its updates of ended rounds.
 
@@ -193,16 +225,42 @@ class Store(Protocol):
         """
         ...
 
-    def updates_of(self, number: int) -> list[UpdateRow]:
-        """Return a round's accepted updates in client-id order."""
-        ...
 
-    def update_counts(self) -> dict[str, int]:
-        """Return the number of accepted updates of each client id.
+class KeptStore(Protocol):
+    """Rows that a kind of round keeps while its round is open.
 
-        Kept and pruned updates count.
+    They go with the end of the round. `fedring.server.state.sql.schema` lists the kinds of rows.
+    """
+
+    def add(self, row: RoundBound, commit: str) -> Acceptance:
+        """Keep a row, unless there is one with its key.
+
+        Args:
+            row: the row.
+            commit: names the commit for fault tests.
+
+        Raises:
+            StorageError: "database", if there is no such round.
         """
         ...
+
+    def put(self, row: RoundBound, commit: str, charge: ChargeRow | None = None) -> None:
+        """Keep a row in place of the one with its key.
+
+        Args:
+            row: the row.
+            commit: names the commit for fault tests.
+            charge: what the round costs, if the row lets anybody see a sum. A round is charged only once.
+        """
+        ...
+
+    def of_round(self, kind: type[Kept], number: int) -> list[Kept]:
+        """Return a round's rows of one kind, ordered by their keys."""
+        ...
+
+
+class ModelStore(Protocol):
+    """The published models."""
 
     def publish(self, model: ModelRow, ended: RoundRow | None = None, charge: ChargeRow | None = None) -> None:
         """Add the newest model, and end the round that made it.
@@ -219,45 +277,11 @@ class Store(Protocol):
         """
         ...
 
-    def add_secure_message(self, row: SecureMessageRow) -> Acceptance:
-        """Keep a client's message for a round's secure aggregation.
-
-        Of each kind only the first is kept.
-
-        Raises:
-            StorageError: "database", if there is no such round.
-        """
-        ...
-
-    def save_secure_round(self, row: SecureRoundRow, step: str, charge: ChargeRow | None = None) -> None:
-        """Keep the decisions of a round's secure aggregation.
-
-        Args:
-            row: all decisions so far.
-            step: names the commit for fault tests.
-            charge: what the round costs, if the decision lets anybody see a sum. A round is charged only once.
-        """
-        ...
-
-    def secure_round(self, number: int) -> tuple[SecureRoundRow | None, list[SecureMessageRow]]:
-        """Return the decisions and messages of a round's secure aggregation.
-
-        The round is open. The decisions are None if none are kept.
-        """
-        ...
-
-    def charges(self) -> list[ChargeRow]:
-        """Return the charges of rounds with differential privacy.
-
-        The oldest is first. None is ever pruned.
-        """
-        ...
-
-    def model(self, version: int) -> ModelRow | None:
+    def get(self, version: int) -> ModelRow | None:
         """Return a model; None if it is not kept."""
         ...
 
-    def models(self, limit: int = 100, job_id: int = 0) -> list[ModelRow]:
+    def newest(self, limit: int = 100, job_id: int = 0) -> list[ModelRow]:
         """Return the newest models, newest first.
 
         They are those of one job, unless `job_id` is 0.
@@ -271,13 +295,6 @@ class Store(Protocol):
         """
         ...
 
-    def save_evaluation(self, row: RoundRow) -> None:
-        """Replace an evaluated round's row, and keep its metrics.
-
-        The metrics are kept with the model.
-        """
-        ...
-
     def next_version(self) -> int:
         """Return the version of the next model.
 
@@ -285,74 +302,109 @@ class Store(Protocol):
         """
         ...
 
-    def add_evaluation(self, row: EvaluationRow) -> None:
+    def drop(self, versions: Sequence[int]) -> Pruned:
+        """Remove models.
+
+        Their versions are not used again, because clients may hold these models.
+        """
+        ...
+
+
+class EvaluationStore(Protocol):
+    """The evaluations of models."""
+
+    def add(self, row: EvaluationRow) -> None:
         """Keep an evaluation.
 
         It replaces an earlier one of the same client and model.
         """
         ...
 
-    def evaluations(self, version: int) -> list[EvaluationRow]:
+    def of_model(self, version: int) -> list[EvaluationRow]:
         """Return all evaluations of a model.
 
         The server's comes first, then the clients' in client-id order.
         """
         ...
 
-    def evaluation_sum(self, version: int) -> EvaluationRow | None:
+    def total(self, version: int) -> EvaluationRow | None:
         """Return the sum of the clients' evaluations, or None.
 
         None if there are none of this model.
         """
         ...
 
-    def append_events(self, rows: Sequence[EventRow]) -> None:
+
+class EventStore(Protocol):
+    """The newest events."""
+
+    def append(self, rows: Sequence[EventRow]) -> None:
         """Add events, and remove the oldest above KEEP_EVENTS.
 
         Their ids are above all before.
         """
         ...
 
-    def events_after(self, event_id: int, limit: int = 1000) -> list[EventRow]:
+    def after(self, event_id: int, limit: int = 1000) -> list[EventRow]:
         """Return the events with greater ids, oldest first."""
         ...
 
-    def last_events(self, limit: int) -> list[EventRow]:
+    def newest(self, limit: int) -> list[EventRow]:
         """Return the newest events, oldest first."""
         ...
 
-    def last_event_id(self) -> int:
+    def last_id(self) -> int:
         """Return the id of the newest event; 0 if there is none."""
         ...
 
-    def add_token(self, row: TokenRow) -> None:
+
+class TokenStore(Protocol):
+    """The tokens of clients and operators."""
+
+    def add(self, row: TokenRow) -> None:
         """Add a token."""
         ...
 
-    def tokens(self) -> list[TokenRow]:
+    def all(self) -> list[TokenRow]:
         """Return all tokens, oldest first."""
         ...
 
-    def revoke_token(self, token_id: str, at: float) -> None:
+    def revoke(self, token_id: str, at: float) -> None:
         """Note when a token was revoked.
 
         A token that was revoked before keeps its time.
         """
         ...
 
-    def drop_updates(self, number: int, clients: Sequence[str]) -> Pruned:
-        """Remove clients' updates of a round.
 
-        It is as if they had never been accepted.
-        """
-        ...
+class Store(Protocol):
+    """The facts of a run, in stores of one concern each.
 
-    def drop_models(self, versions: Sequence[int]) -> Pruned:
-        """Remove models.
+    Each method of a store is one transaction over all of them. When a method that changes something returns, the change
+    is durable; when it raises, nothing was changed. All methods are called from one thread. A row must not name a blob
+    that has not been sealed.
 
-        Their versions are not used again, because clients may hold these models.
-        """
-        ...
+    Every method raises StorageFailed if the disk is full or failed, FsyncFailed if a sync failed, and another
+    StorageError if the database is damaged ("corrupt") or does not allow the change ("database").
+
+    Attributes:
+        run_id: the id of the run, which was drawn when the database was created.
+        secret: a random text that is drawn once, too, and that no client may learn.
+        epoch: of the rounds: 0 until the state is restored from a backup, and greater after each restore.
+    """
+
+    run_id: str
+    secret: str
+    epoch: int
+
+    jobs: JobStore
+    rounds: RoundStore
+    updates: UpdateStore
+    kept: KeptStore
+    models: ModelStore
+    evaluations: EvaluationStore
+    events: EventStore
+    tokens: TokenStore
 
     def prune(self, keep_models: int, keep_update_rounds: int, keep_rounds: int, keep_jobs: int = 0) -> Pruned:
         """Remove old rows.

@@ -157,7 +157,7 @@ class ModelRow:
     control_blob: str = ""  # the server's control variate (SCAFFOLD), a model file without buffers; empty = all zero
     control_digest: str = ""  # of its values, as of a model
     control_line: str = ""  # names the rounds that it was built up in
-    spread_blob: str = ""  # how much each block of the parameters changes, and how long it waits (secure aggregation)
+    spread_blob: str = ""  # how much each block of the parameters changes, and how long it waits
     transforms_blob: str = ""  # what the transforms that its job names keep (safetensors); empty = nothing
 
 
@@ -203,28 +203,6 @@ class ChargeRow:
     def cost(self) -> Charge:
         """The cost of the round."""
         return charge_of(self.charge) if self.charge else self.noise_multiplier
-
-
-@dataclass(frozen=True, slots=True)
-class SecureMessageRow:
-    """A client's message for a round's secure aggregation.
-
-    There is one of each kind.
-    """
-
-    round: int
-    client_id: str
-    kind: str  # "keys", "shares", "signature" or "unmask"
-    body: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class SecureRoundRow:
-    """The decisions of a round's secure aggregation."""
-
-    round: int
-    epoch: int  # in which the round has begun
-    groups: list[dict[str, Any]]  # empty until the keys have come
 
 
 @dataclass(frozen=True, slots=True)

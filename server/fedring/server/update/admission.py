@@ -15,11 +15,11 @@ from google.protobuf.message import DecodeError
 from fedring.codec import BUFFERS, DELTA_ONLY, NAMES, Decoder, Reader
 from fedring.codec.digest import is_blake3, update_name
 from fedring.codec.errors import CodecError
-from fedring.codec.masked import MASKED, MaskedPacket, Width
 from fedring.codec.schema import Schema
 from fedring.rpc.contract import MAX_HEADER_BYTES
 from fedring.rpc.errors import BadUpdate, DamagedOnTheWay
 from fedring.server.aggregation.contributions import open_packet, values_at_a_time
+from fedring.server.aggregation.terms import OpaqueForm
 from fedring.server.aggregation.walk import cut, tiles
 from fedring.server.state.rows import Kind, PacketSpec, Vector, lay_out
 from fedring.train.bounds import MAX_SAMPLES, MAX_SECONDS
@@ -74,26 +74,25 @@ def open_offer(offer: pb.UpdateOffer) -> DecodedOffer:
     return DecodedOffer(header, offer.payload_digest, offer.name)
 
 
-def check_header(header: pb.UpdateHeader, schema: Schema, width: Width | None = None) -> tuple[PacketSpec, ...]:
+def check_header(header: pb.UpdateHeader, schema: Schema, opaque: OpaqueForm | None = None) -> tuple[PacketSpec, ...]:
     """Check that the header fits the model and itself.
 
     Args:
         header: What the client says of its update.
         schema: The schema of the model that the round starts from.
-        width: What the packet of a masked update must be; None if the round takes no masked updates.
+        opaque: The form of an update that the server cannot open; None if it reads each.
 
     Returns:
         The packets.
 
     Raises:
-        CodecError: What does not fit: "not_masked" for other packets than a masked one where one must be, and
-            "wrong_width" for one of another size.
+        CodecError: What does not fit.
     """
     if header.epoch >= 2**63:
         raise CodecError("bad_epoch", f"{header.epoch} is not below 2^63")
     if header.schema_hash != schema.hash:
         raise CodecError("wrong_schema", f"expected {schema.hash.hex()[:16]}, got {header.schema_hash.hex()[:16]}")
-    specs = packets_of(header) if width is None else _masked_packet(header, width)
+    specs = packets_of(header) if opaque is None else opaque.packets(header)
     for vector, length in (("parameters", schema.num_parameters), ("buffers", schema.num_buffers)):
         _check_vector([spec for spec in specs if spec.vector == vector], vector, length)
     if sum(spec.bytes for spec in specs) != header.total_bytes:
@@ -111,17 +110,6 @@ def packets_of(header: pb.UpdateHeader) -> tuple[PacketSpec, ...]:
     if not 1 <= len(header.packets) <= MAX_PACKETS:
         raise CodecError("bad_packets", f"{len(header.packets)} packets are not 1..{MAX_PACKETS}")
     return lay_out([_packet(packet) for packet in header.packets])
-
-
-def _masked_packet(header: pb.UpdateHeader, width: Width) -> tuple[PacketSpec, ...]:
-    """Return the one packet of a masked update."""
-    found = [(packet.vector, packet.kind, packet.encoding) for packet in header.packets]
-    if found != [(pb.VECTOR_PARAMETERS, pb.KIND_DELTA, MASKED)]:
-        raise CodecError("not_masked", "a round with secure aggregation takes one masked packet of the parameters only")
-    if header.packets[0].bytes != width.bytes:
-        text = f"a masked packet of {header.packets[0].bytes} bytes, and not of {width.bytes}"
-        raise CodecError("wrong_width", text)
-    return lay_out([("parameters", "delta", MASKED, width.bytes)])
 
 
 def check_figures(train_seconds: float, metrics: Mapping[str, float]) -> None:
@@ -151,11 +139,11 @@ def check_payload(
     packets: Sequence[PacketSpec],
     schema: Schema,
     exact: bool = False,
-    width: Width | None = None,
+    opaque: OpaqueForm | None = None,
 ) -> float:
     """Check every byte of a payload.
 
-    Its values must be finite and within their bounds. Of a masked packet only the header is read: whatever the values
+    Its values must be finite and within their bounds. Of an opaque update only the form is checked: whatever the values
     are, they look random.
 
     Args:
@@ -163,16 +151,16 @@ def check_payload(
         packets: Where each encoded vector lies in the payload.
         schema: The schema of the model that the update is of.
         exact: Add the norm up in float64, which takes longer. Otherwise, it may be wrong by a few parts in 10,000.
-        width: What the packet of a masked update must be; None if the update is not masked.
+        opaque: The form of an update that the server cannot open; None if it reads each.
 
     Returns:
-        The L2 norm of the parameters' delta, or of the parameters themselves if weights were sent. 0 if it is masked.
+        The L2 norm of the parameters' delta, or of the parameters themselves if weights were sent. 0 if it is opaque.
 
     Raises:
         CodecError: What is wrong; "out_of_range" if a value or the norm is.
     """
-    if width is not None:
-        MaskedPacket(reader, packets[0].bytes, width)
+    if opaque is not None:
+        opaque.check(reader, packets[0].bytes)
         return 0.0
     for decoder in _open(reader, packets, "buffers", schema.num_buffers):
         for start, stop in tiles(schema.num_buffers):

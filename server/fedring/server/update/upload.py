@@ -16,7 +16,6 @@ before this one may have ended its round.
 from dataclasses import dataclass
 
 from fedring.codec.digest import is_blake3, name_of
-from fedring.codec.masked import Width
 from fedring.codec.schema import Schema
 from fedring.rpc.chunks import CHUNK_BYTES
 from fedring.rpc.contract import SMALL_BYTES
@@ -30,7 +29,7 @@ from fedring.rpc.errors import (
     TooLarge,
     UnknownRound,
 )
-from fedring.server.aggregation.terms import Terms
+from fedring.server.aggregation.terms import OpaqueForm, Terms
 from fedring.server.state.rows import PacketSpec, UpdateRow
 from fedring.server.update.admission import check_header, open_offer
 from fedring.v1 import federation_pb2 as pb
@@ -98,7 +97,7 @@ class Digested:
 class Admitted:
     """Every byte of the payload was found good."""
 
-    norm: float  # L2, of the parameters' delta, or of the weights if these were sent; 0 if it is masked
+    norm: float  # L2, of the parameters' delta, or of the weights if these were sent; 0 if it is opaque
     at: float  # wall clock, seconds
     payload: bytes = b""  # what the row keeps; empty if a blob does
 
@@ -196,7 +195,7 @@ class Admit:
     packets: tuple[PacketSpec, ...]
     schema: Schema
     exact: bool = False  # whether the norm must be added up in float64
-    width: Width | None = None  # of a masked update
+    opaque: OpaqueForm | None = None  # the form of an update that the server cannot open
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +232,7 @@ class Upload:
         self._size = self._resumed = 0
         self._schema: Schema | None = None  # known as soon as the header was found good
         self._bare = False  # as in the terms
-        self._width: Width | None = None  # as in the terms
+        self._opaque: OpaqueForm | None = None  # as in the terms
         self._late: UnknownRound | None = None
 
     def handle(self, event: Event) -> Effect:
@@ -301,7 +300,7 @@ class Upload:
             raise BadUpdate(text, reason="wrong_model")
         if header.total_bytes > terms.most_bytes:
             raise TooLarge(f"{header.total_bytes} bytes; the limit is {terms.most_bytes}")
-        self._packets = check_header(header, terms.schema, terms.width)
+        self._packets = check_header(header, terms.schema, terms.opaque)
         if terms.deltas_only and any(each.kind == "weights" for each in self._packets if each.vector == "parameters"):
             text = "parameters as weights: a job with update_clip, update_clip_factor or dp takes differences only"
             raise BadUpdate(text, reason="bad_packets")
@@ -314,7 +313,7 @@ class Upload:
         ):
             text = "the job has sample_dp, and this update tells figures of its training: update this client"
             raise BadUpdate(text, reason="no_sample_dp")
-        self._schema, self._bare, self._width = terms.schema, terms.bare, terms.width
+        self._schema, self._bare, self._opaque = terms.schema, terms.bare, terms.opaque
         if self._payload is not None and not len(self._payload) == header.total_bytes <= SMALL_BYTES:
             text = f"{len(self._payload)} bytes, not the declared {header.total_bytes}, or more than {SMALL_BYTES}"
             raise BadRequest(text, reason="bad_chunk")
@@ -344,7 +343,7 @@ class Upload:
 
     def _digested(self, digest: str) -> Admit:
         if digest == self._offer.digest and self._schema is not None:
-            return Admit(self._packets, self._schema, exact=self._bare, width=self._width)
+            return Admit(self._packets, self._schema, exact=self._bare, opaque=self._opaque)
         self.spoilt = True
         if self._resumed:  # what lay here before may have been damaged by a power loss, or have been of another payload
             raise Damaged("the part that was here is not of this payload: send it from the start")

@@ -16,7 +16,7 @@ from fedring.client.group.rendezvous import RendezvousStream
 from fedring.client.group.round import plan_of
 from fedring.client.task import Task
 from fedring.daemon.config import ConfigError, load_config
-from fedring.rpc.errors import Unavailable
+from fedring.rpc.errors import BadRequest, Unavailable
 from fedring.train.errors import SeamError
 from fedring.v1 import rendezvous_pb2 as pb
 
@@ -76,8 +76,8 @@ def test_a_table_that_this_client_does_not_understand_is_refused(task: Task) -> 
 
 
 def test_a_worker_that_does_not_deliver_has_not_failed(task: Task, server: "ScriptedServer") -> None:
-    task.stand_aside(0.1)
-    assert task.done
+    task.end.stand_aside(0.1)
+    assert task.end.done
     task.fail("last", "a failure that is reported after all others")
     assert server.failures.get(timeout=SECONDS).reason == "last"
 
@@ -87,6 +87,21 @@ def test_the_round_ends_here_if_the_server_has_no_rendezvous(task: Task) -> None
         news = rendezvous.wait(lambda news: news.WhichOneof("message") == "ended", lambda: None)
         assert news.ended.reason == "unknown_method"
         rendezvous.tell(pb.WorkerMessage(joined=pb.Joined(generation=1)))  # It is dropped, as there is no stream.
+
+
+def test_a_worker_whose_first_message_was_damaged_on_the_way_enters_again(task: Task, server: "ScriptedServer") -> None:
+    calls = queue.Queue[str]()
+
+    async def form(messages: AsyncIterator[pb.WorkerMessage], context: Any) -> None:
+        calls.put((await anext(messages)).enter.run_id)
+        if calls.qsize() < 3:
+            raise BadRequest("these bytes are not an Enter")
+        await context.write(pb.GroupMessage(ended=pb.Ended(reason="test")))
+
+    server.form = form
+    with RendezvousStream(task.link, task.command) as rendezvous:
+        news = rendezvous.wait(lambda news: news.WhichOneof("message") == "ended", lambda: None)
+    assert (news.ended.reason, calls.qsize()) == ("test", 3)
 
 
 def test_a_worker_that_talks_while_its_stream_is_opened_again_is_asked_again(

@@ -26,10 +26,9 @@ from fedring.secure.errors import SecureError
 from fedring.secure.limits import fewest_survivors, honest_survivors, threshold
 from fedring.secure.masks import mask, wrap
 from fedring.server.model.masked_sum import GroupMasks, PrivateIntegers, open_groups
-from fedring.server.model.private_mean import most_charged
+from fedring.server.model.transforms.listing import transforms_of
 from fedring.server.secure import events as ev
-from fedring.server.secure.groups import form_groups
-from fedring.server.secure.machine import apply
+from fedring.server.secure.machine import apply, form_groups
 from fedring.simulation import simulate
 from fedring.train.jobs.job import Job
 from fedring.train.jobs.privacy_table import ClientPrivacy
@@ -143,12 +142,12 @@ def test_a_round_is_charged_at_least_what_each_of_its_groups_costs() -> None:
 def test_no_round_of_a_job_costs_more_than_what_is_asked_for_before() -> None:
     job = Job.model_validate(FITS)
     assert job.dp is not None
-    most = epsilon([most_charged(job, 1000)], 1e-5)
+    most = epsilon([transforms_of(job).most_charged(job, 1000)], 1e-5)
     assert most >= max(epsilon([job.dp.plan(clients, 1000, 4).charge], 1e-5) for clients in (4, 5, 50, 100))
     sampled = Job.model_validate(FITS | {"sample_clients": 3})  # a round draws the four that it needs all the same
-    assert most_charged(sampled, 1000) == job.dp.plan(4, 1000, 4).charge
+    assert transforms_of(sampled).most_charged(sampled, 1000) == job.dp.plan(4, 1000, 4).charge
     gaussian = Job.model_validate(FITS | {"dp": {"noise_multiplier": 0.1}, "secure_aggregation": None})
-    assert most_charged(gaussian, 1000) == 0.1
+    assert transforms_of(gaussian).most_charged(gaussian, 1000) == 0.1
 
 
 # Sums

@@ -310,12 +310,9 @@ def test_the_ledger_is_written_whole(tmp_path: Path) -> None:
 # How many rounds may fail
 
 
-def in_job(job: int, round_: int, *, epoch: int = 0, weighed: bool = False, covered: bool = True) -> pb.TrainCmd:
+def in_job(job: int, round_: int, *, epoch: int = 0, covered: bool = True) -> pb.TrainCmd:
     spec = pb.JobSpec(mode="federated", job_id=job, dp=FIXED.model_dump_json() if covered else "")
-    asked = pb.TrainCmd(run_id="run", epoch=epoch, round=round_, job=spec)
-    if weighed:
-        asked.secure.max_weight = 1000
-    return asked
+    return pb.TrainCmd(run_id="run", epoch=epoch, round=round_, job=spec)
 
 
 def test_failures_in_a_row_are_counted_for_each_job_and_outlive_the_process(tmp_path: Path) -> None:
@@ -332,7 +329,7 @@ def test_failures_in_a_row_are_counted_for_each_job_and_outlive_the_process(tmp_
     for other in (in_job(2, 4), in_job(3, 5), in_job(1, 3, covered=False)):
         assert refusal(policy, again, other) == ""
     assert refusal(SitePolicy.model_validate({"max_failed_rounds": 0}), again, in_job(1, 3)) == ""
-    again.note_trained(in_job(1, 3), 50)
+    again.note_trained(in_job(1, 3), 0)
     assert refusal(policy, Ledger(tmp_path), in_job(1, 4)) == ""
 
 
@@ -340,7 +337,7 @@ def test_failures_are_told_of_one_job_a_day(tmp_path: Path) -> None:
     ledger, began = Ledger(tmp_path), 1_800_000_000.0
     assert ledger.may_tell(in_job(1, 3), began)
     ledger.note_told(in_job(1, 3), began)
-    ledger.note_trained(in_job(1, 4), 50)
+    ledger.note_trained(in_job(1, 4), 0)
     ledger.note_told(in_job(1, 5), began + 1000)
     again = Ledger(tmp_path)
     assert again.may_tell(in_job(1, 5), began + 1000)
@@ -356,10 +353,10 @@ def test_failures_are_told_of_one_job_a_day(tmp_path: Path) -> None:
 
 def test_what_an_update_counts_for_is_kept_only_where_updates_are_weighed(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path)
-    ledger.note_trained(in_job(1, 1), 50)
+    ledger.note_trained(in_job(1, 1), 0)
     assert not (tmp_path / "privacy.json").exists()
-    ledger.note_trained(in_job(1, 1, weighed=True), 50)
-    ledger.note_failed(in_job(1, 2, weighed=True))
+    ledger.note_trained(in_job(1, 1), 50)
+    ledger.note_failed(in_job(1, 2))
     assert Ledger(tmp_path).note_of(in_job(1, 3)).samples == 50
     for job in range(2, 80):
         ledger.note_failed(in_job(job, job))

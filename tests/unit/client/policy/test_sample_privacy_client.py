@@ -18,7 +18,7 @@ from fedring.client import Federation, connect
 from fedring.client.errors import UpdateRefused
 from fedring.client.policy.ledger import Ledger
 from fedring.client.policy.privacy import SitePolicy, may_count, refusal
-from fedring.client.training.sample_privacy import overspent
+from fedring.client.sample_charge import overspent
 from fedring.client.transfer.own_values import line_of
 from fedring.daemon.config import ConfigError
 from fedring.data import Samples, Split, digits

@@ -25,7 +25,7 @@ from tests.secure_sums import (
     unmask_of,
 )
 
-from fedring.client.secure import participant as participant_module
+from fedring.client.secure import group_keys as group_keys_module
 from fedring.client.secure.participant import SecureParticipant
 from fedring.client.secure.state import FOLDER, SecureState, name_of
 from fedring.daemon.config import ConfigError
@@ -60,7 +60,7 @@ def test_a_long_update_is_masked_in_pieces(make_group: Callable[..., Group], mon
     sent = integers(names)
     group.exchange()
     whole = group.party(names[0]).mask(sent[names[0]])
-    monkeypatch.setattr(participant_module, "PIECE", 16)
+    monkeypatch.setattr(group_keys_module, "PIECE", 16)
     assert np.array_equal(group.party(names[0]).mask(sent[names[0]]), whole)
     assert not np.array_equal(whole & 63, sent[names[0]] & 63)
 
@@ -108,8 +108,8 @@ def test_no_key_seals_two_texts_and_no_mask_covers_two_updates(
         covered[now[-1][0], seed].add(now[-1][1])
         return mask(seed, *place)
 
-    monkeypatch.setattr(participant_module, "seal", sealing)
-    monkeypatch.setattr(participant_module, "mask", masking)
+    monkeypatch.setattr(group_keys_module, "seal", sealing)
+    monkeypatch.setattr(group_keys_module, "mask", masking)
     names = names_of(5)
     for round_ in (1, 2):
         group = make_group(5, round_=round_)

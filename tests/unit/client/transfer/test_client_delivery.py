@@ -55,7 +55,7 @@ def write(spool: Spool, residual: Residual, **fields: Any) -> Spooled:
     made = pb.UpdateHeader(**given | fields)
     header, digest = made.SerializeToString(), name_of(PAYLOAD)
     offer = pb.UpdateOffer(header=header, payload_digest=digest, name=update_name(header, digest))
-    return spool.write(offer, [PAYLOAD], KeptState(LINE, with_residual({}, residual, made, offer.name)))
+    return spool.write(offer, [PAYLOAD], KeptState(LINE, with_residual({}, residual, made, offer.name, schema=HASH)))
 
 
 @pytest.fixture

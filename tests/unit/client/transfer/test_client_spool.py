@@ -9,10 +9,13 @@ import numpy as np
 import pytest
 from tests.kept import kept_file, words_in
 
+from fedring.client.policy.privacy import SitePolicy
+from fedring.client.policy.secret import ClientSecret
+from fedring.client.protection import Protection
+from fedring.client.secure.protection import SummedUpdates
 from fedring.client.transfer.kept import KeptState
 from fedring.client.transfer.residual import RESIDUAL, Residual, residual_in, with_residual
 from fedring.client.transfer.spool import Spool, Spooled
-from fedring.client.transfer.update import residual_of
 from fedring.codec.digest import name_of, update_name
 from fedring.v1 import federation_pb2 as pb
 
@@ -35,10 +38,12 @@ def write(spool: Spool, residual: float, *, run: str = "run", round_: int = 1, e
     return leave(spool, offer, [b"abc", b"def"], np.full(4, residual, np.float32))
 
 
-def leave(spool: Spool, offer: pb.UpdateOffer, parts: list[bytes], residual: Residual | None) -> Spooled:
+def leave(
+    spool: Spool, offer: pb.UpdateOffer, parts: list[bytes], residual: Residual | None, *, schema: bytes = HASH
+) -> Spooled:
     """Spool an update that leaves a residual."""
     header = pb.UpdateHeader.FromString(offer.header)
-    kept = with_residual(spool.kept.load(LINE), residual, header, offer.name)
+    kept = with_residual(spool.kept.load(LINE), residual, header, offer.name, schema=schema)
     return spool.write(offer, parts, KeptState(LINE, kept))
 
 
@@ -240,14 +245,13 @@ def test_what_masked_updates_left_out_does_not_come_into_others(
     tmp_path: Path, left_by_masked: bool, restarted: bool
 ) -> None:
     spool, left = Spool(tmp_path, CLIENT), np.full(4, 1.0, np.float32)
-    packets = [pb.Packet(encoding="masked" if left_by_masked else "sq8")]
-    header = pb.UpdateHeader(run_id="run", round=1, schema_hash=HASH, total_bytes=3, packets=packets)
-    sent, digest = header.SerializeToString(), name_of(b"abc")
-    offer = pb.UpdateOffer(header=sent, payload_digest=digest, name=update_name(sent, digest))
-    spool.accept(leave(spool, offer, [b"abc"], left))
+    secret = ClientSecret(lambda: bytes(32))
+    masks = SummedUpdates(pb.TrainCmd(), CLIENT, SitePolicy.model_validate({}), secret)
+    schemas = {masked: (masks if masked else Protection()).residual_schema(HASH) for masked in (True, False)}
+    spool.accept(leave(spool, offer_of(b"abc"), [b"abc"], left, schema=schemas[left_by_masked]))
     next_spool = Spool(tmp_path, CLIENT) if restarted else spool
-    for masked in (True, False):
-        found = residual(next_spool, schema=residual_of(HASH, masked=masked))
+    for masked, schema in schemas.items():
+        found = residual(next_spool, schema=schema)
         assert (found is not None) == (masked == left_by_masked)
 
 

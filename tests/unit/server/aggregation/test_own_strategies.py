@@ -107,7 +107,7 @@ async def test_a_round_that_was_sent_keeps_its_settings_and_its_strategy_is_not_
         session = host.join("a")
         commands += [await one_round(host, session), await one_round(host, session)]
         assert await host.ended(row.job_id) == "completed"
-        told = [dict(round_message(each).settings) for each in host.store.rounds(10, row.job_id)]
+        told = [dict(round_message(each).settings) for each in host.store.rounds.newest(10, row.job_id)]
     assert [command.round for command in commands] == [1, 2, 2, 3]
     assert [command.lr for command in commands] == pytest.approx([1, 1 / 2, 1 / 2, 1 / 3])
     assert {command.epochs for command in commands} == {2}
@@ -133,10 +133,10 @@ async def test_a_strategy_that_fails_ends_its_round_and_the_last_model_stays(tmp
         session = host.join("a")
         row, _ = await host.jobs.start(spec(rounds=2, max_abandoned=2, **table("Faulty", configure="key")), "")
         assert await host.ended(row.job_id) == "failed"
-        assert [(each.phase, each.reason) for each in host.store.rounds(10, row.job_id)] == [
+        assert [(each.phase, each.reason) for each in host.store.rounds.newest(10, row.job_id)] == [
             ("abandoned", "bad_strategy")
         ] * 2
-        failed = host.store.job(row.job_id)
+        failed = host.store.jobs.get(row.job_id)
         assert failed is not None
         assert failed.reason.startswith("bad_strategy: the strategy user_strategies:Faulty failed: configure returned")
         assert host.rounds.latest is not None
@@ -154,7 +154,7 @@ async def test_a_round_for_which_the_memory_does_not_suffice_is_abandoned_and_th
         row, _ = await host.jobs.start(spec(max_abandoned=1, **table("NeedsMemory")), "")
         await one_round(host, session)
         assert await host.ended(row.job_id) == "failed"
-        (round_,), failed = host.store.rounds(10, row.job_id), host.store.job(row.job_id)
+        (round_,), failed = host.store.rounds.newest(10, row.job_id), host.store.jobs.get(row.job_id)
         assert (round_.phase, round_.reason) == ("abandoned", "out_of_memory")
         assert failed is not None
         assert "the server has too little memory to combine 1 updates of 8 parameters" in failed.reason
@@ -169,7 +169,7 @@ async def test_a_rule_that_wants_to_end_the_process_only_ends_its_round(tmp_path
         row, _ = await host.jobs.start(spec(max_abandoned=1, **table("Exits")), "")
         await one_round(host, session)
         assert await host.ended(row.job_id) == "failed"
-        assert host.store.rounds(1)[0].reason == "bad_rule"
+        assert host.store.rounds.newest(1)[0].reason == "bad_rule"
 
 
 def test_an_allocation_of_torch_that_fails_is_a_lack_of_memory() -> None:
@@ -185,8 +185,8 @@ async def test_an_evaluation_that_fails_is_a_warning_of_the_round_and_the_model_
         row, _ = await host.jobs.start(spec(**table("Faulty", evaluate="needs memory")), "")
         await one_round(host, session)
         assert await host.ended(row.job_id) == "completed"
-        (round_,) = map(round_message, host.store.rounds(10, row.job_id))
-        newest = host.store.models(1)[0]
+        (round_,) = map(round_message, host.store.rounds.newest(10, row.job_id))
+        newest = host.store.models.newest(1)[0]
     assert round_.phase == "published"
     assert list(round_.warnings) == [f"the strategy {HERE}:Faulty failed: evaluate raised MemoryError"]
     assert newest.round == round_.round
@@ -198,8 +198,8 @@ async def test_the_figures_of_a_new_model_are_kept_with_its_round(tmp_path: Path
         row, _ = await host.jobs.start(spec(best_by="max server/fine", patience=1, **table("Faulty")), "")
         await one_round(host, session)
         assert await host.ended(row.job_id) == "completed"
-        (round_,) = host.store.rounds(10, row.job_id)
-        newest = host.store.models(1)[0]
+        (round_,) = host.store.rounds.newest(10, row.job_id)
+        newest = host.store.models.newest(1)[0]
     assert round_.stats["metrics"]["server/fine"] == newest.metrics["server/fine"] == 1.0
 
 
@@ -214,9 +214,9 @@ async def test_a_strategy_without_a_rule_averages_by_samples(tmp_path: Path) -> 
             )
             await host.offer((partial, replace(update, num_samples=samples)))
         assert await host.ended(row.job_id) == "completed"
-        newest, first = host.store.models(2)
+        newest, first = host.store.models.newest(2)
         values = [host.parts.models.maker.ask_metrics(model, spec(**table("Sum"))) for model in (newest, first)]
-        (round_,) = host.store.rounds(10, row.job_id)
+        (round_,) = host.store.rounds.newest(10, row.job_id)
     assert values[0]["sum"] - values[1]["sum"] == pytest.approx(SIZE * (1 + 3 * 9) / 4)
     assert round_.stats["capped"] == ["b"]
 

@@ -258,7 +258,7 @@ def test_a_model_that_is_named_by_sha256_is_sent_and_continued(line: Line) -> No
 def test_a_version_in_a_file_that_is_named_by_sha256_is_loaded_and_checked(line: Line, tmp_path: Path) -> None:
     old = as_protocol_1(line, line.first(spec()))
     store = SqlStore(f"sqlite:///{tmp_path / 'facts.sqlite'}")
-    store.publish(old)
+    store.models.publish(old)
     loaded = load_model(1, vector(SIZE), state_dir=tmp_path)
     np.testing.assert_array_equal(read_vectors(loaded).parameters, line.values(old).parameters)
     path = tmp_path / "blobs" / old.blob
@@ -277,7 +277,9 @@ def test_a_version_is_loaded_from_the_servers_state(tmp_path: Path) -> None:
         with torch.no_grad():
             next(given.parameters()).fill_(version)
         new = store_model(schema_of(given), read_vectors(given), blobs, {})
-        store.publish(ModelRow(version, 0, new.digest, new.blob, schema_of(given).hash.hex(), SIZE, new.bytes, 0.0))
+        store.models.publish(
+            ModelRow(version, 0, new.digest, new.blob, schema_of(given).hash.hex(), SIZE, new.bytes, 0.0)
+        )
     for wanted, version in ((1, 1), (2, 2), (0, 2)):
         loaded = load_model(wanted, vector(SIZE), state_dir=tmp_path)  # the store is still open
         assert read_vectors(loaded).parameters.tolist() == [version] * SIZE
@@ -351,8 +353,8 @@ def test_a_first_model_can_be_made_one_module_after_the_other(tmp_path: Path) ->
     rows = [line.first(job) for _ in range(2)]
     assert rows[0].digest == rows[1].digest
     reader = ModelReader(line.blobs.reader(rows[0].blob))
-    assert reader.schema == schema_of(digits_mlp(8)) == line.models.maker.schema_of(job)
+    assert reader.schema == schema_of(digits_mlp(8)) == line.models.maker.job_models.schema_of(job)
     assert 0 < np.abs(reader.vectors().parameters).max() <= 1 / np.sqrt(8)
     other = spec(mode="pipeline", pipeline={"first_model": "by_module"}, download_encoding="full")
     with pytest.raises(SeamError, match="has no reset_parameters"):
-        line.models.maker.schema_of(other)
+        line.models.maker.job_models.schema_of(other)

@@ -14,8 +14,11 @@ from fedring.server.sessions.sessions import Sessions
 from fedring.server.state.blobs import FileBlobs
 from fedring.server.state.facts import Facts
 from fedring.server.state.failures import FsyncFailed, StoreError
+from fedring.server.state.interfaces import JobStore
 from fedring.server.state.rows import JobRow
+from fedring.server.state.sql.jobs import SqlJobs
 from fedring.server.state.sql.store import SqlStore
+from fedring.server.state.sql.transactions import Database
 from fedring.train.jobs.job import Job
 
 
@@ -24,10 +27,17 @@ class SlowStore(SqlStore):
 
     def __init__(self) -> None:
         super().__init__("sqlite://")
+        self.slow = SlowJobs(self._database)
+        self.jobs: JobStore = self.slow
+
+
+class SlowJobs(SqlJobs):
+    def __init__(self, database: Database) -> None:
+        super().__init__(database)
         self.asked, self.answers = threading.Event(), threading.Event()
 
-    def job(self, job_id: int) -> JobRow | None:
-        row = super().job(job_id)
+    def get(self, job_id: int) -> JobRow | None:
+        row = super().get(job_id)
         self.asked.set()
         self.answers.wait(60)
         return row
@@ -41,21 +51,21 @@ async def test_a_job_that_is_stopped_just_before_its_turn_does_not_run(tmp_path:
     jobs, events = parts.jobs, parts.journal.follow(0)
     job, _ = await jobs.start(Job.model_validate({"model": "fedring.train.models:digits_mlp"}), "")
     stop = asyncio.create_task(jobs.stop(job.job_id))
-    await asyncio.to_thread(store.asked.wait, 60)  # `stop` has asked the store for the job, which is queued
+    await asyncio.to_thread(store.slow.asked.wait, 60)  # `stop` has asked the store for the job, which is queued
     run = asyncio.create_task(jobs.run())
     await asyncio.sleep(0)  # `run` has asked for the queued jobs
-    store.answers.set()
+    store.slow.answers.set()
     async with asyncio.timeout(60):
         assert await stop == (job.job_id, 0)
         assert [(await anext(events)).kind for _ in range(2)] == ["job_started", "job_ended"]
     run.cancel()
-    kept = await facts.db(store.job, job.job_id)
+    kept = await facts.db(store.jobs.get, job.job_id)
     assert kept is not None
     assert kept.state == "stopped"
     facts.close()
 
 
-@pytest.mark.parametrize("read", ["job_rounds_ended", "open_round"])
+@pytest.mark.parametrize("read", ["ended_of", "newest_open"])
 async def test_a_store_that_somebody_else_holds_as_a_job_starts_fails_the_job_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read: str
 ) -> None:
@@ -64,10 +74,10 @@ async def test_a_store_that_somebody_else_holds_as_a_job_starts_fails_the_job_al
 
     async with running(tmp_path) as host:
         with monkeypatch.context() as patched:
-            patched.setattr(host.store, read, locked)
+            patched.setattr(host.store.rounds, read, locked)
             job, _ = await host.jobs.start(spec(), "")
             assert await host.ended(job.job_id) == "failed"
-        row = await host.facts.db(host.store.job, job.job_id)
+        row = await host.facts.db(host.store.jobs.get, job.job_id)
         assert row is not None
         assert "locked" in row.reason
         session = host.join("a")
@@ -84,7 +94,7 @@ async def test_a_disk_that_cannot_be_trusted_ends_the_daemon_and_not_only_the_jo
         raise FsyncFailed("the disk lost pages")
 
     host = Host(tmp_path)
-    monkeypatch.setattr(host.store, {"opens": "create_round", "starts": "update_round"}[place], broken)
+    monkeypatch.setattr(host.store.rounds, {"opens": "create", "starts": "replace"}[place], broken)
     host.join("a")
     await host.jobs.start(spec(), "")
     with pytest.raises(FsyncFailed):

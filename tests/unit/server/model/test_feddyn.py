@@ -219,7 +219,7 @@ async def test_a_server_keeps_the_state_from_round_to_round_and_from_start_to_st
                 command = await host.command(session)
                 await host.push(session, command, delta.astype(np.float32))
         assert await host.ended(row.job_id) == "completed"
-        newest, *older, first = host.store.models(10)
+        newest, *older, first = host.store.models.newest(10)
         with host.blobs.reader(newest.blob) as blob:
             made = ModelReader(blob).vectors().parameters
         with host.blobs.reader(first.blob) as blob:

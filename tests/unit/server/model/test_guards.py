@@ -81,7 +81,7 @@ async def test_the_metrics_of_a_training_count_as_much_as_its_update(tmp_path: P
             partial, update = host.update(await host.command(session), session.client_id)
             await host.offer((partial, replace(update, num_samples=samples, metrics={"loss": loss, "seen_sum": 2.0})))
         assert await host.ended(row.job_id) == "completed"
-        (round_,) = host.store.rounds(10, row.job_id)
+        (round_,) = host.store.rounds.newest(10, row.job_id)
     assert round_.stats["metrics"] == {"train/loss": (1 * 1 + 3 * 9) / 4, "train/seen_sum": 4.0}
 
 
@@ -101,7 +101,7 @@ async def test_the_buckets_of_a_round_depend_on_a_secret_that_outlives_the_serve
             await host.offer(host.update(command, session.client_id, np.full(SIZE, value, np.float32)))
         assert await host.ended(row.job_id) == "completed"
         secret, models = host.store.secret, []
-        for model in host.store.models(2):
+        for model in host.store.models.newest(2):
             with host.blobs.reader(model.blob) as blob:
                 models.append(ModelReader(blob).vectors().parameters)
     buckets = buckets_of(names, 2, f"{secret}{commands[0].seed}")

@@ -21,6 +21,7 @@ from fedring.server.aggregation.terms import Terms
 from fedring.server.config import ServerConfig
 from fedring.server.model.transforms import named
 from fedring.server.model.transforms.listing import algorithms, transforms_of
+from fedring.server.model.transforms.masked import MaskedForm
 from fedring.server.model.transforms.states import read_states, write_states
 from fedring.server.operator.job_checks import JobChecks
 from fedring.server.startup_checks import check
@@ -73,7 +74,7 @@ async def test_an_algorithm_is_applied_and_keeps_its_state(tmp_path: Path) -> No
             command = await host.command(session)
             await host.push(session, command, np.full(SIZE, 8, np.float32))
         assert await host.ended(row.job_id) == "completed"
-        last, _, first = host.store.models(3)
+        last, _, first = host.store.models.newest(3)
         values = []
         for model in (first, last):
             with host.blobs.reader(model.blob) as blob:
@@ -128,8 +129,8 @@ def test_an_update_must_have_used_the_control_variate_of_its_round() -> None:
 def test_a_masked_update_is_as_wide_as_its_group_is_large() -> None:
     keys = PRIVATE | {"secure_aggregation": {"block": 16, "levels": 7}, "min_clients_to_aggregate": 3}
     command = pb.TrainCmd(secure=SecureRound(block=16, levels=7, scales=np.ones(1, "<f4").tobytes()))
-    assert terms_of(4, command, **keys) == replace(TERMS, bare=True, width=Width(SIZE, 6))
-    assert terms_of(40, command, **keys).width == Width(SIZE, 10)
+    assert terms_of(4, command, **keys) == replace(TERMS, bare=True, opaque=MaskedForm(Width(SIZE, 6)))
+    assert terms_of(40, command, **keys).opaque == MaskedForm(Width(SIZE, 10))
 
 
 def test_noise_by_clients_sets_the_width_by_its_plan() -> None:
@@ -139,13 +140,13 @@ def test_noise_by_clients_sets_the_width_by_its_plan() -> None:
     job = spec(**keys)
     assert job.dp is not None
     plan = job.dp.plan(4, SIZE, 3)
-    wanted = replace(TERMS, deltas_only=True, bare=True, width=Width(plan.padded, plan.bits))
+    wanted = replace(TERMS, bare=True, opaque=MaskedForm(Width(plan.padded, plan.bits)))
     assert terms_of(4, command, **keys) == wanted
 
 
 def test_groups_belong_to_features_that_open_them() -> None:
     row = UpdateRow(1, "a", "", "", (), 1, 1, 1.0, 1.0, 1.0)
-    with pytest.raises(ValueError, match="groups belong to jobs with secure aggregation"):
+    with pytest.raises(ValueError, match="groups belong to jobs whose updates only sums open"):
         transforms_of(Job.model_validate({})).close(closed_round(Job.model_validate({}), [row], groups=[]), None)
 
 

@@ -40,7 +40,7 @@ async def begun(host: Host, **keys: Any) -> tuple[int, pb.TrainCmd]:
 
 async def seed_of(host: Host, job_id: int) -> int | None:
     """Return the seed in the stored specification of a job."""
-    row = await host.facts.db(host.store.job, job_id)
+    row = await host.facts.db(host.store.jobs.get, job_id)
     assert row is not None
     return row.spec.get("seed")
 
@@ -114,11 +114,11 @@ async def test_a_seed_that_was_not_committed_was_told_to_nobody(
 
     async with running(tmp_path) as host:
         with monkeypatch.context() as patched:
-            patched.setattr(host.store, "begin_job", refuses)
+            patched.setattr(host.store.jobs, "begin", refuses)
             job, _ = await host.jobs.start(spec(**SECURE), "")
             assert await host.ended(job.job_id) == "failed"
         assert (len(drawn), await seed_of(host, job.job_id)) == (1, None)
-        assert await host.facts.db(host.store.models, 9) == []
+        assert await host.facts.db(host.store.models.newest, 9) == []
 
 
 def test_a_request_that_is_repeated_is_the_same_although_a_seed_was_chosen_meanwhile() -> None:

@@ -19,7 +19,9 @@ class Spending:
         self.host = Host(root)
         self.count = 0
         monkeypatch.setattr(
-            self.host.store, "charges", lambda: [ChargeRow(n, 1, 5.0, 0.1, 0.0) for n in range(1, self.count + 1)]
+            self.host.store.rounds,
+            "charges",
+            lambda: [ChargeRow(n, 1, 5.0, 0.1, 0.0) for n in range(1, self.count + 1)],
         )
         self.spent = PrivacySpent(self.host.facts, self.host.rounds, self.host.parts.metrics.epsilon)
 

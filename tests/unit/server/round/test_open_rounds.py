@@ -85,7 +85,7 @@ async def test_two_rounds_of_two_jobs_are_open_at_once_and_each_publishes_its_ow
     assert (first.made.round, second.made.round) == (first.row.round, second.row.round)
     assert (first.made.job_id, second.made.job_id) == (first.row.job_id, second.row.job_id)
     assert {first.row.phase, second.row.phase} == {"published"}
-    made = [await host.facts.db(host.store.model, open_.made.version) for open_ in (first, second) if open_.made]
+    made = [await host.facts.db(host.store.models.get, open_.made.version) for open_ in (first, second) if open_.made]
     assert made == [first.made, second.made]
 
 

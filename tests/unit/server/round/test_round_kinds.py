@@ -33,9 +33,8 @@ from fedring.server.round.events import (
     TakeStep,
 )
 from fedring.server.round.machine import SYNCHRONOUS, apply, due, ready, wake_at
-from fedring.server.round.open_round import OpenRound, RoundKind
+from fedring.server.round.open_round import KindMaker, OpenRound, RoundKind
 from fedring.server.round.replacements import enlist
-from fedring.server.state.rows import RoundRow
 
 BUFFER = 3
 """Updates after which a buffered round publishes."""
@@ -81,16 +80,13 @@ class BufferedRound(RoundKind):
             await enlist(host.rounds, Dispatch(host.sessions), host.facts, self.open, client)
 
 
-class BufferedRounds:
+class BufferedRounds(KindMaker):
     """The kind of the rounds of jobs called "buffered"."""
 
     host: Host
 
     def kind_of(self, open_: OpenRound) -> RoundKind | None:
         return BufferedRound(open_, self.host) if open_.job.name == "buffered" else None
-
-    def outlasts(self, row: RoundRow) -> bool:
-        return False
 
 
 @pytest.fixture

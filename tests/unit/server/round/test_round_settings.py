@@ -146,6 +146,6 @@ async def test_each_round_has_the_values_of_its_number_also_after_a_restart(tmp_
             rates.append(command.lr)
             await host.offer(host.update(command, "a"))
         assert await host.ended(row.job_id) == "completed"
-        told = [dict(round_message(each).settings) for each in host.store.rounds(10, row.job_id)]
+        told = [dict(round_message(each).settings) for each in host.store.rounds.newest(10, row.job_id)]
     assert rates == pytest.approx([0.4, 0.3, 0.2, 0.1])
     assert told == [{"lr": rate} for rate in reversed(rates)]

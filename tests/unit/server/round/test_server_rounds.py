@@ -41,7 +41,7 @@ async def test_a_round_goes_from_the_command_to_the_model(host: Host) -> None:
 
 
 async def test_a_stop_while_the_round_starts_ends_it(host: Host) -> None:
-    host.gate.close("update_round")
+    host.gate.close("rounds.replace")
     job, _ = await host.jobs.start(spec(max_abandoned=5, rounds=5), "")
     host.join("a")
     await host.gate.reached()  # the row says "training", but the state machine does not know it yet
@@ -56,7 +56,7 @@ async def test_a_stop_while_an_update_is_being_accepted_takes_effect_after_the_a
     sessions = [host.join(client) for client in ("a", "b")]
     job, _ = await host.jobs.start(spec(min_clients=2), "")
     command, _ = [await host.command(session) for session in sessions]
-    host.gate.close("accept_updates")
+    host.gate.close("updates.accept")
     offer = host.offer(host.update(command, "a"))
     await host.gate.reached()
     stop = asyncio.create_task(host.jobs.stop(job.job_id))
@@ -74,7 +74,7 @@ async def test_an_update_that_is_being_accepted_at_the_deadline_counts(host: Hos
     sessions = [host.join(client) for client in ("a", "b")]
     job, _ = await host.jobs.start(spec(min_clients=2, deadline_seconds=600), "")
     command, _ = [await host.command(session) for session in sessions]
-    host.gate.close("accept_updates")
+    host.gate.close("updates.accept")
     offer = host.offer(host.update(command, "a"))
     await host.gate.reached()
     open_ = host.round
@@ -147,7 +147,7 @@ async def test_an_evaluation_that_arrives_while_its_round_ends_does_no_harm(host
     with pytest.raises(UnknownRound) as refused:
         await host.parts.reports.evaluated("a", report)
     assert refused.value.reason == "round_closed"
-    assert len(await host.facts.db(host.store.evaluations, 2)) == 1
+    assert len(await host.facts.db(host.store.evaluations.of_model, 2)) == 1
 
 
 async def test_old_updates_are_deleted_while_the_clients_of_a_later_round_train(host: Host) -> None:
@@ -159,7 +159,7 @@ async def test_old_updates_are_deleted_while_the_clients_of_a_later_round_train(
         await host.offer(host.update(await host.command(session), "a"))
     await host.command(session)
     async with asyncio.timeout(60):
-        while await host.facts.db(host.store.updates_of, first.round):
+        while await host.facts.db(host.store.updates.of_round, first.round):
             pass
     assert host.round.row.job_round == host.config.keep_update_rounds + 2
 
@@ -215,7 +215,7 @@ async def test_commands_and_their_updates_have_the_epoch_of_the_state(tmp_path: 
         command = await host.command(session)
         assert command.epoch == 1_700_000_000
         await host.push(session, command, ONES)
-        (row,) = await host.facts.db(host.store.updates_of, command.round)
+        (row,) = await host.facts.db(host.store.updates.of_round, command.round)
         assert row.epoch == 1_700_000_000
         assert host.facts.last_accepted == {"a": LastAccepted(row.epoch, row.round, row.name)}
 
@@ -278,12 +278,12 @@ async def test_the_last_accepted_updates_in_memory_are_those_of_the_store(host: 
         commands = [await host.command(session) for session in sessions]
         for session, command in zip(sessions, commands, strict=True):
             await host.push(session, command, values)
-            assert host.facts.last_accepted == await host.facts.db(host.store.last_accepted)
+            assert host.facts.last_accepted == await host.facts.db(host.store.updates.last_accepted)
     assert [last.round for last in host.facts.last_accepted.values()] == [commands[0].round] * 2
     assert await host.ended(job.job_id) == "completed"
     await host.facts.db(host.facts.drop_updates, commands[0].round, ["a"])
-    assert host.facts.last_accepted == await host.facts.db(host.store.last_accepted)
+    assert host.facts.last_accepted == await host.facts.db(host.store.updates.last_accepted)
     assert host.facts.last_accepted["a"].round == commands[0].round - 1
     await host.facts.db(host.facts.forget_client, "a")
-    assert host.facts.last_accepted == await host.facts.db(host.store.last_accepted)
+    assert host.facts.last_accepted == await host.facts.db(host.store.updates.last_accepted)
     assert host.facts.last_accepted.keys() == {"b"}

@@ -26,8 +26,7 @@ from fedring.server.secure.events import (
     SurvivorsChosen,
     UpdatesClosed,
 )
-from fedring.server.secure.groups import form_groups
-from fedring.server.secure.machine import apply, due, lost, out, wake_at
+from fedring.server.secure.machine import apply, due, form_groups, lost, out, wake_at
 
 NAMES = ("a", "b", "c", "d", "e")
 ALL = frozenset(NAMES)

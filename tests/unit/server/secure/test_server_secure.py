@@ -17,13 +17,20 @@ from fedring.server.round.events import Delayed, Phase, Round, RoundRules, Round
 from fedring.server.round.open_round import OpenRound
 from fedring.server.secure.events import Group, ProtocolState, SecureRules, SecureStep, SignersChosen
 from fedring.server.secure.exchange import SecureExchange
+from fedring.server.secure.rounds import SecureRounds
 from fedring.server.secure.steps import SecureSteps
 from fedring.server.sessions.sessions import Session
 from fedring.server.state.rows import ModelRow, RoundRow, UpdateRow
+from fedring.server.state.secure_rows import SecureMessageRow
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1 import secure_pb2 as wire
 
 NAMES = ("a", "b", "c")
+
+
+def secure_rounds(host: Host) -> SecureRounds:
+    (found,) = [kind for kind in host.parts.kinds if isinstance(kind, SecureRounds)]
+    return found
 
 
 @pytest.fixture
@@ -50,14 +57,14 @@ def keys_of(name: str, command: pb.TrainCmd) -> wire.SecureKeys:
 
 async def send_keys(host: Host, open_: OpenRound, names: Sequence[str] = NAMES) -> None:
     for name in names:
-        await host.parts.secure.take(name, keys_of(name, open_.command))
+        await secure_rounds(host).take(name, keys_of(name, open_.command))
 
 
 async def test_no_message_is_kept_of_a_round_that_ends_while_it_is_checked(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job_id, _, open_ = await begun(host)
-    monkeypatch.setattr(host.parts.secure, "_check", lambda _name, _proof: host.gate.pass_("check"))
+    monkeypatch.setattr(secure_rounds(host), "_check", lambda _name, _proof: host.gate.pass_("check"))
     host.gate.close("check")
     late = asyncio.create_task(send_keys(host, open_, ["a"]))
     await host.gate.reached()
@@ -66,7 +73,7 @@ async def test_no_message_is_kept_of_a_round_that_ends_while_it_is_checked(
     host.gate.open()
     with pytest.raises(UnknownRound):
         await late
-    assert await host.facts.db(host.store.secure_round, open_.row.round) == (None, [])
+    assert await host.facts.db(host.store.kept.of_round, SecureMessageRow, open_.row.round) == []
 
 
 async def test_a_round_is_not_given_up_while_the_disk_takes_no_messages(host: Host) -> None:

@@ -35,7 +35,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     store, blobs = open_state(folder / "live")
     row = a_round(store, a_job(store))
     for client in CLIENTS:
-        store.accept_updates([an_update(row.round, client)])
+        store.updates.accept([an_update(row.round, client)])
     shutil.copytree(folder / "live", folder / "killed")
     store.close()
     blobs.close()
@@ -66,7 +66,7 @@ def accepted(folder: Path, **options: bool) -> tuple[list[str], int]:
     """Open the state, and return the clients whose updates it has, and its epoch."""
     store, blobs = open_state(folder, **options)
     try:
-        return [row.client_id for row in store.updates_of(1)], store.epoch
+        return [row.client_id for row in store.updates.of_round(1)], store.epoch
     finally:
         store.close()
         blobs.close()
@@ -210,13 +210,13 @@ def test_the_log_stays_short(store: SqlStore, tmp_path: Path) -> None:
     row = a_round(store, a_job(store))
     longest = 0
     for number in range(200):
-        store.accept_updates([an_update(row.round, f"client-{number}")])
+        store.updates.accept([an_update(row.round, f"client-{number}")])
         longest = max(longest, store.log_bytes())
     assert (1 << 17) < longest < (1 << 18) + 20 * (1 << 14), "the bound, and a commit"
     assert store.log_bytes() == (tmp_path / LOG).stat().st_size
     store.shorten_log()
     assert store.log_bytes() == 0
-    assert len(store.updates_of(row.round)) == 200
+    assert len(store.updates.of_round(row.round)) == 200
 
 
 def test_a_reader_is_not_waited_for_and_the_log_becomes_short_after_it(store: SqlStore, tmp_path: Path) -> None:
@@ -225,7 +225,7 @@ def test_a_reader_is_not_waited_for_and_the_log_becomes_short_after_it(store: Sq
         reader.execute("BEGIN")
         ((found,),) = reader.execute("SELECT count(*) FROM updates")
         for number in range(60):
-            store.accept_updates([an_update(row.round, f"client-{number}")])
+            store.updates.accept([an_update(row.round, f"client-{number}")])
         store.shorten_log()
         assert store.log_bytes() > 1 << 18, "the reader needs what it reads"
         assert reader.execute("SELECT count(*) FROM updates").fetchone() == (found,)

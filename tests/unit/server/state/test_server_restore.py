@@ -46,10 +46,10 @@ def begin(folder: Path) -> Path:
     for version, data in enumerate((b"the first", b"the second"), start=1):
         name = hashlib.sha256(data).hexdigest() if version == 1 else name_of(data)
         (folder / "blobs" / name).write_bytes(data)
-        store.publish(replace(a_model(version), digest=name, blob=name, bytes=len(data)))
+        store.models.publish(replace(a_model(version), digest=name, blob=name, bytes=len(data)))
     for client, data in (("ann", b"an update"), ("bob", b"another")):
         name = hashlib.sha256(data).hexdigest() if client == "ann" else name_of(data)
-        store.accept_updates([replace(an_update(row.round, client), digest=name, blob="", payload=data)])
+        store.updates.accept([replace(an_update(row.round, client), digest=name, blob="", payload=data)])
     store.close()
     blobs.close()
     return folder
@@ -85,8 +85,10 @@ def test_a_restored_state_is_that_of_the_backup_in_a_new_epoch(backup: Path, tmp
     assert "epoch" not in old
     assert epoch_of(tmp_path / "state") == NOW
     first, second = (SqlStore(f"sqlite:///{tmp_path / name / 'facts.sqlite'}") for name in ("one", "state"))
-    assert (second.models(), second.updates_of(1), second.run_id) == (first.models(), first.updates_of(1), first.run_id)
-    assert second.last_accepted() == first.last_accepted()
+    assert second.run_id == first.run_id
+    assert second.models.newest() == first.models.newest()
+    assert second.updates.of_round(1) == first.updates.of_round(1)
+    assert second.updates.last_accepted() == first.updates.last_accepted()
     first.close()
     second.close()
     assert {path: path.read_bytes() for path in backup.rglob("*") if path.is_file()} == before

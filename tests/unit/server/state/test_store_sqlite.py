@@ -20,10 +20,9 @@ from fedring.server.state.rows import (
     ChargeRow,
     EvaluationRow,
     JobRow,
-    SecureMessageRow,
-    SecureRoundRow,
     TokenRow,
 )
+from fedring.server.state.secure_rows import SecureMessageRow, SecureRoundRow
 from fedring.server.state.sql.database import SCHEMA, open_database
 from fedring.server.state.sql.store import SqlStore
 from fedring.server.state.sql.tables import METADATA, ROW_DIGEST
@@ -37,7 +36,7 @@ def test_facts_and_the_run_id_outlive_the_process(tmp_path: Path) -> None:
     run_id, job = first.run_id, a_job(first)
     first.close()
     second = SqlStore(url)
-    assert (second.run_id, second.job(1)) == (run_id, job)
+    assert (second.run_id, second.jobs.get(1)) == (run_id, job)
     second.close()
     other = SqlStore("sqlite://")
     assert other.run_id != run_id
@@ -63,7 +62,7 @@ def test_neither_accepting_nor_pruning_reads_whole_tables(tmp_path: Path) -> Non
 
     event.listen(Engine, "after_cursor_execute", remember)
     row = a_round(store, a_job(store))
-    store.accept_updates([an_update(row.round, "a"), an_update(row.round, "b")])
+    store.updates.accept([an_update(row.round, "a"), an_update(row.round, "b")])
     store.prune(keep_models=1, keep_update_rounds=1, keep_rounds=99)
     event.remove(Engine, "after_cursor_execute", remember)
     engine = open_database(f"sqlite:///{tmp_path / 'facts.sqlite'}")
@@ -133,7 +132,7 @@ def test_a_backup_is_a_complete_store(tmp_path: Path) -> None:
     store.backup(tmp_path / "copy.sqlite")
     a_job(store)
     copy = SqlStore(f"sqlite:///{tmp_path / 'copy.sqlite'}")
-    assert (copy.run_id, copy.jobs()) == (store.run_id, [job])
+    assert (copy.run_id, copy.jobs.newest()) == (store.run_id, [job])
     with pytest.raises(StoreError, match="no_backup"):
         store.backup(tmp_path / "copy.sqlite")
     copy.close()
@@ -148,16 +147,16 @@ def filled(folder: Path) -> None:
     store = SqlStore(f"sqlite:///{folder / 'facts.sqlite'}")
     job = a_job(store, key="once")
     done, opened = a_round(store, job), a_round(store, job)
-    store.publish(a_model(1))
-    store.accept_updates([an_update(done.round, "ann"), replace(an_update(done.round, "bob"), payload=b"bytes")])
+    store.models.publish(a_model(1))
+    store.updates.accept([an_update(done.round, "ann"), replace(an_update(done.round, "bob"), payload=b"bytes")])
     ended = replace(done, phase="published", model_version=2, ended_at=9.0, selected=("ann",), stats={"a": [1, 2.5]})
-    store.publish(a_model(2, number=done.round), ended, ChargeRow(done.round, job.job_id, 1.5, 0.25, 8.0))
-    store.add_evaluation(EvaluationRow(done.round, 2, "ann", 3, 4, 2.0, 4, {"f1": 0.5}))
-    store.add_token(TokenRow("t", "ab", "operator", "ann", 1.0))
+    store.models.publish(a_model(2, number=done.round), ended, ChargeRow(done.round, job.job_id, 1.5, 0.25, 8.0))
+    store.evaluations.add(EvaluationRow(done.round, 2, "ann", 3, 4, 2.0, 4, {"f1": 0.5}))
+    store.tokens.add(TokenRow("t", "ab", "operator", "ann", 1.0))
     store.prune(keep_models=2, keep_update_rounds=0, keep_rounds=9)
-    store.accept_updates([an_update(opened.round, "ann")])
-    store.save_secure_round(SecureRoundRow(opened.round, 2, [{"members": ["ann"]}]), "start")
-    store.add_secure_message(SecureMessageRow(opened.round, "ann", "keys", b"1"))
+    store.updates.accept([an_update(opened.round, "ann")])
+    store.kept.put(SecureRoundRow(opened.round, 2, [{"members": ["ann"]}]), "start")
+    store.kept.add(SecureMessageRow(opened.round, "ann", "keys", b"1"), "message")
     store.close()
 
 
@@ -215,10 +214,10 @@ def test_a_damaged_row_is_named_refused_when_it_is_read_and_never_given_a_new_di
     ask(tmp_path, "UPDATE jobs SET rounds = rounds + 1")
     ask(tmp_path, "UPDATE updates SET num_samples = 63 WHERE client_id = 'ann'")
     with pytest.raises(StoreError, match=r"the row of round 2, client_id 'ann' in the table updates of facts\.sqlite"):
-        store.updates_of(2)
+        store.updates.of_round(2)
     with pytest.raises(StoreError, match="corrupt"):  # not "already accepted", of which nothing is certain
-        store.accept_updates([an_update(2, "ann")])
-    for attempt in (partial(store.set_job_state, 1, "failed"), partial(store.job, 1)):
+        store.updates.accept([an_update(2, "ann")])
+    for attempt in (partial(store.jobs.set_state, 1, "failed"), partial(store.jobs.get, 1)):
         with pytest.raises(StoreError, match="the row of job_id 1 in the table jobs"):
             attempt()
     store.close()
@@ -232,11 +231,11 @@ def test_damage_that_comes_while_a_server_runs_becomes_no_answer(tmp_path: Path)
     ask(tmp_path, "UPDATE rounds SET job_round = 7 WHERE ended_at IS NOT NULL")
     ask(tmp_path, "UPDATE models SET bytes = 98 WHERE version = 2")
     reads = (
-        partial(store.accepted_name, 2, "ann"),
-        partial(store.accepted_name, 1, "bob"),
-        store.last_accepted,
-        partial(store.job_rounds_ended, 1),
-        store.next_version,
+        partial(store.updates.accepted_name, 2, "ann"),
+        partial(store.updates.accepted_name, 1, "bob"),
+        store.updates.last_accepted,
+        partial(store.rounds.ended_of, 1),
+        store.models.next_version,
     )
     for read in reads:
         with pytest.raises(StoreError, match=r"corrupt: .* is not what was written"):
@@ -247,10 +246,10 @@ def test_damage_that_comes_while_a_server_runs_becomes_no_answer(tmp_path: Path)
 def test_pruning_notes_nothing_of_a_damaged_update_and_dropping_nothing_of_a_damaged_number(tmp_path: Path) -> None:
     filled(tmp_path)
     store = SqlStore(f"sqlite:///{tmp_path / 'facts.sqlite'}")
-    opened = store.open_round()
+    opened = store.rounds.newest_open()
     assert opened is not None
-    store.update_round(replace(opened, ended_at=10.0))
-    store.drop_models([2])
+    store.rounds.replace(replace(opened, ended_at=10.0))
+    store.models.drop([2])
     before = ask(tmp_path, "SELECT * FROM clients"), ask(tmp_path, "SELECT count(*) FROM updates")
     ask(tmp_path, "UPDATE updates SET name = 'another'")
     with pytest.raises(StoreError, match="the row of round 2, client_id 'ann' in the table updates"):
@@ -258,7 +257,7 @@ def test_pruning_notes_nothing_of_a_damaged_update_and_dropping_nothing_of_a_dam
     assert (ask(tmp_path, "SELECT * FROM clients"), ask(tmp_path, "SELECT count(*) FROM updates")) == before
     ask(tmp_path, "UPDATE meta SET value = '1' WHERE name = 'highest_dropped_model'")
     with pytest.raises(StoreError, match="the row of name 'highest_dropped_model' in the table meta"):
-        store.drop_models([1])
+        store.models.drop([1])
     store.close()
 
 
@@ -304,8 +303,8 @@ def test_a_row_that_is_replaced_must_be_there(tmp_path: Path) -> None:
     row = a_round(store, a_job(store))
     ask(tmp_path, "DELETE FROM rounds")
     with pytest.raises(StoreError, match=r"the row of round 1 in the table rounds of facts\.sqlite is missing"):
-        store.publish(a_model(1), replace(row, ended_at=9.0))
-    assert store.models() == [], "nothing of the transaction is kept"
+        store.models.publish(a_model(1), replace(row, ended_at=9.0))
+    assert store.models.newest() == [], "nothing of the transaction is kept"
     store.close()
 
 
@@ -331,12 +330,35 @@ def facts_in(file: Path) -> list[Any]:
     """Return what a server that starts on a database reads there, by all ways that lead to a row."""
     store = SqlStore(f"sqlite:///{file}")
     with closing(store):
-        one = [store.round(1), store.round(2), store.model(1), store.model(2), store.job(1), store.job_of_key("once")]
-        found = [store.open_round(), store.last_published(1), store.next_queued_job(), store.running_job()]
-        names = [store.accepted_name(1, "ann"), store.accepted_name(2, "ann"), store.last_accepted()]
-        lists = [store.jobs(), store.rounds(), store.models(), store.charges(), store.tokens(), store.evaluations(2)]
-        figures = [store.update_counts(), store.next_version(), store.job_rounds_ended(1), store.named_blobs()]
-        updates = [replace(row, payload=b"") for row in store.updates_of(2)]
+        one = [
+            store.rounds.get(1),
+            store.rounds.get(2),
+            store.models.get(1),
+            store.models.get(2),
+            store.jobs.get(1),
+            store.jobs.of_key("once"),
+        ]
+        found = [
+            store.rounds.newest_open(),
+            store.rounds.last_published(1),
+            store.jobs.next_queued(),
+            store.jobs.running(),
+        ]
+        names = [
+            store.updates.accepted_name(1, "ann"),
+            store.updates.accepted_name(2, "ann"),
+            store.updates.last_accepted(),
+        ]
+        lists = [
+            store.jobs.newest(),
+            store.rounds.newest(),
+            store.models.newest(),
+            store.rounds.charges(),
+            store.tokens.all(),
+            store.evaluations.of_model(2),
+        ]
+        figures = [store.updates.counts(), store.models.next_version(), store.rounds.ended_of(1), store.named_blobs()]
+        updates = [replace(row, payload=b"") for row in store.updates.of_round(2)]
         return [
             store.run_id,
             store.secret,
@@ -347,19 +369,20 @@ def facts_in(file: Path) -> list[Any]:
             *lists,
             *figures,
             updates,
-            store.secure_round(2),
+            store.kept.of_round(SecureRoundRow, 2),
+            store.kept.of_round(SecureMessageRow, 2),
         ]
 
 
 def test_numbers_keep_their_digests_whatever_the_database_makes_of_them(tmp_path: Path) -> None:
     store = SqlStore(f"sqlite:///{tmp_path / 'facts.sqlite'}")
     spec: dict[Any, Any] = {"a": -0.0, "b": 1, 2: "\ud800"}
-    job = store.create_job(JobRow(0, "digits", spec, True, 2))
+    job = store.jobs.create(JobRow(0, "digits", spec, True, 2))
     number = a_round(store, job).round
     rows = [replace(an_update(number, name), norm=norm, train_seconds=3) for name, norm in (("a", -0.0), ("b", 1e300))]
-    store.accept_updates(rows)
+    store.updates.accept(rows)
     store.close()
     store = SqlStore(f"sqlite:///{tmp_path / 'facts.sqlite'}")
-    assert store.updates_of(number) == rows
-    assert store.job(1) == replace(job, spec={"a": -0.0, "b": 1, "2": "\ud800"})
+    assert store.updates.of_round(number) == rows
+    assert store.jobs.get(1) == replace(job, spec={"a": -0.0, "b": 1, "2": "\ud800"})
     store.close()

@@ -14,6 +14,7 @@ from fedring.codec.errors import CodecError
 from fedring.codec.masked import Width, masked_packet
 from fedring.rpc.contract import MAX_HEADER_BYTES
 from fedring.rpc.errors import BadUpdate, DamagedOnTheWay
+from fedring.server.model.transforms.masked import MaskedForm
 from fedring.server.state.rows import PacketSpec, lay_out
 from fedring.server.update.admission import check_header, check_payload, open_offer, packets_of
 from fedring.train.bounds import MAX_SAMPLES
@@ -252,10 +253,10 @@ def masked(**changes: Any) -> pb.UpdateHeader:
 
 
 def test_a_masked_update_is_taken_where_one_must_be_and_has_no_norm() -> None:
-    packets = check_header(masked(), SCHEMA, WIDTH)
+    packets = check_header(masked(), SCHEMA, MaskedForm(WIDTH))
     assert packets == (PacketSpec("parameters", "delta", "masked", 0, WIDTH.bytes),)
     data = b"".join(masked_packet(np.full(300, 127, np.uint8), 7))
-    assert check_payload(reader_of(data), packets, SCHEMA, True, WIDTH) == 0.0
+    assert check_payload(reader_of(data), packets, SCHEMA, True, MaskedForm(WIDTH)) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -275,14 +276,14 @@ def test_masked_and_other_packets_are_taken_in_their_own_rounds_only(
     made: pb.UpdateHeader, width: Width | None, reason: str
 ) -> None:
     with pytest.raises(CodecError) as caught:
-        check_header(made, SCHEMA, width)
+        check_header(made, SCHEMA, MaskedForm(width) if width else None)
     assert caught.value.reason == reason
 
 
 @pytest.mark.parametrize(("count", "bits"), [(301, 7), (300, 6), (600, 7)], ids=["count", "bits", "both"])
 def test_a_masked_payload_of_another_width_than_its_header_says_is_refused(count: int, bits: int) -> None:
     data = b"".join(masked_packet(np.zeros(count, np.uint8), bits))[: WIDTH.bytes].ljust(WIDTH.bytes, b"\0")
-    packets = check_header(masked(), SCHEMA, WIDTH)
+    packets = check_header(masked(), SCHEMA, MaskedForm(WIDTH))
     with pytest.raises(CodecError) as caught:
-        check_payload(reader_of(data), packets, SCHEMA, True, WIDTH)
+        check_payload(reader_of(data), packets, SCHEMA, True, MaskedForm(WIDTH))
     assert caught.value.reason == "wrong_width"

@@ -162,7 +162,7 @@ async def test_a_small_update_that_is_being_accepted_is_answered_although_its_se
     await host.jobs.start(spec(), "")
     call, command = SmallCall(session), await host.command(session)
     serving = asyncio.create_task(host.uploads.PushSmallUpdates(iter(()), call))  # type: ignore[arg-type]
-    host.gate.close("accept_updates")
+    host.gate.close("updates.accept")
     call.requests.put_nowait(small(command, "a", PAYLOAD))
     await host.gate.reached()
     session.close(Gone())

@@ -13,6 +13,7 @@ from fedring.codec.schema import Entry, Schema
 from fedring.rpc.chunks import CHUNK_BYTES
 from fedring.rpc.errors import FedringError, UnknownRound
 from fedring.server.aggregation.terms import Terms
+from fedring.server.model.transforms.masked import MaskedForm
 from fedring.server.update.upload import (
     Accept,
     Accepted,
@@ -187,12 +188,12 @@ def test_what_the_client_says_of_its_data_is_not_kept_in_a_round_with_secure_agg
     width = Width(SIZE, 7)
     payload = b"".join(masked_packet(np.zeros(SIZE, np.uint8), 7))
     sent = offer(payload, "masked", total_bytes=width.bytes, train_seconds=2.5)
-    upload, terms = Upload("a", 0), replace(TERMS, bare=True, width=Width(SIZE, 7))
+    upload, terms = Upload("a", 0), replace(TERMS, bare=True, opaque=MaskedForm(Width(SIZE, 7)))
     for event in (Offered(sent, payload), Known(""), terms, Opened(0)):
         upload.handle(event)
     admit = upload.handle(Digested(name_of(payload)))
     assert isinstance(admit, Admit)
-    assert admit.width == width
+    assert admit.opaque == MaskedForm(width)
     accept = upload.handle(Admitted(0.0, 1.0, payload))
     assert isinstance(accept, Accept)
     assert (accept.row.num_samples, accept.row.train_seconds, accept.row.norm) == (1, 0.0, 0.0)
@@ -203,4 +204,4 @@ def test_an_update_that_is_not_masked_is_refused_before_its_payload_is_received(
     upload.handle(Offered(offer()))
     upload.handle(Known(""))
     with pytest.raises(CodecError, match="not_masked"):
-        upload.handle(replace(TERMS, bare=True, width=Width(SIZE, 7)))
+        upload.handle(replace(TERMS, bare=True, opaque=MaskedForm(Width(SIZE, 7))))

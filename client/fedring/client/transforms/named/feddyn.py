@@ -14,16 +14,20 @@ from dataclasses import replace
 from typing import ClassVar
 
 import numpy as np
-import torch
 from pydantic import Field
 from torch import Tensor
 
 from fedring.client.transfer.kept import Section
-from fedring.client.transforms.interface import Arguments, RoundStart, Sent, Transform, by_parameter
-from fedring.codec import CodecError
+from fedring.client.transforms.interface import (
+    Arguments,
+    RoundStart,
+    Sent,
+    Transform,
+    by_parameter,
+    finite_section,
+    vector_in,
+)
 from fedring.train.plan import Plan
-
-_VALUES = "values"
 
 
 class _Arguments(Arguments):
@@ -42,7 +46,7 @@ class FedDyn(Transform):
         self._words = {"run": command.run_id, "job": str(command.job.job_id)}
         known = kept is not None and dict(kept.words) == self._words
         size = self._schema.num_parameters
-        self._linear = kept.tensors[_VALUES].numpy() if kept and known else np.zeros(size, np.float32)
+        self._linear = vector_in(kept) if kept and known else np.zeros(size, np.float32)
 
     def plan(self, plan: Plan) -> Plan:
         """Add the quadratic term."""
@@ -56,6 +60,4 @@ class FedDyn(Transform):
         """Return g_k'."""
         with np.errstate(over="ignore"):
             values = (self._linear - self._alpha * sent.delta).astype(np.float32)
-        if not np.isfinite(values).all():
-            raise CodecError("non_finite", "a value of FedDyn's linear term does not fit into float32")
-        return Section({_VALUES: torch.from_numpy(values)}, self._words)
+        return finite_section(values, self._words, name="FedDyn's linear term")

@@ -2,22 +2,22 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 from torch import nn
 
-from fedring.codec.masked import MASKED
+from fedring.codec.masked import Width
 from fedring.codec.schema import Schema
+from fedring.privacy.charges import Charge
 from fedring.server.aggregation.combining import Combination
 from fedring.server.aggregation.contributions import Contribution
 from fedring.server.aggregation.rule import Rule
 from fedring.server.aggregation.steps import BaseFiles, Step
-from fedring.server.aggregation.terms import Terms
 from fedring.server.model.masked_sum import private_width
 from fedring.server.model.private_mean import PrivateRound, summed_round
-from fedring.server.model.transforms.masked import Sums
-from fedring.server.model.transforms.server_noise import check_charge, check_no_buffers
-from fedring.server.model.transforms.transform import ClosedRound, Feature
+from fedring.server.model.transforms.masked import Masked, Sums
+from fedring.server.model.transforms.server_noise import check_charge
+from fedring.server.model.transforms.transform import ClosedRound
 from fedring.server.state.rows import ModelRow
 from fedring.train.jobs.job import Job
 from fedring.train.jobs.privacy_table import ClientPrivacy
@@ -25,12 +25,9 @@ from fedring.v1 import federation_pb2 as pb
 from fedring.v1 import secure_pb2 as wire
 
 
-@dataclass(frozen=True, slots=True)
-class ClientNoise(Feature):
+@dataclass(frozen=True)
+class ClientNoise(Masked):
     """The table [dp] with `noise_by = "clients"`, and the table [secure_aggregation]."""
-
-    opens_groups: ClassVar[bool] = True
-    hides_norms: ClassVar[bool] = True
 
     table: ClientPrivacy
 
@@ -41,23 +38,24 @@ class ClientNoise(Feature):
 
     def check(self, job: Job, schema: Schema, skeleton: Callable[[], nn.Module]) -> None:
         """See Transform.check."""
-        check_no_buffers(schema, "secure_aggregation", "masks")
-        check_charge(job, schema)
+        super().check(job, schema, skeleton)
+        check_charge(self, job, schema)
 
-    def update_bytes(self, least: int) -> int:
-        """See Transform.update_bytes."""
-        return 0  # the group, which is drawn later, decides
+    def most_charged(self, job: Job, length: int) -> Charge:
+        """See Transform.most_charged."""
+        if job.secure_aggregation is None:
+            raise ValueError("the clients add noise to sums only")
+        needed = job.min_clients_to_aggregate
+        most = max(job.sample_clients, needed) if job.sample_clients else 0
+        return self.table.charge_of(job.secure_aggregation.group_sizes(needed, most), length, needed)
 
-    def command(self, job: Job, command: pb.TrainCmd, base: ModelRow, files: BaseFiles) -> None:
-        """See Transform.command."""
-        command.encoding.name = MASKED
-        # How many values are sent, and how finely, follows from the job and the group.
-        command.secure.CopyFrom(wire.SecureRound(clip=self.table.clip))
+    def values(self, job: Job, base: ModelRow, files: BaseFiles) -> wire.SecureRound:
+        """See Masked.values."""
+        return wire.SecureRound(clip=self.table.clip)  # the rest follows from the job and the group
 
-    def terms(self, terms: Terms, command: pb.TrainCmd, members: int) -> Terms:
-        """See Transform.terms."""
-        plan = self.table.plan(members, terms.schema.num_parameters, command.job.min_results)
-        return replace(terms, deltas_only=True, bare=True, width=private_width(plan))
+    def width(self, command: pb.TrainCmd, length: int, members: int) -> Width:
+        """See Masked.width."""
+        return private_width(self.table.plan(members, length, command.job.min_results))
 
     def close(self, closed: ClosedRound, rule: Rule | None) -> Step:
         """See Transform.close."""

@@ -12,6 +12,7 @@ from torch import nn
 
 from fedring.codec.schema import Schema
 from fedring.daemon.config import explain
+from fedring.privacy.charges import Charge
 from fedring.server.aggregation.rule import Rule
 from fedring.server.aggregation.steps import BaseFiles, Step
 from fedring.server.aggregation.terms import Terms
@@ -79,6 +80,17 @@ class Transforms:
             least = each.update_bytes(least)
         return least
 
+    def most_charged(self, job: Job, length: int) -> Charge:
+        """Return the highest possible charge of a round: see Transform.most_charged.
+
+        Raises:
+            ValueError: if rounds cost nothing, or the clients of a group cannot add the noise.
+        """
+        found = (charge for each in self._each if (charge := each.most_charged(job, length)) is not None)
+        if (charge := next(found, None)) is None:
+            raise ValueError("the job has no dp")
+        return charge
+
     def command(self, job: Job, command: pb.TrainCmd, base: ModelRow, files: BaseFiles) -> None:
         """Add to the command of a round: see Transform.command."""
         for each in self._each:
@@ -97,7 +109,7 @@ class Transforms:
             ValueError: if the round has groups, and none of them opens groups, or the other way round.
         """
         if any(each.opens_groups for each in self._each) != (closed.groups is not None):
-            raise ValueError("groups belong to jobs with secure aggregation, and to all of their rounds")
+            raise ValueError("groups belong to jobs whose updates only sums open, and to all of their rounds")
         steps = [each.close(closed, rule) for each in self._each]
         named_steps = {
             each.name: (step, each.owner(closed.command.job.job_id))

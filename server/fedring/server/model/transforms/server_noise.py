@@ -11,13 +11,14 @@ from torch import nn
 
 from fedring.codec.schema import Schema
 from fedring.privacy.account import NoAccountant, check_accountant
+from fedring.privacy.charges import Charge
 from fedring.server.aggregation.combining import Combination
 from fedring.server.aggregation.contributions import Contribution
 from fedring.server.aggregation.rule import Rule
 from fedring.server.aggregation.steps import Step
 from fedring.server.aggregation.terms import Terms
-from fedring.server.model.private_mean import PrivateRound, most_charged, private_round
-from fedring.server.model.transforms.transform import ClosedRound, Feature
+from fedring.server.model.private_mean import PrivateRound, private_round
+from fedring.server.model.transforms.transform import ClosedRound, Feature, Transform
 from fedring.server.state.rows import ChargeRow
 from fedring.train.jobs.job import Job
 from fedring.train.jobs.privacy_table import ClientPrivacy
@@ -40,7 +41,11 @@ class ServerNoise(Feature):
     def check(self, job: Job, schema: Schema, skeleton: Callable[[], nn.Module]) -> None:
         """See Transform.check."""
         check_no_buffers(schema, "dp", "noise")
-        check_charge(job, schema)
+        check_charge(self, job, schema)
+
+    def most_charged(self, job: Job, length: int) -> Charge:
+        """See Transform.most_charged."""
+        return self.table.noise_multiplier
 
     def terms(self, terms: Terms, command: pb.TrainCmd, members: int) -> Terms:
         """See Transform.terms."""
@@ -103,7 +108,7 @@ def check_no_buffers(schema: Schema, key: str, how: str) -> None:
         )
 
 
-def check_charge(job: Job, schema: Schema) -> None:
+def check_charge(transform: Transform, job: Job, schema: Schema) -> None:
     """Check that epsilon can be computed.
 
     Raises:
@@ -111,6 +116,6 @@ def check_charge(job: Job, schema: Schema) -> None:
     """
     try:
         check_accountant()
-        most_charged(job, schema.num_parameters)
+        transform.most_charged(job, schema.num_parameters)
     except (NoAccountant, ValueError) as error:
         raise ValueError(f"dp: {error}") from error

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict
 from torch import nn
 
 from fedring.codec.schema import Schema
+from fedring.privacy.charges import Charge
 from fedring.server.aggregation.rule import Rule
 from fedring.server.aggregation.steps import BaseFiles, Step
 from fedring.server.aggregation.terms import Terms
@@ -116,6 +117,18 @@ class Transform:
             least: the same without this transform.
         """
         return least
+
+    def most_charged(self, job: Job, length: int) -> Charge | None:
+        """Return the highest possible charge of a round; None without one.
+
+        Args:
+            job: the job.
+            length: the number of parameters of its model.
+
+        Raises:
+            ValueError: if the clients of a group cannot add the noise.
+        """
+        return None
 
     def command(self, job: Job, command: pb.TrainCmd, base: ModelRow, files: BaseFiles) -> None:
         """Add fields to the command of a round.

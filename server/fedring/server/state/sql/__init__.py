@@ -1,4 +1,5 @@
 """The rows of the server in an SQL database.
 
-`tables` follow from the rows' dataclasses, `sealed` gives each row a digest, and `store` is the store over them.
+`tables` follow from the rows' dataclasses, and `sealed` gives each row a digest. There is a store for each concern,
+over transactions that all of them share. `store` puts them together.
 """

@@ -6,14 +6,11 @@ from sqlalchemy import Connection, delete, or_, select
 
 from fedring.server.state.ratings import versions_to_keep
 from fedring.server.state.rows import JobRow, ModelRow
-from fedring.server.state.sql import known, sealed
+from fedring.server.state.sql import sealed
+from fedring.server.state.sql.blob_names import STATES
 from fedring.server.state.sql.tables import evaluations, jobs, models, rounds, updates
+from fedring.server.state.sql.updates import remember
 from fedring.train.jobs.start import version_of
-
-STATES = tuple(
-    models.c[name] for name in ("residual_blob", "optimizer_blob", "control_blob", "spread_blob", "transforms_blob")
-)
-"""The blobs of a model that only the next aggregation reads."""
 
 
 def remove_updates_and_rounds(connection: Connection, keep_update_rounds: int, keep_rounds: int) -> int:
@@ -25,7 +22,7 @@ def remove_updates_and_rounds(connection: Connection, keep_update_rounds: int, k
     kept_rounds = ended.order_by(rounds.c.round.desc()).limit(keep_update_rounds)
     held = rounds.c.round.in_(select(updates.c.round))  # only few rounds still hold updates
     old = updates.c.round.in_(ended.where(held, rounds.c.round.not_in(kept_rounds.scalar_subquery())))
-    known.remember(connection, old)
+    remember(connection, old)
     removed = connection.execute(delete(updates).where(old)).rowcount
     oldest = ended.order_by(rounds.c.round.desc()).offset(max(keep_rounds, keep_update_rounds) - 1).limit(1)
     too_old = (rounds.c.round < oldest.scalar_subquery()) & rounds.c.ended_at.is_not(None)

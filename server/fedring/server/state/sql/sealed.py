@@ -17,14 +17,17 @@ from operator import attrgetter
 from typing import Any, TypeVar, get_type_hints
 
 from blake3 import blake3
-from sqlalchemy import ColumnElement, Connection, Select, and_, insert, select, update
+from sqlalchemy import ColumnElement, Connection, Select, and_, delete, insert, select, update
 from sqlalchemy.exc import OperationalError
 
 from fedring.server.state.failures import StoreError
 from fedring.server.state.files import FACTS
-from fedring.server.state.sql.tables import ROW_DIGEST, TABLE_OF, Convert, kind_of
+from fedring.server.state.rows import JobRow, MetaRow, RoundRow
+from fedring.server.state.sql.schema import TABLE_OF
+from fedring.server.state.sql.tables import ROW_DIGEST, Convert, kind_of
 
 Row = TypeVar("Row")
+Numbered = TypeVar("Numbered", JobRow, RoundRow)
 
 _DIGEST_BYTES = 16
 
@@ -102,6 +105,26 @@ def row_of(kind: type[Row], stored: Mapping[str, Any]) -> Row:
 def add(connection: Connection, *rows: Any) -> None:
     """Insert rows, which are of one kind."""
     connection.execute(insert(TABLE_OF[type(rows[0])]), [values_of(row) for row in rows])
+
+
+def add_numbered(connection: Connection, row: Numbered, key: str) -> Numbered:
+    """Insert a row, and return it with its new number."""
+    values = values_of(row)
+    del values[key]
+    (given,) = connection.execute(insert(TABLE_OF[type(row)]), values).inserted_primary_key or (0,)
+    changes: dict[str, Any] = {key: given}
+    numbered = replace(row, **changes)
+    put(connection, numbered)  # The digest covers the number, which the database has just chosen.
+    return numbered
+
+
+def set_meta(connection: Connection, name: str, value: str) -> None:
+    """Note a fact about the whole database.
+
+    It replaces an earlier one of that name.
+    """
+    connection.execute(delete(TABLE_OF[MetaRow]).where(TABLE_OF[MetaRow].c.name == name))
+    add(connection, MetaRow(name, value))
 
 
 def change(connection: Connection, kind: type[Any], which: ColumnElement[bool], **changes: Any) -> None:

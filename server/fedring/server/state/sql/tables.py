@@ -1,8 +1,8 @@
 """The tables of the rows, each derived from its dataclass.
 
-The dataclasses are in `fedring.server.state.rows`. SQLAlchemy can map a class to a table itself, but not a frozen one:
-it keeps notes about each object, which it changes. Rows are values, which several threads share. So the columns are
-made here, of the dataclass's fields.
+Every run fills them; `schema` adds those of some kinds of rounds. The dataclasses are in `fedring.server.state.rows`.
+SQLAlchemy can map a class to a table itself, but not a frozen one: it keeps notes about each object, which it changes.
+Rows are values, which several threads share. So the columns are made here, of the dataclass's fields.
 """
 
 import json
@@ -38,8 +38,6 @@ from fedring.server.state.rows import (
     ModelRow,
     PacketSpec,
     RoundRow,
-    SecureMessageRow,
-    SecureRoundRow,
     TokenRow,
     UpdateRow,
 )
@@ -62,7 +60,7 @@ class Kind:
 METADATA = MetaData()
 
 
-def _table(name: str, row: type, *keys: str, digest: bool = True, numbered: bool = False, **parts: Any) -> Table:
+def define(name: str, row: type, *keys: str, digest: bool = True, numbered: bool = False, **parts: Any) -> Table:
     """Define a table with a column for each field of a row.
 
     Args:
@@ -139,9 +137,9 @@ _KINDS: dict[Any, Kind] = {
     tuple[PacketSpec, ...]: Kind(Text, _packets_to_json, _packets_of),
 }
 
-meta = _table("meta", MetaRow, "name")
-jobs = _table("jobs", JobRow, "job_id", numbered=True, others=[UniqueConstraint("idempotency_key")])
-rounds = _table(
+meta = define("meta", MetaRow, "name")
+jobs = define("jobs", JobRow, "job_id", numbered=True, others=[UniqueConstraint("idempotency_key")])
+rounds = define(
     "rounds",
     RoundRow,
     "round",
@@ -149,18 +147,10 @@ rounds = _table(
     refers={"job_id": "jobs.job_id"},
     others=[Index("rounds_by_job", "job_id")],
 )
-updates = _table("updates", UpdateRow, "round", "client_id", refers={"round": "rounds.round"})
-models = _table("models", ModelRow, "version")
-evaluations = _table("evaluations", EvaluationRow, "version", "client_id")
-events = _table("events", EventRow, "id", digest=False)  # they only tell people what has happened
-charges = _table("charges", ChargeRow, "round")
-clients = _table("clients", ClientRow, "client_id")
-tokens = _table("tokens", TokenRow, "token_id")
-secure_messages = _table(
-    "secure_messages", SecureMessageRow, "round", "client_id", "kind", refers={"round": "rounds.round"}
-)
-secure_rounds = _table("secure_rounds", SecureRoundRow, "round", refers={"round": "rounds.round"})
-
-
-TABLE_OF: dict[type, Table] = {table.info["row"]: table for table in METADATA.sorted_tables}
-"""The table of each kind of rows."""
+updates = define("updates", UpdateRow, "round", "client_id", refers={"round": "rounds.round"})
+models = define("models", ModelRow, "version")
+evaluations = define("evaluations", EvaluationRow, "version", "client_id")
+events = define("events", EventRow, "id", digest=False)  # they only tell people what has happened
+charges = define("charges", ChargeRow, "round")
+clients = define("clients", ClientRow, "client_id")
+tokens = define("tokens", TokenRow, "token_id")

@@ -1,0 +1,126 @@
+"""flctl simulate: thousands of clients in a few local processes.
+
+There is no network.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.progress import TextColumn
+
+from fedring.ctl.local.presets import DataRootOption
+from fedring.ctl.local.progress import progress_bar
+from fedring.ctl.local.runner import ended_by_signals
+from fedring.ctl.operate.job_control import Overrides, job_of
+from fedring.ctl.options import OutputOption, make_out_folder
+from fedring.ctl.output import Output, duration, number, percent, print_json, print_table, quality, size, stderr_console
+
+_ROWS = 20
+"""The most rounds that the table shows: the last one, and others at equal distances."""
+
+
+def simulate(
+    job_file: Annotated[Path, typer.Argument(metavar="JOB", help="The job, as a .toml or .json file.")],
+    overrides: Overrides = None,
+    clients: Annotated[int, typer.Option(help="Clients to simulate.")] = 100,
+    per_round: Annotated[
+        int | None,
+        typer.Option(help="Clients that are drawn for a round.", show_default="the job's sample_clients"),
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option(help="Processes that train clients.", show_default="one for each core")
+    ] = None,
+    threads: Annotated[
+        int | None,
+        typer.Option(help="Threads of torch in each worker.", show_default="the worker's share of the cores"),
+    ] = None,
+    data_root: DataRootOption = None,
+    device: Annotated[str, typer.Option(help="Where to train: auto, cpu, cuda or cuda:N.")] = "auto",
+    engine: Annotated[
+        str, typer.Option(help="Where the workers run: local (processes of this machine) or ray (a Ray cluster).")
+    ] = "local",
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the report, the model and the plot.")] = Path(
+        "simulation"
+    ),
+    seed: Annotated[
+        int | None,
+        typer.Option(help="Seed of the model, the partition and all choices.", show_default="the job's seed"),
+    ] = None,
+    output: OutputOption = Output.TABLE,
+) -> None:
+    """Run a federated job with simulated clients, without a server.
+
+    The clients take turns in a few processes. The clients have the ids client-0, client-1 and so on, and each has its
+    part of the job's data. The models are those that real daemons would make. Afterwards --out holds report.json,
+    model.safetensors and rounds.png.
+    """
+    from fedring.simulation import simulate as run  # imports torch, which most verbs do not need
+
+    job = job_of(job_file, overrides or [])
+    make_out_folder(out)
+    (out / "report.json").unlink(missing_ok=True)  # of an earlier simulation
+    with ended_by_signals(), _progress(str(job.get("name", job_file.stem))) as show:
+        report = run(
+            job,
+            clients=clients,
+            per_round=per_round,
+            workers=workers,
+            threads=threads,
+            data_root=data_root,
+            device=device,
+            engine=engine,
+            seed=seed,
+            out=out,
+            show=show,
+        )
+    from fedring.ctl.local.charts import plot_rounds  # matplotlib takes a second to import
+
+    plot_rounds(report, out / "rounds.png")
+    if output is Output.JSON:
+        return print_json(report)
+    _print(report)
+    stderr_console().print(f"report.json, model.safetensors and rounds.png are in {out}")
+
+
+@contextmanager
+def _progress(label: str) -> Iterator[Callable[[float, dict[str, Any] | None], None]]:
+    """Show a bar on stderr with the last round's result.
+
+    Nothing is shown if stderr is no terminal.
+    """
+    with progress_bar(TextColumn("{task.fields[summary]}")) as progress:
+        task = progress.add_task(label, total=1.0, summary="loading")
+
+        def show(share: float, row: dict[str, Any] | None) -> None:
+            result = f"round {row['round']}  {quality(row['accuracy'], row['loss'])}" if row else "round 1"
+            progress.update(task, completed=share, summary=result)
+
+        yield show
+
+
+def _print(report: Mapping[str, Any]) -> None:
+    rows: list[Mapping[str, Any]] = report["rounds"]
+    step = -(-len(rows) // _ROWS)
+    table = [
+        (
+            str(row["round"]),
+            str(row["clients"]),
+            percent(row["accuracy"]),
+            number(row["loss"]),
+            duration(row["seconds"]),
+            size(row["upload_bytes"]),
+        )
+        for row in rows[::-1][::step][::-1]
+    ]
+    facts = (
+        f"{report['clients']:,} clients",
+        quality(report["accuracy"], report["loss"]),
+        f"{report['updates_per_second']:,.0f} updates/s",
+    )
+    columns = ("round>", "clients>", "accuracy>", "loss>", "time>", "upload/client>")
+    print_table(", ".join(filter(None, facts)), columns, table)
+    if without := report["clients_without_samples"]:
+        stderr_console().print(f"{without:,} of the clients have no samples, and were not drawn")

@@ -1,0 +1,67 @@
+"""The jobs in the database."""
+
+from dataclasses import replace
+
+from sqlalchemy import Connection, select
+
+from fedring.daemon.crash import crashpoint
+from fedring.server.state.rows import JobRow, ModelRow
+from fedring.server.state.sql import sealed
+from fedring.server.state.sql.sealed import rows_of
+from fedring.server.state.sql.tables import jobs, models
+from fedring.server.state.sql.transactions import Database
+
+
+class SqlJobs:
+    """The jobs of a run; JobStore documents each method."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def create(self, job: JobRow) -> JobRow:
+        with self._database.transaction() as connection:
+            if job.idempotency_key is not None:
+                query = select(jobs).where(jobs.c.idempotency_key == job.idempotency_key)
+                if found := rows_of(connection, query, JobRow):
+                    return found[0]
+            return sealed.add_numbered(connection, job, "job_id")
+
+    def of_key(self, key: str) -> JobRow | None:
+        return self._database.first(select(jobs).where(jobs.c.idempotency_key == key), JobRow)
+
+    def begin(self, job: JobRow, version: int, after: tuple[int, int], first: ModelRow | None = None) -> None:
+        with self._database.transaction() as connection:
+            if first is not None:
+                sealed.add(connection, first)
+            values = {"start_version": version, "residual_epoch": after[0], "residual_after": after[1]}
+            sealed.change(connection, JobRow, jobs.c.job_id == job.job_id, spec=job.spec, **values)
+            crashpoint("before_begin_commit")
+        crashpoint("after_begin_commit")
+
+    def set_state(self, job_id: int, state: str, reason: str = "") -> None:
+        with self._database.transaction() as connection:
+            sealed.change(connection, JobRow, jobs.c.job_id == job_id, state=state, reason=reason)
+
+    def get(self, job_id: int) -> JobRow | None:
+        return self._database.first(select(jobs).where(jobs.c.job_id == job_id), JobRow)
+
+    def newest(self, limit: int = 100) -> list[JobRow]:
+        return self._database.all(select(jobs).order_by(jobs.c.job_id.desc()).limit(limit), JobRow)
+
+    def next_queued(self) -> JobRow | None:
+        return self._database.first(select(jobs).where(jobs.c.state == "queued").order_by(jobs.c.job_id), JobRow)
+
+    def running(self) -> JobRow | None:
+        return self._database.first(select(jobs).where(jobs.c.state == "running").order_by(jobs.c.job_id), JobRow)
+
+
+def count_published(connection: Connection, job_id: int) -> None:
+    """Count a round of a job that has published a model."""
+    (job,) = rows_of(connection, select(jobs).where(jobs.c.job_id == job_id), JobRow)
+    sealed.put(connection, replace(job, rounds_done=job.rounds_done + 1))
+
+
+def best_by(connection: Connection) -> dict[int, str]:
+    """Return the key best_by of each job with a model."""
+    query = select(jobs).where(jobs.c.job_id.in_(select(models.c.job_id)))
+    return {job.job_id: str(job.spec.get("best_by", "")) for job in rows_of(connection, query, JobRow)}

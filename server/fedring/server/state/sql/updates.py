@@ -1,0 +1,131 @@
+"""The accepted updates in the database, kept and pruned.
+
+An update is kept for some rounds only; of each client's pruned ones, the number and the newest are known. A client that
+was killed just after its update was accepted, and returns much later, must still learn that it was accepted. So each
+client's newest accepted update stays known until the client is forgotten.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from sqlalchemy import ColumnElement, Connection, bindparam, delete, func, select
+
+from fedring.daemon.crash import crashpoint
+from fedring.server.state.interfaces import Acceptance, Pruned
+from fedring.server.state.rows import ClientRow, LastAccepted, UpdateRow
+from fedring.server.state.sql import sealed
+from fedring.server.state.sql.blob_names import named_blobs
+from fedring.server.state.sql.sealed import covered, rows_of
+from fedring.server.state.sql.tables import clients, evaluations, rounds, updates
+from fedring.server.state.sql.transactions import Database
+
+# Two conditions, because SQLite would read the whole table for pairs (round, client).
+_KNOWN = select(updates.c.round).where(
+    updates.c.round.in_(bindparam("rounds", expanding=True)),
+    updates.c.client_id.in_(bindparam("clients", expanding=True)),
+)
+_KEPT = select(updates.c.client_id, func.count()).group_by(updates.c.client_id)
+_PRUNED = select(clients.c.client_id, clients.c.pruned_updates)
+
+
+class SqlUpdates:
+    """The accepted updates of a run; UpdateStore documents each method."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def accept(self, rows: Sequence[UpdateRow]) -> list[Acceptance]:
+        if not rows:
+            return []
+        with self._database.transaction() as connection:
+            keys = [(row.round, row.client_id) for row in rows]
+            numbers, names_of = map(sorted, map(set, zip(*keys, strict=True)))
+            mine = {"rounds": numbers, "clients": names_of}
+            accepted: list[UpdateRow] = []
+            if connection.execute(_KNOWN, mine).first():  # There is hardly ever one, and whole rows take longer.
+                accepted = rows_of(connection, _KNOWN.with_only_columns(*updates.c), UpdateRow, mine)
+            names = {(row.round, row.client_id): row.name for row in accepted}
+            outcome, new = [], []
+            for key, row in zip(keys, rows, strict=True):
+                if key not in names:
+                    names[key] = row.name
+                    new.append(row)
+                    outcome.append(Acceptance.NEW)
+                else:
+                    outcome.append(Acceptance.ALREADY if names[key] == row.name else Acceptance.OTHER)
+            if new:
+                sealed.add(connection, *new)
+            crashpoint("before_row_commit")
+        crashpoint("after_row_commit")
+        return outcome
+
+    def accepted_name(self, number: int, client_id: str) -> str:
+        this = (updates.c.round == number) & (updates.c.client_id == client_id)
+        with self._database.transaction() as connection:
+            if kept := rows_of(connection, covered(UpdateRow).where(this), UpdateRow):
+                return kept[0].name
+            pruned = rows_of(connection, select(clients).where(clients.c.client_id == client_id), ClientRow)
+        return next((row.last_name for row in pruned if row.last_round == number), "")
+
+    def last_accepted(self) -> dict[str, LastAccepted]:
+        with self._database.transaction() as connection:
+            kept = rows_of(connection, covered(UpdateRow), UpdateRow)
+            return _newest(kept, rows_of(connection, select(clients), ClientRow))
+
+    def of_round(self, number: int) -> list[UpdateRow]:
+        query = select(updates).where(updates.c.round == number).order_by(updates.c.client_id)
+        return self._database.all(query, UpdateRow)
+
+    def counts(self) -> Counter[str]:
+        with self._database.transaction() as connection:  # the numbers are for people: digests are not checked
+            pruned, kept = connection.execute(_PRUNED).all(), connection.execute(_KEPT).all()
+        return Counter(dict(pruned)) + Counter(dict(kept))
+
+    def drop(self, number: int, clients: Sequence[str]) -> Pruned:
+        theirs = (updates.c.round == number) & updates.c.client_id.in_(clients)
+        with self._database.transaction() as connection:
+            before = named_blobs(connection)
+            removed = connection.execute(delete(updates).where(theirs)).rowcount
+            return Pruned(removed, frozenset(before - named_blobs(connection)))
+
+    def forget_client(self, client_id: str) -> Pruned:
+        ended = select(rounds.c.round).where(rounds.c.ended_at.is_not(None))
+        theirs = (updates.c.client_id == client_id) & updates.c.round.in_(ended)
+        with self._database.transaction() as connection:
+            before = named_blobs(connection)
+            removed = connection.execute(delete(updates).where(theirs)).rowcount
+            for table in (clients, evaluations):
+                removed += connection.execute(delete(table).where(table.c.client_id == client_id)).rowcount
+            return Pruned(removed, frozenset(before - named_blobs(connection)))
+
+
+def remember(connection: Connection, old: ColumnElement[bool]) -> None:
+    """Note the number and the newest of each client's old updates.
+
+    This comes before the updates that match `old` are deleted.
+    """
+    lost = rows_of(connection, covered(UpdateRow).where(old), UpdateRow)
+    if not lost:
+        return
+    pruned = Counter(row.client_id for row in lost)
+    theirs = clients.c.client_id.in_(pruned)
+    before = rows_of(connection, select(clients).where(theirs), ClientRow)
+    counts = pruned + Counter({row.client_id: row.pruned_updates for row in before})
+    rows = [
+        ClientRow(client, counts[client], last.epoch, last.round, last.name)
+        for client, last in _newest(lost, before).items()
+    ]
+    connection.execute(delete(clients).where(theirs))
+    sealed.add(connection, *rows)
+
+
+def _newest(kept: Iterable[UpdateRow], pruned: Iterable[ClientRow]) -> dict[str, LastAccepted]:
+    """Return each client's newest accepted update, by client id."""
+    found = [(row.client_id, LastAccepted(row.epoch, row.round, row.name)) for row in kept]
+    found += [
+        (row.client_id, LastAccepted(row.last_epoch, row.last_round, row.last_name)) for row in pruned if row.last_name
+    ]
+    newest: dict[str, LastAccepted] = {}
+    for client, last in found:
+        newest[client] = max(newest.get(client, last), last)
+    return newest
