@@ -12,8 +12,6 @@ from pathlib import Path
 import numpy as np
 import safetensors.torch
 import torch
-from tests.fuzz.target import Target
-from tests.fuzz.wires import DEEP, LENGTH, MODEL, SCHEMA, update_offers
 
 from fedring.client.policy.ledger import LEDGER, Ledger
 from fedring.client.secure.released import Released
@@ -34,6 +32,8 @@ from fedring.v1 import federation_pb2 as pb
 from fedring.workers.replica_checkpoints import _VERSION, BadCheckpoint, decode
 from fedring.workers.replica_checkpoints import _digest as _replica_digest
 from fedring.workers.state_file import TensorFile, write_tensors
+from tests.fuzz.target import Target
+from tests.fuzz.wires import DEEP, LENGTH, MODEL, SCHEMA, update_offers
 
 
 class _Blob:
@@ -143,6 +143,10 @@ def _replica(data: bytes) -> None:
     decode(tensors, metadata, "j")
 
 
+def _manifest(data: bytes) -> None:
+    parse_manifest(data.decode("utf-8", "replace"), Path("manifest"))
+
+
 def _with_header(header: bytes, data: bytes = b"") -> bytes:
     return struct.pack("<Q", len(header)) + header + data
 
@@ -178,10 +182,12 @@ def disk_targets() -> dict[str, Target]:
             (TrainError,),
         ),
         "tensors": Target(_in_folder(_tensors), [safetensors.torch.save(tensors), _with_header(DEEP)], (SeamError,)),
-        "states": Target(read_states, [write_states({"feddyn": {"h": np.ones(4, np.float32)}}, {"feddyn": "x"})], (CodecError,)),
+        "states": Target(
+            read_states, [write_states({"feddyn": {"h": np.ones(4, np.float32)}}, {"feddyn": "x"})], (CodecError,)
+        ),
         "optimizer": Target(_optimizer, [_optimizer_file()], (OptimizerError,)),
         "replica": Target(_replica, [b'{"a": ["tensor", "0 a"], "b": ["list", 1]}', DEEP], (BadCheckpoint,)),
-        "manifest": Target(lambda data: parse_manifest(data.decode("utf-8", "replace"), Path("it")), [b'{"format": 1}', DEEP], (ConfigError,)),
+        "manifest": Target(_manifest, [b'{"format": 1}', DEEP], (ConfigError,)),
         "kept": Target(_in_folder(_kept), [b'{"residual": {}}\0line', b'{"residual": {"a": 1}}', DEEP]),
         "spool": Target(_in_folder(_spool), [_spooled(), bytes(16)]),
         "ledger": Target(

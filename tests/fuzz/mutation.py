@@ -36,10 +36,11 @@ def mutate_bytes(data: bytes, random: Random) -> bytes:
 
 def mutate_message(message: Message, random: Random) -> None:
     """Change one field of a message, at any depth."""
-    fields = message.DESCRIPTOR.fields
+    fields: Any = message.DESCRIPTOR.fields
     if not fields:
         return
-    chosen = random.choice([*(field for field, _ in message.ListFields()), random.choice(fields)])
+    set_: list[Any] = [field for field, _ in message.ListFields()]
+    chosen: Any = random.choice([*set_, random.choice(fields)])
     if chosen.message_type is not None and chosen.message_type.GetOptions().map_entry:
         message.ClearField(chosen.name)  # a map has no order in which to choose one
     elif chosen.is_repeated:
@@ -55,7 +56,7 @@ def mutate_message(message: Message, random: Random) -> None:
         setattr(message, chosen.name, _changed(getattr(message, chosen.name), chosen, random))
 
 
-def _mutate_list(message: Message, field: Field, random: Random) -> None:
+def _mutate_list(message: Message, field: Any, random: Random) -> None:
     values: Any = getattr(message, field.name)
     at = random.randrange(len(values)) if values else 0
     choice = random.randrange(4) if values else 3
@@ -74,11 +75,11 @@ def _mutate_list(message: Message, field: Field, random: Random) -> None:
         values.append(_changed(field.default_value if field.default_value != [] else _zero(field), field, random))
 
 
-def _zero(field: Field) -> Any:
+def _zero(field: Any) -> Any:
     return {Field.TYPE_STRING: "", Field.TYPE_BYTES: b"", Field.TYPE_BOOL: False}.get(field.type, 0)
 
 
-def _changed(value: Any, field: Field, random: Random) -> Any:
+def _changed(value: Any, field: Any, random: Random) -> Any:
     if field.type == Field.TYPE_BOOL:
         return not value
     if field.type == Field.TYPE_BYTES:

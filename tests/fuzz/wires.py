@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from google.protobuf.message import DecodeError
-from tests.fuzz.target import Target
 
 from fedring.client.errors import BadModel, WrongModel
 from fedring.client.policy.ledger import Ledger
@@ -43,6 +42,7 @@ from fedring.v1 import federation_pb2 as pb
 from fedring.v1 import peer_pb2
 from fedring.v1 import secure_pb2 as wire
 from fedring.workers.replica import read_layout
+from tests.fuzz.target import Target
 
 DEEP = b"[" * 100_000
 """Lists in each other, as Python's parser of JSON cannot hold them."""
@@ -142,7 +142,7 @@ def _start(command: pb.TrainCmd) -> RoundStart:
 def _command(data: bytes) -> None:
     """Read a command as a client does before it trains."""
     command = pb.TrainCmd.FromString(data)
-    refusal(SitePolicy(), _unspent(), command)
+    refusal(SitePolicy.model_validate({}), _unspent(), command)
     if not unknown_in(command.job):
         with contextlib.suppress(ValueError):  # of arguments: the client tells the server
             begin_transforms(_start(command), {})

@@ -3,15 +3,12 @@
 They are safetensors, state dicts written by torch.save, and the model versions that an fl-server keeps.
 """
 
-import pickle
 import sqlite3
 from collections.abc import Container
 from contextlib import closing
 from pathlib import Path
-from zipfile import BadZipFile
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
