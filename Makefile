@@ -55,10 +55,13 @@ test: install
 	$(PYTEST) $(TOGETHER) -m "not alone and not soak"
 	$(PYTEST) -m "alone and not soak"
 
+# It takes hours. A run that was ended goes on where it was: tests that passed are in .soak until all of them have.
 soak: install
-	FEDRING_REPEATS=$(SOAK_REPEATS) $(PYTEST) --timeout 1200 -m soak
-	FEDRING_REPEATS=$(SOAK_REPEATS) $(PYTEST) --timeout 1200 $(TOGETHER) tests/property
-	FEDRING_REPEATS=$(SOAK_REPEATS) FEDRING_TEST_FREEZE_SECONDS=2 $(PYTEST) $(TOGETHER) -m "not alone and not soak" tests/system tests/fault
+	mkdir -p .soak
+	FEDRING_REPEATS=$(SOAK_REPEATS) $(PYTEST) --passed .soak/repeated --timeout 1200 -m soak
+	FEDRING_REPEATS=$(SOAK_REPEATS) $(PYTEST) --passed .soak/drawn --timeout 1200 $(TOGETHER) tests/property
+	FEDRING_REPEATS=$(SOAK_REPEATS) FEDRING_TEST_FREEZE_SECONDS=2 $(PYTEST) --passed .soak/frozen $(TOGETHER) -m "not alone and not soak" tests/system tests/fault
+	rm -r .soak
 
 # Lightning, accelerate and transformers on the ring, and peft. No other target installs them.
 libraries: install

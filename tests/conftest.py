@@ -6,7 +6,7 @@ import sys
 from collections import defaultdict
 from itertools import groupby
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 from zlib import crc32
 
 import pytest
@@ -44,9 +44,34 @@ SLOWEST = 10
 
 _seconds: defaultdict[str, float] = defaultdict(float)
 
+_passed = pytest.StashKey[frozenset[str]]()
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Spread the slow tests over the run, between files, so that parallel processes get equal parts of them."""
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option with which a long run goes on where one before it was ended."""
+    parser.addoption("--passed", type=Path, metavar="FILE", help="leave out the tests in FILE; add those that pass")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Read which tests have passed already; processes of xdist get the list from the first one."""
+    if hasattr(config, "workerinput"):
+        config.stash[_passed] = frozenset(config.workerinput["passed"])
+    elif file := config.getoption("passed"):
+        config.stash[_passed] = frozenset(file.read_text("utf-8").splitlines() if file.exists() else ())
+        config.pluginmanager.register(_Passing(file))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Give a process of xdist the list of the tests that have passed, so that all of them collect the same."""
+    node.workerinput["passed"] = sorted(node.config.stash.get(_passed, ()))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what has passed; spread the slow tests over the run, so that parallel processes get equal parts."""
+    if passed := config.stash.get(_passed, frozenset()):
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid in passed])
+        items[:] = [item for item in items if item.nodeid not in passed]
     slow = [item for item in items if item.get_closest_marker("slow")]
     others = [item for item in items if not item.get_closest_marker("slow")]
     items.clear()
@@ -69,6 +94,24 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if torch := sys.modules.get("torch"):
         torch.manual_seed(seed)
     print(f"FL_TEST_SEED={SEED}")
+
+
+class _Passing:
+    """Writes each test that passes or is skipped to the file of `--passed`."""
+
+    def __init__(self, file: Path) -> None:
+        self._file, self._failed = file, set[str]()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self._failed.add(report.nodeid)
+        if report.when == "teardown" and report.nodeid not in self._failed:
+            with self._file.open("a", encoding="utf-8") as lines:
+                lines.write(report.nodeid + "\n")
+
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and self._file.exists():
+            session.exitstatus = pytest.ExitCode.OK  # all of them had passed before
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

@@ -16,11 +16,12 @@ import torch.distributed as dist
 from blake3 import blake3
 from torch import Tensor, nn
 
-from fedring.train.errors import TrainError
+from fedring.train.errors import SeamError, TrainError
 from fedring.train.tensors.state import dtype_of, tensors_of
 
 State = dict[str, Any]  # an optimizer's state of one parameter
 _MAX_LAYOUT_BYTES = 64 << 20
+_MOST_STATES = 16  # tensors or values for one parameter: no optimizer of torch.optim has more than 8
 
 
 @dataclass(slots=True)
@@ -175,15 +176,34 @@ def _share_states(parameters: Sequence[Tensor], states: Sequence[State], source:
         _share_text(json.dumps(layout), source)
         shared = list(states)
     else:
-        layout = json.loads(_share_text("", source))
-        pairs = zip(parameters, layout, strict=True)
-        shared = [{key: _made(entry, parameter) for key, entry in entries.items()} for parameter, entries in pairs]
+        layout, shared = read_layout(_share_text("", source), parameters)
     # All workers have the same layout now, so all take part in the same broadcasts in the same order.
     for state, entries in zip(shared, layout, strict=True):
         for key, entry in entries.items():
             if "shape" in entry:
                 _broadcast(state[key], source)
     return shared
+
+
+def read_layout(text: str, parameters: Sequence[Tensor]) -> tuple[list[dict[str, dict[str, Any]]], list[State]]:
+    """Parse a peer's layout of an optimizer's state, and allocate its tensors.
+
+    Returns:
+        The layout, and the states: their tensors hold zeros.
+
+    Raises:
+        TrainError: With the reason bad_optimizer, if it does not fit the parameters.
+    """
+    try:
+        layout = json.loads(text)
+        if largest := max((len(entries) for entries in layout), default=0) > _MOST_STATES:
+            raise ValueError(f"{largest} values for one parameter")
+        pairs = zip(parameters, layout, strict=True)
+        return layout, [{key: _made(entry, of) for key, entry in entries.items()} for of, entries in pairs]
+    except (ValueError, LookupError, TypeError, AttributeError, RuntimeError, SeamError) as error:
+        raise TrainError(
+            "bad_optimizer", f"The layout of a peer's optimizer state cannot be used: {error!r:.200}."
+        ) from error
 
 
 def _layout(state: State) -> dict[str, dict[str, Any]]:
@@ -215,7 +235,7 @@ def _made(entry: dict[str, Any], parameter: Tensor) -> Any:
     if "shape" not in entry:
         return entry["value"]
     dtype = dtype_of(str(entry["dtype"]))
-    if torch.Size(entry["shape"]).numel() > max(parameter.numel(), 1):
+    if min(entry["shape"], default=0) < 0 or torch.Size(entry["shape"]).numel() > max(parameter.numel(), 1):
         raise TrainError(
             "bad_optimizer",
             f"A peer's optimizer has the state {entry} for a parameter of {parameter.numel()} values: use the same "
@@ -236,7 +256,7 @@ def _share_text(text: str, source: int) -> str:
         )
     held = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(int(length), dtype=torch.uint8)
     _broadcast(held, source)
-    return held.numpy().tobytes().decode()
+    return held.numpy().tobytes().decode("utf-8", "replace")
 
 
 def _broadcast(tensor: Tensor, source: int) -> None:

@@ -182,7 +182,12 @@ def decode(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], job: str)
     text = metadata.get("content", "")
     if metadata.get("digest") != _digest(job, text, tensors):
         raise BadCheckpoint("its digest is wrong")
-    content: Content = _decoded(json.loads(text), tensors)
+    try:
+        content: Content = _decoded(json.loads(text), tensors)
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
+        raise BadCheckpoint(f"its content cannot be read: {error!r:.200}") from error
+    if not isinstance(content, dict):
+        raise BadCheckpoint("its content is no table")
     return content
 
 

@@ -207,7 +207,7 @@ def _plain(file: TensorFile, trained: Mapping[str, Tensor]) -> dict[str, dict[st
                 if not (value is None or isinstance(value, bool | int | float | str)):
                     raise ValueError(f"{key} is a {type(value).__name__}")
                 states[name][key] = value
-    except (ValueError, KeyError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise TrainError("bad_checkpoint", f"The checkpoint's optimizer cannot be used: {error!r}.") from error
     return states
 

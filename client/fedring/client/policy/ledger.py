@@ -84,7 +84,7 @@ class Ledger:
                 self._write()
         except FileNotFoundError:
             pass
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise ConfigError(
                 f"{self._path} says what privacy this client has spent, and cannot be read ({error}): restore it, or "
                 "remove it to begin at zero"

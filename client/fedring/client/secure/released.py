@@ -64,7 +64,7 @@ class Released:
             self._sets, self._bases, self._size = known["sets"], known["bases"], len(text)
         except FileNotFoundError:
             pass
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise ConfigError(
                 f"{self._path} says for which models this client has helped to remove masks, and cannot be read "
                 f"({error}): restore it, or remove it if no server may ask for one of these models again"

@@ -114,7 +114,7 @@ class SecureState:
                 replace_with_digest(self._file, text)
         except FileNotFoundError:
             pass
-        except (OSError, ValueError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
             raise ConfigError(
                 f"{self._file} says which rounds with secure aggregation are over, and cannot be read ({error}): "
                 "restore it, or remove it if no server may ask for one of them again"
@@ -145,7 +145,7 @@ class SecureState:
             return RoundRecord(**{field.name: base64.b64decode(known[field.name]) for field in fields(RoundRecord)})
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise SecureError("damaged_state", f"{self._path(name)} cannot be read: {error}") from error
 
     def begun(self, name: RoundName) -> bool:

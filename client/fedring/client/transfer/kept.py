@@ -197,17 +197,17 @@ class KeptFiles:
             if update and known["update"] != update:
                 raise ValueError("it belongs to another update")
             sections = {name: Section({}, words) for name, words in json.loads(known["words"]).items()}
+            for name, tensor in tensors.items():
+                section, _, key = name.partition("/")
+                sections[section] = Section({**sections[section].tensors, key: tensor}, sections[section].words)
+            return KeptState(known["line"], sections)
         except FileNotFoundError:
             return None
-        except (SafetensorError, ValueError, KeyError) as error:
+        except (SafetensorError, ValueError, KeyError, AttributeError, RecursionError) as error:
             log.warning("dropped %s, %s: %s", path, _INSTEAD[path == self._left_file], error)
             path.unlink()
             self._on_dropped()
             return None
-        for name, tensor in tensors.items():
-            section, _, key = name.partition("/")
-            sections[section] = Section({**sections[section].tensors, key: tensor}, sections[section].words)
-        return KeptState(known["line"], sections)
 
 
 def _digest(tensors: Mapping[str, Tensor], known: Mapping[str, str]) -> str:

@@ -1,17 +1,28 @@
 """The transforms of a job, in their order."""
 
-import json
 from collections.abc import Mapping
 from functools import cache
 from importlib import import_module
 from pkgutil import iter_modules
 from typing import Any
 
+from pydantic import BaseModel, TypeAdapter, ValidationError
+
 from fedring.client.transfer.kept import Sections
 from fedring.client.transforms import named
 from fedring.client.transforms.interface import RoundStart, Transform
 from fedring.client.transforms.scaffold import Scaffold
 from fedring.v1 import federation_pb2 as pb
+
+
+class Asked(BaseModel):
+    """A transform that a job names, and its arguments."""
+
+    name: str
+    args: dict[str, Any]
+
+
+_LIST = TypeAdapter(list[Asked])
 
 
 def begin_transforms(start: RoundStart, kept: Sections) -> list[Transform]:
@@ -28,7 +39,7 @@ def begin_transforms(start: RoundStart, kept: Sections) -> list[Transform]:
     chosen: list[tuple[type[Transform], Mapping[str, object]]] = []
     if start.command.HasField("control"):
         chosen.append((Scaffold, {}))
-    chosen += [(known()[each["name"]], each["args"]) for each in _asked(start.command.job)]
+    chosen += [(known()[each.name], each.args) for each in _asked(start.command.job)]
     return [kind(start, kept.get(kind.name), args) for kind, args in chosen]
 
 
@@ -38,8 +49,8 @@ def unknown_in(job: pb.JobSpec) -> str:
     The reason is a sentence; empty = it can apply them.
     """
     try:
-        names = [str(each["name"]) for each in _asked(job)]
-    except (ValueError, TypeError, KeyError):
+        names = [each.name for each in _asked(job)]
+    except ValidationError:
         return f"this client does not understand the job's transforms = {job.transforms[:200]}: update it"
     if twice := next((name for name in names if names.count(name) > 1), ""):
         return f"the job names the transform {twice} twice"
@@ -59,5 +70,5 @@ def known() -> Mapping[str, type[Transform]]:
     return {each.name: each for each in offered if isinstance(each, type) and issubclass(each, Transform) and each.name}
 
 
-def _asked(job: pb.JobSpec) -> list[dict[str, Any]]:
-    return json.loads(job.transforms) if job.transforms else []
+def _asked(job: pb.JobSpec) -> list[Asked]:
+    return _LIST.validate_json(job.transforms) if job.transforms else []

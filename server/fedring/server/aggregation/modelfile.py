@@ -211,7 +211,7 @@ class LoadedModel:
 def _read_header(blob: _Bytes, length: int) -> dict[str, Any]:
     try:
         rows = json.loads(blob.read(_LENGTH.size, length))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CodecError("bad_model", str(error)) from error
     if not isinstance(rows, dict) or not isinstance(rows.get(_METADATA, {}), dict):
         raise CodecError("bad_model", "the header is not an object")

@@ -91,7 +91,7 @@ def counted_in(file: ModelReader) -> dict[str, str]:
     """
     try:
         return {str(client): str(name) for client, name in json.loads(file.metadata[_COUNTED]).items()}
-    except (KeyError, ValueError, AttributeError) as error:
+    except (KeyError, ValueError, AttributeError, RecursionError) as error:
         raise CodecError("bad_model", "the file of the control variate does not name the clients' updates") from error
 
 

@@ -78,7 +78,7 @@ def read_states(data: bytes) -> tuple[dict[str, dict[str, NDArray[np.float32]]],
         tensors = safetensors.numpy.load(data)
         header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
         owners = {str(name): str(owner) for name, owner in json.loads(header["__metadata__"][_OWNERS]).items()}
-    except (SafetensorError, KeyError, ValueError, AttributeError, TypeError) as error:
+    except (SafetensorError, KeyError, ValueError, AttributeError, TypeError, RecursionError) as error:
         raise CodecError("bad_model", f"the file of the transforms' states cannot be read: {error}") from error
     states: dict[str, dict[str, NDArray[np.float32]]] = {}
     for key, values in tensors.items():

@@ -138,7 +138,7 @@ def parse_manifest(text: str, where: Path) -> Manifest:
         if found["format"] > FORMAT:
             raise ConfigError(f"{where} has format {found['format']}, this program knows {FORMAT}: use a newer flctl")
         manifest = Manifest(**{field.name: found[field.name] for field in fields(Manifest)})
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(f"{where} is not what flctl backup writes ({error!r}): use another backup") from error
     wrong = [field.name for field in fields(Manifest) if type(found[field.name]) is not field.type]
     if wrong:

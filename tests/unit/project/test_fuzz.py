@@ -1,0 +1,26 @@
+"""Each decoder survives its examples and some damage to them: the short form of `python -m tests.fuzz`."""
+
+from random import Random
+
+import pytest
+from tests.conftest import SEED
+from tests.fuzz.mutation import mutated
+from tests.fuzz.targets import all_targets
+
+TARGETS = all_targets()
+RUNS = 200
+
+
+@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.filterwarnings("ignore")  # torch warns of files that it does not know
+def test_a_decoder_raises_nothing_but_its_errors(name: str) -> None:
+    target, random = TARGETS[name], Random(f"{SEED} {name}")
+    for example in target.examples:
+        target.survives(example)
+    for _ in range(RUNS):
+        target.survives(mutated(random.choice(target.examples), target.message, random))
+
+
+@pytest.mark.parametrize("name", [name for name in TARGETS if name not in ("roster", "manifest")])
+def test_an_example_is_accepted(name: str) -> None:
+    TARGETS[name].run(TARGETS[name].examples[0])
