@@ -54,8 +54,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Read which tests have passed already; processes of xdist get the list from the first one."""
-    if hasattr(config, "workerinput"):
-        config.stash[_passed] = frozenset(config.workerinput["passed"])
+    if (given := getattr(config, "workerinput", None)) is not None:
+        config.stash[_passed] = frozenset(given["passed"])
     elif file := config.getoption("passed"):
         config.stash[_passed] = frozenset(file.read_text("utf-8").splitlines() if file.exists() else ())
         config.pluginmanager.register(_Passing(file))

@@ -22,7 +22,7 @@ def sections_in(path: Path | None) -> dict[str, Section]:
     if path is None or not path.exists():
         return {}
     words = words_in(path)
-    tensors = load_file(path)
+    tensors = {name: tensor.clone() for name, tensor in load_file(path).items()}  # a test may change the file
     own = {
         name: {key.partition("/")[2]: t for key, t in tensors.items() if key.startswith(f"{name}/")} for name in words
     }

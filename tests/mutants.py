@@ -276,9 +276,9 @@ MUTANTS = {
         "tests/fault/test_error_feedback.py",
     ),
     "epoch of an update": Mutant(
-        "server/fedring/server/service/upload_calls.py",
-        "Upload(client, self._facts.store.epoch)",
-        "Upload(client, 0)",
+        "server/fedring/server/update/upload.py",
+        "epoch=self._epoch,",
+        "epoch=header.epoch,",
         "tests/fault/test_error_feedback.py",
     ),
     "expired sessions": Mutant(

@@ -195,7 +195,8 @@ def _read(path: Path, job: str) -> Content:
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
-        return decode(load_file(path), metadata, job)
+        # Copies: the reader maps the file into memory, and what it says later would be used unchecked.
+        return decode({name: tensor.clone() for name, tensor in load_file(path).items()}, metadata, job)
     except (OSError, SafetensorError) as error:
         raise BadCheckpoint(f"it cannot be read: {error}") from error
 

@@ -189,7 +189,8 @@ class KeptFiles:
         try:
             with safe_open(path, framework="pt") as opened:
                 known = dict(opened.metadata() or {})
-                tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (it is no mapping)
+                # Copies: the reader maps the file into memory, and what it says later would be used unchecked.
+                tensors = {name: opened.get_tensor(name).clone() for name in opened.keys()}  # noqa: SIM118 (no mapping)
             if known.pop("digest", "") != _digest(tensors, known):
                 raise ValueError("its digest is another one")
             if known["client"] != self._client:

@@ -229,3 +229,17 @@ def flip(file: Path, bit: int) -> None:
     data = bytearray(file.read_bytes())
     data[bit // 8] ^= 1 << bit % 8
     file.write_bytes(data)
+
+
+def test_values_that_were_checked_stay_when_their_file_changes(tmp_path: Path) -> None:
+    begin(tmp_path, 3.0)
+    section = KeptFiles(tmp_path, CLIENT).load(LINE.key)[PRIVATE]
+    path = kept_file(tmp_path)
+    assert path is not None
+    data = path.read_bytes()
+    with path.open("r+b") as file:
+        file.write(data[:-20] + bytes(20))
+    values = values_in({PRIVATE: section}, PRIVATE, LINE, SCHEMA)
+    assert values is not None
+    assert float(values["weight"][0]) == 3.0
+    assert int(values["steps"]) == 7
