@@ -5,7 +5,7 @@ import re
 from tests.conftest import ROOT
 
 from fedring.client.metrics import ClientMetrics
-from fedring.server.operator.metrics import Metrics as ServerMetrics
+from fedring.server.parts import server_metrics
 
 FOLDER = ROOT / "deploy" / "prometheus"
 RULES = sorted((FOLDER / "rules").glob("*.yml"))
@@ -17,7 +17,7 @@ _USED = re.compile(r"fl:[\w:]+")
 def series() -> set[str]:
     """Return the names of all series of both daemons."""
     names = set()
-    for metrics in (ServerMetrics(), ClientMetrics()):
+    for metrics in (server_metrics(), ClientMetrics()):
         for family in metrics.registry.collect():
             endings = {"counter": ["_total"], "histogram": ["_bucket", "_sum", "_count"], "summary": ["_sum", "_count"]}
             names |= {family.name + ending for ending in endings.get(family.type, [""])}

@@ -17,7 +17,8 @@ def test_plain_texts_stay_as_they_are(text: str) -> None:
 
 
 def test_a_line_of_a_log_stays_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    root, before = logging.getLogger(), logging.getLogger().handlers
+    root = logging.getLogger()
+    before, level = list(root.handlers), root.level
     try:
         set_up_logs("text")
         try:
@@ -26,6 +27,7 @@ def test_a_line_of_a_log_stays_one_line(capsys: pytest.CaptureFixture[str]) -> N
             logging.getLogger("x").exception("failed: %s", EVIL)
     finally:
         root.handlers = before
+        root.setLevel(level)
     told = capsys.readouterr().err
     lines = told.splitlines()
     assert all(letter.isprintable() for line in lines for letter in line)
