@@ -13,11 +13,12 @@ export PYTHONDONTWRITEBYTECODE :=
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
 TOGETHER := -n $(shell n=$$(nproc --all); echo $$(( n < 6 ? n + 2 : 8 ))) --dist worksteal
 SOAK_REPEATS ?= 20
+FUZZ_SECONDS ?= 3600
 
 PROGRAMS := $(VENV)/.programs
 STAMP := $(VENV)/.installed
 
-.PHONY: programs install wheel demo secure-demo private-demo test soak libraries image-test systemd-test check lint unit format bench clean
+.PHONY: programs install wheel demo secure-demo private-demo test soak fuzz libraries image-test systemd-test check lint unit format bench clean
 
 # What runs: fl-server, fl-client and flctl.
 programs: $(PROGRAMS)
@@ -67,6 +68,11 @@ soak: install
 libraries: install
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group libraries
 	$(PYTEST) --timeout 1200 -m soak tests/system/test_ring_other_libraries.py tests/system/test_lora.py
+
+# An hour, or FUZZ_SECONDS: every decoder and every call of fl-server. No other target installs atheris.
+fuzz: install
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group fuzz
+	$(BIN)/python -m tests.fuzz --seconds $(FUZZ_SECONDS)
 
 # Both need root, and Debian's programs: buildah, debootstrap, iproute2, systemd-container. They take a quarter of an hour each.
 image-test: install

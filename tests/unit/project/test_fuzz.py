@@ -4,10 +4,9 @@ from random import Random
 
 import pytest
 from tests.conftest import SEED
-from tests.fuzz.mutation import mutated
-from tests.fuzz.targets import all_targets
+from tests.fuzz.targets import CALLS, decoders, target_of
 
-TARGETS = all_targets()
+TARGETS = decoders()
 RUNS = 200
 
 
@@ -18,9 +17,17 @@ def test_a_decoder_raises_nothing_but_its_errors(name: str) -> None:
     for example in target.examples:
         target.survives(example)
     for _ in range(RUNS):
-        target.survives(mutated(random.choice(target.examples), target.message, random))
+        target.survives(target.mutate(random.choice(target.examples), random))
 
 
 @pytest.mark.parametrize("name", [name for name in TARGETS if name not in ("roster", "manifest")])
 def test_an_example_is_accepted(name: str) -> None:
     TARGETS[name].run(TARGETS[name].examples[0])
+
+
+def test_no_call_ends_by_a_fault_of_the_server() -> None:
+    target, random = target_of(CALLS), Random(f"{SEED} {CALLS}")
+    for example in target.examples:
+        target.survives(example)
+    for _ in range(RUNS):
+        target.survives(target.mutate(random.choice(target.examples), random))
