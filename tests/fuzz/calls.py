@@ -8,6 +8,7 @@ import json
 import logging
 import queue
 import struct
+import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
@@ -247,3 +248,16 @@ def mutated(data: bytes, random: Random) -> bytes:
     except DecodeError:
         messages[at] = mutate_bytes(messages[at], random)
     return data[:1] + joined([each[:60_000] for each in messages[:20]])
+
+
+def feed(seed: str, runs: int) -> None:
+    """Make each example's call, and as many mutated ones."""
+    target, random = call_target(), Random(seed)
+    for example in target.examples:
+        target.survives(example)
+    for _ in range(runs):
+        target.survives(target.mutate(random.choice(target.examples), random))
+
+
+if __name__ == "__main__":
+    feed(sys.argv[1], int(sys.argv[2]))

@@ -1,6 +1,7 @@
-"""Dense payloads without scales: fp32, fp16, bf16 and, for buffers, fp64.
+"""Dense payloads: fp32, fp16, bf16, int8 and, for buffers, fp64.
 
     HEADER (chunk = 0)   dim values, little endian
+    HEADER   scales[ceil(dim / chunk)] f32   levels[dim] i8    for int8: levels in ±127, one scale a chunk
 
 fp16 and bf16 round to nearest, ties to even. Finite values stay finite: those beyond the range of the format become its
 largest.
@@ -11,13 +12,15 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from fedring.codec.chunks import dequantise, quantised_blocks
 from fedring.codec.decoder import Decoder
 from fedring.codec.errors import CodecError
-from fedring.codec.source import HEADER, VERSION, Source, check_finite, check_length, read_only
+from fedring.codec.source import HEADER, VERSION, Source, check_chunk, check_finite, check_length, read_only
 
 FORMATS = {"fp32": (b"F4", "<f4"), "fp16": (b"H2", "<f2"), "bf16": (b"B2", "<u2"), "fp64": (b"F8", "<f8")}
 """By name, the magic and the dtype of the stored values."""
 
+_INT8 = b"Q8"
 _LARGEST_FP16 = np.float32(65504)
 _LARGEST_BF16 = np.uint32(0x7F7F0000).view(np.float32)
 
@@ -85,6 +88,40 @@ class DenseDecoder(Decoder):
                 values = read_only(stored)
         check_finite(values)
         return values
+
+
+def encode_int8(vector: NDArray[np.float32], chunk: int) -> bytes:
+    """Encode `vector` [D] float32; CodecError("non_finite") for NaN or infinity."""
+    blocks = list(quantised_blocks(vector, chunk))
+    header = HEADER.pack(_INT8, 0, VERSION, chunk, vector.size)
+    scales = [scales.astype("<f4", copy=False).data for _, scales in blocks]
+    return b"".join([header, *scales, *(levels.data for levels, _ in blocks)])
+
+
+class Int8Decoder(Decoder):
+    """An open payload of int8.
+
+    Args:
+        source: The bytes.
+        length: The number of entries that the receiver expects.
+    """
+
+    seeks: ClassVar[bool] = True
+
+    def __init__(self, source: Source, length: int) -> None:
+        chunk, dim = source.header(HEADER, _INT8)
+        self._chunk = check_chunk(chunk)
+        check_length(dim, length)
+        self._source = source
+        self._levels = HEADER.size + 4 * -(-dim // chunk)
+        source.demand(self._levels + dim)
+
+    def decode(self, start: int, stop: int) -> NDArray[np.floating]:
+        """See Decoder.decode; "bad_scale" if a scale could make a value infinite."""
+        first, last = start // self._chunk, -(-stop // self._chunk)
+        scales = self._source.floats(HEADER.size + 4 * first, max(0, last - first))
+        levels = np.frombuffer(self._source.piece(self._levels + start, stop - start), np.int8)
+        return dequantise(levels, scales, self._chunk, start - first * self._chunk)
 
 
 def _bf16(vector: NDArray[np.floating]) -> NDArray[np.uint16]:

@@ -4,10 +4,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedring.codec.decoder import Decoder
-from fedring.codec.dense import FORMATS, DenseDecoder, encode_dense
+from fedring.codec.dense import FORMATS, DenseDecoder, Int8Decoder, encode_dense, encode_int8
 from fedring.codec.encoding import BUFFERS, TILE, Encoding
 from fedring.codec.errors import CodecError
-from fedring.codec.int8 import Int8Decoder, encode_int8
 from fedring.codec.packed import PackedDecoder, encode_packed
 from fedring.codec.source import Reader, Source
 from fedring.codec.sparse import IndexedDecoder, encode_sparse
