@@ -3,36 +3,15 @@
 import os
 import random
 import socket
-import subprocess
-import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from collections.abc import Callable
+from contextlib import suppress
 
 import pytest
-from tests.conftest import missing
 from tests.ring_endpoints import SECONDS
 
 from fedring.ring.transport.frames import MAX_PAYLOAD
 from fedring.ring.transport.local import SocketListener, SocketReceiver, SocketSender, prefixed, socket_name
-
-NOBODY = 65534
-CONNECT = """
-import socket, sys
-caller = socket.socket(socket.AF_UNIX)
-caller.connect(bytes.fromhex(sys.argv[1]))
-caller.send(bytes.fromhex(sys.argv[2]))
-print("ready", flush=True)
-sys.stdin.read()
-"""
-LISTEN = """
-import socket, sys
-listener = socket.socket(socket.AF_UNIX)
-listener.bind(bytes.fromhex(sys.argv[1]))
-listener.listen()
-print("ready", flush=True)
-sys.stdin.read()
-"""
 
 
 def connected() -> tuple[SocketSender, SocketReceiver]:
@@ -113,41 +92,26 @@ def test_a_listener_to_which_nobody_has_connected_accepts_nobody_and_closes() ->
         SocketReceiver(listener.secret)
 
 
-def runs_for_nobody(python: str) -> bool:
-    try:
-        return subprocess.run([python, "-I", "-S", "-c", ""], user=NOBODY, cwd="/", check=False).returncode == 0
-    except OSError:
-        return False
-
-
 @pytest.fixture
-def nobody() -> Iterator[Callable[..., None]]:
-    """Return a function that runs code in a process of another user, until the end of the test."""
-    python = next((path for path in (sys.executable, "/usr/bin/python3") if runs_for_nobody(path)), "")
-    if not python:
-        missing("the right to start Python as another user")
-    with ExitStack() as stack:
-
-        def run(code: str, *words: bytes) -> None:
-            command = [python, "-I", "-S", "-c", code, *(word.hex() for word in words)]
-            pipe = subprocess.PIPE
-            process = stack.enter_context(subprocess.Popen(command, stdin=pipe, stdout=pipe, user=NOBODY, cwd="/"))
-            assert process.stdin
-            assert process.stdout
-            stack.callback(process.stdin.close)
-            assert process.stdout.readline() == b"ready\n"
-
-        yield run
+def as_another_user(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Return a function after which all processes of this user are those of another user."""
+    own = os.getuid()
+    return lambda: monkeypatch.setattr(os, "getuid", lambda: own + 1)
 
 
-def test_a_process_of_another_user_is_sent_away_even_with_the_secret(nobody: Callable[..., None]) -> None:
+def test_a_process_of_another_user_is_sent_away_even_with_the_secret(as_another_user: Callable[[], None]) -> None:
     listener = SocketListener()
-    nobody(CONNECT, socket_name(listener.secret).encode(), listener.secret)
+    stranger = socket.socket(socket.AF_UNIX)
+    stranger.connect(socket_name(listener.secret))
+    stranger.send(listener.secret)
+    as_another_user()
     assert listener.accept() is None
+    stranger.close()
 
 
-def test_a_receiver_refuses_the_listener_of_another_user(nobody: Callable[..., None]) -> None:
-    secret = os.urandom(16)
-    nobody(LISTEN, socket_name(secret).encode())
+def test_a_receiver_refuses_the_listener_of_another_user(as_another_user: Callable[[], None]) -> None:
+    listener = SocketListener()
+    as_another_user()
     with pytest.raises(PermissionError):
-        SocketReceiver(secret)
+        SocketReceiver(listener.secret)
+    assert listener.accept() is None
