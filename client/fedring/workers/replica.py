@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from fedring.train.errors import SeamError, TrainError
 from fedring.train.tensors.state import dtype_of, tensors_of
+from fedring.untrusted import parse_json
 
 State = dict[str, Any]  # an optimizer's state of one parameter
 _MAX_LAYOUT_BYTES = 64 << 20
@@ -195,7 +196,7 @@ def read_layout(text: str, parameters: Sequence[Tensor]) -> tuple[list[dict[str,
         TrainError: With the reason bad_optimizer, if it does not fit the parameters.
     """
     try:
-        layout = json.loads(text)
+        layout = parse_json(text)
         if largest := max((len(entries) for entries in layout), default=0) > _MOST_STATES:
             raise ValueError(f"{largest} values for one parameter")
         pairs = zip(parameters, layout, strict=True)

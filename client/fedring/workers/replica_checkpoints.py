@@ -26,6 +26,7 @@ from torch import Tensor
 
 from fedring.daemon.crash import crashpoint
 from fedring.daemon.durable import delete, sync
+from fedring.untrusted import parse_json
 from fedring.workers.replica import digest_of
 
 log = logging.getLogger(__name__)
@@ -183,8 +184,8 @@ def decode(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], job: str)
     if metadata.get("digest") != _digest(job, text, tensors):
         raise BadCheckpoint("its digest is wrong")
     try:
-        content: Content = _decoded(json.loads(text), tensors)
-    except (ValueError, LookupError, TypeError, RecursionError) as error:
+        content: Content = _decoded(parse_json(text), tensors)
+    except (ValueError, LookupError, TypeError) as error:
         raise BadCheckpoint(f"its content cannot be read: {error!r:.200}") from error
     if not isinstance(content, dict):
         raise BadCheckpoint("its content is no table")

@@ -23,6 +23,7 @@ from fedring.train.names.offered import Offered
 from fedring.train.plan import Plan
 from fedring.train.tensors.skeleton import replace_tensors
 from fedring.train.tensors.state import schema_of, tensors_of
+from fedring.untrusted import parse_json
 from fedring.workers.cutting import cut_model
 from fedring.workers.replica import Progress
 from fedring.workers.state_file import TensorFile, write_tensors
@@ -188,13 +189,13 @@ def read_facts(path: Path) -> CheckpointFacts:
     """
     with TensorFile(path) as file:
         try:
-            told = json.loads(file.metadata["facts"])
+            told = parse_json(file.metadata["facts"])
             progress = Progress(**{str(key): int(value) for key, value in told["progress"].items()})
             if min(asdict(progress).values()) < 0:
                 raise ValueError(f"{progress} is below 0")
             counts = tuple(int(count) for count in told["counts"])
             return CheckpointFacts(int(told["round"]), str(told["base"]), progress, int(told["samples"]), counts)
-        except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
             raise TrainError("bad_checkpoint", f"The checkpoint {path} cannot be used: {error!r}.") from error
 
 
@@ -202,12 +203,12 @@ def _plain(file: TensorFile, trained: Mapping[str, Tensor]) -> dict[str, dict[st
     """Return the plain values of the optimizer's state, for every parameter."""
     states: dict[str, dict[str, Any]] = {name: {} for name in trained}
     try:
-        for name, values in json.loads(file.metadata["plain"]).items():
+        for name, values in parse_json(file.metadata["plain"]).items():
             for key, value in values.items():
                 if not (value is None or isinstance(value, bool | int | float | str)):
                     raise ValueError(f"{key} is a {type(value).__name__}")
                 states[name][key] = value
-    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise TrainError("bad_checkpoint", f"The checkpoint's optimizer cannot be used: {error!r}.") from error
     return states
 

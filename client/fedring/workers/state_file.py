@@ -21,6 +21,7 @@ from torch import Tensor
 
 from fedring.daemon.durable import sync
 from fedring.train.errors import TrainError, on_disk
+from fedring.untrusted import parse_json
 
 _LENGTH = struct.Struct("<Q")
 _MAX_HEADER_BYTES = 64 << 20
@@ -98,7 +99,7 @@ class TensorFile:
         self._file = path.open("rb", buffering=0)
         try:
             self.tensors, self.metadata = self._read_header()
-        except (ValueError, TypeError, KeyError, AttributeError, struct.error, RecursionError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, struct.error) as error:
             self._file.close()
             raise self._bad(f"its header cannot be used ({error})") from error
 
@@ -142,7 +143,7 @@ class TensorFile:
         (length,) = _LENGTH.unpack(os.pread(fd, _LENGTH.size, 0))
         if not 0 < length <= min(_MAX_HEADER_BYTES, size - _LENGTH.size):
             raise ValueError(f"a length of {length} bytes")
-        rows: dict[str, Any] = json.loads(os.pread(fd, length, _LENGTH.size))
+        rows: dict[str, Any] = parse_json(os.pread(fd, length, _LENGTH.size))
         metadata = {str(key): str(value) for key, value in rows.pop(_METADATA, {}).items()}
         tensors, at = {}, _LENGTH.size + length
         for name, row in rows.items():

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from fedring.codec.digest import Digest
 from fedring.codec.errors import CodecError
+from fedring.untrusted import parse_json
 
 MAX_TENSORS = 100_000
 MAX_ENTRIES = 1 << 40
@@ -140,11 +141,11 @@ def parse_schema(data: bytes) -> Schema:
         CodecError: "bad_schema" if `data` is not the canonical JSON of a schema, or if it is too large.
     """
     try:
-        rows = json.loads(data)
+        rows = parse_json(data)
         if not isinstance(rows, list) or len(rows) > MAX_TENSORS:
             raise TypeError(f"not a list of at most MAX_TENSORS = {MAX_TENSORS} tensors")
         schema = Schema(tuple(_parse_entry(row) for row in rows))
-    except (ValueError, TypeError, RecursionError) as error:
+    except (ValueError, TypeError) as error:
         raise CodecError("bad_schema", str(error)) from error
     if schema.json != data or schema.num_parameters + schema.num_buffers > MAX_ENTRIES:
         raise CodecError("bad_schema", "not canonical, or too large")

@@ -13,6 +13,7 @@ from fedring.privacy.charges import Charge, SkellamCharge, charge_of
 from fedring.train.bounds import MAX_COUNT
 from fedring.train.jobs.privacy_table import ClientPrivacy
 from fedring.train.jobs.sample_privacy_table import SamplePrivacy
+from fedring.untrusted import parse_json
 from fedring.v1 import federation_pb2 as pb
 
 LEDGER = "privacy.json"
@@ -62,7 +63,7 @@ class Ledger:
         try:
             data = self._path.read_bytes()
             adopted = data.startswith(b"{")  # no digest does
-            known = json.loads(data if adopted else text_after_digest(data))
+            known = parse_json(data if adopted else text_after_digest(data))
             self._last, counts = str(known["last"]), known["rounds"]
             self._counts = {charge_of(text): int(count) for text, count in counts.items()}
             for charge, count in self._counts.items():
@@ -84,7 +85,7 @@ class Ledger:
                 self._write()
         except FileNotFoundError:
             pass
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
             raise ConfigError(
                 f"{self._path} says what privacy this client has spent, and cannot be read ({error}): restore it, or "
                 "remove it to begin at zero"

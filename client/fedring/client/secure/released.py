@@ -30,6 +30,7 @@ from fedring.daemon.durable import replace_with_digest, text_after_digest
 from fedring.daemon.wording import counted
 from fedring.secure.errors import SecureError
 from fedring.secure.limits import MIN_GROUP
+from fedring.untrusted import parse_json
 
 RELEASED = "released.json"
 MOST_BYTES = 16 << 20
@@ -59,12 +60,12 @@ class Released:
         self._size = 0
         try:
             text = text_after_digest(self._path.read_bytes())
-            known = json.loads(text)
+            known = parse_json(text)
             self._clients = {name: place for place, name in enumerate(known["clients"])}
             self._sets, self._bases, self._size = known["sets"], known["bases"], len(text)
         except FileNotFoundError:
             pass
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(
                 f"{self._path} says for which models this client has helped to remove masks, and cannot be read "
                 f"({error}): restore it, or remove it if no server may ask for one of these models again"

@@ -26,6 +26,7 @@ from fedring.daemon.config import ConfigError
 from fedring.daemon.crash import crashpoint
 from fedring.daemon.durable import replace_with_digest, sync, text_after_digest
 from fedring.secure.errors import SecureError
+from fedring.untrusted import parse_json
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1 import secure_pb2 as wire
 
@@ -108,13 +109,13 @@ class SecureState:
             data = self._file.read_bytes()
             adopted = data.startswith(b"{")  # no digest does
             text = data if adopted else text_after_digest(data)
-            for run, (epoch, round_, reason) in json.loads(text).items():
+            for run, (epoch, round_, reason) in parse_json(text).items():
                 self._finished[str(run)] = Finished(int(epoch), int(round_), str(reason))
             if adopted:
                 replace_with_digest(self._file, text)
         except FileNotFoundError:
             pass
-        except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        except (OSError, ValueError, TypeError, AttributeError) as error:
             raise ConfigError(
                 f"{self._file} says which rounds with secure aggregation are over, and cannot be read ({error}): "
                 "restore it, or remove it if no server may ask for one of them again"
@@ -141,11 +142,11 @@ class SecureState:
         if self.finished(name):
             return None
         try:
-            known = json.loads(text_after_digest(self._path(name).read_bytes()))
+            known = parse_json(text_after_digest(self._path(name).read_bytes()))
             return RoundRecord(**{field.name: base64.b64decode(known[field.name]) for field in fields(RoundRecord)})
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise SecureError("damaged_state", f"{self._path(name)} cannot be read: {error}") from error
 
     def begun(self, name: RoundName) -> bool:

@@ -26,6 +26,7 @@ from torch import Tensor
 from fedring.client.transfer.tensor_files import save_private
 from fedring.codec.digest import Digest
 from fedring.daemon.durable import sync
+from fedring.untrusted import parse_json
 
 log = logging.getLogger(__name__)
 
@@ -197,14 +198,14 @@ class KeptFiles:
                 raise ValueError(f"it belongs to the client {known['client']!r:.140}")
             if update and known["update"] != update:
                 raise ValueError("it belongs to another update")
-            sections = {name: Section({}, words) for name, words in json.loads(known["words"]).items()}
+            sections = {name: Section({}, words) for name, words in parse_json(known["words"]).items()}
             for name, tensor in tensors.items():
                 section, _, key = name.partition("/")
                 sections[section] = Section({**sections[section].tensors, key: tensor}, sections[section].words)
             return KeptState(known["line"], sections)
         except FileNotFoundError:
             return None
-        except (SafetensorError, ValueError, KeyError, AttributeError, RecursionError) as error:
+        except (SafetensorError, ValueError, KeyError, AttributeError) as error:
             log.warning("dropped %s, %s: %s", path, _INSTEAD[path == self._left_file], error)
             path.unlink()
             self._on_dropped()

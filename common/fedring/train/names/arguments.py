@@ -26,6 +26,7 @@ from pydantic.fields import FieldInfo
 
 from fedring.train.bounds import MAX_JOB_BYTES, MAX_WHOLE
 from fedring.train.errors import SeamError
+from fedring.untrusted import parse_json
 
 MAX_VALUES = 10_000
 """The most numbers, booleans and texts in the arguments of one call."""
@@ -54,9 +55,9 @@ def read_arguments(text: str) -> dict[str, Any]:
     if len(text) > MAX_JOB_BYTES:
         raise SeamError("bad_argument", f"The arguments are {len(text)} characters, above {MAX_JOB_BYTES}.")
     try:
-        table = json.loads(text or "{}")
-    except (ValueError, RecursionError) as error:
-        raise SeamError("bad_argument", f"The arguments are not JSON: {type(error).__name__}.") from error
+        table = parse_json(text or "{}")
+    except ValueError as error:
+        raise SeamError("bad_argument", f"The arguments are not JSON: {error}.") from error
     if not isinstance(table, dict):
         raise SeamError("bad_argument", f"The arguments are a {type(table).__name__} and not a table.")
     return table

@@ -25,6 +25,7 @@ from fedring.codec.errors import CodecError
 from fedring.codec.schema import Schema, Vectors, parse_schema
 from fedring.server.aggregation.walk import gather, tiles
 from fedring.server.state.blob_interfaces import Partial
+from fedring.untrusted import parse_json
 
 _LENGTH = struct.Struct("<Q")
 _ALIGNMENT = 8
@@ -210,8 +211,8 @@ class LoadedModel:
 
 def _read_header(blob: _Bytes, length: int) -> dict[str, Any]:
     try:
-        rows = json.loads(blob.read(_LENGTH.size, length))
-    except (ValueError, RecursionError) as error:
+        rows = parse_json(blob.read(_LENGTH.size, length))
+    except ValueError as error:
         raise CodecError("bad_model", str(error)) from error
     if not isinstance(rows, dict) or not isinstance(rows.get(_METADATA, {}), dict):
         raise CodecError("bad_model", "the header is not an object")

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 
 from fedring.server.aggregation.yogi import Yogi
+from fedring.untrusted import parse_json
 
 ELEMENTWISE = (
     "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD", "Yogi",
@@ -112,9 +113,9 @@ class ServerOptimizer:
     def _load(self, state: bytes, length: int) -> dict[str, torch.Tensor]:
         try:
             tensors = {key: value.clone() for key, value in safetensors.torch.load(state).items()}
-        except SafetensorError as error:
+            header = parse_json(state[8 : 8 + int.from_bytes(state[:8], "little")])
+        except (SafetensorError, ValueError) as error:
             raise OptimizerError(f"not a state: {error}") from error
-        header = json.loads(state[8 : 8 + int.from_bytes(state[:8], "little")])
         same = header.get("__metadata__", {}).get("optimizer") == self._identity
         fits = all(tensor.numel() in (1, length) for tensor in tensors.values())
         return tensors if same and fits else {}

@@ -165,7 +165,7 @@ class ModelVersions:
                 if not model.schema.num_parameters or model.metadata.get("run_id") != run_id:
                     return 0
                 return int(model.metadata.get("round", "0"))
-        except (CodecError, StorageError, ValueError, RecursionError):  # it may hold anything that a client has sent
+        except (CodecError, StorageError, ValueError):  # it may hold anything that a client has sent
             return 0
 
     def _is_sound(self, digest: str) -> bool:

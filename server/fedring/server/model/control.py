@@ -27,6 +27,7 @@ from fedring.server.aggregation.walk import cut, in_order
 from fedring.server.state.rows import UpdateRow
 from fedring.train.jobs.job import Job
 from fedring.train.scaffold import local_steps
+from fedring.untrusted import parse_json
 
 Float32 = NDArray[np.float32]
 
@@ -90,8 +91,8 @@ def counted_in(file: ModelReader) -> dict[str, str]:
         CodecError: "bad_model", if it names none.
     """
     try:
-        return {str(client): str(name) for client, name in json.loads(file.metadata[_COUNTED]).items()}
-    except (KeyError, ValueError, AttributeError, RecursionError) as error:
+        return {str(client): str(name) for client, name in parse_json(file.metadata[_COUNTED]).items()}
+    except (KeyError, ValueError, AttributeError) as error:
         raise CodecError("bad_model", "the file of the control variate does not name the clients' updates") from error
 
 

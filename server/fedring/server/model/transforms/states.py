@@ -17,6 +17,7 @@ from fedring.server.aggregation.combining import Walk
 from fedring.server.aggregation.steps import BaseFiles, Step, VectorFile
 from fedring.server.model.transforms.transform import StatefulStep, States
 from fedring.server.state.rows import ModelRow
+from fedring.untrusted import parse_json
 
 log = logging.getLogger(__name__)
 
@@ -76,9 +77,9 @@ def read_states(data: bytes) -> tuple[dict[str, dict[str, NDArray[np.float32]]],
     """
     try:
         tensors = safetensors.numpy.load(data)
-        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-        owners = {str(name): str(owner) for name, owner in json.loads(header["__metadata__"][_OWNERS]).items()}
-    except (SafetensorError, KeyError, ValueError, AttributeError, TypeError, RecursionError) as error:
+        header = parse_json(data[8 : 8 + int.from_bytes(data[:8], "little")])
+        owners = {str(name): str(owner) for name, owner in parse_json(header["__metadata__"][_OWNERS]).items()}
+    except (SafetensorError, KeyError, ValueError, AttributeError, TypeError) as error:
         raise CodecError("bad_model", f"the file of the transforms' states cannot be read: {error}") from error
     states: dict[str, dict[str, NDArray[np.float32]]] = {}
     for key, values in tensors.items():

@@ -26,6 +26,7 @@ from fedring.server.state.failures import StoreError
 from fedring.server.state.files import BLOBS, FACTS
 from fedring.server.state.sql.database import UNREADABLE, check_schema
 from fedring.server.state.sql.sealed import check_all
+from fedring.untrusted import parse_json
 
 FORMAT = 1
 MANIFEST = "backup.json"
@@ -134,11 +135,11 @@ def parse_manifest(text: str, where: Path) -> Manifest:
         ConfigError: if it is not a manifest, or is one of a newer version.
     """
     try:
-        found: dict[str, Any] = json.loads(text)
+        found: dict[str, Any] = parse_json(text)
         if found["format"] > FORMAT:
             raise ConfigError(f"{where} has format {found['format']}, this program knows {FORMAT}: use a newer flctl")
         manifest = Manifest(**{field.name: found[field.name] for field in fields(Manifest)})
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{where} is not what flctl backup writes ({error!r}): use another backup") from error
     wrong = [field.name for field in fields(Manifest) if type(found[field.name]) is not field.type]
     if wrong:
