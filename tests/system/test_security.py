@@ -96,10 +96,10 @@ def bearers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     """Start a server with TLS that asks for tokens only; it knows a good, an expired and a revoked token."""
     with site(tmp_path_factory.mktemp("bearers"), mutual=False, tokens=True) as made:
         control = made.control
-        made.tokens["good"] = control.create_token("client", "ann").secret
+        made.tokens["good"] = control.tokens.create("client", "ann").secret
         made.tokens["expired"] = keep_token(made.fleet, "client", ends=1.0)
-        revoked = control.create_token("client", "ann")
-        control.revoke_token(revoked.token.token_id)
+        revoked = control.tokens.create("client", "ann")
+        control.tokens.revoke(revoked.token.token_id)
         made.tokens |= {"revoked": revoked.secret, "made up": "fr_0123456789ab_secret", "cut": made.tokens["good"][:-1]}
         yield made
 
@@ -161,7 +161,7 @@ def test_a_caller_is_refused_what_its_identity_does_not_allow(
     mutual: Site, name: str, action: str, status: str, reason: str
 ) -> None:
     ann = session(mutual) if "session" in action else ""
-    bob = mutual.control.create_token("client", "bob").secret if "token" in action else ""
+    bob = mutual.control.tokens.create("client", "bob").secret if "token" in action else ""
     before = mutual.counts()
     address = mutual.fleet.control if action in ("status", "stop") else mutual.fleet.listen
     with open_sync_channel(address, mutual.pki.tls(name)) as channel:
@@ -248,7 +248,7 @@ def test_the_server_stores_only_the_digest_of_a_token(bearers: Site) -> None:
 
 
 def test_a_revoked_token_ends_the_session_that_it_opened(bearers: Site) -> None:
-    made = bearers.control.create_token("client", "carol")
+    made = bearers.control.tokens.create("client", "carol")
     events = bearers.control.events()
     with open_sync_channel(bearers.fleet.listen, bearers.pki.trust()) as channel:
         shown = (("authorization", f"Bearer {made.secret}"),)
@@ -258,7 +258,7 @@ def test_a_revoked_token_ends_the_session_that_it_opened(bearers: Site) -> None:
         metadata = (("fl-session", session_id), *shown)
         watch = TrainCmdServiceStub(channel).Watch(iter(requests.get, None), metadata=metadata)
         assert next(event.client_id for event in events if event.kind == "client_joined") == "carol"
-        bearers.control.revoke_token(made.token.token_id)
+        bearers.control.tokens.revoke(made.token.token_id)
         assert refusal(lambda: list(watch)) == (grpc.StatusCode.UNAUTHENTICATED, "revoked_token")
         requests.put(None)
         # so that no round waits for her
@@ -293,10 +293,10 @@ def test_on_loopback_without_tls_and_tokens_every_caller_is_accepted(server: Fle
 
 
 def test_calls_of_operators_are_in_the_audit_log(mutual: Site) -> None:
-    token = mutual.control.create_token("client", "dave").token
+    token = mutual.control.tokens.create("client", "dave").token
     with pytest.raises(Failure):
         mutual.control.stop_round()
-    mutual.control.revoke_token(token.token_id)
+    mutual.control.tokens.revoke(token.token_id)
     lines = mutual.audit()[-3:]
     assert [line["verb"] for line in lines] == ["token create", "stop --round", "token revoke"]
     assert [line["result"] for line in lines] == ["ok", "no_round", "ok"]

@@ -85,7 +85,7 @@ def test_a_client_with_a_token_trains_until_it_is_revoked(tmp_path: Path) -> Non
         with Control(control_at) as control:
             # The client has ended because it has no token.
             assert fleet.clients[0].wait(SECONDS) == Exit.CONFIG
-            made = control.create_token("client", "client-0")
+            made = control.tokens.create("client", "client-0")
             token.write_text(made.secret)
             token.chmod(0o600)
             events = control.events()
@@ -94,7 +94,7 @@ def test_a_client_with_a_token_trains_until_it_is_revoked(tmp_path: Path) -> Non
             for _ in control.follow_job(job_id, events):
                 pass
             assert control.job(job_id).state == "completed"
-            control.revoke_token(made.token.token_id)
+            control.tokens.revoke(made.token.token_id)
             assert fleet.clients[0].wait(SECONDS) == Exit.NOT_ALLOWED
             assert "revoked_token" in fleet.clients[0].tail()
 

@@ -6,17 +6,18 @@ The verbs of flctl and tests use it.
 import json
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import grpc
 
-from fedring.control.failure import Failure, Unreachable, failure_of
+from fedring.control.caller import ControlCaller, translated
+from fedring.control.failure import Failure, Unreachable
+from fedring.control.tokens import ControlTokens
 from fedring.rpc.channel import open_sync_channel
 from fedring.v1 import control_pb2 as pb
-from fedring.v1.control_pb2_grpc import ControlServiceStub, TokenServiceStub
+from fedring.v1.control_pb2_grpc import ControlServiceStub
 from fedring.v1.federation_pb2 import FetchModelRequest, ModelHeader
 
 ENDED = frozenset({"completed", "failed", "stopped"})
@@ -26,7 +27,6 @@ _DEFAULT_ROWS = 100
 _MAX_ROWS = 1000  # of one answer of the server
 _START_SECONDS = 120.0  # for a call that starts a job, because the server builds the job's model to check it
 _ATTEMPTS = 3  # of a call that starts a job; its idempotency key makes a repetition harmless
-_R = TypeVar("_R")
 
 
 class Events:
@@ -45,7 +45,7 @@ class Events:
 
     def __iter__(self) -> Iterator[pb.Event]:
         try:
-            with _translated(self._address):
+            with translated(self._address):
                 for event in self._call:
                     self.last = event.id
                     yield event
@@ -73,10 +73,10 @@ class Control:
 
     def __init__(self, address: str, *, channel: grpc.Channel | None = None, timeout_seconds: float = 10.0) -> None:
         self.address = address
-        self._timeout = timeout_seconds
         self._channel = channel or open_sync_channel(address)
         self._stub = ControlServiceStub(self._channel)
-        self._tokens = TokenServiceStub(self._channel)
+        self._call = ControlCaller(address, timeout_seconds)
+        self.tokens = ControlTokens(self._call, self._channel)
 
     def __enter__(self) -> Self:
         return self
@@ -97,7 +97,7 @@ class Control:
                 call has a new key.
         """
         request = pb.StartJobRequest(job=json.dumps(job), idempotency_key=key or str(uuid.uuid4()))
-        return self._start(lambda: self._stub.StartJob(request, timeout=max(self._timeout, _START_SECONDS)))
+        return _start(self, lambda: self._call(self._stub.StartJob, request, at_least_seconds=_START_SECONDS))
 
     def start_round(self, overrides: Mapping[str, Any], *, key: str = "") -> pb.StartReply:
         """Queue a job of one round.
@@ -105,16 +105,16 @@ class Control:
         It has the server's defaults and `overrides`; `key` is as in start_job.
         """
         request = pb.StartRoundRequest(overrides=json.dumps(overrides), idempotency_key=key or str(uuid.uuid4()))
-        return self._start(lambda: self._stub.StartRound(request, timeout=max(self._timeout, _START_SECONDS)))
+        return _start(self, lambda: self._call(self._stub.StartRound, request, at_least_seconds=_START_SECONDS))
 
     def stop_round(self) -> pb.StopReply:
         """End the round in progress; its job continues."""
-        return self._call(lambda: self._stub.StopRound(pb.StopRoundRequest(), timeout=self._timeout))
+        return self._call(self._stub.StopRound, pb.StopRoundRequest())
 
     def stop_job(self, job_id: int = 0) -> pb.StopReply:
         """End a job with its round; 0 is the running job."""
         request = pb.StopJobRequest(job_id=job_id)
-        return self._call(lambda: self._stub.StopJob(request, timeout=self._timeout), named=job_id > 0)
+        return self._call(self._stub.StopJob, request, named=job_id > 0)
 
     def status(self, *, wait_seconds: float = 0.0) -> pb.Status:
         """Return the server's status.
@@ -122,9 +122,11 @@ class Control:
         Args:
             wait_seconds: How long to wait for a server that cannot be reached yet.
         """
-        timeout = max(wait_seconds, self._timeout)
         return self._call(
-            lambda: self._stub.GetStatus(pb.GetStatusRequest(), timeout=timeout, wait_for_ready=wait_seconds > 0)
+            self._stub.GetStatus,
+            pb.GetStatusRequest(),
+            at_least_seconds=wait_seconds,
+            wait_for_ready=wait_seconds > 0,
         )
 
     def jobs(self, *, job_id: int = 0, limit: int = 0) -> list[pb.Job]:
@@ -135,7 +137,7 @@ class Control:
             limit: Most jobs to return; 0 = 100.
         """
         request = pb.ListRequest(limit=limit, job_id=job_id)
-        return list(self._call(lambda: self._stub.ListJobs(request, timeout=self._timeout)).jobs)
+        return list(self._call(self._stub.ListJobs, request).jobs)
 
     def rounds(self, *, job_id: int = 0, number: int = 0, limit: int = 0) -> list[pb.Round]:
         """Return rounds, newest first.
@@ -148,7 +150,7 @@ class Control:
         request = pb.ListRequest(limit=limit or _DEFAULT_ROWS, job_id=job_id, round=number)
         rounds: list[pb.Round] = []
         while request.limit:
-            page = self._call(lambda: self._stub.ListRounds(request, timeout=self._timeout)).rounds
+            page = self._call(self._stub.ListRounds, request).rounds
             if not page or (rounds and page[0].round >= rounds[-1].round):  # an older server ignores `below`
                 break
             rounds += page
@@ -164,17 +166,15 @@ class Control:
             limit: The most clients to return; 0 = the server's default.
         """
         request = pb.ListRequest(limit=limit)
-        return list(self._call(lambda: self._stub.ListClients(request, timeout=self._timeout)).clients)
+        return list(self._call(self._stub.ListClients, request).clients)
 
     def forget_client(self, client_id: str) -> pb.ForgottenClient:
         """Make the server forget a client that is not in session.
 
-        Returns the client's id, and the number of its accepted updates.
-
         Returns the forgotten rows and files.
         """
         request = pb.ForgetClientRequest(client_id=client_id)
-        return self._call(lambda: self._stub.ForgetClient(request, timeout=self._timeout))
+        return self._call(self._stub.ForgetClient, request)
 
     def privacy(self, delta: float = 0.0) -> pb.Privacy:
         """Return the privacy that clients have spent, for this delta.
@@ -182,7 +182,7 @@ class Control:
         Args:
             delta: The delta; 0 = that of the newest job with [dp].
         """
-        return self._call(lambda: self._stub.GetPrivacy(pb.GetPrivacyRequest(delta=delta), timeout=self._timeout))
+        return self._call(self._stub.GetPrivacy, pb.GetPrivacyRequest(delta=delta))
 
     def models(self, *, limit: int = 0) -> list[pb.Model]:
         """Return the model versions that the server keeps, newest first.
@@ -191,29 +191,7 @@ class Control:
             limit: The most versions to return; 0 = the server's default.
         """
         request = pb.ListRequest(limit=limit)
-        return list(self._call(lambda: self._stub.ListModels(request, timeout=self._timeout)).models)
-
-    def create_token(self, role: str, name: str, *, valid_seconds: int = 0) -> pb.CreatedToken:
-        """Create a token.
-
-        Its secret is only in this answer, since the server keeps a digest.
-
-        Args:
-            role: "client" or "operator".
-            name: Whose token it is: the client_id of a client.
-            valid_seconds: Seconds until it expires; 0 = never.
-        """
-        request = pb.CreateTokenRequest(role=role, name=name, valid_seconds=valid_seconds)
-        return self._call(lambda: self._tokens.CreateToken(request, timeout=self._timeout))
-
-    def tokens(self) -> list[pb.Token]:
-        """Return all tokens, oldest first."""
-        return list(self._call(lambda: self._tokens.ListTokens(pb.ListTokensRequest(), timeout=self._timeout)).tokens)
-
-    def revoke_token(self, token_id: str) -> pb.Token:
-        """Revoke a token, so that the server refuses it, and return it."""
-        request = pb.RevokeTokenRequest(token_id=token_id)
-        return self._call(lambda: self._tokens.RevokeToken(request, timeout=self._timeout))
+        return list(self._call(self._stub.ListModels, request).models)
 
     def job(self, job_id: int) -> pb.Job:
         """Return the job.
@@ -225,17 +203,6 @@ class Control:
             if job.job_id == job_id:
                 return job
         raise Failure(f"fl-server at {self.address} has no job {job_id}: see `flctl status`")
-
-    def completed(self, job_id: int) -> pb.Job:
-        """Return a job that has ended.
-
-        Raises:
-            Failure: It did not complete; the sentence says why.
-        """
-        job = self.job(job_id)
-        if job.state != "completed":
-            raise Failure(f"job {job_id} {job.state}{': ' + job.reason if job.reason else ''}")
-        return job
 
     def events(self, after: int = 0) -> Events:
         """Return the events after the one with the id `after`.
@@ -255,7 +222,7 @@ class Control:
         Args:
             patience_seconds: How long to wait for a server that restarts.
         """
-        for events in self._streams(None, patience_seconds):
+        for events in _streams(self, None, patience_seconds):
             yield from events
 
     def follow_job(
@@ -268,7 +235,7 @@ class Control:
             events: Events that were opened before the job was started, so that none is missed; by default new ones.
             patience_seconds: How long to wait for a server that restarts; 0 = raise Unreachable.
         """
-        for stream in self._streams(events, patience_seconds):
+        for stream in _streams(self, events, patience_seconds):
             if stream is not events and (job := self.job(job_id)).state in ENDED:
                 yield pb.Event(kind="job_ended", job_id=job_id, text=f"job {job_id} {job.state}")
                 return
@@ -290,46 +257,42 @@ class Control:
         """
         from fedring.control.model_export import write_model  # imports numpy, which most verbs do not need
 
-        with _translated(self.address, named=version > 0):
+        with translated(self.address, named=version > 0):
             stream = self._stub.ExportModel(FetchModelRequest(version=version, exact=exact))
             return write_model(stream, path, exact=exact)
 
-    def _streams(self, first: Events | None, patience_seconds: float) -> Iterator[Events]:
-        """Yield `first` or a new stream, then streams that continue it.
 
-        Each begins after the last event of the one before.
-        """
-        events = first or self.events()
-        while True:
-            try:
-                yield events
-            finally:
-                events.cancel()
-            if not patience_seconds:
-                raise Unreachable(f"fl-server at {self.address} has ended, or cannot be reached any more")
-            self.status(wait_seconds=patience_seconds)
-            events = self.events(after=events.last)
+def check_completed(job: pb.Job) -> None:
+    """Check that a job has completed.
 
-    def _start(self, call: Callable[[], pb.StartReply]) -> pb.StartReply:
-        for _ in range(_ATTEMPTS - 1):
-            try:
-                return self._call(call)
-            except Unreachable:
-                self.status()  # gRPC waits and connects again meanwhile; raises if that does not help
-        return self._call(call)
-
-    def _call(self, call: Callable[[], _R], *, named: bool = True) -> _R:
-        with _translated(self.address, named=named):
-            return call()
-
-
-@contextmanager
-def _translated(address: str, *, named: bool = True) -> Iterator[None]:
-    """Raise a Failure for a call that fails inside the context.
-
-    `named` is as in failure_of.
+    Raises:
+        Failure: It did not; the sentence says why.
     """
-    try:
-        yield
-    except grpc.RpcError as error:
-        raise failure_of(error, address, named=named) from error
+    if job.state != "completed":
+        raise Failure(f"job {job.job_id} {job.state}{': ' + job.reason if job.reason else ''}")
+
+
+def _streams(control: Control, first: Events | None, patience_seconds: float) -> Iterator[Events]:
+    """Yield `first` or a new stream, then streams that continue it.
+
+    Each begins after the last event of the one before.
+    """
+    events = first or control.events()
+    while True:
+        try:
+            yield events
+        finally:
+            events.cancel()
+        if not patience_seconds:
+            raise Unreachable(f"fl-server at {control.address} has ended, or cannot be reached any more")
+        control.status(wait_seconds=patience_seconds)
+        events = control.events(after=events.last)
+
+
+def _start(control: Control, call: Callable[[], pb.StartReply]) -> pb.StartReply:
+    for _ in range(_ATTEMPTS - 1):
+        try:
+            return call()
+        except Unreachable:
+            control.status()  # gRPC waits and connects again meanwhile; raises if that does not help
+    return call()

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from fedring.control import figures
 from fedring.control.access import Access
-from fedring.control.calls import Control
+from fedring.control.calls import Control, check_completed
 from fedring.control.failure import Failure
 from fedring.control.figures import Row
 from fedring.control.job_file import check_job
@@ -195,7 +195,7 @@ class Job:
                     if ended or int(row["round"] or 0) <= event.round:
                         yield row
                         last = int(row["round"] or 0)
-        self._control.completed(self.id)
+        check_completed(self.message)
 
     def wait(self) -> Self:
         """Wait until the job has ended.
@@ -205,7 +205,7 @@ class Job:
         """
         for _ in self.events():
             pass
-        self._control.completed(self.id)
+        check_completed(self.message)
         return self
 
     def rounds(self) -> list[Row]:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from fedring.control import figures
-from fedring.control.calls import Control, Events
+from fedring.control.calls import Control, Events, check_completed
 from fedring.control.failure import Failure
 from fedring.control.job_file import check_job
 from fedring.control.trackers import Log, tracker
@@ -158,7 +158,8 @@ def _follow(control: Control, reply: pb.StartReply, events: Events, output: Outp
             show(event)
             if log and event.kind == "round_evaluated" and event.HasField("state"):
                 log(figures.row(event.state))
-    job = control.completed(job_id)
+    job = control.job(job_id)
+    check_completed(job)
     if output is Output.TABLE:
         done = f"job {job_id} completed: {counted(job.rounds_done, 'round')}"
         print(", ".join(filter(None, [done, *map(_figure, control.models(limit=1))])))

@@ -38,7 +38,7 @@ def create(
     seconds = round(days * _DAY)
     if state_dir is None:
         with connect(server) as control:
-            created = control.create_token(role, name, valid_seconds=seconds)
+            created = control.tokens.create(role, name, valid_seconds=seconds)
     else:
         created = _create_offline(state_dir, role, name, seconds)
     if output is Output.JSON:
@@ -49,7 +49,7 @@ def create(
 def list_(server: ServerOption = DEFAULT_SERVER, output: OutputOption = Output.TABLE) -> None:
     """List all tokens, oldest first, without their secrets."""
     with connect(server) as control:
-        known = control.tokens()
+        known = control.tokens.known()
     if output is Output.JSON:
         return print_json(to_dict(pb.TokenList(tokens=known)))
     columns = ("id", "role", "name", "created", "expires", "revoked")
@@ -70,7 +70,7 @@ def revoke(
 ) -> None:
     """Revoke a token, and close the sessions that were opened with it."""
     with connect(server) as control:
-        row = control.revoke_token(token_id)
+        row = control.tokens.revoke(token_id)
     if output is Output.JSON:
         return print_json(to_dict(row))
     print(f"the token {row.token_id} of {row.role} {row.name} is revoked")
