@@ -88,6 +88,7 @@ def check_contents(wheel: Path) -> None:
     assert {name.split("/")[0].partition("-")[0] for name in names} == {"fedring"}
     assert {name.split("/")[1] for name in names if name.startswith("fedring/")} - {*PARTS} <= {
         "offers.py",
+        "untrusted.py",
         "version.py",
     }
     assert [name for name in names if "test" in name and name != "fedring/server/model/testset.py"] == []
