@@ -9,6 +9,9 @@ import os
 from fedring import vision
 
 MODULES = (
+    "cryptography.hazmat.primitives.ciphers.aead",
+    "dp_accounting",  # imports SciPy
+    "hypothesis",
     "torch._dynamo",  # optimizers import it
     "torch.nn.parallel",
     "torch.utils.data",
@@ -26,6 +29,7 @@ MODULES = (
     "fedring.server.main",
     "fedring.vision",
     "pytest",
+    "stringprep",
     "tests.forks",
 )
 
