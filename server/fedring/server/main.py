@@ -116,8 +116,8 @@ def fl_server(
         set_up_logs(loaded.config.log_style, loaded.config.log_level)
         check(loaded.config)
         with ExitStack() as stack:
-            changes = {"drop_damaged": drop_damaged, "accept_older": accept_older} if not check_config else {}
-            code = asyncio.run(serve(loaded, stack, check_only=check_config, **changes))
+            drop, accept = (drop_damaged, accept_older) if not check_config else (False, False)
+            code = asyncio.run(serve(loaded, stack, check_only=check_config, drop_damaged=drop, accept_older=accept))
     except (ConfigError, StorageError, FsyncFailed, SeamError) as error:
         print(f"fl-server: {error}", file=sys.stderr)
         later = isinstance(error, StorageFailed | FsyncFailed)  # nothing is wrong with the configuration
