@@ -10,9 +10,8 @@ import sys
 from pathlib import Path
 
 from fedring.server.state.blobs import FileBlobs
-from fedring.server.state.interfaces import Acceptance
-from fedring.server.state.rows import JobRow, ModelRow, PacketSpec, RoundRow, UpdateRow
-from fedring.server.state.sql.store import SqlStore
+from fedring.server.state.rows import Acceptance, JobRow, ModelRow, PacketSpec, RoundRow, UpdateRow
+from fedring.server.state.sql.store import Store
 
 BATCH = 4
 
@@ -22,9 +21,9 @@ def main() -> None:
     publish_until_killed(Path(sys.argv[1]), sys.argv[2])
 
 
-def open_state(root: Path) -> tuple[FileBlobs, SqlStore]:
+def open_state(root: Path) -> tuple[FileBlobs, Store]:
     """Open the blobs and the database in `root`."""
-    return FileBlobs(root), SqlStore(f"sqlite:///{root / 'facts.sqlite'}")
+    return FileBlobs(root), Store(f"sqlite:///{root / 'facts.sqlite'}")
 
 
 def publish_until_killed(root: Path, crash_at: str) -> None:

@@ -20,7 +20,7 @@ from fedring.server.state.backup.contents import BackupError, digest_of, read_co
 from fedring.server.state.backup.create import back_up
 from fedring.server.state.backup.restore import restore
 from fedring.server.state.sql.database import SCHEMA
-from fedring.server.state.sql.store import SqlStore
+from fedring.server.state.sql.store import Store
 from fedring.server.state.sql.tables import METADATA
 from tests import forks
 from tests.damage import ask, flip, model_file, write
@@ -303,7 +303,7 @@ def test_a_backup_knows_every_column_that_names_a_blob(state: Path) -> None:
 def test_a_backup_contains_all_blobs_that_the_store_names(state: Path, tmp_path: Path) -> None:
     back_up(state, tmp_path / "copy")
     found = {blob.digest for blob in read_contents(tmp_path / "copy" / "facts.sqlite").blobs}
-    store = SqlStore(f"sqlite:///{state / 'facts.sqlite'}")
+    store = Store(f"sqlite:///{state / 'facts.sqlite'}")
     assert found == store.named_blobs()
     store.close()
 

@@ -142,11 +142,12 @@ class FuzzedServer:
 
     def _serve(self, folder: Path) -> None:
         asyncio.set_event_loop(self._loop)
-        main._stop_on_signals = lambda: self._stop  # only a main thread may listen to signals
         keys = [f"state_dir={folder}", "metrics_listen="]
         loaded = main.load(keys, self._addresses)
         with ExitStack() as stack, contextlib.redirect_stdout(io.StringIO()):
-            self._loop.run_until_complete(main._serve(loaded, stack, check_only=False))
+            # Only a main thread may listen to signals.
+            serving = main.serve(loaded, stack, check_only=False, stop_event=lambda: self._stop)
+            self._loop.run_until_complete(serving)
 
 
 class _Faults(logging.Handler):

@@ -16,7 +16,7 @@ import torch
 from fedring.client.policy.ledger import LEDGER, Ledger
 from fedring.client.secure.released import Released
 from fedring.client.secure.state import SecureState
-from fedring.client.transfer.kept import KeptFiles, Section, _digest
+from fedring.client.transfer.kept import KeptFiles, Section, digest_of
 from fedring.client.transfer.spool import Spool
 from fedring.codec import CodecError
 from fedring.daemon.config import ConfigError
@@ -29,8 +29,7 @@ from fedring.server.state.wal import scan
 from fedring.train.errors import SeamError, TrainError
 from fedring.train.tensors.files import read_tensors
 from fedring.v1 import federation_pb2 as pb
-from fedring.workers.replica_checkpoints import _VERSION, BadCheckpoint, decode
-from fedring.workers.replica_checkpoints import _digest as _replica_digest
+from fedring.workers.replica_checkpoints import BadCheckpoint, checkpoint_digest, decode, encode
 from fedring.workers.state_file import TensorFile, write_tensors
 from tests.fuzz.target import Target
 from tests.fuzz.wires import DEEP, LENGTH, MODEL, SCHEMA, update_offers
@@ -99,7 +98,7 @@ def _kept(folder: Path, data: bytes) -> None:
     words, _, line = data.decode("utf-8", "replace").partition("\0")
     known = {"client": "c", "line": line or "line", "update": "", "words": words}
     tensors = safetensors.torch.load_file(path)
-    safetensors.torch.save_file(tensors, path, known | {"digest": _digest(tensors, known)})
+    safetensors.torch.save_file(tensors, path, known | {"digest": digest_of(tensors, known)})
     KeptFiles(folder, "c").load("line")
 
 
@@ -133,14 +132,14 @@ def _finished(folder: Path, data: bytes) -> None:
 
 
 def _optimizer(data: bytes) -> None:
-    ServerOptimizer("Adam", {"lr": 0.1})._load(data, LENGTH)
+    ServerOptimizer("Adam", {"lr": 0.1}).load(data, LENGTH)
 
 
 def _replica(data: bytes) -> None:
     """Decode a replica's checkpoint whose digest is right."""
-    text, tensors = data.decode("utf-8", "replace"), {"0 a": torch.ones(2)}
-    metadata = {"version": _VERSION, "job": "j", "content": text, "digest": _replica_digest("j", text, tensors)}
-    decode(tensors, metadata, "j")
+    text = data.decode("utf-8", "replace")
+    tensors, metadata = encode({"a": torch.ones(2)}, "j")
+    decode(tensors, metadata | {"content": text, "digest": checkpoint_digest("j", text, tensors)}, "j")
 
 
 def _manifest(data: bytes) -> None:

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from fedring.server.state.rows import JobRow, RoundRow
-from fedring.server.state.sql.store import SqlStore
+from fedring.server.state.sql.store import Store
 from tests.fleets import Control, Fleet
 
 CLIENTS, ROUNDS = 1000, 60
@@ -15,7 +15,7 @@ def test_many_rounds_of_many_clients_are_listed_in_several_messages(tmp_path: Pa
     names = [f"hospital-{number:04}.example.org" for number in range(CLIENTS)]
     one = {"num_samples": 6000, "train_seconds": 12.5, "encoding": "packed", "upload_bytes": 40_000}
     stats = {"seconds": 20.0, "clients": {name: {**one, "metrics": {"loss": 0.5, "accuracy": 0.9}} for name in names}}
-    store = SqlStore(f"sqlite:///{state / 'facts.sqlite'}")
+    store = Store(f"sqlite:///{state / 'facts.sqlite'}")
     job = store.jobs.create(JobRow(0, "large", {}, ROUNDS, 1.0, state="completed"))
     for number in range(1, ROUNDS + 1):
         store.rounds.create(

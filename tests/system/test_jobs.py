@@ -13,7 +13,7 @@ from fedring.control.failure import Failure
 from fedring.daemon.exits import Exit
 from fedring.rpc.errors import reason_of
 from fedring.server.state.rows import JobRow, RoundRow
-from fedring.server.state.sql.store import SqlStore
+from fedring.server.state.sql.store import Store
 from fedring.v1 import control_pb2 as pb
 from fedring.v1 import control_pb2_grpc as rpc
 from fedring.v1 import federation_pb2 as fed
@@ -238,7 +238,7 @@ class TestBadJobs:
     def test_a_stored_job_that_is_not_valid_any_more_fails_with_a_reason(self, tmp_path: Path, state: str) -> None:
         spec = {**vector_job(), "seed": 2**63, "min_clients": 10**20, "name": "a\0b", "model_args": {"a": [10**30]}}
         with Fleet(tmp_path, {"job": DEFAULTS}) as fleet:
-            store = SqlStore(f"sqlite:///{tmp_path / 'state' / 'server' / 'facts.sqlite'}")
+            store = Store(f"sqlite:///{tmp_path / 'state' / 'server' / 'facts.sqlite'}")
             row = store.jobs.create(JobRow(0, "a\0b", spec, 3, 1.0, idempotency_key="old"))
             if state == "running":
                 store.jobs.set_state(row.job_id, "running")

@@ -25,7 +25,7 @@ from fedring.rpc.contract import PROTOCOL
 from fedring.rpc.errors import reason_of
 from fedring.rpc.tls import PLAINTEXT
 from fedring.server.guard.tokens import new_token
-from fedring.server.state.sql.store import SqlStore
+from fedring.server.state.sql.store import Store
 from fedring.v1 import control_pb2 as pb
 from fedring.v1.control_pb2_grpc import ControlServiceStub
 from fedring.v1.federation_pb2 import FetchModelRequest, JoinRequest, WatchRequest
@@ -76,7 +76,7 @@ def site(folder: Path, *, mutual: bool, tokens: bool) -> Iterator[Site]:
 def keep_token(fleet: Fleet, role: str, *, ends: float | None = None) -> str:
     """Write a new token of ann into the running server's database; return it."""
     row, token = new_token(role, "ann", 0)
-    store = SqlStore(f"sqlite:///{fleet.directory / 'state' / 'server' / 'facts.sqlite'}")
+    store = Store(f"sqlite:///{fleet.directory / 'state' / 'server' / 'facts.sqlite'}")
     store.tokens.add(replace(row, expires_at=ends))
     store.close()
     return token

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 
 from fedring.control.failure import Failure
 from fedring.daemon.exits import Exit
-from fedring.server.state.sql.store import SqlStore
+from fedring.server.state.sql.store import Store
 from fedring.simulation import simulate
 from tests.conftest import ROOT
 from tests.damage import write
@@ -64,7 +64,7 @@ JOBS: dict[str, dict[str, Any]] = {
 def without_secret(folder: Path) -> None:
     """Prepare the state of a server without a secret, as a simulation has none: it draws the same buckets."""
     folder.mkdir(parents=True)
-    store = SqlStore(f"sqlite:///{folder / 'facts.sqlite'}")
+    store = Store(f"sqlite:///{folder / 'facts.sqlite'}")
     store.close()
     write(folder, "UPDATE meta SET value = '' WHERE name = 'secret'")
 

@@ -31,12 +31,11 @@ from fedring.server.state.blob_interfaces import Partial
 from fedring.server.state.blobs import FileBlobs, FilePartial
 from fedring.server.state.facts import Facts
 from fedring.server.state.failures import StorageError
-from fedring.server.state.interfaces import Acceptance, RoundStore, UpdateStore
-from fedring.server.state.rows import ModelRow, RoundRow, UpdateRow, lay_out
-from fedring.server.state.sql.rounds import SqlRounds
-from fedring.server.state.sql.store import SqlStore
+from fedring.server.state.rows import Acceptance, ModelRow, RoundRow, UpdateRow, lay_out
+from fedring.server.state.sql.rounds import RoundStore
+from fedring.server.state.sql.store import Store
 from fedring.server.state.sql.transactions import Database
-from fedring.server.state.sql.updates import SqlUpdates
+from fedring.server.state.sql.updates import UpdateStore
 from fedring.train.jobs.job import Job
 from fedring.v1 import federation_pb2 as pb
 
@@ -50,7 +49,7 @@ def spec(**keys: Any) -> Job:
     return Job.model_validate({**fixed, **keys})
 
 
-class GatedStore(SqlStore):
+class GatedStore(Store):
     """A store whose transactions a test can hold up."""
 
     def __init__(self, path: Path, gate: Gate) -> None:
@@ -59,7 +58,7 @@ class GatedStore(SqlStore):
         self.updates: UpdateStore = GatedUpdates(self._database, gate)
 
 
-class GatedRounds(SqlRounds):
+class GatedRounds(RoundStore):
     def __init__(self, database: Database, gate: Gate) -> None:
         super().__init__(database)
         self._gate = gate
@@ -69,7 +68,7 @@ class GatedRounds(SqlRounds):
         super().replace(row)
 
 
-class GatedUpdates(SqlUpdates):
+class GatedUpdates(UpdateStore):
     def __init__(self, database: Database, gate: Gate) -> None:
         super().__init__(database)
         self._gate = gate

@@ -1,7 +1,7 @@
 """Jobs, rounds, updates and models for tests of the store."""
 
-from fedring.server.state.interfaces import Store
 from fedring.server.state.rows import JobRow, ModelRow, PacketSpec, RoundRow, UpdateRow
+from fedring.server.state.sql.store import Store
 
 
 def a_job(store: Store, rounds: int = 3, key: str | None = None) -> JobRow:

@@ -10,14 +10,15 @@ A gradient is that of one worker, not yet divided by the number of workers.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import ceil
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from fedring.codec.precision import Precision
+from fedring.train.jobs.hooks import choose_hook
 
 ClipNorm = Literal["tensor", "global"]
 
@@ -62,22 +63,7 @@ class DGC:
     max_iterations: int = 10
 
     def __post_init__(self) -> None:
-        ranges = {
-            "ratio": 0 < self.ratio <= 1,
-            "warmup_epochs": self.warmup_epochs >= 0,
-            "momentum": 0 <= self.momentum < 1,
-            "nesterov": not self.nesterov or self.momentum > 0,
-            "clip": self.clip is None or self.clip > 0,
-            "clip_norm": self.clip_norm in get_args(ClipNorm),
-            "precision": self.precision in ("fp32", "fp16", "sign"),
-            "min_numel_to_compress": self.min_numel_to_compress >= 0,
-            "sample_ratio": 0 < self.sample_ratio <= 1,
-            "lower_bound": 0 < self.lower_bound < 1,
-            "upper_bound": self.upper_bound > 1,
-            "max_iterations": self.max_iterations >= 0,
-        }
-        if wrong := [name for name, right in ranges.items() if not right]:
-            raise ValueError("; ".join(f"DGC cannot work with {name}={getattr(self, name)!r}" for name in wrong))
+        choose_hook("dgc", asdict(self))  # which knows the bounds of each parameter
 
 
 @dataclass(frozen=True, slots=True, eq=False)

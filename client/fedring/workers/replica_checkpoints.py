@@ -167,7 +167,7 @@ def encode(content: Content, job: str) -> tuple[dict[str, Tensor], dict[str, str
         if storage.nbytes() != tensor.nbytes or storage.data_ptr() in storages:
             tensors[name] = tensor.clone()
         storages.add(storage.data_ptr())
-    return tensors, {"version": _VERSION, "job": job, "content": text, "digest": _digest(job, text, tensors)}
+    return tensors, {"version": _VERSION, "job": job, "content": text, "digest": checkpoint_digest(job, text, tensors)}
 
 
 def decode(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], job: str) -> Content:
@@ -181,7 +181,7 @@ def decode(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], job: str)
     if metadata.get("job") != job:
         raise BadCheckpoint("it is of another job")
     text = metadata.get("content", "")
-    if metadata.get("digest") != _digest(job, text, tensors):
+    if metadata.get("digest") != checkpoint_digest(job, text, tensors):
         raise BadCheckpoint("its digest is wrong")
     try:
         content: Content = _decoded(parse_json(text), tensors)
@@ -202,7 +202,8 @@ def _read(path: Path, job: str) -> Content:
         raise BadCheckpoint(f"it cannot be read: {error}") from error
 
 
-def _digest(job: str, text: str, tensors: Mapping[str, Tensor]) -> str:
+def checkpoint_digest(job: str, text: str, tensors: Mapping[str, Tensor]) -> str:
+    """Return the digest of everything that a checkpoint says."""
     values = digest_of(tensors[name] for name in sorted(tensors))
     return blake3(b"\0".join([job.encode(), text.encode(), values])).hexdigest()
 

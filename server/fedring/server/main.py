@@ -116,8 +116,8 @@ def fl_server(
         set_up_logs(loaded.config.log_style, loaded.config.log_level)
         check(loaded.config)
         with ExitStack() as stack:
-            changes = {"drop_damaged": drop_damaged, "accept_older": accept_older} if not check_config else {}
-            code = asyncio.run(_serve(loaded, stack, check_only=check_config, **changes))
+            drop, accept = (drop_damaged, accept_older) if not check_config else (False, False)
+            code = asyncio.run(serve(loaded, stack, check_only=check_config, drop_damaged=drop, accept_older=accept))
     except (ConfigError, StorageError, FsyncFailed, SeamError) as error:
         print(f"fl-server: {error}", file=sys.stderr)
         later = isinstance(error, StorageFailed | FsyncFailed)  # nothing is wrong with the configuration
@@ -131,14 +131,33 @@ def load(arguments: Sequence[str], flags: Mapping[str, object]) -> Loaded[Server
     return load_config(ServerConfig, file, overrides=overrides, flags=flags)
 
 
-async def _serve(
+def _stop_on_signals() -> asyncio.Event:
+    """Return an event that SIGTERM and SIGINT set."""
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    return stop
+
+
+async def serve(
     loaded: Loaded[ServerConfig],
     stack: ExitStack,
     *,
     check_only: bool,
     drop_damaged: bool = False,
     accept_older: bool = False,
+    stop_event: Callable[[], asyncio.Event] = _stop_on_signals,
 ) -> int:
+    """Serve until told to stop, then drain, and return the exit code.
+
+    Args:
+        loaded: The configuration.
+        stack: Holds whatever must be released afterwards.
+        check_only: Whether to return as soon as it could serve.
+        drop_damaged: Whether to go on without models of which a file is damaged.
+        accept_older: Whether to go on although the database has lost its newest facts.
+        stop_event: Makes the event that ends the server.
+    """
     config = loaded.config
     origins = ", ".join(sorted(set(loaded.origins.values()))) or "defaults"
     where = f"clients at {config.listen}, flctl at {config.control_listen}, state in {config.state_dir}"
@@ -176,7 +195,7 @@ async def _serve(
     if check_only:
         print(*parts.models.maker.offered.lines(), "the configuration is good", sep="\n")
         return Exit.OK
-    stop = _stop_on_signals()  # before anybody learns that this server serves
+    stop = stop_event()  # before anybody learns that this server serves
     for server in servers:
         await server.start()
     await health.set(serving=True)
@@ -236,14 +255,6 @@ def _pages(parts: Parts, config: ServerConfig, stack: ExitStack, spent: PrivacyS
     page = WebServer(view, config.web_host, config.web_port, names=config.web_allowed_hosts)
     stack.enter_context(page.socket)
     return [page]
-
-
-def _stop_on_signals() -> asyncio.Event:
-    """Return an event that SIGTERM and SIGINT set."""
-    stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    return stop
 
 
 async def _until_stopped(

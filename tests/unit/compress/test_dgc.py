@@ -224,7 +224,7 @@ def test_every_setting_says_which_way_is_more_aggressive() -> None:
 
 
 def test_nesterov_needs_momentum() -> None:
-    with pytest.raises(ValueError, match="nesterov=True"):
+    with pytest.raises(ValueError, match="nesterov needs a momentum"):
         DGC(momentum=0, nesterov=True)
 
 

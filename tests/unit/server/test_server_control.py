@@ -20,16 +20,15 @@ from fedring.server.services import control_service, model_streams
 from fedring.server.sessions.sessions import Sessions
 from fedring.server.state.blobs import FileBlobs
 from fedring.server.state.facts import Facts
-from fedring.server.state.interfaces import RoundStore
 from fedring.server.state.rows import JobRow, RoundRow
-from fedring.server.state.sql.rounds import SqlRounds
-from fedring.server.state.sql.store import SqlStore
+from fedring.server.state.sql.rounds import RoundStore
+from fedring.server.state.sql.store import Store
 from fedring.server.state.sql.transactions import Database
 from fedring.train.jobs.job import Job
 from fedring.v1 import control_pb2 as pb
 
 
-class CountingStore(SqlStore):
+class CountingStore(Store):
     """A store that remembers how many rounds each transaction read."""
 
     def __init__(self, url: str) -> None:
@@ -48,7 +47,7 @@ class CountingStore(SqlStore):
             self.rounds.create(row)
 
 
-class CountingRounds(SqlRounds):
+class CountingRounds(RoundStore):
     def __init__(self, database: Database) -> None:
         super().__init__(database)
         self.read: list[int] = []

@@ -23,7 +23,7 @@ from fedring.server.operator.job_checks import JobChecks
 from fedring.server.state.blobs import FileBlobs
 from fedring.server.state.facts import Facts
 from fedring.server.state.rows import ModelRow
-from fedring.server.state.sql.store import SqlStore
+from fedring.server.state.sql.store import Store
 from fedring.train.errors import SeamError
 from fedring.train.jobs.job import Job
 from fedring.train.models import digits_mlp
@@ -198,7 +198,7 @@ def test_first_weights_may_be_those_that_are_shared_and_no_other_values_of_the_r
 def make(tmp_path: Path) -> Iterator[Make]:
     """Yield a function that makes the first model of a job."""
     blobs = FileBlobs(tmp_path)
-    facts = Facts(SqlStore("sqlite://"), blobs, threads=1)
+    facts = Facts(Store("sqlite://"), blobs, threads=1)
     config = ServerConfig.model_validate({"state_dir": tmp_path, "trusted": ["fedring", __name__]})
     models = Models(blobs, facts.pool, config, "run-1")
 

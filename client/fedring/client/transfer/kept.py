@@ -176,7 +176,7 @@ class KeptFiles:
         tensors = {f"{name}/{key}": t for name, each in state.sections.items() for key, t in each.tensors.items()}
         words = {name: dict(each.words) for name, each in state.sections.items()}
         known = {"client": self._client, "line": state.line, "update": update, "words": json.dumps(words)}
-        save_private(save_file, path, tensors, known | {"digest": _digest(tensors, known)})
+        save_private(save_file, path, tensors, known | {"digest": digest_of(tensors, known)})
 
     def _read(self, path: Path, update: str = "") -> KeptState | None:
         """Return the content of a file.
@@ -192,7 +192,7 @@ class KeptFiles:
                 known = dict(opened.metadata() or {})
                 # Copies: the reader maps the file into memory, and what it says later would be used unchecked.
                 tensors = {name: opened.get_tensor(name).clone() for name in opened.keys()}  # noqa: SIM118 (no mapping)
-            if known.pop("digest", "") != _digest(tensors, known):
+            if known.pop("digest", "") != digest_of(tensors, known):
                 raise ValueError("its digest is another one")
             if known["client"] != self._client:
                 raise ValueError(f"it belongs to the client {known['client']!r:.140}")
@@ -212,7 +212,7 @@ class KeptFiles:
             return None
 
 
-def _digest(tensors: Mapping[str, Tensor], known: Mapping[str, str]) -> str:
+def digest_of(tensors: Mapping[str, Tensor], known: Mapping[str, str]) -> str:
     """Return the digest of everything that a file says."""
     digest, ordered = Digest(), sorted(tensors)
     shapes = [(name, str(tensors[name].dtype), list(tensors[name].shape)) for name in ordered]

@@ -4,7 +4,6 @@ Unlike in DGC there is no momentum correction and no warm-up: any optimizer may 
 """
 
 from collections.abc import Iterable, Sequence
-from typing import get_args
 
 import torch
 import torch.distributed as dist
@@ -22,6 +21,7 @@ from fedring.ddp.gradients import Gradients
 from fedring.ddp.hooks.corrected import CorrectedState
 from fedring.ddp.parts import add_entries
 from fedring.ddp.turns import Collective, Steps
+from fedring.train.jobs.hooks import choose_hook
 
 _SELECTION = DGC()  # how a threshold is found
 
@@ -49,10 +49,7 @@ class TopKState(CorrectedState):
         named_parameters: Iterable[tuple[str, Tensor]] | None = None,
     ) -> None:
         super().__init__(process_group, feedback=feedback, named_parameters=named_parameters)
-        if not 0 < ratio <= 1:
-            raise ValueError(f"ratio must be above 0 and at most 1, not {ratio}")
-        if precision not in get_args(Precision):
-            raise ValueError(f"precision is one of {', '.join(get_args(Precision))}, not {precision!r}")
+        choose_hook("topk", {"ratio": ratio, "precision": precision})
         self.ratio = ratio
         self.precision: Precision = precision
 

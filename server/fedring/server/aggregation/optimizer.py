@@ -81,7 +81,7 @@ class ServerOptimizer:
         """
         parameter = torch.from_numpy(base.copy())
         optimizer = self._make(parameter)
-        if state and (tensors := self._load(state, len(base))):
+        if state and (tensors := self.load(state, len(base))):
             groups = optimizer.state_dict()["param_groups"]
             optimizer.load_state_dict({"state": {0: tensors}, "param_groups": groups})
         parameter.grad = torch.from_numpy(np.negative(delta, dtype=np.float32))
@@ -110,7 +110,14 @@ class ServerOptimizer:
     def _identity(self) -> str:
         return json.dumps([self.name, dict(self.args)], sort_keys=True)
 
-    def _load(self, state: bytes, length: int) -> dict[str, torch.Tensor]:
+    def load(self, state: bytes, length: int) -> dict[str, torch.Tensor]:
+        """Return the tensors of a state.
+
+        There are none if it belongs to another optimizer, or to a model of another size.
+
+        Raises:
+            OptimizerError: if it is damaged.
+        """
         try:
             tensors = {key: value.clone() for key, value in safetensors.torch.load(state).items()}
             header = parse_json(state[8 : 8 + int.from_bytes(state[:8], "little")])

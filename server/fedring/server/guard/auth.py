@@ -63,8 +63,8 @@ class AuthCounts:
 
     def __init__(self) -> None:
         self.refused: Counter[str] = Counter(dict.fromkeys(REASONS, 0))
-        self.handshakes = 0
-        self.connections = 0
+        self.handshakes = 0  # of TLS that began
+        self.connections = 0  # on which a call came
         self.ended = 0  # connections that did not keep to a limit
         self._peers: OrderedDict[str, None] = OrderedDict()  # the newest connections on which a call came
 

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from ipaddress import IPv4Network, IPv6Network, ip_network
 from operator import itemgetter
-from typing import Protocol
 from urllib.parse import unquote
 
 from fedring.rpc.errors import Overloaded
+from fedring.server.guard.auth import AuthCounts
 from fedring.server.guard.sockets import Address, Connection, address_of, peer_of
 
 WINDOW_SECONDS = 10.0
@@ -52,12 +52,6 @@ class Call:
     began: float
 
 
-class Tally(Protocol):
-    """Counts connections that were ended for their callers' behaviour."""
-
-    ended: int
-
-
 @dataclass
 class Callers:
     """The callers of one port, by connection and by address.
@@ -72,7 +66,7 @@ class Callers:
     most_calls: int
     most_connections: int
     exempt: Sequence[str] = ()
-    tally: Tally | None = None
+    tally: AuthCounts | None = None
     _accounts: dict[str, _Account] = field(default_factory=dict)  # of open connections, by name
     _open_calls: dict[Address, int] = field(default_factory=dict)
     _blocked: dict[Address, float] = field(default_factory=dict)  # until when

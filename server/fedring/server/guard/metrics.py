@@ -1,43 +1,20 @@
 """Metrics of the calls that the guard of the ports refuses."""
 
-from collections.abc import Iterator, Mapping
-from typing import Protocol
+from collections.abc import Iterator
 
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-
-class GuardCounts(Protocol):
-    """The counts of the guard. All reasons are there from the start."""
-
-    @property
-    def refused(self) -> Mapping[str, int]:
-        """Calls that were refused, by reason."""
-        ...
-
-    @property
-    def handshakes(self) -> int:
-        """Handshakes of TLS that began."""
-        ...
-
-    @property
-    def connections(self) -> int:
-        """Connections on which a call came."""
-        ...
-
-    @property
-    def ended(self) -> int:
-        """Connections ended because they exceeded a limit of their address."""
-        ...
+from fedring.server.guard.auth import AuthCounts
 
 
 class GuardMetrics(Collector):
     """The counts of both ports' guards, read when Prometheus asks."""
 
     def __init__(self) -> None:
-        self._tally: GuardCounts | None = None
+        self._tally: AuthCounts | None = None
 
-    def read(self, tally: GuardCounts) -> None:
+    def read(self, tally: AuthCounts) -> None:
         """Read these counts from now on."""
         self._tally = tally
 

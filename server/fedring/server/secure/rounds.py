@@ -38,9 +38,9 @@ from fedring.server.secure.service import SecureAggregationService
 from fedring.server.secure.steps import SecureMetrics, SecureSteps, listed
 from fedring.server.sessions.sessions import Sessions
 from fedring.server.state.facts import Facts
-from fedring.server.state.interfaces import Acceptance, RoundStore
-from fedring.server.state.rows import ChargeRow, RoundRow
+from fedring.server.state.rows import Acceptance, ChargeRow, RoundRow
 from fedring.server.state.secure_rows import SecureMessageRow, SecureRoundRow
+from fedring.server.state.sql.rounds import RoundStore
 from fedring.v1 import secure_pb2 as wire
 from fedring.v1.secure_pb2_grpc import add_SecureAggregationServiceServicer_to_server
 

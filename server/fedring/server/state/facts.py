@@ -14,8 +14,8 @@ from typing import ParamSpec, TypeVar
 from fedring.server.state.blob_interfaces import Blobs, Partial
 from fedring.server.state.blobs import MemoryPartial
 from fedring.server.state.failures import StorageError, StorageFailed
-from fedring.server.state.interfaces import Acceptance, Pruned, Store
-from fedring.server.state.rows import EventRow, LastAccepted, UpdateRow
+from fedring.server.state.rows import Acceptance, EventRow, LastAccepted, Pruned, UpdateRow
+from fedring.server.state.sql.store import Store
 
 log = logging.getLogger(__name__)
 

@@ -13,5 +13,5 @@ FACTS, BLOBS, PARTIAL, UNNAMED, STATE_ID = "facts.sqlite", "blobs", "partial", "
 
 
 def database_url(folder: Path) -> str:
-    """Return the URL of the database in a state folder, for SqlStore."""
+    """Return the URL of the database in a state folder, for Store."""
     return f"sqlite:///{folder / FACTS}"

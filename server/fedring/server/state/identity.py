@@ -19,7 +19,7 @@ from fedring.server.state.files import BLOBS, FACTS, STATE_ID, database_url
 from fedring.server.state.log_check import check_at_rest, check_log, keep_log, peek
 from fedring.server.state.rows import TokenRow
 from fedring.server.state.sql.database import LOG_BYTES
-from fedring.server.state.sql.store import SqlStore
+from fedring.server.state.sql.store import Store
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ _ADVICE = "Restore a backup (flctl restore), or give the server an empty folder.
 
 def open_state(
     folder: Path, *, adopt: bool = True, accept_older: bool = False, log_bytes: int = LOG_BYTES
-) -> tuple[SqlStore, FileBlobs]:
+) -> tuple[Store, FileBlobs]:
     """Open a state folder's database and blobs.
 
     They are created in an empty folder.
@@ -65,7 +65,7 @@ def open_state(
             what = f"{BLOBS}/ is missing or belongs to another state"
         raise StorageError("wrong_state", f"{what}. {_ADVICE}")
     files = FileBlobs(folder)
-    store = SqlStore(database_url(folder), log_bytes=log_bytes)
+    store = Store(database_url(folder), log_bytes=log_bytes)
     if lost:
         store.begin_epoch()  # a start that is killed before this finds the damage again
     if adopt and not beside:
@@ -95,7 +95,7 @@ def add_token_offline(folder: Path, row: TokenRow) -> None:
         raise ConfigError(f"there is no folder {folder}: give the server's state_dir")
     refuse_pending(folder)
     check_at_rest(folder)
-    store = SqlStore(database_url(folder))
+    store = Store(database_url(folder))
     try:
         store.tokens.add(row)
     finally:

@@ -6,6 +6,7 @@ are names (`fedring.codec.digest`). Times are wall-clock seconds since 1970, for
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from enum import StrEnum
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -229,6 +230,22 @@ class TokenRow:
     created_at: float
     expires_at: float | None = None
     revoked_at: float | None = None
+
+
+class Acceptance(StrEnum):
+    """The outcome of an offered update."""
+
+    NEW = "accepted"
+    ALREADY = "already_accepted"  # the same update was accepted before
+    OTHER = "already_accepted_other"  # refused: another update of the client was accepted for the round
+
+
+@dataclass(frozen=True, slots=True)
+class Pruned:
+    """The removed part of a store."""
+
+    rows: int
+    blobs: frozenset[str]  # the names of the blobs that no row names any more
 
 
 def lay_out(packets: Iterable[tuple[Vector, Kind, str, int]]) -> tuple[PacketSpec, ...]:

@@ -15,8 +15,7 @@ from fedring.server.round.rounds import Rounds
 from fedring.server.state.blob_interfaces import Partial
 from fedring.server.state.facts import Facts
 from fedring.server.state.failures import StorageError
-from fedring.server.state.interfaces import Acceptance
-from fedring.server.state.rows import UpdateRow
+from fedring.server.state.rows import Acceptance, UpdateRow
 from fedring.server.update.metrics import UpdateMetrics
 
 

@@ -24,7 +24,7 @@ from fedring.server.state.blobs import FileBlobs
 from fedring.server.state.facts import Facts
 from fedring.server.state.failures import DamagedModel
 from fedring.server.state.rows import ModelRow, UpdateRow, lay_out
-from fedring.server.state.sql.store import SqlStore
+from fedring.server.state.sql.store import Store
 from fedring.train.errors import SeamError
 from fedring.train.jobs.job import Job
 from fedring.train.models import digits_mlp, vector
@@ -45,7 +45,7 @@ class Line:
 
     def __init__(self, root: Path, **settings: Any) -> None:
         self.root, self.blobs = root, FileBlobs(root)
-        self.facts = Facts(SqlStore("sqlite://"), self.blobs, threads=1)
+        self.facts = Facts(Store("sqlite://"), self.blobs, threads=1)
         self.models = Models(
             self.blobs, self.facts.pool, ServerConfig.model_validate({"state_dir": root, **settings}), "run-1"
         )
@@ -257,7 +257,7 @@ def test_a_model_that_is_named_by_sha256_is_sent_and_continued(line: Line) -> No
 
 def test_a_version_in_a_file_that_is_named_by_sha256_is_loaded_and_checked(line: Line, tmp_path: Path) -> None:
     old = as_protocol_1(line, line.first(spec()))
-    store = SqlStore(f"sqlite:///{tmp_path / 'facts.sqlite'}")
+    store = Store(f"sqlite:///{tmp_path / 'facts.sqlite'}")
     store.models.publish(old)
     loaded = load_model(1, vector(SIZE), state_dir=tmp_path)
     np.testing.assert_array_equal(read_vectors(loaded).parameters, line.values(old).parameters)
@@ -271,7 +271,7 @@ def test_a_version_in_a_file_that_is_named_by_sha256_is_loaded_and_checked(line:
 
 
 def test_a_version_is_loaded_from_the_servers_state(tmp_path: Path) -> None:
-    store, blobs = SqlStore(f"sqlite:///{tmp_path / 'facts.sqlite'}"), FileBlobs(tmp_path)
+    store, blobs = Store(f"sqlite:///{tmp_path / 'facts.sqlite'}"), FileBlobs(tmp_path)
     for version in (1, 2):
         given = vector(SIZE)
         with torch.no_grad():

@@ -14,15 +14,14 @@ from fedring.server.sessions.sessions import Sessions
 from fedring.server.state.blobs import FileBlobs
 from fedring.server.state.facts import Facts
 from fedring.server.state.failures import FsyncFailed, StoreError
-from fedring.server.state.interfaces import JobStore
 from fedring.server.state.rows import JobRow
-from fedring.server.state.sql.jobs import SqlJobs
-from fedring.server.state.sql.store import SqlStore
+from fedring.server.state.sql.jobs import JobStore
+from fedring.server.state.sql.store import Store
 from fedring.server.state.sql.transactions import Database
 from fedring.train.jobs.job import Job
 
 
-class SlowStore(SqlStore):
+class SlowStore(Store):
     """A store that returns a job only when the test lets it."""
 
     def __init__(self) -> None:
@@ -31,7 +30,7 @@ class SlowStore(SqlStore):
         self.jobs: JobStore = self.slow
 
 
-class SlowJobs(SqlJobs):
+class SlowJobs(JobStore):
     def __init__(self, database: Database) -> None:
         super().__init__(database)
         self.asked, self.answers = threading.Event(), threading.Event()

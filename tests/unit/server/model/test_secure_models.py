@@ -27,7 +27,7 @@ from fedring.server.state.checked import read_checked
 from fedring.server.state.facts import Facts
 from fedring.server.state.failures import DamagedModel, DamagedUpdates
 from fedring.server.state.rows import ModelRow, UpdateRow, lay_out
-from fedring.server.state.sql.store import SqlStore
+from fedring.server.state.sql.store import Store
 from fedring.train.jobs.job import Job
 from fedring.v1.secure_pb2 import SecureRound
 
@@ -57,7 +57,7 @@ class Rounds:
 
     def __init__(self, root: Path) -> None:
         self.root, self.blobs = root, FileBlobs(root)
-        self.facts = Facts(SqlStore("sqlite://"), self.blobs, threads=2)
+        self.facts = Facts(Store("sqlite://"), self.blobs, threads=2)
         self.models = Models(self.blobs, self.facts.pool, ServerConfig.model_validate({"state_dir": root}), "run-1")
         self.deltas: dict[str, NDArray[np.float32]] = {}
         self.sums: dict[str, NDArray[np.float64]] = {}  # by group, without masks

@@ -12,7 +12,7 @@ from fedring.server.model.models import Models
 from fedring.server.model.testset import TestSet as Subject  # pytest would collect it
 from fedring.server.state.blobs import FileBlobs
 from fedring.server.state.facts import Facts
-from fedring.server.state.sql.store import SqlStore
+from fedring.server.state.sql.store import Store
 from fedring.train.errors import SeamError
 from fedring.train.jobs.job import Job
 
@@ -39,7 +39,7 @@ def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Sub
     (tmp_path / "user_testset.py").write_text(CODE)
     monkeypatch.syspath_prepend(tmp_path)
     config = ServerConfig.model_validate({"state_dir": tmp_path, "trusted": ["fedring", "user_testset"]})
-    facts = Facts(SqlStore("sqlite://"), FileBlobs(tmp_path), threads=1)
+    facts = Facts(Store("sqlite://"), FileBlobs(tmp_path), threads=1)
     models = Models(facts.blobs, facts.pool, config, "run-1")
     yield Subject(facts.blobs, config.data_root, models.maker.offered), models
     facts.close()

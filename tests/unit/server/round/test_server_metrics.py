@@ -3,7 +3,6 @@
 import ast
 import asyncio
 from collections.abc import Iterator
-from dataclasses import dataclass
 from math import isnan
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import fedring.server
 from fedring.codec.errors import CodecError
 from fedring.rpc import errors
 from fedring.rpc.errors import FedringError, OtherUpdate, Stalled, Unavailable
-from fedring.server.guard.auth import REASONS
+from fedring.server.guard.auth import REASONS, AuthCounts
 from fedring.server.operator.metrics import Metrics
 from fedring.server.round import machine as rd
 from fedring.server.round.events import (
@@ -224,18 +223,11 @@ def test_named_figures_are_those_of_the_newest_round_and_cannot_create_series_wi
     assert [(sample.labels["metric"], sample.value) for sample in family.samples] == [("train/f1", 0.75)]
 
 
-@dataclass(frozen=True)
-class Tally:
-    """What the guard of the listeners has counted."""
-
-    refused: dict[str, int]
-    handshakes: int
-    connections: int
-    ended: int
-
-
 def test_refusals_handshakes_and_connections_are_exported_as_the_guard_counted_them(metrics: Metrics) -> None:
-    metrics.guard.read(Tally({"bad_token": 2, "not_operator": 0}, handshakes=5, connections=3, ended=2))
+    counts = AuthCounts()
+    counts.refused["bad_token"] = 2
+    counts.handshakes, counts.connections, counts.ended = 5, 3, 2
+    metrics.guard.read(counts)
     assert value(metrics, "fl_server_auth_refusals_total", reason="bad_token") == 2
     assert value(metrics, "fl_server_auth_refusals_total", reason="not_operator") == 0
     assert value(metrics, "fl_server_handshakes_total") == 5

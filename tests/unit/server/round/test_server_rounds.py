@@ -19,7 +19,7 @@ from fedring.server.round import machine as rd
 from fedring.server.round.events import Abandon, Joined
 from fedring.server.service import upload_calls
 from fedring.server.state.rows import LastAccepted
-from fedring.server.state.sql.store import SqlStore
+from fedring.server.state.sql.store import Store
 from fedring.server.update.admission import check_payload
 from fedring.v1 import federation_pb2 as pb
 
@@ -207,7 +207,7 @@ async def test_a_small_payload_with_many_values_is_not_checked_in_the_event_loop
 
 
 async def test_commands_and_their_updates_have_the_epoch_of_the_state(tmp_path: Path) -> None:
-    SqlStore(f"sqlite:///{tmp_path / 'facts.sqlite'}").close()
+    Store(f"sqlite:///{tmp_path / 'facts.sqlite'}").close()
     set_epoch(tmp_path, 1_700_000_000)
     async with running(tmp_path) as host:
         session = host.join("a")

@@ -40,7 +40,7 @@ def sealed(blobs: Blobs, data: bytes) -> str:
 
 
 class TestBlobs:
-    """The promises of `fedring.server.state.interfaces.Blobs`. To check another implementation, add it above."""
+    """The promises of `fedring.server.state.blob_interfaces.Blobs`. To check another implementation, add it above."""
 
     def test_a_sealed_blob_has_its_digest_as_name_and_is_read_by_range(self, blobs: Blobs) -> None:
         digest = sealed(blobs, b"0123456789")

@@ -20,7 +20,7 @@ from fedring.server.state.failures import StoreError
 from fedring.server.state.identity import add_token_offline, open_state
 from fedring.server.state.log_check import check_log_at_rest
 from fedring.server.state.rows import TokenRow
-from fedring.server.state.sql.store import SqlStore
+from fedring.server.state.sql.store import Store
 
 CLIENTS = [f"client-{number:02}" for number in range(32)]
 SEED = 20_240_502
@@ -118,11 +118,11 @@ def test_what_is_left_is_accepted_only_in_a_new_epoch(damaged: Path) -> None:
 def test_a_start_that_is_killed_before_the_new_epoch_finds_the_damage_again(
     damaged: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def die(store: SqlStore) -> None:
+    def die(store: Store) -> None:
         shutil.copytree(damaged, damaged.with_name("died"))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(SqlStore, "begin_epoch", die)
+    monkeypatch.setattr(Store, "begin_epoch", die)
     with pytest.raises(KeyboardInterrupt):
         open_state(damaged, accept_older=True)
     with pytest.raises(StoreError, match="lost_commits"):
@@ -132,12 +132,12 @@ def test_a_start_that_is_killed_before_the_new_epoch_finds_the_damage_again(
 def test_a_start_that_is_killed_before_the_log_is_emptied_has_the_new_epoch_or_finds_the_damage(
     damaged: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def die(store: SqlStore) -> None:
+    def die(store: Store) -> None:
         shutil.copytree(damaged, damaged.with_name("died"))
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(SqlStore, "shorten_log", die)
+        patch.setattr(Store, "shorten_log", die)
         with pytest.raises(KeyboardInterrupt):
             open_state(damaged, accept_older=True)
     with pytest.raises(StoreError, match="lost_commits"):
@@ -200,13 +200,13 @@ def test_the_look_at_a_sound_log_never_takes_the_lock_of_a_server_that_starts(
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[SqlStore]:
-    store = SqlStore(f"sqlite:///{tmp_path / 'facts.sqlite'}", log_bytes=1 << 18)
+def store(tmp_path: Path) -> Iterator[Store]:
+    store = Store(f"sqlite:///{tmp_path / 'facts.sqlite'}", log_bytes=1 << 18)
     yield store
     store.close()
 
 
-def test_the_log_stays_short(store: SqlStore, tmp_path: Path) -> None:
+def test_the_log_stays_short(store: Store, tmp_path: Path) -> None:
     row = a_round(store, a_job(store))
     longest = 0
     for number in range(200):
@@ -219,7 +219,7 @@ def test_the_log_stays_short(store: SqlStore, tmp_path: Path) -> None:
     assert len(store.updates.of_round(row.round)) == 200
 
 
-def test_a_reader_is_not_waited_for_and_the_log_becomes_short_after_it(store: SqlStore, tmp_path: Path) -> None:
+def test_a_reader_is_not_waited_for_and_the_log_becomes_short_after_it(store: Store, tmp_path: Path) -> None:
     row = a_round(store, a_job(store))
     with closing(sqlite3.connect(tmp_path / "facts.sqlite", isolation_level=None)) as reader:
         reader.execute("BEGIN")
@@ -234,7 +234,7 @@ def test_a_reader_is_not_waited_for_and_the_log_becomes_short_after_it(store: Sq
 
 
 def test_a_store_in_memory_has_no_log() -> None:
-    store = SqlStore("sqlite://")
+    store = Store("sqlite://")
     store.shorten_log()
     assert store.log_bytes() == 0
     store.close()

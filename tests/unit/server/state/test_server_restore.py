@@ -17,7 +17,7 @@ from fedring.server.state.backup.contents import BackupError, NamedBlob, copy_bl
 from fedring.server.state.backup.create import back_up
 from fedring.server.state.backup.restore import restore
 from fedring.server.state.identity import open_state
-from fedring.server.state.sql.store import SqlStore
+from fedring.server.state.sql.store import Store
 
 NOW = 1_700_000_000
 
@@ -84,7 +84,7 @@ def test_a_restored_state_is_that_of_the_backup_in_a_new_epoch(backup: Path, tmp
     assert new == old | {"epoch": str(NOW), "restored_from": restored.manifest.facts_digest}
     assert "epoch" not in old
     assert epoch_of(tmp_path / "state") == NOW
-    first, second = (SqlStore(f"sqlite:///{tmp_path / name / 'facts.sqlite'}") for name in ("one", "state"))
+    first, second = (Store(f"sqlite:///{tmp_path / name / 'facts.sqlite'}") for name in ("one", "state"))
     assert second.run_id == first.run_id
     assert second.models.newest() == first.models.newest()
     assert second.updates.of_round(1) == first.updates.of_round(1)

@@ -1,7 +1,4 @@
-"""The promises of a store, as `fedring.server.state.interfaces.Store` states them, for each implementation.
-
-To check another implementation, add it to IMPLEMENTATIONS.
-"""
+"""The promises of a store (`fedring.server.state.sql.store`), for each database in IMPLEMENTATIONS."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,8 +10,18 @@ from tests.store_implementations import IMPLEMENTATIONS, Implementation
 from tests.unit.rows import a_job, a_model, a_round, an_update
 
 from fedring.server.state.failures import StorageError
-from fedring.server.state.interfaces import Acceptance, Pruned, Store
-from fedring.server.state.rows import KEEP_EVENTS, EvaluationRow, EventRow, LastAccepted, PacketSpec, RoundRow, TokenRow
+from fedring.server.state.rows import (
+    KEEP_EVENTS,
+    Acceptance,
+    EvaluationRow,
+    EventRow,
+    LastAccepted,
+    PacketSpec,
+    Pruned,
+    RoundRow,
+    TokenRow,
+)
+from fedring.server.state.sql.store import Store
 
 
 @pytest.fixture(params=IMPLEMENTATIONS)

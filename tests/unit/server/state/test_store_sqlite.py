@@ -24,7 +24,7 @@ from fedring.server.state.rows import (
 )
 from fedring.server.state.secure_rows import SecureMessageRow, SecureRoundRow
 from fedring.server.state.sql.database import SCHEMA, open_database
-from fedring.server.state.sql.store import SqlStore
+from fedring.server.state.sql.store import Store
 from fedring.server.state.sql.tables import METADATA, ROW_DIGEST
 
 SEED, FLIPS = 1, 100
@@ -32,13 +32,13 @@ SEED, FLIPS = 1, 100
 
 def test_facts_and_the_run_id_outlive_the_process(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path / 'facts.sqlite'}"
-    first = SqlStore(url)
+    first = Store(url)
     run_id, job = first.run_id, a_job(first)
     first.close()
-    second = SqlStore(url)
+    second = Store(url)
     assert (second.run_id, second.jobs.get(1)) == (run_id, job)
     second.close()
-    other = SqlStore("sqlite://")
+    other = Store("sqlite://")
     assert other.run_id != run_id
     other.close()
 
@@ -54,7 +54,7 @@ def test_the_database_is_strict_and_syncs_every_commit(tmp_path: Path) -> None:
 
 
 def test_neither_accepting_nor_pruning_reads_whole_tables(tmp_path: Path) -> None:
-    store = SqlStore(f"sqlite:///{tmp_path / 'facts.sqlite'}")
+    store = Store(f"sqlite:///{tmp_path / 'facts.sqlite'}")
     done: list[tuple[str, Any]] = []
 
     def remember(*args: Any) -> None:
@@ -99,7 +99,7 @@ def test_the_tables_of_another_version_are_refused(schema: int, reason: str, wor
     assert caught.value.reason == reason
     assert file.read_bytes() == before
     with pytest.raises(StoreError, match=words):
-        SqlStore(f"sqlite:///{file}")
+        Store(f"sqlite:///{file}")
     with closing(sqlite3.connect(file)) as connection:
         assert connection.execute("SELECT name FROM sqlite_master").fetchall() == [("jobs",)]
 
@@ -122,16 +122,16 @@ def test_the_log_of_a_killed_older_server_is_not_moved_into_its_database(accept_
 def test_a_file_that_is_not_a_database_is_reported_as_corrupt(tmp_path: Path) -> None:
     (tmp_path / "facts.sqlite").write_bytes(b"not a database" * 100)
     with pytest.raises(StorageError) as caught:
-        SqlStore(f"sqlite:///{tmp_path / 'facts.sqlite'}")
+        Store(f"sqlite:///{tmp_path / 'facts.sqlite'}")
     assert caught.value.reason == "corrupt"
 
 
 def test_a_backup_is_a_complete_store(tmp_path: Path) -> None:
-    store = SqlStore(f"sqlite:///{tmp_path / 'facts.sqlite'}")
+    store = Store(f"sqlite:///{tmp_path / 'facts.sqlite'}")
     job = a_job(store)
     store.backup(tmp_path / "copy.sqlite")
     a_job(store)
-    copy = SqlStore(f"sqlite:///{tmp_path / 'copy.sqlite'}")
+    copy = Store(f"sqlite:///{tmp_path / 'copy.sqlite'}")
     assert (copy.run_id, copy.jobs.newest()) == (store.run_id, [job])
     with pytest.raises(StoreError, match="no_backup"):
         store.backup(tmp_path / "copy.sqlite")
@@ -144,7 +144,7 @@ UNCOVERED = {("updates", "payload")}
 
 def filled(folder: Path) -> None:
     """Make a database with a row, or more, in each table that has digests."""
-    store = SqlStore(f"sqlite:///{folder / 'facts.sqlite'}")
+    store = Store(f"sqlite:///{folder / 'facts.sqlite'}")
     job = a_job(store, key="once")
     done, opened = a_round(store, job), a_round(store, job)
     store.models.publish(a_model(1))
@@ -185,7 +185,7 @@ def columns_with_digest() -> list[tuple[str, str]]:
 def full(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("full")
     filled(folder)
-    SqlStore(f"sqlite:///{folder / 'facts.sqlite'}").close()
+    Store(f"sqlite:///{folder / 'facts.sqlite'}").close()
     return folder
 
 
@@ -201,16 +201,16 @@ def test_a_value_that_is_not_what_was_written_is_noticed_at_the_start(
         connection.execute(f"UPDATE {table} SET {column} = ? WHERE rowid = ?", ("x" if new is None else new, row))
         connection.commit()
     if (table, column) in UNCOVERED:
-        SqlStore(f"sqlite:///{file}").close()
+        Store(f"sqlite:///{file}").close()
         return
     with pytest.raises(StoreError, match=rf"the table {table} of facts\.sqlite .*: restore a backup") as caught:
-        SqlStore(f"sqlite:///{file}")
+        Store(f"sqlite:///{file}")
     assert caught.value.reason == "corrupt"
 
 
 def test_a_damaged_row_is_named_refused_when_it_is_read_and_never_given_a_new_digest(tmp_path: Path) -> None:
     filled(tmp_path)
-    store = SqlStore(f"sqlite:///{tmp_path / 'facts.sqlite'}")
+    store = Store(f"sqlite:///{tmp_path / 'facts.sqlite'}")
     ask(tmp_path, "UPDATE jobs SET rounds = rounds + 1")
     ask(tmp_path, "UPDATE updates SET num_samples = 63 WHERE client_id = 'ann'")
     with pytest.raises(StoreError, match=r"the row of round 2, client_id 'ann' in the table updates of facts\.sqlite"):
@@ -225,7 +225,7 @@ def test_a_damaged_row_is_named_refused_when_it_is_read_and_never_given_a_new_di
 
 def test_damage_that_comes_while_a_server_runs_becomes_no_answer(tmp_path: Path) -> None:
     filled(tmp_path)
-    store = SqlStore(f"sqlite:///{tmp_path / 'facts.sqlite'}")
+    store = Store(f"sqlite:///{tmp_path / 'facts.sqlite'}")
     ask(tmp_path, "UPDATE updates SET name = 'another' WHERE client_id = 'ann'")
     ask(tmp_path, "UPDATE clients SET last_name = 'another' WHERE client_id = 'bob'")
     ask(tmp_path, "UPDATE rounds SET job_round = 7 WHERE ended_at IS NOT NULL")
@@ -245,7 +245,7 @@ def test_damage_that_comes_while_a_server_runs_becomes_no_answer(tmp_path: Path)
 
 def test_pruning_notes_nothing_of_a_damaged_update_and_dropping_nothing_of_a_damaged_number(tmp_path: Path) -> None:
     filled(tmp_path)
-    store = SqlStore(f"sqlite:///{tmp_path / 'facts.sqlite'}")
+    store = Store(f"sqlite:///{tmp_path / 'facts.sqlite'}")
     opened = store.rounds.newest_open()
     assert opened is not None
     store.rounds.replace(replace(opened, ended_at=10.0))
@@ -283,7 +283,7 @@ def test_a_value_of_another_type_is_a_damaged_row(column: str, value: str, tmp_p
         connection.commit()
     ask(tmp_path, f"UPDATE {table} SET {name} = {value}")
     with pytest.raises(StoreError, match=f"in the table {table} of .* is not what was written"):
-        SqlStore(f"sqlite:///{file}")
+        Store(f"sqlite:///{file}")
 
 
 @pytest.mark.parametrize("column", ["updates.payload", "events.text", "rounds.stats"])
@@ -294,12 +294,12 @@ def test_a_column_that_has_lost_its_name_is_noticed_at_the_start(column: str, fu
     with pytest.raises(
         StoreError, match=rf"database is damaged \(no such column: {column}\): restore a backup"
     ) as caught:
-        SqlStore(f"sqlite:///{tmp_path / 'facts.sqlite'}")
+        Store(f"sqlite:///{tmp_path / 'facts.sqlite'}")
     assert caught.value.reason == "corrupt"
 
 
 def test_a_row_that_is_replaced_must_be_there(tmp_path: Path) -> None:
-    store = SqlStore(f"sqlite:///{tmp_path / 'facts.sqlite'}")
+    store = Store(f"sqlite:///{tmp_path / 'facts.sqlite'}")
     row = a_round(store, a_job(store))
     ask(tmp_path, "DELETE FROM rounds")
     with pytest.raises(StoreError, match=r"the row of round 1 in the table rounds of facts\.sqlite is missing"):
@@ -328,7 +328,7 @@ def test_no_flipped_bit_becomes_another_fact(full: Path, tmp_path: Path) -> None
 
 def facts_in(file: Path) -> list[Any]:
     """Return what a server that starts on a database reads there, by all ways that lead to a row."""
-    store = SqlStore(f"sqlite:///{file}")
+    store = Store(f"sqlite:///{file}")
     with closing(store):
         one = [
             store.rounds.get(1),
@@ -375,14 +375,14 @@ def facts_in(file: Path) -> list[Any]:
 
 
 def test_numbers_keep_their_digests_whatever_the_database_makes_of_them(tmp_path: Path) -> None:
-    store = SqlStore(f"sqlite:///{tmp_path / 'facts.sqlite'}")
+    store = Store(f"sqlite:///{tmp_path / 'facts.sqlite'}")
     spec: dict[Any, Any] = {"a": -0.0, "b": 1, 2: "\ud800"}
     job = store.jobs.create(JobRow(0, "digits", spec, True, 2))
     number = a_round(store, job).round
     rows = [replace(an_update(number, name), norm=norm, train_seconds=3) for name, norm in (("a", -0.0), ("b", 1e300))]
     store.updates.accept(rows)
     store.close()
-    store = SqlStore(f"sqlite:///{tmp_path / 'facts.sqlite'}")
+    store = Store(f"sqlite:///{tmp_path / 'facts.sqlite'}")
     assert store.updates.of_round(number) == rows
     assert store.jobs.get(1) == replace(job, spec={"a": -0.0, "b": 1, "2": "\ud800"})
     store.close()

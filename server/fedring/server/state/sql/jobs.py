@@ -12,13 +12,17 @@ from fedring.server.state.sql.tables import jobs, models
 from fedring.server.state.sql.transactions import Database
 
 
-class SqlJobs:
-    """The jobs of a run; JobStore documents each method."""
+class JobStore:
+    """The jobs of a run."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
 
     def create(self, job: JobRow) -> JobRow:
+        """Add a job, and return it with its new id.
+
+        If there is one with its idempotency key, that one is returned.
+        """
         with self._database.transaction() as connection:
             if job.idempotency_key is not None:
                 query = select(jobs).where(jobs.c.idempotency_key == job.idempotency_key)
@@ -27,9 +31,18 @@ class SqlJobs:
             return sealed.add_numbered(connection, job, "job_id")
 
     def of_key(self, key: str) -> JobRow | None:
+        """Return the job with this idempotency key; None if there is none."""
         return self._database.first(select(jobs).where(jobs.c.idempotency_key == key), JobRow)
 
     def begin(self, job: JobRow, version: int, after: tuple[int, int], first: ModelRow | None = None) -> None:
+        """Note a job's specification and its start, in one transaction.
+
+        Args:
+            job: The job.
+            version: The version that it starts from.
+            after: The epoch and the number of the round before its line of models.
+            first: The row of that version, if it is new.
+        """
         with self._database.transaction() as connection:
             if first is not None:
                 sealed.add(connection, first)
@@ -39,19 +52,24 @@ class SqlJobs:
         crashpoint("after_begin_commit")
 
     def set_state(self, job_id: int, state: str, reason: str = "") -> None:
+        """Change the state of a job, and the reason for it."""
         with self._database.transaction() as connection:
             sealed.change(connection, JobRow, jobs.c.job_id == job_id, state=state, reason=reason)
 
     def get(self, job_id: int) -> JobRow | None:
+        """Return a job; None if there is none with that id."""
         return self._database.first(select(jobs).where(jobs.c.job_id == job_id), JobRow)
 
     def newest(self, limit: int = 100) -> list[JobRow]:
+        """Return the newest jobs, newest first."""
         return self._database.all(select(jobs).order_by(jobs.c.job_id.desc()).limit(limit), JobRow)
 
     def next_queued(self) -> JobRow | None:
+        """Return the oldest job that is queued."""
         return self._database.first(select(jobs).where(jobs.c.state == "queued").order_by(jobs.c.job_id), JobRow)
 
     def running(self) -> JobRow | None:
+        """Return the job that is running, or was when the server stopped."""
         return self._database.first(select(jobs).where(jobs.c.state == "running").order_by(jobs.c.job_id), JobRow)
 
 

@@ -6,18 +6,7 @@ from pathlib import Path
 
 from sqlalchemy import delete, func, select, update
 
-from fedring.server.state.interfaces import (
-    EvaluationStore,
-    EventStore,
-    JobStore,
-    KeptStore,
-    ModelStore,
-    Pruned,
-    RoundStore,
-    TokenStore,
-    UpdateStore,
-)
-from fedring.server.state.rows import KEEP_EVENTS, EventRow, MetaRow, ModelRow, TokenRow
+from fedring.server.state.rows import KEEP_EVENTS, EventRow, MetaRow, ModelRow, Pruned, TokenRow
 from fedring.server.state.sql import sealed
 from fedring.server.state.sql.blob_names import named_blobs
 from fedring.server.state.sql.database import (
@@ -31,20 +20,30 @@ from fedring.server.state.sql.database import (
     open_database,
     shorten_log,
 )
-from fedring.server.state.sql.jobs import SqlJobs, best_by
-from fedring.server.state.sql.models import SqlEvaluations, SqlModels
+from fedring.server.state.sql.jobs import JobStore, best_by
+from fedring.server.state.sql.models import EvaluationStore, ModelStore
 from fedring.server.state.sql.pruning import remove_models, remove_updates_and_rounds
-from fedring.server.state.sql.rounds import SqlKept, SqlRounds
+from fedring.server.state.sql.rounds import KeptStore, RoundStore
 from fedring.server.state.sql.sealed import rows_of
 from fedring.server.state.sql.tables import events, meta, models, tokens
 from fedring.server.state.sql.transactions import Database
-from fedring.server.state.sql.updates import SqlUpdates
+from fedring.server.state.sql.updates import UpdateStore
 
 
-class SqlStore:
-    """The server's Store, in an SQL database.
+class Store:
+    """The facts of a run, in stores of one concern each.
 
-    Store documents each method.
+    Each method of a store is one transaction over all of them. When a method that changes something returns, the change
+    is durable; when it raises, nothing was changed. All methods are called from one thread. A row must not name a blob
+    that has not been sealed.
+
+    Every method raises StorageFailed if the disk is full or failed, FsyncFailed if a sync failed, and another
+    StorageError if the database is damaged ("corrupt") or does not allow the change ("database").
+
+    Attributes:
+        run_id: the id of the run, which was drawn when the database was created.
+        secret: a random text that is drawn once, too, and that no client may learn.
+        epoch: of the rounds: 0 until the state is restored from a backup, and greater after each restore.
 
     Args:
         url: the database: "sqlite:///path", or "sqlite://" for one in memory.
@@ -58,14 +57,14 @@ class SqlStore:
 
     def __init__(self, url: str, *, keep_events: int = KEEP_EVENTS, log_bytes: int = LOG_BYTES) -> None:
         self._database = database = Database(open_database(url, log_bytes=log_bytes))
-        self.jobs: JobStore = SqlJobs(database)
-        self.rounds: RoundStore = SqlRounds(database)
-        self.updates: UpdateStore = SqlUpdates(database)
-        self.kept: KeptStore = SqlKept(database)
-        self.models: ModelStore = SqlModels(database)
-        self.evaluations: EvaluationStore = SqlEvaluations(database)
-        self.events: EventStore = SqlEvents(database, keep_events)
-        self.tokens: TokenStore = SqlTokens(database)
+        self.jobs = JobStore(database)
+        self.rounds = RoundStore(database)
+        self.updates = UpdateStore(database)
+        self.kept = KeptStore(database)
+        self.models = ModelStore(database)
+        self.evaluations = EvaluationStore(database)
+        self.events = EventStore(database, keep_events)
+        self.tokens = TokenStore(database)
         found = {row.name: row.value for row in database.all(select(meta), MetaRow)}
         self.run_id, self.secret = found["run_id"], found[SECRET]
         self.epoch = epoch_in(found)
@@ -79,6 +78,7 @@ class SqlStore:
             sealed.add(connection, MetaRow("state_id", state_id))
 
     def close(self) -> None:
+        """Release the database. No other method may be called afterwards."""
         self._database.engine.dispose()
 
     def backup(self, path: Path) -> None:
@@ -86,6 +86,18 @@ class SqlStore:
         backup(self._database.engine, path)
 
     def prune(self, keep_models: int, keep_update_rounds: int, keep_rounds: int, keep_jobs: int = 0) -> Pruned:
+        """Remove old rows.
+
+        Open rounds, their updates and the models that jobs start from always stay. Of each client, the number of its
+        updates and the newest one's name stay known. Of all models but the newest, and those that `keep_jobs` keeps,
+        the residual and the optimizer's state are released.
+
+        Args:
+            keep_models: how many of the newest models stay, at least one.
+            keep_update_rounds: of how many of the newest ended rounds the updates stay.
+            keep_rounds: how many of the newest ended rounds stay, at least `keep_update_rounds`.
+            keep_jobs: of how many of the newest jobs the newest and the best model stay.
+        """
         with self._database.transaction() as connection:
             before = named_blobs(connection)
             removed = remove_updates_and_rounds(connection, keep_update_rounds, keep_rounds)
@@ -94,39 +106,57 @@ class SqlStore:
             return Pruned(removed, frozenset(before - named_blobs(connection)))
 
     def begin_epoch(self) -> None:
+        """Count rounds in a new epoch from now on.
+
+        The newest facts were lost.
+        """
         with self._database.transaction() as connection:
             epoch = next_epoch({EPOCH: str(self.epoch)})
             sealed.set_meta(connection, EPOCH, str(epoch))
         self.epoch = epoch
 
     def shorten_log(self) -> None:
+        """Shorten the store's files beside the facts themselves.
+
+        This is called when a round has ended.
+        """
         try:
             shorten_log(self._database.engine)
         except sqlite3.Error as error:
             raise meaning_of(error) from error
 
     def log_bytes(self) -> int:
+        """Return how much that is now, in bytes; called from any thread."""
         try:
             return Path(f"{self._database.engine.url.database}-wal").stat().st_size
         except OSError:  # there is none yet, or the database is in memory
             return 0
 
     def named_blobs(self) -> set[str]:
+        """Return the names of all blobs that a row names."""
         with self._database.transaction() as connection:
             return named_blobs(connection)
 
     def probe(self) -> None:
+        """Write something durably without changing anything.
+
+        This raises if the store cannot be written to.
+        """
         with self._database.transaction() as connection:
             connection.execute(update(meta).values(value=meta.c.value))
 
 
-class SqlEvents:
-    """The newest events; EventStore documents each method."""
+class EventStore:
+    """The newest events."""
 
     def __init__(self, database: Database, keep: int) -> None:
         self._database, self._keep = database, keep
 
     def append(self, rows: Sequence[EventRow]) -> None:
+        """Add events, and remove the oldest above KEEP_EVENTS.
+
+        Their ids are above all before.
+        """
         if rows:
             with self._database.transaction() as connection:
                 sealed.add(connection, *rows)
@@ -135,32 +165,41 @@ class SqlEvents:
                 connection.execute(delete(events).where(events.c.id <= first_of_old))
 
     def after(self, event_id: int, limit: int = 1000) -> list[EventRow]:
+        """Return the events with greater ids, oldest first."""
         return self._database.all(
             select(events).where(events.c.id > event_id).order_by(events.c.id).limit(limit), EventRow
         )
 
     def newest(self, limit: int) -> list[EventRow]:
+        """Return the newest events, oldest first."""
         return self._database.all(select(events).order_by(events.c.id.desc()).limit(limit), EventRow)[::-1]
 
     def last_id(self) -> int:
+        """Return the id of the newest event; 0 if there is none."""
         with self._database.transaction() as connection:
             return connection.execute(select(func.max(events.c.id))).scalar() or 0
 
 
-class SqlTokens:
-    """The tokens; TokenStore documents each method."""
+class TokenStore:
+    """The tokens."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
 
     def add(self, row: TokenRow) -> None:
+        """Add a token."""
         with self._database.transaction() as connection:
             sealed.add(connection, row)
 
     def all(self) -> list[TokenRow]:
+        """Return all tokens, oldest first."""
         return self._database.all(select(tokens).order_by(tokens.c.created_at, tokens.c.token_id), TokenRow)
 
     def revoke(self, token_id: str, at: float) -> None:
+        """Note when a token was revoked.
+
+        A token that was revoked before keeps its time.
+        """
         mine = (tokens.c.token_id == token_id) & tokens.c.revoked_at.is_(None)
         with self._database.transaction() as connection:
             sealed.change(connection, TokenRow, mine, revoked_at=at)

@@ -11,8 +11,7 @@ from collections.abc import Iterable, Sequence
 from sqlalchemy import ColumnElement, Connection, bindparam, delete, func, select
 
 from fedring.daemon.crash import crashpoint
-from fedring.server.state.interfaces import Acceptance, Pruned
-from fedring.server.state.rows import ClientRow, LastAccepted, UpdateRow
+from fedring.server.state.rows import Acceptance, ClientRow, LastAccepted, Pruned, UpdateRow
 from fedring.server.state.sql import sealed
 from fedring.server.state.sql.blob_names import named_blobs
 from fedring.server.state.sql.sealed import covered, rows_of
@@ -28,13 +27,23 @@ _KEPT = select(updates.c.client_id, func.count()).group_by(updates.c.client_id)
 _PRUNED = select(clients.c.client_id, clients.c.pruned_updates)
 
 
-class SqlUpdates:
-    """The accepted updates of a run; UpdateStore documents each method."""
+class UpdateStore:
+    """The accepted updates of a run."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
 
     def accept(self, rows: Sequence[UpdateRow]) -> list[Acceptance]:
+        """Accept updates, all in one transaction.
+
+        Of a client, only the first update for a round is accepted, also within `rows`.
+
+        Returns:
+            The outcome of each, in order.
+
+        Raises:
+            StorageError: "database", if there is no such round; then none of the updates was accepted.
+        """
         if not rows:
             return []
         with self._database.transaction() as connection:
@@ -60,6 +69,10 @@ class SqlUpdates:
         return outcome
 
     def accepted_name(self, number: int, client_id: str) -> str:
+        """Return the name of a client's accepted update in a round.
+
+        Of pruned updates, only the newest is known.
+        """
         this = (updates.c.round == number) & (updates.c.client_id == client_id)
         with self._database.transaction() as connection:
             if kept := rows_of(connection, covered(UpdateRow).where(this), UpdateRow):
@@ -68,20 +81,30 @@ class SqlUpdates:
         return next((row.last_name for row in pruned if row.last_round == number), "")
 
     def last_accepted(self) -> dict[str, LastAccepted]:
+        """Return each client's newest accepted update, kept or pruned, by client id."""
         with self._database.transaction() as connection:
             kept = rows_of(connection, covered(UpdateRow), UpdateRow)
             return _newest(kept, rows_of(connection, select(clients), ClientRow))
 
     def of_round(self, number: int) -> list[UpdateRow]:
+        """Return a round's accepted updates in client-id order."""
         query = select(updates).where(updates.c.round == number).order_by(updates.c.client_id)
         return self._database.all(query, UpdateRow)
 
     def counts(self) -> Counter[str]:
+        """Return the number of accepted updates of each client id.
+
+        Kept and pruned updates count.
+        """
         with self._database.transaction() as connection:  # the numbers are for people: digests are not checked
             pruned, kept = connection.execute(_PRUNED).all(), connection.execute(_KEPT).all()
         return Counter(dict(pruned)) + Counter(dict(kept))
 
     def drop(self, number: int, clients: Sequence[str]) -> Pruned:
+        """Remove clients' updates of a round.
+
+        It is as if they had never been accepted.
+        """
         theirs = (updates.c.round == number) & updates.c.client_id.in_(clients)
         with self._database.transaction() as connection:
             before = named_blobs(connection)
@@ -89,6 +112,10 @@ class SqlUpdates:
             return Pruned(removed, frozenset(before - named_blobs(connection)))
 
     def forget_client(self, client_id: str) -> Pruned:
+        """Remove a client's evaluations and its updates of ended rounds.
+
+        Its pruned updates are forgotten, too.
+        """
         ended = select(rounds.c.round).where(rounds.c.ended_at.is_not(None))
         theirs = (updates.c.client_id == client_id) & updates.c.round.in_(ended)
         with self._database.transaction() as connection:
