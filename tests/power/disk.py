@@ -178,6 +178,13 @@ class Disk:
         """Return the contents of all files, by their paths below the root."""
         return {path: file.now() for path, file in _walk(self._top, lambda folder: folder.now)}
 
+    def content(self, path: str) -> bytes:
+        """Return what a file contains now."""
+        folder, name = self._place(path)
+        file = folder.now[name]
+        assert isinstance(file, _File), path
+        return file.now()
+
     def lose_power(self, folder: Path, loss: Loss, rng: random.Random) -> None:
         """Write the files that may be there after a power loss into a new folder."""
         names = {id(each): dict(each.synced) for each in _folders(self._top)}

@@ -15,6 +15,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from fedring.client.policy.promises import dp_of
+from fedring.client.transfer.own_values import line_of
 from fedring.codec.encoding import NAMES
 from fedring.ctl.process import Process
 from fedring.v1 import federation_pb2 as pb
@@ -96,6 +98,7 @@ class Machines(Fleet):
         for number, client in enumerate(self.clients):
             client.env["FL_TEST_CLIENT"] = str(number)
         self._log, self._proxies = log, ExitStack()
+        self.precious = False  # whether updates of the job leave what takes the place of something older
 
     def start(self) -> None:
         for folder in ("logs", "state"):
@@ -123,6 +126,7 @@ class Machines(Fleet):
             disturbed: Whether the server and a client are killed in it.
         """
         fixed = {"model_args": {"size": SIZE}, "trainer": "user_trainers:lesson", "min_clients": CLIENTS, "rounds": 2}
+        self.precious = bool(keys.keys() & {"scaffold", "private"})
         with Control(self.control) as control:
             until_watching(control, CLIENTS)
             job = vector_job(**{**fixed, "deadline_seconds": 240, "start": "newest", **keys})
@@ -150,6 +154,7 @@ class _Line:
         self._offered: pb.UpdateOffer | None = None  # with its own call
         self._small: deque[pb.UpdateOffer] = deque()
         self._rounds: dict[str, int] = {}  # of the newest message of each secure call
+        self._commands: dict[int, pb.TrainCmd] = {}
 
     def upward(self, method: str) -> Take:
         """Return what takes the messages of the client."""
@@ -166,7 +171,9 @@ class _Line:
 
     def _say(self, method: str, number: int, data: bytes) -> None:
         self._rounds[method] = number
-        self._machines.note(self._client, said=method, round=number, text=hashlib.sha256(data).hexdigest())
+        command, text = self._commands[number], hashlib.sha256(data).hexdigest()
+        name = {"run": command.run_id, "epoch": command.epoch, "round": number, "base": command.model_digest}
+        self._machines.note(self._client, said=method, text=text, **name)
 
     def _offer(self, data: bytes) -> None:
         message = pb.ClientUpdate.FromString(data)
@@ -180,8 +187,18 @@ class _Line:
         self._note_offer(offer)
 
     def _note_offer(self, offer: pb.UpdateOffer) -> None:
-        number = pb.UpdateHeader.FromString(offer.header).round
-        self._machines.note(self._client, offered=offer.name, round=number, digest=offer.payload_digest)
+        command = self._commands[pb.UpdateHeader.FromString(offer.header).round]
+        dp = dp_of(command.job)
+        self._machines.note(
+            self._client,
+            offered=offer.name,
+            digest=offer.payload_digest,
+            round=command.round,
+            line=line_of(command).key,
+            charged=dp is not None and not dp.by_clients,
+            secure=command.HasField("secure"),
+            precious=self._machines.precious,
+        )
 
     def _answer(self, data: bytes) -> None:
         if pb.UpdateReply.FromString(data).HasField("accepted") and self._offered is not None:
@@ -197,6 +214,7 @@ class _Line:
     def _event(self, data: bytes) -> None:
         event = pb.ServerEvent.FromString(data)
         if event.HasField("train"):
+            self._commands[event.train.round] = event.train
             self._tell(round_begun=event.train.round, model=event.train.model_digest)
 
     def _tell(self, **words: Any) -> None:
