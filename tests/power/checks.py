@@ -45,7 +45,8 @@ def server_faults(folder: Path, said: Sequence[Told]) -> Iterator[str]:
             yield f"blobs/{path.name} is named, and missing"
         elif not is_called(path.read_bytes(), path.name):
             yield f"blobs/{path.name} is damaged"
-    rounds = {number: ended for number, ended in ask(folder, "SELECT round, ended_at FROM rounds")}
+    rounds = dict(ask(folder, "SELECT round, ended_at FROM rounds"))
+    bases = dict(ask(folder, "SELECT round, base_version FROM rounds"))
     updates = {(number, client): digest for number, client, digest in ask(folder, "SELECT round, client_id, digest FROM updates")}
     jobs = dict(ask(folder, "SELECT job_id, state FROM jobs"))
     models = dict(ask(folder, "SELECT digest, version FROM models"))
@@ -61,7 +62,9 @@ def server_faults(folder: Path, said: Sequence[Told]) -> Iterator[str]:
                 yield f"job {job} was {state}, and is {jobs.get(job)}"
             case {"round_begun": number} if number not in rounds:
                 yield f"round {number} was announced, and is unknown"
-            case {"round_begun": number, "model": digest} if digest not in models and number > newest - KEPT_MODELS:
+            case {"round_begun": number, "model": digest} if (
+                digest not in models and int(str(bases[number])) > newest_model - KEPT_MODELS
+            ):
                 yield f"the model of round {number} was announced, and is missing"
             case {"published": number, "version": version} if not rounds.get(number):
                 yield f"round {number} was published as {version}, and is not over"

@@ -194,13 +194,15 @@ class Disk:
 
         def write(node: _Folder, path: Path) -> None:
             path.mkdir(parents=True)
+            path.chmod(0o700)  # whatever the program has asked for: nothing here depends on it
             for name, each in names.get(id(node), node.synced).items():
                 if isinstance(each, _Folder):
                     write(each, path / name)
-                elif name.endswith(UNSEEN):
-                    (path / name).write_bytes(rng.randbytes(len(each.now())))
                 else:
-                    (path / name).write_bytes(each.after_loss(loss.sectors, rng))
+                    unseen = name.endswith(UNSEEN)
+                    data = rng.randbytes(len(each.now())) if unseen else each.after_loss(loss.sectors, rng)
+                    (path / name).write_bytes(data)
+                    (path / name).chmod(0o600)
 
         write(self._top, folder)
 

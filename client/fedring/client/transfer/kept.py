@@ -127,6 +127,7 @@ class KeptFiles:
         self._write(self._left_file, state, update)
         if durable:
             sync(self._left_file)
+            sync(self._folder)
         self._spooled = state
         return True
 
