@@ -3,7 +3,7 @@
 What was synced is there: of a file its bytes and its size, of a folder its names. Of everything else, some may be there
 and some not, as ALICE has it (Pillai et al., All File Systems Are Not Created Equal, OSDI 2014):
 
-    bytes    each sector has any of the contents that it had since the sync; the size is any of the sizes since then, and
+    bytes    the size is any of the sizes since the sync, each sector has any of the contents that it had since then, and
              what was never written is zeros
     names    each change of names has happened or not; changes of the same name stay in order, a rename is never half
              done, and a file that moves to another folder is never lost on the way
@@ -87,18 +87,33 @@ class _File:
         sizes = [len(self.synced)]
         for write in self.pending:
             sizes.append(write.size_after(sizes[-1]))
-        width, size = rng.choice([512, 4096]), rng.choice(sizes)
+        width, journalled = rng.choice([512, 4096]), rng.randint(0, len(self.pending))
+        size = sizes[journalled]
         content = bytearray(size)
-        content[: len(self.synced)] = self.synced[:size]
         for start in range(0, size, width):
             end = min(start + width, size)
-            writes = [write for write in self.pending if write.touches(start, end)]
-            if writes:
-                part = content[start:end]
-                for write in writes[: rng.randint(0, len(writes))]:
-                    write.put(part, start)
-                content[start:end] = part
+            base, writes = self._sector(start, end, journalled)
+            part = bytearray(base.ljust(end - start, b"\0"))
+            for write in writes[: rng.randint(0, len(writes))]:
+                write.put(part, start)
+            content[start:end] = part
         return bytes(content)
+
+    def _sector(self, start: int, end: int, journalled: int) -> tuple[bytes, list[_Write]]:
+        """Return what is in a sector for certain, and what may have been written to it since.
+
+        To cut a file writes nothing: what it has lost is lost when its new size is on the disk, and no byte before.
+        What is written there later goes to another place on the disk, where nobody finds it before.
+        """
+        base, writes = bytes(self.synced[start:end]), list[_Write]()
+        for number, write in enumerate(self.pending):
+            if write.data is None and write.start <= start:
+                if number >= journalled:
+                    break
+                base, writes = b"", []
+            elif write.touches(start, end):
+                writes.append(write)
+        return base, writes
 
 
 def _apply(content: bytearray, write: _Write) -> None:
