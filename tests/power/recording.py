@@ -1,6 +1,6 @@
 """A fleet that does everything that must survive a power loss, while a layer logs what it does to its disks.
 
-    python -m tests.power.recording FOLDER [FIRST-LAST]
+    python -m tests.power.recording FOLDER JOB...
 
 The layer is preloaded into this program, so that it is in the daemons, too, which are forks. Each daemon is a machine
 with a disk of its own: its folder below FOLDER/state. FOLDER/log gets the changes of all disks, and what the machines
@@ -141,6 +141,8 @@ class Machines(Fleet):
             for event in wait_for(self, "the end of the job", lambda: list(control.follow_job(job_id))):
                 if event.kind == "round_published":
                     self.note(self.server, published=event.round, version=event.state.model_version)
+                    if "dp" in keys:
+                        self.note(self.server, charged_round=event.round)
             ended = control.job(job_id)
             self.note(self.server, ended=job_id, state=ended.state)
             assert ended.state == "completed", ended.reason
@@ -225,17 +227,12 @@ def _ignore(data: bytes) -> None:
     """Take a message that is of no interest."""
 
 
-def record(folder: Path, first: int, last: int) -> None:
-    """Run the jobs with the numbers from `first` to `last`, and disturb every other one."""
-    with Machines(folder, folder / "log") as machines:
-        for number, keys in enumerate(list(JOBS.values())[first:last]):
-            machines.run(keys, disturbed=number % 2 == 1)
-
-
 def main() -> None:
-    """Record what the command line says."""
-    first, _, last = (sys.argv[2] if len(sys.argv) > 2 else f"0-{len(JOBS)}").partition("-")
-    record(Path(sys.argv[1]), int(first), int(last))
+    """Train the jobs that the command line names, and disturb every other one."""
+    folder = Path(sys.argv[1])
+    with Machines(folder, folder / "log") as machines:
+        for number, name in enumerate(sys.argv[2:]):
+            machines.run(JOBS[name], disturbed=number % 2 == 1)
 
 
 if __name__ == "__main__":
