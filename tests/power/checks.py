@@ -101,6 +101,8 @@ def client_faults(folder: Path, name: str, said: Sequence[Told], final: Path, ke
             check_own_key(Tls(), folder)
             counted = sum(Ledger(folder)._counts.values())
             Spool(folder, name).pending()
+            if left := sorted(path.name for path in folder.iterdir() if path.name.startswith(".")):
+                yield f"{left[0]} is left over"
     except Exception as error:  # noqa: BLE001  # any error is a start that fails
         yield f"the client does not start: {type(error).__name__}: {error}"
         return
