@@ -17,7 +17,9 @@ UNSYNCED: dict[str, Callable[[Record], bool]] = {
     "the names of blobs are not synced": lambda record: record.name.endswith("/server/blobs"),
     "the database's log is not synced": lambda record: record.name.endswith("-wal"),
     "the names in a client's folder are not synced": lambda record: record.name.rpartition("/")[2][:7] == "client-",
-    "a client's files are not synced": lambda record: "/client-" in record.name and record.name[-4:] in (".new", "left"),
+    "a client's files are not synced": lambda record: (
+        "/client-" in record.name and record.name[-4:] in (".new", "left")
+    ),
     "the folders of all machines are not synced": lambda record: record.name.endswith("/state"),
 }
 """Programs that leave out a sync."""
@@ -54,7 +56,9 @@ def test_a_fleet_whose_power_fails_ends_what_it_had_begun(quick: Path, tmp_path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("unsynced", [pytest.param(each, marks=[] if at < 3 else pytest.mark.soak) for at, each in enumerate(UNSYNCED)])
+@pytest.mark.parametrize(
+    "unsynced", [pytest.param(each, marks=[] if at < 3 else pytest.mark.soak) for at, each in enumerate(UNSYNCED)]
+)
 def test_a_missing_sync_is_found(quick: Path, tmp_path: Path, unsynced: str) -> None:
     losses = Recording(quick, without=UNSYNCED[unsynced]).losses(400, SEED, tmp_path / "lost")
     assert any(each.faults for each in losses)

@@ -6,13 +6,14 @@ returns faults as sentences.
 
 import asyncio
 import hashlib
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import Any
 
 from safetensors import safe_open
 
-from fedring.client.policy.ledger import Ledger
+from fedring.client.policy.ledger import LEDGER, Ledger
 from fedring.client.policy.secret import SECRET_FILE, kept_secret
 from fedring.client.secure.identity import KEY_FILE, check_own_key
 from fedring.client.secure.state import RoundName, RoundRecord, SecureState
@@ -24,13 +25,20 @@ from fedring.rpc.tls import Tls
 from fedring.secure.errors import SecureError
 from fedring.server.config import ServerConfig
 from fedring.server.recovery import recover
+from fedring.server.state.backup.contents import read_contents
+from fedring.server.state.files import FACTS
 from fedring.v1 import secure_pb2 as wire
 from tests.damage import ask
-from tests.fault.state_folder import read_contents
+from tests.ledgers import account_in
 from tests.power.recording import KEPT_MODELS, KEPT_ROUNDS
 from tests.power.records import Told
 
-_MESSAGE_KINDS = {"SendKeys": "keys", "SendShares": "shares", "SignSurvivors": "signature", "SendUnmaskShares": "unmask"}
+_MESSAGE_KINDS = {
+    "SendKeys": "keys",
+    "SendShares": "shares",
+    "SignSurvivors": "signature",
+    "SendUnmaskShares": "unmask",
+}
 
 
 def server_faults(folder: Path, said: Sequence[Told]) -> Iterator[str]:
@@ -40,48 +48,66 @@ def server_faults(folder: Path, said: Sequence[Told]) -> Iterator[str]:
     except Exception as error:  # noqa: BLE001  # any error is a start that fails
         yield f"the server does not start: {type(error).__name__}: {error}"
         return
-    for path in _named_blobs(folder):
+    for blob in read_contents(folder / FACTS).blobs:
+        path = folder / "blobs" / blob.digest
         if not path.exists():
             yield f"blobs/{path.name} is named, and missing"
         elif not is_called(path.read_bytes(), path.name):
             yield f"blobs/{path.name} is damaged"
-    rounds = dict(ask(folder, "SELECT round, ended_at FROM rounds"))
-    bases = dict(ask(folder, "SELECT round, base_version FROM rounds"))
-    updates = {(number, client): digest for number, client, digest in ask(folder, "SELECT round, client_id, digest FROM updates")}
-    jobs = dict(ask(folder, "SELECT job_id, state FROM jobs"))
-    models = dict(ask(folder, "SELECT digest, version FROM models"))
-    newest_model = max((int(str(version)) for version in models.values()), default=0)
-    messages = set(ask(folder, "SELECT round, client_id, kind FROM secure_messages"))
-    charged = {number for (number,) in ask(folder, "SELECT round FROM charges")}
-    newest = max((int(str(number)) for number in rounds), default=0)
-    for words in (each.words for each in said):
+    facts = _Facts(folder)
+    for each in said:
+        yield from facts.faults(each.words)
+
+
+class _Facts:
+    """What the database of a server says, beside what the server has said."""
+
+    def __init__(self, folder: Path) -> None:
+        self._rounds = _pairs(ask(folder, "SELECT round, ended_at FROM rounds"))
+        self._bases = _pairs(ask(folder, "SELECT round, base_version FROM rounds"))
+        self._jobs = _pairs(ask(folder, "SELECT job_id, state FROM jobs"))
+        self._models = _pairs(ask(folder, "SELECT digest, version FROM models"))
+        updates = ask(folder, "SELECT round, client_id, digest FROM updates")
+        self._updates = {(number, client): digest for number, client, digest in updates}
+        self._messages = set(ask(folder, "SELECT round, client_id, kind FROM secure_messages"))
+        self._charged = {number for (number,) in ask(folder, "SELECT round FROM charges")}
+        self._newest_round, self._newest_model = max(self._rounds, default=0), max(self._models.values(), default=0)
+
+    def faults(self, words: Mapping[str, Any]) -> Iterator[str]:
         match words:
-            case {"job": job} if job not in jobs:
+            case {"job": job} if job not in self._jobs:
                 yield f"job {job} was queued, and is unknown"
-            case {"ended": job, "state": state} if jobs.get(job) != state:
-                yield f"job {job} was {state}, and is {jobs.get(job)}"
-            case {"round_begun": number} if number not in rounds:
+            case {"ended": job, "state": state} if self._jobs.get(job) != state:
+                yield f"job {job} was {state}, and is {self._jobs.get(job)}"
+            case {"round_begun": number} if number not in self._rounds:
                 yield f"round {number} was announced, and is unknown"
             case {"round_begun": number, "model": digest} if (
-                digest not in models and int(str(bases[number])) > newest_model - KEPT_MODELS
+                digest not in self._models and self._bases[number] > self._newest_model - KEPT_MODELS
             ):
                 yield f"the model of round {number} was announced, and is missing"
-            case {"published": number, "version": version} if not rounds.get(number):
+            case {"published": number, "version": version} if not self._rounds.get(number):
                 yield f"round {number} was published as {version}, and is not over"
-            case {"published": number, "version": version} if version > newest_model:
+            case {"published": number, "version": version} if version > self._newest_model:
                 yield f"model {version} was published, and is missing"
-            case {"charged_round": number} if number not in charged:
+            case {"charged_round": number} if number not in self._charged:
                 yield f"round {number} was charged, and is not"
             case {"accepted": digest, "client": client, "round": number}:
-                found = updates.get((number, client))
-                if found != digest and not (found is None and rounds.get(number) and number <= newest - KEPT_ROUNDS):
+                found = self._updates.get((number, client))
+                old = self._rounds.get(number) and number <= self._newest_round - KEPT_ROUNDS
+                if found != digest and not (found is None and old):
                     yield f"the update of {client} in round {number} was accepted, and is {found}"
             case {"taken": method, "client": client, "round": number}:
-                if not rounds.get(number) and (number, client, _MESSAGE_KINDS[method]) not in messages:
+                if not self._rounds.get(number) and (number, client, _MESSAGE_KINDS[method]) not in self._messages:
                     yield f"{method} of {client} in round {number} was answered, and is forgotten"
 
 
-def client_faults(folder: Path, name: str, said: Sequence[Told], final: Path, kept: Sequence[tuple[str, str]]) -> Iterator[str]:
+def _pairs(rows: list[tuple[Any, ...]]) -> dict[Any, Any]:
+    return {key: value for key, value in rows}  # noqa: C416  # mypy does not know that there are two
+
+
+def client_faults(
+    folder: Path, name: str, said: Sequence[Told], final: Path, kept: Sequence[tuple[str, str]]
+) -> Iterator[str]:
     """Yield what is wrong in the state folder of a client.
 
     Args:
@@ -99,7 +125,7 @@ def client_faults(folder: Path, name: str, said: Sequence[Told], final: Path, ke
             yield from _secure_faults(SecureState(folder), said)
             kept_secret(folder)
             check_own_key(Tls(), folder)
-            counted = sum(Ledger(folder)._counts.values())
+            Ledger(folder)
             Spool(folder, name).pending()
             if left := sorted(path.name for path in folder.iterdir() if path.name.startswith(".")):
                 yield f"{left[0]} is left over"
@@ -107,6 +133,7 @@ def client_faults(folder: Path, name: str, said: Sequence[Told], final: Path, ke
         yield f"the client does not start: {type(error).__name__}: {error}"
         return
     charged = len({each.words["round"] for each in said if each.words.get("charged")})
+    counted = sum(account_in(folder)["rounds"].values()) if (folder / LEDGER).exists() else 0
     if counted < charged:
         yield f"{charged} updates were charged, and {counted} are in the account"
     if said and not started:
@@ -123,11 +150,6 @@ async def _recover(folder: Path) -> None:
     with ExitStack() as stack:
         config = ServerConfig(state_dir=folder, keep_models=KEPT_MODELS, keep_update_rounds=KEPT_ROUNDS)
         await recover(config, stack, sweep=True)
-
-
-def _named_blobs(folder: Path) -> Iterator[Path]:
-    for blob in read_contents(folder / "facts.sqlite").blobs:
-        yield folder / "blobs" / blob.digest
 
 
 def _kept_faults(folder: Path, name: str, said: Sequence[Told], kept: Sequence[tuple[str, str]]) -> Iterator[str]:
@@ -152,15 +174,15 @@ def _kept_faults(folder: Path, name: str, said: Sequence[Told], kept: Sequence[t
         if found == "nothing":
             yield f"{file} was left by {update[:20]}, and is missing"
     last = next((each.words for each in reversed(said) if "offered" in each.words), None)
-    if last and last["precious"]:
-        found = [*updates.values()]
-        try:
-            with safe_open(folder / "update.left", framework="pt") as opened:
-                found.append(opened.metadata()["update"])
-        except Exception:  # noqa: BLE001, S110  # it may not be there
-            pass
-        if last["offered"] not in found:
-            yield f"what {last['offered'][:20]} leaves is lost"
+    if last and last["precious"] and last["offered"] not in {*updates.values(), _left_by(folder / "update.left")}:
+        yield f"what {last['offered'][:20]} leaves is lost"
+
+
+def _left_by(path: Path) -> str:
+    """Return the update that has left the file; empty if it cannot be read."""
+    with suppress(Exception), safe_open(path, framework="pt") as opened:
+        return str(opened.metadata()["update"])
+    return ""
 
 
 def _secure_faults(state: SecureState, said: Sequence[Told]) -> Iterator[str]:

@@ -3,8 +3,8 @@
 What was synced is there: of a file its bytes and its size, of a folder its names. Of everything else, some may be there
 and some not, as ALICE has it (Pillai et al., All File Systems Are Not Created Equal, OSDI 2014):
 
-    bytes    the size is any of the sizes since the sync, each sector has any of the contents that it had since then, and
-             what was never written is zeros
+    bytes    the size is any of the sizes since the sync, each sector has any of the contents that it had since then,
+             and what was never written is zeros
     names    each change of names has happened or not; changes of the same name stay in order, a rename is never half
              done, and a file that moves to another folder is never lost on the way
 

@@ -9,6 +9,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from tests.conftest import ROOT
@@ -68,7 +69,9 @@ class Recording:
         """
         rng = random.Random(seed)
         clients = [name for name in self.machines if name != "server"]
-        moments = {name: [at for at, each in enumerate(self.records) if f"/{name}/" in each.name] for name in self.machines}
+        moments = {
+            name: [at for at, each in enumerate(self.records) if f"/{name}/" in each.name] for name in self.machines
+        }
         drawn = []
         for number in range(count):
             machine = "server" if number % 2 else rng.choice(clients)
@@ -111,7 +114,7 @@ class Recording:
             with Control(machines.control) as control:
                 until_watching(control, len(machines.clients))
                 for job in control.jobs():
-                    wait_for(machines, "the end of a job", lambda job=job: list(control.follow_job(job.job_id)))
+                    wait_for(machines, "the end of a job", partial(list, control.follow_job(job.job_id)))
             machines.run({"encoding": "packed"})
             with Control(machines.control) as control:
                 ended = [(job.job_id, job.state, job.reason) for job in control.jobs()]
@@ -147,7 +150,11 @@ def _said_twice(said: Sequence[Told]) -> list[str]:
     texts = defaultdict[tuple[str, str, int, int], set[str]](set)
     for words in (each.words for each in said if "said" in each.words):
         texts[words["machine"], words["said"], words["epoch"], words["round"]].add(words["text"])
-    return [f"{name} of {who} in round {number} was two things" for (who, name, _, number), all_ in texts.items() if len(all_) > 1]
+    return [
+        f"{name} of {who} in round {number} was two things"
+        for (who, name, _, number), all_ in texts.items()
+        if len(all_) > 1
+    ]
 
 
 def _update_of(content: bytes) -> str:

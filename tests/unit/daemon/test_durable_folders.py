@@ -4,6 +4,8 @@ import os
 from pathlib import Path
 
 import pytest
+
+from fedring.client.secure.state import RoundName, RoundRecord, SecureState
 from fedring.daemon.durable import create_durably, make_folder
 from fedring.daemon.lock import StateLock
 
@@ -40,6 +42,14 @@ def test_the_folders_of_states_and_secrets_are_durable(tmp_path: Path, synced: l
     synced.clear()
     create_durably(tmp_path / "secrets" / "one", b"secret")
     assert {tmp_path, tmp_path / "secrets"} <= set(synced)
+
+
+def test_the_folder_of_secure_aggregation_is_durable_before_a_round_counts(tmp_path: Path, synced: list[Path]) -> None:
+    SecureState(tmp_path).save(RoundName("run", 0, 1), RoundRecord(b"", b"", b"", b""))
+    assert {tmp_path, tmp_path / "secure"} <= set(synced)
+    synced.clear()
+    SecureState(tmp_path).released.add("model", ["a", "b", "c"])
+    assert {tmp_path, tmp_path / "secure"} <= set(synced)
 
 
 def test_a_folder_above_that_nobody_may_read_is_no_obstacle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

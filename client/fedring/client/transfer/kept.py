@@ -73,7 +73,7 @@ class KeptFiles:
     def __init__(self, folder: Path, client: str, on_dropped: Callable[[], None] = lambda: None) -> None:
         self._folder, self._client, self._on_dropped = folder, client, on_dropped
         self._left_file, self._part = folder / "update.left", folder / "kept.part"
-        # They were being written when the process was killed. safetensors has names of its own until a file is complete.
+        # They were being written when the process was killed. safetensors has names of its own for half a file.
         for path in (self._part, *folder.glob(_UNFINISHED)):
             path.unlink(missing_ok=True)
         self._spooled: KeptState | None = None  # of the update in the spool, if this process has made it
