@@ -23,9 +23,9 @@ def sync(path: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder that only its owner may use, durably, with the folders above it.
+    """Make a folder durably, with the folders above it.
 
-    One that is there already stays; an earlier process may have made it and been killed before it was durable.
+    Only its owner may use it. One that is there is synced, too: an earlier process may have been killed before that.
 
     Raises:
         OSError: If that is impossible.
