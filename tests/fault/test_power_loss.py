@@ -48,7 +48,7 @@ def test_what_was_told_is_there_after_a_power_loss(quick: Path, tmp_path: Path) 
     assert {each.machine for each in losses} == set(recording.machines)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_fleet_whose_power_fails_ends_what_it_had_begun(quick: Path, tmp_path: Path) -> None:
     recording = Recording(quick)
     at = random.Random(SEED).randrange(len(recording.records))

@@ -30,7 +30,7 @@ from fedring.server.state.files import FACTS
 from fedring.v1 import secure_pb2 as wire
 from tests.damage import ask
 from tests.ledgers import account_in
-from tests.power.recording import KEPT_MODELS, KEPT_ROUNDS
+from tests.power.recording import KEPT_MODELS, KEPT_ROUNDS, SETTINGS
 from tests.power.records import Told
 
 _MESSAGE_KINDS = {
@@ -148,7 +148,7 @@ def client_faults(
 
 async def _recover(folder: Path) -> None:
     with ExitStack() as stack:
-        config = ServerConfig(state_dir=folder, keep_models=KEPT_MODELS, keep_update_rounds=KEPT_ROUNDS)
+        config = ServerConfig.model_validate({**SETTINGS, "trusted": [], "state_dir": folder})
         await recover(config, stack, sweep=True)
 
 

@@ -7,8 +7,8 @@ Memory, descriptors, threads, files and the time of a round are measured every f
 in 1,000 rounds, after a warm-up; --out names a file for all samples, as JSON. Exits with 1 if something grows too fast
 (tests/soak_hour/slopes.py), or if a round or a daemon fails.
 
-The server keeps what it keeps by default. The facts of its rounds fill the database only after 10,000 rounds; until
-then it may grow by as much as docs/configuration.md says. With --keep-rounds it is full earlier.
+The server keeps what it keeps by default. Its events fill the database in some 3,000 rounds, and the facts of its
+rounds only in 10,000; until then it may grow by as much as they need. With --keep-rounds, it is full earlier.
 """
 
 import argparse
@@ -28,15 +28,15 @@ from rich.progress import Progress
 from rich.table import Table
 
 from fedring.server.config import ServerConfig
+from fedring.server.state.rows import KEEP_EVENTS
 from tests.conftest import ROOT, path_to
+from tests.damage import ask
 from tests.fleets import Control, Fleet, until_watching
-from tests.soak_hour.slopes import WARM_UP, Sample, Slope, slopes, unit_of
+from tests.soak_hour.slopes import DATABASE, EVENTS, WARM_UP, Kept, Sample, Slope, slopes, unit_of
 from tests.system.wire import vector_job
 
 _TRUSTED = {"trusted": ["fedring", "user_trainers"]}
-_JOB_ROUNDS = 250
-_ROW_BYTES = 400
-"""Of a client in a round, at most: docs/configuration.md says some 250 (keep_rounds), and pages are not always full."""
+_JOB_ROUNDS = 50  # the models of the last ten jobs are kept: their number soon stays as it is
 
 
 def main() -> int:
@@ -62,9 +62,7 @@ def main() -> int:
                 text = f"{sample.rounds:,} rounds"
                 progress.update(task, completed=min(args.seconds, sample.seconds), description=text)
             failure = fleet.failure()
-    filling = samples[int(len(samples) * WARM_UP)].rounds < kept
-    extra = {"server database": 1000 * args.clients * _ROW_BYTES / 1e6} if filling else {}
-    found = slopes(samples, extra)
+    found = slopes(samples, Kept(args.clients, kept, KEEP_EVENTS))
     if args.out:
         words = {"clients": args.clients, "keep_rounds": kept, "samples": [asdict(each) for each in samples]}
         args.out.write_text(json.dumps(words | {"slopes": [asdict(each) for each in found]}, indent=1) + "\n")
@@ -104,17 +102,19 @@ def run(fleet: Fleet, seconds: float, every: float) -> Iterator[Sample]:
 
 def measure(fleet: Fleet) -> dict[str, float]:
     """Return all figures of a fleet but the time of a round; those of its clients are means."""
-    found: dict[str, float] = {}
+    found: dict[str, Any] = {}
     clients = [_process(client.pid) for client in fleet.clients]
     for name, value in _process(fleet.server.pid).items():
         found[f"server {name}"] = value
         found[f"client {name}"] = sum(each[name] for each in clients) / len(clients)
-    server = _sizes(Path(fleet.server.settings["state_dir"]))
+    folder = Path(fleet.server.settings["state_dir"])
+    server = _sizes(folder)
     database = {name: size for name, size in server.items() if name.startswith("facts.sqlite")}
     log = database.pop("facts.sqlite-wal", 0)
     found["server files"] = len(server)
     found["server disk without the database"] = (sum(server.values()) - sum(database.values()) - log) / 1e6
-    found["server database"], found["server log of the database"] = sum(database.values()) / 1e6, log / 1e6
+    found[DATABASE], found["server log of the database"] = sum(database.values()) / 1e6, log / 1e6
+    ((found[EVENTS],),) = ask(folder, "SELECT count(*) FROM events")
     sizes = [sum(_sizes(Path(client.settings["state_dir"])).values()) for client in fleet.clients]
     found["client disk"] = sum(sizes) / len(sizes) / 1e6
     return found

@@ -10,6 +10,10 @@ import numpy as np
 WARM_UP = 0.25
 """The share of a run that does not count: caches fill, and the memory of the allocator finds its size."""
 
+ROW_MB, EVENT_MB = 400e-6, 300e-6
+"""What the database needs for a client in a round, and for an event, at most, in MB. docs/configuration.md says some
+250 bytes for the first (keep_rounds); pages are not always full."""
+
 _FEWEST = 3  # samples, of which a line has an error
 
 
@@ -20,6 +24,9 @@ class Limit(NamedTuple):
     amount: float = 0.0
 
 
+DATABASE, EVENTS = "server database", "events"
+"""A figure with a limit of its own, and one without a limit: how many events the database has."""
+
 LIMITS: Mapping[str, Limit] = {
     "server memory": Limit(share=0.005),
     "client memory": Limit(share=0.005),
@@ -28,10 +35,10 @@ LIMITS: Mapping[str, Limit] = {
     "server threads": Limit(amount=0.5),
     "client threads": Limit(amount=0.5),
     "server files": Limit(amount=1.0),
-    "server disk without the database": Limit(share=0.005),
-    "server database": Limit(share=0.005),
+    "server disk without the database": Limit(share=0.005, amount=0.01),
+    DATABASE: Limit(share=0.01),
     "server log of the database": Limit(share=0.02),
-    "client disk": Limit(share=0.005),
+    "client disk": Limit(share=0.005, amount=0.001),
     "round": Limit(share=0.1),
 }
 """By figure. 0.5 % in 1,000 rounds are 5 % in 10,000; the time of a round is that of a machine with other work."""
@@ -73,12 +80,33 @@ class Slope:
         return self.per_thousand - 2 * self.error > self.limit
 
 
-def slopes(samples: Sequence[Sample], extra: Mapping[str, float] | None = None) -> list[Slope]:
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What a server keeps before its database is full, which is documented.
+
+    Attributes:
+        clients: The clients of each round.
+        rounds: The newest rounds whose facts it keeps.
+        events: The newest events that it keeps.
+    """
+
+    clients: int
+    rounds: int
+    events: int
+
+    def growth(self, begin: Sample) -> float:
+        """Return by how much the database may grow in 1,000 rounds, in MB, where these samples begin."""
+        known, events = begin.rounds or 1, begin.figures.get(EVENTS, 0.0)
+        rows = 1000 * self.clients * ROW_MB if known < self.rounds else 0.0
+        return rows + (1000 * events / known * EVENT_MB if events < self.events else 0.0)
+
+
+def slopes(samples: Sequence[Sample], kept: Kept) -> list[Slope]:
     """Return how each figure grows after the warm-up.
 
     Args:
         samples: In order.
-        extra: How much more some figures may grow in 1,000 rounds, as documented.
+        kept: What the server keeps.
 
     Raises:
         ValueError: If there are too few samples, or no rounds between them.
@@ -86,11 +114,11 @@ def slopes(samples: Sequence[Sample], extra: Mapping[str, float] | None = None) 
     counted = [each for each in samples if each.seconds >= samples[-1].seconds * WARM_UP]
     if len(counted) < _FEWEST or counted[0].rounds == counted[-1].rounds:
         raise ValueError(f"{len(counted)} samples after the warm-up: the run was too short")
-    found = []
+    found, extra = [], {DATABASE: kept.growth(counted[0])}
     for name, limit in LIMITS.items():
         points = [(each.rounds / 1000, each.figures[name]) for each in counted if name in each.figures]
         mean, slope, error = line_through(points)
-        allowed = limit.share * mean + limit.amount + (extra or {}).get(name, 0.0)
+        allowed = limit.share * mean + limit.amount + extra.get(name, 0.0)
         found.append(Slope(name, mean, slope, error, allowed))
     return found
 
