@@ -62,7 +62,7 @@ def main() -> int:
                 text = f"{sample.rounds:,} rounds"
                 progress.update(task, completed=min(args.seconds, sample.seconds), description=text)
             failure = fleet.failure()
-    found = slopes(samples, Kept(args.clients, kept, KEEP_EVENTS))
+    found = slopes(samples, Kept(args.clients, kept, KEEP_EVENTS, _JOB_ROUNDS))
     if args.out:
         words = {"clients": args.clients, "keep_rounds": kept, "samples": [asdict(each) for each in samples]}
         args.out.write_text(json.dumps(words | {"slopes": [asdict(each) for each in found]}, indent=1) + "\n")

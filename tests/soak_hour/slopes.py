@@ -10,9 +10,9 @@ import numpy as np
 WARM_UP = 0.25
 """The share of a run that does not count: caches fill, and the memory of the allocator finds its size."""
 
-ROW_MB, EVENT_MB = 400e-6, 300e-6
-"""What the database needs for a client in a round, and for an event, at most, in MB. docs/configuration.md says some
-250 bytes for the first (keep_rounds); pages are not always full."""
+ROW_MB, EVENT_MB, JOB_MB = 400e-6, 300e-6, 3000e-6
+"""What the database needs for a client in a round, for an event and for a job, at most, in MB. docs/configuration.md
+says some 250 bytes for the first (keep_rounds); pages are not always full. Jobs are never removed."""
 
 _FEWEST = 3  # samples, of which a line has an error
 
@@ -88,17 +88,21 @@ class Kept:
         clients: The clients of each round.
         rounds: The newest rounds whose facts it keeps.
         events: The newest events that it keeps.
+        job_rounds: The rounds of each job.
     """
 
     clients: int
     rounds: int
     events: int
+    job_rounds: int
 
     def growth(self, begin: Sample) -> float:
         """Return by how much the database may grow in 1,000 rounds, in MB, where these samples begin."""
         known, events = begin.rounds or 1, begin.figures.get(EVENTS, 0.0)
         rows = 1000 * self.clients * ROW_MB if known < self.rounds else 0.0
-        return rows + (1000 * events / known * EVENT_MB if events < self.events else 0.0)
+        return (
+            1000 / self.job_rounds * JOB_MB + rows + (1000 * events / known * EVENT_MB if events < self.events else 0.0)
+        )
 
 
 def slopes(samples: Sequence[Sample], kept: Kept) -> list[Slope]:
