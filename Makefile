@@ -14,11 +14,13 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
 TOGETHER := -n $(shell n=$$(nproc --all); echo $$(( n < 6 ? n + 2 : 8 ))) --dist worksteal
 SOAK_REPEATS ?= 20
 FUZZ_SECONDS ?= 3600
+SOAK_SECONDS ?= 3600
+POWER_LOSSES ?= 500
 
 PROGRAMS := $(VENV)/.programs
 STAMP := $(VENV)/.installed
 
-.PHONY: programs install wheel demo secure-demo private-demo test soak fuzz libraries image-test systemd-test check lint unit format bench clean
+.PHONY: programs install wheel demo secure-demo private-demo test soak soak-hour power-loss fuzz libraries image-test systemd-test check lint unit format bench clean
 
 # What runs: fl-server, fl-client and flctl.
 programs: $(PROGRAMS)
@@ -63,6 +65,14 @@ soak: install
 	FEDRING_REPEATS=$(SOAK_REPEATS) $(PYTEST) --passed .soak/drawn --timeout 1200 $(TOGETHER) tests/property
 	FEDRING_REPEATS=$(SOAK_REPEATS) FEDRING_TEST_FREEZE_SECONDS=2 $(PYTEST) --passed .soak/frozen $(TOGETHER) -m "not alone and not soak" tests/system tests/fault
 	rm -r .soak
+
+# An hour, or SOAK_SECONDS: round after round, and whether memory, descriptors, threads, files or the time of a round grow.
+soak-hour: install
+	$(BIN)/python -m tests.soak_hour --seconds $(SOAK_SECONDS) --out soak-hour.json
+
+# 500, or POWER_LOSSES: the power of a server and of its clients fails, and all that they have told must be there.
+power-loss: install
+	$(BIN)/python -m tests.power --losses $(POWER_LOSSES)
 
 # Lightning, accelerate and transformers on the ring, and peft. No other target installs them.
 libraries: install

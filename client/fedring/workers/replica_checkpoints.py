@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fedring.daemon.crash import crashpoint
-from fedring.daemon.durable import delete, sync
+from fedring.daemon.durable import delete, make_folder, sync
 from fedring.untrusted import parse_json
 from fedring.workers.replica import digest_of
 
@@ -113,9 +113,7 @@ class ReplicaCheckpoints:
         part = self._path(step).with_suffix(".part")
         tensors, metadata = encode(content, self.job)
         try:
-            if not self.folder.is_dir():
-                self.folder.mkdir(mode=0o700, parents=True)
-                sync(self.folder.parent)
+            make_folder(self.folder)
             save_file(tensors, part, metadata=metadata)
             # The content must be on the disk before the name is, or a power loss could leave a complete name with half
             # a file.

@@ -22,6 +22,22 @@ def sync(path: Path) -> None:
         os.close(fd)
 
 
+def make_folder(path: Path) -> None:
+    """Make a folder durably, with the folders above it.
+
+    Only its owner may use it. One that is there is synced, too: an earlier process may have been killed before that.
+
+    Raises:
+        OSError: If that is impossible.
+    """
+    missing = [each for each in (path, *path.absolute().parents) if not each.exists()]
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for each in missing or [path]:
+        # Who may not read the folder above has not made this one: whoever made it has seen to it.
+        with suppress(PermissionError):
+            sync(each.absolute().parent)
+
+
 def delete(path: Path) -> None:
     """Delete a file, or a folder with its contents, if it exists."""
     if path.is_dir() and not path.is_symlink():
@@ -80,7 +96,7 @@ def create_durably(path: Path, data: bytes) -> None:
     """
     new = path.with_name(f"{path.name}.{secrets.token_hex(8)}.new")
     try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_folder(path.parent)
         write_durably(new, data)
         with contextlib.suppress(FileExistsError):  # another process was faster
             os.link(new, path)

@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import Self
 
 from fedring.daemon.config import ConfigError
-from fedring.daemon.durable import replace_with_digest, text_after_digest
+from fedring.daemon.durable import make_folder, replace_with_digest, text_after_digest
 
 
 class StateInUse(ConfigError):
@@ -36,7 +36,7 @@ class StateLock:
     def __init__(self, folder: Path, *, client: str = "") -> None:
         self._fds: list[int] = []
         try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_folder(folder)
             self._fds.append(os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
             self._fds.append(os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
             for fd in self._fds:

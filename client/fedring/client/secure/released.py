@@ -26,7 +26,7 @@ from pathlib import Path
 
 from fedring.daemon.config import ConfigError
 from fedring.daemon.crash import crashpoint
-from fedring.daemon.durable import replace_with_digest, text_after_digest
+from fedring.daemon.durable import make_folder, replace_with_digest, text_after_digest
 from fedring.daemon.wording import counted
 from fedring.secure.errors import SecureError
 from fedring.secure.limits import MIN_GROUP
@@ -108,7 +108,7 @@ class Released:
             bases = self._bases | {key: [*self._bases.get(key, []), sets.index(places)]}
             known = {"clients": list(clients), "sets": sets, "bases": bases}
             text = json.dumps(known, separators=(",", ":")).encode()
-            self._path.parent.mkdir(mode=0o700, exist_ok=True)
+            make_folder(self._path.parent)
             replace_with_digest(self._path, text)
             self._clients, self._sets, self._bases, self._size = clients, sets, bases, len(text)
 

@@ -24,7 +24,7 @@ from typing import NamedTuple
 from fedring.client.secure.released import Released
 from fedring.daemon.config import ConfigError
 from fedring.daemon.crash import crashpoint
-from fedring.daemon.durable import replace_with_digest, sync, text_after_digest
+from fedring.daemon.durable import make_folder, replace_with_digest, sync, text_after_digest
 from fedring.secure.errors import SecureError
 from fedring.untrusted import parse_json
 from fedring.v1 import federation_pb2 as pb
@@ -176,7 +176,7 @@ class SecureState:
         with self._lock:
             if self.finished(name):
                 raise SecureError("replayed_round", f"round {name.round} is over for this client")
-            self._folder.mkdir(mode=0o700, exist_ok=True)
+            make_folder(self._folder)
             replace_with_digest(self._path(name), text)
 
     def finish(self, name: RoundName, reason: str = "") -> None:
@@ -221,7 +221,7 @@ class SecureState:
             return
         finished = {each: at for each, at in self._finished.items() if each != run} | {run: last}
         finished = dict(list(finished.items())[-_KEEP_RUNS:])
-        self._folder.mkdir(mode=0o700, exist_ok=True)
+        make_folder(self._folder)
         replace_with_digest(self._file, json.dumps(finished).encode())
         self._finished = finished
 

@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 KEEP_LINES = 16
 """For how many lines of models a client keeps a file: for those of which it has written one last."""
 
+_UNFINISHED = ".tmp??????"
 _INSTEAD = {
     False: "and nothing is left of past updates",
     True: "so what an accepted update has left is lost, and what was kept before it stays",
@@ -72,7 +73,9 @@ class KeptFiles:
     def __init__(self, folder: Path, client: str, on_dropped: Callable[[], None] = lambda: None) -> None:
         self._folder, self._client, self._on_dropped = folder, client, on_dropped
         self._left_file, self._part = folder / "update.left", folder / "kept.part"
-        self._part.unlink(missing_ok=True)  # It was being written when the process was killed.
+        # They were being written when the process was killed. safetensors has names of its own for half a file.
+        for path in (self._part, *folder.glob(_UNFINISHED)):
+            path.unlink(missing_ok=True)
         self._spooled: KeptState | None = None  # of the update in the spool, if this process has made it
         self._cached: tuple[str, Sections] | None = None  # of one line
 
@@ -127,6 +130,7 @@ class KeptFiles:
         self._write(self._left_file, state, update)
         if durable:
             sync(self._left_file)
+            sync(self._folder)
         self._spooled = state
         return True
 

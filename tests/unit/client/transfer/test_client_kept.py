@@ -243,3 +243,18 @@ def test_values_that_were_checked_stay_when_their_file_changes(tmp_path: Path) -
     assert values is not None
     assert float(values["weight"][0]) == 3.0
     assert int(values["steps"]) == 7
+
+
+def test_what_a_killed_process_was_writing_is_deleted(tmp_path: Path) -> None:
+    begin(tmp_path, 1.0)
+    for name in ("kept.part", ".tmpt1Fs7H"):  # safetensors writes to names like the second one
+        (tmp_path / name).write_bytes(b"half of the private values")
+    assert kept(tmp_path) == 1.0
+    assert sorted(path.name for path in tmp_path.iterdir()) == [kept_file(tmp_path).name]  # type: ignore[union-attr]  # there is one
+
+
+def test_what_a_precious_update_leaves_has_a_durable_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[Path] = []
+    monkeypatch.setattr("fedring.client.transfer.kept.sync", synced.append)
+    spool(tmp_path, 2.0, 1)
+    assert synced == [tmp_path / "update.left", tmp_path]
