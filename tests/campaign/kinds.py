@@ -1,0 +1,169 @@
+"""The kinds of cases: a job, its fleet, the harms that suit it, and what must hold afterwards.
+
+A kind registers itself in KINDS: a function that draws a case of it.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+from tests.campaign import checks
+from tests.campaign.checks import Check
+from tests.campaign.harms import HARMS
+from tests.campaign.lessons import SIZE
+from tests.fault.residuals import KEEP
+
+_REVERTS = ("save_state", "revert_state")
+ANY = tuple(name for name in HARMS if name not in _REVERTS)
+WITHOUT_DAMAGE = tuple(name for name in ANY if name not in ("damage_line", "fail_disk", "fill_disk"))
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a case runs, and how it is judged.
+
+    Attributes:
+        job: the keys of the job, which runs until it is stopped.
+        checks: what must hold, beside what holds everywhere.
+        clients: how many there are.
+        settings: of the server.
+        harms: the names of those that suit the job.
+        last_round: whether the clients train one more round when all harms are over, so that they learn what became
+            of their last updates.
+    """
+
+    job: dict[str, Any]
+    checks: Sequence[Check]
+    clients: int = 3
+    settings: dict[str, Any] = field(default_factory=dict)
+    harms: Sequence[str] = ANY
+    last_round: bool = True
+
+
+Kind = Callable[[Random], Case]
+
+KINDS: dict[str, Kind] = {}
+"""Every kind by its name, in the order of this file."""
+
+_LOST_AFTER = {"lost_after_seconds": 4.0}
+"""A client that is away for longer misses the round."""
+
+_COMMON: dict[str, Any] = {
+    "rounds": 100_000, "max_abandoned": 1000, "deadline_seconds": 120, "evaluate": False, "min_clients": 3,
+    "start": "fresh",
+}  # fmt: skip
+
+
+def kind(draw: Kind) -> Kind:
+    """Register a kind under the name of its function."""
+    KINDS[draw.__name__] = draw
+    return draw
+
+
+def _lessons(**keys: Any) -> dict[str, Any]:
+    model = {"model": "fedring.train.models:vector", "model_args": {"size": SIZE}}
+    return {**_COMMON, **model, "trainer": "tests.campaign.lessons:lesson", "min_clients_to_aggregate": 1, **keys}
+
+
+def _training(**keys: Any) -> dict[str, Any]:
+    fixed = {"min_clients_to_aggregate": 3, "subset_size": 64, "batch_size": 16, "partition": "shards", "seed": 5}
+    return {**_COMMON, "max_abandoned": 5, **fixed, **keys}
+
+
+@kind
+def dense(rng: Random) -> Case:
+    """Draw whole updates with weights, of which some clients may miss rounds."""
+    job = _lessons(encoding="fp32", weights=rng.choice(["samples", "samples", "uniform"]))
+    found = [checks.deltas_are_lessons, checks.models_are_means]
+    if job["weights"] == "uniform":
+        found = [checks.models_are_means]
+    return Case(job, found, settings=_LOST_AFTER)
+
+
+@kind
+def sparse(rng: Random) -> Case:
+    """Draw sparse updates with error feedback."""
+    job = _lessons(encoding="fp32_sparse", keep_ratio=rng.choice([0.02, 0.2]))
+    return Case(job, [checks.models_are_means, checks.mass_is_conserved], settings=_LOST_AFTER)
+
+
+@kind
+def reverts(rng: Random) -> Case:
+    """Draw sparse updates to a server whose state is put back to older ones."""
+    job = _lessons(
+        encoding="fp32_sparse", keep_ratio=KEEP, trainer="tests.fault.user_trainers:known", min_clients=2,
+        min_clients_to_aggregate=2,
+    )  # fmt: skip
+    harms = ("kill_server", "kill_client", "kill_client_and_server", "save_state", "revert_state", "revert_state")
+    return Case(job, [checks.residuals_explain_histories], clients=2, harms=harms)
+
+
+@kind
+def packed(rng: Random) -> Case:
+    """Draw packed updates with error feedback."""
+    job = _lessons(encoding=rng.choice(["packed", "sq8"]), keep_ratio=0.1)
+    return Case(job, [checks.models_are_means, checks.mass_is_conserved], settings=_LOST_AFTER)
+
+
+@kind
+def quantised(rng: Random) -> Case:
+    """Draw dense updates of few bits, which need no residual."""
+    job = _lessons(encoding=rng.choice(["uniform", "int8", "bf16", "fp16"]))
+    return Case(job, [checks.models_are_means], settings=_LOST_AFTER)
+
+
+@kind
+def private(rng: Random) -> Case:
+    """Draw models with a tensor that never leaves its client."""
+    model = {"model": "tests.campaign.lessons:halves", "private": ["own"]}
+    job = _lessons(encoding="fp32_sparse", keep_ratio=0.05, **model)
+    found = [checks.models_are_means, checks.mass_is_conserved, checks.own_tensors_count_rounds]
+    return Case(job, found, settings=_LOST_AFTER)
+
+
+@kind
+def noisy(rng: Random) -> Case:
+    """Draw jobs with noise of the server, in which each training of a client has another result."""
+    dp = {"noise_multiplier": 1.0, "clip": 0.5, "adaptive": rng.random() < 0.5}
+    keys = {"encoding": "fp32", "weights": "uniform", "min_clients_to_aggregate": 2, "dp": dp}
+    job = _lessons(**keys) | {"trainer": "tests.campaign.lessons:whim"}
+    return Case(job, [checks.charges_cover_updates], harms=WITHOUT_DAMAGE)
+
+
+@kind
+def trained(rng: Random) -> Case:
+    """Draw real trainings with a server optimizer and encoded downloads."""
+    optimizer = {"name": "SGD", "args": {"lr": 0.9, "momentum": 0.5}}
+    keys = {"encoding": rng.choice(["uniform", "fp32"]), "download_encoding": "uniform", "mu": 0.01}
+    return Case(_training(server_optimizer=optimizer, **keys), [checks.models_are_those_of_the_twin])
+
+
+@kind
+def scaffold(rng: Random) -> Case:
+    """Draw real trainings with control variates, models of the clients' own, and error feedback."""
+    keys = {"scaffold": True, "momentum": 0.0, "weights": "uniform", "encoding": "packed", "personal": {"mu": 0.5}}
+    return Case(_training(**keys), [checks.models_are_those_of_the_twin])
+
+
+@kind
+def feddyn(rng: Random) -> Case:
+    """Draw real trainings with a transform that has a state on both sides, and error feedback."""
+    transform = {"name": "feddyn", "args": {"alpha": 0.05, "clients": 3}}
+    keys = {"weights": "uniform", "encoding": "packed", "transforms": [transform]}
+    return Case(_training(**keys), [checks.models_are_those_of_the_twin])
+
+
+@kind
+def residual(rng: Random) -> Case:
+    """Draw real trainings with error feedback."""
+    return Case(_training(encoding="fp32_sparse", keep_ratio=0.05, epochs=2), [checks.models_are_those_of_the_twin])
+
+
+@kind
+def secure(rng: Random) -> Case:
+    """Draw real trainings whose updates are masked."""
+    table = {"step_seconds": 60, "keep_ratio": 0.5}
+    keys = {"weights": "uniform", "seed": 0, "min_clients": 4, "min_clients_to_aggregate": 4}
+    job = _training(**keys, secure_aggregation=table)
+    return Case(job, [checks.models_are_those_of_the_twin], clients=4, harms=WITHOUT_DAMAGE, last_round=False)
