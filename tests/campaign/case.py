@@ -76,7 +76,7 @@ def run_case(seed: int, number: int, kind: str, folder: Path) -> Outcome:
     """Run one case in an empty folder, which is removed if all promises hold."""
     rng = Random(f"{seed} {number} {kind}")
     case = KINDS[kind](rng)
-    harms = [rng.choice(case.harms) for _ in range(rng.randint(FEWEST, MOST))]
+    harms = [rng.choice(case.harms) for _ in range(min(rng.randint(FEWEST, MOST), case.most_harms))]
     outcome, began = Outcome(seed, number, kind, harms), time.monotonic()
     scene = Scene(folder, case.clients, case.settings)
     try:
@@ -92,6 +92,9 @@ def run_case(seed: int, number: int, kind: str, folder: Path) -> Outcome:
     except (Exception, pytest.fail.Exception) as error:  # noqa: BLE001  # a case that breaks has failed
         where = "".join(traceback.format_tb(error.__traceback__)[-3:])
         outcome.problems.append(f"P3: the case came to no end: {type(error).__name__}: {error}\n{where}"[:6000])
+    if outcome.problems and scene.disk is not None:
+        shutil.copytree(scene.state, folder / "state-on-its-disk", symlinks=True)
+    scene.unmount_disk()
     outcome.seconds = time.monotonic() - began
     if not outcome.problems:
         shutil.rmtree(folder, ignore_errors=True)
@@ -110,27 +113,38 @@ def _disturb(scene: Scene, case: Case, harms: list[str], rng: Random) -> Evidenc
     for name in harms:
         _let_work(scene, rng)
         HARMS[name](scene, rng)
-    done: int = scene.ask(lambda control: control.job(job_id).rounds_done)
-    enough = done + 2  # as the case ends undisturbed, its rounds must go on
-    until(lambda: scene.ask(lambda control: control.job(job_id).rounds_done >= enough or _over(control, job_id)))
-    state, reason = scene.end_job(job_id)
-    assert state == "stopped", f"the job is {state}: {reason}"
+    second_id = 0
+    if case.to_the_end:
+        _wait_for_end(scene, job_id)
+        second_id = start({})
+        _wait_for_end(scene, second_id)
+    else:
+        done: int = scene.ask(lambda control: control.job(job_id).rounds_done)
+        enough = done + (1 if case.last_round else 0)  # now that nothing is harmed, rounds must go on
+        until(lambda: scene.ask(lambda control: control.job(job_id).rounds_done >= enough or _over(control, job_id)))
+        state, reason = scene.end_job(job_id)
+        assert state == "stopped", f"the job is {state}: {reason}"
     if case.last_round:
-        last = start({"rounds": 1, "start": "newest"})
-        until(lambda: scene.ask(lambda control: _over(control, last)))
+        _wait_for_end(scene, start({"rounds": 1, "start": "newest"}))
         wait_for(scene, "the clients' notes", lambda: until(lambda: not any(map(has_spooled_update, scene.folders))))
     charged: int = scene.ask(lambda control: control.privacy().rounds)
+    for client in scene.clients:
+        client.kill()
     scene.stop()
-    for line in scene.lines:
-        line.speed_up()
     scene.start_server()  # it sweeps what nobody names any more
     scene.server.kill()
     kills = [sum(times for words, times in scene.done.items() if words.endswith(each.name)) for each in scene.clients]
     sent = [line.sent for line in scene.lines]
     return Evidence(
         scene.state, scene.folders, scene.logs(), sent, kills, scene.lost, case.job, job_id, charged,
-        scene.directory / "checked",
+        scene.directory / "checked", second_id, scene.down_seconds,
     )  # fmt: skip
+
+
+def _wait_for_end(scene: Scene, job_id: int) -> None:
+    until(lambda: scene.ask(lambda control: _over(control, job_id)))
+    job = scene.ask(lambda control: control.job(job_id))
+    assert job.state == "completed", f"the job is {job.state}: {job.reason}"
 
 
 def _let_work(scene: Scene, rng: Random) -> None:

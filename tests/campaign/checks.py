@@ -7,17 +7,18 @@ computed, except its decoders of payloads, and the simulation that is the undist
 from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 
 from fedring.codec.digest import is_called, name_of
-from tests.campaign.evidence import AcceptedUpdate, Evidence
-from tests.campaign.lessons import SIZE, Values, lesson_of, samples_of
+from tests.campaign.evidence import Evidence
+from tests.campaign.lessons import SIZE, lesson_of, samples_of
 from tests.damage import ask
 from tests.fault.residuals import check_rounds
 from tests.kept import kept_of, kept_residual
 from tests.ledgers import account_in
+
+_SLACK = 12.0  # seconds, for a busy machine, and for the clients of a server that has restarted
 
 Check = Callable[[Evidence, Counter[str]], Iterator[str]]
 """Yields what is wrong, and counts what it has compared."""
@@ -67,20 +68,25 @@ def updates_count_once(evidence: Evidence, counts: Counter[str]) -> Iterator[str
 
 
 def told_is_kept(evidence: Evidence, counts: Counter[str]) -> Iterator[str]:
-    """P2: an update of which its client was told that it is accepted is in the database."""
-    kept = {(update.round, update.index) for state in (evidence.state, *evidence.lost)
-            for update in (evidence.updates if state == evidence.state else evidence.updates_of(state))}
+    """P2: an update of which its client was told that it is accepted is in the database, or counted there."""
+    oldest = min((update.round for update in evidence.updates), default=0)
+    pruning = bool(ask(evidence.state, "SELECT 1 FROM clients WHERE pruned_updates > 0"))
+    kept = {
+        (update.round, update.index)
+        for state in (evidence.state, *evidence.lost)
+        for update in (evidence.updates if state == evidence.state else evidence.updates_of(state))
+    }
     for client in range(len(evidence.folders)):
         for number in evidence.told(client):
             counts["told"] += 1
-            if (number, client) not in kept:
+            if (number, client) not in kept and not (pruning and number < oldest):
                 counts["lost"] += 1
                 yield f"P2: client-{client} was told that its update of round {number} is accepted, and it is gone"
 
 
 def rounds_ended(evidence: Evidence, counts: Counter[str]) -> Iterator[str]:
     """P3: each round was published as one model, or abandoned with a reason, and none by a fault of the server."""
-    last = max(evidence.rounds, default=None)
+    last = {round_.job_id: round_.round for round_ in evidence.rounds}  # of each job
     for round_ in evidence.rounds:
         counts["rounds"] += 1
         if not round_.ended or round_.phase not in ("published", "abandoned"):
@@ -91,10 +97,10 @@ def rounds_ended(evidence: Evidence, counts: Counter[str]) -> Iterator[str]:
             yield f"P3: round {round_.round} is abandoned without a reason"
         elif round_.phase == "abandoned" and round_.reason in ("internal", "damaged_blob", "damaged_row"):
             yield f"P3: round {round_.round} is abandoned: {round_.reason}"
-        elif round_ is not last and round_.reason == "stopped":
-            yield f"P3: round {round_.round} was stopped, and it was not the last"
+        elif round_.reason == "stopped" and round_.round != last[round_.job_id]:
+            yield f"P3: round {round_.round} was stopped, and it was not the last of its job"
     for one, other in pairwise(each for each in evidence.rounds if each.model):
-        if (other.base, other.model) != (one.model, one.model + 1) and not evidence.lost:
+        if (other.base, other.model) != (one.model, one.model + 1):
             yield f"P5: round {other.round} goes from model {other.base} to {other.model}, after model {one.model}"
 
 
@@ -102,7 +108,7 @@ def logs_are_quiet(evidence: Evidence, counts: Counter[str]) -> Iterator[str]:
     """Yield each daemon in which an error was not foreseen."""
     for name, text in evidence.logs.items():
         if "Traceback" in text:
-            yield f"P4: {name} logged an error that nobody foresaw: {text[text.index('Traceback'):][:800]}"
+            yield f"P4: {name} logged an error that nobody foresaw: {text[text.index('Traceback') :][:800]}"
 
 
 def deltas_are_lessons(evidence: Evidence, counts: Counter[str]) -> Iterator[str]:
@@ -155,7 +161,7 @@ def own_tensors_count_rounds(evidence: Evidence, counts: Counter[str]) -> Iterat
     """P1: a private tensor has been trained once for each accepted update."""
     for client, folder in enumerate(evidence.folders):
         section = kept_of(folder, "private")
-        accepted = sum(update.index == client for update in evidence.updates)
+        accepted = evidence.accepted_of(client)
         trained = 0.0 if section is None else float(section.tensors["own"][0])
         counts["private tensors"] += 1
         if trained != accepted:
@@ -191,13 +197,43 @@ def charges_cover_updates(evidence: Evidence, counts: Counter[str]) -> Iterator[
             yield f"P1: client-{client} has charged {charged} updates, and only {len(sent)} have left it"
 
 
+def rounds_end_in_time(evidence: Evidence, counts: Counter[str]) -> Iterator[str]:
+    """P3: a round ends by its deadline, and only the time in which there was no server does not count."""
+    most = evidence.job["deadline_seconds"] + evidence.down_seconds + _SLACK
+    for round_ in evidence.rounds:
+        if round_.seconds > most:
+            yield f"P3: round {round_.round} took {round_.seconds:.0f} s, and had no more than {most:.0f}"
+
+
+def models_are_those_of_the_second_run(evidence: Evidence, counts: Counter[str]) -> Iterator[str]:
+    """P7: each model is byte for byte that of the same job on the same fleet without harms."""
+    runs = [
+        [evidence.models[round_.model][0] for round_ in evidence.rounds if round_.model and round_.job_id == job_id]
+        for job_id in (evidence.job_id, evidence.second_id)
+    ]
+    counts["models"] += len(runs[0])
+    if len(runs[0]) != evidence.job["rounds"] or len(runs[1]) != evidence.job["rounds"]:
+        yield f"P7: {len(runs[0])} and {len(runs[1])} models came of {evidence.job['rounds']} rounds"
+    for number, (one, other) in enumerate(zip(*runs, strict=False), 1):
+        if one != other:
+            yield f"P7: the model of round {number} is not that of the run without harms"
+            return
+
+
 def models_are_those_of_the_twin(evidence: Evidence, counts: Counter[str]) -> Iterator[str]:
     """P5: each model is byte for byte that of an undisturbed run, as long as each round has had all clients."""
     from tests.campaign.twins import twin_digests
 
     regular = []
     for round_ in evidence.rounds:
-        if not round_.model or len(evidence.by_round.get(round_.round, [])) < len(evidence.folders):
+        if round_.reason not in ("", "stopped"):
+            yield f"P3: round {round_.round} was abandoned ({round_.reason}), though no client was away for long"
+    for round_ in evidence.rounds:
+        if (
+            round_.job_id != evidence.job_id
+            or not round_.model
+            or len(evidence.by_round.get(round_.round, [])) < len(evidence.folders)
+        ):
             break
         regular.append(round_)
     if not regular:
@@ -213,5 +249,3 @@ def models_are_those_of_the_twin(evidence: Evidence, counts: Counter[str]) -> It
 def _far(one: np.ndarray, other: np.ndarray, *, scale: int = 1) -> bool:
     """Return whether two vectors differ by more than rounding explains; lessons are even integers."""
     return bool(np.abs(one - other).max() > min(0.5, 1e-3 * scale + 0.1))
-
-

@@ -46,7 +46,7 @@ class Round(NamedTuple):
     """A row of the rounds."""
 
     round: int
-    job_round: int
+    job_id: int
     phase: str
     reason: str
     base: int
@@ -70,6 +70,8 @@ class Evidence:
         job_id: its id.
         charged_rounds: those of the server's own account of privacy.
         folder: for what checks write.
+        second_id: the id of the same job when it ran again without harms, if it did.
+        down_seconds: in which the server did not run.
     """
 
     state: Path
@@ -82,6 +84,8 @@ class Evidence:
     job_id: int = 1
     charged_rounds: int = 0
     folder: Path = Path()
+    second_id: int = 0
+    down_seconds: float = 0.0
 
     @cached_property
     def updates(self) -> list[AcceptedUpdate]:
@@ -117,13 +121,13 @@ class Evidence:
     def rounds(self) -> list[Round]:
         """All rounds, in order."""
         query = (
-            "SELECT round, job_round, phase, reason, base_version, model_version, ended_at, started_at FROM rounds "
-            "WHERE job_id = ? ORDER BY round"
+            "SELECT round, job_id, phase, reason, base_version, model_version, ended_at, started_at FROM rounds "
+            "ORDER BY round"
         )
         found = []
-        for number, job_round, phase, reason, base, model, ended, started in ask(self.state, query, self.job_id):
+        for number, job_id, phase, reason, base, model, ended, started in ask(self.state, query):
             seconds = float(str(ended)) - float(str(started)) if ended is not None else 0.0
-            numbers = [int(str(each)) for each in (number, job_round, base, model)]
+            numbers = [int(str(each)) for each in (number, job_id, base, model)]
             found.append(Round(*numbers[:2], str(phase), str(reason), *numbers[2:], ended is not None, seconds))
         return found
 
@@ -137,6 +141,12 @@ class Evidence:
         """Return the parameter `values`, [SIZE], of a model."""
         values: NDArray[np.float32] = safetensors.numpy.load_file(self.models[version][1])["values"]
         return values
+
+    def accepted_of(self, client: int) -> int:
+        """Return how many updates of a client were accepted, also those that are not kept any more."""
+        name = f"client-{client}"
+        pruned = ask(self.state, "SELECT pruned_updates FROM clients WHERE client_id = ?", name)
+        return sum(int(str(number)) for (number,) in pruned) + sum(update.client == name for update in self.updates)
 
     def told(self, client: int) -> list[int]:
         """Return the rounds of which this client was told that its update is accepted, as its log has them."""

@@ -73,6 +73,23 @@ def kill_all(scene: Scene, rng: Random) -> None:
 
 
 @harm
+def kill_all_clients(scene: Scene, rng: Random) -> None:
+    """Kill all clients within the same moment: a group of workers goes on from its checkpoints."""
+    for client in rng.sample(scene.clients, len(scene.clients)):
+        scene.kill_daemon(client)
+    for client in scene.clients:
+        client.start()
+
+
+@harm
+def kill_server_after_a_while(scene: Scene, rng: Random) -> None:
+    """Kill the server later than it notes how much time its round has left."""
+    pause(rng.uniform(2.0, 5.0))
+    scene.kill_daemon(scene.server)
+    scene.start_server()
+
+
+@harm
 def crash_server(scene: Scene, rng: Random) -> None:
     """Let the server die at one of its crash points."""
     scene.crash_at(scene.server, rng.choice(sorted(REGISTERED)))

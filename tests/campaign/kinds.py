@@ -14,8 +14,8 @@ from tests.campaign.harms import HARMS
 from tests.campaign.lessons import SIZE
 from tests.fault.residuals import KEEP
 
-_REVERTS = ("save_state", "revert_state")
-ANY = tuple(name for name in HARMS if name not in _REVERTS)
+_RARE = ("save_state", "revert_state", "kill_all_clients", "kill_server_after_a_while")
+ANY = tuple(name for name in HARMS if name not in _RARE)
 WITHOUT_DAMAGE = tuple(name for name in ANY if name not in ("damage_line", "fail_disk", "fill_disk"))
 
 
@@ -31,6 +31,8 @@ class Case:
         harms: the names of those that suit the job.
         last_round: whether the clients train one more round when all harms are over, so that they learn what became
             of their last updates.
+        to_the_end: whether the job is not stopped, but runs to its end, and then once more without harms.
+        most_harms: how many are done at most.
     """
 
     job: dict[str, Any]
@@ -39,6 +41,8 @@ class Case:
     settings: dict[str, Any] = field(default_factory=dict)
     harms: Sequence[str] = ANY
     last_round: bool = True
+    to_the_end: bool = False
+    most_harms: int = 9
 
 
 Kind = Callable[[Random], Case]
@@ -167,3 +171,54 @@ def secure(rng: Random) -> Case:
     keys = {"weights": "uniform", "seed": 0, "min_clients": 4, "min_clients_to_aggregate": 4}
     job = _training(**keys, secure_aggregation=table)
     return Case(job, [checks.models_are_those_of_the_twin], clients=4, harms=WITHOUT_DAMAGE, last_round=False)
+
+
+@kind
+def pruned(rng: Random) -> Case:
+    """Draw models with a tensor that never leaves its client, for a server that keeps few updates."""
+    model = {"model": "tests.campaign.lessons:halves", "private": ["own"]}
+    harms = ("crash_client", "crash_client_during_restart", "crash_client_during_restart", "kill_server", "kill_client")
+    settings = {**_LOST_AFTER, "keep_update_rounds": 1}
+    return Case(_lessons(encoding="fp32", **model), [checks.own_tensors_count_rounds], settings=settings, harms=harms)
+
+
+@kind
+def deadlines(rng: Random) -> Case:
+    """Draw rounds that only their deadline ends, because a client takes too long."""
+    job = _lessons(encoding="fp32", min_clients_to_aggregate=3, deadline_seconds=8)
+    job |= {"trainer": "tests.campaign.lessons:lesson_of_the_last_is_late"}
+    return Case(
+        job, [checks.rounds_end_in_time], harms=("kill_server_after_a_while",), last_round=False,
+        settings={"lost_after_seconds": 30.0},
+    )  # fmt: skip
+
+
+@kind
+def data_parallel(rng: Random) -> Case:
+    """Draw groups whose workers are all killed at once, and go on from their checkpoints."""
+    table = {"replacement_seconds": 120, "checkpoint_every": 7, "bucket_mb": 0.001, "ratio": 0.05}
+    table["hook"] = rng.choice(["dgc(nesterov=true)", "none", "int8"])
+    model = {"model": "tests.fault.signalled_models:dropout_net", "model_args": {"hidden": 32}}
+    job = {
+        **_COMMON, **model, "mode": "data_parallel", "rounds": 8, "batch_size": 32, "data_parallel": table,
+        "min_clients": 2, "optimizer_args": {"weight_decay": 0.001},
+    }  # fmt: skip
+    harms = ("kill_all_clients", "kill_all_clients", "kill_server", "slow_line")
+    return Case(
+        job, [checks.models_are_those_of_the_second_run], clients=2, harms=harms, last_round=False, to_the_end=True,
+        most_harms=5,
+    )  # fmt: skip
+
+
+@kind
+def pipeline(rng: Random) -> Case:
+    """Draw models in stages, whose workers are killed."""
+    table = {"stages": 3, "cut": ["4", "7"], "micro_batches": 4, "checkpoint_every": 10}
+    job = {
+        **_COMMON, "mode": "pipeline", "model": "tests.fault.signalled_models:stages", "rounds": 5, "batch_size": 16,
+        "subset_size": 701, "momentum": 0.9, "pipeline": table,
+    }  # fmt: skip
+    harms = ("kill_client", "kill_client", "kill_all_clients", "kill_server", "slow_line")
+    return Case(
+        job, [checks.models_are_those_of_the_second_run], harms=harms, last_round=False, to_the_end=True, most_harms=5
+    )

@@ -10,7 +10,18 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-_COUNTS = ("accepted", "told", "lost", "doubled", "rounds", "models", "residuals", "private tensors", "charges", "blobs")
+_COUNTS = (
+    "accepted",
+    "told",
+    "lost",
+    "doubled",
+    "rounds",
+    "models",
+    "residuals",
+    "private tensors",
+    "charges",
+    "blobs",
+)
 
 
 def append(path: Path, result: dict[str, Any]) -> None:

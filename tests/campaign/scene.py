@@ -4,6 +4,7 @@ import shutil
 import signal
 import subprocess
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
@@ -26,7 +27,9 @@ SECRET = bytes(range(32))
 """From which the clients' secrets follow, here and in the undisturbed twin."""
 KILLED = 137  # how a process ends at a crash point
 _REACHED = 4.0  # seconds in which a daemon comes to its crash point, or is killed where it is
-_TRUSTED = {"trusted": ["fedring", "tests.campaign.lessons", "tests.fault.user_trainers", "tests.fault.signalled_models"]}
+_TRUSTED = {
+    "trusted": ["fedring", "tests.campaign.lessons", "tests.fault.user_trainers", "tests.fault.signalled_models"]
+}
 _KEEP_ALL = {"keep_models": 100_000, "keep_update_rounds": 100_000, "keep_rounds": 100_000}
 _DISK_BYTES = 600 << 20
 
@@ -38,6 +41,7 @@ class Scene(FaultyFleet):
         done: how often each harm was done, and to whom: "kill -9 of client-1".
         copies: saved states of the server, as (way, folder).
         lost: states of the server that were replaced by a copy.
+        down_seconds: in which the server did not run, though it was started before.
     """
 
     def __init__(self, folder: Path, clients: int, settings: dict[str, Any]) -> None:
@@ -46,6 +50,8 @@ class Scene(FaultyFleet):
         self.lost: list[Path] = []
         self.lines: list[Line] = []
         self.disk: Path | None = None
+        self.down_seconds = 0.0
+        self._killed_at: float | None = None
         self._stack = ExitStack()
         client = {**_TRUSTED, "threads": 1}
         env = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -55,7 +61,12 @@ class Scene(FaultyFleet):
         self.folders = [Path(each.settings["state_dir"]) for each in self.clients]
         for number, each in enumerate(self.clients):
             notes = self.folders[number].with_name(f"{each.name}.notes")
-            each.env |= {CLIENT: str(number), NOTES: str(notes), "FL_TEST_CLIENT": str(number), "FL_TEST_NOTES": str(notes)}
+            each.env |= {
+                CLIENT: str(number),
+                NOTES: str(notes),
+                "FL_TEST_CLIENT": str(number),
+                "FL_TEST_NOTES": str(notes),
+            }
 
     def start(self) -> None:
         """Start all daemons, and a line for each client."""
@@ -74,6 +85,12 @@ class Scene(FaultyFleet):
         finally:
             self._stack.close()
 
+    def start_server(self) -> None:
+        """Start the server, and wait until it is ready."""
+        super().start_server()
+        if self._killed_at is not None:
+            self.down_seconds, self._killed_at = self.down_seconds + time.monotonic() - self._killed_at, None
+
     def count(self, what: str, whom: str) -> None:
         """Note that a harm was done to a daemon."""
         self.done[f"{what} of {whom}"] += 1
@@ -82,6 +99,8 @@ class Scene(FaultyFleet):
         """Kill a daemon, and note it."""
         daemon.kill()
         self.count("kill -9", daemon.name)
+        if daemon is self.server and self._killed_at is None:
+            self._killed_at = time.monotonic()
 
     def bring_back(self, daemon: Process) -> None:
         """Start a daemon that was killed; the server is ready then."""
@@ -117,7 +136,12 @@ class Scene(FaultyFleet):
         mount = ["mount", "-t", "tmpfs", "-o", f"size={_DISK_BYTES}", "none", str(self.state)]
         if shutil.which("mount") and not subprocess.run(mount, capture_output=True, check=False).returncode:
             self.disk = self.state
-            self._stack.callback(lambda: subprocess.run(["umount", "--lazy", str(self.state)], check=False))
+
+    def unmount_disk(self) -> None:
+        """Give the disk back, with all that is on it."""
+        if self.disk is not None:
+            subprocess.run(["umount", "--lazy", str(self.disk)], check=False)
+            self.disk = None
 
     def ask(self, call: Callable[[Control], Any]) -> Any:
         """Return what `call` returns, from a server that may just have been started."""
