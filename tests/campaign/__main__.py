@@ -7,8 +7,8 @@
     python -m tests.campaign --summary                   what all runs have found so far
 
 Each case is a job on a real server with real clients, each of which has a line of its own to the server. A seed says
-what is done and when; how far the daemons have come by then differs from run to run. Results are appended to a file, and
-the folders of failed cases stay in .campaign. Exits with 1 if a promise was broken.
+what is done and when; how far the daemons have come by then differs from run to run. Results are appended to a
+file, and the folders of failed cases stay in .campaign. Exits with 1 if a promise was broken.
 """
 
 import argparse

@@ -56,10 +56,11 @@ def storage_is_sound(evidence: Evidence, counts: Counter[str]) -> Iterator[str]:
 def updates_count_once(evidence: Evidence, counts: Counter[str]) -> Iterator[str]:
     """P1: no update is in two rounds, or twice in one."""
     counts["accepted"] += len(evidence.updates)
+    jobs = {round_.round: round_.job_id for round_ in evidence.rounds}
     for words, keys in (
         ("name", [update.name for update in evidence.updates]),
         ("place", [(update.round, update.client) for update in evidence.updates]),
-        ("payload", [(update.client, update.digest) for update in evidence.updates]),
+        ("payload", [(jobs.get(update.round), update.client, update.digest) for update in evidence.updates]),
     ):
         for key, times in Counter(keys).items():
             if times > 1:
@@ -100,7 +101,7 @@ def rounds_ended(evidence: Evidence, counts: Counter[str]) -> Iterator[str]:
         elif round_.reason == "stopped" and round_.round != last[round_.job_id]:
             yield f"P3: round {round_.round} was stopped, and it was not the last of its job"
     for one, other in pairwise(each for each in evidence.rounds if each.model):
-        if (other.base, other.model) != (one.model, one.model + 1):
+        if one.job_id == other.job_id and (other.base, other.model) != (one.model, one.model + 1):
             yield f"P5: round {other.round} goes from model {other.base} to {other.model}, after model {one.model}"
 
 
@@ -131,8 +132,9 @@ def models_are_means(evidence: Evidence, counts: Counter[str]) -> Iterator[str]:
             continue
         total, samples = np.zeros(SIZE, np.float64), 0
         for update in updates:
-            total += update.samples * update.values.astype(np.float64)
-            samples += update.samples
+            weight = 1 if evidence.job.get("weights") == "uniform" else update.samples
+            total += weight * update.values.astype(np.float64)
+            samples += weight
         expected = (evidence.values_of(round_.base) + total / samples).astype(np.float32)
         stored = evidence.values_of(round_.model)
         counts["models"] += 1

@@ -14,7 +14,7 @@ from typing import Any
 
 import grpc
 
-from fedring.control.failure import Failure
+from fedring.control.failure import Failure, Unreachable
 from fedring.ctl.process import Process
 from tests.campaign.lessons import CLIENT, NOTES
 from tests.campaign.line import Line
@@ -151,7 +151,7 @@ class Scene(FaultyFleet):
                 try:
                     with Control(self.control) as control:
                         return call(control)
-                except (Failure, grpc.RpcError) as error:
+                except (Unreachable, grpc.RpcError) as error:
                     failure = error
                 if not self.server.running:
                     raise failure
