@@ -52,9 +52,9 @@ def main() -> bool:
     seed = random.SystemRandom().randrange(1 << 31) if args.seed is None else args.seed
     console.print(f"seed {seed}")
     numbers = count() if args.case is None else iter([args.case])
-    done = []
+    done, began = [], time.time()
     for outcome in run_cases(seed, numbers, args.kinds, args.seconds, FOLDER, console):
-        result = {**outcome.as_json(), "at": time.time()}
+        result = {**outcome.as_json(), "began": began, "at": time.time()}
         results.append(args.results, result)
         done.append(result)
         for problem in outcome.problems:
@@ -89,11 +89,7 @@ def run_cases(
                 kills += outcome.kills
                 shown = min(seconds, seconds - (ends - time.monotonic()))
                 progress.update(bar, completed=shown, description=f"case {outcome.number}, {kills} kills")
-                try:
-                    yield outcome
-                except GeneratorExit:  # the caller has seen enough: begin nothing more
-                    wait(running)
-                    raise
+                yield outcome
 
 
 if __name__ == "__main__":
