@@ -32,7 +32,7 @@ class AcceptedUpdate(NamedTuple):
     encoding: str
 
     @property
-    def index(self) -> int:
+    def client_index(self) -> int:
         """The number of the client."""
         return int(self.client.rpartition("-")[2])
 
@@ -127,8 +127,8 @@ class Evidence:
         found = []
         for number, job_id, phase, reason, base, model, ended, started in ask(self.state, query):
             seconds = float(str(ended)) - float(str(started)) if ended is not None else 0.0
-            numbers = [int(str(each)) for each in (number, job_id, base, model)]
-            found.append(Round(*numbers[:2], str(phase), str(reason), *numbers[2:], ended is not None, seconds))
+            first, second, third, fourth = (int(str(each)) for each in (number, job_id, base, model))
+            found.append(Round(first, second, str(phase), str(reason), third, fourth, ended is not None, seconds))
         return found
 
     @cached_property

@@ -4,8 +4,8 @@
     python -m tests.campaign.faults feedback commit
     python -m tests.campaign.faults --seconds 60 --seed 3
 
-Each fault is put into a copy of the checkout, in which the campaign then runs until a promise is broken. Exits with 1 if
-a fault is not found.
+Each fault is put into a copy of the checkout, in which the campaign then runs until a promise is broken. Exits with 1
+if a fault is not found.
 """
 
 import argparse

@@ -193,8 +193,8 @@ def deadlines(rng: Random) -> Case:
 @kind
 def data_parallel(rng: Random) -> Case:
     """Draw groups whose workers are all killed at once, and go on from their checkpoints."""
-    table = {"replacement_seconds": 120, "checkpoint_every": 7, "bucket_mb": 0.001, "ratio": 0.05}
-    table["hook"] = rng.choice(["dgc(nesterov=true)", "none", "int8"])
+    hook = rng.choice(["dgc(nesterov=true)", "none", "int8"])
+    table = {"hook": hook, "replacement_seconds": 120, "checkpoint_every": 7, "bucket_mb": 0.001, "ratio": 0.05}
     model = {"model": "tests.fault.signalled_models:dropout_net", "model_args": {"hidden": 32}}
     job = {
         **_COMMON, **model, "mode": "data_parallel", "rounds": 8, "batch_size": 32, "data_parallel": table,

@@ -162,15 +162,14 @@ class Scene(FaultyFleet):
     def end_job(self, job_id: int) -> tuple[str, str]:
         """Stop the job, if it runs, and wait for its end; return its state and the reason."""
 
-        def ended(control: Control) -> bool:
-            return control.job(job_id).state not in ("queued", "running")
+        def stop(control: Control) -> bool:
+            if control.job(job_id).state not in ("queued", "running"):
+                return True
+            with suppress(Failure):  # it may be about to end by itself, or not be resumed yet
+                control.stop_job(job_id)
+            return False
 
-        def stop(control: Control) -> None:
-            if not ended(control):
-                with suppress(Failure):  # it may be about to end by itself, or not be resumed yet
-                    control.stop_job(job_id)
-
-        until(lambda: self.ask(lambda control: (stop(control), ended(control))[1]))
+        until(lambda: self.ask(stop))
         job = self.ask(lambda control: control.job(job_id))
         return job.state, job.reason
 

@@ -6,8 +6,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from fedring.server.state.rows import ModelRow
 from fedring.simulation import simulate
-from fedring.simulation.server import SimulatedServer
+from fedring.simulation.server import SimulatedServer, Work
 from tests import forks
 from tests.campaign.evidence import Evidence
 from tests.campaign.scene import SECRET
@@ -30,8 +31,8 @@ def _run(job: dict[str, Any], clients: int, rounds: int, out: Path) -> None:
     digests: list[str] = []
     following = SimulatedServer.next
 
-    def noted(self: SimulatedServer, *given: Any) -> Any:
-        row = following(self, *given)
+    def noted(self: SimulatedServer, base: ModelRow, work: Work) -> ModelRow:
+        row = following(self, base, work)
         digests.append(row.digest)
         if len(digests) == rounds:
             out.write_text(json.dumps(digests))
