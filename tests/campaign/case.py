@@ -138,6 +138,7 @@ def _disturb(scene: Scene, case: Case, harms: list[str], rng: Random) -> Evidenc
     return Evidence(
         scene.state, scene.folders, scene.logs(), sent, kills, scene.lost, case.job, job_id, charged,
         scene.directory / "checked", second_id, scene.down_seconds,
+        scene.originals, [index for index, each in enumerate(scene.clients) if scene.done[f"older folder of {each.name}"]],
     )  # fmt: skip
 
 

@@ -4,6 +4,7 @@ Sentences begin with the promise (P1 to P7). Nothing here uses the product to co
 computed, except its decoders of payloads, and the simulation that is the undisturbed twin.
 """
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
@@ -18,6 +19,7 @@ from tests.fault.residuals import check_rounds
 from tests.kept import kept_of, kept_residual
 from tests.ledgers import account_in
 
+_DROPPED = re.compile(r"dropped the residual of past updates: an update of round (\d+) was accepted")
 _SLACK = 12.0  # seconds, for a busy machine, and for the clients of a server that has restarted
 
 Check = Callable[[Evidence, Counter[str]], Iterable[str]]
@@ -40,13 +42,13 @@ def storage_is_sound(evidence: Evidence, counts: Counter[str]) -> Iterator[str]:
     columns = [f"SELECT {column} FROM models" for column in _BLOBS]
     named = {str(name) for (name,) in ask(state, " UNION ".join(["SELECT blob FROM updates", *columns])) if name}
     files = {path.name: path for path in (state / "blobs").iterdir() if path.name != "state_id"}
-    for name in sorted(named - files.keys()):
+    for name in sorted(named - files.keys() - evidence.originals.keys()):
         yield f"P2: the blob {name} is missing"
     for name in sorted(files.keys() - named):
         yield f"P2: no row names the blob {name}"
     for name in sorted(named & files.keys()):
         counts["blobs"] += 1
-        if not is_called(files[name].read_bytes(), name):
+        if name not in evidence.originals and not is_called(files[name].read_bytes(), name):
             yield f"P2: the blob {name} is damaged"
     for update in evidence.updates:
         if name_of(update.payload) != update.digest:
@@ -70,6 +72,8 @@ def updates_count_once(evidence: Evidence, counts: Counter[str]) -> Iterator[str
 
 def told_is_kept(evidence: Evidence, counts: Counter[str]) -> Iterator[str]:
     """P2: an update of which its client was told that it is accepted is in the database, or counted there."""
+    if evidence.originals:  # what the disk has damaged is left out
+        return
     oldest = min((update.round for update in evidence.updates), default=0)
     pruning = bool(ask(evidence.state, "SELECT 1 FROM clients WHERE pruned_updates > 0"))
     kept = {
@@ -148,7 +152,11 @@ def models_are_means(evidence: Evidence, counts: Counter[str]) -> Iterator[str]:
 def mass_is_conserved(evidence: Evidence, counts: Counter[str]) -> Iterator[str]:
     """P6: all that a client has sent, and what it still owes, is the sum of the lessons that were accepted."""
     for client, folder in enumerate(evidence.folders):
-        mine = [update for update in evidence.updates if update.client_index == client]
+        dropped = [int(number) for number in _DROPPED.findall(evidence.logs[f"client-{client}"])]
+        if dropped and client not in evidence.reverted:
+            yield f"P6: client-{client} has dropped its residual, and nobody had touched its folder"
+        begun = max(dropped, default=0)  # with a folder of before, it begins anew after the newest accepted update
+        mine = [update for update in evidence.updates if update.client_index == client and update.round > begun]
         left = kept_residual(folder)
         total = np.zeros(SIZE, np.float64) if left is None else left.astype(np.float64)
         for update in mine:

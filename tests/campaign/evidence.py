@@ -3,7 +3,7 @@
 import json
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -72,6 +72,8 @@ class Evidence:
         folder: for what checks write.
         second_id: the id of the same job when it ran again without harms, if it did.
         down_seconds: in which the server did not run.
+        originals: what blobs contained before a bit of them was flipped, by name.
+        reverted: the numbers of clients whose folders were put back to older copies.
     """
 
     state: Path
@@ -86,14 +88,15 @@ class Evidence:
     folder: Path = Path()
     second_id: int = 0
     down_seconds: float = 0.0
+    originals: Mapping[str, bytes] = field(default_factory=dict)
+    reverted: Collection[int] = ()
 
     @cached_property
     def updates(self) -> list[AcceptedUpdate]:
         """All accepted updates of the state, by round and client."""
         return self.updates_of(self.state)
 
-    @staticmethod
-    def updates_of(state: Path) -> list[AcceptedUpdate]:
+    def updates_of(self, state: Path) -> list[AcceptedUpdate]:
         """Return all accepted updates of a state, by round and client."""
         query = (
             "SELECT round, client_id, name, digest, num_samples, payload, blob, packets FROM updates "
@@ -103,7 +106,9 @@ class Evidence:
         for number, client, name, digest, samples, payload, blob, packets in ask(state, query):
             assert isinstance(number, int)
             assert isinstance(samples, int)
-            data = (state / "blobs" / str(blob)).read_bytes() if blob else bytes(payload)  # type: ignore[call-overload]
+            data = bytes(payload)  # type: ignore[call-overload]
+            if blob:
+                data = self.originals.get(str(blob)) or (state / "blobs" / str(blob)).read_bytes()
             encoding = json.loads(str(packets))[0]
             encoding = encoding["encoding"] if isinstance(encoding, dict) else encoding[2]
             found.append(AcceptedUpdate(number, str(client), str(name), str(digest), samples, data, encoding))

@@ -26,19 +26,16 @@ from tests.mutants import MUTANTS, copy_of, put_into
 
 KINDS_FOR = {
     "commit": ["dense"],
+    "proof before sealing": ["damaged"],
     "grace": ["trained"],
     "time that is left": ["deadlines"],
     "held model": ["trained"],
-    "base of a spooled update": ["reverts"],
-    "sending given up": ["reverts"],
     "epoch of an update": ["reverts"],
-    "residual of before": ["sparse", "reverts"],
+    "residual of before": ["reverted_clients"],
     "feedback": ["sparse"],
     "accepted unheard": ["sparse"],
     "newest of the pruned": ["pruned"],
     "charge by name": ["noisy"],
-    "dither": ["secure"],
-    "simulated dither": ["secure"],
 }
 """Names of mutants in acceptance, resume, residual, charge and publish, and the kinds of jobs to try on each."""
 

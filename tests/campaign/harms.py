@@ -5,6 +5,7 @@ A harm ends with everything running again. It draws from the case's generator on
 
 import resource
 import shutil
+import signal
 from collections.abc import Callable
 from contextlib import suppress
 from random import Random
@@ -13,6 +14,7 @@ from fedring.daemon.crash import DELIVERING, REGISTERED
 from fedring.server.state.backup.create import back_up
 from fedring.server.state.backup.restore import restore
 from tests.campaign.scene import Scene, pause, pause_at_random
+from tests.damage import ask, flip
 
 Harm = Callable[[Scene, Random], None]
 
@@ -114,8 +116,59 @@ def crash_client_during_restart(scene: Scene, rng: Random) -> None:
     scene.kill_daemon(client)
     scene.kill_daemon(scene.server)
     scene.start_server()
-    pause_at_random(rng, 1.0)
+    pause_at_random(rng, 2.0)
     client.start()
+
+
+@harm
+def lose_update(scene: Scene, rng: Random) -> None:
+    """Let a client lose its power while it sends: its spooled update, which is not synced, is gone afterwards."""
+    index = rng.randrange(len(scene.clients))
+    client, line = scene.clients[index], scene.lines[index]
+    line.slow_down(Random(rng.random()))
+    before = len(line.sent)
+    for _ in range(40):
+        pause(0.05)
+        if len(line.sent) > before:
+            break
+    scene.kill_daemon(client)
+    (scene.folders[index] / "update").unlink(missing_ok=True)
+    line.speed_up()
+    client.start()
+
+
+@harm
+def revert_client(scene: Scene, rng: Random) -> None:
+    """Put a client's folder back to an older copy, or make that copy first."""
+    index = rng.randrange(len(scene.clients))
+    client, folder = scene.clients[index], scene.folders[index]
+    copy = scene.directory / f"older-{client.name}"
+    scene.kill_daemon(client)
+    if copy.exists():
+        shutil.rmtree(folder)
+        copy.rename(folder)
+        scene.count("older folder", client.name)
+    else:
+        shutil.copytree(folder, copy)
+    client.start()
+
+
+@harm
+def damage_update(scene: Scene, rng: Random) -> None:
+    """Flip a bit of an accepted update whose round is open, because another client stands still."""
+    client = rng.choice(scene.clients)
+    client.send(signal.SIGSTOP)
+    query = "SELECT blob FROM updates WHERE blob != '' AND round = (SELECT round FROM rounds WHERE ended_at IS NULL)"
+    for _ in range(20):
+        pause(0.05)
+        if rows := ask(scene.state, query):
+            path = scene.state / "blobs" / str(rng.choice(rows)[0])
+            if path.exists():
+                scene.originals.setdefault(path.name, path.read_bytes())
+                flip(path, seed=rng.randrange(1 << 30))
+                scene.count("flipped bit on the disk", "server")
+            break
+    client.send(signal.SIGCONT)
 
 
 @harm

@@ -14,7 +14,10 @@ from tests.campaign.harms import HARMS
 from tests.campaign.lessons import SIZE
 from tests.fault.residuals import KEEP
 
-_RARE = ("save_state", "revert_state", "kill_all_clients", "kill_server_after_a_while")
+_RARE = (
+    "save_state", "revert_state", "kill_all_clients", "kill_server_after_a_while", "lose_update", "revert_client",
+    "damage_update",
+)  # fmt: skip
 ANY = tuple(name for name in HARMS if name not in _RARE)
 WITHOUT_DAMAGE = tuple(name for name in ANY if name not in ("damage_line", "fail_disk", "fill_disk"))
 
@@ -101,6 +104,22 @@ def reverts(rng: Random) -> Case:
 
 
 @kind
+def reverted_clients(rng: Random) -> Case:
+    """Draw sparse updates of clients whose folders are put back to older ones."""
+    job = _lessons(encoding="fp32_sparse", keep_ratio=0.05)
+    harms = ("revert_client", "revert_client", "revert_client", "kill_server", "kill_client")
+    return Case(job, [checks.models_are_means, checks.mass_is_conserved], settings=_LOST_AFTER, harms=harms)
+
+
+@kind
+def damaged(rng: Random) -> Case:
+    """Draw whole updates to a server whose disk flips bits of them."""
+    harms = ("damage_update", "damage_update", "damage_update", "kill_server", "kill_client")
+    job = _lessons(encoding="fp32", min_clients_to_aggregate=1)
+    return Case(job, [checks.deltas_are_lessons, checks.models_are_means], harms=harms)
+
+
+@kind
 def packed(rng: Random) -> Case:
     """Draw packed updates with error feedback."""
     job = _lessons(encoding=rng.choice(["packed", "sq8"]), keep_ratio=0.1)
@@ -129,7 +148,8 @@ def noisy(rng: Random) -> Case:
     dp = {"noise_multiplier": 1.0, "clip": 0.5, "adaptive": False}
     keys = {"encoding": "fp32", "weights": "uniform", "min_clients_to_aggregate": 2, "dp": dp}
     job = _lessons(**keys) | {"trainer": "tests.campaign.lessons:whim"}
-    return Case(job, [checks.charges_cover_updates], harms=WITHOUT_DAMAGE)
+    harms = (*WITHOUT_DAMAGE, *["lose_update"] * 6)
+    return Case(job, [checks.charges_cover_updates], harms=harms)
 
 
 @kind
@@ -176,7 +196,8 @@ def pruned(rng: Random) -> Case:
     model = {"model": "tests.campaign.lessons:halves", "private": ["own"]}
     harms = ("crash_client", "crash_client_during_restart", "crash_client_during_restart", "kill_server", "kill_client")
     settings = {**_LOST_AFTER, "keep_update_rounds": 1}
-    return Case(_lessons(encoding="fp32", **model), [checks.own_tensors_count_rounds], settings=settings, harms=harms)
+    job = _lessons(encoding="fp32", **model) | {"min_clients": 2}
+    return Case(job, [checks.own_tensors_count_rounds], settings=settings, harms=harms)
 
 
 @kind

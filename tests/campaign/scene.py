@@ -41,6 +41,7 @@ class Scene(FaultyFleet):
         done: how often each harm was done, and to whom: "kill -9 of client-1".
         copies: saved states of the server, as (way, folder).
         lost: states of the server that were replaced by a copy.
+        originals: what blobs contained before a bit of them was flipped, by name.
         down_seconds: in which the server did not run, though it was started before.
     """
 
@@ -49,6 +50,7 @@ class Scene(FaultyFleet):
         self.copies: list[tuple[str, Path]] = []
         self.lost: list[Path] = []
         self.lines: list[Line] = []
+        self.originals: dict[str, bytes] = {}
         self.disk: Path | None = None
         self.down_seconds = 0.0
         self._killed_at: float | None = None
