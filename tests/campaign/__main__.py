@@ -14,6 +14,7 @@ file, and the folders of failed cases stay in .campaign. Exits with 1 if a promi
 import argparse
 import random
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -45,6 +46,7 @@ def main() -> bool:
     parser.add_argument("--until-failure", action="store_true", help="end with the first case that fails")
     parser.add_argument("--summary", action="store_true", help="print the tables of all results, and run nothing")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # an end at which forks are killed
     console = Console(width=None if sys.stdout.isatty() else 160)
     if args.summary:
         results.show(results.read(args.results), console)

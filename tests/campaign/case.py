@@ -133,13 +133,23 @@ def _disturb(scene: Scene, case: Case, harms: list[str], rng: Random) -> Evidenc
     scene.stop()
     scene.start_server()  # it sweeps what nobody names any more
     scene.server.kill()
-    kills = [sum(times for words, times in scene.done.items() if words.endswith(each.name)) for each in scene.clients]
-    sent = [line.sent for line in scene.lines]
+    names = [client.name for client in scene.clients]
     return Evidence(
-        scene.state, scene.folders, scene.logs(), sent, kills, scene.lost, case.job, job_id, charged,
-        scene.directory / "checked", second_id, scene.down_seconds,
-        scene.originals, [index for index, each in enumerate(scene.clients) if scene.done[f"older folder of {each.name}"]],
-    )  # fmt: skip
+        scene.state,
+        scene.folders,
+        scene.logs(),
+        sent=[line.sent for line in scene.lines],
+        kills=[sum(times for words, times in scene.done.items() if words.endswith(name)) for name in names],
+        lost=scene.lost,
+        job=case.job,
+        job_id=job_id,
+        charged_rounds=charged,
+        folder=scene.directory / "checked",
+        second_id=second_id,
+        down_seconds=scene.down_seconds,
+        originals=scene.originals,
+        reverted=[index for index, name in enumerate(names) if scene.done[f"older folder of {name}"]],
+    )
 
 
 def _wait_for_end(scene: Scene, job_id: int) -> None:
