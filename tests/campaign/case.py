@@ -162,7 +162,8 @@ def _let_work(scene: Scene, rng: Random) -> None:
     """Wait until a random number of updates was accepted since the last harm, then for a random moment."""
 
     def accepted() -> int:
-        ((number,),) = ask(scene.state, "SELECT count(*) FROM updates")
+        pruned = "SELECT coalesce(sum(pruned_updates), 0) FROM clients"
+        ((number,),) = ask(scene.state, f"SELECT (SELECT count(*) FROM updates) + ({pruned})")
         return int(str(number))
 
     wanted, ends = accepted() + rng.choice([0, 0, 1, 2, 3, 4, 5, 6, 8]), time.monotonic() + _WORK_SECONDS
