@@ -30,7 +30,6 @@ KINDS_FOR = {
     "grace": ["trained"],
     "time that is left": ["deadlines"],
     "held model": ["trained"],
-    "epoch of an update": ["reverts"],
     "residual of before": ["reverted_clients"],
     "feedback": ["sparse"],
     "accepted unheard": ["sparse"],

@@ -86,7 +86,7 @@ def kill_all_clients(scene: Scene, rng: Random) -> None:
 @harm
 def kill_server_after_a_while(scene: Scene, rng: Random) -> None:
     """Kill the server later than it notes how much time its round has left."""
-    pause(rng.uniform(2.0, 5.0))
+    pause(rng.uniform(1.0, 3.5))
     scene.kill_daemon(scene.server)
     scene.start_server()
 
@@ -117,6 +117,32 @@ def crash_client_during_restart(scene: Scene, rng: Random) -> None:
     scene.kill_daemon(scene.server)
     scene.start_server()
     pause_at_random(rng, 2.0)
+    client.start()
+
+
+@harm
+def return_late(scene: Scene, rng: Random) -> None:
+    """Let a client die when its update was accepted, and return after rounds without it and a restart."""
+    client = rng.choice(scene.clients)
+    scene.kill_daemon(client)
+    client.env["FL_CRASH_AT"] = "client_accepted"
+    client.start()
+    del client.env["FL_CRASH_AT"]
+    with suppress(TimeoutError):
+        client.wait(4.0)
+    scene.kill_daemon(client)
+
+    def published() -> int:
+        ((number,),) = ask(scene.state, "SELECT count(*) FROM rounds WHERE model_version > 0")
+        return int(str(number))
+
+    before = published()
+    for _ in range(100):
+        pause(0.1)
+        if published() > before + 2:
+            break
+    scene.kill_daemon(scene.server)
+    scene.start_server()
     client.start()
 
 

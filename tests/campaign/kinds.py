@@ -15,8 +15,8 @@ from tests.campaign.lessons import SIZE
 from tests.fault.residuals import KEEP
 
 _RARE = (
-    "save_state", "revert_state", "kill_all_clients", "kill_server_after_a_while", "lose_update", "revert_client",
-    "damage_update",
+    "save_state", "revert_state", "kill_all_clients", "kill_server_after_a_while", "return_late", "lose_update",
+    "revert_client", "damage_update",
 )  # fmt: skip
 ANY = tuple(name for name in HARMS if name not in _RARE)
 WITHOUT_DAMAGE = tuple(name for name in ANY if name not in ("damage_line", "fail_disk", "fill_disk"))
@@ -194,8 +194,8 @@ def secure(rng: Random) -> Case:
 def pruned(rng: Random) -> Case:
     """Draw models with a tensor that never leaves its client, for a server that keeps few updates."""
     model = {"model": "tests.campaign.lessons:halves", "private": ["own"]}
-    harms = ("crash_client", "crash_client_during_restart", "crash_client_during_restart", "kill_server", "kill_client")
-    settings = {**_LOST_AFTER, "keep_update_rounds": 1}
+    harms = ("crash_client", "crash_client_during_restart", "return_late", "return_late", "kill_server", "kill_client")
+    settings = {"lost_after_seconds": 2.0, "keep_update_rounds": 1}
     job = _lessons(encoding="fp32", **model) | {"min_clients": 2}
     return Case(job, [checks.own_tensors_count_rounds], settings=settings, harms=harms)
 
@@ -203,7 +203,7 @@ def pruned(rng: Random) -> Case:
 @kind
 def deadlines(rng: Random) -> Case:
     """Draw rounds that only their deadline ends, because a client takes too long."""
-    job = _lessons(encoding="fp32", min_clients_to_aggregate=3, deadline_seconds=8)
+    job = _lessons(encoding="fp32", min_clients_to_aggregate=3, deadline_seconds=12)
     job |= {"trainer": "tests.campaign.lessons:lesson_of_the_last_is_late"}
     return Case(
         job, [checks.rounds_end_in_time], harms=("kill_server_after_a_while",), last_round=False,
