@@ -72,11 +72,19 @@ def kind_of(seed: int, number: int, names: list[str]) -> str:
     return order[number % len(order)]
 
 
-def run_case(seed: int, number: int, kind: str, folder: Path) -> Outcome:
-    """Run one case in an empty folder, which is removed if all promises hold."""
+def run_case(seed: int, number: int, kind: str, folder: Path, *, most: int = MOST) -> Outcome:
+    """Run one case in an empty folder, which is removed if all promises hold.
+
+    Args:
+        seed: of the campaign.
+        number: of the case.
+        kind: the name of its kind.
+        folder: where its daemons keep their states and logs.
+        most: how many harms are done at most; it is a short case if they are few.
+    """
     rng = Random(f"{seed} {number} {kind}")
     case = KINDS[kind](rng)
-    harms = [rng.choice(case.harms) for _ in range(min(rng.randint(FEWEST, MOST), case.most_harms))]
+    harms = [rng.choice(case.harms) for _ in range(min(rng.randint(FEWEST, MOST), case.most_harms, most))]
     outcome, began = Outcome(seed, number, kind, harms), time.monotonic()
     scene = Scene(folder, case.clients, case.settings)
     try:

@@ -27,7 +27,7 @@ from tests.mutants import MUTANTS
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["sparse", "noisy"])
 def test_the_promises_hold_in_a_case(kind: str, tmp_path: Path) -> None:
-    outcome = run_case(SEED, 0, kind, tmp_path / "case")
+    outcome = run_case(SEED, 0, kind, tmp_path / "case", most=4)
     assert outcome.problems == []
     assert outcome.kills > 0
     assert outcome.counts["accepted"] > 0
@@ -46,7 +46,7 @@ def left(tmp_path_factory: pytest.TempPathFactory) -> Evidence:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(KINDS, "private", lambda rng: type(case)(case.job, [*case.checks, keep], harms=["kill_server"]))
-        outcome = run_case(SEED, 0, "private", tmp_path_factory.mktemp("left") / "case")
+        outcome = run_case(SEED, 0, "private", tmp_path_factory.mktemp("left") / "case", most=2)
     assert outcome.problems == ["it is to be kept"]
     return kept[0]
 
