@@ -116,6 +116,13 @@ def logs_are_quiet(evidence: Evidence, counts: Counter[str]) -> Iterator[str]:
             yield f"P4: {name} logged an error that nobody foresaw: {text[text.index('Traceback') :][:800]}"
 
 
+def no_client_is_refused(evidence: Evidence, counts: Counter[str]) -> Iterator[str]:
+    """P3: a client that returns gets its session back at once, also if the server takes the old one for alive."""
+    for name, text in evidence.logs.items():
+        if name != "server" and "is here in another session" in text:
+            yield f"P3: {name} was refused, because the server took it for another client"
+
+
 def deltas_are_lessons(evidence: Evidence, counts: Counter[str]) -> Iterator[str]:
     """P5: each accepted update is what its client has learned, and counts for its samples."""
     for update in evidence.updates:

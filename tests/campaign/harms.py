@@ -15,6 +15,7 @@ from fedring.server.state.backup.create import back_up
 from fedring.server.state.backup.restore import restore
 from tests.campaign.scene import Scene, pause, pause_at_random
 from tests.damage import ask, flip
+from tests.waiting import until
 
 Harm = Callable[[Scene, Random], None]
 
@@ -49,6 +50,18 @@ def kill_client(scene: Scene, rng: Random) -> None:
     scene.kill_daemon(client)
     if rng.random() < 0.3:
         pause_at_random(rng, 1.0)
+    client.start()
+
+
+@harm
+def kill_client_unnoticed(scene: Scene, rng: Random) -> None:
+    """Kill a client without a word to the server, for which its session goes on when the client returns."""
+    index = rng.randrange(len(scene.clients))
+    client, line = scene.clients[index], scene.lines[index]
+    line.leave_half_open(True)
+    scene.kill_daemon(client)
+    until(lambda: line.open == 0)
+    line.leave_half_open(False)
     client.start()
 
 

@@ -15,8 +15,8 @@ from tests.campaign.lessons import SIZE
 from tests.fault.residuals import KEEP
 
 _RARE = (
-    "save_state", "revert_state", "kill_all_clients", "kill_server_after_a_while", "return_late", "lose_update",
-    "revert_client", "damage_update",
+    "save_state", "revert_state", "kill_client_unnoticed", "kill_all_clients", "kill_server_after_a_while",
+    "return_late", "lose_update", "revert_client", "damage_update",
 )  # fmt: skip
 ANY = tuple(name for name in HARMS if name not in _RARE)
 WITHOUT_DAMAGE = tuple(name for name in ANY if name not in ("damage_line", "fail_disk", "fill_disk"))
@@ -83,6 +83,14 @@ def dense(rng: Random) -> Case:
     """Draw whole updates with weights, of which some clients may miss rounds."""
     job = _lessons(encoding="fp32", weights=rng.choice(["samples", "samples", "uniform"]))
     return Case(job, [checks.deltas_are_lessons, checks.models_are_means], settings=_LOST_AFTER)
+
+
+@kind
+def taken_over(rng: Random) -> Case:
+    """Draw whole updates of clients that return before the server knows that they were gone."""
+    harms = ("kill_client_unnoticed", "kill_client_unnoticed", "kill_client", "cut_line", "freeze_client")
+    found = [checks.no_client_is_refused, checks.deltas_are_lessons, checks.models_are_means]
+    return Case(_lessons(encoding="fp32"), found, harms=harms)
 
 
 @kind

@@ -33,6 +33,10 @@ class Line(Proxy):
         """Flip one bit in the next large frame that goes "up" or "down"."""
         self._armed[direction] = rng
 
+    def leave_half_open(self, half_open: bool) -> None:
+        """Let the server not notice that connections end for the client, as when its machine loses its power."""
+        self._half_open = half_open
+
     def slow_down(self, rng: Random) -> None:
         """Delay each piece, until `speed_up`."""
         self._slow = rng
