@@ -33,8 +33,6 @@ KINDS_FOR = {
     "residual of before": ["reverted_clients"],
     "feedback": ["sparse"],
     "accepted unheard": ["sparse"],
-    "resume secret": ["taken_over"],
-    "kept secret": ["taken_over"],
     "charge by name": ["noisy"],
 }
 """Names of mutants in acceptance, resume, residual, charge and publish, and the kinds of jobs to try on each."""

@@ -15,6 +15,7 @@ from fedring.server.state.backup.create import back_up
 from fedring.server.state.backup.restore import restore
 from tests.campaign.scene import Scene, pause, pause_at_random
 from tests.damage import ask, flip
+from tests.kept import kept_residual
 from tests.waiting import until
 
 Harm = Callable[[Scene, Random], None]
@@ -187,7 +188,7 @@ def revert_client(scene: Scene, rng: Random) -> None:
         shutil.rmtree(folder)
         copy.rename(folder)
         scene.count("older folder", client.name)
-    else:
+    elif kept_residual(folder) is not None:  # without one, nobody could say what the older folder has lost
         shutil.copytree(folder, copy)
     client.start()
 
