@@ -119,7 +119,7 @@ def logs_are_quiet(evidence: Evidence, counts: Counter[str]) -> Iterator[str]:
 def no_client_is_refused(evidence: Evidence, counts: Counter[str]) -> Iterator[str]:
     """P3: a client that returns gets its session back at once, also if the server takes the old one for alive."""
     for name, text in evidence.logs.items():
-        if name != "server" and "is here in another session" in text:
+        if name != "server" and "has another session of" in text:
             yield f"P3: {name} was refused, because the server took it for another client"
 
 

@@ -34,6 +34,8 @@ KINDS_FOR = {
     "feedback": ["sparse"],
     "accepted unheard": ["sparse"],
     "charge by name": ["noisy"],
+    "resume secret": ["taken_over"],
+    "kept secret": ["taken_over"],
 }
 """Names of mutants in acceptance, resume, residual, charge and publish, and the kinds of jobs to try on each."""
 

@@ -62,8 +62,9 @@ def kill_client_unnoticed(scene: Scene, rng: Random) -> None:
     line.leave_half_open(True)
     scene.kill_daemon(client)
     until(lambda: line.open == 0)
-    line.leave_half_open(False)
     client.start()
+    pause(3.0)  # what the server says to the dead connection must not end it before the client is back
+    line.leave_half_open(False)
 
 
 @harm

@@ -146,5 +146,6 @@ def test_results_of_several_runs_add_up_and_a_failure_shows_how_to_repeat_it(tmp
 
 
 def test_the_faults_that_the_campaign_must_find_exist() -> None:
+    assert len(KINDS_FOR) >= 10
     assert KINDS_FOR.keys() <= MUTANTS.keys()
     assert {kind for kinds in KINDS_FOR.values() for kind in kinds} <= KINDS.keys()
