@@ -147,7 +147,6 @@ def _disturb(scene: Scene, case: Case, harms: list[str], rng: Random) -> Evidenc
         scene.folders,
         scene.logs(),
         sent=[line.sent for line in scene.lines],
-        kills=[sum(times for words, times in scene.done.items() if words.endswith(name)) for name in names],
         lost=scene.lost,
         job=case.job,
         job_id=job_id,

@@ -64,7 +64,6 @@ class Evidence:
         folders: the clients' state folders.
         logs: of all daemons, by name.
         sent: the names of the updates that have left each client.
-        kills: how often each client was killed.
         lost: replaced states of the server.
         job: the keys of the job.
         job_id: its id.
@@ -80,7 +79,6 @@ class Evidence:
     folders: Sequence[Path]
     logs: Mapping[str, str]
     sent: Sequence[set[str]] = ()
-    kills: Sequence[int] = ()
     lost: Sequence[Path] = ()
     job: Mapping[str, Any] = field(default_factory=dict)
     job_id: int = 1
