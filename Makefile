@@ -16,11 +16,13 @@ SOAK_REPEATS ?= 20
 FUZZ_SECONDS ?= 3600
 SOAK_SECONDS ?= 3600
 POWER_LOSSES ?= 500
+CAMPAIGN_SECONDS ?= 1200
+SEED ?=
 
 PROGRAMS := $(VENV)/.programs
 STAMP := $(VENV)/.installed
 
-.PHONY: programs install wheel demo secure-demo private-demo test soak soak-hour power-loss fuzz libraries image-test systemd-test check lint unit format bench clean
+.PHONY: programs install wheel demo secure-demo private-demo test soak soak-hour power-loss fuzz campaign libraries image-test systemd-test check lint unit format bench clean
 
 # What runs: fl-server, fl-client and flctl.
 programs: $(PROGRAMS)
@@ -83,6 +85,10 @@ libraries: install
 fuzz: install
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group fuzz
 	$(BIN)/python -m tests.fuzz --seconds $(FUZZ_SECONDS)
+
+# Twenty minutes, or CAMPAIGN_SECONDS: random jobs of all kinds under random harms; SEED repeats a run. See docs/reliability.md.
+campaign: install
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.campaign --seconds $(CAMPAIGN_SECONDS) $(if $(SEED),--seed $(SEED))
 
 # Both need root, and Debian's programs: buildah, debootstrap, iproute2, systemd-container. They take a quarter of an hour each.
 image-test: install

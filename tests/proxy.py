@@ -161,15 +161,16 @@ class FrameChange:
     Args:
         change: is called with each such frame; returns what to pass on in its place.
         kind: DATA for frames that carry messages, or HEADERS for those that begin calls.
+        upward: whether a client sends them, which begins a connection with a preface.
     """
 
     DATA, HEADERS = 0, 1
     HEAD_BYTES = 9  # length u24, type u8, flags u8, stream u32, big endian; then comes the content
 
-    def __init__(self, change: Change, kind: int = DATA) -> None:
+    def __init__(self, change: Change, kind: int = DATA, *, upward: bool = True) -> None:
         self._change, self._kind = change, kind
         self._held = b""  # the beginning of a frame that is not complete yet
-        self._started = False
+        self._started = not upward
 
     def __call__(self, data: bytes) -> bytes:
         """Take the next bytes of the connection; return those to pass on."""

@@ -1,0 +1,1 @@
+"""Random jobs under random harms, and the promises checked from outside: `python -m tests.campaign`."""

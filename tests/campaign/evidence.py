@@ -1,0 +1,156 @@
+"""What a case has left, read from outside: the database, the blobs, the clients' folders, and all logs."""
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import safetensors.numpy
+from numpy.typing import NDArray
+
+from fedring.codec import decode
+from tests.campaign.lessons import SIZE, Values
+from tests.damage import ask
+
+_TOLD = re.compile(r"round (\d+): update accepted|the spooled update of round (\d+) had been accepted")
+
+
+class AcceptedUpdate(NamedTuple):
+    """A row of the updates."""
+
+    round: int
+    client: str
+    name: str
+    digest: str
+    samples: int
+    payload: bytes
+    encoding: str
+
+    @property
+    def client_index(self) -> int:
+        """The number of the client."""
+        return int(self.client.rpartition("-")[2])
+
+    @property
+    def values(self) -> Values:
+        """The values that were sent, decoded."""
+        return decode(self.payload, name=self.encoding, length=SIZE)
+
+
+class Round(NamedTuple):
+    """A row of the rounds."""
+
+    round: int
+    job_id: int
+    phase: str
+    reason: str
+    base: int
+    model: int  # the version that it published; 0 = none
+    ended: bool
+    seconds: float  # from its start to its end, if it has ended
+
+
+@dataclass
+class Evidence:
+    """What is left of a case whose daemons have ended.
+
+    Args:
+        state: the server's state folder.
+        folders: the clients' state folders.
+        logs: of all daemons, by name.
+        sent: the names of the updates that have left each client.
+        lost: replaced states of the server.
+        job: the keys of the job.
+        job_id: its id.
+        charged_rounds: those of the server's own account of privacy.
+        folder: for what checks write.
+        second_id: the id of the same job when it ran again without harms, if it did.
+        down_seconds: in which the server did not run.
+        originals: what blobs contained before a bit of them was flipped, by name.
+        reverted: the numbers of clients whose folders were put back to older copies.
+    """
+
+    state: Path
+    folders: Sequence[Path]
+    logs: Mapping[str, str]
+    sent: Sequence[set[str]] = ()
+    lost: Sequence[Path] = ()
+    job: Mapping[str, Any] = field(default_factory=dict)
+    job_id: int = 1
+    charged_rounds: int = 0
+    folder: Path = Path()
+    second_id: int = 0
+    down_seconds: float = 0.0
+    originals: Mapping[str, bytes] = field(default_factory=dict)
+    reverted: Collection[int] = ()
+
+    @cached_property
+    def updates(self) -> list[AcceptedUpdate]:
+        """All accepted updates of the state, by round and client."""
+        return self.updates_of(self.state)
+
+    def updates_of(self, state: Path) -> list[AcceptedUpdate]:
+        """Return all accepted updates of a state, by round and client."""
+        query = (
+            "SELECT round, client_id, name, digest, num_samples, payload, blob, packets FROM updates "
+            "ORDER BY round, client_id"
+        )
+        found = []
+        for number, client, name, digest, samples, payload, blob, packets in ask(state, query):
+            assert isinstance(number, int)
+            assert isinstance(samples, int)
+            data = bytes(payload)  # type: ignore[call-overload]
+            if blob:
+                data = self.originals.get(str(blob)) or (state / "blobs" / str(blob)).read_bytes()
+            encoding = json.loads(str(packets))[0]
+            encoding = encoding["encoding"] if isinstance(encoding, dict) else encoding[2]
+            found.append(AcceptedUpdate(number, str(client), str(name), str(digest), samples, data, encoding))
+        return found
+
+    @cached_property
+    def by_round(self) -> dict[int, list[AcceptedUpdate]]:
+        """The accepted updates of each round, by the clients' names."""
+        found: defaultdict[int, list[AcceptedUpdate]] = defaultdict(list)
+        for update in self.updates:
+            found[update.round].append(update)
+        return found
+
+    @cached_property
+    def rounds(self) -> list[Round]:
+        """All rounds, in order."""
+        query = (
+            "SELECT round, job_id, phase, reason, base_version, model_version, ended_at, started_at FROM rounds "
+            "ORDER BY round"
+        )
+        found = []
+        for number, job_id, phase, reason, base, model, ended, started in ask(self.state, query):
+            seconds = float(str(ended)) - float(str(started)) if ended is not None else 0.0
+            first, second, third, fourth = (int(str(each)) for each in (number, job_id, base, model))
+            found.append(Round(first, second, str(phase), str(reason), third, fourth, ended is not None, seconds))
+        return found
+
+    @cached_property
+    def models(self) -> dict[int, tuple[str, Path]]:
+        """The digest and the file of each model, by version."""
+        rows = ask(self.state, "SELECT version, digest, blob FROM models ORDER BY version")
+        return {int(str(version)): (str(digest), self.state / "blobs" / str(blob)) for version, digest, blob in rows}
+
+    def values_of(self, version: int) -> NDArray[np.float32]:
+        """Return the parameter `values`, [SIZE], of a model."""
+        values: NDArray[np.float32] = safetensors.numpy.load_file(self.models[version][1])["values"]
+        return values
+
+    def accepted_of(self, client: int) -> int:
+        """Return how many updates of a client were accepted, also those that are not kept any more."""
+        name = f"client-{client}"
+        pruned = ask(self.state, "SELECT pruned_updates FROM clients WHERE client_id = ?", name)
+        return sum(int(str(number)) for (number,) in pruned) + sum(update.client == name for update in self.updates)
+
+    def told(self, client: int) -> list[int]:
+        """Return the rounds of which this client was told that its update is accepted, as its log has them."""
+        return [int(one or other) for one, other in _TOLD.findall(self.logs.get(f"client-{client}", ""))]

@@ -1,0 +1,151 @@
+"""The campaign in short: some cases hold, each planted fault is noticed, and results add up."""
+
+import json
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from io import StringIO
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from tests.campaign import checks, results
+from tests.campaign.case import Outcome, kind_of, run_case
+from tests.campaign.evidence import Evidence
+from tests.campaign.faults import KINDS_FOR
+from tests.campaign.harms import HARMS
+from tests.campaign.kinds import KINDS
+from tests.campaign.lessons import SIZE
+from tests.conftest import SEED
+from tests.damage import ask, flip, model_file
+from tests.mutants import MUTANTS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["sparse", "noisy"])
+def test_the_promises_hold_in_a_case(kind: str, tmp_path: Path) -> None:
+    outcome = run_case(SEED, 0, kind, tmp_path / "case", most=4)
+    assert outcome.problems == []
+    assert outcome.kills > 0
+    assert outcome.counts["accepted"] > 0
+    assert outcome.counts["models"] + outcome.counts["charges"] > 0
+
+
+@pytest.fixture(scope="module")
+def left(tmp_path_factory: pytest.TempPathFactory) -> Evidence:
+    """Run a case whose folder is kept; return what it has left."""
+    kept: list[Evidence] = []
+    case = KINDS["private"](Random(0))
+
+    def keep(evidence: Evidence, counts: Counter[str]) -> list[str]:
+        kept.append(evidence)
+        return ["it is to be kept"]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(KINDS, "private", lambda rng: type(case)(case.job, [*case.checks, keep], harms=["kill_server"]))
+        outcome = run_case(SEED, 0, "private", tmp_path_factory.mktemp("left") / "case", most=2)
+    assert outcome.problems == ["it is to be kept"]
+    return kept[0]
+
+
+def lose_an_update(evidence: Evidence) -> None:
+    ask(evidence.state, "DELETE FROM updates WHERE round = 1 AND client_id = 'client-1'")
+
+
+def count_an_update_twice(evidence: Evidence) -> None:
+    columns = [str(name) for _, name, *_ in ask(evidence.state, "PRAGMA table_info(updates)")]
+    others = ", ".join(name for name in columns if name != "round")
+    ask(
+        evidence.state,
+        f"INSERT INTO updates (round, {others}) SELECT 1000, {others} FROM updates WHERE round = 1 LIMIT 1",
+    )
+
+
+def damage_a_model(evidence: Evidence) -> None:
+    flip(model_file(evidence.state, 2), seed=1)
+
+
+def leave_a_round_open(evidence: Evidence) -> None:
+    ask(evidence.state, "UPDATE rounds SET ended_at = NULL, phase = 'training' WHERE round = 1")
+
+
+def forget_a_residual(evidence: Evidence) -> None:
+    for path in evidence.folders[0].glob("kept-*"):
+        path.unlink()
+
+
+def publish_another_mean(evidence: Evidence) -> None:
+    path = model_file(evidence.state, 2)
+    data = path.read_bytes()
+    values = np.frombuffer(data[-4 * SIZE :], "<f4") + np.float32(1)
+    path.write_bytes(data[: -4 * SIZE] + values.astype("<f4").tobytes())
+
+
+@pytest.mark.parametrize(
+    ("plant", "promise"),
+    [
+        (lose_an_update, "P2: client-1 was told"),
+        (count_an_update_twice, "P1: 2 accepted updates have the name"),
+        (damage_a_model, "P2: the blob"),
+        (leave_a_round_open, "P3: round 1 has not ended"),
+        (forget_a_residual, "P6: client-0"),
+        (publish_another_mean, "P5: model 2"),
+    ],
+)
+def test_a_planted_fault_breaks_its_promise(
+    left: Evidence, plant: Callable[[Evidence], None], promise: str, tmp_path: Path
+) -> None:
+    state, folders = tmp_path / "state", [tmp_path / folder.name for folder in left.folders]
+    for old, new in zip((left.state, *left.folders), (state, *folders), strict=True):
+        shutil.copytree(old, new)
+    evidence = Evidence(state, folders, left.logs, job=left.job)
+    assert problems_in(evidence) == []
+    plant(evidence)
+    assert [each for each in problems_in(Evidence(state, folders, left.logs, job=left.job)) if promise in each]
+
+
+def problems_in(evidence: Evidence) -> list[str]:
+    """Return what is wrong, by the checks of the kind `private`."""
+    found: list[str] = []
+    for check in (checks.everywhere, *KINDS["private"](Random(0)).checks):
+        found += check(evidence, Counter())
+    return found
+
+
+def test_a_seed_says_what_is_done_to_whom() -> None:
+    names = list(KINDS)
+    order = [kind_of(7, number, names) for number in range(2 * len(names))]
+    assert sorted(order) == sorted(2 * names)
+    assert order == [kind_of(7, number, names) for number in range(2 * len(names))]
+    assert order != [kind_of(8, number, names) for number in range(2 * len(names))]
+    for draw in KINDS.values():
+        case = draw(Random(1))
+        assert case == draw(Random(1))
+        assert set(case.harms) <= HARMS.keys()
+
+
+def test_results_of_several_runs_add_up_and_a_failure_shows_how_to_repeat_it(tmp_path: Path) -> None:
+    file = tmp_path / "results.jsonl"
+    counts = Counter({"accepted": 10, "models": 3})
+    for number in range(2):
+        done = Counter(
+            {"kill -9 of client-1": 2, "crash at client_noted of client-0": 1, "cut of the line of client-1": 4}
+        )
+        results.append(file, Outcome(5, number, "sparse", [], done, counts, ["P1: wrong"] * number).as_json())
+    with file.open("a") as lines:
+        lines.write('{"cut short by a k')
+    console = Console(record=True, width=200, file=StringIO())
+    results.show(results.read(file), console)
+    text = console.export_text()
+    assert "2 cases, 6 kills, 20 accepted updates: 0 lost, 0 doubled; 6 models recomputed; 1 cases failed" in text
+    assert "python -m tests.campaign --seed 5 --case 1 --kinds sparse" in text
+    assert json.loads(file.read_text().splitlines()[0])["kills"] == 3
+
+
+def test_the_faults_that_the_campaign_must_find_exist() -> None:
+    assert len(KINDS_FOR) >= 10
+    assert KINDS_FOR.keys() <= MUTANTS.keys()
+    assert {kind for kinds in KINDS_FOR.values() for kind in kinds} <= KINDS.keys()
