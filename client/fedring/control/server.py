@@ -15,7 +15,6 @@ from fedring.control.access import Access
 from fedring.control.calls import Control, check_completed
 from fedring.control.failure import Failure
 from fedring.control.figures import Row
-from fedring.control.job_file import check_job
 from fedring.daemon.config import ConfigError, explain, read_document
 from fedring.daemon.exits import Exit
 from fedring.rpc.address import check_address
@@ -110,6 +109,8 @@ class Server:
         Raises:
             Failure: If the file, a key or a value is wrong, or if the server refuses the job.
         """
+        from fedring.control.job_file import check_job  # imports the schema of jobs, which nothing else here needs
+
         try:
             table = dict(job) if isinstance(job, Mapping) else read_document(Path(job))
             table |= keys

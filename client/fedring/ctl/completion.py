@@ -16,8 +16,6 @@ from fedring.control.failure import Failure
 from fedring.ctl.access import access_of
 from fedring.ctl.options import DEFAULT_SERVER
 from fedring.daemon.config import ConfigError
-from fedring.train.jobs.data_parallel_table import HOOKS
-from fedring.train.jobs.job import Job
 
 Offer = tuple[str, str]
 """What the shell completes a word to, and a text about it."""
@@ -32,6 +30,8 @@ def job_keys(context: typer.Context, incomplete: str) -> list[Offer]:
     Keys are offered as `key=`, and values after the equals sign. bash makes words of its own of a key and of the equals
     sign behind it.
     """
+    from fedring.train.jobs.job import Job  # imports the schema of jobs, for which no other verb waits
+
     keys = dict(_keys(Job))
     given: list[str] = ["=", "", *(context.params.get("overrides") or ())]
     last, before = given[-1], given[-2]
@@ -108,6 +108,8 @@ def _keys(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, tuple
 def _values(keys: dict[str, tuple[Any, str]], key: str) -> list[str]:
     """Return the values of a key, if it has only a few."""
     if key == "data_parallel.hook":
+        from fedring.train.jobs.data_parallel_table import HOOKS
+
         return list(HOOKS)
     kind, _ = keys.get(key, (None, ""))
     if kind is bool:

@@ -37,7 +37,7 @@ def help_(
         command = group.get_command(context, word) if hasattr(group, "get_command") else None
         if command is None:
             raise Failure(f"there is no help on {' '.join(topic or [])!r}: see `flctl --help`", Exit.USAGE)
-        context = type(context)(command, info_name=word, parent=context)
+        context = command.make_context(word, [], parent=context, resilient_parsing=True)
     print(context.get_help())
 
 

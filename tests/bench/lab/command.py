@@ -5,7 +5,8 @@ from collections.abc import Callable, Sequence
 
 import typer
 
-from fedring.ctl.main import add_verb, run
+from fedring.ctl.main import run
+from fedring.ctl.verbs import add_verb
 
 
 class Command:

@@ -6,7 +6,7 @@ from typer.testing import CliRunner
 
 from fedring.client.config import ClientConfig
 from fedring.client.main import app as fl_client
-from fedring.ctl.main import app as flctl
+from fedring.ctl.main import main as flctl
 from fedring.daemon.config import ConfigError, load_config
 from fedring.daemon.exits import Exit
 from fedring.server.config import ServerConfig
@@ -26,9 +26,11 @@ def refused(app: Typer, *arguments: str) -> str:
     return sentence.rstrip("\n")
 
 
-@pytest.mark.parametrize(("app", "name"), [(fl_server, "fl-server"), (fl_client, "fl-client"), (flctl, "flctl")])
-def test_all_programs_print_their_version_in_one_form(app: Typer, name: str) -> None:
-    assert CliRunner().invoke(app, ["--version"]).output == f"{name} {VERSION}\n"
+def test_all_programs_print_their_version_in_one_form(capsys: pytest.CaptureFixture[str]) -> None:
+    for app, name in ((fl_server, "fl-server"), (fl_client, "fl-client")):
+        assert CliRunner().invoke(app, ["--version"]).output == f"{name} {VERSION}\n"
+    assert flctl(["--version"]) == Exit.OK
+    assert capsys.readouterr().out == f"flctl {VERSION}\n"
 
 
 @pytest.mark.parametrize("app", DAEMONS)

@@ -12,12 +12,11 @@ import pytest
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from tests.conftest import ROOT
 from tests.pages import PAGES, Page
-from typer.main import get_command
 
 from fedring.client.config import ClientConfig
 from fedring.client.metrics import ClientMetrics
 from fedring.client.policy.privacy import SitePolicy
-from fedring.ctl.main import app
+from fedring.ctl.main import flctl
 from fedring.ddp import hooks
 from fedring.ring.options import RingOptions
 from fedring.rpc.tls import Tls
@@ -192,10 +191,10 @@ def variables() -> frozenset[str]:
     names |= {f"FEDRING_CLIENT_{key}" for key in ClientConfig.model_fields}
     names |= {f"FEDRING_{daemon}_TLS__{key}" for daemon in ("SERVER", "CLIENT") for key in Tls.model_fields}
     names |= {f"FEDRING_RING_{key}" for key in RingOptions.model_fields}
-    queue: list[Any] = [get_command(app)]
+    queue: list[Any] = [flctl]
     while queue:
         command = queue.pop()
-        queue += getattr(command, "commands", {}).values()
+        queue += [inner.loaded for inner in getattr(command, "commands", {}).values()]
         names |= {option.envvar for option in command.params if option.envvar}
     tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("*.py"))
     names |= set(re.findall(r'environ\.get\("(FEDRING_\w+)"', tests))

@@ -16,13 +16,13 @@ from fedring.client.config import ClientConfig
 from fedring.client.main import app as client_app
 from fedring.client.main import parse_partition
 from fedring.control.failure import Failure
-from fedring.ctl.main import app as flctl_app
+from fedring.ctl.main import flctl
 from fedring.ctl.operate.job_control import job_of
 from fedring.daemon.config import ConfigError, load_config, split_arguments
 from fedring.server.config import ServerConfig
 from fedring.server.main import app as server_app
 
-APPS: dict[str, Any] = dict(zip(PROGRAMS, map(get_command, (flctl_app, server_app, client_app)), strict=True))
+APPS: dict[str, Any] = dict(zip(PROGRAMS, (flctl, *map(get_command, (server_app, client_app))), strict=True))
 COMMENTED = [path for path in sorted((ROOT / "deploy").rglob("*")) if path.suffix in (".toml", ".yml", ".service")]
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]  # click's; typer may bring its own copy of click
 REMOVED = ("flctl bench",)
@@ -37,7 +37,7 @@ def leaves(command: Any, *path: str) -> Iterator[tuple[str, Any]]:
     if _is_verb(command):
         yield " ".join(path), command
     for name, inner in getattr(command, "commands", {}).items():
-        yield from leaves(inner, *path, name)
+        yield from leaves(getattr(inner, "loaded", inner), *path, name)
 
 
 def parse(words: list[str]) -> dict[str, Any]:
@@ -48,7 +48,7 @@ def parse(words: list[str]) -> dict[str, Any]:
     program, *rest = words
     command: Any = APPS[program]
     while rest and rest[0] in getattr(command, "commands", {}):
-        command, *rest = command.commands[rest[0]], *rest[1:]
+        command, *rest = command.commands[rest[0]].loaded, *rest[1:]
     if _EXPLAINS & {*rest} or (hasattr(command, "commands") and not rest):
         return {}
     assert _is_verb(command), f"{rest[0]!r} is no verb"
