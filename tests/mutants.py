@@ -122,7 +122,7 @@ MUTANTS = {
         "tests/fault/test_store_kill.py",
     ),
     "health before the stop": Mutant(
-        "server/fedring/server/main.py",
+        "server/fedring/server/serving.py",
         "        await health.stop()\n",
         "",
         "tests/system/test_health.py",

@@ -26,7 +26,7 @@ from google.protobuf.message_factory import GetMessageClass
 from fedring.codec import Encoding, encode
 from fedring.codec.digest import name_of, update_name
 from fedring.rpc.contract import PROTOCOL, SESSION_KEY
-from fedring.server import main
+from fedring.server import main, serving
 from fedring.v1 import control_pb2, federation_pb2, rendezvous_pb2, secure_pb2
 from fedring.v1 import federation_pb2 as pb
 from tests.fuzz.mutation import mutate_bytes, mutate_message
@@ -146,8 +146,8 @@ class FuzzedServer:
         loaded = main.load(keys, self._addresses)
         with ExitStack() as stack, contextlib.redirect_stdout(io.StringIO()):
             # Only a main thread may listen to signals.
-            serving = main.serve(loaded, stack, check_only=False, stop_event=lambda: self._stop)
-            self._loop.run_until_complete(serving)
+            served = serving.serve(loaded, stack, check_only=False, stop_event=lambda: self._stop)
+            self._loop.run_until_complete(served)
 
 
 class _Faults(logging.Handler):

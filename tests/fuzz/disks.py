@@ -22,7 +22,8 @@ from fedring.codec import CodecError
 from fedring.daemon.config import ConfigError
 from fedring.daemon.durable import with_digest
 from fedring.server.aggregation.modelfile import ModelReader, model_file_header
-from fedring.server.aggregation.optimizer import OptimizerError, ServerOptimizer
+from fedring.server.aggregation.optimizer import ServerOptimizer
+from fedring.server.aggregation.rule import OptimizerError
 from fedring.server.model.transforms.states import read_states, write_states
 from fedring.server.state.backup.contents import parse_manifest
 from fedring.server.state.wal import scan

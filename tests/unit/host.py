@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import Executor
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import MappingProxyType
@@ -124,6 +125,18 @@ class Call:
         """Do nothing: the call lasts until the test ends."""
 
 
+class GatedModels(Models):
+    """Models that a GatedMaker makes."""
+
+    def __init__(self, gate: Gate, blobs: FullBlobs, pool: Executor, config: ServerConfig, run_id: str) -> None:
+        super().__init__(blobs, pool, config, run_id)
+        self._gated = GatedMaker(blobs, pool, config, run_id, self.versions)
+        self._gated.gate = gate
+
+    def load(self) -> ModelMaker:
+        return self._gated
+
+
 class Host:
     """The parts of a server, and what its clients do. A test can hold up the server's threads at its `gate`."""
 
@@ -133,9 +146,7 @@ class Host:
         self.blobs.gate = self.gate
         self.config = ServerConfig.model_validate({"state_dir": root})
         self.facts = Facts(self.store, self.blobs, threads=1)
-        models = Models(self.blobs, self.facts.pool, self.config, self.store.run_id)
-        models.maker = maker = GatedMaker(self.blobs, self.facts.pool, self.config, self.store.run_id, models.versions)
-        maker.gate = self.gate
+        models = GatedModels(self.gate, self.blobs, self.facts.pool, self.config, self.store.run_id)
         self.parts = parts = assemble(self.config, self.facts, models, Sessions(10), kinds)
         self.rounds, self.sessions, self.journal, self.jobs = parts.rounds, parts.sessions, parts.journal, parts.jobs
         self.uploads = update_service(parts, self.config)

@@ -20,6 +20,7 @@ from fedring.daemon.logs import log_always, set_up_logs
 from fedring.daemon.memory import bound_arenas
 from fedring.daemon.notify import sd_notify
 from fedring.daemon.tracing import set_up_tracing
+from fedring.extras import missing
 from fedring.version import SOFTWARE, VERSION
 
 log = logging.getLogger(__name__)
@@ -96,6 +97,11 @@ def command(
         code = serve(loaded)
     except ConfigError as error:
         print(f"fl-client: {error}", file=sys.stderr)
+        code = Exit.CONFIG
+    except ModuleNotFoundError as error:
+        if not (sentence := missing(error)):
+            raise
+        print(f"fl-client: {sentence}", file=sys.stderr)
         code = Exit.CONFIG
     raise typer.Exit(code)
 

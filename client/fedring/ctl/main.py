@@ -2,13 +2,12 @@
 
 import os
 import sys
-from collections.abc import Sequence
-from typing import Annotated
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
 
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # before grpc is imported: it must not write to stderr itself
 
 import typer
-from typer.core import TyperGroup
 
 from fedring.ctl.verbs import HELP_NAMES, program
 from fedring.daemon.exits import Exit
@@ -56,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return run(flctl, "flctl", _behind_the_verb(sys.argv[1:] if arguments is None else arguments))
 
 
-def run(command: TyperGroup, name: str, arguments: Sequence[str]) -> int:
+def run(command: Callable[..., Any], name: str, arguments: Sequence[str]) -> int:
     """Run a program with arguments, and return the exit code.
 
     What fails is one sentence on stderr.
@@ -88,10 +87,11 @@ def _behind_the_verb(arguments: Sequence[str]) -> list[str]:
 
 
 def _sentence(error: Exception) -> tuple[str, Exit] | None:
-    """Return the text for an error of a verb, and the exit code; None if nobody expected it."""
+    """Return the text and the exit code for an expected error."""
     from fedring.control.failure import Failure  # imports grpc
     from fedring.daemon.config import ConfigError  # imports pydantic
     from fedring.daemon.logs import visible
+    from fedring.extras import missing
 
     if isinstance(error, Failure):
         text, code = str(error), error.exit_code
@@ -100,6 +100,8 @@ def _sentence(error: Exception) -> tuple[str, Exit] | None:
     elif isinstance(error, OSError) and error.filename is not None:
         # of a file that a verb could not check before: the disk is full, or a folder has its name
         text, code = f"{error.filename}: {error.strerror}", Exit.FAILED
+    elif sentence := missing(error):
+        text, code = sentence, Exit.CONFIG
     else:
         return None
     return "\n".join(map(visible, text.split("\n"))), code

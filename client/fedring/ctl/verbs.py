@@ -1,6 +1,6 @@
-"""flctl's verbs: their names, help and modules, which are imported when one runs.
+"""flctl's verbs: their names, help and modules.
 
-So `flctl --help`, and completion of verbs, import no verb at all.
+A module is imported when its verb runs. So `flctl --help`, and completion of verbs, import no verb at all.
 """
 
 import inspect
@@ -384,7 +384,7 @@ VERBS = (
 
 
 class LateCommand(TyperCommand):
-    """A verb whose module is imported when it is called, or asked for its options."""
+    """A verb that is imported when it runs."""
 
     def __init__(self, verb: Verb) -> None:
         super().__init__(verb.name, help=verb.help, rich_help_panel=verb.panel)
@@ -413,7 +413,7 @@ def _with_verbs(app: typer.Typer, verbs: tuple[Verb, ...]) -> TyperGroup:
 
 
 def add_verb(app: typer.Typer, name: str, function: Callable[..., Any], *examples: str) -> None:
-    """Add a function as a verb, with the examples that its help shows."""
+    """Add a function as a verb, with examples for its help."""
     app.command(name, **_shown(function, examples))(_with_access(function))
 
 
@@ -433,7 +433,7 @@ def _loaded(verb: Verb) -> Any:
     return _with_verbs(app, verb.verbs)
 
 
-def _shown(function: Callable[..., Any], examples: Sequence[str]) -> dict[str, str]:
+def _shown(function: Callable[..., Any], examples: Sequence[str]) -> dict[str, Any]:
     # Typer would keep the line breaks of the source in all paragraphs but the first.
     text = re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.getdoc(function) or "")
     return {"help": text, "epilog": "\n\n".join(["Examples:", *examples]).replace("[", r"\[")}

@@ -27,8 +27,7 @@ from fedring.codec import CodecError
 from fedring.control.failure import Failure
 from fedring.daemon.exits import Exit
 from fedring.privacy.account import NoAccountant, SampledSteps, epsilon, sampled_epsilon
-from fedring.server.aggregation.optimizer import OptimizerError
-from fedring.server.aggregation.rule import RuleError
+from fedring.server.aggregation.rule import OptimizerError, RuleError
 from fedring.server.aggregation.strategy import HISTORY, PastRound, StrategyError, with_settings
 from fedring.server.model.transforms.listing import transforms_of
 from fedring.server.round import machine

@@ -54,12 +54,6 @@ def cut(order: Tensor, batch_size: int) -> Sequence[Tensor]:
     return torch.split(order, sizes)
 
 
-def batches_in(size: int, batch_size: int) -> int:
-    """Return the number of batches that cut() makes of `size` samples."""
-    full, rest = divmod(size, batch_size)
-    return full + (rest > 1 or (rest == 1 and not full))
-
-
 def fetch(samples: Dataset[Any], cuts: Sequence[Tensor], device: torch.device) -> Iterator[tuple[Inputs, Tensor]]:
     """Yield inputs and labels [batch, ...] of each batch of indices.
 

@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import torch
-
 _OF_THE_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
 
 
@@ -62,6 +60,8 @@ def failure_reason(error: Exception) -> str:
     It is "out_of_memory", "disk_failed" or "train_error". The reasons have different consequences: another worker may
     have enough memory, but an error of the code happens everywhere.
     """
+    import torch  # late: fl-server and flctl know these errors before they need it
+
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return "out_of_memory"
     return "disk_failed" if isinstance(error, OSError) and error.errno in _OF_THE_DISK else "train_error"

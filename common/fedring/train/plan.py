@@ -42,3 +42,9 @@ class TrainResult:
         """The figures that are known and finite, by name."""
         means = {**self.named, "loss": self.loss, "accuracy": self.accuracy}
         return {name: value for name, value in means.items() if value is not None and math.isfinite(value)}
+
+
+def batches_in(size: int, batch_size: int) -> int:
+    """Return the number of batches that cut() makes of `size` samples."""
+    full, rest = divmod(size, batch_size)
+    return full + (rest > 1 or (rest == 1 and not full))

@@ -16,7 +16,7 @@ the c_i of all clients that have one, whenever a client joins.
 import numpy as np
 from numpy.typing import NDArray
 
-from fedring.train.batches import batches_in
+from fedring.train.plan import batches_in
 
 Float32 = NDArray[np.float32]
 

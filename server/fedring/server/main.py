@@ -1,61 +1,28 @@
-"""fl-server: recover, serve until told to stop, then drain."""
+"""fl-server: the command line."""
 
 import asyncio
 import faulthandler
-import gc
-import json
-import logging
 import os
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from math import nan
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # before grpc is imported; our own log says what matters
 
 import typer
-from grpc import aio
 
-from fedring.daemon.checks import refuse_failed
 from fedring.daemon.config import ConfigError, Loaded, describe, load_config, split_arguments
-from fedring.daemon.descriptors import raise_limit
 from fedring.daemon.exits import Exit
-from fedring.daemon.logs import log_always, set_up_logs
+from fedring.daemon.logs import set_up_logs
 from fedring.daemon.memory import bound_arenas
-from fedring.daemon.metrics import serving
-from fedring.daemon.notify import sd_notify, watchdog
-from fedring.daemon.tracing import set_up_tracing
-from fedring.rpc.boundary import Boundary
-from fedring.rpc.channel import make_server
-from fedring.rpc.errors import Unavailable
-from fedring.rpc.health import Health, health_port
-from fedring.rpc.metrics import CountCalls
-from fedring.rpc.tls import ends_at
+from fedring.extras import missing
 from fedring.server.config import ServerConfig
-from fedring.server.guard.descriptors import Shares, check_descriptors, shares, wanted
-from fedring.server.guard.ports import Security
-from fedring.server.guard.tokens import TokenService
-from fedring.server.operator.privacy_spent import PrivacySpent
-from fedring.server.operator.readiness import look_after_storage
-from fedring.server.operator.view import View
-from fedring.server.parts import Parts
-from fedring.server.recovery import recover
-from fedring.server.round.replacements import look_after_groups
-from fedring.server.service.spans import TraceCalls
-from fedring.server.services import CLIENT_SERVICES, add_client_services, control_service, model_streams
-from fedring.server.startup_checks import check
 from fedring.server.state.failures import FsyncFailed, StorageError, StorageFailed
 from fedring.train.errors import SeamError
-from fedring.v1 import control_pb2, control_pb2_grpc
-from fedring.version import SOFTWARE, VERSION
-from fedring.web.serve import WebServer
-
-log = logging.getLogger(__name__)
-
-_CONTROL_SERVICES = tuple(service.full_name for service in control_pb2.DESCRIPTOR.services_by_name.values())
+from fedring.version import VERSION
 
 _HELP = """Send commands to fl-clients, average their updates, and keep the models.
 
@@ -114,10 +81,17 @@ def fl_server(
             print(describe(loaded))
             raise typer.Exit(Exit.OK)
         set_up_logs(loaded.config.log_style, loaded.config.log_level)
-        check(loaded.config)
+        from fedring.server import serving  # imports the database, and the ports
+
         with ExitStack() as stack:
             drop, accept = (drop_damaged, accept_older) if not check_config else (False, False)
-            code = asyncio.run(serve(loaded, stack, check_only=check_config, drop_damaged=drop, accept_older=accept))
+            served = serving.serve(loaded, stack, check_only=check_config, drop_damaged=drop, accept_older=accept)
+            code = asyncio.run(served)
+    except ModuleNotFoundError as error:
+        if not (sentence := missing(error)):
+            raise
+        print(f"fl-server: {sentence}", file=sys.stderr)
+        raise typer.Exit(Exit.CONFIG) from error
     except (ConfigError, StorageError, FsyncFailed, SeamError) as error:
         print(f"fl-server: {error}", file=sys.stderr)
         later = isinstance(error, StorageFailed | FsyncFailed)  # nothing is wrong with the configuration
@@ -129,180 +103,6 @@ def load(arguments: Sequence[str], flags: Mapping[str, object]) -> Loaded[Server
     """Load the configuration that the command line describes."""
     file, overrides = split_arguments(arguments)
     return load_config(ServerConfig, file, overrides=overrides, flags=flags)
-
-
-def _stop_on_signals() -> asyncio.Event:
-    """Return an event that SIGTERM and SIGINT set."""
-    stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    return stop
-
-
-async def serve(
-    loaded: Loaded[ServerConfig],
-    stack: ExitStack,
-    *,
-    check_only: bool,
-    drop_damaged: bool = False,
-    accept_older: bool = False,
-    stop_event: Callable[[], asyncio.Event] = _stop_on_signals,
-) -> int:
-    """Serve until told to stop, then drain, and return the exit code.
-
-    Args:
-        loaded: The configuration.
-        stack: Holds whatever must be released afterwards.
-        check_only: Whether to return as soon as it could serve.
-        drop_damaged: Whether to go on without models of which a file is damaged.
-        accept_older: Whether to go on although the database has lost its newest facts.
-        stop_event: Makes the event that ends the server.
-    """
-    config = loaded.config
-    origins = ", ".join(sorted(set(loaded.origins.values()))) or "defaults"
-    where = f"clients at {config.listen}, flctl at {config.control_listen}, state in {config.state_dir}"
-    log.info("fl-server of %s, %s, configuration from %s", SOFTWARE, where, origins)
-    set_up_tracing("fl-server")
-    limit = raise_limit(wanted(config).total)
-    refuse_failed(check_descriptors(config, limit))
-    parts = await recover(config, stack, sweep=not check_only, drop_damaged=drop_damaged, accept_older=accept_older)
-    log_always(lambda: parts.rounds.newest.ids if parts.rounds.newest else {})
-    metrics = parts.metrics
-    metrics.rounds.min_clients.set(config.job.min_clients)
-    most = shares(config, limit)
-    security = Security(config, parts.facts, stack, most)
-    await security.tokens.load()
-    metrics.guard.read(security.tally)
-    metrics.certificate_expiry.set_function(lambda: ends_at(config.tls) or nan)
-    public, control = _servers(parts, security, config, most)
-    health = Health(reflection=config.reflection)
-    health.serve_on(public, *CLIENT_SERVICES)
-    health.serve_on(control, *_CONTROL_SERVICES)
-    addresses = {
-        "listen": security.bind_public(public),
-        "control": security.bind_control(control),
-    }
-    if metrics_address := stack.enter_context(serving(config.metrics_listen, metrics.registry)):
-        addresses["metrics"] = metrics_address
-    servers = [control, public]
-    if config.health_listen:
-        server, addresses["health"] = health_port(config.health_listen, health)
-        servers.append(server)
-    spent = PrivacySpent(parts.facts, parts.rounds, metrics.epsilon)
-    pages = _pages(parts, config, stack, spent)
-    for page in pages:
-        addresses["web"] = page.url
-    if check_only:
-        print(*parts.models.maker.offered.lines(), "the configuration is good", sep="\n")
-        return Exit.OK
-    stop = stop_event()  # before anybody learns that this server serves
-    for server in servers:
-        await server.start()
-    await health.set(serving=True)
-    where = f"serves clients at {addresses['listen']} and flctl at {addresses['control']}"
-    log.info("%s", where, extra=addresses)
-    sd_notify(f"STATUS={where}")
-    print(json.dumps(addresses), flush=True)
-
-    async def drain(seconds: float) -> None:
-        sd_notify("STOPPING=1\nSTATUS=draining")
-        await health.stop()
-        parts.journal.close()
-        for session in parts.sessions:
-            session.close(Unavailable("the server is stopping"))
-        stops = [*(server.stop(seconds) for server in servers), *(page.stop(seconds) for page in pages)]
-        await asyncio.gather(*stops)
-
-    others = [
-        look_after_storage(parts.facts, parts.rounds, parts.journal, health),
-        security.look_after_revocations(),
-        security.look_after_connections(),
-        spent.run(),
-        *(page.run() for page in pages),
-    ]
-    return await _until_stopped(parts, others, stop=stop, drain=drain, drain_seconds=config.drain_seconds)
-
-
-def _servers(parts: Parts, security: Security, config: ServerConfig, most: Shares) -> tuple[aio.Server, aio.Server]:
-    """Make the guarded servers for clients and for flctl."""
-    guards = [CountCalls(parts.metrics.calls), Boundary()]
-    # The cheapest refusal comes first: addresses, then callers. Spans come last, so a refused call leaves none.
-    public = make_server(
-        [*guards, security.public_entrance, security.public, TraceCalls()],
-        max_streams=4 * config.max_clients,
-        tls=config.tls,
-        max_connections=most.public,
-    )
-    control = make_server(
-        [*guards, security.control_entrance, security.control, TraceCalls()],
-        max_streams=64,
-        tls=config.tls,
-        max_connections=most.control,
-    )
-    streams = model_streams(parts)
-    add_client_services(public, parts, streams, config)
-    operate = control_service(parts, streams, config, refused=security.tally.counts)
-    control_pb2_grpc.add_ControlServiceServicer_to_server(operate, control)
-    control_pb2_grpc.add_TokenServiceServicer_to_server(TokenService(security.tokens, parts.sessions), control)
-    return public, control
-
-
-def _pages(parts: Parts, config: ServerConfig, stack: ExitStack, spent: PrivacySpent) -> list[WebServer]:
-    """Make the page, if it is wanted."""
-    if config.web_port is None:
-        return []
-    view = View(parts.rounds, parts.sessions, parts.journal, parts.facts, VERSION, spent)
-    page = WebServer(view, config.web_host, config.web_port, names=config.web_allowed_hosts)
-    stack.enter_context(page.socket)
-    return [page]
-
-
-async def _until_stopped(
-    parts: Parts,
-    others: Sequence[Coroutine[Any, Any, None]],
-    *,
-    stop: asyncio.Event,
-    drain: Callable[[float], Awaitable[None]],
-    drain_seconds: float,
-) -> int:
-    """Serve until stopped, then drain, and return the exit code.
-
-    It ends when `stop` is set, or when a part ends that must not.
-    """
-    sd_notify("READY=1")
-    gc.freeze()  # these objects stay, so no collection need look at them again
-    works = [
-        parts.jobs.run(),
-        parts.acceptor.run(),
-        parts.journal.save(parts.facts.save_events),
-        parts.keeper.run(),
-        look_after_groups(parts.rounds, parts.sessions, parts.facts),
-        watchdog(),
-        parts.metrics.measure_lag(),
-        *others,
-    ]
-    code, disk_failed = Exit.OK, False
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(work) for work in works]
-            await stop.wait()
-            log.info("stopping")
-            await drain(drain_seconds)
-            await parts.keeper.save_time()
-            for task in running:
-                task.cancel()
-    except* FsyncFailed as group:
-        # The kernel may have dropped pages. Only a restart can be trusted, since it reads the disk.
-        log.critical("the disk failed: %s", group.exceptions[0])
-        code, disk_failed = Exit.FAILED, True
-    except* Exception as group:  # a fault, or a disk that is full: a restart recovers from what is stored
-        log.critical("cannot go on: %s", group.exceptions[0], exc_info=group.exceptions[0])
-        code = Exit.FAILED
-    if code is not Exit.OK:
-        await drain(0)
-    if not disk_failed:
-        await parts.facts.save_events(parts.journal.unsaved())
-    return code
 
 
 def main() -> None:

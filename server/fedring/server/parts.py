@@ -8,7 +8,6 @@ from fedring.server.jobs.queue import Jobs
 from fedring.server.jobs.runner import JobRunner
 from fedring.server.jobs.starting import JobStarter
 from fedring.server.model.models import Models
-from fedring.server.model.testset import TestSet
 from fedring.server.operator.metrics import Metrics
 from fedring.server.round.client_reports import ClientReports
 from fedring.server.round.keeping import Keeper
@@ -64,13 +63,12 @@ def assemble(
     own = [kind(rounds, facts, sessions, metrics.of_kinds[kind], config.tls.ca) for kind in KINDS]
     kinds = [*own, *more_kinds]
     reports = ClientReports(rounds, kinds, sessions, facts, journal, metrics.rounds)
-    test_set = TestSet(facts.blobs, config.data_root, models.maker.offered)
-    privacy = RoundPrivacy(facts, config.state_dir, models.maker.job_models.schema_of)
+    privacy = RoundPrivacy(facts, config.state_dir, lambda job: models.maker.job_models.schema_of(job))
     opener = RoundOpener(rounds, kinds, facts, models, privacy, sessions, config)
-    publisher = Publisher(rounds, facts, models, privacy, sessions, metrics.rounds, test_set)
+    publisher = Publisher(rounds, facts, models, privacy, sessions, metrics.rounds)
     keeper = Keeper(rounds, facts, models, config)
     runner = RoundRunner(rounds, facts, publisher, keeper, sessions, metrics.rounds, config.listen)
-    starter = JobStarter(rounds, facts, models, test_set)
+    starter = JobStarter(rounds, facts, models)
     job_runner = JobRunner(starter, opener, runner, keeper, rounds, facts, journal)
     jobs = Jobs(job_runner, rounds, facts, journal, metrics.job_started)
     acceptor = Acceptor(rounds, facts, metrics.updates)

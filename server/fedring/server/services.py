@@ -1,13 +1,12 @@
 """The gRPC services of fl-server, made of its parts."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from grpc import aio
 
 from fedring.server.config import ServerConfig
 from fedring.server.operator.client_records import ClientRecords
 from fedring.server.operator.control import ControlService
-from fedring.server.operator.job_checks import JobChecks
 from fedring.server.operator.job_requests import JobRequests
 from fedring.server.operator.listings import Listings
 from fedring.server.operator.status import StatusReport
@@ -17,6 +16,8 @@ from fedring.server.service.downloads import ModelBlobService, ModelStreams
 from fedring.server.service.upload_calls import UploadCalls
 from fedring.server.service.uploads import ClientUpdateService, add_update_service
 from fedring.server.service.workers import RendezvousService
+from fedring.server.state.rows import ModelRow
+from fedring.train.jobs.job import Job
 from fedring.v1 import federation_pb2, federation_pb2_grpc, rendezvous_pb2, rendezvous_pb2_grpc
 
 _CLIENT_FILES = (federation_pb2.DESCRIPTOR, rendezvous_pb2.DESCRIPTOR, *(kind.wire for kind in KINDS))
@@ -58,9 +59,14 @@ def control_service(
 
     `refused` returns the calls that the ports have refused, by reason.
     """
-    checks = JobChecks(config, parts.models.maker)
+
+    def check(job: Job, kept: Sequence[ModelRow], *, runs_next: bool) -> None:
+        from fedring.server.operator.job_checks import JobChecks  # imports torch
+
+        JobChecks(config, parts.models.load()).check(job, kept, runs_next=runs_next)
+
     return ControlService(
-        JobRequests(parts.jobs, parts.rounds, parts.facts, checks, config.job),
+        JobRequests(parts.jobs, parts.rounds, parts.facts, check, config.job),
         Listings(parts.facts),
         ClientRecords(parts.rounds, parts.sessions, parts.facts, parts.journal),
         StatusReport(parts.rounds, parts.jobs, parts.sessions, parts.facts, refused),

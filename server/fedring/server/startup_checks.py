@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 
 from fedring.daemon.checks import Check, Level, check_data_root, refuse_failed
-from fedring.server.aggregation.optimizer import OptimizerError, ServerOptimizer
+from fedring.server.aggregation.optimizer import ServerOptimizer
+from fedring.server.aggregation.rule import OptimizerError
 from fedring.server.aggregation.strategy import make_strategy
 from fedring.server.config import ServerConfig
 from fedring.server.model.initial import load_initial

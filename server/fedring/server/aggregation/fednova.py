@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from statistics import median_low
 
 from fedring.server.state.rows import UpdateRow
-from fedring.train.batches import batches_in
 from fedring.train.jobs.job import Job
+from fedring.train.plan import batches_in
 
 SPREAD = 10.0
 """How far from the median, as a ratio, the a_i of a client counts."""

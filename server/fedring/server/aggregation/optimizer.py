@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError
 
+from fedring.server.aggregation.rule import OptimizerError
 from fedring.server.aggregation.yogi import Yogi
 from fedring.untrusted import parse_json
 
@@ -26,10 +27,6 @@ ELEMENTWISE = (
 """The optimizers that treat each value by itself: Yogi, and classes that every supported version of torch.optim has."""
 
 _NOT_FOR_USERS = frozenset({"params", "foreach", "fused", "capturable", "differentiable", "maximize"})
-
-
-class OptimizerError(ValueError):
-    """The optimizer, its arguments or its saved state cannot be used."""
 
 
 @dataclass(frozen=True)

@@ -56,6 +56,10 @@ class CoordinateRule(Protocol):
 Rule = GramRule | CoordinateRule
 
 
+class OptimizerError(ValueError):
+    """The server optimizer, its arguments or its saved state cannot be used."""
+
+
 class RuleError(Exception):
     """A rule cannot combine the updates of a round.
 

@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from math import isfinite
 from numbers import Integral
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
-from torch import nn
 
 from fedring.daemon.config import explain
 from fedring.server.aggregation.robust import CenteredClip, FLTrust, GeometricMedian, Krum, Median, TrimmedMean
@@ -27,7 +26,11 @@ from fedring.train.errors import SeamError
 from fedring.train.jobs.aggregation_table import Aggregation
 from fedring.train.jobs.job import Job
 from fedring.train.metrics import check_metrics
-from fedring.train.names.offered import Offered
+
+if TYPE_CHECKING:  # these import torch, which is imported when the first job needs it
+    from torch import nn
+
+    from fedring.train.names.offered import Offered
 
 HISTORY = 100
 """The most past rounds that `configure` is given, the newest ones."""
@@ -65,7 +68,7 @@ class PastRound:
 
 
 Configure = Callable[[Sequence[PastRound]], Any]
-Evaluate = Callable[[nn.Module], Any]
+Evaluate = Callable[["nn.Module"], Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +94,7 @@ class StrategyError(Exception):
     reason = "bad_strategy"
 
 
-def make_strategy(table: Aggregation, offered: Offered) -> Strategy:
+def make_strategy(table: Aggregation, offered: "Offered") -> Strategy:
     """Return the strategy that a job names.
 
     Args:
@@ -168,7 +171,7 @@ def with_settings(job: Job, settings: Mapping[str, float]) -> Job:
     return Job.model_validate({**job.model_dump(), **settings}) if settings else job
 
 
-def ask_metrics(strategy: Strategy, model: nn.Module) -> dict[str, float]:
+def ask_metrics(strategy: Strategy, model: "nn.Module") -> dict[str, float]:
     """Return the figures found by `evaluate`, by their names.
 
     Empty without that method.
@@ -191,7 +194,7 @@ def ask_metrics(strategy: Strategy, model: nn.Module) -> dict[str, float]:
     return figures
 
 
-def _own_strategy(table: Aggregation, offered: Offered) -> Strategy:
+def _own_strategy(table: Aggregation, offered: "Offered") -> Strategy:
     make = offered.get("rule", table.rule, table.args)
     try:
         made: Any = make()

@@ -8,7 +8,6 @@ from pydantic import ValidationError
 
 from fedring.daemon.config import explain
 from fedring.daemon.wording import counted
-from fedring.data import DataError
 from fedring.server.jobs.starting import JobStarter
 from fedring.server.round.keeping import Keeper
 from fedring.server.round.opening import RoundOpener, RunningJob
@@ -151,7 +150,7 @@ def _faults_of_the_job(job_id: int) -> Iterator[None]:
         yield
     except FsyncFailed:
         raise
-    except (SeamError, DataError, StorageError) as error:
+    except (SeamError, StorageError) as error:
         raise _JobFault(str(error)) from error
     except Exception as error:  # the job names the user's code, which may raise anything
         log.exception("job %d failed", job_id)

@@ -7,7 +7,6 @@ import secrets
 from dataclasses import replace
 
 from fedring.server.model.models import Models
-from fedring.server.model.testset import TestSet
 from fedring.server.round.opening import RunningJob
 from fedring.server.round.rounds import Rounds
 from fedring.server.state.facts import Facts
@@ -25,8 +24,8 @@ _ALL = 1_000_000_000
 class JobStarter:
     """Finds the models that jobs and their rounds start from."""
 
-    def __init__(self, rounds: Rounds, facts: Facts, models: Models, test_set: TestSet) -> None:
-        self._rounds, self._facts, self._models, self._test_set = rounds, facts, models, test_set
+    def __init__(self, rounds: Rounds, facts: Facts, models: Models) -> None:
+        self._rounds, self._facts, self._models = rounds, facts, models
 
     async def begin(self, row: JobRow, spec: Job) -> tuple[RunningJob, str]:
         """Decide the first model of a job, and make it available.
@@ -38,6 +37,7 @@ class JobStarter:
             StorageFailed: if the disk refuses it; nothing was changed.
             StorageError, SeamError: if the job cannot start from there.
         """
+        await self._facts.heavy(self._models.load)
         base, spec, text = await begin(self._facts, self._models, row, spec)
         frozen = await self._facts.heavy(self._models.maker.job_models.frozen_digest, spec, base)
         self._rounds.learn(base)
@@ -50,11 +50,11 @@ class JobStarter:
 
         Raises:
             StorageError: "unknown_model", if the model is not kept any more.
-            SeamError, DataError: if there are no samples.
+            SeamError: if there are no samples.
         """
         base = await base_of(self._facts, self._models, job.row)
         if job.spec.evaluate_on_server:
-            await self._facts.heavy(self._test_set.load, job.spec)
+            await self._facts.heavy(self._models.maker.test_set.load, job.spec)
         return base
 
 

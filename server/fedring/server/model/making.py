@@ -25,6 +25,7 @@ from fedring.server.config import ServerConfig
 from fedring.server.model.initial import find_file, load_initial
 from fedring.server.model.job_models import JobModels
 from fedring.server.model.own_update import OwnUpdates
+from fedring.server.model.testset import TestSet
 from fedring.server.model.transforms.listing import RoundSteps, transforms_of
 from fedring.server.model.transforms.transform import ClosedRound
 from fedring.server.state.blob_interfaces import Blobs
@@ -53,6 +54,7 @@ class ModelMaker:
     Attributes:
         offered: what jobs may name here.
         job_models: builds the models of jobs.
+        test_set: evaluates models on a job's test set.
 
     Raises:
         SeamError: if something that is trusted cannot be imported.
@@ -65,6 +67,7 @@ class ModelMaker:
         self._versions = versions
         self.offered = collect(config.trusted, root=config.data_root, download=config.download)
         self.job_models = JobModels(self.offered)
+        self.test_set = TestSet(blobs, config.data_root, self.offered)
         self._own = OwnUpdates(config.data_root, self.offered)
 
     def check_file(self, job: Job, path: str = "") -> None:

@@ -11,12 +11,13 @@ from typing import Any
 
 from torch import nn
 
-from fedring.data import load_split
+from fedring.data import DataError, load_split
 from fedring.server.aggregation.modelfile import ModelReader
 from fedring.server.state.blob_interfaces import Blobs
 from fedring.server.state.checked import CheckedReader
 from fedring.server.state.rows import ModelRow
 from fedring.train.device import pick_device
+from fedring.train.errors import SeamError
 from fedring.train.evaluation import Counts, Evaluator, run_evaluator
 from fedring.train.jobs.job import Job
 from fedring.train.names.offered import Offered
@@ -74,8 +75,7 @@ class TestSet:
         """Load a job's model, data and functions, unless loaded already.
 
         Raises:
-            SeamError: if the model, the data, the loss or the evaluator is not offered.
-            DataError: if the data cannot be loaded.
+            SeamError: if the model, the data, the loss or the evaluator is not offered, or the data cannot be loaded.
         """
         if self._loaded is None or _parts_of(self._loaded.job) != _parts_of(job):
             self._loaded = self._load(job)
@@ -86,7 +86,10 @@ class TestSet:
         model = build_model(job.model, job.model_args, job.seed, offered)
         data, loss = offered.get("data", job.data), offered.get("loss", job.loss)
         evaluator = offered.get("evaluator", job.evaluator) if job.evaluator else None
-        samples = load_split(lambda: data(self._data_root, False)).test
+        try:
+            samples = load_split(lambda: data(self._data_root, False)).test
+        except DataError as error:
+            raise SeamError(error.reason, str(error)) from error
         return _Loaded(job, model, samples, loss, evaluator)
 
 

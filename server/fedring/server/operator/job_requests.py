@@ -1,19 +1,19 @@
 """Requests of operators to start and stop jobs."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from pydantic import ValidationError
 
 from fedring.daemon.config import ConfigError, check_keys, explain, merge
 from fedring.rpc.errors import BadRequest, NoSuchJob, OtherJob, UnknownRound
 from fedring.server.jobs.queue import Jobs
-from fedring.server.operator.job_checks import JobChecks
 from fedring.server.operator.listings import MAX_ID
 from fedring.server.round.rounds import Rounds
 from fedring.server.state.facts import Facts
+from fedring.server.state.rows import ModelRow
 from fedring.train.bounds import MAX_DEPTH, MAX_JOB_BYTES, check_text
 from fedring.train.jobs.job import Job
 from fedring.train.jobs.round_settings import SCHEDULED
@@ -24,6 +24,14 @@ MOST_KEY = 128
 """Characters of an idempotency key, at most."""
 
 
+class CheckJob(Protocol):
+    """See `fedring.server.operator.job_checks.JobChecks.check`."""
+
+    def __call__(self, job: Job, kept: Sequence[ModelRow], *, runs_next: bool) -> None:
+        """Return if nothing is known that would make the job fail."""
+        ...
+
+
 class JobRequests:
     """Starts and stops jobs and rounds.
 
@@ -31,13 +39,13 @@ class JobRequests:
         jobs: queue them.
         rounds: end.
         facts: hold the models that jobs can start from.
-        checks: refuse jobs that would fail.
+        check: raises ConfigError for a job that would fail; may take long.
         defaults: the job of which a request changes keys.
     """
 
-    def __init__(self, jobs: Jobs, rounds: Rounds, facts: Facts, checks: JobChecks, defaults: Job) -> None:
+    def __init__(self, jobs: Jobs, rounds: Rounds, facts: Facts, check: CheckJob, defaults: Job) -> None:
         self._jobs, self._rounds, self._facts = jobs, rounds, facts
-        self._checks, self._defaults = checks, defaults
+        self._check_job, self._defaults = check, defaults
 
     async def start_round(self, request: pb.StartRoundRequest) -> pb.StartReply:
         """Queue a job of one round."""
@@ -98,7 +106,7 @@ class JobRequests:
         waiting = await self._facts.db(self._facts.store.jobs.next_queued)
         runs_next = self._jobs.running is None and waiting is None
         try:
-            await self._facts.heavy(partial(self._checks.check, runs_next=runs_next), spec, kept)
+            await self._facts.heavy(partial(self._check_job, runs_next=runs_next), spec, kept)
         except ConfigError as error:
             raise BadRequest(str(error), reason="bad_job") from error
 

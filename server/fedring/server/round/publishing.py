@@ -7,13 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 from fedring.codec import CodecError
-from fedring.server.aggregation.optimizer import OptimizerError
-from fedring.server.aggregation.rule import RuleError
+from fedring.server.aggregation.rule import OptimizerError, RuleError
 from fedring.server.aggregation.strategy import StrategyError
 from fedring.server.aggregation.versions import files_of
 from fedring.server.group import machine as gr
 from fedring.server.model.models import Models
-from fedring.server.model.testset import TestSet
 from fedring.server.round.dispatch import Dispatch
 from fedring.server.round.events import OPEN, Abandoned, Lost, Phase, Published
 from fedring.server.round.metrics import RoundMetrics
@@ -44,10 +42,9 @@ class Publisher:
         privacy: RoundPrivacy,
         sessions: Sessions,
         metrics: RoundMetrics,
-        test_set: TestSet,
     ) -> None:
         self._rounds, self._facts, self._models, self._privacy = rounds, facts, models, privacy
-        self._sessions, self._metrics, self._test_set = sessions, metrics, test_set
+        self._sessions, self._metrics = sessions, metrics
         self._dispatch = Dispatch(sessions)
         self._one_at_a_time = asyncio.Lock()
 
@@ -113,7 +110,7 @@ class Publisher:
 
     async def evaluated(self, open_: OpenRound, model: ModelRow) -> None:
         """Note the figures of the model that a round has published."""
-        stats, summed = await evaluation(self._facts, self._models, self._test_set, open_, model)
+        stats, summed = await evaluation(self._facts, self._models, open_, model)
         self._metrics.evaluated(stats)
         open_.row = replace(open_.row, stats=stats)
         await self._facts.keep(self._facts.db, self._facts.store.rounds.save_evaluation, open_.row)
@@ -212,7 +209,7 @@ async def publish(facts: Facts, models: Models, privacy: RoundPrivacy, open_: Op
 
 
 async def evaluation(
-    facts: Facts, models: Models, test_set: TestSet, open_: OpenRound, model: ModelRow
+    facts: Facts, models: Models, open_: OpenRound, model: ModelRow
 ) -> tuple[dict[str, Any], EvaluationRow | None]:
     """Return the figures of an evaluation, and the clients' sum."""
     stats = open_.stats(open_.row.stats["seconds"])
@@ -223,7 +220,7 @@ async def evaluation(
         except (StrategyError, SeamError, StorageError, CodecError, MemoryError, RuntimeError) as error:
             log.warning("round %d has published, but: %s", open_.row.round, error, exc_info=error.__cause__)
             stats["warnings"] = [str(error) or "the server has too little memory to evaluate the model"]
-    if open_.job.evaluate_on_server and (counts := await facts.heavy(test_set.evaluate, model, open_.job)):
+    if open_.job.evaluate_on_server and (counts := await facts.heavy(models.maker.test_set.evaluate, model, open_.job)):
         stats |= {"server_accuracy": counts.accuracy, "server_loss": counts.loss}
         means = with_origin("server", counts.metrics, accuracy=counts.accuracy, loss=counts.loss)
         stats["metrics"] |= means

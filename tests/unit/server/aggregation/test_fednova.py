@@ -17,8 +17,9 @@ from fedring.server.aggregation.fednova import SPREAD, accumulation, factors, fa
 from fedring.server.aggregation.modelfile import ModelReader
 from fedring.server.model.guards import guard
 from fedring.server.state.rows import UpdateRow
-from fedring.train.batches import batches_in, cut
+from fedring.train.batches import cut
 from fedring.train.jobs.job import Job
+from fedring.train.plan import batches_in
 
 ROW = UpdateRow(1, "a", "", "", (), 100, 0, 0.0, 1.0, 0.0)
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from fedring.server.aggregation.optimizer import ELEMENTWISE, OptimizerError, ServerOptimizer
+from fedring.server.aggregation.optimizer import ELEMENTWISE, ServerOptimizer
+from fedring.server.aggregation.rule import OptimizerError
 from fedring.server.aggregation.yogi import Yogi
 
 RNG = np.random.default_rng(0)

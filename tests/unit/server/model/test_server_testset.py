@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from fedring.data import DataError
 from fedring.server.config import ServerConfig
 from fedring.server.model.models import Models
 from fedring.server.model.testset import TestSet as Subject  # pytest would collect it
@@ -68,7 +67,7 @@ def test_the_whole_test_set_is_counted(parts: tuple[Subject, Models]) -> None:
 def test_test_data_that_cannot_be_loaded_is_an_error_that_says_why(
     parts: tuple[Subject, Models], keys: dict[str, Any], sentence: str
 ) -> None:
-    with pytest.raises(DataError, match=sentence):
+    with pytest.raises(SeamError, match=sentence):
         parts[0].load(spec(**keys))
 
 

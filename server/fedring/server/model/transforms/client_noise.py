@@ -1,10 +1,7 @@
 """Differential privacy by the clients, with sums of noisy integers."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Self
-
-from torch import nn
 
 from fedring.codec.masked import Width
 from fedring.codec.schema import Schema
@@ -17,7 +14,7 @@ from fedring.server.model.masked_sum import private_width
 from fedring.server.model.private_mean import PrivateRound, summed_round
 from fedring.server.model.transforms.masked import Masked, Sums
 from fedring.server.model.transforms.server_noise import check_charge
-from fedring.server.model.transforms.transform import ClosedRound
+from fedring.server.model.transforms.transform import ClosedRound, Skeleton
 from fedring.server.state.rows import ModelRow
 from fedring.train.jobs.job import Job
 from fedring.train.jobs.privacy_table import ClientPrivacy
@@ -36,7 +33,7 @@ class ClientNoise(Masked):
         """See Feature.of."""
         return cls(job.dp) if job.dp is not None and job.dp.by_clients else None
 
-    def check(self, job: Job, schema: Schema, skeleton: Callable[[], nn.Module]) -> None:
+    def check(self, job: Job, schema: Schema, skeleton: Skeleton) -> None:
         """See Transform.check."""
         super().check(job, schema, skeleton)
         check_charge(self, job, schema)

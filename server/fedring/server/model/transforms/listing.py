@@ -1,6 +1,6 @@
 """The list of a job's transforms. Nothing else decides by a feature."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib import import_module
@@ -8,7 +8,6 @@ from pkgutil import iter_modules
 from typing import Any
 
 from pydantic import ValidationError
-from torch import nn
 
 from fedring.codec.schema import Schema
 from fedring.daemon.config import explain
@@ -26,7 +25,7 @@ from fedring.server.model.transforms.sample_noise import SampleNoise
 from fedring.server.model.transforms.scaffold import Scaffold
 from fedring.server.model.transforms.server_noise import ServerNoise
 from fedring.server.model.transforms.states import KeptStates
-from fedring.server.model.transforms.transform import Algorithm, ClosedRound, Feature, StatefulStep, Transform
+from fedring.server.model.transforms.transform import Algorithm, ClosedRound, Feature, Skeleton, StatefulStep, Transform
 from fedring.server.state.rows import ChargeRow, ModelRow
 from fedring.train.errors import SeamError
 from fedring.train.jobs.job import Job
@@ -65,7 +64,7 @@ class Transforms:
         """Whether the norms of single updates are not shown to operators."""
         return any(each.hides_norms for each in self._each)
 
-    def check(self, job: Job, schema: Schema, skeleton: Callable[[], nn.Module]) -> None:
+    def check(self, job: Job, schema: Schema, skeleton: Skeleton) -> None:
         """Check that the job can run with them: see Transform.check.
 
         Raises:

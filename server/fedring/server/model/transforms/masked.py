@@ -1,13 +1,12 @@
 """Secure aggregation, with sums of levels."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import nn
 
 from fedring.codec import CodecError, Reader
 from fedring.codec.masked import MASKED, MaskedPacket, Width
@@ -21,7 +20,7 @@ from fedring.server.aggregation.terms import Terms
 from fedring.server.model.masked_sum import GroupMasks, Sent, open_groups, width_of
 from fedring.server.model.secure_scales import Pace, Spread, pace_in, secure_round
 from fedring.server.model.transforms.server_noise import check_no_buffers
-from fedring.server.model.transforms.transform import ClosedRound, Feature
+from fedring.server.model.transforms.transform import ClosedRound, Feature, Skeleton
 from fedring.server.state.rows import ModelRow, PacketSpec, lay_out
 from fedring.train.jobs.job import Job
 from fedring.train.jobs.secure_table import SecureAggregation
@@ -52,7 +51,7 @@ class Masked(Feature):
             members: the number of clients in the group.
         """
 
-    def check(self, job: Job, schema: Schema, skeleton: Callable[[], nn.Module]) -> None:
+    def check(self, job: Job, schema: Schema, skeleton: Skeleton) -> None:
         """See Transform.check."""
         check_no_buffers(schema, "secure_aggregation", "masks")
 
@@ -105,7 +104,7 @@ class MaskedLevels(Masked):
         """See Feature.of."""
         return None if job.secure_aggregation is None or job.dp is not None else cls(job.secure_aggregation)
 
-    def check(self, job: Job, schema: Schema, skeleton: Callable[[], nn.Module]) -> None:
+    def check(self, job: Job, schema: Schema, skeleton: Skeleton) -> None:
         """See Transform.check."""
         if (steps := 4 * blocks_of(schema.num_parameters, self.table.block)) > _STEPS_BYTES:
             raise ValueError(

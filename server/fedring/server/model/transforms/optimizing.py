@@ -1,23 +1,23 @@
 """The server optimizer, and its step by the combined delta."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
 import numpy as np
-from torch import nn
 
 from fedring.codec.errors import CodecError
 from fedring.codec.schema import Schema
 from fedring.server.aggregation.modelfile import LoadedModel
-from fedring.server.aggregation.optimizer import OptimizerError, ServerOptimizer
-from fedring.server.aggregation.rule import Rule
+from fedring.server.aggregation.rule import OptimizerError, Rule
 from fedring.server.aggregation.steps import BaseFiles, Draft, Step
 from fedring.server.aggregation.walk import gather, tiles_of
-from fedring.server.model.transforms.transform import ClosedRound, Feature
+from fedring.server.model.transforms.transform import ClosedRound, Feature, Skeleton
 from fedring.server.state.rows import ModelRow
 from fedring.train.jobs.job import Job
 from fedring.train.jobs.job_keys import ServerOptimizer as Chosen
+
+if TYPE_CHECKING:
+    from fedring.server.aggregation.optimizer import ServerOptimizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,16 +31,21 @@ class Optimizing(Feature):
         """See Feature.of."""
         return cls(job.server_optimizer) if job.server_optimizer else None
 
-    def check(self, job: Job, schema: Schema, skeleton: Callable[[], nn.Module]) -> None:
+    def check(self, job: Job, schema: Schema, skeleton: Skeleton) -> None:
         """See Transform.check."""
         try:
-            ServerOptimizer(self.chosen.name, self.chosen.args)
+            self._optimizer()
         except OptimizerError as error:
             raise ValueError(f"server_optimizer: {error}") from error
 
     def close(self, closed: ClosedRound, rule: Rule | None) -> Step:
         """See Transform.close."""
-        return Optimized(ServerOptimizer(self.chosen.name, self.chosen.args))
+        return Optimized(self._optimizer())
+
+    def _optimizer(self) -> "ServerOptimizer":
+        from fedring.server.aggregation.optimizer import ServerOptimizer  # imports torch
+
+        return ServerOptimizer(self.chosen.name, self.chosen.args)
 
 
 class Optimized(Step):
@@ -53,7 +58,7 @@ class Optimized(Step):
 
     whole: ClassVar[bool] = True
 
-    def __init__(self, optimizer: ServerOptimizer, state: bytes = b"") -> None:
+    def __init__(self, optimizer: "ServerOptimizer", state: bytes = b"") -> None:
         self._optimizer, self._state = optimizer, state
 
     def read(self, base: ModelRow, files: BaseFiles) -> None:

@@ -1,16 +1,12 @@
 """Differential privacy for single samples, by the clients."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Self
 
-from torch import nn
-
 from fedring.codec.schema import Schema
 from fedring.server.aggregation.terms import Terms
-from fedring.server.model.transforms.transform import Feature
+from fedring.server.model.transforms.transform import Feature, Skeleton
 from fedring.train.jobs.job import Job
-from fedring.train.private_layers import unfit_layer
 from fedring.v1 import federation_pb2 as pb
 
 
@@ -23,8 +19,10 @@ class SampleNoise(Feature):
         """See Feature.of."""
         return None if job.sample_dp is None else cls()
 
-    def check(self, job: Job, schema: Schema, skeleton: Callable[[], nn.Module]) -> None:
+    def check(self, job: Job, schema: Schema, skeleton: Skeleton) -> None:
         """See Transform.check."""
+        from fedring.train.private_layers import unfit_layer  # imports torch
+
         if why := unfit_layer(skeleton()):
             raise ValueError(f"sample_dp: {why}")
 

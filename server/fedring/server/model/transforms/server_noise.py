@@ -1,13 +1,11 @@
 """Differential privacy by the server, with clipped updates and a noisy mean."""
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import nn
 
 from fedring.codec.schema import Schema
 from fedring.privacy.account import NoAccountant, check_accountant
@@ -18,7 +16,7 @@ from fedring.server.aggregation.rule import Rule
 from fedring.server.aggregation.steps import Step
 from fedring.server.aggregation.terms import Terms
 from fedring.server.model.private_mean import PrivateRound, private_round
-from fedring.server.model.transforms.transform import ClosedRound, Feature, Transform
+from fedring.server.model.transforms.transform import ClosedRound, Feature, Skeleton, Transform
 from fedring.server.state.rows import ChargeRow
 from fedring.train.jobs.job import Job
 from fedring.train.jobs.privacy_table import ClientPrivacy
@@ -38,7 +36,7 @@ class ServerNoise(Feature):
         """See Feature.of."""
         return None if job.dp is None or job.dp.by_clients else cls(job.dp)
 
-    def check(self, job: Job, schema: Schema, skeleton: Callable[[], nn.Module]) -> None:
+    def check(self, job: Job, schema: Schema, skeleton: Skeleton) -> None:
         """See Transform.check."""
         check_no_buffers(schema, "dp", "noise")
         check_charge(self, job, schema)

@@ -4,12 +4,11 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
-from torch import nn
 
 from fedring.codec.schema import Schema
 from fedring.privacy.charges import Charge
@@ -21,9 +20,15 @@ from fedring.server.state.rows import ModelRow, UpdateRow
 from fedring.train.jobs.job import Job
 from fedring.v1 import federation_pb2 as pb
 
+if TYPE_CHECKING:
+    from torch import nn  # which is imported when the first job needs it
+
 A = TypeVar("A", bound=BaseModel)
 States = Mapping[str, NDArray[np.float32]]
 """The values that an algorithm keeps from round to round, by names of its own."""
+
+Skeleton = Callable[[], "nn.Module"]
+"""Makes the model of a job, without values."""
 
 
 class Past(Protocol):
@@ -98,7 +103,7 @@ class Transform:
     hides_norms: ClassVar[bool] = False
     """Whether the norms of single updates are not shown to operators."""
 
-    def check(self, job: Job, schema: Schema, skeleton: Callable[[], nn.Module]) -> None:
+    def check(self, job: Job, schema: Schema, skeleton: Skeleton) -> None:
         """Check that the job can run with this transform.
 
         Args:

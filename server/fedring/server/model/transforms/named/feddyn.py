@@ -9,19 +9,17 @@ so h is alpha times the mean, over all m clients, of how far each of them has mo
 sign. h belongs to the job: it begins anew with each job, and if the arguments change.
 """
 
-from collections.abc import Callable
 from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
-from torch import nn
 
 from fedring.codec.errors import CodecError
 from fedring.codec.schema import Schema
 from fedring.server.aggregation.contributions import Contribution
 from fedring.server.aggregation.rule import Rule
-from fedring.server.model.transforms.transform import Algorithm, ClosedRound, StatefulStep, States
+from fedring.server.model.transforms.transform import Algorithm, ClosedRound, Skeleton, StatefulStep, States
 from fedring.train.bounds import MAX_COUNT, Positive
 from fedring.train.jobs.aggregation_table import MEAN
 from fedring.train.jobs.algorithm_checks import check_keys
@@ -56,7 +54,7 @@ class FedDyn(Algorithm[Args]):
     name: ClassVar[str] = "feddyn"
     takes: ClassVar[type[BaseModel]] = Args
 
-    def check(self, job: Job, schema: Schema, skeleton: Callable[[], nn.Module]) -> None:
+    def check(self, job: Job, schema: Schema, skeleton: Skeleton) -> None:
         """See Transform.check."""
         check_keys(job, "transforms: feddyn", _NEEDS)
         if other := next((table for table in _WITHOUT if getattr(job, table) is not None), ""):

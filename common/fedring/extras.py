@@ -1,0 +1,28 @@
+"""The optional requirements of fedring's programs, by extras.
+
+A client's machine installs what fl-client imports; the server, flctl's tables and charts are extras. This module
+imports nothing.
+"""
+
+PACKAGES = {
+    "server": ("grpc_reflection", "sqlalchemy", "starlette", "uvicorn"),
+    "cli": ("rich",),
+    "bench": ("matplotlib", "plotly"),
+}
+"""The packages that each extra of pyproject.toml brings."""
+
+
+def missing(error: BaseException) -> str:
+    """Return the sentence for an extra that is not installed.
+
+    Args:
+        error: what an import has raised.
+
+    Returns:
+        The sentence, with the command that helps; "" if the error is another one.
+    """
+    package = (getattr(error, "name", None) or "").partition(".")[0] if isinstance(error, ImportError) else ""
+    extra = next((extra for extra, packages in PACKAGES.items() if package in packages), "")
+    if not extra:
+        return ""
+    return f"this needs {package}, which is not installed: pip install 'fedring[{extra}]', or 'fedring[all]' for all"
