@@ -156,7 +156,7 @@ async def serve(
 def _names_something(config: ServerConfig) -> bool:
     """Return whether the configuration names parts of jobs.
 
-    They may be missing here. Without any, there is nothing to check, and torch is not imported before the first job needs it.
+    They may be missing here. Without any, torch is not imported before the first job needs it.
     """
     return bool({"trusted", "init_path"} & config.model_fields_set or config.job.model_fields_set)
 
