@@ -34,7 +34,7 @@ $(PROGRAMS): pyproject.toml constraints.txt protos/generate.py $(wildcard protos
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[all]'
 	touch $@
 
 $(STAMP): $(PROGRAMS)
@@ -53,7 +53,7 @@ secure-demo: programs
 	PATH="$(abspath $(BIN)):$$PATH" deploy/quickstart.sh secure-demo
 
 private-demo: programs
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[privacy]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[all,privacy]'
 	$(BIN)/flctl demo --private --out private-demo
 
 test: install

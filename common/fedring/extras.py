@@ -1,15 +1,30 @@
 """The optional requirements of fedring's programs, by extras.
 
 A client's machine installs what fl-client imports; the server, flctl's tables and charts are extras. This module
-imports nothing.
+imports none of them.
 """
 
+from importlib.util import find_spec
+
 PACKAGES = {
-    "server": ("grpc_reflection", "sqlalchemy", "starlette", "uvicorn"),
+    "server": ("grpc_reflection", "plotly", "sqlalchemy", "starlette", "uvicorn"),
     "cli": ("rich",),
-    "bench": ("matplotlib", "plotly"),
+    "bench": ("matplotlib",),
 }
 """The packages that each extra of pyproject.toml brings."""
+
+
+def require(extra: str) -> None:
+    """Check that the packages of an extra are installed.
+
+    For a verb that needs them only after long work.
+
+    Raises:
+        ModuleNotFoundError: see `missing`.
+    """
+    for package in PACKAGES[extra]:
+        if find_spec(package) is None:
+            raise ModuleNotFoundError(f"No module named {package!r}", name=package)
 
 
 def missing(error: BaseException) -> str:

@@ -1,9 +1,11 @@
-# make install-systemd [PREFIX=/opt/fedring] [DESTDIR=] [GPU=1] [TORCH_INDEX=...] installs the programs, their units and
+# make install-systemd [PREFIX=/opt/fedring] [DESTDIR=] [GPU=1] [TORCH_INDEX=...] [EXTRAS=...] installs the programs, their units and
 # example configurations.
 PREFIX ?= /opt/fedring
 DESTDIR ?=
 UNITS := $(DESTDIR)/etc/systemd/system
 GPU ?=
+# What is installed beside fl-client: EXTRAS=tracing is enough on a machine that has only clients, without flctl's tables.
+EXTRAS ?= server,cli,tracing
 
 .PHONY: install-systemd install-programs install-units
 
@@ -16,7 +18,7 @@ install-programs:
 	$(PYTHON) -m venv $(DESTDIR)$(PREFIX)
 	$(DESTDIR)$(PREFIX)/bin/python -m pip install --quiet --upgrade pip
 	$(DESTDIR)$(PREFIX)/bin/python -m pip install --quiet --constraint constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
-	$(DESTDIR)$(PREFIX)/bin/python -m pip install --quiet --constraint constraints.txt '.[tracing]'
+	$(DESTDIR)$(PREFIX)/bin/python -m pip install --quiet --constraint constraints.txt '.[$(EXTRAS)]'
 	sed -i '1s|#!.*|#!$(PREFIX)/bin/python|' $(addprefix $(DESTDIR)$(PREFIX)/bin/,fl-server fl-client flctl)
 
 # Existing files in /etc/fedring stay as they are.

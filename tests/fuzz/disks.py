@@ -196,7 +196,14 @@ def disk_targets() -> dict[str, Target]:
             (ConfigError,),
         ),
         "released": Target(
-            _in_folder(_released), [b'{"clients": ["a"], "sets": [[0]], "bases": {"x": [0]}}', DEEP], (ConfigError,)
+            _in_folder(_released),
+            [
+                b'{"clients": ["a"], "sets": [[0]], "bases": {"x": [0]}}',
+                b'{"clients": [], "sets": [], "bases": []}',
+                b'{"clients": ["a"], "sets": [[-1]], "bases": {"x": [0]}}',
+                DEEP,
+            ],
+            (ConfigError,),
         ),
         "finished rounds": Target(_in_folder(_finished), [b'{"ab": [1, 2, "over"]}', DEEP], (ConfigError,)),
         "log": Target(lambda data: scan(lambda at, size: data[at : at + size], len(data)), [_log(), bytes(64)]),

@@ -163,6 +163,10 @@ def _commands() -> list[bytes]:
     full.secure.max_weight = 20
     full.secure.scales = struct.pack("<f", 0.5)
     found = [COMMAND.SerializeToString(), full.SerializeToString()]
+    nameless = pb.TrainCmd()
+    nameless.CopyFrom(full)
+    nameless.job.transforms = '[{"name":"", "args":{"":1}}]'
+    found.append(nameless.SerializeToString())
     for key in ("transforms", "dp", "sample_dp", "personal"):
         deep = pb.TrainCmd()
         deep.CopyFrom(full)

@@ -23,6 +23,9 @@ import logging
 import threading
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Self
+
+from pydantic import BaseModel, model_validator
 
 from fedring.daemon.config import ConfigError
 from fedring.daemon.crash import crashpoint
@@ -39,6 +42,24 @@ MOST_BYTES = 16 << 20
 _SHOWN = 10  # the most names in an error
 
 log = logging.getLogger(__name__)
+
+
+class _Known(BaseModel):
+    """The object in the file."""
+
+    clients: list[str]
+    sets: list[list[int]]
+    bases: dict[str, list[int]]
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        """Raise ValueError if a place is not that of a name or of a set."""
+        if len({*self.clients}) < len(self.clients):
+            raise ValueError("a client is named twice")
+        for places, count in ((self.sets, len(self.clients)), (self.bases.values(), len(self.sets))):
+            if any(not 0 <= place < count for each in places for place in each):
+                raise ValueError("a place is outside its list")
+        return self
 
 
 class Released:
@@ -60,12 +81,12 @@ class Released:
         self._size = 0
         try:
             text = text_after_digest(self._path.read_bytes())
-            known = parse_json(text)
-            self._clients = {name: place for place, name in enumerate(known["clients"])}
-            self._sets, self._bases, self._size = known["sets"], known["bases"], len(text)
+            known = _Known.model_validate(parse_json(text), strict=True)
+            self._clients = {name: place for place, name in enumerate(known.clients)}
+            self._sets, self._bases, self._size = known.sets, known.bases, len(text)
         except FileNotFoundError:
             pass
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError) as error:
             raise ConfigError(
                 f"{self._path} says for which models this client has helped to remove masks, and cannot be read "
                 f"({error}): restore it, or remove it if no server may ask for one of these models again"

@@ -6,7 +6,7 @@ from importlib import import_module
 from pkgutil import iter_modules
 from typing import Any
 
-from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
 from fedring.client.transfer.kept import Sections
 from fedring.client.transforms import named
@@ -18,7 +18,7 @@ from fedring.v1 import federation_pb2 as pb
 class Asked(BaseModel):
     """A transform that a job names, and its arguments."""
 
-    name: str
+    name: str = Field(min_length=1)
     args: dict[str, Any]
 
 

@@ -24,6 +24,7 @@ from fedring.ctl.options import OutputOption, make_out_folder
 from fedring.ctl.output import Output, duration, number, percent, print_json, print_table, quality, size, stderr_console
 from fedring.daemon.exits import Exit
 from fedring.daemon.signals import wait
+from fedring.extras import require
 from fedring.train.jobs.data_parallel_table import HOOKS
 
 _TRAINING, _SENDING, _SAMPLES, _GROUP, _STAGES = "Training", "Sending", "Samples", "Data-parallel", "Pipeline"
@@ -159,6 +160,8 @@ def demo(
         "pipeline": {"stages": count, "schedule": schedule, "micro_batches": _number_or_word(micro_batches)},
     }
     _check_mode(mode, {**given, **tables["data_parallel"], **tables["pipeline"]})
+    require("server")
+    require("bench")
     keys = preset_job(dataset, mode, hook or "none") | {key: value for key, value in given.items() if value is not None}
     if mode is not Mode.FEDERATED:
         keys[mode] = keys.get(mode, {}) | {key: value for key, value in tables[mode].items() if value is not None}

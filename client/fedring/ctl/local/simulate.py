@@ -17,6 +17,7 @@ from fedring.ctl.local.runner import ended_by_signals
 from fedring.ctl.operate.job_control import Overrides, job_of
 from fedring.ctl.options import OutputOption, make_out_folder
 from fedring.ctl.output import Output, duration, number, percent, print_json, print_table, quality, size, stderr_console
+from fedring.extras import require
 
 _ROWS = 20
 """The most rounds that the table shows: the last one, and others at equal distances."""
@@ -57,6 +58,7 @@ def simulate(
     part of the job's data. The models are those that real daemons would make. Afterwards --out holds report.json,
     model.safetensors and rounds.png.
     """
+    require("bench")
     from fedring.simulation import simulate as run  # imports torch, which most verbs do not need
 
     job = job_of(job_file, overrides or [])

@@ -142,6 +142,7 @@ def test_each_transform_has_the_name_of_its_module() -> None:
         ('[{"name": "os.system", "args": {}}]', "no transform 'os.system'"),
         ('[{"name": "scaffold", "args": {}}]', "no transform 'scaffold'"),
         ("[{}]", "does not understand"),
+        ('[{"name": "", "args": {}}]', "does not understand"),
         ("{", "does not understand"),
         ("[1]", "does not understand"),
         ("7", "does not understand"),
