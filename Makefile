@@ -18,11 +18,12 @@ SOAK_SECONDS ?= 3600
 POWER_LOSSES ?= 500
 CAMPAIGN_SECONDS ?= 1200
 SEED ?=
+MATRIX ?=
 
 PROGRAMS := $(VENV)/.programs
 STAMP := $(VENV)/.installed
 
-.PHONY: programs install wheel demo secure-demo private-demo test soak soak-hour power-loss fuzz campaign libraries image-test systemd-test check lint unit format bench clean
+.PHONY: programs install wheel demo secure-demo private-demo test soak soak-hour power-loss fuzz campaign torch-matrix libraries image-test systemd-test check lint unit format bench clean
 
 # What runs: fl-server, fl-client and flctl.
 programs: $(PROGRAMS)
@@ -75,6 +76,10 @@ soak-hour: install
 # 500, or POWER_LOSSES: the power of a server and of its clients fails, and all that they have told must be there.
 power-loss: install
 	$(BIN)/python -m tests.power --losses $(POWER_LOSSES)
+
+# The newest torch and the oldest: see tests/torch_matrix.py. It downloads gigabytes, unless TORCH_INDEX has CPU builds.
+torch-matrix: install
+	TORCH_INDEX=$(TORCH_INDEX) $(BIN)/python -m tests.torch_matrix $(MATRIX)
 
 # Lightning, accelerate and transformers on the ring, and peft. No other target installs them.
 libraries: install

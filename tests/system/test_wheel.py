@@ -87,6 +87,8 @@ def check_contents(wheel: Path) -> None:
         assert needed in names
     assert {name.split("/")[0].partition("-")[0] for name in names} == {"fedring"}
     assert {name.split("/")[1] for name in names if name.startswith("fedring/")} - {*PARTS} <= {
+        "c10d.py",
+        "extras.py",
         "offers.py",
         "untrusted.py",
         "version.py",
@@ -116,7 +118,7 @@ def test_the_demo_runs_from_the_wheel_and_what_it_declares(tmp_path: Path) -> No
     python, elsewhere = tmp_path / "venv" / "bin" / "python", tmp_path / "elsewhere"
     elsewhere.mkdir()
     pip: list[str | Path] = [sys.executable, "-m", "pip", "--python", python, "install"]
-    run(*pip, "--constraint", ROOT / "constraints.txt", wheel, cwd=elsewhere)
+    run(*pip, "--constraint", ROOT / "constraints.txt", f"{wheel}[all]", cwd=elsewhere)
     check_demo(python.parent, elsewhere)
 
 

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 from torch.optim import Optimizer
 
+from fedring.c10d import GradBucket
 from fedring.codec import CodecError
 from fedring.codec.gradient import Entries, decode_gradient, encode_gradient, largest_message
 from fedring.compress.dgc import DGC, Memory, clip_together, put_back, ratio_at

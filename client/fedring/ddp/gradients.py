@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import GradBucket
+
+from fedring.c10d import GradBucket
 
 
 @dataclass(frozen=True, slots=True, eq=False)

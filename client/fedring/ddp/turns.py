@@ -15,9 +15,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
+from fedring.c10d import GradBucket
 from fedring.ddp.profile import Meter
 
 

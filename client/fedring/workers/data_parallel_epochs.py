@@ -15,11 +15,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
+from fedring.c10d import GradBucket
 from fedring.train.batches import Inputs, apply, cut, fetch, size_of
 from fedring.train.errors import TrainError
 from fedring.train.jobs.data_parallel_table import DataParallel

@@ -7,8 +7,9 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol
 
 from torch import Tensor
-from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
+
+from fedring.c10d import GradBucket
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,7 +62,7 @@ def failure_reason(error: Exception) -> str:
     """
     import torch  # late: fl-server and flctl know these errors before they need it
 
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+    if isinstance(error, MemoryError | torch.cuda.OutOfMemoryError):  # which is torch.OutOfMemoryError from 2.5 on
         return "out_of_memory"
     return "disk_failed" if isinstance(error, OSError) and error.errno in _OF_THE_DISK else "train_error"
 

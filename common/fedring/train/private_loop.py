@@ -397,7 +397,10 @@ def _opacus() -> Sequence[Any]:
         from opacus.grad_sample import GradSampleHooks
         from opacus.optimizers import DPOptimizer
     except ImportError as error:
-        raise SeamError("no_opacus", "Install fedring[privacy], whose Opacus trains with [sample_dp].") from error
+        text = "Install fedring[privacy], whose Opacus trains with [sample_dp]."
+        if (error.name or "").partition(".")[0] != "opacus":
+            text = f"Opacus, which trains with [sample_dp], does not work with torch {torch.__version__}: {error}."
+        raise SeamError("no_opacus", text) from error
     finally:
         root.handlers[:] = handlers  # It adds one of its own.
     warnings.filterwarnings("ignore", "Full backward hook is firing when gradients are computed")

@@ -17,6 +17,7 @@ import torch
 from google.protobuf.descriptor import FileDescriptor
 from tests.conftest import SEED
 
+from fedring.extras import PACKAGES
 from fedring.rpc.chunks import CHUNK_BYTES, chunk_message
 from fedring.v1 import control_pb2, federation_pb2
 
@@ -153,7 +154,10 @@ def test_generated_code_is_not_committed() -> None:
 def test_every_package_that_is_imported_is_declared() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    declared = [*project["dependencies"], *extras["tracing"], *extras["privacy"]]
+    declared = [
+        *project["dependencies"],
+        *(line for extra in (*PACKAGES, "tracing", "privacy") for line in extras[extra]),
+    ]
     names = {_name_of(requirement) for requirement in declared}
     beside = {"secure_vectors", "vector_cases"}  # protos/vectors.py
     own = {"fedring", *beside, *sys.stdlib_module_names}

@@ -18,11 +18,11 @@ def plan(target: str, folder: Path) -> str:
 @pytest.mark.parametrize("target", ["demo", "secure-demo", "private-demo", "wheel"])
 def test_users_get_no_tools_of_developers(target: str, tmp_path: Path) -> None:
     commands = plan(target, tmp_path)
-    assert "--editable ." in commands
+    assert "--editable '.[all" in commands
     assert "--group dev" not in commands
 
 
 @pytest.mark.parametrize("target", ["install", "test", "lint"])
 def test_developers_get_the_programs_and_the_tools(target: str, tmp_path: Path) -> None:
     commands = plan(target, tmp_path)
-    assert commands.index("--editable .") < commands.index("--group dev")
+    assert commands.index("--editable '.[all]'") < commands.index("--group dev")

@@ -86,6 +86,8 @@ COUNTS: dict[str, Wrong] = {
     "all_gather to three tensors": lambda group: group.allgather([[ones(2)] * 3], [ones(2)]),
     "all_gather of another length": lambda group: group.allgather([[ones(3)] * 2], [ones(2)]),
     "all_gather of another dtype": lambda group: group.allgather([[ones(2), ones(2).int()]], [ones(2)]),
+    "gather to one tensor of another length": lambda group: group.gather_single(ones(5), ones(2)),
+    "gather to one tensor of another dtype": lambda group: group.gather_single(ones(4).int(), ones(2)),
     "all_gather to one tensor of another length": lambda group: group.all_gather_single(ones(5), ones(2)),
     "all_gather to one tensor of another dtype": lambda group: group.all_gather_single(ones(4).int(), ones(2)),
     "coalesced all_gather, the second wrong": lambda group: group.all_gather_single_coalesced(

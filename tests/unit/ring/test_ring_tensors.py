@@ -32,6 +32,7 @@ COLLECTIVES: dict[str, Start] = {
     "all_gather to one tensor": lambda group, rank, t: group.all_gather_single(t[2], t[0]),
     "coalesced all_gather": lambda group, rank, t: group.all_gather_single_coalesced(t[2:], t[:2]),
     "gather": lambda group, rank, t: group.gather([] if rank else [list(torch.split(t[2], len(t[0])))], [t[0]]),
+    "gather to one tensor": lambda group, rank, t: group.gather_single(t[2] if rank == 0 else torch.empty(0), t[0]),
     "scatter": lambda group, rank, t: group.scatter([t[0]], [] if rank else [list(torch.split(t[2], len(t[0])))]),
     "reduce_scatter": lambda group, rank, t: group.reduce_scatter([t[0]], [list(torch.split(t[2], len(t[0])))]),
     "reduce_scatter of one tensor": lambda group, rank, t: group.reduce_scatter_single(t[0], t[2]),

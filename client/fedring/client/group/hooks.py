@@ -8,9 +8,9 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
+from fedring.c10d import GradBucket
 from fedring.ddp import HookState
 from fedring.ddp.hooks.by_name import ReadyHook
 from fedring.ddp.hooks.by_name import make_hook as ready_hook

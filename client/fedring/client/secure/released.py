@@ -53,7 +53,7 @@ class _Known(BaseModel):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        """Raise ValueError if a place is not that of a name or of a set."""
+        """Check that each place is inside its list."""
         if len({*self.clients}) < len(self.clients):
             raise ValueError("a client is named twice")
         for places, count in ((self.sets, len(self.clients)), (self.bases.values(), len(self.sets))):

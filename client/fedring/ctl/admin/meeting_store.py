@@ -30,7 +30,7 @@ def store(
     After a loss, workers meet there again (fedring.ring.rejoin). It has no authentication and no encryption: whoever
     reaches the port can read and change everything. Let it listen only on loopback, or in a network that you trust.
     """
-    from torch._C._distributed_c10d import TCPStore  # torch takes seconds to load
+    from fedring.c10d import TCPStore  # torch takes seconds to load
 
     host, _, port = listen.rpartition(":")
     host = host.strip("[]")

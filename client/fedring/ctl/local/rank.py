@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore
 
 import fedring.ring  # noqa: F401  # registers the backend
+from fedring.c10d import FileStore
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,10 +16,10 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 from torch.nn.functional import pad
 
+from fedring.c10d import GradBucket
 from fedring.compress.correction import Feedback
 from fedring.ddp.gradients import Gradients
 from fedring.ddp.hooks.corrected import CorrectedState

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
-from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
+from fedring.c10d import GradBucket
 from fedring.ddp.hooks.by_name import ReadyHook
 from fedring.ddp.hooks.plain import HookFunction, PlainState, metered
 from fedring.ddp.state import HookState

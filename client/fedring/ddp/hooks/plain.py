@@ -10,10 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.futures import Future
 
+from fedring.c10d import GradBucket
 from fedring.ddp.state import HookState
 
 HookFunction = Callable[[Any, GradBucket], Future[Tensor]]

@@ -14,10 +14,10 @@ from math import isqrt
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 from torch.nn.functional import pad
 
+from fedring.c10d import GradBucket
 from fedring.compress.lowrank import (
     as_matrix,
     factors_numel,

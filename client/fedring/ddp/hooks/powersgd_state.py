@@ -9,8 +9,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import GradBucket
 
+from fedring.c10d import GradBucket
 from fedring.compress.lowrank import as_matrix, worth_factoring
 from fedring.ddp.state import HookState, checked
 

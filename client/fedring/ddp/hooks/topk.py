@@ -8,9 +8,9 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
+from fedring.c10d import GradBucket
 from fedring.codec.gradient import Part, decode_gradient, encode_gradient, largest_message
 from fedring.codec.precision import Precision, to_words
 from fedring.compress.correction import Feedback

@@ -13,7 +13,7 @@ The names for it are private to torch. In a version without them, the backend wo
 from types import FunctionType
 from typing import TypeVar
 
-from torch._C._dynamo import eval_frame
+from fedring.ring.torch.private_names import find
 
 Class = TypeVar("Class")
 
@@ -23,13 +23,13 @@ def opaque(cls: type[Class]) -> type[Class]:
 
     It breaks the graph where one of them is called.
     """
-    if not hasattr(eval_frame, "set_code_exec_strategy"):
+    if not (names := find("compile")):
         return cls
-    skip = eval_frame._FrameAction.SKIP
+    set_strategy, skip, strategy = names
     for member in vars(cls).values():
         function = member.fget if isinstance(member, property) else member
         if isinstance(function, FunctionType):
             # The function, and what it calls.
-            eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
+            set_strategy(function.__code__, strategy(skip, skip))
             vars(function)["_torchdynamo_disable"] = True
     return cls

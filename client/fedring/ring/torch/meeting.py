@@ -22,9 +22,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from pydantic import BaseModel, ConfigDict
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import DistNetworkError
 
+from fedring.c10d import PrefixStore, Store, TCPStore
 from fedring.ring.engine.endpoint import Endpoint
 from fedring.ring.errors import PeerLost, RingError
 from fedring.ring.options import RingOptions

@@ -7,8 +7,8 @@ from typing import Any, NoReturn, Self
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import Store
 
+from fedring.c10d import Store
 from fedring.ring.engine.operation import Kind
 from fedring.ring.engine.program import Program
 from fedring.ring.errors import NotSupported, RingError

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import Store
 
+from fedring.c10d import Store
 from fedring.ring.engine import collectives
 from fedring.ring.engine.barrier import monitored_barrier
 from fedring.ring.engine.operation import Kind
@@ -25,6 +25,7 @@ from fedring.ring.torch.arguments import as_list, check_count, only, only_list, 
 from fedring.ring.torch.compiler import opaque
 from fedring.ring.torch.member import Member
 from fedring.ring.torch.messages import BytesGather, Messages, ReceiveFromAny, gather_bytes
+from fedring.ring.torch.private_names import record_no_flights_of
 from fedring.ring.torch.tensors import (
     SparseSum,
     Staged,
@@ -145,6 +146,28 @@ class RingProcessGroup(Member):
         program = collectives.gather(self.ring.rank, [one.data for one in staged], as_bytes(mine), root)
         what = f"gather {mine.dtype} to {root}"
         return self.start(what, program, results=into, seconds=self.seconds(opts, timeout), finish=storing(staged))
+
+    def gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> RingWork:
+        """Gather all ranks' inputs in the root's `output`, one after another.
+
+        torch calls it from 2.14 on.
+        """
+        root, mine = root_of(opts, self.ring.size), in_host_memory(plain(input))
+        staged: list[Staged] = []
+        chunks: Sequence[Tensor] = []
+        if self.ring.rank == root:
+            staged, count = [Staged([output])], mine.numel()
+            if staged[0].flat.numel() != count * self.ring.size:
+                filled = f"{self.ring.size} inputs of {count} values do not fill {staged[0].flat.numel()} values"
+                raise ValueError(filled)
+            mine, chunks = apart(mine, [staged[0].flat]), torch.split(staged[0].flat, [count] * self.ring.size)
+            check_size(chunks[0], mine)
+        program = collectives.gather(self.ring.rank, [as_bytes(chunk) for chunk in chunks], as_bytes(mine), root)
+        results = [output] if staged else []
+        what = f"gather {mine.dtype} to {root}"
+        return self.start(what, program, results=results, seconds=self.seconds(opts), finish=storing(staged))
+
+    gather_into_tensor = gather_single
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Timeout = None) -> RingWork:
         """Scatter the root's inputs: the output becomes its `inputs[rank]`."""
@@ -325,6 +348,9 @@ class RingProcessGroup(Member):
         The barrier still notices ranks that run something else.
         """
         return program if staged.flat.numel() else collectives.barrier(*self.place)
+
+
+record_no_flights_of(RingProcessGroup)
 
 
 def _text(reduction: Reduction, staged: Staged) -> str:

@@ -9,11 +9,10 @@ the shapes are found in a record of its own, without duration: `fedring:all_redu
 
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor
-from torch._C._autograd import _profiler_enabled
-from torch._C._profiler import _RecordFunctionFast
 from torch.futures import Future
+
+from fedring.ring.torch.private_names import find
 
 _NAMES = {"allreduce": "all_reduce", "allgather": "all_gather"}  # elsewhere the names are the same as torch's
 
@@ -27,13 +26,16 @@ def begin_record(what: str, tensors: Sequence[Tensor]) -> Callable[[], None] | N
         what: The operation's description; its first word names the record.
         tensors: The tensors whose shapes are recorded.
     """
-    if not _profiler_enabled():
+    if not (names := find("profiler")):
+        return None
+    is_enabled, record_now, begin, end_with = names
+    if not is_enabled():
         return None
     word = what.partition(" ")[0]
     name = f"fedring:{_NAMES.get(word, word)}"
-    record = torch.ops.profiler._record_function_enter_new(name, None)
+    record = begin(name, None)
     ended: Future[None] = Future()
-    torch.ops.profiler._call_end_callbacks_on_jit_fut(record, ended)
-    with _RecordFunctionFast(f"{name}:tensors", list(tensors)):
+    end_with(record, ended)
+    with record_now(f"{name}:tensors", list(tensors)):
         pass
     return lambda: ended.set_result(None)

@@ -16,8 +16,8 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
+from fedring.c10d import HashStore, PrefixStore, Store, TCPStore
 from fedring.ring.engine import collectives
 from fedring.ring.engine.endpoint import Endpoint
 from fedring.ring.errors import RingError
