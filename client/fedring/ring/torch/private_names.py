@@ -1,4 +1,4 @@
-"""The private names of torch, and the features that need them.
+"""Private names of torch, by the features that need them.
 
 torch may rename them in any version. So each feature looks for its names once; without one of them it is left out,
 with one warning, and all else works. No other module of fedring uses private names of torch.
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 TESTED = ("2.13", "2.15")
-"""The versions of torch with which the backend is tested."""
+"""Versions of torch with which the backend is tested."""
 
 
 class Feature(NamedTuple):
@@ -46,7 +46,7 @@ FEATURES: Mapping[str, Feature] = {
 
 @cache
 def find(feature: str) -> tuple[Any, ...]:
-    """Return the objects that a feature needs, in the order of its names.
+    """Return the objects of a feature, in the order of its names.
 
     Empty, after one warning, if this version of torch lacks one of them.
     """
