@@ -18,12 +18,13 @@ SOAK_SECONDS ?= 3600
 POWER_LOSSES ?= 500
 CAMPAIGN_SECONDS ?= 1200
 SEED ?=
+DRAFT ?=
 MATRIX ?=
 
 PROGRAMS := $(VENV)/.programs
 STAMP := $(VENV)/.installed
 
-.PHONY: programs install wheel demo secure-demo private-demo test soak soak-hour power-loss fuzz campaign torch-matrix libraries image-test systemd-test check lint unit format bench clean
+.PHONY: programs install wheel release demo secure-demo private-demo test soak soak-hour power-loss fuzz campaign torch-matrix libraries image-test systemd-test check lint unit format bench clean
 
 # What runs: fl-server, fl-client and flctl.
 programs: $(PROGRAMS)
@@ -45,6 +46,10 @@ $(STAMP): $(PROGRAMS)
 # dist/fedring-VERSION-py3-none-any.whl, which needs no checkout.
 wheel: programs
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+
+# dist/ with wheel, sdist, SBOM and checksums, built twice. DRAFT=--draft for a version that is not final.
+release: install
+	$(BIN)/python deploy/release.py $(DRAFT)
 
 demo: programs
 	$(BIN)/flctl demo $(DEMO)
