@@ -24,7 +24,7 @@ MATRIX ?=
 PROGRAMS := $(VENV)/.programs
 STAMP := $(VENV)/.installed
 
-.PHONY: programs install wheel release demo secure-demo private-demo test soak soak-hour power-loss fuzz campaign torch-matrix libraries image-test systemd-test check lint unit format bench clean
+.PHONY: programs install wheel release site demo secure-demo private-demo test soak soak-hour power-loss fuzz campaign torch-matrix libraries image-test systemd-test check lint unit format bench clean
 
 # What runs: fl-server, fl-client and flctl.
 programs: $(PROGRAMS)
@@ -50,6 +50,10 @@ wheel: programs
 # dist/ with wheel, sdist, SBOM and checksums, built twice. DRAFT=--draft for a version that is not final.
 release: install
 	$(BIN)/python deploy/release.py $(DRAFT)
+
+# The pages as a site, in site/; open site/index.html. Nothing is downloaded while it is built.
+site: install
+	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going --conf-dir docs/site --builder html . site
 
 demo: programs
 	$(BIN)/flctl demo $(DEMO)

@@ -34,7 +34,7 @@ INTRO = """# Configuration
 
 The page lists all keys of [fl-server](#fl-server) and [fl-client](#fl-client), of [jobs](#jobs), their tables and
 [hooks](#hook-dgc), and of the [streams between workers](#streams-between-workers).
-[deploy/config](../deploy/config) holds examples with comments.
+[deploy/config](../deploy/config/server.toml) holds examples with comments.
 
 A daemon takes its keys from these sources. A later source overrides an earlier one:
 

@@ -1,6 +1,6 @@
 """Jobs of an fl-server from a script or notebook.
 
-Start them, watch them, and fetch their rounds and models:
+Start them, watch them, and fetch their rounds and models::
 
     from fedring.control import connect
 

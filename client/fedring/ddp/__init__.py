@@ -4,7 +4,7 @@ Here live the contract of hook states (`state`), their meter (`profile`), the ex
 compression (`dgc`), local SGD, evaluation by a group, statistics of steps, and in `hooks` all other hooks and the list
 by name. What enters is a hook or an optimizer that exchanges gradients of DistributedDataParallel or of a plain loop.
 Formulas belong into `fedring.compress`, formats of messages into `fedring.codec`; nothing here may know of jobs, rounds
-or a particular backend. The package may import `fedring.codec`, `fedring.compress` and `fedring.train`.
+or a particular backend. The package may import `fedring.codec`, `fedring.compress` and `fedring.train`. For example::
 
     state = DGCState(group, DGC(ratio=0.001), named_parameters=model.named_parameters(), optimizer=optimizer)
     ddp.register_comm_hook(state, dgc_hook)

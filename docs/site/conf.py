@@ -1,0 +1,34 @@
+"""The site, which Sphinx builds from the pages of this checkout: see `make site`."""
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from pygments.lexers.special import TextLexer
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+project = "fedring"
+author = "the authors of fedring"
+release = version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+
+root_doc = "docs/site/index"
+include_patterns = [
+    *("README.md", "CHANGELOG.md", "CONTRIBUTING.md"),
+    *("docs/*.md", "docs/site/*.md", "docs/examples/node/README.md", "protos/*.md"),
+]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+myst_heading_anchors = 4
+autodoc_member_order = "bysource"
+autodoc_typehints = "description"
+nitpicky = False  # annotations name types of torch and grpc, whose pages are not here
+
+html_theme = "furo"
+html_title = f"fedring {release}"
+html_extra_path = ["start"]  # index.html at the top leads to the front page
+html_copy_source = False
+
+
+def setup(app: Any) -> None:
+    """Have the examples of protos/FORMATS.md shown as they are."""
+    app.add_lexer("example", TextLexer)
