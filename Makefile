@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-# Where to take torch from, if not from the default package index: see README.md, "The CPU build of torch".
+# Where to take torch from, if not from the default package index: see docs/install.md, "The CPU build of torch".
 TORCH_INDEX ?=
 DEMO ?=
 BENCH ?= --dataset digits --subset 0

@@ -14,11 +14,12 @@ release = version = tomllib.loads((ROOT / "pyproject.toml").read_text())["projec
 
 root_doc = "docs/site/index"
 include_patterns = [
-    *("README.md", "CHANGELOG.md", "CONTRIBUTING.md"),
+    *("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"),
     *("docs/*.md", "docs/site/*.md", "docs/examples/node/README.md", "protos/*.md"),
 ]
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 myst_heading_anchors = 4
+default_role = "code"  # of docstrings
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 nitpicky = False  # annotations name types of torch and grpc, whose pages are not here
@@ -27,6 +28,7 @@ html_theme = "furo"
 html_title = f"fedring {release}"
 html_extra_path = ["start"]  # index.html at the top leads to the front page
 html_copy_source = False
+html_show_copyright = False
 
 
 def setup(app: Any) -> None:
