@@ -19,6 +19,7 @@ from fedring.v1 import control_pb2_grpc as rpc
 from fedring.v1 import federation_pb2 as fed
 from tests.fleets import Control, Fleet
 from tests.system.wire import SIZE, WireClient, deliver, next_commands, outcome, payload_of, run, vector_job
+from tests.waiting import until
 
 ONES = np.ones(SIZE, np.float32)
 DEFAULTS = {"model": "fedring.train.models:vector", "model_args": {"size": SIZE}, "encoding": "fp32", "epochs": 3}
@@ -319,6 +320,7 @@ class TestRounds:
         self, server: Fleet, control: Control, clients: Clients
     ) -> None:
         clients()
+        until(lambda: any(client.state == "watching" for client in control.clients()))
         job_id, events = run(control, min_clients=2, barrier_timeout_seconds=0.3, max_abandoned=2, rounds=5)
         round_events = [event for event in events if event.kind.startswith("round_")]
         readiness = "ready=1/2 (min=2, barrier matched)"
