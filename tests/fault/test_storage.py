@@ -253,9 +253,9 @@ def test_a_round_that_cannot_start_without_room_can_be_stopped(disk: Disk, fleet
 
 def test_a_disk_with_room_for_the_test_file_only_is_tested_less_and_less_often(full: Disk, tmp_path: Path) -> None:
     with Fleet(tmp_path, {"state_dir": str(full.folder / "state")}) as fleet, Control(fleet.control) as control:
-        full.fail(fleet, room=3 << 19)  # 1.5 MiB: more than the test file, less than the job's first model
+        full.fail(fleet, room=4 << 20)  # more than the test file beside a growing database, less than the first model
         events = control.events()
-        control.start_job(vector_job(model_args={"size": SIZE}))
+        control.start_job(vector_job(model_args={"size": 3 * SIZE}))
         began = time.monotonic()
         for _ in range(3):
             assert wait_for(fleet, "storage_works", lambda: next(e for e in events if e.kind == "storage_works"))
