@@ -6,6 +6,8 @@ imports none of them.
 
 from importlib.util import find_spec
 
+from fedring.requirements import UnfitVersionError
+
 PACKAGES = {
     "server": ("grpc_reflection", "plotly", "sqlalchemy", "starlette", "uvicorn"),
     "cli": ("rich",),
@@ -28,7 +30,7 @@ def require(extra: str) -> None:
 
 
 def missing(error: BaseException) -> str:
-    """Return the sentence for an extra that is not installed.
+    """Return the sentence for a package that is not installed, or unfit.
 
     Args:
         error: what an import has raised.
@@ -36,6 +38,8 @@ def missing(error: BaseException) -> str:
     Returns:
         The sentence, with the command that helps; "" if the error is another one.
     """
+    if isinstance(error, UnfitVersionError):
+        return str(error)
     package = (getattr(error, "name", None) or "").partition(".")[0] if isinstance(error, ImportError) else ""
     extra = next((extra for extra, packages in PACKAGES.items() if package in packages), "")
     if not extra:

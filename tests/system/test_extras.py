@@ -4,9 +4,11 @@ import json
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from fedring.daemon.exits import Exit
 from fedring.extras import PACKAGES, missing
@@ -92,3 +94,45 @@ def test_a_client_requires_at_most_16_packages_and_none_of_an_extra() -> None:
         lines = {line.partition(">")[0] for line in project["optional-dependencies"][extra]}
         assert lines == {package.replace("grpc_", "grpcio-") for package in packages}
     assert json.dumps(project["optional-dependencies"]["all"]) == '["fedring[bench,cli,server]"]'
+
+
+@pytest.fixture
+def unfit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
+    """Let new interpreters find another version of a package, beside its code of before."""
+
+    def place(package: str, found: str) -> None:
+        folder = tmp_path / f"{package}-{found}.dist-info"
+        folder.mkdir(parents=True)
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {found}\n")
+        monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{':'.join(path for path in sys.path if path)}")
+
+    return place
+
+
+@pytest.mark.parametrize(
+    ("package", "found", "sentence"),
+    [("torch", "2.3.1", "pip install 'torch>=2.4'"), ("grpcio", "1.85.1", "pip install 'grpcio>=1.76,<1.84'")],
+)
+def test_an_unfit_version_is_told_with_the_command_that_helps(
+    tmp_path: Path, unfit: Callable[[str, str], None], package: str, found: str, sentence: str
+) -> None:
+    unfit(package, found)
+    for module, arguments in (
+        ("fedring.server.main", [f"state_dir={tmp_path / 'state'}"]),
+        ("fedring.client.main", ["client_id=a", f"state_dir={tmp_path / 'a'}", "--check-config"]),
+    ):
+        done = run(module, *arguments)
+        assert (done.returncode, done.stdout) == (Exit.CONFIG, "")
+        assert len(done.stderr.splitlines()) == 1
+        assert sentence in done.stderr
+    done = subprocess.run([sys.executable, "-c", "import fedring.ring"], capture_output=True, text=True, check=False)
+    assert f"UnfitVersionError: {package} {found}" in done.stderr
+
+
+def test_a_processors_torch_says_so_where_cuda_is_asked_for(tmp_path: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("torch finds a GPU")
+    done = run("fedring.client.main", "client_id=a", f"state_dir={tmp_path / 'a'}", "device=cuda", "--check-config")
+    assert done.returncode == Exit.CONFIG
+    assert "There is no device cuda: " in done.stderr
+    assert ("is built for processors alone" in done.stderr) == (torch.version.cuda is None)

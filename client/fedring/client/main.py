@@ -21,6 +21,7 @@ from fedring.daemon.memory import bound_arenas
 from fedring.daemon.notify import sd_notify
 from fedring.daemon.tracing import set_up_tracing
 from fedring.extras import missing
+from fedring.requirements import check_grpcio, check_torch
 from fedring.version import SOFTWARE, VERSION
 
 log = logging.getLogger(__name__)
@@ -84,6 +85,8 @@ def command(
 
             print(load_signer(loaded.config.tls, loaded.config.state_dir).fingerprint)
             raise typer.Exit
+        check_torch()
+        check_grpcio()
         from fedring.client.policy.privacy import coverage
         from fedring.client.startup_checks import check  # imports torch
 
@@ -98,7 +101,7 @@ def command(
     except ConfigError as error:
         print(f"fl-client: {error}", file=sys.stderr)
         code = Exit.CONFIG
-    except ModuleNotFoundError as error:
+    except ImportError as error:
         if not (sentence := missing(error)):
             raise
         print(f"fl-client: {sentence}", file=sys.stderr)

@@ -15,19 +15,23 @@ RuntimeErrors with the same text. The package may import `fedring.daemon` and `f
 import os
 from datetime import timedelta
 
+from fedring.requirements import check_grpcio, check_torch
+
+check_torch()
+check_grpcio()
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # before grpc is imported, which logs each peer that leaves
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # with it, forks such as workers of a DataLoader may crash
 
-import torch.distributed as dist
+import torch.distributed as dist  # noqa: E402
 
-from fedring.ring.engine.endpoint import Endpoint
-from fedring.ring.errors import CollectiveTimeout, Mismatch, NotSupported, PeerLost, RingError
-from fedring.ring.options import RingOptions
-from fedring.ring.torch.messages import BytesGather
-from fedring.ring.torch.process_group import RingProcessGroup
-from fedring.ring.torch.rendezvous import create, failure, join, leave, rejoin, waiting
-from fedring.ring.torch.world import total_traffic, traffic
-from fedring.ring.transport.interface import Traffic
+from fedring.ring.engine.endpoint import Endpoint  # noqa: E402
+from fedring.ring.errors import CollectiveTimeout, Mismatch, NotSupported, PeerLost, RingError  # noqa: E402
+from fedring.ring.options import RingOptions  # noqa: E402
+from fedring.ring.torch.messages import BytesGather  # noqa: E402
+from fedring.ring.torch.process_group import RingProcessGroup  # noqa: E402
+from fedring.ring.torch.rendezvous import create, failure, join, leave, rejoin, waiting  # noqa: E402
+from fedring.ring.torch.world import total_traffic, traffic  # noqa: E402
+from fedring.ring.transport.interface import Traffic  # noqa: E402
 
 __all__ = [
     "BytesGather",

@@ -20,6 +20,8 @@ rooms. Its workers are processes that it has started itself, and only these spea
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from fedring.requirements import check_torch
+
 if TYPE_CHECKING:
     from fedring.simulation.run import Show, simulate
     from fedring.simulation.secret import client_secret
@@ -34,5 +36,6 @@ def __getattr__(name: str) -> object:
     """
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    check_torch()
     module = "secret" if name == "client_secret" else "run"
     return getattr(import_module(f"{__name__}.{module}"), name)

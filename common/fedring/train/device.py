@@ -22,9 +22,7 @@ def pick_device(name: str) -> torch.device:
     if kind not in ("cpu", "cuda") or (number and not number.isdecimal()) or (kind == "cpu" and number):
         raise SeamError("no_device", f"There is no device {name!r}: use auto, cpu, cuda or cuda:NUMBER.")
     if kind == "cuda" and int(number or 0) >= torch.cuda.device_count():
-        raise SeamError(
-            "no_device", f"There is no device {name}: torch finds {torch.cuda.device_count()} GPUs; use auto or cpu."
-        )
+        raise SeamError("no_device", f"There is no device {name}: {_reason()}; use auto or cpu.")
     return torch.device(name)
 
 
@@ -35,3 +33,11 @@ def threads_for(clients_on_host: int) -> int:
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // max(1, clients_on_host))
+
+
+def _reason() -> str:
+    """Return why torch has no such GPU."""
+    if torch.version.cuda is None and torch.version.hip is None:
+        again = "pip install --force-reinstall torch, with the index that pytorch.org/get-started names for it"
+        return f"this torch, {torch.__version__}, is built for processors alone ({again})"
+    return f"torch finds {torch.cuda.device_count()} GPUs"

@@ -19,6 +19,7 @@ from fedring.daemon.exits import Exit
 from fedring.daemon.logs import set_up_logs
 from fedring.daemon.memory import bound_arenas
 from fedring.extras import missing
+from fedring.requirements import check_grpcio, check_torch
 from fedring.server.config import ServerConfig
 from fedring.server.state.failures import FsyncFailed, StorageError, StorageFailed
 from fedring.train.errors import SeamError
@@ -80,6 +81,8 @@ def fl_server(
         if print_config:
             print(describe(loaded))
             raise typer.Exit(Exit.OK)
+        check_torch()
+        check_grpcio()
         set_up_logs(loaded.config.log_style, loaded.config.log_level)
         from fedring.server import serving  # imports the database, and the ports
 
@@ -87,7 +90,7 @@ def fl_server(
             drop, accept = (drop_damaged, accept_older) if not check_config else (False, False)
             served = serving.serve(loaded, stack, check_only=check_config, drop_damaged=drop, accept_older=accept)
             code = asyncio.run(served)
-    except ModuleNotFoundError as error:
+    except ImportError as error:
         if not (sentence := missing(error)):
             raise
         print(f"fl-server: {sentence}", file=sys.stderr)
