@@ -1,17 +1,25 @@
-"""A model to evaluate, as the user's code sees it."""
+"""A model to evaluate, and the report on it."""
 
+import logging
 import time
 
 from torch import nn
 
 from fedring.client.loading import Loaded, ModelLoader, check_frozen
+from fedring.client.policy.promises import promises_of
 from fedring.client.session.inbox import EvaluationOrder
 from fedring.client.session.link import ServerLink
 from fedring.client.transfer.kept import KeptFiles
 from fedring.client.transfer.own_values import PERSONAL, line_of, values_in
+from fedring.train.evaluation import Counts
+from fedring.train.metrics import sendable_metrics
 from fedring.train.tensors.arrays import Arrays
 from fedring.train.tensors.state import write_tensors
 from fedring.v1 import federation_pb2 as pb
+
+log = logging.getLogger(__name__)
+
+_MOST_TEXT = 1000  # characters of a failure, as the protocol has it
 
 
 class Evaluation:
@@ -72,3 +80,30 @@ class Evaluation:
 
     def _ended(self) -> str:
         return "deadline" if time.monotonic() >= self._deadline else ""
+
+
+def report_of(command: pb.EvaluateCmd, counts: Counts, why: str) -> pb.EvaluationReport:
+    """Return the report of an evaluation, and log its failure.
+
+    In jobs with masks or noise the server is told no text, which may quote a sample: then only the log has it.
+
+    Args:
+        command: What the server has sent.
+        counts: The counts; zeros if the evaluation has failed.
+        why: Why it has failed, for people; empty = it has not.
+    """
+    failure = " ".join([why] if why else counts.warnings)
+    if why:
+        log.error("model %d was not evaluated: %s", command.model_version, why)
+    elif failure:
+        log.warning("the evaluation of model %d is not complete: %s", command.model_version, failure)
+    return pb.EvaluationReport(
+        round=command.round,
+        model_digest=command.model_digest,
+        correct=counts.correct or 0,
+        total=counts.total,
+        loss_sum=counts.loss_sum,
+        classified=None if counts.correct is not None else 0,  # it is sent only where it says something
+        metrics=sendable_metrics(counts.metrics),
+        failure="" if promises_of(command.job) else failure[:_MOST_TEXT],
+    )

@@ -14,7 +14,7 @@ from torch import nn
 
 from fedring.client.config import ClientConfig
 from fedring.client.errors import FederationClosed, Refused, RoundOver
-from fedring.client.evaluation import Evaluation
+from fedring.client.evaluation import Evaluation, report_of
 from fedring.client.loading import ModelLoader
 from fedring.client.metrics import ClientMetrics
 from fedring.client.policy.privacy import check_policy, failed_too_often, may_count, refusal
@@ -32,12 +32,13 @@ from fedring.client.transforms.chosen import unknown_in
 from fedring.daemon.config import load_config
 from fedring.daemon.lock import StateLock
 from fedring.daemon.metrics import serving
+from fedring.data import DataError
 from fedring.privacy.account import NoAccountant
-from fedring.rpc.contract import MAX_FIGURE
 from fedring.rpc.tls import ends_at
-from fedring.train.errors import failure_reason
-from fedring.train.evaluation import Counts, counts_of
-from fedring.train.metrics import sendable_metrics
+from fedring.train.errors import SeamError, TrainError, failure_detail, failure_reason
+from fedring.train.evaluation import NO_SAMPLES, Counts, counts_of
+from fedring.train.jobs.job_table import TrainingMode
+from fedring.train.jobs.modes import MODES
 from fedring.train.tensors.arrays import Arrays
 from fedring.v1 import federation_pb2 as pb
 
@@ -254,34 +255,22 @@ class Federation:
     def _evaluate(self, order: EvaluationOrder) -> None:
         if self._on_evaluate is None:
             return
-        counts = Counts()
+        command, counts, why = order.command, Counts(), ""
         try:
-            if not may_count(self.config.privacy, order.command.job):
+            if not may_count(self.config.privacy, command.job):
                 raise RoundOver("privacy_policy", "neither noise nor masks cover what this client would count")
             counts = self._on_evaluate(Evaluation(order, self._link, self._loader, self._spool.kept))
-            if not abs(counts.loss_sum) <= MAX_FIGURE:
-                log.warning(
-                    "model %d was evaluated, but its loss of %g is out of range and not reported",
-                    order.command.model_version,
-                    counts.loss_sum,
-                )
-                counts = Counts()  # The server would refuse such a loss, and wait for another report.
-        except RoundOver as over:
-            log.warning("model %d was not evaluated: %s", order.command.model_version, over)
+            staged = MODES.get(command.job.mode, TrainingMode).staged  # only the last stage of a pipeline has counts
+            why = "" if staged or counts.total or counts.warnings else NO_SAMPLES
         except Refused:
             raise
-        except Exception:  # the user's function may raise anything, and the next model may suit it
-            log.exception("model %d was not evaluated", order.command.model_version)
+        except Exception as error:  # noqa: BLE001  # the user's function may raise anything; the next model may suit it
+            known = isinstance(error, RoundOver | SeamError | TrainError | DataError)
+            why = str(error) if known else failure_detail(error)
+            log.debug("an evaluation has failed", exc_info=True) if known else log.exception("an evaluation has failed")
         finally:
-            report = pb.EvaluationReport(
-                round=order.command.round,
-                model_digest=order.command.model_digest,
-                correct=counts.correct or 0,
-                total=counts.total,
-                loss_sum=counts.loss_sum,
-                classified=None if counts.correct is not None else 0,  # it is sent only where it says something
-                metrics=sendable_metrics(counts.metrics),
-            )
+            report = report_of(command, counts, why)
+            self._link.metrics.evaluated(report.total > 0)
             self._link.call(lambda: self._link.session.report_evaluation(report))
 
     def _tell_failure(self, error: Exception) -> None:

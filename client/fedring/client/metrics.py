@@ -40,6 +40,8 @@ class ClientMetrics:
         self._hidden = new.counter("fl_client_hidden_failures_total", text, reason=HIDDEN)
         text = "Seconds that the training of a round took."
         self._train_seconds = new.histogram("fl_client_train_seconds", text, _SECONDS)
+        text = "Evaluations of models that the server has asked for, by whether this client had counts."
+        self._evaluations = new.counter("fl_client_evaluations_total", text, result=("evaluated", "failed"))
         self.reconnects = new.counter("fl_client_reconnects_total", "Sessions after the first.")
         text = "Bytes of the update on disk that the server has not accepted yet."
         self.spool_bytes = new.gauge("fl_client_spool_bytes", text)
@@ -64,6 +66,14 @@ class ClientMetrics:
     def hide(self, reason: str) -> None:
         """Count a failure that the server is not told."""
         self._hidden.labels(reason if reason in HIDDEN else "other").inc()
+
+    def evaluated(self, counted: bool) -> None:
+        """Count an evaluation.
+
+        Args:
+            counted: Whether it has counts; False = it has failed, or there are no test samples.
+        """
+        self._evaluations.labels("evaluated" if counted else "failed").inc()
 
     def finished(self, result: str, train_seconds: float | None) -> None:
         """Count the end of this client's part in a round.

@@ -21,7 +21,7 @@ from fedring.control.failure import Failure
 from fedring.daemon.exits import Exit
 from fedring.data import DataError
 from fedring.simulation.worker import Order, Outcome, Own, Setup, SimulationWorker, Turn, limit_threads
-from fedring.train.errors import SeamError, failure_detail
+from fedring.train.errors import SeamError, TrainError, failure_detail
 from fedring.train.evaluation import Counts
 
 T = TypeVar("T")
@@ -34,6 +34,10 @@ AT_A_TIME = 4
 """The most clients that a worker is given at a time: few, so that all workers end a round together."""
 
 _STOP_SECONDS = 5.0
+
+
+class EvaluationFailed(Failure):
+    """A model cannot be evaluated; the simulation goes on."""
 
 
 class Engine(Protocol):
@@ -60,7 +64,7 @@ class Engine(Protocol):
         It is made on the client's test samples.
 
         Raises:
-            Failure: The evaluation has failed, or a worker has ended.
+            Failure: A worker has ended.
         """
         ...
 
@@ -68,7 +72,8 @@ class Engine(Protocol):
         """Evaluate a model on all test samples.
 
         Raises:
-            Failure: The evaluation has failed, or a worker has ended.
+            EvaluationFailed: The job's code raises an error, or its figures cannot be used.
+            Failure: A worker has ended.
         """
         ...
 
@@ -95,17 +100,28 @@ def evaluate(worker: SimulationWorker, vectors: Vectors) -> Counts | Failure:
     try:
         return worker.evaluate(vectors)
     except Exception as error:  # the user's code may raise anything
-        log.exception("the evaluation failed")
-        return Failure(f"the model cannot be evaluated: {failure_detail(error)}")
+        log.debug("the evaluation failed", exc_info=True)
+        return EvaluationFailed(f"the model cannot be evaluated: {_detail(error)}")
 
 
-def evaluate_own(worker: SimulationWorker, clients: Sequence[Own]) -> list[OwnResult] | Failure:
-    """Return the evaluation of clients' own models, or its failure."""
+def evaluate_own(worker: SimulationWorker, clients: Sequence[Own]) -> list[OwnResult]:
+    """Return the evaluations of clients' own models.
+
+    One that fails has only a warning.
+    """
+    return [_evaluate_own(worker, each) for each in clients]
+
+
+def _evaluate_own(worker: SimulationWorker, own: Own) -> OwnResult:
     try:
-        return worker.evaluate_own(clients)
+        return worker.evaluate_own(own)
     except Exception as error:  # the user's code may raise anything
-        log.exception("the evaluation failed")
-        return Failure(f"a client's own model cannot be evaluated: {failure_detail(error)}")
+        log.debug("the evaluation failed", exc_info=True)
+        return Counts(warnings=(f"a client's own model cannot be evaluated: {_detail(error)}",)), {}
+
+
+def _detail(error: Exception) -> str:
+    return str(error) if isinstance(error, SeamError | TrainError | DataError) else failure_detail(error)
 
 
 def succeeded(result: T | Failure) -> T:
@@ -141,7 +157,7 @@ class InProcess:
 
     def evaluate_own(self, clients: Iterable[Own]) -> Iterator[OwnResult]:
         for own in clients:
-            yield from succeeded(evaluate_own(self._worker, [own]))
+            yield from evaluate_own(self._worker, [own])
 
     def evaluate(self, vectors: Vectors) -> Counts:
         return succeeded(evaluate(self._worker, vectors))
@@ -218,7 +234,8 @@ class Processes:
     def evaluate(self, vectors: Vectors) -> Counts:
         for pipe in self._pipes:
             self._send(pipe, vectors)
-        return sum((self._receive(pipe) for pipe in self._pipes), Counts())
+        answers = [self._answer(pipe) for pipe in self._pipes]  # of all of them: the workers go on after a failure
+        return sum(map(succeeded, answers), Counts())
 
     def __enter__(self) -> Self:
         return self
@@ -233,11 +250,13 @@ class Processes:
             raise self._ended(pipe) from error
 
     def _receive(self, pipe: Connection) -> Any:
+        return succeeded(self._answer(pipe))
+
+    def _answer(self, pipe: Connection) -> Any:
         try:
-            answer = pipe.recv()
+            return pipe.recv()
         except (EOFError, OSError) as error:
             raise self._ended(pipe) from error
-        return succeeded(answer)
 
     def _ended(self, pipe: Connection) -> Failure:
         number = self._pipes.index(pipe)

@@ -88,7 +88,8 @@ class Actors:
     def evaluate(self, vectors: Vectors) -> Counts:
         shared = self._ray.put(vectors)
         counted = [actor.evaluate.remote(shared) for actor in self._actors]
-        return sum((self._result(each) for each in counted), Counts())
+        answers = [self._answer(each) for each in counted]  # of all of them: the workers go on after a failure
+        return sum(map(succeeded, answers), Counts())
 
     def __enter__(self) -> Self:
         return self
@@ -114,8 +115,11 @@ class Actors:
             )
 
     def _result(self, reference: Any) -> Any:
+        return succeeded(self._answer(reference))
+
+    def _answer(self, reference: Any) -> Any:
         try:
-            return succeeded(self._ray.get(reference))
+            return self._ray.get(reference)
         except self._ray.exceptions.RayError as error:
             lines = str(error).strip().splitlines()  # of a worker's own error, the last line says what it was
             why = (lines[-1] if isinstance(error, self._ray.exceptions.RayTaskError) else lines[0]).rstrip(".")
@@ -139,7 +143,7 @@ class _Actor:
     def train(self, turns: Sequence[Turn]) -> list[Outcome]:
         return self._worker.train(turns)
 
-    def evaluate_own(self, clients: Sequence[Own]) -> list[OwnResult] | Failure:
+    def evaluate_own(self, clients: Sequence[Own]) -> list[OwnResult]:
         return evaluate_own(self._worker, clients)
 
     def evaluate(self, vectors: Vectors) -> Counts | Failure:

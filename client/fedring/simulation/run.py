@@ -45,7 +45,7 @@ from fedring.simulation.checks import (
     make_folder,
     trusted_by,
 )
-from fedring.simulation.engine import Engine, InProcess, Processes
+from fedring.simulation.engine import Engine, EvaluationFailed, InProcess, Processes
 from fedring.simulation.groups import groups_of, groups_that_count, short_of
 from fedring.simulation.secret import secret_of_seed
 from fedring.simulation.server import RUN_ID, Row, SimulatedServer, Work
@@ -53,7 +53,7 @@ from fedring.simulation.vectors import ClientSections
 from fedring.simulation.worker import Order, Outcome, Own, Setup, Turn, client_id
 from fedring.train.device import threads_for
 from fedring.train.errors import SeamError
-from fedring.train.evaluation import Counts
+from fedring.train.evaluation import NO_SAMPLES, Counts
 from fedring.train.jobs.job import Job
 from fedring.train.jobs.sample_privacy_table import SamplePrivacy
 from fedring.train.metrics import combine, with_origin
@@ -63,6 +63,7 @@ Show = Callable[[float, Row | None], None]
 """Takes the share of the work that is done, from 0 to 1, and the row of the last round that has ended, if any has."""
 
 _EPOCH = 1
+_WARNINGS = 10  # the most sentences on the evaluation of a round
 
 
 def simulate(
@@ -99,9 +100,9 @@ def simulate(
         show: Is called after each client.
 
     Returns:
-        The report: `rounds`, a row for each round with the figures that `flctl demo` has, and `failures`, at most 10
-        sentences; `accuracy` and `loss` of the last model; its `parameters` and `model_sha256`; and figures of the
-        simulation (docs/simulation.md).
+        The report: `rounds`, a row for each round with the figures that `flctl demo` has, at most 10 sentences as
+        `failures`, and `warnings` on its evaluation, if there are any; `accuracy` and `loss` of the last model; its
+        `parameters` and `model_sha256`; and figures of the simulation (docs/simulation.md).
 
     Raises:
         ConfigError, Failure: With one sentence for people; `exit_code` of a Failure is 78 if the input is wrong.
@@ -334,20 +335,38 @@ class _Run:
 
     def _evaluate(self, row: Row) -> None:
         began = time.perf_counter()
+        warnings: list[str] = []
         try:
             row["metrics"] |= with_origin("server", self._server.metrics(self._model))
         except (StrategyError, SeamError) as error:
-            row["warnings"] = [str(error)]
+            warnings.append(str(error))
+        self._count(row, warnings)
+        row["evaluate_seconds"] = time.perf_counter() - began
+        if warnings:
+            row["warnings"] = list(dict.fromkeys(warnings))[:_WARNINGS]
+
+    def _count(self, row: Row, warnings: list[str]) -> None:
+        """Evaluate the newest model, and its clients' own ones.
+
+        Args:
+            row: Gets the figures.
+            warnings: Get a sentence on everything that fails.
+        """
         origins = {"eval": self._job.evaluate, "server": self._job.evaluate_on_server}
         if not any(origins.values()):
             return
-        counts: Counts = self._engine.evaluate(self._vectors)
-        row["evaluate_seconds"] = time.perf_counter() - began
+        try:
+            counts = self._engine.evaluate(self._vectors)
+            warnings += counts.warnings if counts.total else [NO_SAMPLES]
+        except EvaluationFailed as error:
+            counts = Counts()
+            warnings.append(str(error))
         row["accuracy"], row["loss"] = counts.accuracy, counts.loss
         for origin in (origin for origin, wanted in origins.items() if wanted):
             row["metrics"] |= with_origin(origin, counts.metrics, accuracy=counts.accuracy, loss=counts.loss)
         if self._job.evaluate and self._job.personal:
             kept = ((client, self._kept.section(client, PERSONAL)) for client in range(self._setup.clients))
             owns = (Own(client, section.tensors) for client, section in kept if section is not None)
-            found = combine((own.total, figures) for own, figures in self._engine.evaluate_own(owns))
-            row["metrics"] |= with_origin("eval", found)
+            evaluated = list(self._engine.evaluate_own(owns))
+            warnings += [warning for own, _ in evaluated for warning in own.warnings]
+            row["metrics"] |= with_origin("eval", combine((own.total, figures) for own, figures in evaluated))

@@ -211,17 +211,14 @@ class SimulationWorker:
         fill(loaded.model, self._schema, vectors)
         return run_evaluator(loaded.evaluator, loaded.model, self._held_out, loss=loaded.loss, device=self._device)
 
-    def evaluate_own(self, clients: Sequence[Own]) -> list[tuple[Counts, dict[str, float]]]:
-        """Evaluate clients' own models, each on its client's test samples.
+    def evaluate_own(self, own: Own) -> tuple[Counts, dict[str, float]]:
+        """Evaluate a client's own model on its test samples.
 
         Returns the counts, and the figures to report.
 
         Raises:
             Exception: Whatever the user's evaluator or loss raises.
         """
-        return [self._evaluate_own(each) for each in clients]
-
-    def _evaluate_own(self, own: Own) -> tuple[Counts, dict[str, float]]:
         loaded, samples = self._loaded, subset(self._loaded.split.test, self._test_parts[own.client])
         self._put_frozen_back()
         write_tensors(loaded.model, load_tensors(own.model))

@@ -8,11 +8,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from fedring.rpc.contract import MAX_FIGURE
 from fedring.train.batches import apply, fetch, size_of
 from fedring.train.errors import TrainError
 from fedring.train.loop import Loss
-from fedring.train.metrics import combine, named_metrics
+from fedring.train.metrics import combine, usable_metrics
 from fedring.train.tally import Tally
+
+NO_SAMPLES = "There are no test samples here: let the job's data have some, or set evaluate = false in the job."
+"""Why an evaluation without samples has no figures."""
 
 Evaluator = Callable[[nn.Module, Dataset[Any]], Any]
 """A user's function of (model, samples); see `counts_of` for what it returns."""
@@ -29,6 +33,7 @@ class Counts:
     total: int = 0  # samples
     loss_sum: float = 0.0
     metrics: Mapping[str, float] = field(default_factory=dict)  # named figures: means, or sums (fedring.train.metrics)
+    warnings: tuple[str, ...] = ()  # a sentence on each figure that could not be used
 
     @property
     def accuracy(self) -> float | None:
@@ -44,11 +49,12 @@ class Counts:
         return self.loss_sum / self.total if self.total else None
 
     def __add__(self, other: "Counts") -> "Counts":
+        warnings = tuple(dict.fromkeys(self.warnings + other.warnings))
         if not (self.total and other.total):
-            return self if self.total else other
+            return replace(self if self.total else other, warnings=warnings)
         correct = None if self.correct is None or other.correct is None else self.correct + other.correct
         metrics = combine([(self.total, self.metrics), (other.total, other.metrics)])
-        return Counts(correct, self.total + other.total, self.loss_sum + other.loss_sum, metrics)
+        return Counts(correct, self.total + other.total, self.loss_sum + other.loss_sum, metrics, warnings)
 
 
 @torch.no_grad()
@@ -109,10 +115,10 @@ def run_evaluator(
         device: Where to compute.
 
     Raises:
-        TrainError: With the reason bad_result, if the function reports nonsense.
+        TrainError: With the reason bad_result, if the function reports nonsense, or the loss is not finite.
     """
     if evaluator is None:
-        return evaluate(model, samples, loss=loss, device=device)
+        return _checked(evaluate(model, samples, loss=loss, device=device))
     if (size := size_of(samples)) == 0:
         return Counts()
     model.to(device).eval()
@@ -131,15 +137,25 @@ def counts_of(told: object, size: int | None = None) -> Counts:
         size: The number of samples, if the mapping does not say it.
 
     Raises:
-        TrainError: With the reason bad_result, if it is something else.
+        TrainError: With the reason bad_result, if it is something else, or the loss is not finite. A further figure
+            that cannot be used is left out, with a warning in the counts.
     """
     try:
         counts = _read(told, size)
         if not 0 <= (counts.correct or 0) <= counts.total:
             raise ValueError(f"{counts.correct} of {counts.total} samples cannot be correct")
-        return replace(counts, metrics=named_metrics(counts.metrics))
-    except (TypeError, ValueError) as error:
+        metrics, warnings = usable_metrics(counts.metrics)
+    except (TypeError, ValueError, OverflowError) as error:
         raise TrainError("bad_result", f"The evaluation's result cannot be used: {error}.") from error
+    return _checked(replace(counts, metrics=metrics, warnings=warnings))
+
+
+def _checked(counts: Counts) -> Counts:
+    """Return counts whose loss can be added to others."""
+    if abs(counts.loss_sum) <= MAX_FIGURE:
+        return counts
+    detail = f"The loss of the evaluation is {counts.loss_sum:g}: it must be a finite number of at most {MAX_FIGURE:g}."
+    raise TrainError("bad_result", detail)
 
 
 def _read(told: Any, size: int | None) -> Counts:

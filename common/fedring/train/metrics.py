@@ -69,15 +69,28 @@ def named_metrics(told: Mapping[Any, object]) -> dict[str, float]:
     Raises:
         ValueError: If names, or their number, are not allowed.
     """
-    numbers: dict[str, float] = {}
-    for name, value in told.items():
-        try:
-            numbers[str(name)] = float(value)  # type: ignore[arg-type]  # TypeError says so at run time
-        except (TypeError, ValueError):
-            numbers[str(name)] = nan
-    sendable = sendable_metrics(numbers)
+    sendable = sendable_metrics({str(name): _number(value) for name, value in told.items()})
     check_metrics(sendable)
     return sendable
+
+
+def usable_metrics(told: Mapping[Any, object]) -> tuple[dict[str, float], tuple[str, ...]]:
+    """Return the sendable figures, and a sentence on each other.
+
+    Args:
+        told: What a user's function has returned.
+    """
+    usable: dict[str, float] = {}
+    sentences: list[str] = []
+    for name, value in told.items():
+        figure = {str(name): _number(value)}
+        try:
+            check_metrics(usable | figure)
+        except ValueError as error:
+            sentences.append(f"{error}")
+        else:
+            usable |= figure
+    return usable, tuple(sentences)
 
 
 def combine(reports: Iterable[tuple[float, Metrics]]) -> dict[str, float]:
@@ -161,8 +174,21 @@ def _rules(rule: str) -> list[tuple[str, str]]:
     return [(direction, name) for direction, name in pairs]
 
 
+def _number(value: object) -> float:
+    """Return a value as a number; NaN if it is none."""
+    try:
+        return float(value)  # type: ignore[arg-type]  # TypeError says so at run time
+    except (TypeError, ValueError, OverflowError):
+        return nan
+
+
 def _has(metrics: Metrics, name: str) -> bool:
     return isfinite(metrics.get(name, nan))
+
+
+def is_evaluated(metrics: Metrics) -> bool:
+    """Return whether a round's figures have any of an evaluation."""
+    return any(not name.startswith("train/") for name in metrics)
 
 
 def _combined(name: str, values: Sequence[tuple[float, float]]) -> float:

@@ -29,7 +29,13 @@ def model() -> nn.Module:
         ((None, 10, 2.5), pb.EvaluationReport(total=10, loss_sum=2.5, classified=0)),
         (
             {"num_samples": 4, "loss": 0.5, "f1": 0.75, "lost": float("nan")},
-            pb.EvaluationReport(total=4, loss_sum=2.0, classified=0, metrics={"f1": 0.75}),
+            pb.EvaluationReport(
+                total=4,
+                loss_sum=2.0,
+                classified=0,
+                metrics={"f1": 0.75},
+                failure="the metric lost is nan: it must be a number of at most 1e+200",
+            ),
         ),
     ],
 )
@@ -47,7 +53,7 @@ def test_what_an_evaluation_returns_is_reported(
     assert got == report
 
 
-def test_an_error_of_the_users_evaluation_is_logged_and_the_iteration_goes_on(
+def test_an_error_of_the_users_evaluation_is_told_and_the_iteration_goes_on(
     server: "ScriptedServer", settings: dict[str, Any], model: nn.Module, caplog: pytest.LogCaptureFixture
 ) -> None:
     server.publish(3, schema_of(model), read_vectors(model))
@@ -60,5 +66,25 @@ def test_an_error_of_the_users_evaluation_is_logged_and_the_iteration_goes_on(
         server.send(pb.ServerEvent(evaluate=server.evaluation(3)))
         server.train(server.command(model, model_version=3))
         assert next(federation).round == 1
-    assert server.evaluations.get_nowait().total == 0
+    report = server.evaluations.get_nowait()
+    assert (report.total, report.failure) == (0, "KeyError: 'no such column'")
     assert "no such column" in caplog.text
+
+
+@pytest.mark.parametrize("table", ["secure_aggregation", "dp", "sample_dp"])
+def test_under_masks_or_noise_only_the_site_learns_why_nothing_was_evaluated(
+    server: "ScriptedServer", settings: dict[str, Any], model: nn.Module, table: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    server.publish(3, schema_of(model), read_vectors(model))
+    order = server.evaluation(3)
+    setattr(order.job, table, "{}")
+    with connect(**settings, model=model, evaluate=lambda _: (1, 1, 1.0)) as federation:
+        server.joins.get(timeout=SECONDS)
+        server.send(pb.ServerEvent(evaluate=order))
+        server.train(server.command(model, model_version=3))
+        next(federation)
+        registry = federation._link.metrics.registry
+        assert registry.get_sample_value("fl_client_evaluations_total", {"result": "failed"}) == 1
+    report = server.evaluations.get_nowait()
+    assert (report.total, report.failure) == (0, "")
+    assert "model 3 was not evaluated: privacy_policy" in caplog.text

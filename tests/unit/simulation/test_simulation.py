@@ -29,6 +29,7 @@ from fedring.simulation.groups import draw_groups
 from fedring.simulation.vectors import ClientSections, pack, unpack
 from fedring.simulation.worker import admit
 from fedring.train.device import threads_for
+from fedring.train.evaluation import NO_SAMPLES
 from fedring.train.jobs.job import Job
 from fedring.v1 import federation_pb2 as pb
 
@@ -161,9 +162,18 @@ def test_a_full_disk_ends_the_simulation_with_one_sentence(monkeypatch: pytest.M
         simulate({**JOB, "encoding": "packed"}, clients=4, workers=1, threads=1, out=tmp_path)
 
 
-def test_an_evaluation_that_fails_ends_the_simulation_with_its_reason() -> None:
-    with pytest.raises(Failure, match="cannot be evaluated: RuntimeError: nothing to compare with"):
-        alone(evaluator=f"{HERE}:no_evaluation")
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.programs)])
+def test_an_evaluation_that_fails_is_told_and_the_simulation_goes_on(workers: int) -> None:
+    report = simulate({**JOB, "rounds": 2, "evaluator": f"{HERE}:no_evaluation"}, clients=6, workers=workers)
+    text = "the model cannot be evaluated: RuntimeError: nothing to compare with"
+    assert [row["warnings"] for row in report["rounds"]] == [[text], [text]]
+    assert [row["clients"] for row in report["rounds"]] == [6, 6]
+    assert (report["accuracy"], report["loss"]) == (None, None)
+
+
+def test_data_without_test_samples_are_told() -> None:
+    report = alone(rounds=1, data="user_evaluators:untested")
+    assert report["rounds"][0]["warnings"] == [NO_SAMPLES]
 
 
 @pytest.mark.programs

@@ -139,7 +139,18 @@ def test_counts_of_several_clients_add_up_with_their_figures() -> None:
         (Counts(8, 10, 2.5, {"f1": 1.0}), Counts(8, 10, 2.5, {"f1": 1.0})),
         ({"loss": 0.5, "f1": 0.75}, Counts(None, 4, 2.0, {"f1": 0.75})),
         ({"loss": 0.5, "num_samples": 10, "accuracy": 0.8}, Counts(8, 10, 5.0)),
-        ({"loss": torch.tensor(0.5), "f1": math.nan}, Counts(None, 4, 2.0)),
+        (
+            {"loss": torch.tensor(0.5), "f1": math.nan, "my f1": 1.5},
+            Counts(
+                None,
+                4,
+                2.0,
+                warnings=(
+                    "the metric f1 is nan: it must be a number of at most 1e+200",
+                    "'my f1' cannot name a metric: use 1 to 128 of A-Z a-z 0-9 . _ -",
+                ),
+            ),
+        ),
     ],
 )
 def test_what_a_users_evaluation_may_return(told: object, counts: Counts) -> None:
@@ -153,7 +164,8 @@ def test_what_a_users_evaluation_may_return(told: object, counts: Counts) -> Non
         ({"f1": 0.5}, "return a mapping with loss"),
         ({"loss": "low"}, "could not convert"),
         ({"loss": 0.5, "accuracy": 1.5}, "cannot be correct"),
-        ({"loss": 0.5, "my f1": 1.5}, "cannot name a metric"),
+        ({"loss": math.nan}, "it must be a finite number of at most"),
+        ({"loss": 0.5, "accuracy": math.inf}, "cannot convert float infinity to integer"),
         ((11, 10, 2.5), "11 of 10 samples cannot be correct"),
     ],
 )
@@ -161,6 +173,12 @@ def test_an_evaluation_that_returns_something_else_is_refused(told: object, what
     with pytest.raises(TrainError, match=what) as caught:
         counts_of(told, 4)
     assert caught.value.reason == "bad_result"
+
+
+def test_too_many_figures_of_an_evaluation_lose_only_the_last_ones() -> None:
+    counts = counts_of({"loss": 0.5, **{f"f{number}": 1.0 for number in range(MAX_METRICS + 1)}}, 4)
+    assert len(counts.metrics) == MAX_METRICS
+    assert counts.warnings == (f"there are {MAX_METRICS + 1} metrics: there may be at most {MAX_METRICS}",)
 
 
 def test_the_number_of_samples_must_be_known() -> None:

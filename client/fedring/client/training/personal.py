@@ -117,7 +117,8 @@ def with_own(counts: Counts, own: Counts) -> Counts:
     """
     figures = figures_of(own)
     others = {name: value for name, value in counts.metrics.items() if name not in figures}
-    return replace(counts, metrics=figures | dict(islice(others.items(), MAX_METRICS - len(figures))))
+    metrics = figures | dict(islice(others.items(), MAX_METRICS - len(figures)))
+    return replace(counts, metrics=metrics, warnings=tuple(dict.fromkeys(counts.warnings + own.warnings)))
 
 
 def figures_of(own: Counts) -> dict[str, float]:

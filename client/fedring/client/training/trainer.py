@@ -129,12 +129,10 @@ class DeclaredTrainer:
 
         The stages of a pipeline have done so already.
 
-        Returns:
-            The counts; zeros if the evaluation failed, which is logged.
-
         Raises:
             RoundOver: If the evaluation is no longer wanted.
             Refused: If the server has refused this client for good.
+            Exception: If the evaluation fails: the job's code may raise anything.
         """
         if MODES.get(evaluation.job.mode, TrainingMode).staged:  # The group has done it, at the end of the round.
             return self._pipeline_trainer.evaluation_of(evaluation.command.model_digest)
@@ -147,19 +145,27 @@ class DeclaredTrainer:
             if loaded.evaluator is not None:
                 evaluation.check_frozen(loaded.model)
             if evaluation.job.personal and evaluation.load_own(loaded.model):
-                own = run_evaluator(loaded.evaluator, loaded.model, test, loss=loaded.loss, device=self._device)
-                counts = with_own(counts, own)
+                counts = self._with_own(counts, loaded)
             return counts
-        except (SeamError, TrainError, DataError, WrongModel) as error:
-            log.error("model %d was not evaluated: %s", evaluation.command.model_version, error)
+        except WrongModel as error:
             self._drop(error)
-        except (RoundOver, Refused):
             raise
-        except Exception:  # the user's code may raise anything
-            log.exception("model %d was not evaluated", evaluation.command.model_version)
         finally:
             self.in_users_code = False
-        return Counts()
+
+    def _with_own(self, counts: Counts, loaded: LoadedJob) -> Counts:
+        """Return counts with the figures of the loaded own model.
+
+        If that cannot be evaluated, the figures of the round's model stay.
+        """
+        samples = loaded.split.test
+        try:
+            own = run_evaluator(loaded.evaluator, loaded.model, samples, loss=loaded.loss, device=self._device)
+        except Exception as error:  # the user's code may raise anything
+            log.warning("this client's own model was not evaluated", exc_info=error)
+            why = f"The client's own model was not evaluated: {failure_detail(error)}."
+            return replace(counts, warnings=(*counts.warnings, why))
+        return with_own(counts, own)
 
     @cached_property
     def _group_trainer(self) -> "DataParallelTrainer":

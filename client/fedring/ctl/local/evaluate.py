@@ -12,7 +12,7 @@ from fedring.ctl.access import connect
 from fedring.ctl.local.presets import DataRootOption
 from fedring.ctl.operate.model_names import HELP, find_version, names_version
 from fedring.ctl.options import DEFAULT_SERVER, OutputOption, ServerOption
-from fedring.ctl.output import Output, number, percent, print_json, print_table
+from fedring.ctl.output import Output, number, percent, print_json, print_table, stderr_console
 from fedring.daemon.exits import Exit
 
 if TYPE_CHECKING:
@@ -57,6 +57,8 @@ def evaluate(
             with connect(server) as control:
                 control.export_model(find_version(control, source), path)
         counts = evaluate_file(path, names, arguments, data_root=data_root, device=device)
+    for warning in counts.warnings:
+        stderr_console().print(warning, markup=False, highlight=False, soft_wrap=True)
     if output is Output.JSON:
         table = {"correct": counts.correct, "total": counts.total, "loss_sum": counts.loss_sum}
         return print_json({"accuracy": counts.accuracy, "loss": counts.loss, **table, "metrics": dict(counts.metrics)})

@@ -11,13 +11,16 @@ from typing import Annotated, Any
 import typer
 from rich.progress import TextColumn
 
+from fedring.control.failure import Failure
 from fedring.ctl.local.presets import DataRootOption
 from fedring.ctl.local.progress import progress_bar
 from fedring.ctl.local.runner import ended_by_signals
 from fedring.ctl.operate.job_control import Overrides, job_of
 from fedring.ctl.options import OutputOption, make_out_folder
 from fedring.ctl.output import Output, duration, number, percent, print_json, print_table, quality, size, stderr_console
+from fedring.daemon.wording import counted
 from fedring.extras import require
+from fedring.train.metrics import is_evaluated
 
 _ROWS = 20
 """The most rounds that the table shows: the last one, and others at equal distances."""
@@ -82,9 +85,16 @@ def simulate(
 
     plot_rounds(report, out / "rounds.png")
     if output is Output.JSON:
-        return print_json(report)
-    _print(report)
-    stderr_console().print(f"report.json, model.safetensors and rounds.png are in {out}")
+        print_json(report)
+    else:
+        _print(report)
+        stderr_console().print(f"report.json, model.safetensors and rounds.png are in {out}")
+    warnings = [warning for row in report["rounds"] for warning in row.get("warnings", ())]
+    if warnings and not any(is_evaluated(row["metrics"]) for row in report["rounds"]):
+        raise Failure(f"none of the models was evaluated: {warnings[-1]}".rstrip("."))
+    if warnings:
+        text = f"{counted(len(warnings), 'warning')} on evaluations; the newest: {warnings[-1]}"
+        stderr_console().print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 @contextmanager

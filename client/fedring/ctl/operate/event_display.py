@@ -80,10 +80,15 @@ def _bar(rounds: int, label: str) -> Iterator[Show]:
     with Progress(*columns, console=stderr_console()) as progress:
         task = progress.add_task(label, total=rounds, summary="waiting for clients")
         ended: set[int] = set()
+        told: set[str] = set()
 
         def show(event: pb.Event) -> None:
             if event.kind in _ENDS_OF_ROUNDS:
                 ended.add(event.round)
+            # The bar has no room for a sentence. Evaluations that fail in each round are told once for each client.
+            if event.kind == "evaluation_failed" and event.client_id not in told:
+                told.add(event.client_id)
+                progress.console.print(event.text, markup=False, highlight=False, soft_wrap=True)
             if event.HasField("state"):
                 summary = event.text if event.kind == "round_waits" else _summary(event.state)
                 progress.update(task, completed=len(ended), summary=summary)

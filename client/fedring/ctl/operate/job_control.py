@@ -153,9 +153,11 @@ def _follow(control: Control, reply: pb.StartReply, events: Events, output: Outp
     job = control.job(job_id)
     # A job that an earlier call has started with the same key may have ended before the events began.
     followed = control.follow_job(job_id, None if reply.already else events)
+    failed: list[str] = []  # evaluations
     with display(output, rounds=job.rounds, label=f"job {job_id} {job.name}".strip()) as show:
         for event in followed:
             show(event)
+            failed += [event.text] if event.kind == "evaluation_failed" else []
             if log and event.kind == "round_evaluated" and event.HasField("state"):
                 log(figures.row(event.state))
     job = control.job(job_id)
@@ -165,6 +167,8 @@ def _follow(control: Control, reply: pb.StartReply, events: Events, output: Outp
         print(", ".join(filter(None, [done, *map(_figure, control.models(limit=1))])))
         if job.reason:
             print(job.reason)
+        if failed:
+            print(f"{counted(len(failed), 'evaluation')} failed or lacked figures; the newest: {failed[-1]}")
 
 
 def _figure(model: pb.Model) -> str:

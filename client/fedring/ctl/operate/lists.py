@@ -299,7 +299,7 @@ def round_row(round_: pb.Round) -> Sequence[str]:
         duration(round_.seconds),
         size(figures.upload_per_client(round_)),
         size(figures.download_per_client(round_)),
-        round_.reason,
+        round_.reason or (counted(len(round_.warnings), "warning") if round_.warnings else ""),
     )
 
 

@@ -100,7 +100,7 @@ class Jobs:
             finally:
                 self.running = None
                 self._started.set(0)
-            reason = await self._runner.wind_up(row, state, reason)
+            state, reason = await self._runner.wind_up(row, state, reason)
             # Stored last: after a kill before this line, the next process still finds the job running.
             await self._facts.keep(self._end, row.job_id, state, reason)
             self._rounds.recovering = False

@@ -21,11 +21,12 @@ from fedring.server.state.rows import JobRow
 from fedring.train.errors import SeamError
 from fedring.train.jobs.job import Job
 from fedring.train.jobs.start import NEWEST
-from fedring.train.metrics import result_of
+from fedring.train.metrics import is_evaluated, result_of
 
 log = logging.getLogger(__name__)
 
 _ALL = 1_000_000_000
+_CHUNK = 32  # rounds that are read at once
 
 
 class JobRunner:
@@ -66,17 +67,19 @@ class JobRunner:
         except _JobFault as fault:
             return "failed", str(fault)
 
-    async def wind_up(self, row: JobRow, state: str, reason: str) -> str:
-        """Delete old models after a job.
+    async def wind_up(self, row: JobRow, state: str, reason: str) -> tuple[str, str]:
+        """Judge the evaluations of a job, and delete old models.
 
         Returns:
-            The reason, with a clause on how to go on.
+            The state in which it ends, and why, with a clause on how to go on.
         """
         facts = self._facts
+        if state == "completed" and (why := await facts.keep(facts.db, self._unevaluated, row)):
+            state, reason = "failed", why
         if state == "failed" and not reason.startswith("damaged_blob"):  # that one says itself how to go on
             reason += await facts.keep(facts.db, self._way_on, row.job_id)
         await facts.keep(self._keeper.prune)  # after the last round: each round does it for those before it
-        return reason
+        return state, reason
 
     async def _run_rounds(self, job: RunningJob, stopped: Container[int]) -> tuple[str, str]:
         row, spec = job.row, job.spec
@@ -124,6 +127,21 @@ class JobRunner:
             return ""
         result = f"version {best.version} ({result_of(best.metrics, spec.best_by)})"
         return f"it ended early: {result} was not surpassed for {counted(patience, 'round')}"
+
+    def _unevaluated(self, row: JobRow) -> str:
+        """Return why no model of a job could be evaluated.
+
+        Empty if one was, or if neither clients nor the server have tried.
+        """
+        below, why = 0, ""
+        # Usually the newest round was evaluated, and this reads no other.
+        while chunk := self._facts.store.rounds.newest(1 if not below else _CHUNK, row.job_id, below):
+            published = [each for each in chunk if each.model_version]
+            if any(is_evaluated(each.stats.get("metrics", {})) for each in published):
+                return ""
+            why = why or next((told for each in published if (told := each.stats.get("unevaluated"))), "")
+            below = chunk[-1].round
+        return f"none of its models was evaluated: {why}" if why else ""
 
     def _way_on(self, job_id: int) -> str:
         """Return a clause on continuing a failed job from its last model.

@@ -5,19 +5,20 @@ It uses the whole test set of a job.
 
 import logging
 from dataclasses import dataclass
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from fedring.codec import CodecError
 from fedring.data import DataError, load_split
 from fedring.server.aggregation.modelfile import ModelReader
 from fedring.server.state.blob_interfaces import Blobs
 from fedring.server.state.checked import CheckedReader
+from fedring.server.state.failures import StorageError
 from fedring.server.state.rows import ModelRow
 from fedring.train.device import pick_device
-from fedring.train.errors import SeamError
+from fedring.train.errors import SeamError, TrainError, failure_detail
 from fedring.train.evaluation import Counts, Evaluator, run_evaluator
 from fedring.train.jobs.job import Job
 from fedring.train.names.offered import Offered
@@ -25,6 +26,13 @@ from fedring.train.names.seam import build_model
 from fedring.train.tensors.state import write_vectors
 
 log = logging.getLogger(__name__)
+
+
+class EvaluationFailed(Exception):
+    """The server cannot evaluate a model.
+
+    The text is a sentence for operators.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +54,13 @@ class TestSet:
         self._blobs, self._data_root, self._offered = blobs, data_root, offered
         self._loaded: _Loaded | None = None
 
-    def evaluate(self, row: ModelRow, job: Job) -> Counts | None:
+    def evaluate(self, row: ModelRow, job: Job) -> Counts:
         """Evaluate a version on the job's test samples.
 
         Tensors that are not shared have their first values.
 
-        Returns:
-            The counts; None, with a line in the log, if that fails: the user's code may raise anything.
+        Raises:
+            EvaluationFailed: with a line in the log, if that fails: the user's code may raise anything.
         """
         try:
             loaded = self.load(job)
@@ -63,12 +71,12 @@ class TestSet:
                 checked.check()
             device = pick_device("auto")
             counts = run_evaluator(loaded.evaluator, loaded.model, loaded.samples, loss=loaded.loss, device=device)
-        except Exception:  # the user's model and loss may raise anything, and the round has published
+        except Exception as error:  # the user's model and loss may raise anything, and the round has published
             log.exception("the server could not evaluate model %d", row.version)
-            return None
-        if not isfinite(counts.loss_sum):
-            log.error("the server's evaluation of model %d is not used: its loss is %g", row.version, counts.loss_sum)
-            return None
+            known = isinstance(error, SeamError | TrainError | StorageError | CodecError)
+            raise EvaluationFailed(str(error) if known else failure_detail(error)) from None
+        if not counts.total:
+            raise EvaluationFailed("There are no test samples here: let the job's data have some on the server, too.")
         return counts
 
     def load(self, job: Job) -> _Loaded:

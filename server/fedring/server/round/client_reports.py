@@ -12,13 +12,15 @@ from fedring.server.round.dispatch import Dispatch
 from fedring.server.round.eligibility import check_evaluation, classified
 from fedring.server.round.events import Evaluated, Failed, Matched, Moved, Stalled
 from fedring.server.round.metrics import RoundMetrics
-from fedring.server.round.open_round import ClientTraffic, KindMaker
+from fedring.server.round.open_round import ClientTraffic, KindMaker, OpenRound
 from fedring.server.round.rounds import Rounds
 from fedring.server.sessions.sessions import Session, Sessions
 from fedring.server.state.facts import Facts
 from fedring.server.state.journal import Journal, printable
 from fedring.server.state.rows import EvaluationRow
 from fedring.v1 import federation_pb2 as pb
+
+_MOST_TEXT = 1000  # characters of a sentence of a client
 
 _REASON = re.compile(r"[a-z0-9_]{1,64}")
 
@@ -73,7 +75,19 @@ class ClientReports:
         row = EvaluationRow(report.round, version, client, *counts)
         await self._facts.db(self._facts.store.evaluations.add, row)
         if open_ is not None and open_.state.round is not None:  # it may have ended meanwhile
+            self._note_failure(open_, client, report, version)
             rounds.handle(open_, Evaluated(client))
+
+    def _note_failure(self, open_: OpenRound, client: str, report: pb.EvaluationReport, version: int) -> None:
+        """Tell operators once why an evaluation lacks figures."""
+        if not (why := printable(report.failure[:_MOST_TEXT]).strip()):
+            open_.unevaluated.pop(client, None)  # of a report that this one replaces
+            return
+        has = f"has evaluated model {version}, but" if report.total else f"could not evaluate model {version}"
+        text = f"{client} {has}: {why}"
+        if open_.unevaluated.get(client) != text:
+            open_.unevaluated[client] = text
+            self._rounds.note(open_, "evaluation_failed", text, client)
 
     def failed(self, client: str, failure: pb.Failure) -> None:
         """Note that the client cannot train in a round."""
@@ -85,7 +99,7 @@ class ClientReports:
             return  # it was reported before, or the client was not asked
         reason = failure.reason if _REASON.fullmatch(failure.reason) else "bad_reason"
         # All that follows is shown to operators and to other clients, on terminals, too.
-        text = f"{client} could not train: {reason}: {printable(failure.detail[:1000])}"
+        text = f"{client} could not train: {reason}: {printable(failure.detail[:_MOST_TEXT])}"
         self._journal.write("client_failed", text, client_id=client)
         open_.failures.append(text)
         # A group that must be whole cannot do without any of its workers, and code that fails on one would fail on its

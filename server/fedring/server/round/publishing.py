@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,7 @@ from fedring.server.aggregation.strategy import StrategyError
 from fedring.server.aggregation.versions import files_of
 from fedring.server.group import machine as gr
 from fedring.server.model.models import Models
+from fedring.server.model.testset import EvaluationFailed
 from fedring.server.round.dispatch import Dispatch
 from fedring.server.round.events import OPEN, Abandoned, Lost, Phase, Published
 from fedring.server.round.metrics import RoundMetrics
@@ -21,11 +23,15 @@ from fedring.server.round.rounds import Rounds
 from fedring.server.sessions.sessions import Sessions
 from fedring.server.state.facts import Facts
 from fedring.server.state.failures import DamagedModel, DamagedUpdates, StorageError, StorageFailed
+from fedring.server.state.journal import printable
 from fedring.server.state.rows import EvaluationRow, ModelRow, RoundRow
 from fedring.train.errors import SeamError
-from fedring.train.metrics import result_of, with_origin
+from fedring.train.jobs.job import Job
+from fedring.train.metrics import is_evaluated, result_of, with_origin
 
 log = logging.getLogger(__name__)
+
+_MOST_SENTENCES = 10  # on the evaluations of a round that have failed
 
 
 class Publisher:
@@ -110,19 +116,24 @@ class Publisher:
 
     async def evaluated(self, open_: OpenRound, model: ModelRow) -> None:
         """Note the figures of the model that a round has published."""
-        stats, summed = await evaluation(self._facts, self._models, open_, model)
+        stats, summed = await evaluation(self._facts, self._models, open_, model, self._tell_failed)
         self._metrics.evaluated(stats)
         open_.row = replace(open_.row, stats=stats)
         await self._facts.keep(self._facts.db, self._facts.store.rounds.save_evaluation, open_.row)
-        figure = ""
+        job, rule, sentence = open_.job, open_.job.best_by, f"{open_.title} is evaluated"
         if summed is not None and summed.total:
             known = summed.accuracy is not None
-            figure = f": accuracy {summed.accuracy:.4f}" if known else f": loss {summed.loss:.4f}"
-        rule = open_.job.best_by
+            sentence += f": accuracy {summed.accuracy:.4f}" if known else f": loss {summed.loss:.4f}"
+        elif (job.evaluate or job.evaluate_on_server) and not is_evaluated(stats["metrics"]):
+            sentence = f"{open_.title} was not evaluated"
         if rule and not result_of(stats["metrics"], rule):
-            figure += f"; it has no {rule.split()[1]}, so best_by cannot choose its model"
-        figure += "".join(f"; {warning}" for warning in stats.get("warnings", ()))
-        self._rounds.tell(open_, "round_evaluated", f"{open_.title} is evaluated{figure}")
+            sentence += f"; it has no {rule.split()[1]}, so best_by cannot choose its model"
+        sentence += "".join(f"; {warning}" for warning in stats.get("warnings", ()))
+        self._rounds.tell(open_, "round_evaluated", sentence)
+
+    def _tell_failed(self, open_: OpenRound, text: str) -> None:
+        """Tell operators that the server has failed to evaluate a model."""
+        self._rounds.tell(open_, "evaluation_failed", text)
 
     async def damaged(self, error: DamagedModel) -> None:
         """End the rounds that start from a damaged model.
@@ -209,24 +220,70 @@ async def publish(facts: Facts, models: Models, privacy: RoundPrivacy, open_: Op
 
 
 async def evaluation(
-    facts: Facts, models: Models, open_: OpenRound, model: ModelRow
+    facts: Facts, models: Models, open_: OpenRound, model: ModelRow, tell: Callable[[OpenRound, str], None]
 ) -> tuple[dict[str, Any], EvaluationRow | None]:
-    """Return the figures of an evaluation, and the clients' sum."""
-    stats = open_.stats(open_.row.stats["seconds"])
+    """Return the figures of an evaluation, and the clients' sum.
+
+    Args:
+        facts: keeps the clients' evaluations.
+        models: evaluates on the server.
+        open_: the round.
+        model: that it has published.
+        tell: is called with a sentence on each evaluation that has failed on the server.
+    """
+    stats, warnings = open_.stats(open_.row.stats["seconds"]), list[str]()
     if open_.job.aggregation.own:
         try:
             stats["metrics"] |= with_origin("server", await facts.heavy(models.maker.ask_metrics, model, open_.job))
         # The model is published already, so a fault of the user's code here costs only its figures.
         except (StrategyError, SeamError, StorageError, CodecError, MemoryError, RuntimeError) as error:
             log.warning("round %d has published, but: %s", open_.row.round, error, exc_info=error.__cause__)
-            stats["warnings"] = [str(error) or "the server has too little memory to evaluate the model"]
-    if open_.job.evaluate_on_server and (counts := await facts.heavy(models.maker.test_set.evaluate, model, open_.job)):
-        stats |= {"server_accuracy": counts.accuracy, "server_loss": counts.loss}
-        means = with_origin("server", counts.metrics, accuracy=counts.accuracy, loss=counts.loss)
-        stats["metrics"] |= means
+            warnings.append(str(error) or "the server has too little memory to evaluate the model")
+            tell(open_, warnings[-1])
+    failed = [open_.unevaluated[client] for client in sorted(open_.unevaluated)]
+    if open_.job.evaluate_on_server:
+        figures, why = await _on_server(facts, models, open_.job, model)
+        stats["metrics"] |= figures.pop("metrics", {})
+        stats |= figures
+        if why:
+            failed.append(printable(why))
+            tell(open_, why)
+    if failed:
+        stats["unevaluated"] = failed[0]
+    # A client that has sent nothing may just be away, so that is no failure of its evaluation.
+    if warnings := warnings + _first(failed + _silent(open_)):
+        stats["warnings"] = warnings
     stats["evaluate_seconds"] = time.monotonic() - open_.started - stats["seconds"]
     summed = await facts.db(facts.store.evaluations.total, model.version)
     if summed is not None:
         stats |= {name: getattr(summed, name) for name in ("correct", "total", "loss_sum", "classified")}
         stats["metrics"] |= with_origin("eval", summed.metrics, accuracy=summed.accuracy, loss=summed.loss)
     return stats, summed
+
+
+async def _on_server(facts: Facts, models: Models, job: Job, model: ModelRow) -> tuple[dict[str, Any], str]:
+    """Return the figures of the server's evaluation, and a sentence.
+
+    The sentence says which figures are missing; empty = none is.
+    """
+    try:
+        counts = await facts.heavy(models.maker.test_set.evaluate, model, job)
+    except EvaluationFailed as error:
+        return {}, f"the server could not evaluate model {model.version}: {error}"
+    means = with_origin("server", counts.metrics, accuracy=counts.accuracy, loss=counts.loss)
+    figures = {"server_accuracy": counts.accuracy, "server_loss": counts.loss, "metrics": means}
+    lacks = " ".join(counts.warnings)
+    return figures, f"the server has evaluated model {model.version}, but: {lacks}" if lacks else ""
+
+
+def _silent(open_: OpenRound) -> list[str]:
+    """Return a sentence on each client without a report."""
+    round_ = open_.state.round
+    silent = sorted(round_.evaluators - round_.evaluated) if round_ is not None else []
+    return [f"{client} has sent no evaluation in time" for client in silent]
+
+
+def _first(sentences: list[str]) -> list[str]:
+    """Return the first sentences, and the number of others."""
+    more = len(sentences) - _MOST_SENTENCES
+    return sentences[:_MOST_SENTENCES] + ([f"and {more} more evaluations are missing"] if more > 0 else [])

@@ -24,6 +24,7 @@ _LEVELS = {
     "update_accepted": logging.DEBUG,
     "update_refused": logging.WARNING,
     "client_failed": logging.WARNING,
+    "evaluation_failed": logging.WARNING,
     "client_lied": logging.WARNING,
     "client_refused": logging.WARNING,
     "storage_failed": logging.ERROR,

@@ -8,7 +8,7 @@ import { lostIn, stepTimes } from "./privacy.js";
 const MOST_ROWS = 200;
 const GOOD = new Set(["round_published", "round_evaluated", "group_formed"]);
 const BAD = new Set([
-  "round_abandoned", "client_failed", "client_lied", "client_stalled", "round_stragglers", "client_lost", "client_refused", "update_refused", "group_lost", "storage_failed",
+  "round_abandoned", "client_failed", "evaluation_failed", "client_lied", "client_stalled", "round_stragglers", "client_lost", "client_refused", "update_refused", "group_lost", "storage_failed",
   "blob_damaged",
 ]);
 const STATES = { watching: ["good", "ready"], joined: ["warn", "joining"], away: ["bad", "away"] };
@@ -42,7 +42,7 @@ export function showRounds(rounds, job) {
   const rows = rounds.slice(-MOST_ROWS).reverse().map((round) => [
     h("span", { title: `number ${round.round} of the server` }, count(round.job_round)), badge(round.reason || round.phase, round.phase === "published" ? "good" : "bad"),
     h("span", { title: guarded(round) }, `${count(round.delivered)} of ${count(round.selected)}`),
-    percent(round.accuracy), number(round.loss), round.seconds ? duration(round.seconds) : "–",
+    warned(round, percent(round.accuracy)), number(round.loss), round.seconds ? duration(round.seconds) : "–",
     bytes(round.upload_bytes), bytes(round.download_bytes), round.base_version || "–", round.model_version || "–",
     h("span", { title: lostIn(round) }, missing(round) || lostIn(round) || "–"),
   ]);
@@ -56,6 +56,11 @@ function guarded(round) {
     ["left out from now on for wrong shares", round.liars], ["left out for wrong shares before", round.left_out]];
   const told = named.filter(([, names]) => names?.length).map(([what, names]) => `${what}: ${names.join(", ")}`);
   return [...told, stepTimes(round), ...(round.warnings ?? [])].filter(Boolean).join("; ");
+}
+
+// A figure, marked if something is missing from it, such as the evaluation of a client.
+function warned(round, figure) {
+  return round.warnings?.length ? h("span", { class: "bad", title: round.warnings.join("; ") }, `${figure} (!)`) : figure;
 }
 
 // The clients that did not deliver, and why if the round did not wait for them.

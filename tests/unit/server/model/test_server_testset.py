@@ -8,6 +8,7 @@ import pytest
 
 from fedring.server.config import ServerConfig
 from fedring.server.model.models import Models
+from fedring.server.model.testset import EvaluationFailed
 from fedring.server.model.testset import TestSet as Subject  # pytest would collect it
 from fedring.server.state.blobs import FileBlobs
 from fedring.server.state.facts import Facts
@@ -51,7 +52,6 @@ def spec(**keys: Any) -> Job:
 def test_the_whole_test_set_is_counted(parts: tuple[Subject, Models]) -> None:
     subject, models = parts
     counts = subject.evaluate(models.maker.first(spec(), 1), spec())
-    assert counts is not None
     assert counts.total == 360
     assert counts.correct in range(1, 120)  # the model is not trained
 
@@ -80,7 +80,8 @@ def test_an_evaluation_that_fails_has_no_result_and_is_logged(
     parts: tuple[Subject, Models], caplog: pytest.LogCaptureFixture
 ) -> None:
     subject, models = parts
-    assert subject.evaluate(models.maker.first(spec(), 1), spec(loss="user_testset:wrong")) is None
+    with pytest.raises(EvaluationFailed, match=r"^RuntimeError: no such loss$"):
+        subject.evaluate(models.maker.first(spec(), 1), spec(loss="user_testset:wrong"))
     assert "no such loss" in caplog.text
 
 

@@ -130,6 +130,29 @@ async def test_a_full_disk_refuses_the_update_but_the_round_continues(host: Host
     assert await host.ended(job.job_id) == "completed"
 
 
+async def test_a_report_that_replaces_another_takes_its_failure_back(host: Host) -> None:
+    session = host.join("a")
+    await host.jobs.start(spec(evaluate=True, min_clients=1), "")
+    command = await host.command(session)
+    host.join("b")
+    await host.offer(host.update(command, "a"))
+    while not pb.ServerEvent.FromString(await session.outbox.get()).HasField("evaluate"):
+        pass
+    assert host.rounds.newest is not None
+    assert host.rounds.newest.made is not None
+    open_, made = host.rounds.newest, host.rounds.newest.made
+    failed = pb.EvaluationReport(
+        round=command.round, model_digest=made.digest, failure="no\x1b[31m\ncolumn" + "x" * 2000
+    )
+    await host.parts.reports.evaluated("a", failed)
+    (text,) = open_.unevaluated.values()
+    assert text.startswith("a could not evaluate model 2: no [31m columnxxx")
+    assert len(text) < 1100
+    report = pb.EvaluationReport(round=command.round, model_digest=made.digest, total=1)
+    await host.parts.reports.evaluated("a", report)
+    assert open_.unevaluated == {}
+
+
 async def test_an_evaluation_that_arrives_while_its_round_ends_does_no_harm(host: Host) -> None:
     session = host.join("a")
     job, _ = await host.jobs.start(spec(evaluate=True, evaluate_seconds=0.1), "")
@@ -171,9 +194,11 @@ async def test_a_model_whose_loss_is_not_a_number_is_published_without_an_accura
     huge = np.full(64 * 64 + 64 + 64 * 10 + 10, 1e28, np.float32)  # below the norm from which updates are refused
     for _ in range(2):
         await host.offer(host.update(await host.command(session), "a", huge))
-    assert await host.ended(job.job_id) == "completed"
+    assert await host.ended(job.job_id) == "failed"
     assert host.rounds.last is not None
-    assert "server_accuracy" not in host.rounds.last.stats
+    stats = host.rounds.last.stats
+    assert "server_accuracy" not in stats
+    assert "The loss of the evaluation is nan" in stats["warnings"][0]
 
 
 async def test_a_cancelled_caller_waits_for_the_thread_that_works_for_it(host: Host) -> None:
