@@ -2,9 +2,9 @@
 
     python -m tests.bench.allreduce [--ranks 2] [--rate 1gbit] [--sizes 4096,65536,...] [--tls] [--streams-only]
 
-Prints one JSON line for each size: the median milliseconds of both on rank 0, their ratio, and the processor time of
-one operation. Without --rate all ranks share one host. With it each rank has a network namespace behind a link of that
-rate, which needs root.
+Prints one JSON line for each size: the median milliseconds of both on rank 0, their ratio, the processor time of one
+operation, and the bytes that the ring's counters add for it on rank 0. Without --rate all ranks share one host. With it
+each rank has a network namespace behind a link of that rate, which needs root.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from fedring.ctl.local.rank import Rank
 from fedring.ctl.local.ranks import run_ranks
 from fedring.rpc.identity import Identity, Role
 from tests.bench.lab.daemons import print_line
-from tests.bench.lab.groups import join_groups, time_all_reduce
+from tests.bench.lab.groups import join_groups, sent_bytes, time_all_reduce
 from tests.bench.lab.networks import network
 from tests.bench.lab.turns import alternate
 
@@ -61,8 +61,11 @@ def measure(rank: Rank, sizes: list[int], most: int) -> list[dict[str, float]]:
     lines = []
     for size in sizes:
         repeats = max(5, min(most, _TOTAL // size // rank.count))
+        before = sent_bytes(groups.fedring)
         facts = _compare(groups._asdict(), torch.empty(size // 4), repeats)
-        lines.append({"bytes": size, **facts, "ratio": round(facts["fedring_ms"] / facts["gloo_ms"], 3)})
+        sent = (sent_bytes(groups.fedring) - before) / (_WARM_UP + repeats)
+        ratio = round(facts["fedring_ms"] / facts["gloo_ms"], 3)
+        lines.append({"bytes": size, **facts, "ratio": ratio, "fedring_sent_bytes": round(sent)})
     rank.leave()
     return lines
 

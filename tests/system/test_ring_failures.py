@@ -107,3 +107,30 @@ def test_generations_follow_each_other_in_one_process(tmp_path: Path) -> None:
         assert second["kind"] == "PeerLost"
         assert second["rank"] == 1
         assert fourth == ("stayed away" if rank == 2 else "PeerLost")
+
+
+@pytest.mark.parametrize("local_transport", [True, False])
+def test_a_fork_of_a_rank_raises_and_leaves_the_ranks_alone(local_transport: bool, tmp_path: Path) -> None:
+    body = partial(failures.forked, folder=str(tmp_path), local_transport=local_transport)
+    results = ranks.run(body, 3, tmp_path / "run", backend="")
+    for result in results:
+        assert result["sums"] == [[6.0]] * 4, result
+    children = results[0]["children"]
+    assert [error["kind"] for error in children] == ["Forked"] * 13, children
+    for error in children:
+        assert "is a fork of process" in error["text"], error
+
+
+def test_a_group_of_the_ring_and_of_another_backend_by_devices_is_refused(tmp_path: Path) -> None:
+    body = partial(failures.beside_another_backend, folder=str(tmp_path))
+    for first, second, both, third, found in ranks.run(body, 2, tmp_path / "run", backend=""):
+        for error, given in (
+            (first, "cpu:fedring,cuda:gloo"),
+            (second, "cpu:gloo,cuda:fedring"),
+            (third, first["text"]),
+        ):
+            assert error["kind"] == "NotSupported", error
+            assert given in error["text"] or given == error["text"], error
+            assert "leaves none to gloo" in error["text"]
+        assert both["kind"] == ""
+        assert found == {"sum": 4.0}

@@ -22,6 +22,8 @@ import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+import fedring.rpc  # noqa: F401  # before grpc is imported, which its variable concerns
+
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # It must be set before grpc is imported.
 
 if TYPE_CHECKING:

@@ -20,6 +20,8 @@ import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+import fedring.rpc  # noqa: F401  # before grpc is imported, which its variable concerns
+
 os.environ.setdefault(
     "GRPC_VERBOSITY", "NONE"
 )  # It must be set before grpc is imported: errors are raised, not printed.

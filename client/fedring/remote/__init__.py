@@ -18,6 +18,7 @@ would not do: a receive that waits for any caller would run into the group's tim
 nothing of jobs, servers or pipelines, and nothing that a peer sends is ever run as code.
 """
 
+import fedring.ring  # noqa: F401  # first: it prepares for grpc, which others import
 from fedring.remote.agent import Agent
 from fedring.remote.errors import BadMessage, CallRefused, RemoteError
 from fedring.remote.optimizer import DistributedOptimizer, RemoteParameter, gradients, parameters

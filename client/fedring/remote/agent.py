@@ -94,6 +94,8 @@ class Agent:
 
         This does not wait for the owners.
         """
+        if not self._ring.home.is_here:
+            return
         owners = self.service.contexts.end(context)
         with suppress(RingError):  # this rank has left, and so the others free what it had
             for owner in owners:
@@ -114,7 +116,9 @@ class Agent:
             BadMessage: The request is too large to be sent.
             Refused: The context has ended.
             RingError: This rank has left the group.
+            Forked: This process is a fork of the rank.
         """
+        self._ring.home.check()
         future: Future[Message] = Future()
         if self.size == 1:
             self._tidy([])  # nobody listens
@@ -156,8 +160,10 @@ class Agent:
     def close(self) -> None:
         """Leave the group, and free everything.
 
-        Calls that wait for an answer raise an error.
+        Calls that wait for an answer raise an error. In a fork of this rank nothing happens.
         """
+        if not self._ring.home.is_here:
+            return
         self._world.leave(self._ring)
         self._end_with(self._failure or RingError(f"rank {self.rank} does not serve any more"))
         if self._listener.ident is not None:

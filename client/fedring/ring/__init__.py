@@ -20,14 +20,15 @@ from fedring.requirements import check_grpcio, check_torch
 check_torch()
 check_grpcio()
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # before grpc is imported, which logs each peer that leaves
-os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # with it, forks such as workers of a DataLoader may crash
 
 import torch.distributed as dist  # noqa: E402
 
+import fedring.rpc  # noqa: E402, F401  # before grpc is imported, too
 from fedring.ring.engine.endpoint import Endpoint  # noqa: E402
-from fedring.ring.errors import CollectiveTimeout, Mismatch, NotSupported, PeerLost, RingError  # noqa: E402
+from fedring.ring.errors import CollectiveTimeout, Forked, Mismatch, NotSupported, PeerLost, RingError  # noqa: E402
 from fedring.ring.options import RingOptions  # noqa: E402
 from fedring.ring.torch.messages import BytesGather  # noqa: E402
+from fedring.ring.torch.private_names import refuse_beside_others  # noqa: E402
 from fedring.ring.torch.process_group import RingProcessGroup  # noqa: E402
 from fedring.ring.torch.rendezvous import create, failure, join, leave, rejoin, waiting  # noqa: E402
 from fedring.ring.torch.world import total_traffic, traffic  # noqa: E402
@@ -37,6 +38,7 @@ __all__ = [
     "BytesGather",
     "CollectiveTimeout",
     "Endpoint",
+    "Forked",
     "Mismatch",
     "NotSupported",
     "PeerLost",
@@ -103,3 +105,4 @@ def _ring_group(group: dist.ProcessGroup | None) -> RingProcessGroup:
 
 
 dist.Backend.register_backend("fedring", create, extended_api=True, devices=["cpu", "cuda"])
+refuse_beside_others("fedring")

@@ -52,6 +52,15 @@ class Overrun(RingError):
     status, reason = StatusCode.RESOURCE_EXHAUSTED, "overrun"
 
 
+class Forked(RingError):
+    """This process is a fork of a worker, and cannot run collectives.
+
+    The worker and its peers go on.
+    """
+
+    status, reason = StatusCode.FAILED_PRECONDITION, "forked"
+
+
 class NotSupported(FedringError, NotImplementedError):
     """The ring does not have the requested collective.
 

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from fedring.ctl.local.rank import Rank
+from fedring.ring import RingProcessGroup
 
 
 class Groups(NamedTuple):
@@ -33,6 +34,13 @@ def make_group(backend: str, options: Any = None) -> dist.ProcessGroup:
     group = dist.new_group(backend=backend, pg_options=options)
     assert isinstance(group, dist.ProcessGroup)  # every rank is in it
     return group
+
+
+def sent_bytes(group: dist.ProcessGroup) -> int:
+    """Return the bytes that this rank of a group of the ring has sent so far, by streams and through memory."""
+    assert isinstance(group, RingProcessGroup)
+    traffic = group.world.endpoint.traffic
+    return traffic.sent_bytes + traffic.shared_bytes
 
 
 def largest(value: float) -> float:

@@ -1,6 +1,11 @@
 """Mistakes and failures. Each function returns the error that one rank gets."""
 
+import json
+import os
+import select
+import signal
 import threading
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -12,7 +17,9 @@ from torch._C._distributed_c10d import FileStore, GradBucket, Store
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.nn.parallel import DistributedDataParallel
 
-from fedring.ring import Endpoint, PeerLost, RingError, join, leave
+import fedring.ring
+from fedring.ring import Endpoint, PeerLost, RingError, RingOptions, join, leave
+from fedring.ring.torch import world
 from tests.system.ring_scripts.ranks import error_of
 
 Errors = dict[str, Any]
@@ -154,6 +161,99 @@ def what_is_not_supported(rank: int, size: int) -> list[Errors]:
     tensor = torch.ones(3)
     dist.all_reduce(tensor)  # the group can still be used
     return [*errors, {"sum": tensor.sum().item()}]
+
+
+def forked(rank: int, size: int, *, folder: str, local_transport: bool) -> dict[str, Any]:
+    """Rank 0 has a fork, which tries everything; nothing of it may reach the other ranks."""
+    dist.init_process_group(
+        "fedring",
+        init_method=f"file://{folder}/group",
+        rank=rank,
+        world_size=size,
+        pg_options=RingOptions(local_transport=local_transport),
+    )
+    model = DistributedDataParallel(torch.nn.Linear(4, 2))
+    store, tensor = _get_default_store(), torch.full((3,), 1.0 + rank)
+    dist.all_reduce(tensor)
+    children: list[Errors] = []
+    pending = torch.full((70_000,), 1.0 + rank)
+    if rank == 0:
+        works: list[Any] = [dist.all_reduce(pending, async_op=True)]  # the others have not begun
+        children = _in_a_fork(lambda: _try_everything(model, works[0], folder))
+        store.set("forked", "")
+    else:
+        store.wait(["forked"])
+        works = [dist.all_reduce(pending, async_op=True)]
+    works[0].wait()
+    sums = [sorted(set(pending.tolist()))]
+    for _ in range(3):
+        tensor = torch.full((3,), 1.0 + rank)
+        dist.all_reduce(tensor)
+        sums.append(sorted(set(tensor.tolist())))
+    return {"children": children, "sums": sums}
+
+
+def _try_everything(model: DistributedDataParallel, pending: Any, folder: str) -> list[Errors]:
+    large = torch.full((100_000,), 100.0)  # so that it would go through shared memory
+    errors = [
+        error_of(lambda: dist.all_reduce(torch.full((3,), 100.0))),
+        error_of(lambda: dist.all_reduce(large)),
+        error_of(pending.wait),
+        error_of(lambda: pending.get_future().wait()),
+        error_of(lambda: dist.send(large, 1)),
+        error_of(lambda: dist.recv(large)),
+        error_of(lambda: dist.barrier()),
+        error_of(lambda: fedring.ring.monitored_barrier()),
+        error_of(lambda: fedring.ring.allgather_bytes(b"fork")),
+        error_of(lambda: dist.new_group()),
+        error_of(model(torch.ones(3, 4)).sum().backward),
+    ]
+    dist.group.WORLD.abort()  # type: ignore[union-attr]
+    dist.destroy_process_group()
+    again = f"file://{folder}/forked"
+    errors.append(error_of(lambda: dist.init_process_group("fedring", init_method=again, rank=0, world_size=1)))
+    errors.append(error_of(lambda: Endpoint()))
+    world._leave_at_exit()
+    return errors
+
+
+def _in_a_fork(body: Callable[[], Any]) -> Any:
+    """Run `body` in a fork of this process, and return its result; a fork that hangs is killed."""
+    reading, writing = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # from Python 3.12 on, for forks of processes with threads
+        pid = os.fork()
+    if pid == 0:
+        try:
+            os.write(writing, json.dumps(body()).encode())
+        finally:
+            os._exit(0)
+    os.close(writing)
+    ready, _, _ = select.select([reading], [], [], 60)
+    if not ready:
+        os.kill(pid, signal.SIGKILL)
+    with os.fdopen(reading, "rb") as results:
+        text = results.read()
+    os.waitpid(pid, 0)
+    return json.loads(text)
+
+
+def beside_another_backend(rank: int, size: int, *, folder: str) -> list[Errors]:
+    """Form groups of two backends, by devices."""
+
+    def init(backend: str, place: str) -> Errors:
+        init_method = f"file://{folder}/{place}"
+        return error_of(lambda: dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=size))
+
+    errors = [init("cpu:fedring,cuda:gloo", "one"), init("cpu:gloo,cuda:fedring", "two")]
+    assert not dist.is_initialized()
+    errors.append(init("cpu:fedring,cuda:fedring", "three"))
+    errors.append(error_of(lambda: dist.new_group(backend="cpu:fedring,cuda:gloo")))
+    beside = dist.new_group(backend="gloo")
+    tensor = torch.ones(())
+    dist.all_reduce(tensor, group=beside)
+    dist.all_reduce(tensor)
+    return [*errors, {"sum": tensor.item()}]
 
 
 _MAX: Any = "max"  # a mistake that its users make

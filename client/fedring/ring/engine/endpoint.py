@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from fedring.ring.engine.group import EarlyFrames, Group
+from fedring.ring.engine.home import claim
 from fedring.ring.engine.operation import Operation
 from fedring.ring.engine.peers import LinkMaker, Peers
 from fedring.ring.errors import BY_REASON, BadFrame, CollectiveTimeout, Overrun, PeerLost, RingError
@@ -46,11 +47,16 @@ class Endpoint:
         options: The worker's options; None = the defaults and the environment.
         generation: Tells the frames of this generation from those of earlier ones.
 
+    Attributes:
+        home: The process of the endpoint. In its forks, all that would reach a peer raises `Forked`.
+
     Raises:
         RingError: The port is taken, or a file of the TLS options cannot be read.
+        Forked: A process that this one was forked from has had an endpoint.
     """
 
     def __init__(self, options: RingOptions | None = None, *, generation: int = 0) -> None:
+        self.home = claim()
         self.options = options or RingOptions()
         self.generation = generation
         self.failure: RingError | None = None
@@ -91,7 +97,9 @@ class Endpoint:
         Raises:
             RingError: The address is another one, the name's id is that of another group, or the option
                 tls_members_only is set and the members' identities are not known.
+            Forked: This process is a fork of the worker.
         """
+        self.home.check()
         if not self.members.known:
             raise RingError("tls_members_only needs a rendezvous that names the members' identities")
         if members[rank] != self.address:
@@ -151,6 +159,7 @@ class Endpoint:
 
         If the peer is gone, the generation ends.
         """
+        self.home.check()
         if peer in self._peers.left:
             detail = f"{self._peers.name(peer)} has left, and there is more for it"
             self.fail(PeerLost(detail, rank=self._peers.ranks.get(peer)))
@@ -182,8 +191,10 @@ class Endpoint:
     def fail(self, error: RingError) -> None:
         """End the generation with an error, on every rank.
 
-        Every operation of this worker raises the error, and every peer gets it once.
+        Every operation of this worker raises the error, and every peer gets it once. A fork of the worker ends nothing.
         """
+        if not self.home.is_here:
+            return
         with self._changed:
             if self.failure or self._closed.is_set():
                 return
@@ -198,6 +209,8 @@ class Endpoint:
 
     def forget(self, group: Group) -> None:
         """Leave a group."""
+        if not self.home.is_here:
+            return
         with self._lock:
             self._groups.pop(group.id, None)
         group.close()
@@ -205,8 +218,10 @@ class Endpoint:
     def close(self) -> None:
         """Leave all peers in order, and release everything.
 
-        This never hangs, whatever has failed before.
+        This never hangs, whatever has failed before. In a fork of the worker it does nothing.
         """
+        if not self.home.is_here:
+            return
         with self._changed:
             if self._closed.is_set():
                 return

@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
+from fedring.ring.engine.home import Home
 from fedring.ring.engine.operation import MAX_KEY, Kind, Operation, next_key
 from fedring.ring.engine.program import Program, Send
 from fedring.ring.errors import Overrun, RingError
@@ -62,6 +63,7 @@ class Links(Protocol):
     """The part of a worker's endpoint that a group uses."""
 
     failure: RingError | None
+    home: Home
 
     def send(self, peer: str, frame: Outgoing) -> None:
         """Send a frame to the peer, after those before it."""
@@ -101,6 +103,7 @@ class Group:
         self.name, self.rank, self.size = name, rank, len(members)
         self.members = list(members)
         self.id = group_id(name)
+        self.home = links.home
         self._links = links
         self._ranks = {peer: index for index, peer in enumerate(members)}
         self._generation = generation
@@ -134,7 +137,9 @@ class Group:
 
         Raises:
             RingError: The key is longer than MAX_KEY, or this worker has left the group.
+            Forked: This process is a fork of the worker.
         """
+        self.home.check()
         if self._closed:
             raise self._has_left()
         key = key or next_key(self._next_number)
@@ -179,7 +184,11 @@ class Group:
         Returns:
             The first key for which a frame has come, or "" if none has come in time. After a failure, or if all of the
             ranks have left, the first key: the operation that is started with it raises the reason.
+
+        Raises:
+            Forked: This process is a fork of the worker.
         """
+        self.home.check()
 
         def found() -> str:
             if self._closed or self._links.failure or all(map(self.has_left, keys.values())):

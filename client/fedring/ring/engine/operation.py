@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from enum import Enum, auto
 from typing import Protocol
 
+from fedring.ring.engine.home import Home
 from fedring.ring.engine.program import Program, Receive, Send, Stepper
 from fedring.ring.errors import PeerLost, RingError
 from fedring.ring.transport.frames import Frame
@@ -78,6 +79,7 @@ class Carrier(Protocol):
     """The part of a group that an operation uses."""
 
     rank: int
+    home: Home
 
     def send(self, operation: "Operation", send: Send) -> None:
         """Send the bytes; call `operation.sent()` once they are copied."""
@@ -225,7 +227,9 @@ class Operation:
 
         Raises:
             RingError: A copy of the error that it ended with.
+            Forked: This process is a fork of the worker.
         """
+        self._carrier.home.check()
         if not self._done.wait(timeout):
             return False
         if self.error:

@@ -123,7 +123,14 @@ class Member(_ProcessGroup):  # type: ignore[misc]  # see _ProcessGroup
 
     def abort(self) -> None:
         """Fail the generation on every rank, and leave the group."""
-        self.ring.fail(RingError(f"rank {self.ring.rank} has aborted the group"))
+        self._abort(f"rank {self.ring.rank} has aborted the group")
+
+    def abort_because(self, why: str) -> None:
+        """As `abort`, with a reason that the errors of all ranks tell."""
+        self._abort(f"rank {self.ring.rank} has aborted the group: {why}")
+
+    def _abort(self, text: str) -> None:
+        self.ring.fail(RingError(text, rank=self.ring.rank))
         self.shutdown()
 
     def _start_coalescing(self, device: torch.device) -> None:

@@ -38,6 +38,7 @@ class Messages:
 
     def send(self, staged: Staged, to: int, tag: int, *, timeout: float) -> Operation:
         """Start to send values to a rank."""
+        self.group.home.check()
         with self._lock:
             key = _key(self.group.rank, to, tag, self._sent[to, tag])
             self._sent[to, tag] += 1
@@ -55,6 +56,7 @@ class Messages:
 
         Its values go into `staged`.
         """
+        self.group.home.check()
         with self._lock:
             key = _key(source, self.group.rank, tag, self._received[source, tag])
             self._received[source, tag] += 1
@@ -74,6 +76,7 @@ class Messages:
         """
         me = self.group.rank
         others = [rank for rank in range(self.group.size) if rank != me]
+        self.group.home.check()
         while True:
             with self._lock:
                 sources = {_key(rank, me, tag, self._received[rank, tag]): rank for rank in others}
@@ -155,6 +158,7 @@ class ReceiveFromAny(RingWork):
 
     def get_future(self) -> RingFuture:
         """Return a future of the tensors."""
+        self._group.home.check()
         with self._lock:
             if self._future is None:
                 self._future, complete = deferred(f"any{next(self._numbers)}", self._value)
@@ -162,6 +166,7 @@ class ReceiveFromAny(RingWork):
             return self._future
 
     def _matched(self, patience: float) -> bool:
+        self._group.home.check()
         with self._matching:
             if not self.operations:
                 found = self._messages.receive_any(self._staged, self._tag, patience=patience, timeout=self._timeout)

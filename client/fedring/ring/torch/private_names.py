@@ -6,11 +6,13 @@ with one warning, and all else works. No other module of fedring uses private na
 
 import warnings
 from collections.abc import Mapping
-from functools import cache, reduce
+from functools import cache, reduce, wraps
 from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
+
+from fedring.ring.errors import NotSupported
 
 TESTED = ("2.13", "2.15")
 """Versions of torch with which the backend is tested."""
@@ -80,3 +82,26 @@ def record_no_flights_of(group: type) -> None:
         return None if isinstance(given, group) else attach(given, *rest, **named)
 
     module._maybe_attach_flight_recorder = attach_to_others
+
+
+def refuse_beside_others(name: str) -> None:
+    """Refuse a backend that shares a group with other backends, by devices.
+
+    torch would make the group of the first that is written in Python, and give it the tensors of all devices, without a
+    word. It passes no backend the names of the others, but parses them in a class of its own, before anything starts.
+    """
+    module: Any = import_module("torch.distributed.distributed_c10d")
+    parse = module.BackendConfig.__init__
+
+    @wraps(parse)
+    def parse_and_check(self: Any, backend: Any) -> None:
+        parse(self, backend)
+        used = set(self.get_device_backend_map().values())
+        if name in used and len(used) > 1:
+            other = " and ".join(sorted(used - {name}))
+            raise NotSupported(
+                f"the backend {str(backend)!r} cannot be made: a group of {name} takes the tensors of all devices, and "
+                f"leaves none to {other}. Use {name!r} alone, and dist.new_group(backend={other!r}) beside it"
+            )
+
+    module.BackendConfig.__init__ = parse_and_check

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from fedring.c10d import HashStore, PrefixStore, Store, TCPStore
 from fedring.ring.engine import collectives
 from fedring.ring.engine.endpoint import Endpoint
+from fedring.ring.engine.home import claim
 from fedring.ring.errors import RingError
 from fedring.ring.options import RingOptions
 from fedring.ring.torch.forming import next_generation
@@ -126,8 +127,10 @@ def rejoin(
         PeerLost: A slot has stayed empty.
         RingError: Another worker has this worker's slot, workers of the last generation still run, or the store is
             gone.
+        Forked: A process that this one was forked from has had a group.
     """
     global _place
+    claim()
     place = _place = _next_place(
         store, slot, size, min_size, last_call=last_call_timeout, timeout=timeout, options=options
     )
@@ -152,7 +155,9 @@ def waiting() -> int:
 
     Raises:
         RingError: The default group was not formed through a store, or the store is gone.
+        Forked: A process that this one was forked from has had a group.
     """
+    claim()
     if _place is None:
         raise RingError("this worker has not met others through a store")
     try:
@@ -196,7 +201,9 @@ def create(wanted: Any, options: Any) -> RingProcessGroup:
 
     Raises:
         RingError: The members have not come in time, or the generation has failed.
+        Forked: A process that this one was forked from has had a group.
     """
+    claim()
     ranks = list(wanted.global_ranks_in_group)
     world = current() if ranks else None
     if world is not None:

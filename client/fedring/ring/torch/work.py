@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.futures import Future
 
 from fedring.ring.engine.group import Group
+from fedring.ring.engine.home import Home
 from fedring.ring.engine.operation import CallbackScope, Operation, inside
 from fedring.ring.errors import CollectiveTimeout, RingError
 from fedring.ring.torch.compiler import opaque
@@ -64,7 +65,9 @@ class RingWork(dist.Work):
         Raises:
             CollectiveTimeout: It has not ended within the timeout. That ends the generation.
             RingError: The error that it ended with.
+            Forked: This process is a fork of the worker.
         """
+        self._group.home.check()
         seconds = timeout.total_seconds()
         try:
             for operation in self.operations:
@@ -99,6 +102,7 @@ class RingWork(dist.Work):
 
     def is_completed(self) -> bool:
         """Return whether it has ended, with or without an error."""
+        self._group.home.check()
         if not all(operation.done for operation in self.operations):
             return False
         error = self.exception()
@@ -122,6 +126,7 @@ class RingWork(dist.Work):
 
     def get_future(self) -> "RingFuture":
         """Return a future of the result."""
+        self._group.home.check()
         with self._lock:
             if self._future is not None:
                 return self._future
@@ -185,6 +190,7 @@ class RingFuture(Future[Any]):
 
     def __init__(self, scope: CallbackScope) -> None:
         super().__init__()
+        self._home = Home()  # forks have none of the threads that would complete it
         self._scope = scope
 
     def complete(self, function: Callable[[], Any]) -> None:
@@ -231,6 +237,7 @@ class RingFuture(Future[Any]):
 
         If the future has failed, this raises its error.
         """
+        self._home.check()
         return _value(super().wait())
 
     def value(self) -> Any:
@@ -245,6 +252,7 @@ class RingFuture(Future[Any]):
 
         If the future has ended, torch would call at once, on this thread.
         """
+        self._home.check()
         attaching = threading.get_ident()
 
         def ended(_: Any) -> None:

@@ -41,7 +41,13 @@ class World:
         return group
 
     def leave(self, group: Group) -> None:
-        """Leave a group, and with the last one the world."""
+        """Leave a group, and with the last one the world.
+
+        A fork of the worker only forgets the world.
+        """
+        if not self.endpoint.home.is_here:
+            self.close()
+            return
         with self._lock:
             if group not in self._groups:
                 return
@@ -75,8 +81,19 @@ def set_current(world: World) -> None:
 
 
 # A fork, such as a worker of a DataLoader, has none of gRPC's threads. It would wait for them forever if it freed a
-# channel or a server that is garbage by then. So garbage that a fork takes over is never collected there.
-os.register_at_fork(after_in_child=gc.freeze)
+# channel or a server that is garbage by then. So garbage that a fork takes over is never collected there, and what is
+# in use is kept until its end. Another thread may hold the lock at the fork, and would never let go of it there.
+_kept: list[World] = []
+
+
+def _after_fork() -> None:
+    global _lock
+    _lock = threading.Lock()
+    gc.freeze()
+    _kept.extend(_worlds)
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 @atexit.register

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from fedring.ring.engine.home import Home
 from fedring.ring.engine.operation import Operation
 from fedring.ring.engine.program import Program, Receive, Send
 from fedring.ring.errors import BadFrame, Mismatch, PeerLost, RingError
@@ -23,6 +24,7 @@ class Wire:
     rank = 0
 
     def __init__(self, left: Sequence[int] = ()) -> None:
+        self.home = Home()
         self.sends: list[Send] = []
         self.ends = 0
         self.waits: list[tuple[int, float]] = []
