@@ -210,4 +210,8 @@ def fail_in_the_middle(rank: int, size: int) -> dict[str, Any]:
 def test_all_stages_fail_when_one_stage_raises(tmp_path: Path) -> None:
     errors = ranks.run(fail_in_the_middle, 4, tmp_path)
     assert errors[3]["kind"] == "IndexError"
-    assert all("rank 3 has aborted" in error["text"] for error in errors[:3]), errors
+    told = "rank 3 has aborted the group: stage 3 has failed: IndexError: Target 9 is out of bounds."
+    for error in errors[:3]:
+        assert (error["kind"], error["rank"]) == ("RingError", 3), error
+        assert error["text"].startswith(told), error
+        assert error["text"].endswith("in the forward of micro-batch 2 in stage 3"), error

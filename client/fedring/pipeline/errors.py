@@ -26,3 +26,8 @@ def add_note(where: str) -> Iterator[None]:
     except Exception as error:
         error.add_note(where)
         raise
+
+
+def described(error: BaseException) -> str:
+    """Return an error's type, text and notes."""
+    return "; ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])

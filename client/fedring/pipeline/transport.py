@@ -14,7 +14,7 @@ previous run with as many micro-batches. A tensor of another size follows its fr
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -48,8 +48,23 @@ class StageTransport(Protocol):
     def close(self) -> None:
         """Wait until all messages of the run have been sent."""
 
-    def abort(self) -> None:
-        """Let waiting workers fail, if the group can do that."""
+    def abort(self, why: str) -> None:
+        """Let waiting workers fail, if the group can do that.
+
+        Args:
+            why: The reason, which their errors name if the group can carry it.
+        """
+
+
+@runtime_checkable
+class Telling(Protocol):
+    """A group that can tell its ranks the reason for an abort.
+
+    Those of torch's own backends cannot.
+    """
+
+    def abort_because(self, why: str) -> None:
+        """Make the group fail on every rank, with this reason."""
 
 
 class Mailbox:
@@ -100,9 +115,9 @@ class LocalTransport:
 
     def close(self) -> None:
         """End the run."""
-        self.abort()
+        self.abort("")
 
-    def abort(self) -> None:
+    def abort(self, why: str) -> None:
         """Drop the messages that were sent and not received."""
         self._box = Mailbox()
 
@@ -189,12 +204,15 @@ class GroupTransport:
         for into in self._in.values():
             into.drain()
 
-    def abort(self) -> None:
+    def abort(self, why: str) -> None:
         """Make the group fail on every rank, if it can.
 
-        This depends on its backend.
+        This depends on its backend, as does whether the other ranks learn the reason.
         """
-        self.group.abort()
+        if isinstance(self.group, Telling):
+            self.group.abort_because(why)
+        else:
+            self.group.abort()
 
     def _lane_of(self, key: Key) -> Lane:
         if self._traffic is None:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fedring.pipeline.errors import PipelineError
+from fedring.pipeline.errors import PipelineError, described
 from fedring.pipeline.replicas import add_up, share_buffers
 from fedring.pipeline.run import EvaluationRun, Inputs, Report, Run, Watch
 from fedring.pipeline.stage import Stage
@@ -170,9 +170,10 @@ class Worker:
         """
         try:
             yield
-        except BaseException:  # whatever it is, the other workers must not wait for this one
+        except BaseException as error:  # whatever it is, the other workers must not wait for this one
             run.forget()
-            self.transport.abort()
+            numbers = ", ".join(map(str, self.stages))
+            self.transport.abort(f"stage {numbers} has failed: {described(error)}")
             raise
 
 
