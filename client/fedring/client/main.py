@@ -21,6 +21,7 @@ from fedring.daemon.memory import bound_arenas
 from fedring.daemon.notify import sd_notify
 from fedring.daemon.tracing import set_up_tracing
 from fedring.extras import missing
+from fedring.job_code import AskedToStop
 from fedring.requirements import check_grpcio, check_torch
 from fedring.version import SOFTWARE, VERSION
 
@@ -160,7 +161,7 @@ def serve(loaded: Loaded[ClientConfig]) -> Exit:
         sd_notify("STOPPING=1\nSTATUS=stopping")
         federation.close()
         if trainer.in_users_code:
-            raise KeyboardInterrupt  # The built-in loop checks whether to stop, but a user's may not.
+            raise AskedToStop  # The built-in loop checks whether to stop, but a user's may not.
 
     with federation:
         for number in (signal.SIGTERM, signal.SIGINT):

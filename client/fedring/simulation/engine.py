@@ -20,6 +20,7 @@ from fedring.codec.schema import Vectors
 from fedring.control.failure import Failure
 from fedring.daemon.exits import Exit
 from fedring.data import DataError
+from fedring.job_code import job_code
 from fedring.simulation.worker import Order, Outcome, Own, Setup, SimulationWorker, Turn, limit_threads
 from fedring.train.errors import SeamError, TrainError, failure_detail
 from fedring.train.evaluation import Counts
@@ -87,7 +88,8 @@ def load(setup: Setup) -> SimulationWorker | Failure:
     An error of the user's code may not survive pickling on its way to the caller, so it becomes a Failure here.
     """
     try:
-        return SimulationWorker(setup)
+        with job_code():
+            return SimulationWorker(setup)
     except (SeamError, DataError) as error:
         return Failure(str(error).rstrip("."), Exit.CONFIG)
     except Exception as error:  # the user's code may raise anything

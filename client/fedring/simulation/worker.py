@@ -39,6 +39,7 @@ from fedring.codec.digest import name_of
 from fedring.codec.schema import Vectors
 from fedring.data import DataError
 from fedring.data.partition import held_out_parts, labels_of, parts, subset
+from fedring.job_code import job_code
 from fedring.privacy.account import SampledSteps, sampled_epsilon
 from fedring.rpc.chunks import CHUNK_BYTES
 from fedring.rpc.contract import SMALL_BYTES
@@ -234,7 +235,8 @@ class SimulationWorker:
             return Outcome(turn.client, None, failure=f"{client_id(turn.client)}: {error}")
         name, answer, samples, reason, failure = client_id(turn.client), None, 0, "", ""
         try:
-            answer, samples = self._update(turn)
+            with job_code():
+                answer, samples = self._update(turn)
         except (SeamError, TrainError, DataError, CodecError, UpdateRefused) as error:
             reason, failure = error.reason, str(error)
         except Exception as error:  # the user's code may raise anything

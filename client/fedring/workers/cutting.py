@@ -9,6 +9,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
+from fedring.job_code import job_code
 from fedring.pipeline.cut import as_cut, balanced, cut_at, cut_by_counts
 from fedring.pipeline.errors import CutError
 from fedring.pipeline.layers import Layers, Stages
@@ -87,7 +88,8 @@ def _stages(model: nn.Module, table: Pipeline, counts: Sequence[int], offered: O
 def _made_by(name: str, model: nn.Module, offered: Offered) -> object:
     made = offered.get("cut", name)
     try:
-        return made(model)
+        with job_code():
+            return made(model)
     except Exception as error:  # the user's code may raise anything
         raise CutError(f"{name} raised {type(error).__name__}: {error}") from error
 

@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from fedring.job_code import job_code
+
 
 class DataError(Exception):
     """The samples cannot be loaded or divided.
@@ -120,10 +122,11 @@ def load_split(load: Callable[[], Any]) -> Split:
             something else than a Split.
     """
     try:
-        split = load()
+        with job_code():
+            split = load()
     except DataError:
         raise
-    except (Exception, SystemExit) as error:  # the user's code may raise anything
+    except Exception as error:  # the user's code may raise anything
         raise DataError("no_data", f"The data cannot be loaded: {type(error).__name__}: {error}.") from error
     if not isinstance(split, Split):
         raise DataError("no_data", f"The data callable returned a {type(split).__name__}: let it return a Split.")

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from fedring.job_code import job_code
 from fedring.rpc.contract import MAX_FIGURE
 from fedring.train.batches import apply, fetch, size_of
 from fedring.train.errors import TrainError
@@ -117,15 +118,16 @@ def run_evaluator(
     Raises:
         TrainError: With the reason bad_result, if the function reports nonsense, or the loss is not finite.
     """
-    if evaluator is None:
-        return _checked(evaluate(model, samples, loss=loss, device=device))
-    if (size := size_of(samples)) == 0:
-        return Counts()
-    model.to(device).eval()
-    try:
-        return counts_of(evaluator(model, samples), size)
-    finally:
-        model.to(device).train()  # The function may have moved it.
+    with job_code():
+        if evaluator is None:
+            return _checked(evaluate(model, samples, loss=loss, device=device))
+        if (size := size_of(samples)) == 0:
+            return Counts()
+        model.to(device).eval()
+        try:
+            return counts_of(evaluator(model, samples), size)
+        finally:
+            model.to(device).train()  # The function may have moved it.
 
 
 def counts_of(told: object, size: int | None = None) -> Counts:

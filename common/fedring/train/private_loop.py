@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from fedring.job_code import job_code
 from fedring.privacy.account import SampledSteps
 from fedring.privacy.keystream import SECRET_BYTES
 from fedring.privacy.noise import Noise
@@ -154,7 +155,8 @@ class SampleGradients:
         missing in the update, too, and everybody would see that.
         """
         try:
-            self._compute(indices, tally)
+            with job_code():
+                self._compute(indices, tally)
             failed = False
         except Exception:  # the model, the loss and the samples may raise anything
             log.debug("a batch raised an error: its samples are computed one by one", exc_info=True)
@@ -198,7 +200,8 @@ class SampleGradients:
         for place, index in enumerate(indices):
             self._forget()
             try:
-                self._compute(index[None], tally)
+                with job_code():
+                    self._compute(index[None], tally)
                 for each, found in zip(gradients, self.found(1), strict=True):
                     each[place] = found[0]
             except Exception as error:

@@ -297,7 +297,10 @@ def test_an_entry_that_names_no_module_is_refused_before_anything_is_imported(wr
         (None, "There is no module broken, which trusted = 'broken' needs: install it"),
         ("import a_module_that_is_not_installed", "There is no module a_module_that_is_not_installed, which trusted"),
         ("raise OSError('no disk')", "broken, which is trusted, cannot be imported: OSError: no disk."),
-        ("raise SystemExit", "broken, which is trusted, cannot be imported: SystemExit."),
+        (
+            "raise SystemExit",
+            "broken, which is trusted, cannot be imported: CodeEnded: the job's code called sys.exit()",
+        ),
         ("def net(:", "broken, which is trusted, cannot be imported: SyntaxError: "),
     ],
 )

@@ -20,6 +20,7 @@ from fedring.client.group.whole_model import WholeModel
 from fedring.client.pipeline_metrics import KINDS, PipelineMetrics
 from fedring.client.task import Task
 from fedring.daemon.memory import return_large_blocks
+from fedring.job_code import job_code
 from fedring.pipeline.run import Report
 from fedring.ring import RingError
 from fedring.schedules.schedule import Kind
@@ -232,7 +233,8 @@ class PipelinePart:
                 profile=self._profile,
                 micro_batches=self.state.micro_batches,
             )
-            self._means = training.run() or self._means
+            with job_code():  # so that it is a RuntimeError here
+                self._means = training.run() or self._means
             self.state.evaluations = {training.model_digest: training.evaluation}
             self.update, self._digest, self.samples = training.update, training.model_digest, training.samples
         except RingError:

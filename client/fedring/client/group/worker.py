@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from fedring.client.group.rendezvous import RendezvousStream
+from fedring.job_code import job_code
 from fedring.ring import Endpoint, RingError, RingOptions, Traffic, join, leave
 from fedring.train.errors import TrainingStopped
 from fedring.train.metrics import sendable_metrics
@@ -144,7 +145,8 @@ class RoundWorker:
         # The server says "start" once all have joined: the first collective would wait for the others otherwise.
         self._next(generation, "start")
         part.enter(generation, workers=len(group.members))
-        part.train(Watcher(self.progress, lambda: self._check(generation), lambda: _sent(endpoint.traffic)))
+        with job_code():
+            part.train(Watcher(self.progress, lambda: self._check(generation), lambda: _sent(endpoint.traffic)))
         done = pb.Done(
             generation=generation,
             digest=part.digest(),

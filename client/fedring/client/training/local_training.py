@@ -13,6 +13,7 @@ from fedring.client.policy.promises import sample_dp_of
 from fedring.client.training.personal import personal_of, train_own
 from fedring.codec.schema import Schema
 from fedring.data import Split
+from fedring.job_code import job_code
 from fedring.train.batches import size_of
 from fedring.train.errors import SeamError, TrainingStopped
 from fedring.train.evaluation import Evaluator
@@ -225,14 +226,15 @@ class LocalTraining:
         *,
         on_nothing: bool = False,
     ) -> TrainResult:
-        return train_locally(
-            self.loaded,
-            self.samples,
-            plan,
-            device=self.device,
-            progress=progress,
-            stopped=self.stopped,
-            corrections=corrections,
-            private=sample_dp_of(self.command.job),
-            on_nothing=on_nothing,
-        )
+        with job_code():
+            return train_locally(
+                self.loaded,
+                self.samples,
+                plan,
+                device=self.device,
+                progress=progress,
+                stopped=self.stopped,
+                corrections=corrections,
+                private=sample_dp_of(self.command.job),
+                on_nothing=on_nothing,
+            )

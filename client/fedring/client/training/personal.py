@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from fedring.codec.schema import Schema
+from fedring.job_code import job_code
 from fedring.train.errors import SeamError, TrainingStopped
 from fedring.train.evaluation import Counts
 from fedring.train.jobs.personal_table import Personal
@@ -71,17 +72,18 @@ def train_own(
     if start is not None and how.method == "ditto":
         write_tensors(model, start)
     try:
-        train(
-            model,
-            samples,
-            replace(plan, epochs=how.epochs, mu=how.mu),
-            loss=loss,
-            optimizer_factory=optimizer_factory,
-            device=device,
-            progress=progress,
-            stopped=stopped,
-            towards=rounds_model,
-        )
+        with job_code():
+            train(
+                model,
+                samples,
+                replace(plan, epochs=how.epochs, mu=how.mu),
+                loss=loss,
+                optimizer_factory=optimizer_factory,
+                device=device,
+                progress=progress,
+                stopped=stopped,
+                towards=rounds_model,
+            )
         own = read_tensors(model, schema.names)
     except TrainingStopped:
         raise

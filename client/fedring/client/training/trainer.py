@@ -21,6 +21,7 @@ from fedring.client.training.local_training import LoadedJob, LocalTraining, che
 from fedring.client.training.personal import with_own
 from fedring.daemon.tracing import span
 from fedring.data import DataError, Split, load_part, load_split
+from fedring.job_code import job_code
 from fedring.offers import Kind, named
 from fedring.train.batches import size_of
 from fedring.train.device import pick_device, threads_for
@@ -90,8 +91,10 @@ class DeclaredTrainer:
         try:
             if not (self._config.trainer or task.job.trainer):  # a user's trainer cannot report how far it is
                 task.progress(0.0)
-            loaded = self._load(task.job)
-            with span("train", task.command.traceparent, round=task.round, client=self._config.client_id):
+            with job_code():
+                loaded = self._load(task.job)
+            where = span("train", task.command.traceparent, round=task.round, client=self._config.client_id)
+            with where, job_code():
                 if MODES[task.job.mode].grouped:
                     self._train_in_group(loaded, task)
                     return None
@@ -124,6 +127,7 @@ class DeclaredTrainer:
             return _Failure(failure_reason(error), failure_detail(error), type(error).__name__)
         return None
 
+    @job_code()
     def evaluate(self, evaluation: Evaluation) -> Counts:
         """Evaluate a model on this client's held-out samples.
 

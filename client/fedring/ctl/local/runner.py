@@ -17,6 +17,7 @@ from fedring.ctl.fleet import Fleet
 from fedring.ctl.operate.event_display import Show
 from fedring.ctl.output import Output, print_json, stderr_console
 from fedring.daemon.exits import Exit
+from fedring.job_code import AskedToExit
 from fedring.rpc.channel import open_sync_channel
 from fedring.rpc.tls import PLAINTEXT, Tls
 from fedring.v1 import control_pb2 as pb
@@ -130,7 +131,7 @@ def ended_by_signals() -> Iterator[None]:
     """
 
     def unwind(number: int, frame: object) -> None:
-        raise SystemExit(128 + number)
+        raise AskedToExit(128 + number)
 
     old = {number: signal.signal(number, unwind) for number in _SIGNALS}
     try:

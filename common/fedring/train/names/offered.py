@@ -27,6 +27,7 @@ from typing import Any
 from torch import nn
 
 from fedring import vision
+from fedring.job_code import job_code
 from fedring.offers import KINDS, Kind, can_be_offered, marks_of
 from fedring.train.errors import SeamError
 from fedring.train.names.arguments import check_arguments
@@ -284,14 +285,15 @@ def _import(module: str, entry: str) -> ModuleType:
     try:
         if _is_below(module, "torchvision"):
             vision.load()
-        return importlib.import_module(module)
+        with job_code():
+            return importlib.import_module(module)
     except ModuleNotFoundError as error:
         detail = (
             f"There is no module {error.name}, which trusted = {entry!r} needs: install it where this program runs, "
             "add its folder to PYTHONPATH, or correct the name."
         )
         raise SeamError("no_module", detail) from error
-    except (Exception, SystemExit) as error:  # the user's code may raise anything
+    except Exception as error:  # the user's code may raise anything
         described = f"{type(error).__name__}: {str(error).rstrip('.')}" if str(error) else type(error).__name__
         raise SeamError("no_module", f"{module}, which is trusted, cannot be imported: {described}.") from error
 

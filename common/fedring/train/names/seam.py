@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fedring.job_code import job_code
 from fedring.train.errors import SeamError
 from fedring.train.names.offered import Offered
 
@@ -26,8 +27,9 @@ def build_model(name: str, args: dict[str, Any], seed: int, offered: Offered) ->
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         try:
-            model = build()
-        except (Exception, SystemExit) as error:  # the user's code may raise anything
+            with job_code():
+                model = build()
+        except Exception as error:  # the user's code may raise anything
             raise SeamError("no_model", f"The model {name} cannot be built with {args}: {_describe(error)}.") from error
     if not isinstance(model, nn.Module):
         raise SeamError("no_model", f"{name} returned a {type(model).__name__}: let it return a torch.nn.Module.")
@@ -55,8 +57,9 @@ def optimizer_factory(
 
     def make(parameters: Any, lr: float, momentum: float) -> torch.optim.Optimizer:
         try:
-            optimizer = build(parameters, lr, momentum)
-        except (Exception, SystemExit) as error:  # the user's code may raise anything
+            with job_code():
+                optimizer = build(parameters, lr, momentum)
+        except Exception as error:  # the user's code may raise anything
             given = f"lr={lr:g}, momentum={momentum:g} and optimizer_args={args}"
             raise SeamError(
                 "bad_optimizer", f"The optimizer {name} cannot be made with {given}: {_describe(error)}."

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fedring.job_code import job_code
 from fedring.train.errors import SeamError
 from fedring.train.names.offered import Offered
 from fedring.train.names.seam import build_model
@@ -162,7 +163,8 @@ def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def _reset(module: nn.Module, path: str) -> None:
     try:
-        module.reset_parameters()  # type: ignore[operator]  # check_can_initialize() has looked for it
+        with job_code():
+            module.reset_parameters()  # type: ignore[operator]  # check_can_initialize() has looked for it
     except Exception as error:  # the user's code may raise anything
         text = f"reset_parameters() of {path or 'the model'} raised {type(error).__name__}: {error}"
         raise SeamError("no_model", text) from error

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from fedring.job_code import job_code
 from fedring.server.aggregation.contributions import ClientVector, Contribution, Values, values_at_a_time
 from fedring.server.aggregation.mean import weighted_mean
 from fedring.server.aggregation.robust import Median
@@ -244,11 +245,11 @@ def _call(rule: Callable[[], Any], length: int) -> Float64:
         RuleError: if it is anything else, or if the rule fails.
     """
     try:
-        with np.errstate(all="ignore"):
+        with np.errstate(all="ignore"), job_code():
             values = np.asarray(rule(), np.float64)
     except (MemoryError, RuleError):
         raise
-    except (Exception, SystemExit) as error:  # the user's code may raise anything
+    except Exception as error:  # the user's code may raise anything
         raise RuleError("bad_rule", f"it raised {type(error).__name__}: {error}") from error
     if values.shape != (length,):
         raise RuleError("bad_rule", f"it returned an array of shape {values.shape} instead of ({length},)")

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from fedring.daemon.config import explain
+from fedring.job_code import job_code
 from fedring.server.aggregation.robust import CenteredClip, FLTrust, GeometricMedian, Krum, Median, TrimmedMean
 from fedring.server.aggregation.rule import CoordinateRule, GramRule, Rule
 from fedring.server.state.rows import RoundRow
@@ -197,8 +198,9 @@ def ask_metrics(strategy: Strategy, model: "nn.Module") -> dict[str, float]:
 def _own_strategy(table: Aggregation, offered: "Offered") -> Strategy:
     make = offered.get("rule", table.rule, table.args)
     try:
-        made: Any = make()
-    except (Exception, SystemExit) as error:  # the user's code may raise anything
+        with job_code():
+            made: Any = make()
+    except Exception as error:  # the user's code may raise anything
         text = f"The rule {table.rule} cannot be made with {table.args}: {type(error).__name__}: {error}."
         raise SeamError("bad_rule", text) from error
     methods = {name: getattr(made, name, None) for name in _METHODS}
@@ -214,10 +216,11 @@ def _own_strategy(table: Aggregation, offered: "Offered") -> Strategy:
 def _call(strategy: Strategy, method: str, function: Callable[[Any], Any], argument: object) -> dict[Any, Any]:
     """Return the mapping that a method of the user's returns."""
     try:
-        told = function(argument)
-        if isinstance(told, Mapping):
-            return dict(told)
-    except (Exception, SystemExit) as error:  # the user's code may raise anything
+        with job_code():
+            told = function(argument)
+            if isinstance(told, Mapping):
+                return dict(told)
+    except Exception as error:  # the user's code may raise anything
         text = f"{type(error).__name__}: {error}".rstrip(": ")
         raise _wrong(strategy, f"{method} raised {text}") from error
     raise _wrong(strategy, f"{method} returned a {type(told).__name__} instead of a mapping")
@@ -229,7 +232,8 @@ def _number(strategy: Strategy, method: str, key: object, value: object) -> floa
     It is an int if it is whole by its type.
     """
     try:
-        number = float("text" if isinstance(value, bool | str) else value)  # type: ignore[arg-type]  # it may raise
+        with job_code():
+            number = float("text" if isinstance(value, bool | str) else value)  # type: ignore[arg-type]  # it may raise
     except Exception as error:  # the value may be an object of the user's
         text = f"{method} returned a {type(value).__name__} for {key!r:.100} instead of a number"
         raise _wrong(strategy, text) from error

@@ -15,6 +15,7 @@ from torch.utils.data import Dataset
 from fedring.codec import Encoding, encode
 from fedring.codec.schema import Schema, Vectors
 from fedring.data import DataError, load_split
+from fedring.job_code import job_code
 from fedring.server.aggregation.contributions import Contribution
 from fedring.server.aggregation.rule import RuleError
 from fedring.server.state.rows import lay_out
@@ -82,13 +83,14 @@ class OwnUpdates:
         """
         write_vectors(model, schema, base, partial=True)
         try:
-            _train(model, self.load(job), job, job_round=job_round, seed=seed, offered=self._offered)
+            with job_code():
+                _train(model, self.load(job), job, job_round=job_round, seed=seed, offered=self._offered)
             if clause := schema.difference(schema_of(model, schema.names)):
                 raise TrainError("wrong_schema", f"its trainer has changed the model: {clause}")
             delta = read_vectors(model, schema.names).parameters - base.parameters
         except SeamError:
             raise
-        except (Exception, SystemExit) as error:  # the user's code may raise anything
+        except Exception as error:  # the user's code may raise anything
             known = isinstance(error, TrainError | DataError)
             detail = str(error).rstrip(".") if known else failure_detail(error)
             raise RuleError("no_server_update", f"the server cannot train: {detail}") from error

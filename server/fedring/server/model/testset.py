@@ -12,6 +12,7 @@ from torch import nn
 
 from fedring.codec import CodecError
 from fedring.data import DataError, load_split
+from fedring.job_code import job_code
 from fedring.server.aggregation.modelfile import ModelReader
 from fedring.server.state.blob_interfaces import Blobs
 from fedring.server.state.checked import CheckedReader
@@ -63,14 +64,15 @@ class TestSet:
             EvaluationFailed: with a line in the log, if that fails: the user's code may raise anything.
         """
         try:
-            loaded = self.load(job)
-            with self._blobs.reader(row.blob) as blob:
-                checked = CheckedReader(blob.read, blob.size, row.blob)
-                reader = ModelReader(checked)
-                write_vectors(loaded.model, reader.schema, reader.vectors(), partial=True)
-                checked.check()
-            device = pick_device("auto")
-            counts = run_evaluator(loaded.evaluator, loaded.model, loaded.samples, loss=loaded.loss, device=device)
+            with job_code():
+                loaded = self.load(job)
+                with self._blobs.reader(row.blob) as blob:
+                    checked = CheckedReader(blob.read, blob.size, row.blob)
+                    reader = ModelReader(checked)
+                    write_vectors(loaded.model, reader.schema, reader.vectors(), partial=True)
+                    checked.check()
+                device = pick_device("auto")
+                counts = run_evaluator(loaded.evaluator, loaded.model, loaded.samples, loss=loaded.loss, device=device)
         except Exception as error:  # the user's model and loss may raise anything, and the round has published
             log.exception("the server could not evaluate model %d", row.version)
             known = isinstance(error, SeamError | TrainError | StorageError | CodecError)

@@ -11,6 +11,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
 from typing import ParamSpec, TypeVar
 
+from fedring.job_code import job_code
 from fedring.server.state.blob_interfaces import Blobs, Partial
 from fedring.server.state.blobs import MemoryPartial
 from fedring.server.state.failures import StorageError, StorageFailed
@@ -211,7 +212,7 @@ class Facts:
         return bool(pruned.rows or pruned.blobs)
 
     async def _run(self, executor: Executor, function: Callable[[], T]) -> T:
-        future = asyncio.get_running_loop().run_in_executor(executor, function)
+        future = asyncio.get_running_loop().run_in_executor(executor, job_code()(function))
         self.waiting += 1
         try:
             return await asyncio.shield(future)

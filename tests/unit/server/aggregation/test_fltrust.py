@@ -195,7 +195,11 @@ def test_the_jobs_own_trainer_trains_on_the_server_too(maker: ModelMaker, tmp_pa
     made = next_model(maker, base, rows_of([delta] * 2), spec, 1, 2, job_round=1)
     change = parameters(tmp_path, made) - parameters(tmp_path, base)
     np.testing.assert_allclose(change[:4096], 1.0, atol=1e-6)
-    sentences = ("ValueError: two is too much", "SystemExit: 3", "its trainer has changed the model: ")
+    sentences = (
+        "ValueError: two is too much",
+        "CodeEnded: the job's code called sys.exit(3)",
+        "its trainer has changed the model: ",
+    )
     for job_round, sentence in enumerate(sentences, start=2):
         with pytest.raises(RuleError, match=f"the server cannot train: {sentence}") as caught:
             next_model(maker, base, rows_of([delta] * 2), spec, job_round, 2, job_round=job_round)

@@ -55,7 +55,7 @@ def faulty(**args: str) -> Any:
 
 FAULTS = {
     "raises": "failed: configure raised ZeroDivisionError: no rounds to divide by",
-    "exits": "failed: configure raised SystemExit: 3",
+    "exits": "failed: configure raised CodeEnded: the job's code called sys.exit(3): ",
     "type": "failed: configure returned a float instead of a mapping",
     "nan": "failed: configure returned nan for 'lr'",
     "key": "failed: configure returned the key 'rounds': choose from lr, epochs, ",
