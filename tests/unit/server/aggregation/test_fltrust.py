@@ -197,7 +197,7 @@ def test_the_jobs_own_trainer_trains_on_the_server_too(maker: ModelMaker, tmp_pa
     np.testing.assert_allclose(change[:4096], 1.0, atol=1e-6)
     sentences = (
         "ValueError: two is too much",
-        "CodeEnded: the job's code called sys.exit(3)",
+        r"CodeEnded: the job's code called sys.exit\(3\)",
         "its trainer has changed the model: ",
     )
     for job_round, sentence in enumerate(sentences, start=2):
