@@ -19,6 +19,7 @@ from fedring.daemon.exits import Exit
 from fedring.daemon.logs import log_always, set_up_logs
 from fedring.daemon.memory import bound_arenas
 from fedring.daemon.notify import sd_notify
+from fedring.daemon.program import run
 from fedring.daemon.tracing import set_up_tracing
 from fedring.extras import missing
 from fedring.job_code import AskedToStop
@@ -189,7 +190,7 @@ def main() -> None:
     """Run the program fl-client."""
     faulthandler.register(signal.SIGUSR1)  # Prints all stacks to stderr, even if the daemon is stuck.
     bound_arenas()
-    app()
+    sys.exit(run(app, "fl-client", sys.argv[1:]))
 
 
 if __name__ == "__main__":

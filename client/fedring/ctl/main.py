@@ -9,7 +9,8 @@ os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # before grpc is imported: it m
 
 import typer
 
-from fedring.ctl.verbs import HELP_NAMES, program
+from fedring.ctl import verbs
+from fedring.daemon import program
 from fedring.daemon.exits import Exit
 from fedring.version import VERSION
 
@@ -18,7 +19,7 @@ _app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
-    context_settings=HELP_NAMES,
+    context_settings=verbs.HELP_NAMES,
     epilog="Start here:\n\nflctl demo\n\nflctl help run\n\nflctl help exit-codes",
 )
 _MOVABLE = ("-s", "--server", "-o", "--output", "--tls-ca", "--tls-cert", "--tls-key", "--token-file")
@@ -44,7 +45,7 @@ def _flctl(
     """
 
 
-flctl = program(_app)
+flctl = verbs.program(_app)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -61,16 +62,13 @@ def run(command: Callable[..., Any], name: str, arguments: Sequence[str]) -> int
     What fails is one sentence on stderr.
     """
     try:
-        command(list(arguments), prog_name=name)
-    except SystemExit as end:
-        return end.code if isinstance(end.code, int) else Exit.OK if end.code is None else Exit.FAILED
+        return program.run(command, name, arguments)
     except Exception as error:
         if (told := _sentence(error)) is None:
             raise
         text, code = told
         print(f"{name}: {text}", file=sys.stderr)
         return code
-    return Exit.OK
 
 
 def _behind_the_verb(arguments: Sequence[str]) -> list[str]:

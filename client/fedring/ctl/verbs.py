@@ -150,14 +150,18 @@ VERBS = (
     ),
     Verb(
         "models",
-        "",
-        "List the versions of the model, and export one.",
+        "operate.lists:models",
+        "List the model versions that the server keeps, newest first.",
         panel=SHOW,
+        examples=(
+            "flctl models",
+            "flctl models --limit 5 --output json",
+        ),
         verbs=(
             Verb(
                 "list",
-                "operate.lists:models",
-                "List the model versions that the server keeps, newest first.",
+                "operate.lists:list_models",
+                "List the model versions, as `flctl models` does.",
                 examples=("flctl models list",),
             ),
             Verb(

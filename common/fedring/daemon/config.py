@@ -95,7 +95,8 @@ def split_arguments(arguments: Sequence[str]) -> tuple[Path | None, list[str]]:
         raise ConfigError(f"there is one configuration file at most, and these are {len(files)}: {', '.join(files)}")
     for argument in arguments:
         if argument not in files and "=" not in argument:
-            raise ConfigError(f"{argument!r} is neither a configuration file (.toml, .json) nor key=value")
+            what = f"{argument!r} is neither a configuration file (.toml, .json) nor key=value"
+            raise ConfigError(_spaced(arguments) or what)
     return (Path(files[0]) if files else None), [a for a in arguments if a not in files]
 
 
@@ -106,7 +107,7 @@ def read_document(path: Path) -> dict[str, Any]:
         ConfigError: if the file cannot be read, or does not hold a table.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # some editors begin a file with a mark of its encoding
         document = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
@@ -127,8 +128,9 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
     table: dict[str, Any] = {}
     for override in overrides:
         key, equals, text = override.partition("=")
+        key = key.strip()  # of 'key = value', in quotes
         if not equals or not key:
-            raise ConfigError(f"{override!r} is not of the form key=value")
+            raise ConfigError(_spaced(overrides) or f"{override!r} is not of the form key=value")
         try:
             value = json.loads(text)
         except RecursionError:
@@ -140,6 +142,21 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
             value = {part: value}
         table = merge(table, {first: value})
     return table
+
+
+def _spaced(arguments: Sequence[str]) -> str:
+    """Return the sentence about `key = value` as several arguments.
+
+    A shell makes them. It is empty if none of the arguments looks so.
+    """
+    for before, argument, after in zip(["", *arguments], arguments, [*arguments[1:], ""], strict=False):
+        key, equals, value = argument.partition("=")
+        # "key =value" and "key = value" have the equals sign at the start of an argument, "key= value" at its end.
+        if equals and not value and key and after and "=" not in after:
+            return f"a key and its value are one argument, without spaces: {argument}{after}"
+        if equals and not key and before:
+            return f"a key and its value are one argument, without spaces: {before}={value or after}"
+    return ""
 
 
 def merge(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,3 +16,4 @@ class Exit(IntEnum):
     TRY_AGAIN = 75  # it may work later
     NOT_ALLOWED = 77  # the caller may not do this
     CONFIG = 78  # the configuration, or what it names, is wrong
+    INTERRUPTED = 130  # by Ctrl-C, as shells have it

@@ -33,6 +33,9 @@ def check_tcp_address(text: str) -> str:
     Raises:
         ValueError: If it is not.
     """
+    scheme, slashes, rest = text.partition("://")
+    if slashes:
+        raise ValueError(f"{text!r} is not host:port: leave out {scheme}://, as in {rest.rstrip('/') or 'host:port'}")
     host, colon, port = text.rpartition(":")
     if not (colon and port.isascii() and port.isdecimal()) or host == "unix" or host.startswith("unix:"):
         raise ValueError(f"{text!r} is not host:port")

@@ -18,6 +18,7 @@ from fedring.daemon.config import ConfigError, Loaded, describe, load_config, sp
 from fedring.daemon.exits import Exit
 from fedring.daemon.logs import set_up_logs
 from fedring.daemon.memory import bound_arenas
+from fedring.daemon.program import run
 from fedring.extras import missing
 from fedring.requirements import check_grpcio, check_torch
 from fedring.server.config import ServerConfig
@@ -112,7 +113,7 @@ def main() -> None:
     """Run the daemon: the console script calls this."""
     faulthandler.register(signal.SIGUSR1)  # writes all stacks to stderr, even if the daemon hangs
     bound_arenas()
-    app()
+    sys.exit(run(app, "fl-server", sys.argv[1:]))
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ def imported(*arguments: str) -> set[str]:
 
 
 @pytest.mark.programs
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["models", "--help"], ["help", "exit-codes"]])
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["token", "--help"], ["help", "exit-codes"]])
 def test_help_imports_nothing_that_is_slow(arguments: list[str]) -> None:
     slow = SLOW - ({"grpc"} if "exit-codes" in arguments else set())
     assert imported(*arguments) & slow == set()

@@ -75,13 +75,7 @@ def clients(
     output: OutputOption = Output.TABLE,
 ) -> None:
     """List the clients, with the activity of each."""
-    if verb := context.invoked_subcommand:
-        for name in context.params:
-            # Compared by its name, since typer may bring its own copy of click.
-            if (source := context.get_parameter_source(name)) is not None and source.name == "COMMANDLINE":
-                raise Failure(
-                    f"--{name.replace('_', '-')} belongs behind {verb}: see flctl clients {verb} --help", Exit.USAGE
-                )
+    if _is_group(context, "clients"):
         return
     with connect(server) as control:
         known = control.clients(limit=limit)
@@ -224,8 +218,21 @@ def rounds(
         stderr_console().print(f"the best round of job {job} is {job}.{job_round}: it published model {version}")
 
 
-def models(limit: LimitOption = 20, server: ServerOption = DEFAULT_SERVER, output: OutputOption = Output.TABLE) -> None:
+def models(
+    context: typer.Context,
+    limit: LimitOption = 20,
+    server: ServerOption = DEFAULT_SERVER,
+    output: OutputOption = Output.TABLE,
+) -> None:
     """List the model versions that the server keeps, newest first."""
+    if not _is_group(context, "models"):
+        list_models(limit, server, output)
+
+
+def list_models(
+    limit: LimitOption = 20, server: ServerOption = DEFAULT_SERVER, output: OutputOption = Output.TABLE
+) -> None:
+    """List the model versions, as `flctl models` does."""
     with connect(server) as control:
         known = control.models(limit=limit)
     if output is Output.JSON:
@@ -285,6 +292,22 @@ def export_model(
         row = {"version": header.version, "digest": header.model_digest, "file": str(out), "bytes": written}
         return print_json(row)
     print(f"version {header.version}, {size(written)}, is in {out}")
+
+
+def _is_group(context: typer.Context, group: str) -> bool:
+    """Return whether a verb of the group follows, which does the work.
+
+    Raises:
+        Failure: An option stands before that verb, where it would be ignored.
+    """
+    verb = context.invoked_subcommand
+    for name in context.params if verb else ():
+        # Compared by its name, since typer may bring its own copy of click.
+        if (source := context.get_parameter_source(name)) is not None and source.name == "COMMANDLINE":
+            raise Failure(
+                f"--{name.replace('_', '-')} belongs behind {verb}: see flctl {group} {verb} --help", Exit.USAGE
+            )
+    return bool(verb)
 
 
 def round_row(round_: pb.Round) -> Sequence[str]:
