@@ -18,9 +18,9 @@ from tests.conftest import ROOT, missing
 from tests.deploy.on_this_host import PROGRAMS, SECONDS, Running, Translator, run
 from tests.deploy.units import UNITS, Unit
 
-from fedring.ctl.admin.tls_handshake import shown_at
 from fedring.daemon.exits import Exit
 from fedring.rpc.certificates import load_authorities
+from fedring.rpc.handshake import shown_at
 
 SERVER, CLIENT = UNITS / "fl-server.service", UNITS / "fl-client@.service"
 GPU = UNITS / "fl-client@.service.d" / "gpu.conf"

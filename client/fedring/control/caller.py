@@ -8,6 +8,7 @@ import grpc
 from google.protobuf.message import Message
 
 from fedring.control.failure import failure_of
+from fedring.rpc.tls import PLAINTEXT, Tls
 
 _R = TypeVar("_R")
 
@@ -18,10 +19,11 @@ class ControlCaller:
     Args:
         address: "host:port" of the control port.
         timeout_seconds: Longest time that a call may take.
+        tls: The certificates of the caller.
     """
 
-    def __init__(self, address: str, timeout_seconds: float) -> None:
-        self.address = address
+    def __init__(self, address: str, timeout_seconds: float, tls: Tls = PLAINTEXT) -> None:
+        self.address, self.tls = address, tls
         self.timeout_seconds = timeout_seconds
 
     def __call__(
@@ -46,17 +48,17 @@ class ControlCaller:
             Failure: The call failed.
         """
         timeout = max(self.timeout_seconds, at_least_seconds)
-        with translated(self.address, named=named):
+        with translated(self.address, tls=self.tls, named=named):
             return rpc(request, timeout=timeout, wait_for_ready=wait_for_ready)
 
 
 @contextmanager
-def translated(address: str, *, named: bool = True) -> Iterator[None]:
+def translated(address: str, *, tls: Tls = PLAINTEXT, named: bool = True) -> Iterator[None]:
     """Raise a Failure for a call that fails inside the context.
 
-    `named` is as in failure_of.
+    `tls` and `named` are as in failure_of.
     """
     try:
         yield
     except grpc.RpcError as error:
-        raise failure_of(error, address, named=named) from error
+        raise failure_of(error, address, tls=tls, named=named) from error

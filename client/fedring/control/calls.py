@@ -16,6 +16,7 @@ from fedring.control.caller import ControlCaller, translated
 from fedring.control.failure import Failure, Unreachable
 from fedring.control.tokens import ControlTokens
 from fedring.rpc.channel import open_sync_channel
+from fedring.rpc.tls import PLAINTEXT, Tls
 from fedring.v1 import control_pb2 as pb
 from fedring.v1.control_pb2_grpc import ControlServiceStub
 from fedring.v1.federation_pb2 import FetchModelRequest, ModelHeader
@@ -69,13 +70,21 @@ class Control:
         address: "host:port" of the control port.
         channel: The channel to use, which `close` closes; by default one in plaintext.
         timeout_seconds: Longest time that a call may take.
+        tls: The certificates of `channel`, with which to find out why it cannot reach the server.
     """
 
-    def __init__(self, address: str, *, channel: grpc.Channel | None = None, timeout_seconds: float = 10.0) -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        channel: grpc.Channel | None = None,
+        timeout_seconds: float = 10.0,
+        tls: Tls = PLAINTEXT,
+    ) -> None:
         self.address = address
         self._channel = channel or open_sync_channel(address)
         self._stub = ControlServiceStub(self._channel)
-        self._call = ControlCaller(address, timeout_seconds)
+        self._call = ControlCaller(address, timeout_seconds, tls)
         self.tokens = ControlTokens(self._call, self._channel)
 
     def __enter__(self) -> Self:

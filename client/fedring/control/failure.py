@@ -7,8 +7,11 @@ import grpc
 from grpc import StatusCode
 
 from fedring.daemon.exits import Exit
+from fedring.rpc.channel import encrypts
 from fedring.rpc.errors import reason_of, status_of
+from fedring.rpc.handshake import diagnose
 from fedring.rpc.probe import Listener, listener_at
+from fedring.rpc.tls import PLAINTEXT, Tls
 
 
 class Failure(Exception):
@@ -34,6 +37,7 @@ _WHY = {
     Listener.TLS: "it speaks TLS: give --tls-ca, and --tls-cert with --tls-key or --token-file",
     Listener.PLAINTEXT: "something else listens there, or a server that does not answer",
 }
+_SECONDS = 2.0  # for each handshake that looks for the reason
 _EXITS = {
     StatusCode.INVALID_ARGUMENT: Exit.USAGE,
     StatusCode.NOT_FOUND: Exit.USAGE,
@@ -46,12 +50,13 @@ _EXITS = {
 }
 
 
-def failure_of(error: grpc.RpcError, address: str, *, named: bool = True) -> Failure:
+def failure_of(error: grpc.RpcError, address: str, *, tls: Tls = PLAINTEXT, named: bool = True) -> Failure:
     """Translate a failed call to the control port.
 
     Args:
         error: The error of the call.
         address: Address of the control port.
+        tls: The certificates of the caller.
         named: Whether the user has named what the server did not find, such as a job; then it is a usage error.
     """
     status = status_of(error)
@@ -63,10 +68,8 @@ def failure_of(error: grpc.RpcError, address: str, *, named: bool = True) -> Fai
     match status:
         case StatusCode.UNAVAILABLE if "WRONG_VERSION_NUMBER" in details:
             return Unreachable(f"{address} speaks plaintext, and flctl was told to use TLS: leave out --tls-ca")
-        case StatusCode.UNAVAILABLE if "handshake" in details.lower() or "certificate" in details.lower():
-            return Unreachable(f"no TLS connection with {address}: {details}: check --tls-ca, --tls-cert and --tls-key")
         case StatusCode.UNAVAILABLE:
-            return Unreachable(f"cannot reach fl-server's control port at {address}: {_WHY[listener_at(address)]}")
+            return Unreachable(f"cannot reach fl-server's control port at {address}: {_obstacle(address, tls)}")
         case StatusCode.UNIMPLEMENTED:
             return Failure(
                 f"{address} is not fl-server's control port: is it the port for clients? "
@@ -77,3 +80,12 @@ def failure_of(error: grpc.RpcError, address: str, *, named: bool = True) -> Fai
         case StatusCode.NOT_FOUND if not named:
             return Failure(details)
     return Failure(details or f"fl-server answered {status.name}", _EXITS.get(status, Exit.FAILED))
+
+
+def _obstacle(address: str, tls: Tls) -> str:
+    """Return why no call arrives, and the remedy."""
+    listener = listener_at(address)
+    if listener is Listener.TLS and encrypts(address, tls):
+        found = diagnose(address, tls, _SECONDS)
+        return f"{found.found}: {found.advice}".replace("tls.", "--tls-")
+    return _WHY[listener]

@@ -2,6 +2,7 @@
 
 import json
 import os
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -61,7 +62,7 @@ def connect(
             {name: path or os.environ.get(f"FLCTL_TLS_{name.upper()}") for name, path in given.items()}
         )
         token = token_file or os.environ.get("FLCTL_TOKEN_FILE")
-        control = Control(address, channel=Access(tls, Path(token) if token else None).channel(address))
+        control = Control(address, channel=Access(tls, Path(token) if token else None).channel(address), tls=tls)
     except ValidationError as error:
         raise Failure(explain(error, {}).replace("tls.", "tls_"), Exit.USAGE) from error
     except ConfigError as error:
@@ -117,7 +118,10 @@ class Server:
             check_job(table, where="the job")
         except ConfigError as error:
             raise Failure(str(error), Exit.CONFIG) from error
-        return Job(self.control, self.control.start_job(table, key=key).job_id)
+        reply = self.control.start_job(table, key=key)
+        if reply.warning:
+            warnings.warn(reply.warning, stacklevel=2)
+        return Job(self.control, reply.job_id)
 
     def job(self, job_id: int = 0) -> "Job":
         """Return a job by its id, or the newest one.

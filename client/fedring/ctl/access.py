@@ -47,7 +47,7 @@ def connect(server: str) -> Control:
 
     The identity is that of the running verb's user.
     """
-    return Control(server, channel=access().channel(server))
+    return Control(server, channel=access().channel(server), tls=access().tls)
 
 
 def access_of(parameters: Mapping[str, Any]) -> Access:

@@ -19,7 +19,6 @@ EXIT_CODES: Mapping[Exit, str] = {
     Exit.CONFIG: "a configuration or a job, or something that it names, is wrong; "
     "or a state folder is in use, or is not what the verb needs",
 }
-_INTERRUPTED = 130
 
 
 def help_(
@@ -44,4 +43,4 @@ def help_(
 def exit_codes() -> str:
     """Return the meaning of every exit code, one on each line."""
     lines = [f"{code:>4}  {meaning}" for code, meaning in EXIT_CODES.items()]
-    return "\n".join(["Exit codes of flctl:", "", *lines, f"{_INTERRUPTED:>4}  interrupted with Ctrl-C"])
+    return "\n".join(["Exit codes of flctl:", "", *lines, f"{Exit.INTERRUPTED:>4}  interrupted with Ctrl-C"])

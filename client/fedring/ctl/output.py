@@ -14,6 +14,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 from rich import box
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -27,6 +28,7 @@ _INT64 = {
     FieldDescriptor.TYPE_FIXED64,
     FieldDescriptor.TYPE_SFIXED64,
 }
+_ANY_WIDTH = 10_000  # columns in which every table fits
 _PIPE_WIDTH = 240  # columns of a table that is not printed on a terminal, wide enough to cut nothing off
 
 
@@ -57,18 +59,43 @@ def print_json(value: Any) -> None:
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     """Print a table on stdout.
 
-    A column whose name ends in ">" is aligned to the right.
+    A column whose name ends in ">" is aligned to the right, and its values stay on one line. Where a terminal is too
+    narrow for that, each row becomes a paragraph of names and values.
     """
-    stdout_console().print(make_table(title, columns, rows))
+    console, cells = stdout_console(), [list(row) for row in rows]
+    table = make_table(title, columns, cells)
+    needed = console.measure(table, options=console.options.update_width(_ANY_WIDTH)).minimum
+    if needed <= console.width:
+        console.print(table)
+    else:
+        console.print(_paragraphs(title, columns, cells))
 
 
 def make_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    """Return the table that print_table prints."""
+    """Return the table that print_table prints where it fits."""
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in columns:
-        table.add_column(column.removesuffix(">"), justify="right" if column.endswith(">") else "left")
-    for row in rows:
+    cells = list(rows)
+    for at, column in enumerate(columns):
+        texts = [column.removesuffix(">"), *(row[at] for row in cells)]
+        right = column.endswith(">")
+        # Words stay whole, which rich would divide.
+        parts = texts if right else [word for text in texts for word in text.split()]
+        longest = max((cell_len(part) for part in parts), default=0)
+        table.add_column(texts[0], justify="right" if right else "left", no_wrap=right, min_width=longest)
+    for row in cells:
         table.add_row(*row)
+    return table
+
+
+def _paragraphs(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """Return the table with a name and a value on each line."""
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, show_header=False, pad_edge=False)
+    table.add_column(no_wrap=True, style="dim")
+    table.add_column(overflow="fold")
+    for row in rows:
+        for column, text in zip(columns, row, strict=True):
+            table.add_row(column.removesuffix(">"), text)
+        table.add_row()
     return table
 
 
@@ -94,6 +121,11 @@ def stdout_console() -> Console:
 def stderr_console() -> Console:
     """Return the console for messages to people."""
     return _Console(stderr=True, highlight=False, markup=False)
+
+
+def warn(text: str) -> None:
+    """Print a text for people as one line on stderr."""
+    stderr_console().print(text, soft_wrap=True)
 
 
 def size(count: float) -> str:

@@ -26,6 +26,7 @@ from fedring.client.transfer.own_values import PERSONAL
 from fedring.codec import CodecError
 from fedring.control.failure import Failure
 from fedring.daemon.exits import Exit
+from fedring.daemon.wording import counted
 from fedring.privacy.account import NoAccountant, SampledSteps, epsilon, sampled_epsilon
 from fedring.server.aggregation.rule import OptimizerError, RuleError
 from fedring.server.aggregation.strategy import HISTORY, PastRound, StrategyError, with_settings
@@ -266,7 +267,7 @@ class _Run:
         work.sums = groups_that_count(work.groups, delivered, work.command, self._schema.num_parameters)
         if len(work.updates) < self._rules.min_to_aggregate:
             work.reason = "too_few_clients"
-            work.why = f"{len(work.updates)} of {work.selected} clients delivered an update"
+            work.why = f"{len(work.updates)} of {counted(work.selected, 'client')} delivered an update"
         elif work.sums is not None and (why := short_of(work.job, work.sums)):
             work.reason, work.why = "too_few_to_unmask", why
         else:

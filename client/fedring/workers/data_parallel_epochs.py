@@ -20,8 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
 from fedring.c10d import GradBucket
-from fedring.train.batches import Inputs, apply, cut, fetch, size_of
-from fedring.train.errors import TrainError
+from fedring.train.batches import Inputs, apply, cut, diverged, fetch, size_of
 from fedring.train.jobs.data_parallel_table import DataParallel
 from fedring.train.loop import Loss, random_state, seeded, set_random_state
 from fedring.train.plan import Plan
@@ -165,7 +164,9 @@ class DataParallelTraining:
             progress.steps, progress.round_steps = progress.steps + 1, progress.round_steps + 1
             progress.taken = share.taken
             if number % every == 0 or number == len(steps):
-                self._report(tally, (progress.epoch + share.taken / len(order)) / plan.epochs)
+                if not math.isfinite(tally.loss_sum):
+                    raise diverged(setup.samples, [indices for step in cuts[:number] for indices in step], plan.lr)
+                self.watcher.progress((progress.epoch + share.taken / len(order)) / plan.epochs)
             self._after_step()
 
     def _step(self, ddp: DistributedDataParallel, batches: list[tuple[Inputs, Tensor]], tally: Tally) -> None:
@@ -202,12 +203,6 @@ class DataParallelTraining:
         factor = lr_factor(setup.table, done, setup.total_epochs)
         for group in self.replica.optimizer.param_groups:
             group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor
-
-    def _report(self, tally: Tally, share: float) -> None:
-        if not math.isfinite(tally.loss_sum):
-            lr = self.setup.plan.lr
-            raise TrainError("diverged", f"The loss is not finite: use a learning rate below {lr:g}.")
-        self.watcher.progress(share)
 
     def _after_step(self) -> None:
         """Do all tasks that are due after this step.

@@ -36,7 +36,7 @@ from fedring.pipeline.stash import WeightStashing
 from fedring.pipeline.transport import GroupTransport
 from fedring.pipeline.worker import Worker
 from fedring.schedules.simulation import check
-from fedring.train.batches import by_name, fetch, size_of
+from fedring.train.batches import by_name, diverged, fetch, size_of
 from fedring.train.evaluation import Counts
 from fedring.train.jobs.hooks import choose_hook
 from fedring.train.jobs.pipeline_table import CREDITS, Pipeline
@@ -302,7 +302,7 @@ class PipelineTraining:
         )
         # Only the last stage sees losses; its error ends the group, and with it the other stages.
         if not all(map(math.isfinite, report.losses)):
-            raise Diverged(f"the loss is not finite: use a learning rate below {setup.plan.lr:g}")
+            raise Diverged(str(diverged(setup.samples, cuts, setup.plan.lr)))
         self.watcher.progress((now.epoch + now.taken / len(order)) / setup.plan.epochs)
 
     def _read(self, samples: Dataset[Any], cuts: Sequence[Tensor]) -> tuple[dict[str, MicroBatches], MicroBatches]:

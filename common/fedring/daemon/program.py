@@ -48,7 +48,7 @@ def run(command: Callable[..., Any], name: str, arguments: Sequence[str]) -> int
 
 @contextmanager
 def interruptible(name: str) -> Iterator[None]:
-    """Let Ctrl-C end the program with one line, while it imports its parts.
+    """End the program with one line if Ctrl-C interrupts imports.
 
     Args:
         name: The name of the program.
@@ -68,7 +68,7 @@ def _tell_interrupted(name: str) -> None:
 
 
 def _sentence(error: Any, text: str, arguments: Sequence[str]) -> str:
-    """Return a mistake in a sentence, with what to do about it."""
+    """Return the sentence about a mistake, with the remedy."""
     text = f"{text[:1].lower()}{text[1:]}".rstrip(".").replace("Value error, ", "")
     context = getattr(error, "ctx", None)
     if context is None:
@@ -89,7 +89,7 @@ def _sentence(error: Any, text: str, arguments: Sequence[str]) -> str:
 
 
 def _as_key(option: str, arguments: Sequence[str]) -> str:
-    """Return the key that an option was meant to be, with its value."""
+    """Return an option and its value as key=value."""
     key, value = option.removeprefix("--").replace("-", "_"), ""
     for at, argument in enumerate(arguments):
         given, equals, behind = argument.partition("=")

@@ -83,6 +83,34 @@ def fetch(samples: Dataset[Any], cuts: Sequence[Tensor], device: torch.device) -
         yield _moved(batch[0], device), batch[1].to(device, non_blocking=True)
 
 
+def diverged(samples: Dataset[Any], cuts: Sequence[Tensor], lr: float) -> TrainError:
+    """Return the error of a training whose loss is not finite.
+
+    The samples are read once more, since NaN in them is mended in another way than a learning rate that is too high.
+
+    Args:
+        samples: The samples.
+        cuts: The indices of each batch that was trained on, in their order.
+        lr: The learning rate.
+
+    Returns:
+        The error, with the reason bad_batch, if a sample has a value that is not finite, or else diverged.
+    """
+    for number, (indices, (inputs, labels)) in enumerate(
+        zip(cuts, fetch(samples, cuts, torch.device("cpu")), strict=True), start=1
+    ):
+        given = {"inputs": inputs} if isinstance(inputs, Tensor) else inputs
+        for what, tensor in [*given.items(), ("label", labels)]:
+            bad = ~torch.isfinite(tensor).flatten(1).all(1) if tensor.dim() > 1 else ~torch.isfinite(tensor)
+            if bad.any():
+                first = int(bad.nonzero()[0]) if bad.dim() else 0
+                where = f"sample {int(indices[first])} of this client, in batch {number} of the epoch"
+                return TrainError(
+                    "bad_batch", f"NaN or infinity in {where}, in its {what}: mend or remove such samples."
+                )
+    return TrainError("diverged", f"The loss is not finite: use a learning rate below {lr:g}.")
+
+
 def apply(model: nn.Module, inputs: Inputs) -> Tensor:
     """Return the outputs of a model.
 

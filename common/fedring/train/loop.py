@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from fedring.train.batches import Inputs, apply, cut, draw, fetch, size_of
+from fedring.train.batches import Inputs, apply, cut, diverged, draw, fetch, size_of
 from fedring.train.errors import TrainError, TrainingStopped
 from fedring.train.plan import Plan, TrainResult
 from fedring.train.tally import Tally
@@ -64,7 +64,8 @@ def train(
 
     Raises:
         TrainingStopped: If `stopped` returned True.
-        TrainError: With the reason no_data, if there are no samples, or diverged, if the loss is not finite.
+        TrainError: With the reason no_data, if there are no samples, or, if the loss is not finite, bad_batch if a
+            sample has NaN, and diverged if not.
     """
     generator = torch.Generator().manual_seed(plan.seed)
     drawn = draw(size_of(samples), plan.subset_size, generator)
@@ -83,7 +84,7 @@ def train(
             tally.clear()
             for share in _epoch(step, fetch(samples, cuts, device), len(cuts), tally, stopped):
                 if not math.isfinite(tally.loss_sum):
-                    raise TrainError("diverged", f"The loss is not finite: use a learning rate below {plan.lr:g}.")
+                    raise diverged(samples, cuts[: round(share * len(cuts))], plan.lr)
                 progress((epoch + share) / plan.epochs)
             steps += len(cuts)
         seconds = time.perf_counter() - began

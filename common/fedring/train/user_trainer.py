@@ -10,10 +10,13 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
+from fedring.train.batches import diverged, size_of
 from fedring.train.errors import TrainError
 from fedring.train.loop import seeded
 from fedring.train.metrics import named_metrics
 from fedring.train.plan import Plan, TrainResult
+
+_AT_ONCE = 256  # samples to read in search of NaN
 
 Trainer = Callable[[nn.Module, Dataset[Any], Plan], Any]
 """A function of (model, samples, plan); see docs/clients.md for what it returns."""
@@ -48,7 +51,14 @@ def run_trainer(
     finally:
         for parameter, required in flags:  # What counts as frozen must not depend on the rounds before.
             parameter.requires_grad_(required)
-    return replace(_result(told), seconds=seconds)
+    try:
+        return replace(_result(told), seconds=seconds)
+    except TrainError as error:
+        if error.reason == "diverged" and size_of(samples):
+            cause = diverged(samples, torch.split(torch.arange(size_of(samples)), _AT_ONCE), plan.lr)
+            if cause.reason != error.reason:
+                raise cause from error
+        raise
 
 
 def _result(told: object) -> TrainResult:

@@ -60,10 +60,10 @@ def control_service(
     `refused` returns the calls that the ports have refused, by reason.
     """
 
-    def check(job: Job, kept: Sequence[ModelRow], *, runs_next: bool) -> None:
+    def check(job: Job, kept: Sequence[ModelRow], *, runs_next: bool) -> str:
         from fedring.server.operator.job_checks import JobChecks  # imports torch
 
-        JobChecks(config, parts.models.load()).check(job, kept, runs_next=runs_next)
+        return JobChecks(config, parts.models.load()).check(job, kept, runs_next=runs_next)
 
     return ControlService(
         JobRequests(parts.jobs, parts.rounds, parts.facts, check, config.job),

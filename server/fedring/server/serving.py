@@ -187,7 +187,8 @@ def _servers(parts: Parts, security: Security, config: ServerConfig, most: Share
     add_client_services(public, parts, streams, config)
     operate = control_service(parts, streams, config, refused=security.tally.counts)
     control_pb2_grpc.add_ControlServiceServicer_to_server(operate, control)
-    control_pb2_grpc.add_TokenServiceServicer_to_server(TokenService(security.tokens, parts.sessions), control)
+    tokens = TokenService(security.tokens, parts.sessions, taken=config.tokens)
+    control_pb2_grpc.add_TokenServiceServicer_to_server(tokens, control)
     return public, control
 
 

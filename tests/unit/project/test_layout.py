@@ -2,11 +2,13 @@
 
 import ast
 import importlib.metadata
+import io
 import random
 import re
 import subprocess
 import sys
 import tomllib
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from zlib import crc32
@@ -145,6 +147,18 @@ def tracked(*patterns: str) -> list[str]:
         pytest.skip("this is not a git checkout")
     output = subprocess.run(["git", "ls-files", *patterns], cwd=ROOT, capture_output=True, text=True, check=True)
     return output.stdout.split()
+
+
+def test_the_size_of_the_wheel_in_the_pages_is_the_one_that_it_has() -> None:
+    with zipfile.ZipFile(io.BytesIO(), "w", zipfile.ZIP_DEFLATED) as archive:
+        for name in ("server", "client", "common", "protos"):
+            for path in (ROOT / name / "fedring").rglob("*"):
+                if path.is_file() and "__pycache__" not in path.parts:
+                    archive.write(path, path.relative_to(ROOT / name))
+        size = sum(each.compress_size + 2 * len(each.filename) + 110 for each in archive.infolist())
+    told = re.search(r"^\| the wheel \| ([0-9.]+) MB \|$", (ROOT / "docs" / "install.md").read_text(), re.MULTILINE)
+    assert told
+    assert float(told[1]) == pytest.approx(size / 1e6, rel=0.12)
 
 
 def test_generated_code_is_not_committed() -> None:

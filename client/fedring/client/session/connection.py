@@ -22,7 +22,9 @@ from fedring.rpc.channel import encrypts, open_channel
 from fedring.rpc.chunks import part_parser, serialize
 from fedring.rpc.contract import PROTOCOL, SESSION_KEY
 from fedring.rpc.errors import Unavailable, reason_of, status_of
+from fedring.rpc.handshake import diagnose
 from fedring.rpc.metrics import counted
+from fedring.rpc.probe import Listener, listener_at
 from fedring.rpc.tls import read_token
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1.federation_pb2_grpc import ClientUpdateServiceStub, TrainCmdServiceStub
@@ -212,6 +214,28 @@ class Connection:
         It has the session, the token if there is one, and the span if calls are traced.
         """
         return ((SESSION_KEY, self.session.session_id), *self._authorization, *trace_metadata())
+
+    def obstacle(self, lost: Exception) -> str:
+        """Return why no call arrives at the server.
+
+        This takes seconds: not for the event loop.
+
+        Args:
+            lost: The error of a call.
+        """
+        details = (lost.details() or "") if isinstance(lost, aio.AioRpcError) else str(lost)
+        if not self.encrypted:
+            tls = "it speaks TLS: set tls.ca, and tls.cert with tls.key or token_file"
+            return tls if listener_at(self.address) is Listener.TLS else details
+        if "WRONG_VERSION_NUMBER" in details:
+            return (
+                "it speaks plaintext, and this client uses TLS: check the addresses and the table `tls` of both sides"
+            )
+        # gRPC says "Socket closed" of a server that rejects a certificate.
+        if listener_at(self.address) is Listener.TLS:
+            found = diagnose(self.address, self._tls, CALL_SECONDS)
+            return f"{found.found}: {found.advice}"
+        return details
 
     @asynccontextmanager
     async def small_updates(self) -> AsyncIterator[Any]:

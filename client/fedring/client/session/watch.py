@@ -27,7 +27,6 @@ from fedring.rpc.errors import (
     status_of,
 )
 from fedring.rpc.health import Health
-from fedring.rpc.probe import Listener, listener_at
 from fedring.rpc.streams import TimedStream
 from fedring.v1 import federation_pb2 as pb
 
@@ -99,7 +98,7 @@ class ClientSession:
         Raises:
             Refused: If the server will never give this client a session again.
         """
-        tries, wait, listener = Tries(self._connection, POLICY), False, Listener.NOBODY
+        tries, wait, obstacle = Tries(self._connection, POLICY), False, ""
         while True:
             try:
                 with tries.one():
@@ -121,8 +120,8 @@ class ClientSession:
             deadline = self._deadline(lost)
             # One look per outage: it takes seconds, and its result is only for the sentence.
             if wait and self._state != "unreachable":
-                listener = await asyncio.to_thread(listener_at, self._connection.address)
-            self._say(*self._explain(lost, listener))
+                obstacle = await asyncio.to_thread(self._connection.obstacle, lost)
+            self._say(*self._explain(lost, obstacle))
             with suppress(TimeoutError):
                 await tries.wait(deadline=deadline)
 
@@ -270,10 +269,10 @@ class ClientSession:
                 self.inbox.end(event.round_ended.round, event.round_ended.reason)
         return None
 
-    def _explain(self, lost: Lost, listener: Listener) -> tuple[str, str]:
+    def _explain(self, lost: Lost, obstacle: str) -> tuple[str, str]:
         """Return the new state, and a sentence that explains it.
 
-        `listener` is what listens at the server's address if no call arrives.
+        `obstacle` says why no call arrives at the server's address, if none does.
         """
         address = self._connection.address
         if isinstance(lost, Unavailable):
@@ -281,7 +280,7 @@ class ClientSession:
         if isinstance(lost, FedringError):
             return "silent", f"fl-server at {address} does not answer ({lost}); joining again"
         if _unreachable(lost):
-            return "unreachable", f"cannot reach fl-server at {address}; still trying: {self._obstacle(lost, listener)}"
+            return "unreachable", f"cannot reach fl-server at {address}; still trying: {obstacle}"
         if _is(lost, IdInUse):
             name, seconds = self._connection.client_id, retry_seconds_of(lost)
             return "in_use", f"fl-server at {address} has another session of {name!r}; trying for {seconds:g} s"
@@ -292,16 +291,6 @@ class ClientSession:
             return "no_server", f"the program at {address} is not fl-server: check `server`; still trying"
         sentence = f"fl-server at {address} answered {reason_of(lost)}; still trying: {lost.details()}"
         return status_of(lost).name, sentence
-
-    def _obstacle(self, lost: aio.AioRpcError, listener: Listener) -> str:
-        details = lost.details() or ""
-        if listener is Listener.TLS and not self._connection.encrypted:
-            return "it speaks TLS: set tls.ca, and tls.cert with tls.key or token_file"
-        if "WRONG_VERSION_NUMBER" in details:
-            return (
-                "it speaks plaintext, and this client uses TLS: check the addresses and the table `tls` of both sides"
-            )
-        return details
 
     def _say(self, state: str, sentence: str) -> None:
         """Log and tell a change of state, once, however many attempts follow."""

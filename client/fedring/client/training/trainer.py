@@ -47,6 +47,7 @@ NAMES: tuple[Kind, ...] = ("model", "data", "loss", "optimizer", "trainer", "eva
 """The names in a job that the client's configuration may override."""
 
 
+_READ = "fl-client had read it: restart fl-client, which still runs the old code, or send it SIGUSR2"
 _WRONG_BASE = ("wrong_base", "frozen_changed")
 
 
@@ -71,6 +72,7 @@ class DeclaredTrainer:
         self._device = pick_device(config.device)
         self._key = b""
         self._loaded: LoadedJob | None = None
+        self._edited = ""  # what was told of modules that were edited
         self._reached = 0.0  # how far the newest training came
         self.in_users_code = False  # whether a user's trainer or evaluator runs, which may never check whether to stop
 
@@ -229,7 +231,8 @@ class DeclaredTrainer:
 
         In covered jobs, texts of errors stay here: they may quote samples.
         """
-        detail = failure.detail
+        edited = self._offered.edited(_READ)
+        detail = f"{failure.detail} ({edited})" if edited else failure.detail
         if failure.quoting and is_covered(task.command):
             detail = f"{failure.quoting}; the log of this client says more"
         task.fail(failure.reason, detail, noise=self._noise(task, failure))
@@ -256,6 +259,9 @@ class DeclaredTrainer:
 
         It stays loaded from job to job as long as the names and their arguments stay the same.
         """
+        if (edited := self._offered.edited(_READ)) != self._edited:
+            self._edited = edited
+            log.warning("%s", edited)
         key = pb.JobSpec()
         key.CopyFrom(job)
         for field in ("job_id", "name", "rounds"):

@@ -16,12 +16,12 @@ from cryptography.hazmat.primitives.serialization import Encoding
 from pydantic_settings import BaseSettings
 
 from fedring.control.access import Access
-from fedring.ctl.admin.tls_handshake import diagnose, shown_at
 from fedring.ctl.operate.port_health import check_health
 from fedring.daemon.checks import Check, Level, check_writable, existing_part
 from fedring.daemon.config import ConfigError, load_config
 from fedring.rpc.certificates import identity_of, load_authorities
 from fedring.rpc.channel import encrypts
+from fedring.rpc.handshake import diagnose, shown_at
 from fedring.rpc.tls import PLAINTEXT, Tls, check_tls, read_token
 from fedring.v1 import control_pb2, federation_pb2
 

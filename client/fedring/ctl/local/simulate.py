@@ -128,7 +128,7 @@ def _print(report: Mapping[str, Any]) -> None:
         for row in rows[::-1][::step][::-1]
     ]
     facts = (
-        f"{report['clients']:,} clients",
+        f"{report['clients']:,} client{'' if report['clients'] == 1 else 's'}",
         quality(report["accuracy"], report["loss"]),
         f"{report['updates_per_second']:,.0f} updates/s",
     )

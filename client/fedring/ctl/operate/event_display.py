@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from fedring.control import figures
 from fedring.ctl.output import Output, quality, size, stderr_console, to_dict
+from fedring.daemon.wording import counted
 from fedring.v1 import control_pb2 as pb
 
 Show = Callable[[pb.Event], None]
@@ -97,7 +98,7 @@ def _bar(rounds: int, label: str) -> Iterator[Show]:
 
 
 def _summary(state: pb.Round) -> str:
-    parts = [f"{state.phase}, {state.delivered} of {state.selected} updates"]
+    parts = [f"{state.phase}, {state.delivered} of {counted(state.selected, 'update')}"]
     if state.eval_total:
         parts = [quality(figures.accuracy(state), figures.loss(state))]
     if state.clients:

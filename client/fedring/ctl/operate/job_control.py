@@ -1,5 +1,6 @@
 """flctl start-round, run and stop: start, follow and end jobs."""
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -9,18 +10,20 @@ import typer
 
 from fedring.control import figures
 from fedring.control.calls import Control, Events, check_completed
-from fedring.control.failure import Failure
+from fedring.control.failure import Failure, Unreachable
 from fedring.control.job_file import check_job
 from fedring.control.trackers import Log, tracker
 from fedring.ctl.access import connect
 from fedring.ctl.completion import job_ids, job_keys
+from fedring.ctl.operate.conclusion import conclude
 from fedring.ctl.operate.event_display import display
 from fedring.ctl.operate.round_names import round_title
 from fedring.ctl.options import DEFAULT_SERVER, KeyOption, OutputOption, ServerOption
-from fedring.ctl.output import Output, print_json, quality, to_dict
+from fedring.ctl.output import Output, print_json, to_dict, warn
 from fedring.daemon.config import COMMAND_LINE, ConfigError, merge, parse_overrides, read_document
 from fedring.daemon.exits import Exit
 from fedring.daemon.wording import counted
+from fedring.rpc.probe import Listener, listener_at
 from fedring.train.jobs.start import FRESH, NEWEST
 from fedring.v1 import control_pb2 as pb
 
@@ -30,6 +33,8 @@ Overrides = Annotated[
         metavar="[KEY=VALUE]...", help="Keys of the job, such as epochs=2 or lr=0.1.", autocompletion=job_keys
     ),
 ]
+_ASK_SECONDS = 0.2  # between two questions whether a server has started
+
 Start = Callable[[Control], pb.StartReply]
 
 
@@ -69,6 +74,9 @@ def run(
             help="Write the metrics of each round to tensorboard=FOLDER, mlflow=EXPERIMENT or wandb=PROJECT.",
         ),
     ] = "",
+    patience: Annotated[
+        float, typer.Option(min=0, metavar="SECONDS", help="How long to wait for an fl-server that is starting.")
+    ] = 60.0,
     key: KeyOption = "",
     server: ServerOption = DEFAULT_SERVER,
     output: OutputOption = Output.TABLE,
@@ -83,6 +91,8 @@ def run(
     if track and not wait:
         raise Failure("--track writes while flctl waits: leave --no-wait out", Exit.USAGE)
     with tracker(track) if track else nullcontext() as log:
+        with connect(server) as control:
+            _wait_for_server(control, patience)
         _start(server, lambda control: control.start_job(job, key=key), wait=wait, output=output, log=log)
 
 
@@ -136,10 +146,34 @@ def job_of(path: Path | None, overrides: Sequence[str]) -> dict[str, Any]:
     return merged
 
 
+def _wait_for_server(control: Control, seconds: float) -> None:
+    """Wait for a server that has not started yet.
+
+    Raises:
+        Unreachable: Nothing answered in time, or it is no server that could be used.
+    """
+    deadline = 0.0  # until there was a first answer: "nobody listens"
+    while True:
+        try:
+            control.status()
+            return
+        except Unreachable:
+            late = bool(deadline and time.monotonic() >= deadline)
+            if not seconds or late or listener_at(control.address) is not Listener.NOBODY:
+                raise
+            if not deadline:
+                deadline = time.monotonic() + seconds
+                waits = f"waiting for fl-server at {control.address}, which does not answer yet"
+                warn(f"{waits} (for {seconds:g} s at most; Ctrl-C ends)")
+            time.sleep(_ASK_SECONDS)
+
+
 def _start(server: str, start: Start, *, wait: bool, output: Output, log: Log | None = None) -> None:
     with connect(server) as control:
         events = control.events() if wait else None
         reply = start(control)
+        if reply.warning:
+            warn(f"warning: {reply.warning}")
         if events is not None:
             _follow(control, reply, events, output, log)
         elif output is Output.JSON:
@@ -154,23 +188,21 @@ def _follow(control: Control, reply: pb.StartReply, events: Events, output: Outp
     # A job that an earlier call has started with the same key may have ended before the events began.
     followed = control.follow_job(job_id, None if reply.already else events)
     failed: list[str] = []  # evaluations
-    with display(output, rounds=job.rounds, label=f"job {job_id} {job.name}".strip()) as show:
-        for event in followed:
-            show(event)
-            failed += [event.text] if event.kind == "evaluation_failed" else []
-            if log and event.kind == "round_evaluated" and event.HasField("state"):
-                log(figures.row(event.state))
+    try:
+        with display(output, rounds=job.rounds, label=f"job {job_id} {job.name}".strip()) as show:
+            for event in followed:
+                show(event)
+                failed += [event.text] if event.kind == "evaluation_failed" else []
+                if log and event.kind == "round_evaluated" and event.HasField("state"):
+                    log(figures.row(event.state))
+    except KeyboardInterrupt:
+        sentence = f"job {job_id} goes on: `flctl watch` shows it, and `flctl stop` ends it"
+        raise Failure(sentence, Exit.INTERRUPTED) from None
     job = control.job(job_id)
     check_completed(job)
     if output is Output.TABLE:
-        done = f"job {job_id} completed: {counted(job.rounds_done, 'round')}"
-        print(", ".join(filter(None, [done, *map(_figure, control.models(limit=1))])))
+        print(conclude(control, job))
         if job.reason:
             print(job.reason)
         if failed:
             print(f"{counted(len(failed), 'evaluation')} failed or lacked figures; the newest: {failed[-1]}")
-
-
-def _figure(model: pb.Model) -> str:
-    accuracy, loss = (getattr(model, name) if model.HasField(name) else None for name in ("accuracy", "loss"))
-    return quality(accuracy, loss)

@@ -118,7 +118,7 @@ def forget(
         forgotten = control.forget_client(client_id)
     if output is Output.JSON:
         return print_json(to_dict(forgotten))
-    print(f"{forgotten.client_id} is forgotten, with {forgotten.updates} updates")
+    print(f"{forgotten.client_id} is forgotten, with {counted(forgotten.updates, 'update')}")
 
 
 def privacy(

@@ -8,8 +8,9 @@ import typer
 from fedring.control.failure import Failure
 from fedring.ctl.access import connect
 from fedring.ctl.options import DEFAULT_SERVER, OutputOption, ServerOption
-from fedring.ctl.output import Output, print_json, print_table, to_dict
+from fedring.ctl.output import Output, print_json, print_table, to_dict, warn
 from fedring.daemon.exits import Exit
+from fedring.daemon.wording import counted
 from fedring.rpc.identity import Role
 from fedring.v1 import control_pb2 as pb
 
@@ -41,6 +42,8 @@ def create(
             created = control.tokens.create(role, name, valid_seconds=seconds)
     else:
         created = _create_offline(state_dir, role, name, seconds)
+    if created.warning:
+        warn(f"warning: {created.warning}")
     if output is Output.JSON:
         return print_json(to_dict(created))
     print(created.secret)
@@ -57,7 +60,7 @@ def list_(server: ServerOption = DEFAULT_SERVER, output: OutputOption = Output.T
         (row.token_id, row.role, row.name, row.created_at, row.expires_at or "never", row.revoked_at or "-")
         for row in known
     ]
-    print_table(f"{len(rows)} tokens", columns, rows)
+    print_table(counted(len(rows), "token"), columns, rows)
 
 
 def revoke(

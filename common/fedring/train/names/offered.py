@@ -31,11 +31,14 @@ from fedring.job_code import job_code
 from fedring.offers import KINDS, Kind, can_be_offered, marks_of
 from fedring.train.errors import SeamError
 from fedring.train.names.arguments import check_arguments
+from fedring.train.names.sources import Sources
 
 _OWN_MODULES = ("fedring.train.models", "fedring.data", "fedring.train.losses", "fedring.train.optimizers")
 _GIVEN = {"data": 2, "loss": 2, "optimizer": 3, "trainer": 3, "evaluator": 2, "cut": 1}  # arguments by position
 _WEIGHTS = frozenset({"weights", "weights_backbone", "pretrained"})  # with these, torchvision downloads
 _NEAR = 0.7  # how similar a name must be to be suggested, from 0 to 1
+_NOT_EDITED = ("fedring", "torch", "torchvision")  # nobody edits these in the place where they are installed
+_MOST_EDITED = 3  # names in a sentence
 _MAX_SHOWN = 200  # characters of a name from outside
 
 
@@ -66,6 +69,7 @@ class Offered:
         trusted: The entries that it was collected from, for errors.
         root: The folder below which paths in arguments lie; None = no path can be given.
         download: Whether arguments may make a callable download files.
+        sources: The files of the modules that the offers come from.
     """
 
     def __init__(
@@ -75,10 +79,12 @@ class Offered:
         *,
         root: Path | None = None,
         download: bool = False,
+        sources: Sources | None = None,
     ) -> None:
         self._offers = {(offer.kind, offer.name): offer for offer in offers}
         self.trusted = tuple(trusted)
         self._root, self._download = root, download
+        self._sources = sources or Sources()
 
     def get(self, kind: Kind, name: str, args: Mapping[str, Any] | None = None) -> Callable[..., Any]:
         """Look up a name from a job.
@@ -126,7 +132,23 @@ class Offered:
         Nobody has marked or named these. Sites with a policy use this table.
         """
         offers = [offer for offer in self._offers.values() if offer.marked]
-        return Offered(offers, self.trusted, root=self._root, download=self._download)
+        return Offered(offers, self.trusted, root=self._root, download=self._download, sources=self._sources)
+
+    def edited(self, program: str) -> str:
+        """Return a sentence about modules that were edited since they were imported.
+
+        Args:
+            program: The program that has imported them, and what to do with it.
+
+        Returns:
+            The sentence; empty if nothing was edited.
+        """
+        names = self._sources.edited()
+        if not names:
+            return ""
+        more = len(names) - _MOST_EDITED
+        shown = ", ".join(names[:_MOST_EDITED]) + (f" and {more} more" if more > 0 else "")
+        return f"{shown} {'was' if len(names) == 1 else 'were'} edited after {program}"
 
     def without_offers(self) -> list[str]:
         """Return the trusted modules that offer nothing."""
@@ -185,7 +207,10 @@ def collect(trusted: Iterable[str], *, root: Path | None = None, download: bool 
     entries = list(dict.fromkeys(trusted))
     offers = [offer for entry in entries for offer in _offers_of(entry)]
     # An operator's own word counts more than a module's mark of the same name.
-    return Offered(sorted(offers, key=lambda offer: offer.marked), entries, root=root, download=download)
+    own = [entry.partition(" as ")[0].partition(":")[0].strip() for entry in entries]
+    sources = Sources(name for name in own if name.partition(".")[0] not in _NOT_EDITED)
+    offers.sort(key=lambda offer: offer.marked)
+    return Offered(offers, entries, root=root, download=download, sources=sources)
 
 
 def _offers_of(entry: str) -> Iterator[Offer]:

@@ -70,7 +70,8 @@ class Rendezvous:
             news.append(("group_lost", f"generation {before.generation} has ended: {after.reason}"))
         if before.phase is not gr.GroupPhase.RUNNING and after.phase is gr.GroupPhase.RUNNING:
             steps = max(after.workers[name].steps for name in after.members)
-            text = f"generation {after.generation}: {len(after.members)} workers go on after step {steps} of the job"
+            who = "1 worker goes" if len(after.members) == 1 else f"{len(after.members)} workers go"
+            text = f"generation {after.generation}: {who} on after step {steps} of the job"
             news.append(("group_formed", text))
         return news
 

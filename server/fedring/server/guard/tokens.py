@@ -139,14 +139,21 @@ class Tokens:
 
 
 class TokenService(rpc.TokenServiceServicer):
-    """The service with which operators make, list and revoke tokens."""
+    """The service with which operators make, list and revoke tokens.
 
-    def __init__(self, tokens: Tokens, sessions: Sessions) -> None:
-        self._tokens, self._sessions = tokens, sessions
+    Args:
+        tokens: that are known.
+        sessions: which end if their token is revoked.
+        taken: whether this server takes tokens.
+    """
+
+    def __init__(self, tokens: Tokens, sessions: Sessions, *, taken: bool) -> None:
+        self._tokens, self._sessions, self._taken = tokens, sessions, taken
 
     async def CreateToken(self, request: pb.CreateTokenRequest, context: Any) -> pb.CreatedToken:
         row, token = await self._tokens.create(request.role, request.name, request.valid_seconds)
-        return pb.CreatedToken(secret=token, token=_message(row))
+        warning = "" if self._taken else "this fl-server takes no tokens: set tokens = true, and start it again"
+        return pb.CreatedToken(secret=token, token=_message(row), warning=warning)
 
     async def ListTokens(self, request: pb.ListTokensRequest, context: Any) -> pb.TokenList:
         return pb.TokenList(tokens=[_message(row) for row in await self._tokens.load()])

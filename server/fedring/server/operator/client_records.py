@@ -1,5 +1,6 @@
 """The clients that operators see and forget."""
 
+from fedring.daemon.wording import counted
 from fedring.rpc.errors import ClientInUse, NoSuchClient
 from fedring.server.operator.listings import limit_of
 from fedring.server.round.rounds import Rounds
@@ -55,6 +56,6 @@ class ClientRecords:
             if name in open_.accepted:
                 raise ClientInUse(f"an update of {name} is in {open_.title}: wait until the round has ended")
         await self._facts.db(self._facts.forget_client, name)
-        text = f"{name} was forgotten, with {counts[name]} updates"
+        text = f"{name} was forgotten, with {counted(counts[name], 'update')}"
         self._journal.write("client_forgotten", text, client_id=name)
         return pb.ForgottenClient(client_id=name, updates=counts[name])

@@ -41,6 +41,9 @@ _VALUE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "int8": 1}
 """The least bytes of a value in an encoding; other encodings leave values out."""
 
 
+_READ = "fl-server had read it: restart fl-server, which still runs the old code"
+
+
 class JobChecks:
     """Checks jobs before they are queued.
 
@@ -50,7 +53,7 @@ class JobChecks:
     def __init__(self, config: ServerConfig, maker: ModelMaker) -> None:
         self._config, self._maker, self._offered = config, maker, maker.offered
 
-    def check(self, job: Job, kept: Sequence[ModelRow], *, runs_next: bool) -> None:
+    def check(self, job: Job, kept: Sequence[ModelRow], *, runs_next: bool) -> str:
         """Return if nothing is known that would make the job fail.
 
         Args:
@@ -58,9 +61,22 @@ class JobChecks:
             kept: the model versions that are kept.
             runs_next: whether no other job runs before it.
 
+        Returns:
+            a warning; empty if there is none.
+
         Raises:
             ConfigError: if something is; one sentence that names the key.
         """
+        edited = self._offered.edited(_READ)
+        try:
+            self._check(job, kept, runs_next=runs_next)
+        except ConfigError as error:
+            if edited:
+                raise ConfigError(f"{error} ({edited})") from error
+            raise
+        return edited
+
+    def _check(self, job: Job, kept: Sequence[ModelRow], *, runs_next: bool) -> None:
         for key, kind, name in _names(job):
             evaluated = job.evaluate_on_server and key in _ON_SERVER_TOO
             trained = bool(job.aggregation.data) and key in _TO_TRAIN

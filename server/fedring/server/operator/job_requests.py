@@ -27,8 +27,8 @@ MOST_KEY = 128
 class CheckJob(Protocol):
     """See `fedring.server.operator.job_checks.JobChecks.check`."""
 
-    def __call__(self, job: Job, kept: Sequence[ModelRow], *, runs_next: bool) -> None:
-        """Return if nothing is known that would make the job fail."""
+    def __call__(self, job: Job, kept: Sequence[ModelRow], *, runs_next: bool) -> str:
+        """Return a warning about a job that may run, or raise."""
         ...
 
 
@@ -91,22 +91,23 @@ class JobRequests:
 
     async def _start(self, spec: Job, key: str) -> pb.StartReply:
         _check_key(key)
+        warning = ""
         if not key or await self._facts.db(self._facts.store.jobs.of_key, key) is None:  # else it was checked before
-            await self._check(spec)
+            warning = await self._check(spec)
         row, already = await self._jobs.start(spec, key)
         if already and not _is_of(row.spec, spec):
             raise OtherJob(
                 f"the key {row.idempotency_key!r} belongs to job {row.job_id}, another one: choose a new key"
             )
-        return pb.StartReply(job_id=row.job_id, already=already)
+        return pb.StartReply(job_id=row.job_id, already=already, warning=warning)
 
-    async def _check(self, spec: Job) -> None:
-        """Raise BadRequest, "bad_job", if the job is known to fail."""
+    async def _check(self, spec: Job) -> str:
+        """Return a warning; BadRequest, "bad_job", for a job that would fail."""
         kept = await self._facts.db(self._facts.store.models.newest, _ALL)
         waiting = await self._facts.db(self._facts.store.jobs.next_queued)
         runs_next = self._jobs.running is None and waiting is None
         try:
-            await self._facts.heavy(partial(self._check_job, runs_next=runs_next), spec, kept)
+            return await self._facts.heavy(partial(self._check_job, runs_next=runs_next), spec, kept)
         except ConfigError as error:
             raise BadRequest(str(error), reason="bad_job") from error
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from fedring.daemon.notify import sd_notify
+from fedring.daemon.wording import counted
 from fedring.rpc.errors import Unavailable, UnknownRound
 from fedring.server.group import machine as gr
 from fedring.server.group.rendezvous import Rendezvous
@@ -183,7 +184,7 @@ class Rounds:
             self.handle(open_, Delivered(row.client_id))
         state = open_message(open_, clients=False)  # the same for all of them, since they became durable at once
         for row in rows:
-            text = f"{row.client_id} delivered {row.num_samples} samples, {row.total_bytes} bytes"
+            text = f"{row.client_id} delivered {counted(row.num_samples, 'sample')}, {row.total_bytes} bytes"
             self._journal.write("update_accepted", text, job_id=open_.row.job_id, client_id=row.client_id, state=state)
 
     async def abandon(self, open_: OpenRound | None, reason: str) -> int:

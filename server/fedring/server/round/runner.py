@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import inf
 
+from fedring.daemon.wording import counted
 from fedring.server.round import machine as rd
 from fedring.server.round.dispatch import Dispatch
 from fedring.server.round.events import (
@@ -131,7 +132,7 @@ class RoundRunner:
         self._rounds.handle(open_, Started(clients, open_.kind.steps(clients)))
         self._rounds.gather(open_)
         self._dispatch.train_all(open_, clients)
-        text = f"{open_.title} trains on {len(clients)} clients"
+        text = f"{open_.title} trains on {counted(len(clients), 'client')}"
         self._rounds.tell(open_, "round_started", text)
 
     def _tell_missing(self, open_: OpenRound) -> None:

@@ -1,6 +1,6 @@
 """TLS handshakes that explain to people why a connection fails.
 
-gRPC only repeats the words of its TLS library.
+gRPC only repeats the words of its TLS library, or says "Socket closed".
 """
 
 import socket
@@ -38,7 +38,10 @@ def diagnose(address: str, tls: Tls, timeout_seconds: float) -> Diagnosis:
     `tls` are the certificates of the daemon that wants to use it.
     """
     encrypted = encrypts(address, tls)
-    context = ssl.create_default_context(cafile=tls.ca) if encrypted else _trusting_all()
+    try:
+        context = ssl.create_default_context(cafile=tls.ca) if encrypted else _trusting_all()
+    except OSError as error:  # it is being replaced
+        return Diagnosis(f"{tls.ca} cannot be used: {error.strerror or error}", "correct tls.ca")
     try:
         _handshake(address, context, timeout_seconds)
     except ssl.SSLCertVerificationError as error:
@@ -55,18 +58,40 @@ def diagnose(address: str, tls: Tls, timeout_seconds: float) -> Diagnosis:
     except OSError as error:
         advice = "start fl-server, or correct the address; if there is a firewall in between, open the port"
         return Diagnosis(f"{address} is unreachable: {error.strerror or error}", advice)
-    # The handshake succeeded: if this side uses TLS too, the server rejects the certificate it is shown.
     if not encrypted:
         return Diagnosis(f"{address} uses TLS", "set tls.ca, and tls.cert with tls.key if the server asks for them")
-    what = f"the certificate in {tls.cert}" if tls.cert else "a caller without a certificate"
-    advice = "set tls.cert and tls.key to a certificate that the server's authority has signed: flctl certs issue"
-    return Diagnosis(f"{address} does not accept {what}", advice)
+    if _rejects(address, tls, context, timeout_seconds):
+        what = f"the certificate in {tls.cert}" if tls.cert else "a caller without a certificate"
+        advice = "set tls.cert and tls.key to a certificate that the server's authority has signed: flctl certs issue"
+        return Diagnosis(f"{address} does not accept {what}", advice)
+    return Diagnosis(f"{address} is reachable, and takes the certificate", "try again, or read the log of fl-server")
 
 
-def _handshake(address: str, context: ssl.SSLContext, timeout_seconds: float) -> bytes:
+def _rejects(address: str, tls: Tls, context: ssl.SSLContext, timeout_seconds: float) -> bool:
+    """Return whether the server ends a connection because of the caller's certificate.
+
+    With TLS 1.3 the server looks at it after the handshake. A server of HTTP/2 speaks first if all is well, so reading
+    tells.
+    """
+    try:
+        if tls.cert:
+            context.load_cert_chain(tls.cert, tls.key)
+        _handshake(address, context, timeout_seconds, read=True)
+    except TimeoutError:
+        return False
+    except OSError:  # an SSLError is one: the server's alert
+        return True
+    return False
+
+
+def _handshake(address: str, context: ssl.SSLContext, timeout_seconds: float, *, read: bool = False) -> bytes:
     """Return the certificate of the server.
 
-    No client certificate is sent: with TLS 1.3 a server checks it only after the handshake.
+    Args:
+        address: "host:port".
+        context: What is trusted, and which certificate is shown; usually none.
+        timeout_seconds: How long to wait for each step.
+        read: Whether to read from the server; an OSError if it only ends the connection.
     """
     host, _, port = address.rpartition(":")
     host = host.strip("[]")
@@ -75,6 +100,8 @@ def _handshake(address: str, context: ssl.SSLContext, timeout_seconds: float) ->
         socket.create_connection((host, int(port)), timeout_seconds) as plain,
         context.wrap_socket(plain, server_hostname=host) as encrypted,
     ):
+        if read and not encrypted.recv(1):
+            raise ConnectionResetError
         return encrypted.getpeercert(binary_form=True) or b""
 
 
