@@ -136,7 +136,7 @@ def test_a_client_says_what_is_wrong_with_its_server(
     server: str, tls: dict[str, str], sentence: str, place: Place, tmp_path: Path
 ) -> None:
     told: queue.Queue[str] = queue.Queue()
-    files = {key: path.format(**place._asdict()) for key, path in tls.items()}
+    files = {key: Path(path.format(**place._asdict())) for key, path in tls.items()}
     settings: dict[str, Any] = {"client_id": "ann", "state_dir": tmp_path, "server": server.format(**place._asdict())}
     with Federation(ClientConfig(**settings, tls=Tls(**files)), tell=told.put):
         assert sentence in told.get(timeout=SECONDS)
