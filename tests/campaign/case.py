@@ -155,7 +155,9 @@ def _disturb(scene: Scene, case: Case, harms: list[str], rng: Random) -> Evidenc
         second_id=second_id,
         down_seconds=scene.down_seconds,
         originals=scene.originals,
-        reverted=[index for index, name in enumerate(names) if scene.done[f"older folder of {name}"]],
+        reverted={index for index, name in enumerate(names) if scene.done[f"older folder of {name}"]} | scene.damaged,
+        done=scene.done,
+        clock=scene.clock,
     )
 
 

@@ -4,6 +4,7 @@ Sentences begin with the promise (P1 to P7). Nothing here uses the product to co
 computed, except its decoders of payloads, and the simulation that is the undisturbed twin.
 """
 
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -20,7 +21,14 @@ from tests.kept import kept_of, kept_residual
 from tests.ledgers import account_in
 
 _DROPPED = re.compile(r"dropped the residual of past updates: an update of round (\d+) was accepted")
+_DAMAGED = re.compile(r"dropped \S+/kept-\S+, and nothing is left of past updates.*?round (\d+)", re.DOTALL)
+_OF_THE_DISK = re.compile(r"Traceback[^\n]*OSError: \[Errno (?:5|28)\] [^\n]*")  # a line of the log, which is JSON
 _SLACK = 12.0  # seconds, for a busy machine, and for the clients of a server that has restarted
+
+_CUT_SHORT = re.compile(  # gRPC's word for a call that came while the server ended
+    r"Traceback [^\n]*?(?:\\n|\n)[^\n]*?_schedule_rpc_coro(?:\\n|\n)asyncio\.exceptions\.CancelledError"
+)
+_DISK_HARMS = ("full disk", "failing disk", "failing syncs")
 
 Check = Callable[[Evidence, Counter[str]], Iterable[str]]
 """Yields what is wrong, and counts what it has compared."""
@@ -112,6 +120,9 @@ def rounds_ended(evidence: Evidence, counts: Counter[str]) -> Iterator[str]:
 def logs_are_quiet(evidence: Evidence, counts: Counter[str]) -> Iterator[str]:
     """Yield each daemon in which an error was not foreseen."""
     for name, text in evidence.logs.items():
+        if any(evidence.done.get(f"{harm} of {name}") for harm in _DISK_HARMS):
+            # A client tells its operator why it has told the server disk_failed.
+            text = _CUT_SHORT.sub("", text) if name == "server" else _OF_THE_DISK.sub("", text)
         if "Traceback" in text:
             yield f"P4: {name} logged an error that nobody foresaw: {text[text.index('Traceback') :][:800]}"
 
@@ -141,12 +152,13 @@ def models_are_means(evidence: Evidence, counts: Counter[str]) -> Iterator[str]:
         if not updates:
             yield f"P5: round {round_.round} has published model {round_.model} of no updates"
             continue
-        total, samples = np.zeros(SIZE, np.float64), 0
+        base = evidence.values_of(round_.base)
+        total, samples = np.zeros(len(base), np.float64), 0
         for update in updates:
             weight = 1 if evidence.job.get("weights") == "uniform" else update.samples
-            total += weight * update.values.astype(np.float64)
+            total += weight * update.decoded(len(base)).astype(np.float64)
             samples += weight
-        expected = (evidence.values_of(round_.base) + total / samples).astype(np.float32)
+        expected = (base + total / samples).astype(np.float32)
         stored = evidence.values_of(round_.model)
         counts["models"] += 1
         if stored.tobytes() != expected.tobytes():
@@ -159,7 +171,9 @@ def models_are_means(evidence: Evidence, counts: Counter[str]) -> Iterator[str]:
 def mass_is_conserved(evidence: Evidence, counts: Counter[str]) -> Iterator[str]:
     """P6: all that a client has sent, and what it still owes, is the sum of the lessons that were accepted."""
     for client, folder in enumerate(evidence.folders):
-        dropped = [int(number) for number in _DROPPED.findall(evidence.logs[f"client-{client}"])]
+        log = evidence.logs[f"client-{client}"]
+        dropped = [int(number) for number in _DROPPED.findall(log)]
+        dropped += [int(number) - 1 for number in _DAMAGED.findall(log)]  # the next round begins with nothing owed
         if dropped and client not in evidence.reverted:
             yield f"P6: client-{client} has dropped its residual, and nobody had touched its folder"
         begun = max(dropped, default=0)  # with a folder of before, it begins anew after the newest accepted update
@@ -197,13 +211,32 @@ def residuals_explain_histories(evidence: Evidence, counts: Counter[str]) -> Ite
 
 def charges_cover_updates(evidence: Evidence, counts: Counter[str]) -> Iterator[str]:
     """The accounts of privacy: each model is charged once, and each update that has left a client."""
-    rounds = [int(str(number)) for (number,) in ask(evidence.state, "SELECT round FROM charges ORDER BY round")]
+    rounds = _charged_rounds(evidence, counts)
     published = [round_.round for round_ in evidence.rounds if round_.model]
-    counts["charges"] += len(rounds)
     if rounds != published:
         yield f"P1: charged were the rounds {sorted(set(rounds) ^ set(published))} or models, and not both"
     if evidence.charged_rounds != len(published):
         yield f"P1: the account has {evidence.charged_rounds} rounds, and {len(published)} were published"
+    yield from _client_charges(evidence, counts)
+
+
+def charges_cover_sums(evidence: Evidence, counts: Counter[str]) -> Iterator[str]:
+    """The accounts of privacy, if clients add the noise: each sum is charged once, also if no model comes of it."""
+    rounds = _charged_rounds(evidence, counts)
+    if missing := {round_.round for round_ in evidence.rounds if round_.model} - set(rounds):
+        yield f"P1: the rounds {sorted(missing)} have a model, and were not charged"
+    if len(set(rounds)) != len(rounds) or evidence.charged_rounds != len(rounds):
+        yield f"P1: the account has {evidence.charged_rounds} rounds, and these were charged: {rounds}"
+    yield from _client_charges(evidence, counts)
+
+
+def _charged_rounds(evidence: Evidence, counts: Counter[str]) -> list[int]:
+    rounds = [int(str(number)) for (number,) in ask(evidence.state, "SELECT round FROM charges ORDER BY round")]
+    counts["charges"] += len(rounds)
+    return rounds
+
+
+def _client_charges(evidence: Evidence, counts: Counter[str]) -> Iterator[str]:
     for client, (folder, sent) in enumerate(zip(evidence.folders, evidence.sent, strict=True)):
         has_account = (folder / "privacy.json").exists()
         charged = sum(account_in(folder)["rounds"].values()) if has_account else 0
@@ -213,6 +246,40 @@ def charges_cover_updates(evidence: Evidence, counts: Counter[str]) -> Iterator[
         trained = len(trained_rounds(folder.with_name(f"{folder.name}.notes")))
         if charged > trained:  # an update is charged before it leaves, and may then not leave, as its round is over
             yield f"P1: client-{client} has charged {charged} updates, and has made only {trained}"
+
+
+def charges_cover_samples(evidence: Evidence, counts: Counter[str]) -> Iterator[str]:
+    """The accounts of samples: all steps of each training are charged, and each update that left a client is one's."""
+    steps = evidence.job["epochs"] * math.ceil(evidence.job["subset_size"] / evidence.job["batch_size"])
+    for client, (folder, sent) in enumerate(zip(evidence.folders, evidence.sent, strict=True)):
+        has_account = (folder / "privacy.json").exists()
+        spent = [entry["steps"] for entry in account_in(folder)["samples"]] if has_account else []
+        charged = sum(spent) // steps
+        counts["charges"] += charged
+        if any(each % steps for each in spent):
+            yield f"P1: client-{client} has charged a part of a training: {spent} steps, and a training has {steps}"
+        if charged < len(sent):
+            yield f"P1: client-{client} has charged {charged} trainings, and {len(sent)} updates have left it"
+        log, name = evidence.logs[f"client-{client}"], f"client-{client}"
+        told = log.count("this client's samples have spent")
+        # A training is charged before this is said. In between, the client may be killed, or its disk may fail.
+        ends = sum(evidence.done.get(f"{harm} of {name}", 0) for harm in ("kill -9", *_DISK_HARMS))
+        ends += sum(times for words, times in evidence.done.items() if re.fullmatch(f"crash at .* of {name}", words))
+        if not told <= charged <= told + ends:
+            yield f"P1: {name} has charged {charged} trainings, and has said {told}, with {ends} kills or failures"
+
+
+def noise_is_there_once(evidence: Evidence, counts: Counter[str]) -> Iterator[str]:
+    """P1: a model of clients that add noise moves by noise for as many as have survived, which hides all the rest."""
+    clip, clients = evidence.job["dp"]["clip"], len(evidence.folders)
+    fewest, honest = evidence.job["min_clients_to_aggregate"], evidence.job["min_clients_to_aggregate"] - 1
+    least, most = (clip * math.sqrt(survivors / honest) / clients for survivors in (fewest, clients))
+    for round_ in evidence.rounds:
+        if round_.model:
+            spread = float((evidence.values_of(round_.model) - evidence.values_of(round_.base)).std())
+            counts["models"] += 1
+            if not 0.93 * least < spread < 1.07 * most:
+                yield f"P1: the noise of round {round_.round} is {spread:.4f}, and not {least:.4f} to {most:.4f}"
 
 
 def rounds_end_in_time(evidence: Evidence, counts: Counter[str]) -> Iterator[str]:

@@ -1,17 +1,19 @@
 """What a case has left, read from outside: the database, the blobs, the clients' folders, and all logs."""
 
 import json
+import math
 import re
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import safetensors.numpy
 from numpy.typing import NDArray
+from safetensors import safe_open
 
 from fedring.codec import decode
 from tests.campaign.lessons import SIZE, Values
@@ -39,7 +41,11 @@ class AcceptedUpdate(NamedTuple):
     @property
     def values(self) -> Values:
         """The values that were sent, decoded."""
-        return decode(self.payload, name=self.encoding, length=SIZE)
+        return self.decoded(SIZE)
+
+    def decoded(self, size: int) -> Values:
+        """Return the values that were sent for a model of so many."""
+        return decode(self.payload, name=self.encoding, length=size)
 
 
 class Round(NamedTuple):
@@ -72,7 +78,9 @@ class Evidence:
         second_id: the id of the same job when it ran again without harms, if it did.
         down_seconds: in which the server did not run.
         originals: what blobs contained before a bit of them was flipped, by name.
-        reverted: the numbers of clients whose folders were put back to older copies.
+        reverted: the numbers of clients whose folders were put back to older copies, or damaged.
+        done: how often each harm was done, and to whom.
+        clock: when the server's clock jumped, and by how many seconds it was ahead then.
     """
 
     state: Path
@@ -88,6 +96,8 @@ class Evidence:
     down_seconds: float = 0.0
     originals: Mapping[str, bytes] = field(default_factory=dict)
     reverted: Collection[int] = ()
+    done: Mapping[str, int] = field(default_factory=dict)
+    clock: Sequence[tuple[float, int]] = ((0.0, 0),)
 
     @cached_property
     def updates(self) -> list[AcceptedUpdate]:
@@ -129,10 +139,17 @@ class Evidence:
         )
         found = []
         for number, job_id, phase, reason, base, model, ended, started in ask(self.state, query):
-            seconds = float(str(ended)) - float(str(started)) if ended is not None else 0.0
+            seconds = self._right(float(str(ended))) - self._right(float(str(started))) if ended is not None else 0.0
             first, second, third, fourth = (int(str(each)) for each in (number, job_id, base, model))
             found.append(Round(first, second, str(phase), str(reason), third, fourth, ended is not None, seconds))
         return found
+
+    def _right(self, at: float) -> float:
+        """Return the right time of a moment that the server has noted, whose clock may have jumped."""
+        for (since, jump), (until, _) in pairwise([*self.clock, (math.inf, 0)]):
+            if since - 1 <= at - jump <= until + 1:
+                return at - jump
+        return at
 
     @cached_property
     def models(self) -> dict[int, tuple[str, Path]]:
@@ -141,8 +158,10 @@ class Evidence:
         return {int(str(version)): (str(digest), self.state / "blobs" / str(blob)) for version, digest, blob in rows}
 
     def values_of(self, version: int) -> NDArray[np.float32]:
-        """Return the parameter `values`, [SIZE], of a model."""
-        values: NDArray[np.float32] = safetensors.numpy.load_file(self.models[version][1])["values"]
+        """Return the shared parameters of a model as one vector."""
+        with safe_open(self.models[version][1], framework="numpy") as file:
+            tensors = [file.get_tensor(name).reshape(-1) for name in file.offset_keys()]
+        values: NDArray[np.float32] = np.concatenate(tensors)
         return values
 
     def accepted_of(self, client: int) -> int:

@@ -8,13 +8,20 @@ import shutil
 import signal
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from random import Random
 
+from fedring.ctl.process import Process
 from fedring.daemon.crash import DELIVERING, REGISTERED
+from fedring.daemon.durable import delete
+from fedring.daemon.exits import Exit
 from fedring.server.state.backup.create import back_up
 from fedring.server.state.backup.restore import restore
+from tests.campaign.layer import FAILING, FULL
 from tests.campaign.scene import Scene, pause, pause_at_random
 from tests.damage import ask, flip
+from tests.fault.faulty_fleet import wait_for
+from tests.forks import is_stopped
 from tests.kept import kept_residual
 from tests.waiting import until
 
@@ -293,6 +300,115 @@ def fill_disk(scene: Scene, rng: Random) -> None:
     scene.count("full disk", "server")
     if not scene.server.running:
         scene.start_server()
+
+
+@harm
+def jump_clock(scene: Scene, rng: Random) -> None:
+    """Let the clock of a machine jump by hours, forth or back, and at times to the right time again."""
+    daemon = scene.server if rng.random() < 0.5 else rng.choice(scene.clients)
+    scene.jump(daemon, rng.choice([-1, 1]) * 3600 * rng.randint(1, 48))
+    pause_at_random(rng, 1.0)
+    if rng.random() < 0.3:
+        scene.kill_daemon(daemon)
+        scene.bring_back(daemon)
+    if rng.random() < 0.5:
+        scene.jump(daemon, 0)
+
+
+@harm
+def fail_syncs(scene: Scene, rng: Random) -> None:
+    """Let the server's syncs fail for a while; at times its power fails then, too."""
+    _fail_syncs(scene, rng, scene.server, scene.state, loses=rng.random() < 0.5)
+
+
+@harm
+def fail_client_syncs(scene: Scene, rng: Random) -> None:
+    """Let a client's syncs fail for a while."""
+    index = rng.randrange(len(scene.clients))
+    _fail_syncs(scene, rng, scene.clients[index], scene.folders[index], loses=False)
+
+
+@harm
+def lose_client_syncs(scene: Scene, rng: Random) -> None:
+    """Let a client's syncs fail for a while, and then its power: only for what a client keeps durably."""
+    index = rng.randrange(len(scene.clients))
+    _fail_syncs(scene, rng, scene.clients[index], scene.folders[index], loses=True)
+
+
+def _fail_syncs(scene: Scene, rng: Random, daemon: Process, folder: Path, *, loses: bool) -> None:
+    """Let all syncs of a daemon fail for a while.
+
+    Args:
+        scene: of the case.
+        rng: its generator.
+        daemon: the daemon.
+        folder: of its state.
+        loses: whether its power fails then: all that was written since the first sync that failed is gone.
+    """
+    if (page := scene.pages.get(daemon.name)) is None or not daemon.running:
+        return
+    copy, before = scene.directory / f"synced-{daemon.name}", page.failed
+    daemon.send(signal.SIGSTOP)
+    until(lambda: is_stopped(daemon.pid) or not daemon.running)
+    page.fail(syncs=FAILING)
+    shutil.copytree(folder, copy, symlinks=True)
+    daemon.send(signal.SIGCONT)
+    pause(rng.uniform(0.2, 2.0))
+    scene.count("failing syncs", daemon.name)
+    if loses:
+        scene.kill_daemon(daemon)
+        for path in folder.iterdir():
+            delete(path)
+        shutil.copytree(copy, folder, symlinks=True, dirs_exist_ok=True)
+        scene.count("power loss after failing syncs", daemon.name)
+    elif daemon is scene.server and page.failed > before:
+        wait_for(scene, "the end of a server that could not sync", daemon.wait)
+        scene.kill_daemon(daemon)  # it has ended: this notes since when
+    page.fail()
+    shutil.rmtree(copy)
+    if not daemon.running:
+        scene.bring_back(daemon)
+
+
+@harm
+def fail_client_disk(scene: Scene, rng: Random) -> None:
+    """Let a client's disk be full for a while, or let all writes to it fail."""
+    client = rng.choice(scene.clients)
+    if (page := scene.pages.get(client.name)) is None:
+        return
+    error = rng.choice([FULL, FAILING])
+    page.fail(writes=error)
+    pause_at_random(rng, 2.0)
+    scene.count("full disk" if error == FULL else "failing disk", client.name)
+    if rng.random() < 0.3:
+        scene.kill_daemon(client)
+    page.fail()
+    if not client.running:
+        client.start()
+
+
+@harm
+def damage_client(scene: Scene, rng: Random) -> None:
+    """Flip a bit in a file of a client that is down; if it refuses to start, it gets the file back."""
+    index = rng.randrange(len(scene.clients))
+    client = scene.clients[index]
+    scene.kill_daemon(client)
+    files = sorted(path for path in scene.folders[index].rglob("*") if path.is_file() and path.stat().st_size)
+    kinds = sorted({path.name[:6] for path in files} - {"lock"})
+    if kinds:
+        kind = rng.choice(kinds)
+        path = rng.choice([path for path in files if path.name.startswith(kind)])
+        sound, seen = path.read_bytes(), client.log.stat().st_size
+        flip(path, seed=rng.randrange(1 << 30))
+        scene.damaged.add(index)
+        scene.count("flipped bit on the disk", client.name)
+        client.start()
+        until(lambda: client.poll() is not None or b"in session" in client.log.read_bytes()[seen:])
+        if client.running:
+            return
+        assert client.poll() == Exit.CONFIG, f"{client.name} ended with {client.poll()}, and not with a sentence"
+        path.write_bytes(sound)
+    client.start()
 
 
 @harm

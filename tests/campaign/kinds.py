@@ -16,9 +16,13 @@ from tests.fault.residuals import KEEP
 
 _RARE = (
     "save_state", "revert_state", "kill_client_unnoticed", "kill_all_clients", "kill_server_after_a_while",
-    "return_late", "lose_update", "revert_client", "damage_update",
+    "return_late", "lose_update", "revert_client", "damage_update", "fail_client_syncs", "lose_client_syncs",
+    "fail_client_disk", "damage_client",
 )  # fmt: skip
 ANY = tuple(name for name in HARMS if name not in _RARE)
+CLIENT_DISKS = ("fail_client_syncs", "fail_client_disk")
+"""After them, a client may miss a round."""
+HARD = (*ANY, *CLIENT_DISKS)
 WITHOUT_DAMAGE = tuple(name for name in ANY if name not in ("damage_line", "fail_disk", "fill_disk"))
 
 
@@ -82,7 +86,7 @@ def _training(**keys: Any) -> dict[str, Any]:
 def dense(rng: Random) -> Case:
     """Draw whole updates with weights, of which some clients may miss rounds."""
     job = _lessons(encoding="fp32", weights=rng.choice(["samples", "samples", "uniform"]))
-    return Case(job, [checks.deltas_are_lessons, checks.models_are_means], settings=_LOST_AFTER)
+    return Case(job, [checks.deltas_are_lessons, checks.models_are_means], settings=_LOST_AFTER, harms=HARD)
 
 
 @kind
@@ -97,7 +101,7 @@ def taken_over(rng: Random) -> Case:
 def sparse(rng: Random) -> Case:
     """Draw sparse updates with error feedback."""
     job = _lessons(encoding="fp32_sparse", keep_ratio=rng.choice([0.02, 0.2]))
-    return Case(job, [checks.models_are_means, checks.mass_is_conserved], settings=_LOST_AFTER)
+    return Case(job, [checks.models_are_means, checks.mass_is_conserved], settings=_LOST_AFTER, harms=HARD)
 
 
 @kind
@@ -131,14 +135,14 @@ def damaged(rng: Random) -> Case:
 def packed(rng: Random) -> Case:
     """Draw packed updates with error feedback."""
     job = _lessons(encoding=rng.choice(["packed", "sq8"]), keep_ratio=0.1)
-    return Case(job, [checks.models_are_means, checks.mass_is_conserved], settings=_LOST_AFTER)
+    return Case(job, [checks.models_are_means, checks.mass_is_conserved], settings=_LOST_AFTER, harms=HARD)
 
 
 @kind
 def quantised(rng: Random) -> Case:
     """Draw dense updates of few bits, which need no residual."""
     job = _lessons(encoding=rng.choice(["uniform", "int8", "bf16", "fp16"]))
-    return Case(job, [checks.models_are_means], settings=_LOST_AFTER)
+    return Case(job, [checks.models_are_means], settings=_LOST_AFTER, harms=HARD)
 
 
 @kind
@@ -147,7 +151,51 @@ def private(rng: Random) -> Case:
     model = {"model": "tests.campaign.lessons:halves", "private": ["own"]}
     job = _lessons(encoding="fp32_sparse", keep_ratio=0.05, **model)
     found = [checks.models_are_means, checks.mass_is_conserved, checks.own_tensors_count_rounds]
-    return Case(job, found, settings=_LOST_AFTER)
+    return Case(job, found, settings=_LOST_AFTER, harms=HARD)
+
+
+@kind
+def unsynced(rng: Random) -> Case:
+    """Draw models with a tensor that never leaves its client, and machines that lose what is not synced."""
+    model = {"model": "tests.campaign.lessons:halves", "private": ["own"]}
+    harms = ("lose_client_syncs", "lose_client_syncs", "fail_syncs", "fail_client_syncs", "kill_server", "kill_client")
+    found = [checks.deltas_are_lessons, checks.models_are_means, checks.own_tensors_count_rounds]
+    return Case(_lessons(encoding="fp32", **model), found, settings=_LOST_AFTER, harms=harms)
+
+
+@kind
+def damaged_clients(rng: Random) -> Case:
+    """Draw sparse updates of clients whose disks flip bits of what they keep."""
+    job = _lessons(encoding=rng.choice(["fp32_sparse", "packed"]), keep_ratio=0.05)
+    harms = ("damage_client", "damage_client", "damage_client", "crash_client", "kill_server", "kill_client")
+    return Case(job, [checks.models_are_means, checks.mass_is_conserved], settings=_LOST_AFTER, harms=harms)
+
+
+@kind
+def sampled(rng: Random) -> Case:
+    """Draw real trainings with noise that protects single samples."""
+    table = {"noise_multiplier": 1.0}
+    keys = {"encoding": "fp32", "weights": "uniform", "epochs": 2, "min_clients_to_aggregate": 1}
+    job = _training(**keys, sample_dp=table) | {"max_abandoned": 1000}
+    harms = (*HARD, *["lose_update", "lose_client_syncs", "damage_client"] * 2)
+    found = [checks.models_are_means, checks.charges_cover_samples]
+    return Case(job, found, settings=_LOST_AFTER, harms=harms)
+
+
+@kind
+def own_noise(rng: Random) -> Case:
+    """Draw masked updates to which the clients add the noise themselves."""
+    table, dp = {"step_seconds": 60}, {"noise_multiplier": 1.0, "clip": 0.5, "adaptive": False, "noise_by": "clients"}
+    keys = {
+        "weights": "uniform",
+        "min_clients": 5,
+        "min_clients_to_aggregate": 4,
+        "secure_aggregation": table,
+        "dp": dp,
+    }
+    harms = (*WITHOUT_DAMAGE, *CLIENT_DISKS, "lose_client_syncs")
+    found = [checks.charges_cover_sums, checks.noise_is_there_once]
+    return Case(_lessons(**keys), found, clients=5, settings=_LOST_AFTER, harms=harms, last_round=False)
 
 
 @kind
@@ -156,7 +204,7 @@ def noisy(rng: Random) -> Case:
     dp = {"noise_multiplier": 1.0, "clip": 0.5, "adaptive": False}
     keys = {"encoding": "fp32", "weights": "uniform", "min_clients_to_aggregate": 2, "dp": dp}
     job = _lessons(**keys) | {"trainer": "tests.campaign.lessons:whim"}
-    harms = (*WITHOUT_DAMAGE, *["lose_update"] * 6)
+    harms = (*WITHOUT_DAMAGE, *CLIENT_DISKS, *["lose_update"] * 6, *["lose_client_syncs"] * 2, "damage_client")
     return Case(job, [checks.charges_cover_updates], harms=harms)
 
 
@@ -214,7 +262,8 @@ def deadlines(rng: Random) -> Case:
     job = _lessons(encoding="fp32", min_clients_to_aggregate=3, deadline_seconds=12)
     job |= {"trainer": "tests.campaign.lessons:lesson_of_the_last_is_late"}
     return Case(
-        job, [checks.rounds_end_in_time], harms=("kill_server_after_a_while",), last_round=False,
+        job, [checks.rounds_end_in_time], last_round=False,
+        harms=("kill_server_after_a_while", "kill_server_after_a_while", "jump_clock"),
         settings={"lost_after_seconds": 30.0},
     )  # fmt: skip
 

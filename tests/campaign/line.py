@@ -7,7 +7,7 @@ from random import Random
 from tests.proxy import FrameChange, Proxy, flip_bits
 
 _LARGE = 2000  # bytes of frames that carry a part of a model or of an update; smaller ones have no digest of their own
-_NAME = re.compile(rb"\x1a[\x40-\x7f](blake3-[0-9a-f]{64})")  # the field `name` of an UpdateOffer
+_PAYLOAD = re.compile(rb"\x12G(blake3-[0-9a-f]{64})\x1aGblake3-")  # `payload_digest` of an UpdateOffer, before `name`
 _LONGEST = 100.0  # milliseconds that a slow line takes for a piece
 
 
@@ -15,8 +15,8 @@ class Line(Proxy):
     """Forwards the connections of one client.
 
     Attributes:
-        sent: names of the updates of which a part of a large payload has left the client; to ask whether an update was
-            accepted, a client sends no more than its name.
+        sent: digests of the payloads of which a part has left the client, if they are large; to ask whether an update
+            was accepted, a client sends no more than its names.
         damaged: bytes that were changed.
         delayed: pieces that were late.
     """
@@ -52,7 +52,7 @@ class Line(Proxy):
         def change(frame: bytes) -> bytes:
             nonlocal offered
             if direction == "up":
-                offered = next(iter(_NAME.findall(frame)), offered)
+                offered = next(iter(_PAYLOAD.findall(frame)), offered)
                 if offered and len(frame) >= _LARGE:
                     self.sent.add(offered.decode())
             if rng := self._slow:

@@ -16,6 +16,8 @@ import grpc
 
 from fedring.control.failure import Failure, Unreachable
 from fedring.ctl.process import Process
+from tests.campaign import layer
+from tests.campaign.layer import Page
 from tests.campaign.lessons import CLIENT, NOTES
 from tests.campaign.line import Line
 from tests.conftest import ROOT
@@ -41,6 +43,9 @@ class Scene(FaultyFleet):
         done: how often each harm was done, and to whom: "kill -9 of client-1".
         copies: saved states of the server, as (way, folder).
         lost: states of the server that were replaced by a copy.
+        pages: by a daemon's name, how its operating system treats it; there is none without a layer.
+        clock: the jumps of the server's clock: when, and by how many seconds it is ahead since.
+        damaged: the numbers of clients in whose folders a bit was flipped.
         originals: what blobs contained before a bit of them was flipped, by name.
         down_seconds: in which the server did not run, though it was started before.
     """
@@ -51,6 +56,9 @@ class Scene(FaultyFleet):
         self.lost: list[Path] = []
         self.lines: list[Line] = []
         self.originals: dict[str, bytes] = {}
+        self.pages: dict[str, Page] = {}
+        self.clock = [(time.time(), 0)]
+        self.damaged: set[int] = set()
         self.disk: Path | None = None
         self.down_seconds = 0.0
         self._killed_at: float | None = None
@@ -69,6 +77,11 @@ class Scene(FaultyFleet):
                 "FL_TEST_CLIENT": str(number),
                 "FL_TEST_NOTES": str(notes),
             }
+
+        for daemon in (self.server, *self.clients) if layer.is_loaded() else ():
+            page = Page(folder / "pages" / daemon.name, Path(daemon.settings["state_dir"]))
+            self.pages[daemon.name] = page
+            daemon.env |= page.variables
 
     def start(self) -> None:
         """Start all daemons, and a line for each client."""
@@ -98,9 +111,10 @@ class Scene(FaultyFleet):
         self.done[f"{what} of {whom}"] += 1
 
     def kill_daemon(self, daemon: Process) -> None:
-        """Kill a daemon, and note it."""
+        """Kill a daemon, and note it, if it has not ended by itself."""
+        if daemon.running:
+            self.count("kill -9", daemon.name)
         daemon.kill()
-        self.count("kill -9", daemon.name)
         if daemon is self.server and self._killed_at is None:
             self._killed_at = time.monotonic()
 
@@ -131,6 +145,14 @@ class Scene(FaultyFleet):
         pause(seconds)
         daemon.send(signal.SIGCONT)
         self.count("freeze", daemon.name)
+
+    def jump(self, daemon: Process, seconds: int) -> None:
+        """Let the clock of a daemon be ahead by so many seconds from now on, or behind."""
+        if page := self.pages.get(daemon.name):
+            page.jump = seconds
+            self.count("clock jump", daemon.name)
+            if daemon is self.server:
+                self.clock.append((time.time(), seconds))
 
     def mount_disk(self) -> None:
         """Put the server's state on a disk of its own, if this user may mount one."""

@@ -1,9 +1,13 @@
 """The campaign in short: some cases hold, each planted fault is noticed, and results add up."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
+import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from io import StringIO
 from pathlib import Path
 from random import Random
@@ -18,10 +22,12 @@ from tests.campaign.evidence import Evidence
 from tests.campaign.faults import KINDS_FOR
 from tests.campaign.harms import HARMS
 from tests.campaign.kinds import KINDS
+from tests.campaign.layer import FAILING, FULL, PRELOAD, SOURCE, Page
 from tests.campaign.lessons import SIZE
-from tests.conftest import SEED
+from tests.conftest import ROOT, SEED, missing
 from tests.damage import ask, flip, model_file
 from tests.mutants import MUTANTS
+from tests.power.records import build_layer
 
 
 @pytest.mark.slow
@@ -32,6 +38,87 @@ def test_the_promises_hold_in_a_case(kind: str, tmp_path: Path) -> None:
     assert outcome.kills > 0
     assert outcome.counts["accepted"] > 0
     assert outcome.counts["models"] + outcome.counts["charges"] > 0
+
+
+@pytest.mark.slow
+def test_the_promises_hold_when_syncs_fail(tmp_path: Path) -> None:
+    built_layer(tmp_path)
+    results_file, words = tmp_path / "results.jsonl", ["--seed", "3", "--case", "0", "--kinds", "unsynced"]
+    command = [sys.executable, "-m", "tests.campaign", *words, "--results", str(results_file)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, env=dict(os.environ))
+    (result,) = results.read(results_file)
+    assert (done.returncode, result["problems"]) == (0, []), done.stdout
+    assert {words.partition(" of ")[0] for words in result["done"]} >= {"failing syncs"}
+
+
+_SYSTEM = """
+import os, sys, threading, time
+os.environ[sys.argv[1]] = sys.argv[2]
+print(time.time(), flush=True)
+for line in sys.stdin:
+    try:
+        exec(line)
+    except OSError as error:
+        print(error.errno, flush=True)
+"""
+
+
+def test_the_layer_lets_one_daemon_believe_in_another_time_and_a_failing_disk(tmp_path: Path) -> None:
+    library, root = built_layer(tmp_path), tmp_path / "root"
+    root.mkdir()
+    page = Page(tmp_path / "page", root)
+    command = [sys.executable, "-c", _SYSTEM, *next(iter(page.variables.items()))]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    page.jump = -7200
+    with subprocess.Popen(command, env={**os.environ, PRELOAD: str(library)}, **pipes) as process:
+        assert process.stdin
+        assert process.stdout
+
+        def told(line: str) -> str:
+            print(line, file=process.stdin, flush=True)
+            return process.stdout.readline().strip()  # type: ignore[union-attr]  # it is a pipe
+
+        assert float(process.stdout.readline()) - time.time() == pytest.approx(-7200, abs=60)
+        page.jump = 86_400
+        assert float(told("print(time.time(), flush=True)")) - time.time() == pytest.approx(86_400, abs=60)
+        began = time.monotonic()
+        assert told("print(threading.Condition(threading.Lock()).acquire(), flush=True)") == "True"
+        assert told("c = threading.Condition(); c.acquire(); print(c.wait(0.01), flush=True)") == "False"
+        assert time.monotonic() - began < 3600, "a wait ends by the kernel's clock"
+        opened = f"ours, other = open('{root}/a', 'wb', 0), open('{tmp_path}/b', 'wb', 0)"
+        assert told(f"{opened}; print(os.fsync(ours.fileno()), flush=True)") == "None"
+        page.fail(syncs=FAILING)
+        assert told("os.fsync(ours.fileno())") == str(FAILING)
+        assert told("print(os.fsync(other.fileno()), ours.write(b'1'), flush=True)") == "None 1"
+        page.fail(writes=FULL)
+        assert told("ours.write(b'1')") == str(FULL)
+        assert told("print(other.write(b'1'), os.fsync(ours.fileno()), flush=True)") == "1 None"
+        page.fail()
+        assert told("print(ours.write(b'1'), flush=True)") == "1"
+        assert page.failed == 2
+        process.stdin.close()
+
+
+def built_layer(folder: Path) -> Path:
+    """Return the campaign's layer; skip the test where it cannot be built."""
+    if (library := build_layer(folder, SOURCE)) is None:
+        missing("a C compiler for Linux, with which a layer under programs is built,")
+    return library
+
+
+def test_a_jump_of_the_clock_makes_no_round_longer(left: Evidence, tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    shutil.copytree(left.state, state)
+    ((at,),) = ask(state, "SELECT (started_at + ended_at) / 2 FROM rounds WHERE round = 2")
+    for column in ("started_at", "ended_at"):
+        ask(state, f"UPDATE rounds SET {column} = {column} - 7200 WHERE {column} > ?", at)
+
+    def seconds(clock: Sequence[tuple[float, int]]) -> list[float]:
+        return [round_.seconds for round_ in Evidence(state, left.folders, left.logs, job=left.job, clock=clock).rounds]
+
+    right = [round_.seconds for round_ in left.rounds]
+    assert seconds([(0, 0)])[1] == pytest.approx(right[1] - 7200)
+    assert seconds([(float(str(at)) - 600, 0), (float(str(at)), -7200)]) == pytest.approx(right)
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,8 @@ from safetensors import safe_open
 
 from fedring.client.transfer.kept import KeptFiles
 from tests import forks
-from tests.fault.faulty_fleet import FaultyFleet
+from tests.fault.faulty_fleet import SECONDS, FaultyFleet
+from tests.fault.flipped_clients import KILLED
 from tests.fault.residual_fleet import ResidualFleet, residual_job
 from tests.fault.residuals import SMALL, has_spooled_update, residual_of
 from tests.fleets import Control, Fleet, run_job, until_watching
@@ -114,6 +115,30 @@ def test_a_disk_that_takes_no_update_is_reported_as_the_disk(tmp_path: Path) -> 
         assert any("client-0 could not train: disk_failed: OSError" in text for text in texts)
         resource.prlimit(fleet.clients[0].pid, resource.RLIMIT_FSIZE, limit)
         train_once(fleet)
+
+
+def test_a_client_goes_on_whose_disk_could_not_note_an_accepted_update(tmp_path: Path) -> None:
+    with OneClient(tmp_path) as fleet:
+        train_once(fleet)
+        client = fleet.clients[0]
+        fleet.kill(0)
+        client.env["FL_CRASH_AT"] = "client_accepted"
+        client.start()
+        del client.env["FL_CRASH_AT"]
+        train_once(fleet)
+        assert client.wait(SECONDS) == KILLED
+        client.start()
+        with Control(fleet.control) as control:
+            until_watching(control, 1)
+        limit = resource.prlimit(client.pid, resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+        state, texts = run_round(fleet)
+        resource.prlimit(client.pid, resource.RLIMIT_FSIZE, limit)
+        assert state == "failed"
+        assert any("client-0 could not train: disk_failed" in text for text in texts)
+        assert has_spooled_update(fleet.folders[0])
+        train_once(fleet)
+        assert client.running
+        assert "the spooled update of round 2 had been accepted" in client.log.read_text()
 
 
 def test_a_copied_folder_is_not_another_clients(tmp_path: Path) -> None:

@@ -19,11 +19,16 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from fedring.control.calls import Events
+from fedring.control.failure import Unreachable
 from fedring.ctl.operate.port_health import check_health
 from fedring.daemon.exits import Exit
 from fedring.v1 import federation_pb2 as pb
+from tests.campaign.layer import FAILING, PRELOAD, SOURCE, Page
+from tests.conftest import missing
+from tests.damage import ask
 from tests.fault.faulty_fleet import SECONDS, wait_for
-from tests.fleets import Control, Fleet
+from tests.fleets import Control, Fleet, Programs
+from tests.power.records import build_layer
 from tests.system.wire import Refused, WireClient, parameters, payload_of, vector_job
 
 DISK_BYTES = 16 << 20
@@ -316,3 +321,19 @@ def test_a_start_that_fails_on_a_full_disk_does_not_blame_the_configuration(full
         assert (code, "disk_" in fleet.server.tail()) == (Exit.FAILED, True), fleet.server.tail()
         full.mend(fleet)
         fleet.start_server()
+
+
+def test_a_call_whose_sync_fails_ends_the_server(tmp_path: Path) -> None:
+    if (layer := build_layer(tmp_path, SOURCE)) is None:
+        missing("a C compiler for Linux, with which a layer under programs is built,")
+    state = tmp_path / "state" / "server"
+    page = Page(tmp_path / "page", state)
+    with Programs(tmp_path, env={PRELOAD: str(layer), **page.variables}) as fleet:
+        page.fail(syncs=FAILING)
+        with Control(fleet.control) as control, pytest.raises(Unreachable):
+            control.tokens.create("client", "a")
+        assert fleet.server.wait(SECONDS) == Exit.FAILED
+        page.fail()
+        assert "a sync to the disk failed" in fleet.server.tail()
+        assert "Traceback" not in fleet.server.log.read_text()
+        assert ask(state, "SELECT * FROM tokens") == []

@@ -41,10 +41,10 @@ class Record:
     data: bytes
 
 
-def build_layer(folder: Path) -> Path | None:
-    """Compile the layer into a folder; return None where that is impossible."""
+def build_layer(folder: Path, source: Path = _SOURCE) -> Path | None:
+    """Compile a layer, by default that of this package, into a folder; return None where that is impossible."""
     library = folder / "layer.so"
-    compiler = ["cc", "-shared", "-fPIC", "-O2", "-o", str(library), str(_SOURCE), "-ldl", "-lpthread"]
+    compiler = ["cc", "-shared", "-fPIC", "-O2", "-o", str(library), str(source), "-ldl", "-lpthread"]
     try:
         built = subprocess.run(compiler, capture_output=True, check=False)
     except OSError:

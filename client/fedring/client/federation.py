@@ -184,7 +184,14 @@ class Federation:
                     continue
                 why = refusal(self.config.privacy, self._spool.ledger, work.command)
                 protection = self._secure.protection(work)
-                if not self._delivery.settle(work, send=self._may_send(work.command, protection)):
+                try:
+                    settled = self._delivery.settle(work, send=self._may_send(work.command, protection))
+                except OSError as error:  # What became of the update is found out with the next round.
+                    log.error("round %d: the spooled update stays, as the disk fails: %s", work.command.round, error)
+                    self._task = self._task_of(work, protection)
+                    self._task.fail("disk_failed", f"OSError: {error}")
+                    continue
+                if not settled:
                     self._task = self._task_of(work, protection)
                     mode = self._task.job.mode
                     if private and mode != "federated":

@@ -223,6 +223,7 @@ async def _until_stopped(
         parts.acceptor.run(),
         parts.journal.save(parts.facts.save_events),
         parts.keeper.run(),
+        parts.facts.storage.until_distrusted(),
         look_after_groups(parts.rounds, parts.sessions, parts.facts),
         watchdog(),
         parts.metrics.measure_lag(),
@@ -240,7 +241,7 @@ async def _until_stopped(
                 task.cancel()
     except* FsyncFailed as group:
         # The kernel may have dropped pages. Only a restart can be trusted, since it reads the disk.
-        log.critical("the disk failed: %s", group.exceptions[0])
+        log.critical("cannot go on: %s", group.exceptions[0])
         code, disk_failed = Exit.FAILED, True
     except* Exception as group:  # a fault, or a disk that is full: a restart recovers from what is stored
         log.critical("cannot go on: %s", group.exceptions[0], exc_info=group.exceptions[0])

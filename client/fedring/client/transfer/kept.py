@@ -170,6 +170,7 @@ class KeptFiles:
 
         The oldest files of other lines are deleted.
         """
+        self._cached = None  # What was read before is older, also if the sync below fails.
         placed = written.rename(self._path(line))
         others = [path for path in self._folder.glob("kept-*.safetensors") if path != placed]
         for path in sorted(others, key=lambda path: path.stat().st_mtime_ns, reverse=True)[KEEP_LINES - 1 :]:

@@ -9,12 +9,12 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
-from typing import ParamSpec, TypeVar
+from typing import NoReturn, ParamSpec, TypeVar
 
 from fedring.job_code import job_code
 from fedring.server.state.blob_interfaces import Blobs, Partial
 from fedring.server.state.blobs import MemoryPartial
-from fedring.server.state.failures import StorageError, StorageFailed
+from fedring.server.state.failures import FsyncFailed, StorageError, StorageFailed
 from fedring.server.state.rows import Acceptance, EventRow, LastAccepted, Pruned, UpdateRow
 from fedring.server.state.sql.store import Store
 
@@ -41,6 +41,7 @@ class Storage:
         self.since = 0.0
         self.works, self.fails = asyncio.Event(), asyncio.Event()
         self.works.set()
+        self._distrusted, self._lost = asyncio.Event(), FsyncFailed()
 
     def fail(self, why: str) -> None:
         """Note that something could not be kept."""
@@ -56,6 +57,19 @@ class Storage:
         self.fails.clear()
         self.works.set()
 
+    def distrust(self, error: FsyncFailed) -> None:
+        """Note that a sync has failed, whoever asked for it."""
+        self._lost = error
+        self._distrusted.set()
+
+    async def until_distrusted(self) -> NoReturn:
+        """Raise FsyncFailed when a sync has failed.
+
+        Only the acceptor and the jobs end the daemon by their own errors. A call of a client or an operator does not.
+        """
+        await self._distrusted.wait()
+        raise self._lost
+
     async def works_or(self, event: asyncio.Event) -> None:
         """Return when the storage works, or when `event` is set."""
         waits = [asyncio.ensure_future(each.wait()) for each in (self.works, event)]
@@ -70,7 +84,8 @@ class Facts:
     """The state of a server, and the threads that work with it.
 
     `db` runs in the store's only thread, `heavy` in a thread of its own, `work` in a small pool. Methods without
-    `async` run in one of those threads. The storage is noted to fail if any of them raises StorageFailed.
+    `async` run in one of those threads. The storage is noted to fail if any of them raises StorageFailed, and to be
+    distrusted after FsyncFailed.
 
     Attributes:
         store: the rows.
@@ -222,8 +237,12 @@ class Facts:
                 with suppress(asyncio.CancelledError):
                     await asyncio.wait([future])
             raise
-        except StorageFailed as error:
-            self.storage.fail(str(error))
-            raise
         finally:
+            self._note(future.exception())  # also if the caller has been cancelled, and will never know
             self.waiting -= 1
+
+    def _note(self, error: BaseException | None) -> None:
+        if isinstance(error, StorageFailed):
+            self.storage.fail(str(error))
+        elif isinstance(error, FsyncFailed):
+            self.storage.distrust(error)

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from grpc import StatusCode
 
-from fedring.rpc.errors import FedringError, Overloaded
+from fedring.rpc.errors import FedringError, Overloaded, Unavailable
 from fedring.server.state.files import BLOBS, FACTS
 from fedring.server.state.rows import ModelRow, UpdateRow
 
@@ -30,12 +30,20 @@ class StorageFailed(StorageError, Overloaded):
     """
 
 
-class FsyncFailed(Exception):
+class FsyncFailed(Unavailable):
     """A sync failed.
 
     The kernel may have dropped bytes that it could not write. Nothing that was written since the last sync can be
-    trusted: the daemon must exit, and recover from the disk.
+    trusted: the daemon must exit, and recover from the disk. Callers are told so.
+
+    Args:
+        detail: what the system says.
     """
+
+    def __init__(self, detail: str = "") -> None:
+        super().__init__(
+            f"a sync to the disk failed ({detail}): the server ends, and recovers when it is started again"
+        )
 
 
 class StoreError(StorageError):

@@ -258,3 +258,28 @@ def test_what_a_precious_update_leaves_has_a_durable_name(tmp_path: Path, monkey
     monkeypatch.setattr("fedring.client.transfer.kept.sync", synced.append)
     spool(tmp_path, 2.0, 1)
     assert synced == [tmp_path / "update.left", tmp_path]
+
+
+def test_a_client_whose_folder_cannot_be_synced_does_not_go_on_with_what_it_had_read_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin(tmp_path, 1.0)
+    mine = spool(tmp_path, 2.0, 1)
+    assert mine.kept.load(LINE.key)[PRIVATE].tensors["weight"][0] == 1.0
+    pending = mine.pending()
+    assert pending is not None
+    real = os.fsync
+
+    def failing(fd: int) -> None:
+        if Path(f"/proc/self/fd/{fd}").readlink() == tmp_path.resolve():
+            raise OSError("the disk lost a name")
+        real(fd)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", failing)
+        with pytest.raises(OSError, match="lost a name"):
+            mine.accept(pending)
+    assert mine.kept.load(LINE.key)[PRIVATE].tensors["weight"][0] == kept(tmp_path) == 2.0
+    mine.accept(pending)
+    assert mine.pending() is None
+    assert kept(tmp_path) == 2.0
