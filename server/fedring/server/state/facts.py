@@ -58,7 +58,7 @@ class Storage:
         self.works.set()
 
     def distrust(self, error: FsyncFailed) -> None:
-        """Note that a sync has failed, whoever asked for it."""
+        """Note that a sync has failed."""
         self._lost = error
         self._distrusted.set()
 
