@@ -15,7 +15,7 @@ from fedring.train.dgc_optimizer import check_momentum
 
 
 class DGCSGD(Optimizer):
-    """Stochastic gradient descent whose momentum and Nesterov act on weight decay only.
+    """Stochastic gradient descent whose momentum acts on weight decay only.
 
     Args:
         params: The parameters, or groups of them, as torch's optimizers take them.
@@ -23,6 +23,8 @@ class DGCSGD(Optimizer):
         momentum: Of the weight decay, at least 0 and below 1.
         weight_decay: The factor of the parameters that is added to their gradients, at least 0.
         nesterov: Whether the momentum is Nesterov's.
+        dampening: The part of each weight decay but the first that does not enter its momentum, from 0 to 1. As for
+            torch's SGD, Nesterov's momentum has none.
     """
 
     follows_dgc = True  # see fedring.train.dgc_optimizer
@@ -35,10 +37,19 @@ class DGCSGD(Optimizer):
         *,
         weight_decay: float = 0.0,
         nesterov: bool = False,
+        dampening: float = 0.0,
     ) -> None:
-        if lr < 0 or not 0 <= momentum < 1 or weight_decay < 0 or (nesterov and not momentum):
-            raise ValueError(f"DGCSGD cannot work with {lr=}, {momentum=}, {weight_decay=}, {nesterov=}")
-        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "nesterov": nesterov})
+        impossible = nesterov and (not momentum or dampening)
+        if lr < 0 or not 0 <= momentum < 1 or weight_decay < 0 or not 0 <= dampening <= 1 or impossible:
+            raise ValueError(f"DGCSGD cannot work with {lr=}, {momentum=}, {weight_decay=}, {nesterov=}, {dampening=}")
+        decay = {"weight_decay": weight_decay, "nesterov": nesterov, "dampening": dampening}
+        super().__init__(params, {"lr": lr, "momentum": momentum, **decay})
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take over a state that was saved before there was dampening, too."""
+        super().__setstate__(state)
+        for group in self.param_groups:
+            group.setdefault("dampening", 0.0)
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -76,7 +87,8 @@ class DGCSGD(Optimizer):
             return decay
         state = self.state[parameter]
         if "momentum_buffer" in state:
-            buffer: Tensor = state["momentum_buffer"].mul_(group["momentum"]).add_(decay)
+            share = 1 - group["dampening"]
+            buffer: Tensor = state["momentum_buffer"].mul_(group["momentum"]).add_(decay, alpha=share)
         else:
             buffer = state["momentum_buffer"] = decay.clone()
         return decay.add_(buffer, alpha=group["momentum"]) if group["nesterov"] else buffer

@@ -1,5 +1,7 @@
 """The optimizer for deep gradient compression, and the check of others."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -20,17 +22,36 @@ def test_momentum_does_not_act_on_gradients() -> None:
     assert tensor.tolist() == [0, 4]
 
 
-@pytest.mark.parametrize("nesterov", [False, True])
-def test_momentum_acts_on_weight_decay_as_in_sgd(nesterov: bool) -> None:
+@pytest.mark.parametrize(("nesterov", "dampening"), [(False, 0.0), (True, 0.0), (False, 0.3), (False, 1.0)])
+def test_momentum_acts_on_weight_decay_as_in_sgd(nesterov: bool, dampening: float) -> None:
     ours, theirs = parameter(1.0, -2.0), parameter(1.0, -2.0)
-    optimizer = DGCSGD([ours], 0.1, momentum=0.9, weight_decay=0.01, nesterov=nesterov)
-    reference = torch.optim.SGD([theirs], 0.1, momentum=0.9, weight_decay=0.01, nesterov=nesterov)
+    settings: dict[str, Any] = {"momentum": 0.9, "weight_decay": 0.01, "nesterov": nesterov, "dampening": dampening}
+    optimizer = DGCSGD([ours], 0.1, **settings)
+    reference = torch.optim.SGD([theirs], 0.1, **settings)
     for _ in range(5):
         ours.grad, theirs.grad = torch.zeros(2), torch.zeros(2)
         optimizer.step()
         reference.step()
     assert torch.allclose(ours, theirs)
     assert ours[0] < 1
+
+
+def test_dampening_does_not_act_on_gradients() -> None:
+    tensor = parameter(1.0)
+    optimizer = DGCSGD([tensor], 0.5, momentum=0.9, weight_decay=0.0, dampening=1.0)
+    for _ in range(2):
+        tensor.grad = torch.tensor([1.0])
+        optimizer.step()
+    assert tensor.tolist() == [0]
+
+
+def test_a_state_from_before_there_was_dampening_is_taken_over() -> None:
+    tensor = parameter(1.0)
+    saved = DGCSGD([tensor], 0.1, momentum=0.9, weight_decay=0.1).state_dict()
+    del saved["param_groups"][0]["dampening"]
+    optimizer = DGCSGD([tensor], 0.1, momentum=0.9, weight_decay=0.1)
+    optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[0]["dampening"] == 0
 
 
 def test_weight_decay_is_of_the_parameter_before_the_step() -> None:
@@ -98,3 +119,7 @@ def test_wrong_arguments_are_refused() -> None:
         DGCSGD([parameter(1.0)], 0.1, weight_decay=-1.0)
     with pytest.raises(ValueError, match="nesterov=True"):
         DGCSGD([parameter(1.0)], 0.1, nesterov=True)
+    with pytest.raises(ValueError, match="dampening=0.5"):
+        DGCSGD([parameter(1.0)], 0.1, momentum=0.9, nesterov=True, dampening=0.5)
+    with pytest.raises(ValueError, match="dampening=1.5"):
+        DGCSGD([parameter(1.0)], 0.1, momentum=0.9, dampening=1.5)
