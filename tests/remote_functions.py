@@ -62,6 +62,28 @@ def wait_for(name: str) -> str:
 
 
 EVENTS: dict[str, threading.Event] = {}
+KEPT: dict[str, Any] = {}
+
+
+@offers("remote")
+def keep(name: str, value: Any) -> None:
+    KEPT[name] = value
+
+
+@offers("remote")
+def fetch_kept(name: str) -> Any:
+    handed = KEPT[name]["handed"][0]
+    return handed.fetch() if isinstance(handed, remote.Reference) else handed
+
+
+@offers("remote")
+def fetch(reference: remote.Reference) -> Any:
+    return reference.fetch()
+
+
+@offers("remote")
+def apply(layer: remote.Reference, x: Tensor) -> Any:
+    return layer(x)
 
 
 @offers("remote")

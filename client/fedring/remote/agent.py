@@ -11,7 +11,7 @@ import logging
 import math
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
@@ -52,6 +52,7 @@ class Agent:
         offered: The functions and classes that others may call here.
         max_message_bytes: The most bytes that the tensors of a message may have.
         timeout: Seconds that a call may take; after that the generation ends.
+        claim: Returns a reference of an agent's rank to what another one holds, given that one's rank and key.
 
     Attributes:
         rank: This rank in the group.
@@ -66,13 +67,14 @@ class Agent:
         offered: Offered,
         max_message_bytes: int,
         timeout: float,
+        claim: Callable[["Agent", int, int | str], Any],
     ) -> None:
         self._world, self._timeout, self._max_bytes = group.world, timeout, max_message_bytes
         ranks = [group.world.members.index(member) for member in group.ring.members]
         time = next(_times.setdefault(group.ring, itertools.count()))
         self._ring = group.world.enter(f"{group.ring.name}/remote/{time}", ranks)
         self.rank, self.size = self._ring.rank, self._ring.size
-        self.service = Service(self.rank, self.size, modules, offered, self)
+        self.service = Service(self.rank, self.size, modules, offered, self, claim=partial(claim, self))
         self._numbers = [itertools.count() for _ in range(self.size)]  # of requests to each rank
         self._failure: RingError | None = None
         self._dropped: deque[Handle] = deque()  # references that this process does not have any more

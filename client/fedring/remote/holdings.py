@@ -4,7 +4,7 @@ Modules are served; values have been left here by calls.
 """
 
 import inspect
-import itertools
+import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -15,11 +15,15 @@ from fedring.offers import marks_of
 from fedring.remote.errors import CallRefused
 from fedring.train.names.offered import Offered
 
+_NUMBER_BITS = 62  # as many as an integer of a message has, without its sign
+
 
 class Holdings:
     """Named modules, and references to values.
 
-    Every rank may use the modules, and only the rank that made a reference may use it.
+    Every rank may use the modules, and only the rank that has a reference may use it. A rank that is told the number of
+    another one's reference gets a reference of its own for it. Numbers are drawn at random, so that nobody can guess
+    those that it was not told.
 
     Args:
         modules: The served modules, by name.
@@ -30,8 +34,7 @@ class Holdings:
         self._modules = dict(modules)
         self._offered = offered
         self._lock = threading.Lock()
-        self._numbers = itertools.count(1)
-        self._references: dict[tuple[int, int], Any] = {}  # by the rank that made it, and its number
+        self._references: dict[int, tuple[int, Any]] = {}  # by its number: the rank that has it, and the value
 
     def __len__(self) -> int:
         return len(self._references)
@@ -39,9 +42,20 @@ class Holdings:
     def keep(self, rank: int, value: Any) -> int:
         """Keep a value for a rank, and return its number."""
         with self._lock:
-            number = next(self._numbers)
-            self._references[rank, number] = value
-        return number
+            return self._keep(rank, value)
+
+    def claim(self, rank: int, number: int) -> int:
+        """Give a rank its own reference to another rank's value.
+
+        Returns its number.
+
+        Raises:
+            Refused: There is no reference with this number, or no more.
+        """
+        with self._lock:
+            if number not in self._references:
+                raise CallRefused(f"no rank has a reference {number} here", reason="unknown_reference")
+            return self._keep(rank, self._references[number][1])
 
     def get(self, rank: int, key: int | str) -> Any:
         """Return a served module or a rank's reference.
@@ -59,21 +73,29 @@ class Holdings:
                 raise CallRefused(f"no module {key[:80]!r} is served here; there is {known}", reason="unknown_module")
             return self._modules[key]
         with self._lock:
-            if (rank, key) not in self._references:
-                raise CallRefused(f"rank {rank} has no reference {key} here", reason="unknown_reference")
-            return self._references[rank, key]
+            holder, value = self._references.get(key, (-1, None))
+        if holder != rank:
+            raise CallRefused(f"rank {rank} has no reference {key} here", reason="unknown_reference")
+        return value
 
     def release(self, rank: int, numbers: Sequence[int]) -> None:
         """Drop references of a rank; those that are not there are ignored."""
         with self._lock:
             for number in numbers:
-                self._references.pop((rank, number), None)
+                if self._references.get(number, (-1, None))[0] == rank:
+                    del self._references[number]
 
     def release_all(self, of: Callable[[int], bool] = lambda rank: True) -> None:
         """Drop the references of the ranks for which `of` holds."""
         with self._lock:
-            for rank, number in [key for key in self._references if of(key[0])]:
-                del self._references[rank, number]
+            self._references = {key: held for key, held in self._references.items() if not of(held[0])}
+
+    def _keep(self, rank: int, value: Any) -> int:
+        """Keep a value under a new number; the caller holds the lock."""
+        while (number := secrets.randbits(_NUMBER_BITS)) in self._references:
+            pass
+        self._references[number] = rank, value
+        return number
 
     def function(self, name: str) -> Any:
         """Return a function or class, "module:attribute", that is offered to other ranks.

@@ -100,7 +100,7 @@ class DistributedOptimizer:
             tree = flatten(options, tensors, owner=owner.rank)
             return owner.ask(requests.Create(kind=kind.__name__, parameters=places[owner], options=tree), tensors)
 
-        self._optimizers, errors = _at_all(self._owners, create, Owner.reference)
+        self._optimizers, errors = _at_all(self._owners, create, lambda owner, made: owner.reference(made).wait())
         _raise(errors, "an optimizer cannot be built")
 
     def step(self, step: Step) -> None:

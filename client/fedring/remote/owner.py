@@ -3,6 +3,7 @@
 Owners are the ranks of a group. References name the values that they hold.
 """
 
+import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -26,7 +27,10 @@ from fedring.remote.values import Handle, flatten, unflatten
 from fedring.ring import NotSupported, RingError, RingProcessGroup
 from fedring.train.names.offered import collect
 
+Before = TypeVar("Before")
 Then = TypeVar("Then")
+
+log = logging.getLogger(__name__)
 
 
 class Owner:
@@ -42,13 +46,19 @@ class Owner:
     def __init__(self, agent: Agent, rank: int) -> None:
         self.agent, self.rank, self.name = agent, rank, agent.name_of(rank)
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Owner) and (self.agent, self.rank) == (other.agent, other.rank)
+
+    def __hash__(self) -> int:
+        return hash((self.agent, self.rank))
+
     def call(self, function: str, /, *args: Any, **kwargs: Any) -> Any:
         """Call a function that the owner offers, and return the result.
 
         Args:
             function: "module:attribute".
-            args: Tensors, numbers, strings, None, booleans, references to what this owner holds, and lists, tuples and
-                dicts of them.
+            args: Tensors, numbers, strings, None, booleans, references, and lists, tuples and dicts of them. Of what
+                this owner holds, the function gets the value itself, and of what other ranks hold a reference.
             kwargs: The same, by name.
 
         Raises:
@@ -68,26 +78,24 @@ class Owner:
     def remote(self, function: str, /, *args: Any, **kwargs: Any) -> "Reference":
         """As `call`, but leave the result at the owner.
 
-        Returns a reference to it.
+        Returns a reference to it at once. Whatever uses the reference waits for the result, and raises the error of the
+        call if there was one.
+
+        Raises:
+            BadMessage: An argument cannot be sent.
+            RingError: A rank is lost.
         """
         return self.reference(self.send_call({"function": function, "stay": True}, args, kwargs))
 
     def reference(self, made: Future[Any]) -> "Reference":
-        """Wait for a value's number, and return a reference to it.
-
-        The owner has given the number to the value.
-
-        Raises:
-            BadMessage: The owner answers with something else.
-        """
-        key = made.result()
-        if type(key) is not int:
-            raise BadMessage(f"{self.name} did not answer with the number of a reference, but with {key!r:.80}")
-        return Reference(self, key)
+        """Return a reference to a value, given a future of its number."""
+        return Reference(self, _then(made, self._number))
 
     def module(self, name: str) -> "Reference":
         """Return a reference to a module that the owner serves."""
-        return Reference(self, name)
+        key: Future[int | str] = Future()
+        key.set_result(name)
+        return Reference(self, key)
 
     def send_call(self, what: Mapping[str, Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Future[Any]:
         """Send a call, and return a future of its result.
@@ -161,6 +169,11 @@ class Owner:
                 raise BadMessage(f"{self.name} answered with a gradient that does not have the shape of its input")
         return [None if one is None else one.to(tensor.device) for one, tensor in zip(found, inputs, strict=True)]
 
+    def _number(self, key: Any) -> int | str:
+        if type(key) is not int:
+            raise BadMessage(f"{self.name} did not answer with the number of a reference, but with {key!r:.80}")
+        return key
+
     def _answer(self, reply: Message) -> Reply:
         try:
             answer = Reply.model_validate(reply.content)
@@ -185,26 +198,48 @@ class Reference(Handle):
 
     The value is a module that the owner serves, or a result of `Owner.remote`.
 
-    Pass it as an argument to calls at its owner. The owner drops the value of a result when the caller has dropped the
-    last reference, or is lost.
+    Pass it as an argument to calls at any rank: its owner uses the value, and every other rank gets a reference of its
+    own. The owner drops the value of a result when all ranks have dropped their last reference, or are lost.
     """
 
-    __slots__ = ("owner",)
+    __slots__ = ("_key", "owner")
 
-    def __init__(self, owner: Owner, key: int | str) -> None:
-        super().__init__(owner.rank, key)
+    def __init__(self, owner: Owner, key: Future[int | str]) -> None:
+        object.__setattr__(self, "rank", owner.rank)
         object.__setattr__(self, "owner", owner)
-        if isinstance(key, int):
-            weakref.finalize(self, owner.agent.drop, Handle(owner.rank, key)).atexit = False
+        object.__setattr__(self, "_key", key)
+        weakref.finalize(self, _forget, owner, key).atexit = False
 
     owner: Owner
+    _key: Future[int | str]
+
+    @property
+    def key(self) -> int | str:
+        """The number or name of the value, once the owner has it.
+
+        Raises:
+            RemoteError: The call whose result it would be has failed, or was refused.
+            RingError: A rank is lost.
+        """
+        return self._key.result()
+
+    def wait(self) -> "Reference":
+        """Wait until the value is at its owner, and return this reference.
+
+        Raises:
+            RemoteError: The call whose result it would be has failed, or was refused.
+            RingError: A rank is lost.
+        """
+        self._key.result()
+        return self
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Call the module that it names; see `Owner.call`."""
         return self.call("__call__", *args, **kwargs)
 
     def __repr__(self) -> str:
-        return f"<reference {self.key!r} at {self.owner.name}>"
+        key = repr(self._key.result()) if self._key.done() and not self._key.exception() else "without a value"
+        return f"<reference {key} at {self.owner.name}>"
 
     def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
         """Call a method that its class offers; see `Owner.call`."""
@@ -289,6 +324,7 @@ def serve(
         offered=collect(trusted),
         max_message_bytes=max_message_bytes,
         timeout=chosen.seconds() if timeout is None else timeout,
+        claim=_claim,
     )
     try:
         yield Owners(agent)
@@ -301,7 +337,40 @@ def serve(
         agent.close()
 
 
-def _then(future: Future[Message], convert: Callable[[Message], Then]) -> Future[Then]:
+def _claim(agent: Agent, rank: int, key: int | str) -> Reference:
+    """Return an agent's own reference to another rank's value.
+
+    Args:
+        agent: The agent.
+        rank: The other rank.
+        key: The number of a third rank's reference there, or the name of a module.
+
+    Raises:
+        RemoteError: There is no such reference.
+    """
+    owner = Owner(agent, rank)
+    if isinstance(key, str):
+        return owner.module(key)
+    return owner.reference(owner.ask(requests.Claim(reference=key))).wait()
+
+
+def _forget(owner: Owner, key: Future[int | str]) -> None:
+    """Tell an owner that a reference is gone, once it has told the number.
+
+    This may be called while any lock is held.
+    """
+
+    def told(made: Future[int | str]) -> None:
+        if (error := made.exception()) is not None:
+            if not isinstance(error, RingError):
+                log.info("%s: %s", owner.name, error)
+        elif isinstance(number := made.result(), int):
+            owner.agent.drop(Handle(owner.rank, number))
+
+    key.add_done_callback(told)
+
+
+def _then(future: Future[Before], convert: Callable[[Before], Then]) -> Future[Then]:
     """Return a future of a converted result.
 
     `convert` is called with the result of the other future.
@@ -309,7 +378,7 @@ def _then(future: Future[Message], convert: Callable[[Message], Then]) -> Future
     after: Future[Then] = Future()
     after.set_running_or_notify_cancel()  # a call that has been sent cannot be cancelled
 
-    def done(before: Future[Message]) -> None:
+    def done(before: Future[Before]) -> None:
         try:
             after.set_result(convert(before.result()))
         except Exception as error:  # noqa: BLE001  # raised again for those who wait

@@ -11,7 +11,8 @@ from fedring.remote.contexts import MAX_CONTEXT
 from fedring.remote.errors import BadMessage
 
 Number = Annotated[int, Field(ge=0, le=MAX_CONTEXT)]
-Name = Annotated[str, Field(max_length=1000)]
+MAX_NAME = 1000
+Name = Annotated[str, Field(max_length=MAX_NAME)]
 Key = Number | Name
 REASON = r"^[a-z0-9_]{0,64}$"
 
@@ -49,6 +50,13 @@ class Fetch(_Request):
     verb: Literal["fetch"] = "fetch"
     target: Key
     context: Number | None = None
+
+
+class Claim(_Request):
+    """Answer with a reference of the caller's own for another rank's."""
+
+    verb: Literal["claim"] = "claim"
+    reference: Number
 
 
 class Parameters(_Request):
@@ -133,7 +141,19 @@ class Release(_Request):
 
 
 Request = (
-    Call | Fetch | Parameters | Backward | FetchGradients | Create | Lock | Prepare | Commit | Abort | End | Release
+    Call
+    | Fetch
+    | Claim
+    | Parameters
+    | Backward
+    | FetchGradients
+    | Create
+    | Lock
+    | Prepare
+    | Commit
+    | Abort
+    | End
+    | Release
 )
 
 _ADAPTER: TypeAdapter[Request] = TypeAdapter(Annotated[Request, Field(discriminator="verb")])

@@ -7,23 +7,37 @@ import itertools
 import re
 import threading
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
 from fedring.remote import requests
-from fedring.remote.contexts import Caller, Context, Contexts, Record, Scope, begun_by, inside, keeping_versions
+from fedring.remote.contexts import (
+    MAX_CONTEXT,
+    Caller,
+    Context,
+    Contexts,
+    Record,
+    Scope,
+    begun_by,
+    inside,
+    keeping_versions,
+)
 from fedring.remote.errors import BadMessage, CallRefused
 from fedring.remote.holdings import Holdings
 from fedring.remote.messages import Message, outgoing
-from fedring.remote.requests import REASON, RemoteFailure, Reply, Request
+from fedring.remote.requests import MAX_NAME, REASON, RemoteFailure, Reply, Request
 from fedring.remote.stepping import OwnedOptimizer, StepLock
-from fedring.remote.values import flatten, unflatten
+from fedring.remote.values import flatten, nowhere, unflatten
 from fedring.train.names.offered import Offered
 
 MAX_CALLS = 64
 """How many functions, methods and modules one rank may have running here."""
+
+MAX_ELSEWHERE = 1000
+"""How many references to what other ranks hold the arguments of one call may have."""
 
 _MAX_RUNNING = 4 * MAX_CALLS  # requests of one rank, of any kind; for what ends a step, twice as many
 _MAX_MESSAGE, _MAX_TRACEBACK = 4000, 16000  # characters
@@ -40,11 +54,21 @@ class Service:
         modules: The served modules, by name.
         offered: The functions and classes that may be called.
         caller: The agent through which functions that run here call other ranks.
+        claim: Returns a reference of this rank's own to what another one holds, given that rank, and the number that a
+            caller has told, or a name. It waits for that rank.
     """
 
     def __init__(
-        self, rank: int, size: int, modules: Mapping[str, nn.Module], offered: Offered, caller: Caller
+        self,
+        rank: int,
+        size: int,
+        modules: Mapping[str, nn.Module],
+        offered: Offered,
+        caller: Caller,
+        *,
+        claim: Callable[[int, int | str], Any] = nowhere,
     ) -> None:
+        self._rank, self._size, self._claim = rank, size, claim
         self.contexts = Contexts(rank, size)
         self.holdings = Holdings(modules, offered)
         self._caller = caller
@@ -129,6 +153,8 @@ class Service:
         match request:
             case requests.Call() | requests.Fetch():
                 return self._run(rank, request, message, context)
+            case requests.Claim():
+                return answer(self.holdings.claim(rank, request.reference))
             case requests.Parameters():
                 return answer(list(self.holdings.parameters(rank, request.target)))
             case requests.Backward():
@@ -174,7 +200,7 @@ class Service:
     def _value(self, request: Any, tensors: Sequence[Tensor], held: Callable[[int | str], Any]) -> Any:
         if isinstance(request, requests.Fetch):
             return held(request.target)
-        arguments = unflatten(request.arguments, tensors, held)
+        arguments = unflatten(request.arguments, tensors, held, partial(self._elsewhere, itertools.count()))
         if not (
             isinstance(arguments, list)
             and len(arguments) == 2
@@ -187,6 +213,19 @@ class Service:
         else:
             function = self.holdings.method(held(request.target), request.method)
         return function(*arguments[0], **arguments[1])
+
+    def _elsewhere(self, count: Iterator[int], rank: int, key: int | str) -> Any:
+        """Return a reference to a third rank's value.
+
+        It is this rank's own before the call begins, and so the caller may drop its own when the call has ended.
+        """
+        if not 0 <= rank < self._size or rank == self._rank:
+            raise BadMessage(f"a reference to what rank {rank} holds came to rank {self._rank} of {self._size}")
+        if not (0 <= key <= MAX_CONTEXT if isinstance(key, int) else len(key) <= MAX_NAME):
+            raise BadMessage(f"a reference to what rank {rank} holds has neither a number nor a name")
+        if next(count) >= MAX_ELSEWHERE:  # each of them costs a request to the other rank
+            raise BadMessage(f"the arguments of a call have more than {MAX_ELSEWHERE} references to other ranks")
+        return self._claim(rank, key)
 
     def _result(
         self, rank: int, request: Any, value: Any, context: Context | None, inputs: Sequence[Tensor]

@@ -1,7 +1,8 @@
 """Arguments and results as JSON and a list of tensors. No I/O.
 
 None, booleans, integers of 64 bits, finite floats, strings and lists stand for themselves. Everything else is an object
-with one key: {"tensor": place in the list}, {"tuple": [...]}, {"dict": {...}}, or {"reference": what the owner holds}.
+with one key: {"tensor": place in the list}, {"tuple": [...]}, {"dict": {...}}, {"reference": what the receiver holds},
+or {"elsewhere": [another rank, what that one holds]}.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,13 +29,18 @@ class Handle:
     key: int | str
 
 
+def nowhere(rank: int, key: int | str) -> Any:
+    """Refuse a reference to another rank's value."""
+    raise BadMessage(f"a reference to what rank {rank} holds, {key!r}, stands where none may be")
+
+
 def flatten(value: Any, tensors: list[Tensor], *, owner: int, depth: int = 0) -> Any:
     """Return a value as JSON, and append its tensors to `tensors`.
 
     Args:
         value: Tensors, numbers, strings, None, booleans, handles, and lists, tuples and dicts of them.
         tensors: Where the tensors go.
-        owner: The rank to which the value is sent. It must hold what the handles name.
+        owner: The rank to which the value is sent; -1 = a caller, which gets no handles.
         depth: How many lists and dicts the value is inside of.
 
     Raises:
@@ -64,22 +70,30 @@ def flatten(value: Any, tensors: list[Tensor], *, owner: int, depth: int = 0) ->
                 raise BadMessage(f"the key {key!r} of a dict is a {type(key).__name__}: use strings as keys")
         return {"dict": {key: flatten(item, tensors, owner=owner, depth=depth + 1) for key, item in value.items()}}
     if isinstance(value, Handle):
-        if value.rank != owner:
-            raise BadMessage(f"only calls at rank {value.rank} can use what rank {value.rank} holds: fetch it first")
-        return {"reference": value.key}
+        if owner < 0:
+            raise BadMessage(f"a reference to what rank {value.rank} holds cannot be a result: return the value itself")
+        return {"reference": value.key} if value.rank == owner else {"elsewhere": [value.rank, value.key]}
     raise BadMessage(
         f"a {type(value).__name__} cannot be sent: send tensors, numbers, strings, None, and lists, tuples and dicts "
         "of them, or let the value stay at its owner with remote()"
     )
 
 
-def unflatten(tree: Any, tensors: Sequence[Tensor], held: Callable[[int | str], Any], *, depth: int = 0) -> Any:
+def unflatten(
+    tree: Any,
+    tensors: Sequence[Tensor],
+    held: Callable[[int | str], Any],
+    elsewhere: Callable[[int, int | str], Any] = nowhere,
+    *,
+    depth: int = 0,
+) -> Any:
     """Rebuild a value from the JSON and the tensors of `flatten`.
 
     Args:
         tree: JSON, from a peer.
         tensors: The tensors that came with it.
         held: Returns the value that a handle's key names; raises if there is none.
+        elsewhere: Returns a handle to what another rank holds, given that rank and the key; raises if there is none.
         depth: How many lists and dicts the tree is inside of.
 
     Raises:
@@ -96,16 +110,20 @@ def unflatten(tree: Any, tensors: Sequence[Tensor], held: Callable[[int | str], 
     if isinstance(tree, int | float):
         raise BadMessage("a number is not finite, or needs more than 64 bits")
     if isinstance(tree, list):
-        return [unflatten(item, tensors, held, depth=depth + 1) for item in tree]
+        return [unflatten(item, tensors, held, elsewhere, depth=depth + 1) for item in tree]
     if not isinstance(tree, dict) or len(tree) != 1:
         raise BadMessage("a value is not in the form in which values are sent")
     ((kind, content),) = tree.items()
     if kind == "tensor" and type(content) is int and 0 <= content < len(tensors):
         return tensors[content]
     if kind == "tuple" and isinstance(content, list):
-        return tuple(unflatten(item, tensors, held, depth=depth + 1) for item in content)
+        return tuple(unflatten(item, tensors, held, elsewhere, depth=depth + 1) for item in content)
     if kind == "dict" and isinstance(content, dict):
-        return {key: unflatten(item, tensors, held, depth=depth + 1) for key, item in content.items()}
+        return {key: unflatten(item, tensors, held, elsewhere, depth=depth + 1) for key, item in content.items()}
     if kind == "reference" and (type(content) is int or isinstance(content, str)):
         return held(content)
+    if kind == "elsewhere" and isinstance(content, list) and len(content) == 2:
+        rank, key = content
+        if type(rank) is int and (type(key) is int or isinstance(key, str)):
+            return elsewhere(rank, key)
     raise BadMessage(f"a value of the kind {str(kind)[:20]!r} is not in the form in which values are sent")

@@ -119,7 +119,7 @@ def test_wrong_arguments_are_refused() -> None:
         DGCSGD([parameter(1.0)], 0.1, weight_decay=-1.0)
     with pytest.raises(ValueError, match="nesterov=True"):
         DGCSGD([parameter(1.0)], 0.1, nesterov=True)
-    with pytest.raises(ValueError, match="dampening=0.5"):
+    with pytest.raises(ValueError, match=r"dampening=0\.5"):
         DGCSGD([parameter(1.0)], 0.1, momentum=0.9, nesterov=True, dampening=0.5)
-    with pytest.raises(ValueError, match="dampening=1.5"):
+    with pytest.raises(ValueError, match=r"dampening=1\.5"):
         DGCSGD([parameter(1.0)], 0.1, momentum=0.9, dampening=1.5)

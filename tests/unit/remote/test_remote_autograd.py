@@ -295,7 +295,7 @@ def test_a_call_that_ends_after_its_context_keeps_nothing(ranks: Ranks) -> None:
 def test_a_reference_cannot_lose_gradients_silently(ranks: Ranks) -> None:
     for argument in (torch.ones(2, requires_grad=True), [torch.ones(2, requires_grad=True)]):
         with remote.context(), pytest.raises(remote.RemoteError, match="a reference would lose them") as raised:
-            ranks[0][1].remote(F + "late_square", argument)
+            ranks[0][1].remote(F + "late_square", argument).wait()
         assert raised.value.reason == "history"
 
 

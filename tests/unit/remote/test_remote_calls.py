@@ -2,9 +2,11 @@
 
 import gc
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -20,7 +22,7 @@ from torch.optim import SGD
 from fedring import remote
 from fedring.remote import requests
 from fedring.remote.messages import Message
-from fedring.remote.service import MAX_CALLS
+from fedring.remote.service import MAX_CALLS, MAX_ELSEWHERE
 from fedring.remote.values import Handle
 from fedring.ring import NotSupported, PeerLost, RingError, RingProcessGroup
 
@@ -174,10 +176,112 @@ def test_a_value_stays_at_its_owner_and_is_used_there(ranks: Ranks) -> None:
     tensor = ranks[0][1].remote(F + "random_tensor", 3)
     ((fetched,), _) = ranks[0][1].call(F + "echo", tensor)
     torch.testing.assert_close(fetched, tensor.fetch())
-    with pytest.raises(remote.BadMessage, match="only calls at rank 1 can use what rank 1 holds"):
+    with pytest.raises(remote.RemoteError, match="a reference to what rank 1 holds cannot be a result"):
         ranks[0][2].call(F + "echo", tensor)
     with pytest.raises(remote.RemoteError, match="a Scaled cannot be sent"):
         made.fetch()
+
+
+def test_a_reference_is_there_before_its_value(ranks: Ranks) -> None:
+    remote_functions.EVENTS["value"] = event = threading.Event()
+    made = ranks[0][1].remote(F + "wait_for", "value")
+    assert repr(made) == "<reference without a value at rank 1>"
+    event.set()
+    assert made.fetch() == "value"
+    assert made.wait() is made
+    assert ranks[0][1].call(F + "echo", made) == [("value",), {}]
+
+
+@pytest.mark.parametrize("to", [0, 1])
+def test_the_error_of_a_call_arrives_when_its_reference_is_used(ranks: Ranks, to: int) -> None:
+    made = ranks[0][to].remote(F + "fail", "too much")
+    uses: list[Callable[[], Any]] = [
+        *(made.wait, made.fetch, lambda: made(1), lambda: made.call_async("scaled")),
+        *(lambda: ranks[0][to].call(F + "echo", made), lambda: ranks[0][2].call_async(F + "echo", [made])),
+        lambda: remote.parameters(made),
+    ]
+    for use in uses:
+        with pytest.raises(remote.RemoteError, match=f"rank {to}: ArithmeticError: too much"):
+            use()
+    with pytest.raises(remote.RemoteError) as raised:
+        ranks[0][to].remote("os:getcwd").wait()
+    assert raised.value.reason == "not_offered"
+
+
+@pytest.mark.parametrize("holder", [0, 1])
+def test_a_third_rank_uses_what_it_was_handed_until_it_drops_it(ranks: Ranks, holder: int) -> None:
+    gc.collect()
+    held = ranks[holder][holder].agent.service.holdings
+    wait_until(lambda: len(held) == 0)
+    tensor = ranks[0][holder].remote(F + "random_tensor", 3)
+    value = tensor.fetch()
+    ranks[0][2].call(F + "keep", "mine", {"handed": [tensor]})
+    assert len(held) == 2
+    first = weakref.ref(tensor)
+    del tensor
+    gc.collect()
+    assert first() is None
+    wait_until(lambda: len(held) == 1)  # the third rank's own
+    torch.testing.assert_close(ranks[0][2].call(F + "fetch_kept", "mine"), value)
+    # The third rank hands it on, and back to where it came from.
+    kept = remote_functions.KEPT["mine"]["handed"][0]
+    assert kept.owner.agent is ranks[2][2].agent
+    ranks[2][1].call(F + "keep", "next", {"handed": [kept]})
+    remote_functions.KEPT.pop("mine")
+    del kept
+    gc.collect()
+    torch.testing.assert_close(ranks[0][1].call(F + "fetch_kept", "next"), value)
+    remote_functions.KEPT.clear()
+    gc.collect()
+    wait_until(lambda: len(held) == 0)
+
+
+def test_gradients_flow_through_a_module_that_was_handed_to_a_third_rank(ranks: Ranks) -> None:
+    x = torch.ones(2, 4, requires_grad=True)
+    for layer, alone in (
+        (ranks[0][1].remote(F + "Scaled", 5), Scaled(5)),
+        (ranks[0][1].module("layer"), Scaled(1)),
+    ):
+        with remote.context() as step:
+            step.backward(ranks[0][2].call(F + "apply", layer, x).sum())
+            found = remote.gradients(step, layer)["linear.weight"]
+        alone(x.detach()).sum().backward()
+        torch.testing.assert_close(found, alone.linear.weight.grad)
+
+
+@pytest.mark.parametrize(
+    ("elsewhere", "reason"),
+    [
+        *(([1, 5], "unknown_reference"), ([1, 2**62], "unknown_reference"), ([1, "nothing"], "unknown_module")),
+        *(([2, 5], "bad_message"), ([3, 5], "bad_message"), ([-1, 5], "bad_message"), ([1, -5], "bad_message")),
+        *(([1, 2**63], "bad_message"), ([1, "x" * 1001], "bad_message"), ([1], "bad_message")),
+        *(([True, 5], "bad_message"), ([1, None], "bad_message"), ({"reference": 5}, "bad_message")),
+    ],
+    ids=lambda value: repr(value)[:30],
+)
+def test_a_reference_that_nobody_was_given_is_refused(ranks: Ranks, elsewhere: Any, reason: str) -> None:
+    call = requests.Call(function=F + "fetch", arguments=[[{"elsewhere": elsewhere}], {"dict": {}}])
+    with pytest.raises(remote.RemoteError) as raised:
+        ranks[0][2].ask(call).result(60)
+    assert raised.value.reason == reason, raised.value
+
+
+def test_a_call_names_only_so_many_references_to_other_ranks(ranks: Ranks) -> None:
+    tensor = ranks[0][1].remote(F + "random_tensor", 3)
+    many = requests.Call(
+        function=F + "fetch", arguments=[[[{"elsewhere": [1, tensor.key]}] * (MAX_ELSEWHERE + 1)], {"dict": {}}]
+    )
+    with pytest.raises(remote.RemoteError, match="more than 1000 references to other ranks"):
+        ranks[0][2].ask(many).result(60)
+    gc.collect()
+    wait_until(lambda: len(ranks[1][1].agent.service.holdings) == 1)
+
+
+def test_numbers_of_references_tell_nothing_of_others(ranks: Ranks) -> None:
+    made = [ranks[0][1].remote(F + "random_tensor", seed) for seed in range(20)]
+    numbers = sorted(int(one.key) for one in made)
+    assert len(set(numbers)) == 20
+    assert min(after - before for before, after in pairwise(numbers)) > 2**32
 
 
 def test_a_reference_belongs_to_the_rank_that_made_it(ranks: Ranks) -> None:
@@ -331,7 +435,7 @@ class Liar:
 def test_an_answer_that_no_owner_gives_is_refused(value: Any) -> None:
     liar: Any = Liar(value)
     owner = remote.Owner(liar, 1)
-    for work in (lambda: owner.remote(F + "echo"), lambda: remote.parameters(owner.module("layer"))):
+    for work in (lambda: owner.remote(F + "echo").wait(), lambda: remote.parameters(owner.module("layer"))):
         with pytest.raises(remote.BadMessage, match=r"the liar|tensor|form"):
             work()
 

@@ -87,12 +87,11 @@ def nested(depth: int) -> Any:
         ({1: 2}, "use strings as keys"),
         (object(), "a object cannot be sent"),
         (nested(MAX_DEPTH + 1), "nested"),
-        (Handle(2, 5), "only calls at rank 2 can use what rank 2 holds"),
         ("x" * MAX_HEADER, "use tensors"),
         ("\ud800", "cannot be written as JSON"),
         (torch.ones(2).to(torch.float8_e4m3fn), "float8_e4m3fn cannot be sent"),
     ],
-    ids=["nan", "large", "keys", "object", "nested", "handle", "long", "surrogate", "float8"],
+    ids=["nan", "large", "keys", "object", "nested", "long", "surrogate", "float8"],
 )
 def test_what_cannot_be_sent_is_refused_by_its_sender(value: Any, text: str) -> None:
     with pytest.raises(BadMessage, match=text):
@@ -151,12 +150,33 @@ def test_a_header_that_nobody_sends_is_refused(data: bytes, text: str) -> None:
         *({}, {"tensor": 0, "tuple": []}, {"tensor": 1}, {"tensor": -1}, {"tensor": True}, {"tensor": 0.0}),
         *({"tuple": {}}, {"dict": []}, {"reference": 1.5}, {"reference": None}, {"unknown": 1}, 2**63, float("inf")),
         *({"dict": {"a": {"dict": 1}}}, nested(MAX_DEPTH + 1)),
+        *(
+            {"elsewhere": [1, 5]},
+            {"elsewhere": 1},
+            {"elsewhere": [1]},
+            {"elsewhere": [True, 5]},
+            {"elsewhere": [1, 5, 5]},
+        ),
     ],
     ids=repr,
 )
 def test_a_tree_that_nobody_sends_is_refused(tree: Any) -> None:
     with pytest.raises(BadMessage):
         unflatten(tree, [torch.ones(1)], lambda key: key)
+
+
+def test_a_handle_comes_as_what_its_holder_has_and_to_others_with_its_rank() -> None:
+    tensors: list[Tensor] = []
+    tree = flatten([Handle(1, 7), Handle(2, "layer")], tensors, owner=1)
+    assert unflatten(tree, [], lambda key: f"held {key}", Handle)[0] == "held 7"
+    _, other = unflatten(tree, [], lambda key: key, Handle)
+    assert (other.rank, other.key) == (2, "layer")
+    with pytest.raises(BadMessage, match="cannot be a result"):
+        flatten(Handle(1, 7), tensors, owner=-1)
+    forms: list[Any] = [[1], [True, 5], [1, 5.0], [1, None], [1, 5, 5], {}, "1"]
+    for elsewhere in forms:
+        with pytest.raises(BadMessage):
+            unflatten({"elsewhere": elsewhere}, [], lambda key: key, Handle)
 
 
 def test_a_part_of_another_length_is_refused_after_all_parts_have_come() -> None:
