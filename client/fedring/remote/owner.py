@@ -214,7 +214,7 @@ class Reference(Handle):
     _key: Future[int | str]
 
     @property
-    def key(self) -> int | str:
+    def key(self) -> int | str:  # pyright: ignore[reportIncompatibleVariableOverride]  # it waits
         """The number or name of the value, once the owner has it.
 
         Raises:
@@ -355,7 +355,9 @@ def _claim(agent: Agent, rank: int, key: int | str) -> Reference:
 
 
 def _forget(owner: Owner, key: Future[int | str]) -> None:
-    """Tell an owner that a reference is gone, once it has told the number.
+    """Tell an owner that a reference is gone.
+
+    It is told once it has told the number.
 
     This may be called while any lock is held.
     """
