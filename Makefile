@@ -56,7 +56,7 @@ site: install
 	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going --conf-dir docs/site --builder html . site
 
 demo: programs
-	$(BIN)/flctl demo $(DEMO)
+	$(BIN)/flctl try $(DEMO)
 
 secure-demo: programs
 	rm -rf secure-demo
@@ -64,7 +64,7 @@ secure-demo: programs
 
 private-demo: programs
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[all,privacy]'
-	$(BIN)/flctl demo --private --out private-demo
+	$(BIN)/flctl try private --out private-demo
 
 test: install
 	$(PYTEST) $(TOGETHER) -m "not alone and not soak"
@@ -141,6 +141,6 @@ bench: install
 	$(BIN)/python -m tests.bench.federated $(BENCH)
 
 clean:
-	rm -rf $(VENV) demo secure-demo private-demo bench-out dist
+	rm -rf $(VENV) try secure-demo private-demo bench-out dist
 
 include deploy/systemd/install.mk

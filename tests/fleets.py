@@ -43,6 +43,7 @@ class Fleet(fleet.Fleet):
         clients: Sequence[Mapping[str, Any]] = (),
         *,
         env: Mapping[str, str] | None = None,
+        code: Sequence[Path] = (),
     ) -> None:
         # Fixed ports: while a server is restarted, another process could get a port that the system has chosen.
         ports = {key: f"127.0.0.1:{free_port()}" for key in ("listen", "control_listen")}
@@ -50,7 +51,7 @@ class Fleet(fleet.Fleet):
         if settings.get("web_port") == 0:
             settings["web_port"] = free_port()
         patient = {"FEDRING_RING_LOST_AFTER_SECONDS": str(self.silence), **(env or {})}
-        super().__init__(directory, settings, clients, env=patient)
+        super().__init__(directory, settings, clients, env=patient, code=code)
 
 
 class Programs(Fleet):

@@ -140,7 +140,7 @@ MUTANTS = {
         "tests/unit/workers/test_workers_data_parallel.py",
     ),
     "demo's table": Mutant(
-        "client/fedring/ctl/local/demo.py",
+        "client/fedring/ctl/local/trying.py",
         '        "sent/worker>",\n',
         '        "sent>",\n',
         "tests/system/test_data_parallel.py",

@@ -25,7 +25,7 @@ MODULES = (
     "fedring.ctl.admin.certs",
     "fedring.ctl.admin.doctor",
     "fedring.ctl.admin.state_backup",
-    "fedring.ctl.local.demo",
+    "fedring.ctl.local.trying",
     "fedring.ctl.local.simulate",
     "fedring.ctl.operate.job_control",
     "fedring.ctl.operate.watch",

@@ -18,6 +18,9 @@ Kind = Literal["model", "data", "loss", "optimizer", "trainer", "evaluator", "ho
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
+PARTS: tuple[Kind, ...] = ("model", "data", "loss", "optimizer", "trainer", "evaluator")
+"""The kinds that a job names in keys of the same names."""
+
 Marked = TypeVar("Marked", bound=Callable[..., Any])
 
 _MARK = "__fedring_offers__"

@@ -105,9 +105,9 @@ def test_each_way_to_send_gradients_trains(fleet: Fleet, name: str) -> None:
         assert report["bytes_sent"] / report["steps"] < most * 4 * (75 * hidden + 10)
 
 
-def test_the_demo_shows_the_workers_profile(flctl: Flctl, tmp_path: Path) -> None:
-    options = ["--mode", "data_parallel", "--hook", "dgc", "--clients", "2", "--rounds", "2", "--out", str(tmp_path)]
-    done = flctl("demo", *options)
+def test_flctl_try_shows_the_workers_profile(flctl: Flctl, tmp_path: Path) -> None:
+    options = ["mode=data_parallel", "data_parallel.hook=dgc", "--clients", "2", "rounds=2", "--out", str(tmp_path)]
+    done = flctl("try", *options)
     assert done.returncode == 0, done.stderr
     assert "sent/worker" in done.stdout
     report = json.loads((tmp_path / "report.json").read_text())

@@ -9,10 +9,11 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
+from safetensors.numpy import load_file
 
 from fedring.train.jobs.job import Job
 from tests.conftest import ROOT
-from tests.fleets import PATIENT, Control, Fleet
+from tests.fleets import PATIENT, Control, Flctl, Fleet
 from tests.forks import Fork
 from tests.pages import Page, commands, exported, written
 from tests.ports import free_port
@@ -141,6 +142,20 @@ def test_the_commands_of_a_page_work(page: str, tmp_path: Path) -> None:
         (tmp_path / folder).symlink_to(ROOT / folder)
     block = next(text for _, text in Page(ROOT / "docs" / f"{page}.md").blocks if "fl-server" in text)
     assert json.loads(run_commands(block, tmp_path))["accuracy"] > 0.9
+
+
+def test_one_command_leads_from_the_example_of_a_module_to_a_model(
+    flctl: Flctl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "docs").symlink_to(ROOT / "docs")
+    monkeypatch.chdir(tmp_path)
+    ((_, *arguments),) = commands(
+        next(text for _, text in Page(ROOT / "docs/first-job.md").blocks if "flctl try" in text)
+    )
+    done = flctl(*arguments)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(Path("try/report.json").read_text())["rounds"][-1]["metrics"]["eval/recall"] > 0.9
+    assert load_file("try/best.safetensors")
 
 
 def test_the_commands_for_two_machines_work(tmp_path: Path) -> None:

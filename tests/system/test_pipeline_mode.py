@@ -319,9 +319,9 @@ def test_each_worker_has_metrics_of_its_stage(tmp_path: Path) -> None:
         assert page("fl_pipe_inflight_microbatches") == 2 - stage
 
 
-def test_the_demo_reports_what_the_stages_took(flctl: Flctl, tmp_path: Path) -> None:
-    options = ["--mode", "pipeline", "--micro-batches", "8", "--rounds", "2", "--out", str(tmp_path)]
-    done = flctl("demo", *options)
+def test_flctl_try_reports_what_the_stages_took(flctl: Flctl, tmp_path: Path) -> None:
+    options = ["mode=pipeline", "pipeline.micro_batches=8", "rounds=2", "--out", str(tmp_path)]
+    done = flctl("try", *options)
     assert done.returncode == 0, done.stderr
     assert "sent/worker" in done.stdout
     report = json.loads((tmp_path / "report.json").read_text())

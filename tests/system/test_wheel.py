@@ -1,6 +1,6 @@
-"""The wheel, built and installed into an environment of its own, runs the demo.
+"""The wheel, built and installed into an environment of its own, runs flctl try.
 
-To install all dependencies takes long, so only `make soak` does it, for the build and for the demo. Otherwise both use
+To install all dependencies takes long, so only `make soak` does it, for the build and for flctl try. Otherwise both use
 the packages of this environment except fedring.
 """
 
@@ -98,7 +98,7 @@ def check_contents(wheel: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_wheel_contains_all_that_the_demo_needs_and_no_tests(tmp_path: Path) -> None:
+def test_the_wheel_contains_all_that_flctl_try_needs_and_no_tests(tmp_path: Path) -> None:
     wheel = build_wheel(tmp_path / "wheel", "--no-isolation")
     check_contents(wheel)
     venv.create(tmp_path / "venv", with_pip=False)
@@ -107,11 +107,11 @@ def test_the_wheel_contains_all_that_the_demo_needs_and_no_tests(tmp_path: Path)
     run(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", wheel, cwd=elsewhere)
     (packages,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
     (packages / "beside.pth").write_text(sysconfig.get_paths()["purelib"])  # Python does not read the .pth files there
-    check_demo(python.parent, elsewhere)
+    check_try(python.parent, elsewhere)
 
 
 @pytest.mark.soak
-def test_the_demo_runs_from_the_wheel_and_what_it_declares(tmp_path: Path) -> None:
+def test_flctl_try_runs_from_the_wheel_and_what_it_declares(tmp_path: Path) -> None:
     wheel = build_wheel(tmp_path / "wheel")
     check_contents(wheel)
     venv.create(tmp_path / "venv", with_pip=False)
@@ -119,14 +119,14 @@ def test_the_demo_runs_from_the_wheel_and_what_it_declares(tmp_path: Path) -> No
     elsewhere.mkdir()
     pip: list[str | Path] = [sys.executable, "-m", "pip", "--python", python, "install"]
     run(*pip, "--constraint", ROOT / "constraints.txt", f"{wheel}[all]", cwd=elsewhere)
-    check_demo(python.parent, elsewhere)
+    check_try(python.parent, elsewhere)
 
 
-def check_demo(programs: Path, elsewhere: Path) -> None:
-    """Run the demo of an installed wheel, and assert that its report is complete."""
+def check_try(programs: Path, elsewhere: Path) -> None:
+    """Run flctl try of an installed wheel, and assert that its report is complete."""
     where = run(programs / "python", "-c", "import fedring.version as m; print(m.__file__)", cwd=elsewhere)
     assert where.startswith(str(programs.parent))
-    output = run(programs / "flctl", "demo", "--rounds", "3", "--clients", "1", "--output", "json", cwd=elsewhere)
+    output = run(programs / "flctl", "try", "rounds=3", "--clients", "1", "--output", "json", cwd=elsewhere)
     report = json.loads(output)
     assert {"rounds", "accuracy", "parameters", "model_sha256"} <= report.keys()
     assert report["accuracy"] > 0.85

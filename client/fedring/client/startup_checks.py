@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from fedring.client.config import ClientConfig
 from fedring.client.policy.privacy import check_policy
 from fedring.client.secure.identity import load_signer
-from fedring.client.training.trainer import NAMES, offered_by
+from fedring.client.training.trainer import offered_by
 from fedring.daemon.checks import Check, Level, check_data_root, check_writable, refuse_failed
+from fedring.offers import PARTS
 from fedring.rpc.channel import encrypts, is_loopback
 from fedring.rpc.tls import check_tls, read_token
 from fedring.train.errors import SeamError
@@ -53,7 +54,7 @@ def check_names(config: ClientConfig, job: Job | None = None) -> Iterator[Check]
         yield Check("trusted", Level.FAIL, str(error))
         return
     yield from check_offered(offered)
-    for part in NAMES:
+    for part in PARTS:
         name = getattr(config, part) or getattr(job, part, "")
         if name and part == "data":
             yield check_data(part, name, offered, root=config.data_root)

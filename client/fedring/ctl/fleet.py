@@ -37,6 +37,7 @@ class Fleet:
         clients: Configuration keys of each client. By default client number i has the id "client-i", and the i-th part
             of the samples.
         env: Environment variables of all daemons.
+        code: Folders in which the daemons find modules, after all others.
     """
 
     daemon: ClassVar[type[Process]] = Process
@@ -49,6 +50,7 @@ class Fleet:
         clients: Sequence[Mapping[str, Any]] = (),
         *,
         env: Mapping[str, str] | None = None,
+        code: Sequence[Path] = (),
     ) -> None:
         self.directory = directory.absolute()
         self.listen = ""
@@ -63,6 +65,8 @@ class Fleet:
         ]
         for process in (self.server, *self.clients):
             process.env.update(env or {})
+            if code:
+                process.find_code_in(code)
 
     def __enter__(self) -> Self:
         try:
@@ -147,7 +151,8 @@ class Fleet:
 
     def _process(self, name: str, module: str, settings: Mapping[str, Any]) -> Process:
         state = {"state_dir": str(self.directory / "state" / name)}
-        return self.daemon(name, module, state | dict(settings), self.directory / "logs" / f"{name}.log")
+        log = self.directory / "logs" / f"{name}.log"
+        return self.daemon(str(settings.get("client_id", name)), module, state | dict(settings), log)
 
 
 _ANY_PORTS = {"listen": "127.0.0.1:0", "control_listen": "127.0.0.1:0"}

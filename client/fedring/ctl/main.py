@@ -20,7 +20,7 @@ _app = typer.Typer(
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
     context_settings=verbs.HELP_NAMES,
-    epilog="Start here:\n\nflctl demo\n\nflctl help run\n\nflctl help exit-codes",
+    epilog="Start here:\n\nflctl try\n\nflctl help run\n\nflctl help exit-codes",
 )
 _MOVABLE = ("-s", "--server", "-o", "--output", "--tls-ca", "--tls-cert", "--tls-key", "--token-file")
 
@@ -39,7 +39,7 @@ def _flctl(
 ) -> None:
     """Operate an fl-server: jobs, rounds, models, and clients' access.
 
-    `flctl demo` needs no configuration: it starts a server and clients on this machine and trains a small model.
+    `flctl try` needs no configuration: it starts a server and clients on this machine and trains a small model.
 
     The options --server, --output, --tls-ca, --tls-cert, --tls-key and --token-file of a verb may also stand before it.
     """

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from fedring.control.failure import Failure
+from fedring.ctl.with_code import MODULE
 
 _TAIL_LINES = 12
 
@@ -42,6 +43,15 @@ class Process:
         self.flags: list[str] = []
         """Further flags of the next start, before the settings."""
         self._child: subprocess.Popen[bytes] | None = None
+
+    def find_code_in(self, folders: Sequence[Path]) -> None:
+        """Let the next start find modules in these folders, after all others.
+
+        The current folder is none of them, unless it is given.
+        """
+        self.flags = [os.pathsep.join(map(str, folders)), self.module, *self.flags]
+        self.module = MODULE
+        self.env["PYTHONSAFEPATH"] = "1"
 
     @property
     def pid(self) -> int:

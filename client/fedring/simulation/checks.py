@@ -13,13 +13,10 @@ from fedring.control.failure import Failure
 from fedring.control.job_file import check_job
 from fedring.daemon.config import explain, read_document
 from fedring.daemon.exits import Exit
-from fedring.offers import named
 from fedring.privacy.keystream import SECRET_BYTES
 from fedring.train.bounds import MAX_COUNT, MAX_SEED
 from fedring.train.jobs.job import Job
 from fedring.train.jobs.start import FRESH, NEWEST, is_path
-
-_NAMES = ("model", "data", "loss", "optimizer", "trainer", "evaluator")
 
 
 def job_of(job: Job | Mapping[str, Any] | str | Path, *, per_round: int | None, seed: int | None) -> Job:
@@ -52,7 +49,7 @@ def job_of(job: Job | Mapping[str, Any] | str | Path, *, per_round: int | None, 
         raise Failure(explain(error, {}, Job), Exit.CONFIG) from error
     # A server accepts these modes and keys; a simulation cannot run them.
     if spec.mode != "federated":
-        raise _wrong(f"mode = {spec.mode!r} cannot be simulated, because its clients train together: use `flctl demo`")
+        raise _wrong(f"mode = {spec.mode!r} cannot be simulated, because its clients train together: use `flctl try`")
     if spec.shared != ["*"] or spec.private:
         raise _wrong(
             "shared and private cannot be simulated, because simulated clients keep no tensors: leave them out"
@@ -138,16 +135,6 @@ def check_enough(job: Job, clients: int, with_samples: int) -> None:
             f"{with_samples} of clients={clients} have samples, fewer than the job's min_clients={job.min_clients}: "
             "simulate more clients, or set min_clients"
         )
-
-
-def trusted_by(job: Job) -> tuple[str, ...]:
-    """Return the names of code in the job itself, which is trusted.
-
-    The person who names it here runs it on this very machine.
-    """
-    table = job.aggregation
-    own = named(rule=table.rule if table.own else "", data=table.data)
-    return (*named(**{key: getattr(job, key) for key in _NAMES}), *own)
 
 
 def _check_number(name: str, value: int | None, most: int, *, least: int = 1) -> None:

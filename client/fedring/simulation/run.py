@@ -44,7 +44,6 @@ from fedring.simulation.checks import (
     check_numbers,
     job_of,
     make_folder,
-    trusted_by,
 )
 from fedring.simulation.engine import Engine, EvaluationFailed, InProcess, Processes
 from fedring.simulation.groups import groups_of, groups_that_count, short_of
@@ -101,7 +100,7 @@ def simulate(
         show: Is called after each client.
 
     Returns:
-        The report: `rounds`, a row for each round with the figures that `flctl demo` has, at most 10 sentences as
+        The report: `rounds`, a row for each round with the figures that `flctl try` has, at most 10 sentences as
         `failures`, and `warnings` on its evaluation, if there are any; `accuracy` and `loss` of the last model; its
         `parameters` and `model_sha256`; and figures of the simulation (docs/simulation.md).
 
@@ -117,7 +116,7 @@ def simulate(
     check_length(secret)
     if out:
         make_folder(Path(out))
-    trusted, used = trusted_by(spec), secret_of_seed(spec.seed) if secret is None else secret
+    trusted, used = tuple(spec.code), secret_of_seed(spec.seed) if secret is None else secret
     setup = Setup(spec, clients, root, trusted, device, threads or threads_for(count), used)
     try:
         # All checks are over: a simulation may take hours, and must not end with an error that was known before.

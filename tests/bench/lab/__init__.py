@@ -1,4 +1,4 @@
 """The lab of all benchmarks: networks, groups of ranks, daemons, turns, curves, and the header of results.
 
-What `flctl demo` and `flctl profile` need, too, is in `fedring.ctl.local`: fleets, jobs, processes of ranks, bars.
+What `flctl try` and `flctl profile` need, too, is in `fedring.ctl.local`: fleets, jobs, processes of ranks, bars.
 """

@@ -29,7 +29,7 @@ from fedring.v1 import control_pb2 as pb
 
 Call = Callable[..., tuple[int, str, str]]
 SECONDS = 60.0
-VERBS = ["start-round", "run", "stop", "status", "clients", "rounds", "watch", "evaluate", "doctor", "health", "demo"]
+VERBS = ["start-round", "run", "stop", "status", "clients", "rounds", "watch", "evaluate", "doctor", "health", "try"]
 
 
 def test_help_explains_every_exit_code(flctl: Call) -> None:

@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 
 from fedring.control.failure import Failure
-from fedring.ctl.local.presets import Dataset, Mode, check_data_root
+from fedring.ctl.local.presets import Dataset, check_data_root
 from fedring.daemon.exits import Exit
 
 Call = Callable[..., tuple[int, str, str]]
 
-FOLDERS = ["demo", "profile --dataset digits"]
+FOLDERS = ["try", "profile --dataset digits"]
 FILES = ["models export 0", "pipeline draw 1f1b"]
-NEEDING_DATA = ["demo", "profile"]
+NEEDING_DATA = ["try {}", "profile --dataset {}"]
 
 
 @pytest.fixture(autouse=True)
@@ -60,8 +60,8 @@ def test_an_out_where_no_file_can_be_made_is_refused(flctl: Call, verb: str) -> 
 
 
 def test_a_file_that_cannot_be_written_later_is_one_sentence(flctl: Call, tmp_path: Path) -> None:
-    (tmp_path / "report.json").mkdir()  # in the place of the file that demo writes
-    code, out, err = flctl("demo", "--out", tmp_path)
+    (tmp_path / "report.json").mkdir()  # in the place of the file that flctl try writes
+    code, out, err = flctl("try", "--out", tmp_path)
     assert (code, out, err.count("\n")) == (Exit.FAILED, "", 1)
     assert err.startswith(f"flctl: {tmp_path / 'report.json'}: ")
 
@@ -99,32 +99,10 @@ def test_a_damaged_data_set_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("verb", NEEDING_DATA)
 def test_every_verb_checks_its_data_before_it_starts_anything(flctl: Call, tmp_path: Path, verb: str) -> None:
     (tmp_path / "empty").mkdir()
-    given = ("--dataset", "mnist", "--data-root", tmp_path / "empty", "--out", tmp_path / "out")
-    code, stdout, err = flctl(*verb.split(), *given)
+    given = ("--data-root", tmp_path / "empty", "--out", tmp_path / "out")
+    code, stdout, err = flctl(*verb.format("mnist").split(), *given)
     assert (code, stdout, err.count("\n")) == (Exit.CONFIG, "", 1)
     assert "There is no complete MNIST" in err
     assert not (tmp_path / "out").exists()
-    code, _, err = flctl(*verb.split(), "--dataset", "digits", "--data-root", tmp_path / "none", "--out", tmp_path)
+    code, _, err = flctl(*verb.format("digits").split(), "--data-root", tmp_path / "none", "--out", tmp_path)
     assert (code, err) == (Exit.CONFIG, f"flctl: --data-root {tmp_path / 'none'} is not a folder\n")
-
-
-@pytest.mark.parametrize(
-    ("options", "owner", "modes"),
-    [
-        (["--hook", "dgc"], Mode.DATA_PARALLEL, [Mode.FEDERATED, Mode.PIPELINE]),
-        (["--ratio", "0.1"], Mode.DATA_PARALLEL, [Mode.FEDERATED, Mode.PIPELINE]),
-        (["--schedule", "1f1b"], Mode.PIPELINE, [Mode.FEDERATED, Mode.DATA_PARALLEL]),
-        (["--micro-batches", "8"], Mode.PIPELINE, [Mode.FEDERATED, Mode.DATA_PARALLEL]),
-        (["--encoding", "int8"], Mode.FEDERATED, [Mode.DATA_PARALLEL, Mode.PIPELINE]),
-        (["--partition", "shards"], Mode.FEDERATED, [Mode.DATA_PARALLEL, Mode.PIPELINE]),
-        (["--alpha", "0.1"], Mode.FEDERATED, [Mode.DATA_PARALLEL, Mode.PIPELINE]),
-    ],
-)
-def test_an_option_of_another_mode_is_refused(
-    flctl: Call, tmp_path: Path, options: list[str], owner: Mode, modes: list[Mode]
-) -> None:
-    for mode in modes:
-        code, out, err = flctl("demo", "--mode", mode, *options, "--out", tmp_path / "out")
-        assert (code, out) == (Exit.USAGE, "")
-        assert err == f"flctl: {options[0]} belongs to --mode {owner}, not to {mode}: leave it out\n"
-    assert not (tmp_path / "out").exists()

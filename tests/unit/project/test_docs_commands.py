@@ -16,6 +16,7 @@ from fedring.client.config import ClientConfig
 from fedring.client.main import app as client_app
 from fedring.client.main import parse_partition
 from fedring.control.failure import Failure
+from fedring.ctl.local.trying import sort_words
 from fedring.ctl.main import flctl
 from fedring.ctl.operate.job_control import job_of
 from fedring.daemon.config import ConfigError, load_config, split_arguments
@@ -25,8 +26,9 @@ from fedring.server.main import app as server_app
 APPS: dict[str, Any] = dict(zip(PROGRAMS, (flctl, *map(get_command, (server_app, client_app))), strict=True))
 COMMENTED = [path for path in sorted((ROOT / "deploy").rglob("*")) if path.suffix in (".toml", ".yml", ".service")]
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]  # click's; typer may bring its own copy of click
-REMOVED = ("flctl bench",)
-"""Commands that only the CHANGELOG still names."""
+REMOVED = ("flctl bench", "flctl demo")
+"""Commands that only the pages about older versions still name."""
+OLD = ("CHANGELOG.md", "docs/upgrade.md")
 _EXPLAINS = {"--help", "--version", "--install-completion"}
 _LEFT_OPEN = re.compile(r"\[[^]]*\](\.\.\.)?|KEY=VALUE")
 of_each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -74,6 +76,9 @@ def check(words: list[str]) -> None:
         flags = {key: params[key] for key in ("server", "client_id", "state_dir", "data_root")}
         _, overrides = split_arguments(params["arguments"] or [])
         load_config(ClientConfig, overrides=overrides, flags=flags | parse_partition(params["partition"]))
+    elif "words" in params:
+        name, keys, _ = sort_words(params["words"] or [], params["sites"] or [])
+        job_of(path if (path := ROOT / name).is_file() else None, keys)
     elif "overrides" in params:
         path = ROOT / str(params.get("job_file"))
         job_of(path if path.is_file() else None, params["overrides"] or [])
@@ -91,7 +96,7 @@ def test_a_command_that_a_page_shows_is_valid(page: Page) -> None:
 @of_each_page
 def test_a_command_in_a_sentence_exists(page: Page) -> None:
     for quoted in page.quoted:
-        if quoted.partition(" ")[0] not in PROGRAMS or (page.name == "CHANGELOG.md" and quoted.startswith(REMOVED)):
+        if quoted.partition(" ")[0] not in PROGRAMS or (page.name in OLD and quoted.startswith(REMOVED)):
             continue
         named = _LEFT_OPEN.sub("", re.sub(r"\b(ADDRESS|HOST:PORT)\b", "127.0.0.1:1", quoted))
         words = [re.sub(r"^[A-Z]+$", "1", word) for word in shlex.split(named)]
@@ -111,9 +116,9 @@ def test_an_option_in_a_sentence_exists(page: Page) -> None:
     known = _EXPLAINS | {name for option in options for name in (*option.opts, *option.secondary_opts)}
     scripts = [*(ROOT / "tests" / "bench").rglob("*.py"), ROOT / "protos" / "generate.py"]
     written = "".join(path.read_text() for path in scripts)
-    ours = [
-        quoted for quoted in page.quoted if quoted.split()[0] not in ("docker", "kubectl", "ray", "systemd-analyze")
-    ]
+    old = REMOVED if page.name in OLD else ()
+    others = ("docker", "kubectl", "ray", "systemd-analyze")
+    ours = [quoted for quoted in page.quoted if quoted.split()[0] not in others and not quoted.startswith(old)]
     found = {option for quoted in ours for option in re.findall(r"(?<!\S)--[a-z][\w-]*", quoted)}
     assert {option for option in found - known if f'"{option}"' not in written} == set()
 

@@ -97,7 +97,7 @@ def test_the_example_is_a_valid_job() -> None:
 
 
 @pytest.mark.parametrize("dataset", list(Dataset))
-def test_the_demo_has_a_data_parallel_job_for_each_data_set(dataset: Dataset) -> None:
+def test_flctl_try_has_a_data_parallel_job_for_each_data_set(dataset: Dataset) -> None:
     keys = preset_job(dataset, Mode.DATA_PARALLEL)
     spec = Job.model_validate(keys)
     assert (spec.mode, spec.subset_size, spec.name) == ("data_parallel", 0, f"{dataset} demo")

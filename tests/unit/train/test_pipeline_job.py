@@ -130,7 +130,7 @@ def test_the_example_job_has_a_model_that_can_be_cut() -> None:
 
 
 @pytest.mark.parametrize("dataset", list(Dataset))
-def test_the_demo_has_a_pipeline_job_for_each_data_set(dataset: Dataset) -> None:
+def test_flctl_try_has_a_pipeline_job_for_each_data_set(dataset: Dataset) -> None:
     spec = Job.model_validate(preset_job(dataset, Mode.PIPELINE))
     assert (spec.mode, spec.subset_size) == ("pipeline", 0)
     model = build_model(spec.model, spec.model_args, 0, collect(["fedring"]))

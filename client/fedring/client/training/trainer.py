@@ -22,7 +22,7 @@ from fedring.client.training.personal import with_own
 from fedring.daemon.tracing import span
 from fedring.data import DataError, Split, load_part, load_split
 from fedring.job_code import job_code
-from fedring.offers import Kind, named
+from fedring.offers import PARTS, named
 from fedring.train.batches import size_of
 from fedring.train.device import pick_device, threads_for
 from fedring.train.errors import SeamError, TrainError, TrainingStopped, failure_detail, failure_reason
@@ -42,10 +42,6 @@ if TYPE_CHECKING:
     from fedring.client.group.pipeline import PipelineTrainer
 
 log = logging.getLogger(__name__)
-
-NAMES: tuple[Kind, ...] = ("model", "data", "loss", "optimizer", "trainer", "evaluator")
-"""The names in a job that the client's configuration may override."""
-
 
 _READ = "fl-client had read it: restart fl-client, which still runs the old code, or send it SIGUSR2"
 _WRONG_BASE = ("wrong_base", "frozen_changed")
@@ -309,7 +305,7 @@ def load_job(job: pb.JobSpec, config: ClientConfig, offered: Offered, device: to
     """
     if job.mode not in MODES:
         raise SeamError("unknown_mode", f"This client does not know the mode {job.mode!r}: update it.")
-    name = {part: getattr(config, part) or getattr(job, part) for part in NAMES}
+    name = {part: getattr(config, part) or getattr(job, part) for part in PARTS}
     data = offered.get("data", name["data"])
     arguments = (*_model_of(job, config), offered)
     # No worker of a pipeline has the memory for all stages.
@@ -339,7 +335,7 @@ def offered_by(config: ClientConfig) -> Offered:
     Raises:
         SeamError: As collect() does.
     """
-    own = named(**{part: getattr(config, part) for part in NAMES})
+    own = named(**{part: getattr(config, part) for part in PARTS})
     offered = collect([*config.trusted, *own], root=config.data_root, download=config.download)
     return offered.marked() if config.privacy.demands or config.private else offered
 

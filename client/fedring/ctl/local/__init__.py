@@ -1,4 +1,4 @@
-"""Verbs that work on this machine: demo, simulate, evaluate, profile and pipeline.
+"""Verbs that work on this machine: try, simulate, evaluate, profile and pipeline.
 
 `runner` starts daemons, runs jobs and presents results. `experiment` is one job on daemons of its own; `presets` has
 the job that suits each data set. `ranks` starts a process for each rank of a measurement; `rank` is what runs there,

@@ -9,7 +9,7 @@ import re
 import shutil
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,17 @@ from fedring.control.failure import Failure
 from fedring.ctl.fleet import Fleet
 from fedring.ctl.local.runner import run_job, running_fleet
 from fedring.ctl.operate.event_display import Show, progress_on_stderr
+from fedring.ctl.operate.job_control import outcome_lines
 from fedring.daemon.config import explain
 from fedring.daemon.exits import Exit
 from fedring.train.jobs.job import Job
 from fedring.v1 import control_pb2 as pb
+
+BEST = "best.safetensors"
+"""The file with the best version of the model, if it was evaluated."""
+
+ShowProgress = Callable[..., AbstractContextManager[Show]]
+"""Makes a display of a job: takes `rounds` and `label`."""
 
 _OURS = re.compile(r"server|client-\d+")
 
@@ -37,6 +44,25 @@ class Experiment:
     clients: int
     data_root: Path | None = None  # folder of the data sets, for all clients
     web: bool = False  # whether the server has a page that shows the job
+    sites: tuple[Path, ...] = ()  # the data_root of each client, which has all samples in it; empty = one for all
+    code: tuple[Path, ...] = ()  # folders in which the daemons find modules, after all others
+
+    def client(self, number: int) -> dict[str, Any]:
+        """Return the configuration keys of client `number`.
+
+        A site's client has the name of its folder, with its number behind it if two folders have one name.
+        """
+        keys: dict[str, Any] = {"trusted": self.trusted}
+        if not self.sites:
+            return keys | ({"data_root": self.data_root} if self.data_root else {})
+        names = [_client_id(site) for site in self.sites]
+        name = names[number] if len(set(names)) == len(names) else f"{names[number]}-{number}"
+        return keys | {"client_id": name, "data_root": self.sites[number], "partition_index": 0, "partition_count": 1}
+
+    @property
+    def trusted(self) -> list[str]:
+        """The list `trusted` of the daemons: fedring's own, and the job's code."""
+        return ["fedring", *self.job.code]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +73,7 @@ class Result:
     parameters: int
     model: Path  # the .safetensors file
     mode: str = "federated"
+    outcome: tuple[str, ...] = ()  # the lines that flctl run ends with
 
     def report(self) -> dict[str, Any]:
         """Return the object that report.json holds; bytes are per client."""
@@ -91,8 +118,8 @@ def run_experiment(
 ) -> Result:
     """Run the job on daemons of its own, and stop them.
 
-    State, logs, model.safetensors and report.json are left in `directory`; those of an earlier experiment there are
-    removed first.
+    State, logs, model.safetensors, best.safetensors and report.json are left in `directory`; those of an earlier
+    experiment there are removed first.
 
     Args:
         experiment: What to run.
@@ -104,16 +131,24 @@ def run_experiment(
         Failure: The job did not complete, or a daemon ended before it.
     """
     remove_earlier(directory)
-    client = {"data_root": experiment.data_root} if experiment.data_root else {}
-    server = {"web_port": 0} if experiment.web else {}
-    with running_fleet(directory, server, [client] * experiment.clients) as (fleet, control):
+    clients = [experiment.client(number) for number in range(experiment.clients)]
+    server = {"trusted": experiment.trusted} | ({"web_port": 0} if experiment.web else {})
+    failed: list[str] = []  # evaluations
+
+    def seen(event: pb.Event) -> None:
+        show(event)
+        failed.extend([event.text] if event.kind == "evaluation_failed" else [])
+
+    with running_fleet(directory, server, clients, code=experiment.code) as (fleet, control):
         if fleet.web:
             print(f"watch it at {fleet.web}", file=sys.stderr)
-        rounds = run_job(fleet, control, experiment.job.model_dump(mode="json"), show)
-        model = directory / "model.safetensors"
+        rounds = run_job(fleet, control, experiment.job.model_dump(mode="json"), seen)
+        model, known = directory / "model.safetensors", control.models()
         control.export_model(0, model)
-        parameters = control.models(limit=1)[0].parameters
-        result = Result(rounds, parameters, model, experiment.job.mode)
+        if best := next((version for version in known if version.best_of_job), None):
+            control.export_model(best.version, directory / BEST)
+        lines = outcome_lines(control, control.jobs(limit=1)[0], failed)
+        result = Result(rounds, known[0].parameters, model, experiment.job.mode, tuple(lines))
         (directory / "report.json").write_text(json.dumps(result.report(), indent=2) + "\n", encoding="utf-8")
         if before_end:
             before_end(result, fleet)
@@ -121,12 +156,17 @@ def run_experiment(
 
 
 def run_with_progress(
-    experiment: Experiment, directory: Path, *, label: str, before_end: Callable[[Result, Fleet], None] | None = None
+    experiment: Experiment,
+    directory: Path,
+    *,
+    label: str,
+    progress_of: ShowProgress = progress_on_stderr,
+    before_end: Callable[[Result, Fleet], None] | None = None,
 ) -> Result:
-    """Run the experiment as run_experiment does, and show its progress on stderr."""
+    """Run the experiment as run_experiment does, and show its progress."""
     directory.mkdir(parents=True, exist_ok=True)
     with ExitStack() as progress:
-        show = progress.enter_context(progress_on_stderr(rounds=experiment.job.rounds, label=label))
+        show = progress.enter_context(progress_of(rounds=experiment.job.rounds, label=label))
 
         def ended(result: Result, fleet: Fleet) -> None:
             progress.close()
@@ -134,6 +174,11 @@ def run_with_progress(
                 before_end(result, fleet)
 
         return run_experiment(experiment, directory, show, before_end=ended)
+
+
+def _client_id(site: Path) -> str:
+    """Return a client's name for the folder of its site."""
+    return re.sub(r"[^A-Za-z0-9._-]", "-", site.name)[:100] or "site"
 
 
 def _row(round_: pb.Round) -> dict[str, Any]:
@@ -159,5 +204,5 @@ def remove_earlier(directory: Path) -> None:
     for path in (directory / "logs").glob("*.log"):
         if _OURS.fullmatch(path.stem):
             path.unlink()
-    for name in ("report.json", "model.safetensors", "rounds.png"):
+    for name in ("report.json", "model.safetensors", BEST, "rounds.png"):
         (directory / name).unlink(missing_ok=True)

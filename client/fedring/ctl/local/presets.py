@@ -1,6 +1,6 @@
 """Data sets, modes, and a suitable job for each of them.
 
-They are the defaults of demo, bench and profile.
+They are the defaults of try, bench and profile.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""flctl demo --private: secure aggregation with a client killed midway.
+"""flctl try private: secure aggregation with a client killed midway.
 
 It runs on this machine. A first job has masks only, so that nothing else hides the updates. In a second one, the
 clients also add noise. In the end, the state folder of the server is searched for updates.
@@ -121,8 +121,12 @@ def private_demo(clients: int, rounds: int, out: Path, output: Output) -> None:
 def check_size(clients: int, rounds: int) -> str:
     """Return a sentence if the numbers are wrong; empty = good."""
     if not MIN_GROUP <= clients <= MAX_GROUP:
-        return f"--private needs {MIN_GROUP} to {MAX_GROUP} clients"
-    return "" if rounds > KILL_IN else f"--private needs at least {KILL_IN + 1} rounds: a client is killed in round 2"
+        return f"the job private needs {MIN_GROUP} to {MAX_GROUP} clients"
+    return (
+        ""
+        if rounds > KILL_IN
+        else f"the job private needs at least {KILL_IN + 1} rounds: a client is killed in round 2"
+    )
 
 
 def _run(clients: int, rounds: int, out: Path, say: Callable[[str], None]) -> PrivateDemoResult:

@@ -1,4 +1,4 @@
-"""A trainer for `flctl demo --private` that records its values.
+"""A trainer for `flctl try private` that records its values.
 
 They are compared with the server's.
 """

@@ -1,6 +1,6 @@
 """Daemons of one run, its job, and its results.
 
-`flctl demo` and the benchmarks in `tests/bench` use this module, so that a figure means the same wherever it was
+`flctl try` and the benchmarks in `tests/bench` use this module, so that a figure means the same wherever it was
 measured.
 """
 
@@ -33,6 +33,7 @@ def running_fleet(
     *,
     env: Mapping[str, str] | None = None,
     operator: Tls = PLAINTEXT,
+    code: Sequence[Path] = (),
 ) -> Iterator[tuple[Fleet, Control]]:
     """Run a server and clients on this host within `with`.
 
@@ -44,10 +45,11 @@ def running_fleet(
         clients: Configuration keys of each client.
         env: Environment variables of all daemons.
         operator: Certificates with which the control port is called.
+        code: Folders in which the daemons find modules, after all others.
     """
     with (
         ended_by_signals(),
-        Fleet(directory, server, clients, env=env) as fleet,
+        Fleet(directory, server, clients, env=env, code=code) as fleet,
         Control(fleet.control, channel=open_sync_channel(fleet.control, operator)) as control,
     ):
         yield fleet, control

@@ -201,8 +201,18 @@ def _follow(control: Control, reply: pb.StartReply, events: Events, output: Outp
     job = control.job(job_id)
     check_completed(job)
     if output is Output.TABLE:
-        print(conclude(control, job))
-        if job.reason:
-            print(job.reason)
-        if failed:
-            print(f"{counted(len(failed), 'evaluation')} failed or lacked figures; the newest: {failed[-1]}")
+        print(*outcome_lines(control, job, failed), sep="\n")
+
+
+def outcome_lines(control: Control, job: pb.Job, failed: Sequence[str]) -> list[str]:
+    """Return lines for people about a completed job.
+
+    Args:
+        control: A connection to its server.
+        job: The job.
+        failed: The texts of its evaluations that failed, oldest first.
+    """
+    lines = [conclude(control, job), job.reason]
+    if failed:
+        lines.append(f"{counted(len(failed), 'evaluation')} failed or lacked figures; the newest: {failed[-1]}")
+    return [line for line in lines if line]

@@ -9,6 +9,7 @@ from typing import Self
 from pydantic import model_validator
 
 from fedring.codec.encoding import Encoding
+from fedring.offers import PARTS, named
 from fedring.secure.limits import group_count
 from fedring.train.bounds import MAX_JOB_BYTES
 from fedring.train.jobs.aggregation_table import MEAN
@@ -120,6 +121,15 @@ class Job(JobKeys):
         sums of updates to one model only if these differ by several clients.
         """
         return self.secure_aggregation is not None and "seed" not in self.model_fields_set
+
+    @property
+    def code(self) -> list[str]:
+        """All code that the job names, as entries of `trusted`."""
+        table = self.aggregation
+        keys = named(**{key: getattr(self, key) for key in PARTS})
+        combined = named(rule=table.rule if table.own else "", data=table.data)
+        workers = (f"{name} as {kind}" for _, kind, name in self.training.own_code(self.momentum))
+        return list(dict.fromkeys([*keys, *combined, *workers]))
 
     @property
     def scheduled(self) -> dict[str, SettingSchedule]:

@@ -1,4 +1,4 @@
-"""The search of `flctl demo --private` finds updates where they can be read, and no others."""
+"""The search of `flctl try private` finds updates where they can be read, and no others."""
 
 from pathlib import Path
 
