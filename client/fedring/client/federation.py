@@ -175,6 +175,8 @@ class Federation:
             self._zeroed += self._task.end.result == "zeroed"
         self._task, private = None, self.config.private
         try:
+            if self._link.session.occupied:  # its round has ended without it
+                self._link.call(self._link.session.free)
             while True:
                 self._link.session.begin(pb.ACTIVITY_UNSPECIFIED)
                 self._link.session.set_reporting(True)
@@ -204,6 +206,7 @@ class Federation:
                     elif protection.has_lost_update():
                         self._task.end.failed()
                     elif mode in self._modes:
+                        self._link.session.occupy(self._task.round, self._task.job.job_id)
                         self._link.session.set_reporting(False)  # the caller's code may never call progress()
                         return self._task
                     else:
@@ -263,6 +266,7 @@ class Federation:
         if self._on_evaluate is None:
             return
         command, counts, why = order.command, Counts(), ""
+        self._link.session.occupy(command.round, command.job.job_id)
         try:
             if not may_count(self.config.privacy, command.job):
                 raise RoundOver("privacy_policy", "neither noise nor masks cover what this client would count")
@@ -278,6 +282,7 @@ class Federation:
         finally:
             report = report_of(command, counts, why)
             self._link.metrics.evaluated(report.total > 0)
+            self._link.session.occupy()
             self._link.call(lambda: self._link.session.report_evaluation(report))
 
     def _tell_failure(self, error: Exception) -> None:

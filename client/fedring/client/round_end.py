@@ -50,6 +50,7 @@ class RoundEnd:
             RoundOver: If the round has ended.
         """
         self.train_seconds, self.done = seconds, True
+        self._link.session.occupy()  # The job's code has ended.
         self.check_wanted()
 
     def check_wanted(self) -> None:
@@ -92,6 +93,7 @@ class RoundEnd:
         Raises:
             RoundOver: As Delivery.send() raises it.
         """
+        self._link.session.occupy()
         self._delivery.send(spooled, self._assignment)
 
     def tell(self, reason: str, detail: str) -> None:
@@ -102,6 +104,7 @@ class RoundEnd:
     def failed(self) -> None:
         """Note that this client has no update, which the server was told."""
         self.done, self.result = True, "failed"
+        self._link.session.occupy()
         self._link.session.begin(pb.ACTIVITY_UNSPECIFIED)
 
     def stand_aside(self, train_seconds: float) -> None:
@@ -111,6 +114,7 @@ class RoundEnd:
             train_seconds: How long this worker has trained.
         """
         self.done, self.train_seconds = True, train_seconds
+        self._link.session.occupy()
         if self.result == "over":
             self.result = "trained"
         self._link.session.begin(pb.ACTIVITY_UNSPECIFIED)

@@ -69,6 +69,8 @@ class ClientSession:
         self._activity: pb.Activity.ValueType = pb.ACTIVITY_UNSPECIFIED
         self._progress = 0.0
         self._reports_progress = True
+        self._work = (0, 0)  # the round that the client's code works on, and its job
+        self._ended = 0  # the newest round whose end was told
         self._failures: list[pb.Failure] = []
         self._wake = asyncio.Event()
         self._sent = asyncio.Condition()  # is notified after each heartbeat
@@ -91,6 +93,23 @@ class ClientSession:
         Any thread may call this.
         """
         self._reports_progress = reports_progress
+
+    def occupy(self, round_: int = 0, job_id: int = 0) -> None:
+        """Set the round that the client's code works on; 0 = none.
+
+        Any thread may call this.
+        """
+        self._work = (round_, job_id)
+
+    @property
+    def occupied(self) -> bool:
+        """Whether the client's code works on a round. Any thread may ask."""
+        return self._work[0] > 0
+
+    async def free(self) -> None:
+        """Tell the server at once that the client's code works on no round."""
+        self._work = (0, 0)
+        self._wake.set()
 
     async def run(self) -> None:
         """Keep up a session for ever.
@@ -241,6 +260,7 @@ class ClientSession:
             progress=self._progress,
             reports_no_progress=not self._reports_progress,
             failure=self._failures[0] if self._failures else None,
+            work=pb.Work(round=self._work[0], job_id=self._work[1], ended_round=self._ended),
         )
 
     def _handle(self, event: pb.ServerEvent) -> pb.EvaluationReport | None:
@@ -267,6 +287,8 @@ class ClientSession:
                 return pb.EvaluationReport(round=order.round, model_digest=order.model_digest)
             case "round_ended":
                 self.inbox.end(event.round_ended.round, event.round_ended.reason)
+                self._ended = event.round_ended.round
+                self._wake.set()  # The next round waits until the server knows whether this client is free.
         return None
 
     def _explain(self, lost: Lost, obstacle: str) -> tuple[str, str]:

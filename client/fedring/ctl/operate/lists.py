@@ -85,7 +85,7 @@ def clients(
         (
             client.client_id,
             client.state,
-            activity(client.activity),
+            _work(client),
             percent(client.progress) if client.activity else "-",
             str(client.updates),
             client.last_seen_at,
@@ -337,6 +337,14 @@ def activity(value: int) -> str:
     """Return a client's activity as a word."""
     names = {int(number): name.removeprefix("ACTIVITY_").lower() for name, number in fb.Activity.items()}
     return names.get(value, str(value)) if value else "idle"
+
+
+def _work(client: pb.Client) -> str:
+    """Return what a client does; for one that is not ready, also why."""
+    what = activity(client.activity)
+    if not client.late_since:
+        return what
+    return f"{what} for job {client.late_job}, whose round {client.late_round} ended {client.late_since}: not ready"
 
 
 def _show_round(round_: pb.Round, output: Output) -> None:

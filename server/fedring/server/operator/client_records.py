@@ -32,6 +32,9 @@ class ClientRecords:
                 last_seen_at=rfc3339(session.last_seen),
                 updates=counts.pop(session.client_id, 0),
                 labels=session.labels,
+                late_round=session.work.round if session.late_since else 0,
+                late_job=session.work.job_id if session.late_since else 0,
+                late_since=rfc3339(session.late_since),
             )
             for session in self._sessions
         ]

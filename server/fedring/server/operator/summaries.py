@@ -170,6 +170,9 @@ def client_summaries(sessions: Iterable[Session], updates: Mapping[str, int], ro
             "address": session.address if session else "",
             "updates": updates.get(name, 0),
             "part": _part(name, round_) if round_ else "",
+            "late_round": session.work.round if session and session.late_since else 0,
+            "late_job": session.work.job_id if session and session.late_since else 0,
+            "late_since": rfc3339(session.late_since) if session else "",
         }
         for name in [*here, *away][:MOST_CLIENTS]
     ]

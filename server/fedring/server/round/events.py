@@ -37,6 +37,7 @@ class Member:
     presence: Presence
     since: float  # seconds, monotonic
     labels: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    late: float | None = None  # since then it works on a round that has ended, seconds, monotonic; None = it does not
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +151,20 @@ class Matched:
 @dataclass(frozen=True, slots=True)
 class Left:
     """The client's stream has ended, or was silent for too long."""
+
+    client: str
+
+
+@dataclass(frozen=True, slots=True)
+class LeftBehind:
+    """The client still works on a round that has ended."""
+
+    client: str
+
+
+@dataclass(frozen=True, slots=True)
+class Freed:
+    """The client does not work on an ended round any more."""
 
     client: str
 
@@ -275,6 +290,8 @@ Event = (
     Joined
     | Matched
     | Left
+    | LeftBehind
+    | Freed
     | RoundOpened
     | Resumed
     | Delayed

@@ -32,8 +32,10 @@ from fedring.server.round.events import (
     Failed,
     Finish,
     Finished,
+    Freed,
     Joined,
     Left,
+    LeftBehind,
     Lost,
     MakeModel,
     Matched,
@@ -55,6 +57,9 @@ from fedring.server.round.events import (
 )
 from fedring.train.jobs.labels import match
 
+_LEAVE_SECONDS = 1.0
+"""A client whose round has ended has so long to say that it has left it, before others begin without it."""
+
 
 class IllegalEvent(Exception):
     """An event that is impossible in this state, by a server defect."""
@@ -69,6 +74,10 @@ def apply(state: RoundState, event: Event, now: float) -> RoundState:
             return _member(state, client, Presence.MATCHED, now)
         case Left(client):
             return _left(state, client, now)
+        case LeftBehind(client):
+            return _late(state, client, now)
+        case Freed(client):
+            return _late(state, client, None)
         case RoundOpened(number, rules, elapsed):
             _require(state.round is None, event, state)
             return replace(state, round=Round(number, rules, Phase.WAITING, now - elapsed))
@@ -159,7 +168,7 @@ def wake_at(state: RoundState, now: float) -> float:
     if round_ is None or round_.phase is Phase.ABANDONED:
         return inf
     graces = (state.members[client].since + round_.rules.grace for client in _absent(state, round_))
-    wakes = [deadline(round_), *(at for at in (*graces, stragglers_at(round_)) if at > now)]
+    wakes = [deadline(round_), *(at for at in (*graces, stragglers_at(round_), *_leaving(state, round_)) if at > now)]
     if _steps_go_on(round_) and round_.steps is not None and not round_.steps.ended:
         wakes += [round_.steps.wake_at(), next_loss(state, now)]
     return min(wakes)
@@ -211,6 +220,18 @@ def seconds(rules: RoundRules, phase: Phase) -> float:
 
 def ready(state: RoundState, rules: RoundRules) -> list[str]:
     """Return the clients that may be selected, sorted."""
+    return [client for client in _passed(state, rules) if state.members[client].late is None]
+
+
+def late(state: RoundState, rules: RoundRules) -> list[str]:
+    """Return the clients that could take part, but still work on ended rounds.
+
+    Sorted.
+    """
+    return [client for client in _passed(state, rules) if state.members[client].late is not None]
+
+
+def _passed(state: RoundState, rules: RoundRules) -> list[str]:
     passed = (Presence.MATCHED,) if rules.barrier == "matched" else (Presence.JOINED, Presence.MATCHED)
     return [client for client in suitable(state, rules) if state.members[client].presence in passed]
 
@@ -302,6 +323,11 @@ def _with(state: RoundState, client: str, member: Member) -> RoundState:
     return replace(state, members=MappingProxyType({**state.members, client: member}))
 
 
+def _late(state: RoundState, client: str, since: float | None) -> RoundState:
+    known = state.members.get(client)
+    return state if known is None else _with(state, client, replace(known, late=since))
+
+
 def _left(state: RoundState, client: str, now: float) -> RoundState:
     """Note that a client is away, or forget it.
 
@@ -333,11 +359,21 @@ def _evaluating(round_: Round) -> frozenset[str]:
 
 
 def _due_waiting(state: RoundState, round_: Round, now: float) -> Effect | None:
+    # Code that asks whether to stop does so within moments. A round that began before would always leave it out.
+    if any(now < at for at in _leaving(state, round_)):
+        return None
     candidates = ready(state, round_.rules)
     needed = 1 if round_.rules.barrier == "none" else round_.rules.min_clients
     if len(candidates) >= needed:
         return Start(frozenset(sample(candidates, round_)))
     return Abandon("barrier_timeout") if now >= deadline(round_) else None
+
+
+def _leaving(state: RoundState, round_: Round) -> Iterator[float]:
+    """Yield until when a round that has not begun waits for late clients."""
+    if round_.phase is Phase.WAITING:
+        times = (state.members[client].late for client in late(state, round_.rules))
+        yield from (since + _LEAVE_SECONDS for since in times if since is not None)
 
 
 def _due_training(state: RoundState, round_: Round, now: float) -> Effect | None:

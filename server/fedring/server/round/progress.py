@@ -88,8 +88,10 @@ def _readiness(state: RoundState, rules: RoundRules) -> str:
     if rules.labels:
         here = f"{suitable} of {counted(len(state.members), 'client')} here with" if suitable else "no client here has"
         labels = f"; {here} {shown(rules.labels)}"
+    late = rd.late(state, rules)
+    busy = f"; still at work for rounds that have ended: {_listed(late)}" if late else ""
     left_out = f"; left out for wrong shares: {_listed(sorted(rules.left_out))}" if rules.left_out else ""
-    return f"ready={have}/{expected} (min={rules.min_clients}, barrier {rules.barrier}){labels}{left_out}"
+    return f"ready={have}/{expected} (min={rules.min_clients}, barrier {rules.barrier}){labels}{busy}{left_out}"
 
 
 def _to_start(count: int, rules: RoundRules, listen: str) -> str:

@@ -21,8 +21,10 @@ from fedring.server.round.events import (
     Delayed,
     Delivered,
     Event,
+    Freed,
     Joined,
     Left,
+    LeftBehind,
     Matched,
     Phase,
     RoundState,
@@ -31,7 +33,7 @@ from fedring.server.round.metrics import RoundMetrics
 from fedring.server.round.open_round import OpenRound
 from fedring.server.round.plan import group_rules
 from fedring.server.round.report import open_message
-from fedring.server.sessions.sessions import Sessions
+from fedring.server.sessions.sessions import Session, Sessions
 from fedring.server.state.journal import Journal
 from fedring.server.state.rows import ModelRow, RoundRow, UpdateRow
 
@@ -56,6 +58,7 @@ class Rounds:
         self._here = RoundState()  # the clients that are here, without a round
         self._open: dict[int, OpenRound] = {}
         self._generation = 0  # the newest of the groups of rounds that have ended
+        self._sessions = sessions
         self._run_id, self._returns, self._journal, self._metrics = run_id, sessions.returns, journal, metrics
         metrics.follow(lambda: self._here, lambda: [open_.state for open_ in self])
 
@@ -80,8 +83,8 @@ class Rounds:
         """The open round that was opened last; None if none is open."""
         return next(reversed(self._open.values()), None)
 
-    def presence(self, event: Joined | Matched | Left) -> None:
-        """Tell all open rounds that a client came or went."""
+    def presence(self, event: Joined | Matched | Left | LeftBehind | Freed) -> None:
+        """Tell all open rounds that a client came, went, or is late."""
         self._here = rd.apply(self._here, event, time.monotonic())
         for open_ in self:
             self.handle(open_, event)
@@ -110,8 +113,23 @@ class Rounds:
         """Forget a round that has ended."""
         self._open.pop(open_.row.round, None)
         self.last = open_.row
+        for session in filter(None, map(self._sessions.get, open_.missing if open_.started else ())):
+            if session.tells_work:
+                session.ended = open_.row.round
+                self.works(session)
         if open_.group is not None:
             self._generation = max(self._generation, open_.group.generation)
+
+    def works(self, session: Session) -> None:
+        """Note whether a client works on a round that has ended.
+
+        It is not ready for others then.
+        """
+        work = session.work
+        late = (work.round > 0 and work.round not in self._open) or work.ended_round < session.ended
+        if late != bool(session.late_since):
+            session.late_since = time.time() if late else 0.0
+            self.presence(LeftBehind(session.client_id) if late else Freed(session.client_id))
 
     def learn(self, model: ModelRow) -> None:
         """Note a model that may be the newest."""

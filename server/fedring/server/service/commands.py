@@ -90,6 +90,7 @@ class TrainCmdService(rpc.TrainCmdServiceServicer):
             session.hear()
             if session.report(request):
                 self._reports.moved(session.client_id)
+            self._rounds.works(session)
             if request.matched and not session.matched:
                 session.matched = True
                 self._reports.matched(session.client_id)

@@ -52,6 +52,10 @@ class Session:
     reports_progress: bool = True  # False while it trains with code that reports none
     last_seen: float = field(default_factory=time.time)  # wall clock, for people
     moved: float = field(default_factory=time.monotonic)  # when its reported progress last changed
+    work: pb.Work = field(default_factory=pb.Work)  # what its code works on; round 0 = nothing
+    tells_work: bool = False  # whether it says that at all
+    ended: int = 0  # the newest round that has ended without it
+    late_since: float = 0.0  # wall clock: since when it may work on a round that has ended; 0 = it does not
     transfers: int = 0  # uploads and downloads in progress, which end if their bytes do not move
     heard: float = field(default_factory=time.monotonic)
     spoke: float = field(default_factory=time.monotonic)  # when the newest event began to be written
@@ -64,6 +68,8 @@ class Session:
 
     def report(self, request: pb.WatchRequest) -> bool:
         """Note the client's activity and progress, and return whether they changed."""
+        if request.HasField("work"):
+            self.work, self.tells_work = request.work, True
         progress = request.progress if isfinite(request.progress) else 0.0
         said = (request.activity, progress, not request.reports_no_progress)
         if said == (self.activity, self.progress, self.reports_progress):
@@ -197,8 +203,9 @@ class Sessions:
         return self._by_client.get(client_id)
 
     def here(self, wanted: Wanted) -> list[str]:
-        """Return the matched clients that have the labels wanted by a job."""
-        return [session.client_id for session in self if session.matched and match(session.labels, wanted)]
+        """Return the free matched clients that have the labels wanted by a job."""
+        free = (session for session in self if session.matched and not session.late_since)
+        return [session.client_id for session in free if match(session.labels, wanted)]
 
     def __iter__(self) -> Iterator[Session]:
         return iter(sorted(self._by_client.values(), key=lambda session: session.client_id))

@@ -30,6 +30,10 @@ export function showClients(clients, server) {
 
 function doing(client) {
   if (client.state === "away") return "–";
+  if (client.late_since) {
+    return h("span", { class: "bad", title: `round ${client.late_round} of the server has ended without it` },
+             `not ready: still at work for job ${client.late_job}, since ${clock(client.late_since)}`);
+  }
   if (!client.activity) return h("span", { class: "muted" }, "idle");
   return [client.activity, bar(client.progress ?? 0, `${client.client_id}: ${client.activity}`)];
 }
