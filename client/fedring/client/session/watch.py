@@ -95,19 +95,22 @@ class ClientSession:
         self._reports_progress = reports_progress
 
     def occupy(self, round_: int = 0, job_id: int = 0) -> None:
-        """Set the round that the client's code works on; 0 = none.
+        """Set the round at which the client's code works.
 
-        Any thread may call this.
+        0 = none. Any thread may call this.
         """
         self._work = (round_, job_id)
 
     @property
     def occupied(self) -> bool:
-        """Whether the client's code works on a round. Any thread may ask."""
+        """Whether the client's code works on a round.
+
+        Any thread may ask.
+        """
         return self._work[0] > 0
 
     async def free(self) -> None:
-        """Tell the server at once that the client's code works on no round."""
+        """Tell the server at once that the client is free."""
         self._work = (0, 0)
         self._wake.set()
 

@@ -340,7 +340,7 @@ def activity(value: int) -> str:
 
 
 def _work(client: pb.Client) -> str:
-    """Return what a client does; for one that is not ready, also why."""
+    """Return a client's activity, and why it is not ready."""
     what = activity(client.activity)
     if not client.late_since:
         return what

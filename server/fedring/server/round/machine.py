@@ -224,9 +224,9 @@ def ready(state: RoundState, rules: RoundRules) -> list[str]:
 
 
 def late(state: RoundState, rules: RoundRules) -> list[str]:
-    """Return the clients that could take part, but still work on ended rounds.
+    """Return the clients that still work on ended rounds.
 
-    Sorted.
+    They could take part otherwise. Sorted.
     """
     return [client for client in _passed(state, rules) if state.members[client].late is not None]
 

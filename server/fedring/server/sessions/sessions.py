@@ -203,7 +203,7 @@ class Sessions:
         return self._by_client.get(client_id)
 
     def here(self, wanted: Wanted) -> list[str]:
-        """Return the free matched clients that have the labels wanted by a job."""
+        """Return the free matched clients with the labels of a job."""
         free = (session for session in self if session.matched and not session.late_since)
         return [session.client_id for session in free if match(session.labels, wanted)]
 
