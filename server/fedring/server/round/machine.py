@@ -370,7 +370,7 @@ def _due_waiting(state: RoundState, round_: Round, now: float) -> Effect | None:
 
 
 def _leaving(state: RoundState, round_: Round) -> Iterator[float]:
-    """Yield until when a round that has not begun waits for late clients."""
+    """Yield the times until which a new round waits for late clients."""
     if round_.phase is Phase.WAITING:
         times = (state.members[client].late for client in late(state, round_.rules))
         yield from (since + _LEAVE_SECONDS for since in times if since is not None)
