@@ -45,6 +45,42 @@ def alone(parts: Sequence[nn.Module], optimizer: str, data: Sequence[tuple[Tenso
     return losses
 
 
+def steppers_of(parts: Sequence[nn.Module], schedule: Schedule, optimizer: str) -> list[torch.optim.Optimizer]:
+    """Return an optimizer for the layers of each stage."""
+    each = len(parts) // schedule.stages
+    groups = [nn.Sequential(*parts[s * each : (s + 1) * each]) for s in range(schedule.stages)]
+    return [OPTIMIZERS[optimizer](list(group.parameters())) for group in groups]
+
+
+def delayed(
+    parts: Sequence[nn.Module],
+    schedule: Schedule,
+    steppers: Sequence[torch.optim.Optimizer],
+    data: Sequence[tuple[Tensor, Tensor]],
+) -> list[float]:
+    """Train in one process, with gradients at the schedule's older weights; copies of all versions are kept."""
+    each = len(parts) // schedule.stages
+    groups = [nn.Sequential(*parts[s * each : (s + 1) * each]) for s in range(schedule.stages)]
+    history = [[{k: v.clone() for k, v in group.state_dict().items()}] for group in groups]
+    used = {(a.stage, a.micro_batch): a.version for w in schedule.workers for a in w if a.kind is Kind.FORWARD}
+    losses = [0.0] * -(-len(data) // schedule.interval)
+    for m, (inputs, targets) in enumerate(data):
+        for s, group in enumerate(groups):
+            group.load_state_dict(history[s][used[s, m]])
+        first = m // schedule.interval * schedule.interval
+        share = min(schedule.interval, len(data) - first)
+        loss = cross_entropy(nn.Sequential(*groups)(inputs), targets) / share
+        loss.backward()  # type: ignore[no-untyped-call]  # torch's
+        losses[m // schedule.interval] += loss.item()
+        if (m + 1) % schedule.interval == 0 or m + 1 == len(data):
+            for s, (group, stepper) in enumerate(zip(groups, steppers, strict=True)):
+                group.load_state_dict(history[s][-1])
+                stepper.step()
+                stepper.zero_grad()
+                history[s].append({k: v.clone() for k, v in group.state_dict().items()})
+    return losses
+
+
 def stages_of(
     parts: Sequence[nn.Module], schedule: Schedule, optimizer: str = "momentum", *, recompute: bool = False
 ) -> list[Stage]:

@@ -1,6 +1,7 @@
 """Properties of schedules for any number of stages and micro-batches: they end, are complete, and keep their bounds."""
 
 from dataclasses import replace
+from math import lcm
 
 import pytest
 from hypothesis import given
@@ -14,6 +15,7 @@ from fedring.schedules.schedule import (
     Schedule,
     ScheduleError,
     Versions,
+    default_interval,
     forwards,
     gpipe,
     interleaved,
@@ -61,6 +63,37 @@ def test_pipedream_keeps_within_its_bounds(stages: int, count: int, interval: in
         most = 2 if versions is Versions.MACROBATCH else -(-ahead // every) + 1
         assert need.versions <= most
         assert need.activations == min(count, stages - stage)
+
+
+@given(st.lists(st.integers(1, 3), min_size=1, max_size=4), MICRO_BATCHES, st.integers(0, 3), st.sampled_from(Versions))
+def test_replicas_of_pipedream_make_the_same_updates_and_never_wait_for_ever(
+    counts: list[int], count: int, many: int, versions: Versions
+) -> None:
+    least = default_interval(counts, versions)
+    schedule = pipedream(len(counts), count, interval=many * least, versions=versions, replicas=counts)
+    needs = check(schedule, credits=1)
+    every = max(1, many) * least
+    assert schedule.interval == every
+    for stage, workers in enumerate(counts):
+        assert needs[stage].versions <= (2 if versions is Versions.MACROBATCH else -(-(sum(counts) - 1) // every) + 1)
+        assert needs[stage].activations <= -(-sum(counts[stage:]) // workers)
+        for worker in schedule.owners(stage):
+            updates = [action for action in schedule.of_stage(stage, worker) if action.kind is Kind.UPDATE]
+            assert [update.version for update in updates] == list(range(1, -(-count // every) + 1))
+            assert updates[-1].micro_batch == count - 1
+
+
+@given(st.lists(st.integers(1, 3), min_size=1, max_size=4), MICRO_BATCHES)
+def test_a_replica_uses_the_newest_weights_for_which_its_own_backwards_are_done(counts: list[int], count: int) -> None:
+    every = lcm(*counts)
+    schedule = pipedream(len(counts), count, replicas=counts)
+    for actions in schedule.workers:
+        for action in actions:
+            workers, ahead = counts[action.stage], sum(counts[action.stage :]) - 1
+            if action.kind is Kind.FORWARD:
+                turn = action.micro_batch % workers
+                done = [m for m in range(action.micro_batch - ahead) if m % workers == turn]
+                assert action.version == len([m for m in done if m % every == every - workers + turn])
 
 
 @given(st.lists(st.integers(0, 8), min_size=1, max_size=5), MICRO_BATCHES)
@@ -207,7 +240,8 @@ def test_a_schedule_that_exceeds_its_bounds_is_refused() -> None:
     [
         (lambda: make("zigzag", 2, 4), "no schedule 'zigzag'"),
         (lambda: make("gpipe", 4, 4, workers=2), "one stage per worker"),
-        (lambda: make("pipedream", 2, 4, replicas=[1, 2]), r"replicas=\[1, 2\] do not work with pipedream"),
+        (lambda: pipedream(2, 4, replicas=[1, 2], interval=3), "3 micro-batches cannot be divided .* among 2 workers"),
+        (lambda: pipedream(2, 4, replicas=[2]), r"replicas=\[2\] do not fit 2 stages"),
         (lambda: make("interleaved_1f1b", 2, 4, replicas=[2, 2]), "do not work with interleaved_1f1b"),
         (lambda: gpipe(2, 4, replicas=[1]), r"replicas=\[1\] do not fit 2 stages"),
         (lambda: gpipe(2, 4, replicas=[1, 0]), r"replicas=\[1, 0\] do not fit 2 stages"),

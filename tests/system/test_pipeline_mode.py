@@ -246,14 +246,15 @@ def pipedream(spec: dict[str, Any], table: Pipeline, rounds: list[Any]) -> nn.Mo
     [
         (37, {"schedule": "pipedream", "versions": "macrobatch", "micro_batches": 8}),
         (38, {"schedule": "pipedream", "versions": "vertical", "stages": 3, "micro_batches": 16, "update_interval": 2}),
+        (42, {"schedule": "pipedream", "replicas": [1, 2], "micro_batches": 8}),
         (39, {"compute_dtype": "bfloat16", "cut": "time"}),
         (40, {"compute_dtype": "float16", "loss_scale": 256.0, "micro_batches": "auto"}),
         (41, {"cut": "user_models:halves"}),
     ],
-    ids=["macrobatch", "vertical", "bfloat16 by time", "float16 and auto", "own cut"],
+    ids=["macrobatch", "vertical", "replicas of pipedream", "bfloat16 by time", "float16 and auto", "own cut"],
 )
 def test_every_kind_of_pipeline_learns(fleet_of: FleetOf, hidden: int, table: dict[str, Any]) -> None:
-    fleet = fleet_of(table.get("stages", 2))
+    fleet = fleet_of(Pipeline.model_validate(table).workers)
     with Control(fleet.control) as control:
         spec = job(table, hidden=hidden, rounds=1, epochs=5)
         ended = run_job(control, spec)

@@ -18,9 +18,10 @@ from fedring.pipeline.stash import WeightStashing
 from fedring.pipeline.transport import GroupTransport, LocalTransport, tag_of
 from fedring.pipeline.worker import LocalPipeline, Worker
 from fedring.schedules.routes import chain
-from fedring.schedules.schedule import Kind, make, pipedream
+from fedring.schedules.schedule import Kind, Versions, make, pipedream
+from fedring.schedules.simulation import check
 from fedring.schedules.traffic import Traffic
-from tests.staged_layers import alone, batches, layers, values
+from tests.staged_layers import alone, batches, delayed, layers, values
 from tests.system.ring_scripts import ranks
 from tests.unit.pipeline import test_pipeline_routed as routed
 
@@ -79,6 +80,47 @@ def test_a_stage_with_two_workers_trains_as_one_process_does(backend: str, tmp_p
         wanted = [value.flatten() for value in values([expected[result["stage"]]])]
         torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
     assert results[1]["weights"] == results[2]["weights"]
+
+
+ASYNCHRONOUS = 13
+
+
+def train_asynchronously(rank: int, size: int, *, versions: str) -> dict[str, Any]:
+    """Do this rank's part of two runs of PipeDream with a replicated stage."""
+    schedule = pipedream(3, ASYNCHRONOUS, versions=Versions(versions), replicas=REPLICAS)
+    (number,) = schedule.stages_of(rank)
+    module = network()[number]
+    bound = check(schedule)[number].versions
+    stash = WeightStashing(torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9), bound=bound)
+    stage = Stage(module, stash, loss=cross_entropy if number == 2 else None)
+    group, transport = stage_group(schedule), GroupTransport(credits=1)
+    worker = Worker({number: stage}, schedule, transport, index=rank, replicas=group)
+    losses = []
+    for seed in range(2):
+        inputs, targets = zip(*batches(2 * ASYNCHRONOUS)[seed::2], strict=True)
+        losses += worker.run(list(inputs) if number == 0 else None, list(targets)).losses
+    weights = [value.flatten().tolist() for value in values([module])]
+    return {"stage": number, "losses": losses, "weights": weights, "kept": stash.most_kept}
+
+
+@pytest.mark.parametrize(("backend", "versions"), [("gloo", "stashed"), *(("fedring", one) for one in Versions)])
+def test_replicated_stages_of_pipedream_train_as_its_simulation_does(
+    backend: str, versions: str, tmp_path: Path
+) -> None:
+    results = ranks.run(partial(train_asynchronously, versions=versions), sum(REPLICAS), tmp_path, backend=backend)
+    schedule = pipedream(3, ASYNCHRONOUS, versions=Versions(versions), replicas=REPLICAS)
+    expected = network()
+    steppers = [torch.optim.SGD(part.parameters(), lr=0.1, momentum=0.9) for part in expected]
+    losses = []
+    for seed in range(2):
+        losses += delayed(expected, schedule, steppers, batches(2 * ASYNCHRONOUS)[seed::2])
+    assert results[3]["losses"] == pytest.approx(losses, rel=1e-9)
+    for result in results:
+        found = [torch.tensor(value, dtype=torch.float64) for value in result["weights"]]
+        wanted = [value.flatten() for value in values([expected[result["stage"]]])]
+        torch.testing.assert_close(found, wanted, rtol=1e-8, atol=1e-10)
+    assert results[1]["weights"] == results[2]["weights"]
+    assert max(result["kept"] for result in results) > 1
 
 
 def sum_with_every_hook(rank: int, size: int) -> dict[str, Any]:

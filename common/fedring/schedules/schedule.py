@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import pairwise
+from math import lcm
 from typing import NamedTuple
 
 
@@ -164,24 +165,30 @@ def pipedream(
     warmups: Sequence[int] | None = None,
     interval: int = 0,
     versions: Versions = Versions.STASHED,
+    replicas: Sequence[int] = (),
 ) -> Schedule:
     """Return PipeDream: 1F1B without a flush before each update.
 
-    See Narayanan et al. 2019, sections 3.2 and 3.3.
+    See Narayanan et al. 2019, sections 3.2 and 3.3. The replicas of a stage take its micro-batches by turns (1F1B-RR),
+    and make each update together: a replica waits in it for the others. Each stashes the weights of its own
+    micro-batches.
 
     Args:
-        stages: The number of stages; each has its own worker.
+        stages: The number of stages.
         micro_batches: The number of micro-batches of a run.
-        warmups: How many forwards each stage does before it alternates; None means one for each later stage.
-        interval: The number of backwards from one update to the next; 0 means 1, or `stages` under macrobatch.
+        warmups: How many forwards each stage does before it alternates, all of its workers together; None means one
+            for each worker from this stage on but one.
+        interval: The number of backwards of a stage from one update to the next, all of its workers together; 0 means
+            that of default_interval().
         versions: Which weights a forward uses.
+        replicas: The number of workers of each stage; () means one for each.
 
     Raises:
         ScheduleError: If a number does not fit, or the schedule would deadlock.
     """
-    _check_counts(stages, micro_batches)
-    ahead = list(range(stages - 1, -1, -1) if warmups is None else warmups)
-    every = interval or (stages if versions is Versions.MACROBATCH else 1)
+    counts = _check_counts(stages, micro_batches, replicas)
+    ahead = [sum(counts[s:]) - 1 for s in range(stages)] if warmups is None else list(warmups)
+    every = interval or default_interval(counts, versions)
     if len(ahead) != stages or min(ahead) < 0 or every < 1:
         raise ScheduleError(
             f"warm-ups {ahead} and interval {every} do not fit {stages} stages: give one warm-up of 0 or more for each "
@@ -195,13 +202,42 @@ def pipedream(
         raise ScheduleError(
             f"macrobatch needs an interval of at least {max(ahead)}, the longest warm-up, and it is {every}"
         )
+    # An update adds up gradients of all replicas, so each must have a part in every one.
+    if uneven := [count for count in counts if every % count]:
+        raise ScheduleError(
+            f"an interval of {every} micro-batches cannot be divided evenly among {uneven[0]} workers of a stage: use "
+            f"a multiple of {lcm(*counts)}"
+        )
     # The orders do not depend on the versions. Add those last: vertical sync needs the whole order of the first stage.
-    orders = [_with_updates(_alternate(s, micro_batches, ahead[s]), micro_batches, every) for s in range(stages)]
+    orders = [
+        [
+            _with_updates([a for a in order if a.micro_batch % count == replica], s, micro_batches, every, count=count)
+            for replica in range(count)
+        ]
+        for s, (order, count) in enumerate(
+            zip((_alternate(s, micro_batches, ahead[s]) for s in range(stages)), counts, strict=True)
+        )
+    ]
     used = [_newest(orders[0 if versions is Versions.VERTICAL else s]) for s in range(stages)]
     if versions is Versions.MACROBATCH:
         used = [{m: max(0, m // every - 1) for m in range(micro_batches)}] * stages
-    actions = [[_versioned(action, used[s]) for action in orders[s]] for s in range(stages)]
-    return Schedule("pipedream", stages, micro_batches, every, _frozen(actions), versions)
+    actions = [[_versioned(action, used[s]) for action in order] for s in range(stages) for order in orders[s]]
+    return Schedule("pipedream", stages, micro_batches, every, _frozen(actions), versions, tuple(replicas))
+
+
+def default_interval(counts: Sequence[int], versions: Versions) -> int:
+    """Return the fewest micro-batches from one update of PipeDream to the next.
+
+    All workers of a stage have equally many of them. Under macrobatch, there are at least as many as stages, and as
+    the longest warm-up.
+
+    Args:
+        counts: The number of workers of each stage.
+        versions: Which weights a forward uses.
+    """
+    even = lcm(*counts)
+    least = max(len(counts), sum(counts) - 1) if versions is Versions.MACROBATCH else 1
+    return -(-least // even) * even
 
 
 def forwards(schedule: Schedule, micro_batches: int) -> Schedule:
@@ -242,16 +278,16 @@ def make(name: str, stages: int, micro_batches: int, *, workers: int = 0, replic
         stages: The number of stages.
         micro_batches: The number of micro-batches of a run.
         workers: The number of workers; 0 means one for each stage. Only interleaved_1f1b can have fewer than stages.
-        replicas: The number of workers of each stage, for gpipe and 1f1b; () means one for each.
+        replicas: The number of workers of each stage, not for interleaved_1f1b; () means one for each.
 
     Raises:
         ScheduleError: If there is no such schedule, or it cannot have these workers.
     """
     flushed = {"gpipe": gpipe, "1f1b": one_forward_one_backward}
-    if replicas and (name not in flushed or workers):
+    if replicas and (name == "interleaved_1f1b" or workers):
         raise ScheduleError(
             f"replicas={list(replicas)} do not work with {name}: stages with several workers each need the schedule "
-            "gpipe or 1f1b"
+            "gpipe, 1f1b or pipedream"
         )
     if name == "interleaved_1f1b":
         return interleaved(stages, micro_batches, workers=workers or stages)
@@ -263,7 +299,7 @@ def make(name: str, stages: int, micro_batches: int, *, workers: int = 0, replic
         return flushed[name](stages, micro_batches, replicas=replicas)
     if name != "pipedream":
         raise ScheduleError(f"there is no schedule {name!r}: use {', '.join(NAMES)}")
-    return pipedream(stages, micro_batches)
+    return pipedream(stages, micro_batches, replicas=replicas)
 
 
 NAMES = ("gpipe", "1f1b", "interleaved_1f1b", "pipedream")
@@ -335,24 +371,40 @@ def _synchronous(
     return replace(made, workers=_frozen([*order, *end] for order, end in zip(orders, ends, strict=True)))
 
 
-def _with_updates(order: Iterable[Action], micro_batches: int, interval: int) -> list[Action]:
-    actions = []
+def _with_updates(
+    order: Iterable[Action], stage: int, micro_batches: int, interval: int, *, count: int
+) -> list[Action]:
+    """Return the order of one of `count` replicas, with all updates of its stage.
+
+    Each comes as soon as the replica has done its own micro-batches of it.
+    """
+    updates = [
+        Action(Kind.UPDATE, stage, min(first + interval, micro_batches) - 1, first // interval + 1)
+        for first in range(0, micro_batches, interval)
+    ]
+    actions, made = [], 0
     for action in order:
         actions.append(action)
-        done = action.micro_batch + 1
-        if action.kind is Kind.BACKWARD and (done % interval == 0 or done == micro_batches):
-            actions.append(Action(Kind.UPDATE, action.stage, action.micro_batch, -(-done // interval)))
-    return actions
+        following = action.micro_batch + count
+        while action.kind is Kind.BACKWARD and made < len(updates) and updates[made].micro_batch < following:
+            actions.append(updates[made])
+            made += 1
+    return [*actions, *updates[made:]]
 
 
-def _newest(order: Iterable[Action]) -> dict[int, int]:
-    """Return, for each micro-batch, the newest version when its forward begins."""
-    version, newest = 0, {}
-    for action in order:
-        if action.kind is Kind.FORWARD:
-            newest[action.micro_batch] = version
-        elif action.kind is Kind.UPDATE:
-            version = action.version
+def _newest(orders: Iterable[Iterable[Action]]) -> dict[int, int]:
+    """Return the newest version when the forward of each micro-batch begins.
+
+    It is that of the replica that does the micro-batch.
+    """
+    newest = {}
+    for order in orders:
+        version = 0
+        for action in order:
+            if action.kind is Kind.FORWARD:
+                newest[action.micro_batch] = version
+            elif action.kind is Kind.UPDATE:
+                version = action.version
     return newest
 
 

@@ -1,10 +1,11 @@
 """Stages in one process: every schedule gives the same result as training without a pipeline."""
 
+import copy
 from collections.abc import Sequence
 
 import pytest
 import torch
-from tests.staged_layers import OPTIMIZERS, Recorder, alone, batches, layers, stages_of, values
+from tests.staged_layers import OPTIMIZERS, Recorder, alone, batches, delayed, layers, stages_of, steppers_of, values
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -12,7 +13,7 @@ from fedring.pipeline.errors import PipelineError
 from fedring.pipeline.stage import Stage
 from fedring.pipeline.stash import WeightStashing
 from fedring.pipeline.worker import LocalPipeline
-from fedring.schedules.schedule import Kind, Schedule, Versions, make, pipedream
+from fedring.schedules.schedule import Versions, make, pipedream
 from fedring.schedules.simulation import check
 
 
@@ -86,7 +87,7 @@ def test_pipedream_gives_the_result_of_delayed_gradients(stages: int, versions: 
     recorder = Recorder()
     built = stages_of(parts, schedule, optimizer)
     report = LocalPipeline(built, schedule, watch=recorder).run([x for x, _ in data], [y for _, y in data])
-    losses = delayed(expected, schedule, optimizer, data)
+    losses = delayed(expected, schedule, steppers_of(expected, schedule, optimizer), data)
     assert recorder.pairs == stages * len(data)
     assert report.losses == pytest.approx(losses, rel=1e-9)
     torch.testing.assert_close(values(parts), values(expected), rtol=1e-8, atol=1e-10)
@@ -96,31 +97,35 @@ def test_pipedream_gives_the_result_of_delayed_gradients(stages: int, versions: 
         assert stage.stash.versions == [stage.stash.version]
 
 
-def delayed(
-    parts: Sequence[nn.Module], schedule: Schedule, optimizer: str, data: Sequence[tuple[Tensor, Tensor]]
-) -> list[float]:
-    """Train in one process, with gradients at the schedule's older weights; copies of all versions are kept."""
+@pytest.mark.parametrize("versions", Versions)
+@pytest.mark.parametrize(("replicas", "interval"), [([1, 2], 0), ([2, 1], 4), ([2, 2, 1, 1], 0), ([1, 3, 1, 2], 6)])
+def test_replicated_stages_of_pipedream_give_the_result_of_delayed_gradients(
+    replicas: list[int], interval: int, versions: Versions
+) -> None:
+    optimizer = "momentum"
+    data = batches(15)
+    parts, expected = layers(), layers()
+    schedule = pipedream(len(replicas), len(data), versions=versions, interval=interval, replicas=replicas)
     each = len(parts) // schedule.stages
-    groups = [nn.Sequential(*parts[s * each : (s + 1) * each]) for s in range(schedule.stages)]
-    steppers = [OPTIMIZERS[optimizer](list(group.parameters())) for group in groups]
-    history = [[{k: v.clone() for k, v in group.state_dict().items()}] for group in groups]
-    used = {(a.stage, a.micro_batch): a.version for w in schedule.workers for a in w if a.kind is Kind.FORWARD}
-    losses = [0.0] * -(-len(data) // schedule.interval)
-    for m, (inputs, targets) in enumerate(data):
-        for s, group in enumerate(groups):
-            group.load_state_dict(history[s][used[s, m]])
-        first = m // schedule.interval * schedule.interval
-        share = min(schedule.interval, len(data) - first)
-        loss = cross_entropy(nn.Sequential(*groups)(inputs), targets) / share
-        loss.backward()  # type: ignore[no-untyped-call]  # torch's
-        losses[m // schedule.interval] += loss.item()
-        if (m + 1) % schedule.interval == 0 or m + 1 == len(data):
-            for s, (group, stepper) in enumerate(zip(groups, steppers, strict=True)):
-                group.load_state_dict(history[s][-1])
-                stepper.step()
-                stepper.zero_grad()
-                history[s].append({k: v.clone() for k, v in group.state_dict().items()})
-    return losses
+    stages, modules = [], []
+    for number, (count, need) in enumerate(zip(replicas, check(schedule), strict=True)):
+        for _ in range(count):
+            module = copy.deepcopy(nn.Sequential(*parts[number * each : (number + 1) * each]))
+            stash = WeightStashing(OPTIMIZERS[optimizer](list(module.parameters())), bound=need.versions)
+            stages.append(Stage(module, stash, loss=cross_entropy if number == schedule.stages - 1 else None))
+            modules.append((number, module))
+    recorder = Recorder()
+    report = LocalPipeline(stages, schedule, watch=recorder).run([x for x, _ in data], [y for _, y in data])
+    losses = delayed(expected, schedule, steppers_of(expected, schedule, optimizer), data)
+    assert recorder.pairs == len(replicas) * len(data)
+    assert report.losses == pytest.approx(losses, rel=1e-9)
+    for number, module in modules:
+        wanted = values(expected[number * each : (number + 1) * each])
+        torch.testing.assert_close(values([module]), wanted, rtol=1e-8, atol=1e-10)
+    for one in stages:
+        assert one.stash.versions == [one.stash.version]
+    if versions is Versions.STASHED and sum(replicas) > max(replicas) + 1:
+        assert any(one.stash.most_kept > 1 for one in stages)  # older weights were used
 
 
 def test_shapes_may_change_from_micro_batch_to_micro_batch() -> None:

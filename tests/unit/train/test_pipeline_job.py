@@ -58,7 +58,7 @@ def table(**keys: Any) -> Pipeline:
         ({"stages": 80, "replicas": [256] * 80}, "has 20480 workers, and times 80 stages .* above MAX_CELLS"),
         ({"cut": [0, 2]}, "greater than or equal to 1"),
         ({"replicas": 257}, "replicas"),
-        ({"replicas": [1, 2], "schedule": "pipedream"}, r"replicas=\[1, 2\] does not work with schedule=pipedream"),
+        ({"replicas": [1, 2], "schedule": "pipedream", "update_interval": 1}, "interval of 1 .* multiple of 2"),
         (
             {"replicas": [1, 1], "schedule": "interleaved_1f1b", "stages_per_worker": 2},
             r"replicas=\[1, 1\] does not work with schedule=interleaved_1f1b",
@@ -203,6 +203,10 @@ def test_every_number_of_micro_batches_has_a_schedule() -> None:
         spec.schedule_of(5)
     asynchronous = table(schedule="pipedream", micro_batches=12, update_interval=3, stages=4, warmups=[5, 3, 1, 0])
     assert [asynchronous.schedule_of(count).micro_batches for count in (1, 2, 12)] == [1, 2, 12]
+    replicated = table(schedule="pipedream", micro_batches=12, stages=3, replicas=[2, 3, 1])
+    assert (replicated.interval, replicated.width) == (6, 6)
+    assert [len(replicated.schedule_of(count).workers) for count in (1, 5, 12)] == [6, 6, 6]
+    assert table(schedule="pipedream", stages=2, replicas=[2, 1], versions="macrobatch").interval == 2
 
 
 def test_a_jobs_own_cut_may_return_routes() -> None:

@@ -35,7 +35,7 @@ WorkersOption = Annotated[
 ReplicasOption = Annotated[
     str,
     typer.Option(
-        "--replicas", metavar="N,N,...", help="Workers of each stage, for gpipe and 1f1b; empty = one for each."
+        "--replicas", metavar="N,N,...", help="Workers of each stage, not for interleaved_1f1b; empty = one for each."
     ),
 ]
 SkipsOption = Annotated[
@@ -143,8 +143,8 @@ def _schedule(name: str, counts: tuple[int, int, int], replicas: str, interval: 
         )
     each = numbers("--replicas", replicas, ",") if replicas else []
     try:
-        if asynchronous and not workers and not each:
-            return pipedream(stages, micro_batches, interval=interval, versions=versions)
+        if asynchronous and not workers:
+            return pipedream(stages, micro_batches, interval=interval, versions=versions, replicas=each)
         return make(name, stages, micro_batches, workers=workers, replicas=each)
     except ScheduleError as error:
         raise Failure(str(error), Exit.USAGE) from error

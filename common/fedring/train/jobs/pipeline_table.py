@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from fedring.schedules.schedule import Schedule, Versions, make, pipedream
+from fedring.schedules.schedule import Schedule, Versions, default_interval, make, pipedream
 from fedring.schedules.simulation import check
 from fedring.train.bounds import Count, Positive, PositiveCount, Text
 from fedring.train.jobs.hooks import PARAMETERS, choose_hook, name_of
@@ -54,7 +54,7 @@ class Pipeline(TrainingMode):
         1,
         description=f"number of parallel pipelines, from 1 to {MAX_REPLICAS}; each takes its own batches, and their "
         "gradients are averaged. A list gives each stage its own number of workers in one pipeline, which take its "
-        "micro-batches by turns and add up their gradients (gpipe and 1f1b)",
+        "micro-batches by turns and add up their gradients (not with interleaved_1f1b)",
     )
     hook: Text = Field(
         "none",
@@ -80,8 +80,8 @@ class Pipeline(TrainingMode):
     )
     update_interval: Count = Field(
         0,
-        description="number of micro-batches in a batch (pipedream); 0 = 1, or the number of stages with the versions "
-        "macrobatch",
+        description="number of micro-batches in a batch (pipedream), a multiple of each number of a list of replicas; "
+        "0 = as few as possible: 1 without such a list, or the number of stages with the versions macrobatch",
     )
     versions: Literal["stashed", "vertical", "macrobatch"] = Field(
         "stashed", description="which weights a forward uses (pipedream)"
@@ -154,9 +154,9 @@ class Pipeline(TrainingMode):
                 f"replicas={self.replicas} has {len(self.replicas)} numbers, but stages={self.stages}: give one for "
                 "each stage"
             )
-        if self.schedule not in ("gpipe", "1f1b"):
+        if self.schedule == "interleaved_1f1b":
             raise ValueError(
-                f"replicas={self.replicas} does not work with schedule={self.schedule}: use gpipe or 1f1b, or give one "
+                f"replicas={self.replicas} does not work with schedule={self.schedule}: use another one, or give one "
                 "number"
             )
 
@@ -239,7 +239,9 @@ class Pipeline(TrainingMode):
         """
         if self.schedule != "pipedream":
             return 0 if self.micro_batches == "auto" else self.micro_batches
-        return self.update_interval or (self.stages if self.versions == "macrobatch" else 1)
+        return self.update_interval or default_interval(
+            self.stage_workers or [1] * self.stages, Versions(self.versions)
+        )
 
     def schedule_of(self, micro_batches: int) -> Schedule:
         """Return the schedule of a run of `micro_batches`.
@@ -256,4 +258,5 @@ class Pipeline(TrainingMode):
             warmups=self.warmups or None,
             interval=self.interval,
             versions=Versions(self.versions),
+            replicas=self.stage_workers,
         )

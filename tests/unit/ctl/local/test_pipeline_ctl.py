@@ -64,7 +64,7 @@ def test_draw_writes_a_picture(name: str, tmp_path: Path, capsys: pytest.Capture
         (["gpipe", "--interval", "2"], "for pipedream"),
         (["gpipe", "--stages", "3", "--replicas", "1,2"], "replicas=[1, 2] do not fit 3 stages"),
         (["gpipe", "--replicas", "1,x"], "--replicas '1,x' must be whole numbers above 0"),
-        (["pipedream", "--stages", "2", "--replicas", "1,2"], "do not work with pipedream"),
+        (["pipedream", "--stages", "2", "--replicas", "1,2", "--interval", "3"], "among 2 workers"),
         (["1f1b", "--skips", "2-1"], "--skips '2-1' must be two stages, as in 0-2"),
         (["1f1b", "--skips", "0-4"], "below 4"),
         (["pipedream", "--stages", "4", "--interval", "1", "--versions", "macrobatch"], "interval of at least"),
