@@ -374,7 +374,7 @@ def _synchronous(
 def _with_updates(
     order: Iterable[Action], stage: int, micro_batches: int, interval: int, *, count: int
 ) -> list[Action]:
-    """Return the order of one of `count` replicas, with all updates of its stage.
+    """Return the order of one of `count` replicas, with its updates.
 
     Each comes as soon as the replica has done its own micro-batches of it.
     """
