@@ -52,8 +52,13 @@ release: install
 	$(BIN)/python deploy/release.py $(DRAFT)
 
 # The pages as a site, in site/; open site/index.html. Nothing is downloaded while it is built.
+# VERSIONS="v0.3.0 v0.2.0" builds those commits beside each other, with a menu of versions.
 site: install
+ifdef VERSIONS
+	$(BIN)/python docs/site/versions.py site $(VERSIONS)
+else
 	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going --conf-dir docs/site --builder html . site
+endif
 
 demo: programs
 	$(BIN)/flctl try $(DEMO)
@@ -141,6 +146,6 @@ bench: install
 	$(BIN)/python -m tests.bench.federated $(BENCH)
 
 clean:
-	rm -rf $(VENV) try secure-demo private-demo bench-out dist
+	rm -rf $(VENV) try secure-demo private-demo bench-out dist site jupyter_execute
 
 include deploy/systemd/install.mk

@@ -1,5 +1,6 @@
 """The site, which Sphinx builds from the pages of this checkout: see `make site`."""
 
+import os
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,10 @@ release = version = tomllib.loads((ROOT / "pyproject.toml").read_text())["projec
 root_doc = "docs/site/index"
 include_patterns = [
     *("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"),
-    *("docs/*.md", "docs/site/*.md", "docs/examples/node/README.md", "protos/*.md"),
+    *("docs/*.md", "docs/*.ipynb", "docs/site/*.md", "docs/examples/node/README.md", "protos/*.md"),
 ]
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+nb_execution_mode = "off"  # a test runs the notebook; the site shows what it printed
 myst_heading_anchors = 4
 default_role = "code"  # of docstrings
 autodoc_member_order = "bysource"
@@ -29,6 +31,19 @@ html_title = f"fedring {release}"
 html_extra_path = ["start"]  # index.html at the top leads to the front page
 html_copy_source = False
 html_show_copyright = False
+html_static_path: list[str] = []
+templates_path = ["templates"]
+# Other versions, whose sites lie beside this one: docs/site/versions.py names them.
+html_context = {
+    "site_version": os.environ.get("SITE_VERSION", release),
+    "site_versions": os.environ.get("SITE_VERSIONS", "").split(),
+}
+html_sidebars = {
+    "**": [
+        *("sidebar/brand.html", "versions.html", "sidebar/search.html", "sidebar/scroll-start.html"),
+        *("sidebar/navigation.html", "sidebar/scroll-end.html"),
+    ]
+}
 
 
 def setup(app: Any) -> None:

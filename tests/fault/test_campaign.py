@@ -68,17 +68,19 @@ def test_the_layer_lets_one_daemon_believe_in_another_time_and_a_failing_disk(tm
     root.mkdir()
     page = Page(tmp_path / "page", root)
     command = [sys.executable, "-c", _SYSTEM, *next(iter(page.variables.items()))]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     page.jump = -7200
-    with subprocess.Popen(command, env={**os.environ, PRELOAD: str(library)}, **pipes) as process:
-        assert process.stdin
-        assert process.stdout
+    with subprocess.Popen(
+        command, env={**os.environ, PRELOAD: str(library)}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        asked, answers = process.stdin, process.stdout
+        assert asked
+        assert answers
 
         def told(line: str) -> str:
-            print(line, file=process.stdin, flush=True)
-            return process.stdout.readline().strip()  # type: ignore[union-attr]  # it is a pipe
+            print(line, file=asked, flush=True)
+            return answers.readline().strip()
 
-        assert float(process.stdout.readline()) - time.time() == pytest.approx(-7200, abs=60)
+        assert float(answers.readline()) - time.time() == pytest.approx(-7200, abs=60)
         page.jump = 86_400
         assert float(told("print(time.time(), flush=True)")) - time.time() == pytest.approx(86_400, abs=60)
         began = time.monotonic()
@@ -96,7 +98,7 @@ def test_the_layer_lets_one_daemon_believe_in_another_time_and_a_failing_disk(tm
         page.fail()
         assert told("print(ours.write(b'1'), flush=True)") == "1"
         assert page.failed == 2
-        process.stdin.close()
+        asked.close()
 
 
 def built_layer(folder: Path) -> Path:

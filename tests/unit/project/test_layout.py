@@ -42,6 +42,38 @@ ALLOWED = {("common/fedring/train/tensors/files.py", "pickle"): ["import pickle"
 """Lines that may stay. files.py needs only the exception class pickle.UnpicklingError, which torch.load raises."""
 
 
+GONE = {
+    *(
+        "aifc",
+        "asynchat",
+        "asyncore",
+        "audioop",
+        "cgi",
+        "cgitb",
+        "chunk",
+        "crypt",
+        "distutils",
+        "imghdr",
+        "imp",
+        "lib2to3",
+    ),
+    *("mailcap", "msilib", "nis", "nntplib", "ossaudiodev", "pipes", "smtpd", "sndhdr", "spwd", "sunau", "telnetlib"),
+    *("uu", "xdrlib"),
+}
+"""Modules of Python 3.11 that 3.12 to 3.14 no longer have (their pages "What's New")."""
+
+
+def test_no_module_is_imported_that_a_later_python_lacks() -> None:
+    found = set()
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                found |= {(str(path), name.name.partition(".")[0]) for name in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.level == 0:
+                found.add((str(path), str(node.module).partition(".")[0]))
+    assert {(path, name) for path, name in found if name in GONE} == set()
+
+
 def test_no_source_root_has_an_init_file_in_the_shared_namespace() -> None:
     assert [root for root in SOURCE_ROOTS if not (root / "fedring").is_dir()] == []
     assert list(ROOT.glob("*/fedring/__init__.py")) == []

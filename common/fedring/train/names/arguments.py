@@ -223,8 +223,11 @@ def _path_below(name: str, key: str, value: object, root: Path | None) -> Path |
         raise SeamError("bad_path", f"{name}: {key} = {value!r} is not a relative path below data_root.")
     try:
         folder = root.resolve(strict=True)
-        path = folder.joinpath(value).resolve()
-    except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: a circle of links
+        try:
+            path = folder.joinpath(value).resolve(strict=True)
+        except FileNotFoundError:  # where nothing is missing, Python 3.13 finds a circle of links only if it is strict
+            path = folder.joinpath(value).resolve()
+    except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: a circle of links, before Python 3.13
         why = getattr(error, "strerror", None) or type(error).__name__  # The text of the error may name local folders.
         raise SeamError("bad_path", f"{name}: {key} = {value!r} cannot be looked up: {why}.") from error
     if not path.is_relative_to(folder):
