@@ -23,7 +23,7 @@ from fedring.daemon.wording import counted
 from tests.bench.lab.command import Command
 from tests.bench.lab.curves import Curves
 from tests.bench.lab.networks import UNSHAPED, check_rate, network
-from tests.bench.lab.parts import Part, QuickOption, describe_run, run_parts
+from tests.bench.lab.parts import Part, QuickOption, describe_run, run_parts, with_deviation
 
 _TASKS = "tests.bench.ddp_steps"
 _BACKENDS = ("gloo", "fedring")
@@ -42,6 +42,13 @@ class DdpScale:
     rate: str = "1gbit"  # of the lines for bucket sizes and no_sync
     every: tuple[int, ...] = (1, 2, 4, 8)  # steps between two all-reduces
     cycle: int = 8  # steps of a turn of no_sync: a multiple of each of them
+    trained: str = "fedring.train.models:digits_mlp"  # of the accuracy with no_sync
+    samples: str = "fedring.data:digits"  # that it trains on
+    steps: int = 320  # batches of a rank in each training
+    seeds: int = 3  # trainings with each number of steps between two all-reduces
+    sizes: tuple[int, ...] = (100_000, 1_000_000, 5_000_000, 25_000_000)  # parameters of the models of many sizes
+    sized: str = "tests.bench.lab.sized:layers"
+    sized_shape: tuple[int, ...] = (16, 256)
     worlds: tuple[int, ...] = (1, 2, 4, 8)
     rates: tuple[str, ...] = ("100mbit", "1gbit")  # of the lines for 1 to 8 ranks
     small_model: str = "fedring.train.models:mnist_cnn"  # of the measurement with 1 to 8 ranks
@@ -56,6 +63,8 @@ QUICK = DdpScale(
     buckets_mib=(1, 25, 100),
     every=(1, 4),
     cycle=4,
+    steps=80,
+    sizes=(100_000, 1_000_000, 5_000_000),
     worlds=(1, 2, 4),
     rates=("1gbit",),
 )
@@ -63,7 +72,8 @@ QUICK = DdpScale(
 
 def ddp(
     rate: Annotated[
-        str, typer.Option(help="Rate of each rank's line in the measurements of bucket sizes and no_sync.")
+        str,
+        typer.Option(help="Rate of each rank's line in the measurements of bucket sizes, no_sync and model sizes."),
     ] = "1gbit",
     rates: Annotated[
         str,
@@ -79,8 +89,8 @@ def ddp(
     """Measure data-parallel training with Gloo and with the ring.
 
     Both are measured side by side in one run. All-reduces in pieces of many sizes; when gradients are ready; bucket
-    sizes; no_sync; 1 to 8 ranks. Lines with a rate need root; without root they are not limited, and the results say
-    so.
+    sizes; no_sync, with its accuracy; model sizes; 1 to 8 ranks. Lines with a rate need root; without root they are not
+    limited, and the results say so.
     """
     scale = QUICK if quick else DdpScale()
     wanted = tuple(unique_names("--rates", rates.split(","))) if rates else scale.rates
@@ -106,6 +116,10 @@ def measure(scale: DdpScale) -> dict[str, Any]:
         "ready": Part("times of gradients", 5 + 0.3 * each, partial(_ready, scale)),
         "buckets": Part("sizes of buckets", 1.2 * each * (1 + len(scale.buckets_mib)), partial(_buckets, scale)),
         "no_sync": Part("no_sync", 0.8 * scale.cycle * each * len(scale.every), partial(_no_sync, scale)),
+        "accuracy": Part(
+            "accuracy with no_sync", 0.01 * scale.steps * scale.seeds * len(scale.every), partial(_accuracy, scale)
+        ),
+        "sizes": Part("sizes of models", 0.5 * each * len(scale.sizes), partial(_sizes, scale)),
     }
     for rate, world in places:
         label = f"{counted(world, 'rank')} at {rate}"
@@ -134,6 +148,24 @@ def _buckets(scale: DdpScale, advance: Advance) -> dict[str, Any]:
 def _no_sync(scale: DdpScale, advance: Advance) -> dict[str, Any]:
     ways = [[{"backend": name, "every": every} for name in _BACKENDS] for every in scale.every]
     return _steps(scale, ways, scale.cycle, advance)
+
+
+def _accuracy(scale: DdpScale, advance: Advance) -> list[dict[str, Any]]:
+    """Return the accuracy with each number of steps between two all-reduces, after the same samples."""
+    settings = {"model": scale.trained, "data": scale.samples, "every": scale.every, "steps": scale.steps}
+    settings |= {"seeds": scale.seeds, "batch_size": 8, "lr": 0.02}
+    with network(2, shared_memory=True) as net:  # the line does not matter for it
+        rows = run_ranks(f"{_TASKS}:accuracies", settings, net.hosts, advance=advance)
+    return [
+        {**row, "accuracy": fmean(row["accuracies"]), "accuracy_deviation": pstdev(row["accuracies"])} for row in rows
+    ]
+
+
+def _sizes(scale: DdpScale, advance: Advance) -> dict[str, Any]:
+    ways = [[{"backend": name, "parameters": size} for name in ("noop", *_BACKENDS)] for size in scale.sizes]
+    settings = {"model": scale.sized, "shape": scale.sized_shape, "ways": ways}
+    turns = {"turns": scale.repeats, "iterations": 1}
+    return _on_ranks("steps", {**settings, **turns}, 2, scale.rate, advance)
 
 
 def _steps(scale: DdpScale, ways: Sequence[Any], iterations: int, advance: Advance) -> dict[str, Any]:
@@ -223,6 +255,24 @@ def plot(results: Mapping[str, Any], path: Path) -> None:
             log_x=True,
             ticks=settings["every"],
         ),
+        Curves(
+            f"Accuracy with an all-reduce every n steps, {counted(settings['seeds'], 'seed')}",
+            "n",
+            "% of the test samples",
+            [_accuracies(results["accuracy"])],
+            log_x=True,
+            ticks=settings["every"],
+        ),
+        Curves(
+            f"A step of models of each size, 2 ranks, {_line(results['sizes']['network'])}",
+            "parameters",
+            "seconds",
+            curves(results["sizes"]["rows"], "parameters", ("noop", *_BACKENDS)),
+            log_x=True,
+            log_y=True,
+            ticks=settings["sizes"],
+            tick_label=_count,
+        ),
     ]
     for rate, net in rates.items():
         rows = [row for row in results["scaling"] if row["network"]["rate"] == rate]
@@ -231,6 +281,11 @@ def plot(results: Mapping[str, Any], path: Path) -> None:
         title = f"A step of {settings['small_model'].rpartition(':')[2]}, {_line(net)}"
         panels.append(Curves(title, "ranks", "seconds", series, log_x=True, log_y=True, ticks=ticks))
     plot_panels(panels, path)
+
+
+def _accuracies(rows: Sequence[Mapping[str, Any]]) -> Series:
+    means, deviations = ([100 * row[key] for row in rows] for key in ("accuracy", "accuracy_deviation"))
+    return Series("accuracy", means, deviations, [row["every"] for row in rows])
 
 
 _NAMES = {"gloo": "Gloo", "fedring": "fedring", "dgc": "fedring, DGC 0.1 %", "noop": "no communication"}
@@ -255,19 +310,24 @@ def print_tables(results: Mapping[str, Any]) -> None:
     ready = results["ready"]
     times = [(f"{share:.0%}", duration(_time_of(ready, share))) for share in (0.25, 0.5, 0.75, 1.0)]
     print_table(f"Gradients of {settings['model']}", ("of the parameters have one>", "after>"), times)
-    for key, name, label in (("buckets", "bucket_mib", "bucket, MiB"), ("no_sync", "every", "all-reduce every")):
-        net = results[key]["network"]
-        rows = _side_by_side(results[key]["rows"], name, str)
-        print_table(f"A step of {settings['model']}, 2 ranks, {_line(net)}", (f"{label}>", *columns), rows)
+    net = results["buckets"]["network"]
+    rows = _side_by_side(results["buckets"]["rows"], "bucket_mib", str)
+    print_table(f"A step of {settings['model']}, 2 ranks, {_line(net)}", ("bucket, MiB>", *columns), rows)
+    net, found = results["no_sync"]["network"], {str(row["every"]): with_deviation(row) for row in results["accuracy"]}
+    rows = [(*row, found[row[0]]) for row in _side_by_side(results["no_sync"]["rows"], "every", str)]
+    title = f"A step of {settings['model']}, 2 ranks, {_line(net)}, and the accuracy of {settings['trained']}"
+    print_table(title, ("all-reduce every>", *columns, "accuracy>"), rows)
+    net, rows = results["sizes"]["network"], _side_by_side(results["sizes"]["rows"], "parameters", _count)
+    print_table(f"A step of a perceptron, 2 ranks, {_line(net)}", ("parameters>", *columns), rows)
     table: dict[tuple[str, int], dict[str, Mapping[str, Any]]] = {}
     for row in results["scaling"]:
         table.setdefault((_line(row["network"]), row["ranks"]), {})[row["backend"]] = row
-    found = [
+    scaling = [
         (line, str(ranks), *(_mean(by[name]) for name in _NAMES), f"{by['fedring']['mean'] / by['gloo']['mean']:.2f}")
         for (line, ranks), by in table.items()
     ]
     title = f"A step of {settings['small_model']}"
-    print_table(title, ("line", "ranks>", *(f"{name}>" for name in _NAMES.values()), "fedring/Gloo>"), found)
+    print_table(title, ("line", "ranks>", *(f"{name}>" for name in _NAMES.values()), "fedring/Gloo>"), scaling)
 
 
 def _side_by_side(rows: Sequence[Mapping[str, Any]], key: str, label: Callable[[Any], str]) -> list[tuple[str, ...]]:

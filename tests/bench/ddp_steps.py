@@ -20,8 +20,11 @@ from fedring.ctl.local.rank import Rank
 from fedring.ddp.hooks import hook_by_name
 from fedring.ddp.state import HookState
 from fedring.offers import named
+from fedring.train.batches import fetch, size_of
+from fedring.train.losses import cross_entropy
 from fedring.train.names.offered import collect
 from fedring.train.names.seam import build_model
+from tests.bench.hook_trainings import accuracy_of
 from tests.bench.lab.groups import Groups, join_groups, largest
 from tests.bench.lab.turns import alternate
 
@@ -107,7 +110,8 @@ def steps(
         model: The function that makes the model, as module:name.
         shape: Shape of the inputs of a rank's step.
         ways: Sets of ways to train; those of a set take turns. A way has `backend` (noop, gloo, fedring, or dgc, which
-            is fedring with this hook), and optionally `bucket_mib` and `every`, the steps between two all-reduces.
+            is fedring with this hook), and optionally `bucket_mib`, `every`, the steps between two all-reduces, and
+            `parameters`, of which the model gets the number.
         turns: Turns to measure.
         iterations: Steps of a turn.
 
@@ -128,6 +132,46 @@ def steps(
     return rows
 
 
+def accuracies(
+    rank: Rank, model: str, data: str, every: Sequence[int], steps: int, seeds: int, batch_size: int, lr: float
+) -> list[dict[str, Any]]:
+    """Train with an all-reduce every so many steps, on the same batches, and return the accuracies.
+
+    Args:
+        rank: Which rank this process is.
+        model: The function that makes the model, as module:name.
+        data: The function that returns the samples, as module:name.
+        every: The numbers of steps from one all-reduce and one step of the optimizer to the next.
+        steps: Batches of each training on each rank; the same for all of them.
+        seeds: Trainings with each number.
+        batch_size: Samples of a batch.
+        lr: Learning rate, with momentum 0.9. Gradients without an all-reduce add up, as in the paper.
+    """
+    rank.join("fedring")
+    split = collect(named(data=data)).get("data", data)(None, False)
+    rows: list[dict[str, Any]] = []
+    for number, count in enumerate(every):
+        found = []
+        for seed in range(seeds):
+            network = build_model(model, {}, seed, collect(named(model=model)))
+            parallel = DistributedDataParallel(network)
+            optimizer = torch.optim.SGD(network.parameters(), lr=lr, momentum=0.9)
+            generator = torch.Generator().manual_seed(1000 * seed + rank.number)
+            cuts = [torch.randint(size_of(split.train), (batch_size,), generator=generator) for _ in range(steps)]
+            for step, (inputs, labels) in enumerate(fetch(split.train, cuts, torch.device("cpu")), 1):
+                exchange = step % count == 0
+                with nullcontext() if exchange else parallel.no_sync():
+                    torch.autograd.backward(cross_entropy(parallel(inputs), labels))
+                if exchange:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            found.append(accuracy_of(rank, network, split.test))
+        rank.report(number + 1, len(every))
+        rows.append({"every": count, "accuracies": found})
+    rank.leave()
+    return rows
+
+
 Step = Callable[[bool], None]  # takes whether gradients are exchanged
 
 
@@ -142,7 +186,8 @@ def _turn(step: Step, every: int, iterations: int, rank: Rank) -> float:
 
 def _training(model: str, shape: Sequence[int], groups: Groups, way: dict[str, Any]) -> Step:
     """Return a step of training in one of the ways."""
-    network: nn.Module = build_model(model, {}, 0, collect(named(model=model)))
+    arguments = {"parameters": way["parameters"]} if "parameters" in way else {}
+    network: nn.Module = build_model(model, arguments, 0, collect(named(model=model)))
     inputs = torch.randn(*shape)
     group = groups.gloo if way["backend"] == "gloo" else groups.fedring
     options = {"bucket_cap_mb": way["bucket_mib"]} if "bucket_mib" in way else {}

@@ -15,9 +15,13 @@ from typing import Any
 from fedring.ctl.output import duration, percent, size
 from fedring.daemon.wording import counted
 from tests.bench.hooks import short_name
+from tests.bench.lab.parts import with_deviation
 
 PAGE = Path(__file__).parents[2] / "docs" / "experiments.md"
 FIGURES = PAGE.parent / "figures"
+PICTURES = {"federated": "federated.png", "data-parallel": "data-parallel.png"}
+"""Pictures that other pages show, too."""
+
 Time = Callable[[str], str]  # returns the text of a time, or a dash
 Lines = list[str]
 
@@ -38,8 +42,9 @@ def main() -> None:
         tables = TABLES[results["bench"]](results, _dash if arguments.without_times else _same)
         lines = [describe(results, times=not arguments.without_times), "", *tables]
         if not arguments.without_times:
-            shutil.copyfile(path.with_suffix(".png"), FIGURES / f"experiment-{name}.png")
-            lines += ["", f"![the figures of tests.bench.{name}](figures/experiment-{name}.png)"]
+            picture = PICTURES.get(name, f"experiment-{name}.png")
+            shutil.copyfile(path.with_suffix(".png"), FIGURES / picture)
+            lines += ["", f"![the figures of tests.bench.{name}](figures/{picture})"]
         page = replace(page, name, lines)
     PAGE.write_text(page, encoding="utf-8")
 
@@ -59,6 +64,11 @@ def describe(results: Mapping[str, Any], *, times: bool) -> str:
     machine, net = results["machine"], results.get("network") or {}
     samples = f" on {results['dataset']}" if "dataset" in results else ""
     sentence = f"Measured{samples} at {results['scale']} scale with torch {machine['torch']}"
+    if "rounds" in results:
+        sentence += f", {counted(results['rounds'], 'round')} of {results['subset_size']:,} samples of each client"
+    if "epochs" in results and "workers" in results:
+        sentence += f", {counted(results['epochs'], 'epoch')}"
+        sentence += f" of {results['subset_size']:,} samples" if results.get("subset_size") else ""
     if times:
         sentence += (
             f" and {counted(machine['processors'], 'processor')}, at a load average of {machine['load_average']:g}"
@@ -78,14 +88,14 @@ def federated(results: Mapping[str, Any], time: Time) -> Lines:
             f"{row['upload_bytes'] / dense:.4f}",
             time(" / ".join(duration(client["communication_seconds"]) for client in row["by_client"].values())),
             time(spread(row["round_seconds"], row["round_seconds_deviation"])),
-            percent(row["accuracy"]),
+            with_deviation(row),
         )
         for row in results["encodings"]
     ]
     if results["central"]:
-        rows.append(("all data in one place", "-", "-", "-", "-", percent(results["central"]["accuracy"])))
-    first = results["encodings"][0]["encoding"]
-    columns = ("encoding", "bytes up", f"of {first}", "communication of each client", "round", "accuracy")
+        rows.append(("all data in one place", "-", "-", "-", "-", with_deviation(results["central"])))
+    first, accuracy = results["encodings"][0]["encoding"], f"accuracy, {counted(results['seeds'], 'seed')}"
+    columns = ("encoding", "bytes up", f"of {first}", "communication of each client", "round", accuracy)
     return table(columns, rows)
 
 
@@ -99,12 +109,13 @@ def data_parallel(results: Mapping[str, Any], time: Time) -> Lines:
             time(duration(figures["wait_seconds_max"])),
             time(duration(figures["wait_seconds_mean"])),
             time(f"{figures['wait_seconds_max'] / max(1e-9, figures['wait_seconds_mean']):.1f}"),
-            percent(row["accuracy"]),
+            with_deviation(row),
         )
         for row in results["hooks"]
         for worker, figures in row["by_worker"].items()
     ]
-    return table(("hook", "worker", "sent", "longest wait", "mean wait", "longest / mean", "accuracy"), rows)
+    accuracy = f"accuracy, {counted(results['seeds'], 'seed')}"
+    return table(("hook", "worker", "sent", "longest wait", "mean wait", "longest / mean", accuracy), rows)
 
 
 def hooks(results: Mapping[str, Any], time: Time) -> Lines:
@@ -137,12 +148,18 @@ def ddp(results: Mapping[str, Any], time: Time) -> Lines:
         (f"{share:.0%}", time(duration(next(t for n, t in moments if n >= least)))) for share, least in wanted
     ]
     lines += table(("of the parameters have a gradient", "after"), rows)
-    for key, name, label in (
-        ("buckets", "bucket_mib", "bucket, MiB"),
-        ("no_sync", "every", "all-reduce every n steps"),
-    ):
+    parts = [("buckets", "bucket_mib", "bucket, MiB"), ("no_sync", "every", "all-reduce every n steps")]
+    for key, name, label in parts:
         lines += ["", f"A step of {model}, two ranks, {line(results[key]['network'])}:", ""]
         lines += side_by_side(results[key]["rows"], name, label, time)
+    trained, seeds = settings["trained"].rpartition(":")[2], counted(settings["seeds"], "seed")
+    lines += ["", f"Accuracy of {trained} after {settings['steps']} batches of each rank, {seeds}:", ""]
+    lines += table(
+        ("all-reduce every n steps", "accuracy"),
+        [(str(row["every"]), with_deviation(row)) for row in results["accuracy"]],
+    )
+    lines += ["", f"A step of perceptrons of many sizes, two ranks, {line(results['sizes']['network'])}:", ""]
+    lines += side_by_side(results["sizes"]["rows"], "parameters", "parameters", time)
     lines += ["", f"A step of {settings['small_model'].rpartition(':')[2]}:", ""]
     found: dict[tuple[str, int], dict[str, Mapping[str, Any]]] = {}
     for row in results["scaling"]:

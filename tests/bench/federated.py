@@ -18,7 +18,8 @@ from fedring.ctl.local.presets import DataRootOption, Dataset, DatasetOption, ch
 from fedring.ctl.local.ranks import Advance
 from fedring.ctl.local.runner import present, unique_names
 from fedring.ctl.options import OutputOption, make_out_folder
-from fedring.ctl.output import Output, duration, percent, print_table, size
+from fedring.ctl.output import Output, duration, print_table, size
+from fedring.daemon.wording import counted
 from fedring.offers import named
 from fedring.train import Plan
 from fedring.train.batches import size_of
@@ -30,7 +31,9 @@ from fedring.train.names.offered import collect
 from fedring.train.names.seam import build_model
 from fedring.v1 import control_pb2 as pb
 from tests.bench.lab.command import Command
-from tests.bench.lab.parts import Part, QuickOption, describe_run, run_parts
+from tests.bench.lab.lines import RateOption, SeedsOption, lines
+from tests.bench.lab.networks import line_of
+from tests.bench.lab.parts import Part, QuickOption, describe_run, run_parts, with_deviation
 
 _ENCODINGS = "fp32,int8,fp32_sparse,sq8,packed,uniform"
 _KEYS = {"batch_size": 64, "epochs": 1, "lr": 0.05, "momentum": 0.9, "seed": 0}
@@ -54,52 +57,66 @@ def federated(
     ] = None,
     encodings: Annotated[str, typer.Option(help="Encodings to compare, separated by commas.")] = _ENCODINGS,
     central: Annotated[bool, typer.Option(help="Also train on all data in one place, for comparison.")] = True,
+    seeds: SeedsOption = None,
+    rate: RateOption = "",
     quick: QuickOption = False,
     out: Annotated[
         Path, typer.Option(metavar="DIR", help="Folder for federated.json, federated.png and the files of every run.")
     ] = Path("bench-out"),
     output: OutputOption = Output.TABLE,
 ) -> None:
-    """Train once with each encoding, and compare cost and accuracy.
+    """Train with each encoding, and compare cost and accuracy.
 
-    The comparison shows bytes, communication time, round time and accuracy.
+    The comparison shows bytes, communication time, round time and accuracy over several seeds.
     """
     names = unique_names("--encodings", encodings.split(","))
     scale = {
         "rounds": rounds if rounds is not None else 3 if quick else 10,
         "subset_size": subset if subset is not None else 1000 if quick else 6000,
     }
+    count, chosen = seeds or (1 if quick else 3), (rounds, subset) != (None, None)
     keys = {**preset_job(dataset), **_KEYS, **scale}
     root = data_root.absolute() if data_root else None
-    experiments = {
-        name: Experiment(make_job(clients, {**keys, "name": f"bench {name}", "encoding": name}), clients, root)
+    jobs = {
+        name: [make_job(clients, {**keys, "name": f"bench {name}", "encoding": name, "seed": s}) for s in range(count)]
         for name in names
     }
     check_data_root(dataset, data_root)
-    make_out_folder(out)
-    described = describe_run("federated", quick=quick)
-    results = {**described, "dataset": str(dataset), "clients": clients, **scale, **_KEYS}
-    results["encodings"] = [
-        summary(name, run_with_progress(experiment, out / name, label=f"{name}, {number} of {len(names)}"))
-        for number, (name, experiment) in enumerate(experiments.items(), 1)
-    ]
-    results["central"] = _run_centrally(experiments[names[0]]) if central else None
+    with lines(clients, rate) as behind:
+        make_out_folder(out)
+        described = describe_run("federated", quick=quick, chosen=chosen) | {"network": behind.network.facts()}
+        results = {**described, "dataset": str(dataset), "clients": clients, **scale, **_KEYS, "seeds": count}
+        rows: list[dict[str, Any]] = []
+        results["encodings"] = rows
+        for name, trainings in jobs.items():
+            runs = []
+            for seed, job in enumerate(trainings):
+                experiment = Experiment(job, clients, root, server=behind.server, place=behind.place)
+                label = f"{name}, {len(rows) + 1} of {len(names)}, seed {seed + 1} of {count}"
+                runs.append(run_with_progress(experiment, out / name / f"seed-{seed}", label=label))
+            rows.append(summary(name, runs))
+        results["central"] = _run_centrally(jobs[names[0]], clients, root) if central else None
     present(results, out / "federated.json", output, plot=_plot, print_results=_print)
 
 
-def summary(encoding: str, result: Result) -> dict[str, Any]:
-    """Return the row of one encoding.
+def summary(encoding: str, runs: Sequence[Result]) -> dict[str, Any]:
+    """Return the row of one encoding, over the trainings with all seeds.
 
     Bytes are means per client and round, times are medians, and `round_seconds_deviation` is the standard deviation
-    over the rounds. `by_client` has the bytes and the communication of each client.
+    over the rounds. `by_client` has the bytes and the communication of each client. Accuracies are means over the
+    seeds; `by_seed` has those of each.
     """
-    report = result.report()
-    published = [round_ for round_ in result.rounds if round_.phase == "published"]
+    reports = [result.report() for result in runs]
+    published = [round_ for result in runs for round_ in result.rounds if round_.phase == "published"]
     seconds = [round_.seconds for round_ in published]
+    last = [report["accuracy"] for report in reports]
+    rounds = zip(*(report["rounds"] for report in reports), strict=True)
     return {
         "encoding": encoding,
-        "accuracy": report["accuracy"],
-        "accuracies": [row["accuracy"] for row in report["rounds"]],
+        "accuracy": fmean(last),
+        "accuracy_deviation": pstdev(last),
+        "accuracies": [fmean(row["accuracy"] for row in rows) for rows in rounds],
+        "by_seed": [{"accuracy": one["accuracy"], "model_sha256": one["model_sha256"]} for one in reports],
         "upload_bytes": fmean(figures.upload_per_client(round_) for round_ in published),
         "download_bytes": fmean(figures.download_per_client(round_) for round_ in published),
         "communication_seconds": median(figures.communication_seconds(round_) for round_ in published),
@@ -107,7 +124,6 @@ def summary(encoding: str, result: Result) -> dict[str, Any]:
         "round_seconds_deviation": pstdev(seconds),
         "train_seconds_max": median(round_.train_seconds_max for round_ in published),
         "by_client": _by_client(published),
-        "model_sha256": report["model_sha256"],
     }
 
 
@@ -132,14 +148,26 @@ def _by_client(rounds: Sequence[pb.Round]) -> dict[str, dict[str, float]]:
     }
 
 
-def _run_centrally(experiment: Experiment) -> dict[str, Any]:
-    rounds = experiment.job.rounds
+def _run_centrally(jobs: Sequence[Job], clients: int, data_root: Path | None) -> dict[str, Any]:
+    total = sum(job.rounds for job in jobs)
 
     def measure(advance: Advance) -> dict[str, Any]:
-        def show(number: int, accuracy: float) -> None:
-            advance(number / rounds)
+        done = 0
 
-        return train_centrally(experiment.job, experiment.clients, data_root=experiment.data_root, show=show)
+        def show(number: int, accuracy: float) -> None:
+            nonlocal done
+            done += 1
+            advance(done / total)
+
+        runs = [train_centrally(job, clients, data_root=data_root, show=show) for job in jobs]
+        last = [run["accuracy"] for run in runs]
+        curves = zip(*(run["accuracies"] for run in runs), strict=True)
+        return {
+            "accuracy": fmean(last),
+            "accuracy_deviation": pstdev(last),
+            "accuracies": [fmean(values) for values in curves],
+            "train_seconds": fmean(run["train_seconds"] for run in runs),
+        }
 
     result: dict[str, Any] = run_parts("federated", {"central": Part("all data in one place", 1.0, measure)})["central"]
     return result
@@ -189,7 +217,7 @@ def _print(results: Mapping[str, Any]) -> None:
     rows = [
         (
             row["encoding"],
-            percent(row["accuracy"]),
+            with_deviation(row),
             size(row["upload_bytes"]),
             size(row["download_bytes"]),
             " / ".join(duration(client["communication_seconds"]) for client in row["by_client"].values()),
@@ -199,10 +227,11 @@ def _print(results: Mapping[str, Any]) -> None:
         for row in results["encodings"]
     ]
     if results["central"]:
-        rows.append(("central", percent(results["central"]["accuracy"]), "-", "-", "-", "-", "-"))
+        rows.append(("central", with_deviation(results["central"]), "-", "-", "-", "-", "-"))
     clients = "communication of each client>"
     columns = ("encoding", "accuracy>", "upload/client>", "download/client>", clients, "round>", "training>")
-    title = f"{results['dataset']}, {results['clients']} clients, {results['rounds']} rounds"
+    title = f"{results['dataset']}, {counted(results['clients'], 'client')}, {counted(results['rounds'], 'round')}"
+    title += f", {counted(results['seeds'], 'seed')}, {line_of(results['network'])}"
     print_table(f"{title}; mean bytes and median times of a round", columns, rows)
 
 
@@ -237,10 +266,10 @@ def _plot(results: Mapping[str, Any], path: Path) -> None:
         ),
         Bars("Time of a round, median and deviation", "seconds", names, [times], duration),
         Bars(
-            "Accuracy after the last round",
+            f"Accuracy after the last round, {counted(results['seeds'], 'seed')}",
             "% of the test samples",
             names,
-            [Series("accuracy", accuracies)],
+            [Series("accuracy", accuracies, [100 * row["accuracy_deviation"] for row in rows])],
             "{:.2f}".format,
             low=max(0.0, lowest - 1.0),
             reference=(central, f"all data in one place: {central:.2f} %") if central else None,
@@ -249,7 +278,9 @@ def _plot(results: Mapping[str, Any], path: Path) -> None:
     plot_panels(panels, path)
 
 
-main = Command(federated, "--data-root data", "--dataset digits --subset 0 --rounds 3")
+main = Command(
+    federated, "--data-root data", "--dataset digits --subset 0 --rounds 3", "--data-root data --rate 100mbit"
+)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -65,7 +65,7 @@ def measure(
                 torch.autograd.backward(cross_entropy(parallel(inputs), labels))
                 state.end_step()
                 optimizer.step()
-            accuracies.append(_accuracy(rank, network, split.test))
+            accuracies.append(accuracy_of(rank, network, split.test))
             rank.report(number * seeds + seed + 1, len(hooks) * seeds)
         per_step = rank.mean((sent_bytes() - sent) / (seeds * steps))
         rows.append({"hook": hook, "accuracies": accuracies, "bytes_per_step": round(per_step)})
@@ -74,7 +74,7 @@ def measure(
 
 
 @torch.no_grad()
-def _accuracy(rank: Rank, model: nn.Module, samples: Any) -> float:
+def accuracy_of(rank: Rank, model: nn.Module, samples: Any) -> float:
     """Return the share of the samples classified correctly.
 
     Each rank counts a part of them.

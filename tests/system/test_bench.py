@@ -96,6 +96,7 @@ def test_ddp_has_every_figure_of_the_paper(tmp_path: Path, capsys: pytest.Captur
     scale = ddp.DdpScale(
         total=20_000, pieces=(1000, 20_000), model="fedring.train.models:digits_mlp", shape=(4, 1, 8, 8), repeats=1,
         buckets_mib=(1, 25), every=(1, 2), cycle=2, worlds=(1, 2), rates=("1gbit",),
+        steps=64, seeds=2, sizes=(70_000, 200_000),
         small_model="fedring.train.models:digits_mlp", small_shape=(4, 1, 8, 8),
     )  # fmt: skip
     results = ddp.measure(scale)
@@ -105,6 +106,10 @@ def test_ddp_has_every_figure_of_the_paper(tmp_path: Path, capsys: pytest.Captur
     assert results["ready"]["seconds"] == sorted(results["ready"]["seconds"])
     assert results["buckets"]["rows"][0]["backend"] == "noop"
     assert [row["every"] for row in results["no_sync"]["rows"]] == [1, 1, 2, 2]
+    assert [row["every"] for row in results["accuracy"]] == [1, 2]
+    assert all(len(row["accuracies"]) == 2 and row["accuracy"] > 0.3 for row in results["accuracy"])
+    sizes = [(row["parameters"], row["backend"]) for row in results["sizes"]["rows"]]
+    assert sizes == [(size, name) for size in (70_000, 200_000) for name in ("noop", "gloo", "fedring")]
     assert [(row["ranks"], row["backend"]) for row in results["scaling"][4:]] == [
         (2, name) for name in ("noop", "gloo", "fedring", "dgc")
     ]
@@ -123,11 +128,33 @@ def test_federated_shows_each_client(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     results = json.loads(done.stdout)
     assert results == json.loads((tmp_path / "federated.json").read_text())
-    assert (results["bench"], results["scale"], results["rounds"]) == ("federated", "quick", 1)
+    assert (results["bench"], results["scale"], results["rounds"]) == ("federated", "chosen", 1)
     (row,) = results["encodings"]
     assert sorted(row["by_client"]) == ["client-0", "client-1"]
     assert sum(client["upload_bytes"] for client in row["by_client"].values()) == 2 * row["upload_bytes"]
+    assert (results["seeds"], results["network"]["rate"], len(row["by_seed"])) == (1, None, 1)
     assert (tmp_path / "federated.png").read_bytes().startswith(PNG)
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(not SHAPED, reason="network namespaces need root")
+def test_a_bench_of_daemons_runs_behind_lines_with_several_seeds(tmp_path: Path) -> None:
+    """Each client sends 20 kB up a line of 1 Mbit/s, which takes at least 0.1 s; workers exchange over theirs, too."""
+    given = ["--rounds", "1", "--encodings", "fp32", "--no-central", "--subset", "0", "--seeds", "2"]
+    done = bench("federated", *given, "--rate", "1mbit", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    results = json.loads(done.stdout)
+    assert results["network"] == {"rate": "1mbit", "limit": networks.LIMITED}
+    (row,) = results["encodings"]
+    assert len({one["model_sha256"] for one in row["by_seed"]}) == 2
+    assert row["accuracy"] == pytest.approx(sum(one["accuracy"] for one in row["by_seed"]) / 2)
+    for client in row["by_client"].values():
+        assert client["communication_seconds"] > 8 * client["upload_bytes"] / 1e6 / 2  # the bucket lets some pass
+    done = bench(
+        "data_parallel", "--epochs", "1", "--hooks", "none", "--seeds", "1", "--rate", "10mbit", "--out", str(tmp_path)
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["network"]["limit"] == networks.LIMITED
 
 
 @pytest.mark.soak

@@ -40,6 +40,8 @@ class Process:
         self.log = log
         self.env: dict[str, str] = {}
         """Further variables of the next start. The child also inherits variables that do not begin with FEDRING_."""
+        self.prefix: Sequence[str] = ()
+        """Words before the command of the next start, such as those that run it in another network."""
         self.flags: list[str] = []
         """Further flags of the next start, before the settings."""
         self._child: subprocess.Popen[bytes] | None = None
@@ -70,7 +72,7 @@ class Process:
     def launch(self, log: IO[bytes]) -> "subprocess.Popen[bytes]":
         """Start the program with its errors in `log`, and return the child."""
         return subprocess.Popen(
-            [sys.executable, "-m", self.module, *self.arguments],
+            [*self.prefix, sys.executable, "-m", self.module, *self.arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=log,

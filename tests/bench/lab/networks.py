@@ -9,8 +9,9 @@ import contextlib
 import os
 import re
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from fedring.control.failure import Failure
 from fedring.ctl.local.ranks import Host
@@ -36,7 +37,7 @@ class Network:
 
 
 @contextlib.contextmanager
-def network(count: int, rate: str = "", *, shared_memory: bool = False) -> Iterator[Network]:
+def network(count: int, rate: str = "", *, shared_memory: bool = False, free: int = 0) -> Iterator[Network]:
     """Make `count` hosts, and remove them afterwards.
 
     Args:
@@ -44,13 +45,19 @@ def network(count: int, rate: str = "", *, shared_memory: bool = False) -> Itera
         rate: The rate of each host's link, such as "100mbit"; it needs root, and without root there is no limit.
             Without a rate, all hosts are this machine's loopback interface.
         shared_memory: Whether ranks of the ring may use shared memory, if there is no rate.
+        free: How many of the first hosts have a link without a limit.
     """
     with ended_by_signals(), contextlib.ExitStack() as stack:
-        if rate and (hosts := stack.enter_context(_namespaces(count, rate))):
+        if rate and (hosts := stack.enter_context(_namespaces(count, rate, free))):
             yield Network(hosts, rate, LIMITED)
         else:
             env = _variables("127.0.0.1", "lo", shared_memory=shared_memory and not rate)
             yield Network([Host(env=env)] * count, rate, UNSHAPED)
+
+
+def line_of(facts: Mapping[str, Any]) -> str:
+    """Return what connects the hosts, in a word, from a network's facts."""
+    return str(facts["rate"]) if facts["limit"] == LIMITED else "loopback without a limit"
 
 
 def check_rate(option: str, rate: str) -> str:
@@ -65,7 +72,7 @@ def check_rate(option: str, rate: str) -> str:
 
 
 @contextlib.contextmanager
-def _namespaces(count: int, rate: str) -> Iterator[list[Host]]:
+def _namespaces(count: int, rate: str, free: int) -> Iterator[list[Host]]:
     """Make a namespace for each host, and remove them afterwards.
 
     There are none without the right to make them.
@@ -86,7 +93,7 @@ def _namespaces(count: int, rate: str) -> Iterator[list[Host]]:
         _ip("-n", switch, "link", "add", "switch", "type", "bridge")
         _ip("-n", switch, "link", "set", "switch", "up")
         for index, name in enumerate(names):
-            _attach(switch, name, index, rate)
+            _attach(switch, name, index, "" if index < free else rate)
         yield [
             Host(("ip", "netns", "exec", name), _variables(_address(index), "eth0")) for index, name in enumerate(names)
         ]
@@ -98,7 +105,7 @@ def _namespaces(count: int, rate: str) -> Iterator[list[Host]]:
 def _attach(switch: str, name: str, index: int, rate: str) -> None:
     """Connect a host to the switch by a limited link.
 
-    Both ends of the link are limited to the rate.
+    Both ends of the link are limited to the rate, if there is one.
     """
     port = f"port{index}"
     _ip("-n", switch, "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", name)
@@ -106,7 +113,7 @@ def _attach(switch: str, name: str, index: int, rate: str) -> None:
     _ip("-n", name, "addr", "add", f"{_address(index)}/24", "dev", "eth0")
     _ip("-n", name, "link", "set", "eth0", "up")
     _ip("-n", name, "link", "set", "lo", "up")
-    for where, device in ((switch, port), (name, "eth0")):
+    for where, device in ((switch, port), (name, "eth0")) if rate else ():
         shape = ["tbf", "rate", rate, "burst", "128kb", "latency", "200ms"]
         _run("tc", "-n", where, "qdisc", "add", "dev", device, "root", *shape)
 

@@ -15,7 +15,7 @@ import typer
 
 from fedring.ctl.local.progress import progress_bar
 from fedring.ctl.local.ranks import Advance
-from fedring.ctl.output import duration
+from fedring.ctl.output import duration, percent
 from fedring.version import VERSION
 
 QuickOption = Annotated[
@@ -56,14 +56,24 @@ def run_parts(bench: str, parts: Mapping[str, Part]) -> dict[str, Any]:
     return results
 
 
-def describe_run(bench: str, *, quick: bool) -> dict[str, Any]:
+def with_deviation(row: Mapping[str, Any]) -> str:
+    """Return a mean accuracy with its standard deviation over the seeds."""
+    return f"{percent(row['accuracy'])} ± {100 * row['accuracy_deviation']:.2f}"
+
+
+def describe_run(bench: str, *, quick: bool, chosen: bool = False) -> dict[str, Any]:
     """Return the header of a file of results.
 
     It has the benchmark, its scale, and the machine and its load.
+
+    Args:
+        bench: The benchmark.
+        quick: Whether it measures less.
+        chosen: Whether options say how much it measures.
     """
     return {
         "bench": bench,
-        "scale": "quick" if quick else "full",
+        "scale": "chosen" if chosen else "quick" if quick else "full",
         "machine": {
             "processors": os.cpu_count(),
             "load_average": round(os.getloadavg()[0], 2),

@@ -16,9 +16,10 @@ from typer.main import get_command
 
 from fedring.control.failure import Failure
 from fedring.ctl.local.charts import Series, plot_panels
-from fedring.ctl.local.experiment import Experiment
+from fedring.ctl.local.experiment import Experiment, Result
 from fedring.ctl.local.presets import Dataset
 from fedring.daemon.exits import Exit
+from fedring.v1 import control_pb2 as pb
 
 
 def test_a_step_is_divided_by_the_step_without_communication_of_the_same_turn() -> None:
@@ -74,6 +75,29 @@ def test_what_is_no_rate_is_refused_with_its_option(
     assert bench.main([f"--rate={rate}", "--out", str(tmp_path / "out")]) == Exit.USAGE
     assert capsys.readouterr().err.startswith(f"{bench.main.name}: --rate {rate!r} is no rate: ")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("bench", [federated, data_parallel])
+def test_a_bench_of_daemons_refuses_what_is_no_rate(
+    bench: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bench.main(["--dataset", "digits", "--rate=fast", "--out", str(tmp_path / "out")]) == Exit.USAGE
+    assert "--rate 'fast' is no rate: " in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_row_of_several_seeds_has_their_mean_and_deviation(tmp_path: Path) -> None:
+    (tmp_path / "model").write_bytes(b"")
+
+    def trained(accuracy: int, communication: float) -> Result:
+        client = pb.RoundClient(client_id="a", num_samples=1, upload_bytes=10, upload_seconds=communication)
+        round_ = pb.Round(phase="published", eval_correct=accuracy, eval_total=100, clients=[client], seconds=1)
+        return Result([round_], 1, tmp_path / "model")
+
+    row = federated.summary("fp32", [trained(80, 1.0), trained(90, 2.0), trained(100, 3.0)])
+    assert (row["accuracy"], round(row["accuracy_deviation"], 3)) == (pytest.approx(0.9), 0.082)
+    assert [one["accuracy"] for one in row["by_seed"]] == [0.8, 0.9, 1.0]
+    assert row["by_client"]["a"]["communication_seconds"] == 2.0
 
 
 def test_a_hook_that_does_not_exist_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ import shutil
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,8 @@ class Experiment:
     web: bool = False  # whether the server has a page that shows the job
     sites: tuple[Path, ...] = ()  # the data_root of each client, which has all samples in it; empty = one for all
     code: tuple[Path, ...] = ()  # folders in which the daemons find modules, after all others
+    server: Mapping[str, Any] = field(default_factory=dict)  # further configuration keys of the server
+    place: Callable[[Fleet], None] = lambda fleet: None  # says where each daemon runs, before it starts
 
     def client(self, number: int) -> dict[str, Any]:
         """Return the configuration keys of client `number`.
@@ -132,14 +134,14 @@ def run_experiment(
     """
     remove_earlier(directory)
     clients = [experiment.client(number) for number in range(experiment.clients)]
-    server = {"trusted": experiment.trusted} | ({"web_port": 0} if experiment.web else {})
+    server = {"trusted": experiment.trusted, **experiment.server} | ({"web_port": 0} if experiment.web else {})
     failed: list[str] = []  # evaluations
 
     def seen(event: pb.Event) -> None:
         show(event)
         failed.extend([event.text] if event.kind == "evaluation_failed" else [])
 
-    with running_fleet(directory, server, clients, code=experiment.code) as (fleet, control):
+    with running_fleet(directory, server, clients, code=experiment.code, place=experiment.place) as (fleet, control):
         if fleet.web:
             print(f"watch it at {fleet.web}", file=sys.stderr)
         rounds = run_job(fleet, control, experiment.job.model_dump(mode="json"), seen)

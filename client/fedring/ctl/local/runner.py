@@ -34,6 +34,7 @@ def running_fleet(
     env: Mapping[str, str] | None = None,
     operator: Tls = PLAINTEXT,
     code: Sequence[Path] = (),
+    place: Callable[[Fleet], None] = lambda fleet: None,
 ) -> Iterator[tuple[Fleet, Control]]:
     """Run a server and clients on this host within `with`.
 
@@ -46,10 +47,13 @@ def running_fleet(
         env: Environment variables of all daemons.
         operator: Certificates with which the control port is called.
         code: Folders in which the daemons find modules, after all others.
+        place: Called before the daemons start, to say where each of them runs.
     """
+    made = Fleet(directory, server, clients, env=env, code=code)
+    place(made)
     with (
         ended_by_signals(),
-        Fleet(directory, server, clients, env=env, code=code) as fleet,
+        made as fleet,
         Control(fleet.control, channel=open_sync_channel(fleet.control, operator)) as control,
     ):
         yield fleet, control
