@@ -156,6 +156,7 @@ def _disturb(scene: Scene, case: Case, harms: list[str], rng: Random) -> Evidenc
         down_seconds=scene.down_seconds,
         originals=scene.originals,
         reverted={index for index, name in enumerate(names) if scene.done[f"older folder of {name}"]} | scene.damaged,
+        must_drop=scene.must_drop,
         done=scene.done,
         clock=scene.clock,
     )

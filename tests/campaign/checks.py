@@ -14,7 +14,7 @@ import numpy as np
 
 from fedring.codec.digest import is_called, name_of
 from tests.campaign.evidence import Evidence
-from tests.campaign.lessons import SIZE, lesson_of, samples_of, trained_rounds
+from tests.campaign.lessons import SIZE, common_of, lesson_of, samples_of, trained_rounds
 from tests.damage import ask
 from tests.fault.residuals import check_rounds
 from tests.kept import kept_of, kept_residual
@@ -28,6 +28,8 @@ _SLACK = 12.0  # seconds, for a busy machine, and for the clients of a server th
 _CUT_SHORT = re.compile(  # gRPC's word for a call that came while the server ended
     r"Traceback [^\n]*?(?:\\n|\n)[^\n]*?_schedule_rpc_coro(?:\\n|\n)asyncio\.exceptions\.CancelledError"
 )
+_OF_ITS_JOB = ("stopped", "job_ended")
+"""Reasons of a round whose job was stopped; the second one, if a server that has just started had not opened it yet."""
 _DISK_HARMS = ("full disk", "failing disk", "failing syncs")
 
 Check = Callable[[Evidence, Counter[str]], Iterable[str]]
@@ -110,8 +112,8 @@ def rounds_ended(evidence: Evidence, counts: Counter[str]) -> Iterator[str]:
             yield f"P3: round {round_.round} is abandoned without a reason"
         elif round_.phase == "abandoned" and round_.reason in ("internal", "damaged_blob", "damaged_row"):
             yield f"P3: round {round_.round} is abandoned: {round_.reason}"
-        elif round_.reason == "stopped" and round_.round != last[round_.job_id]:
-            yield f"P3: round {round_.round} was stopped, and it was not the last of its job"
+        elif round_.reason in _OF_ITS_JOB and round_.round != last[round_.job_id]:
+            yield f"P3: round {round_.round} is abandoned: {round_.reason}, and it was not the last of its job"
     for one, other in pairwise(each for each in evidence.rounds if each.model):
         if one.job_id == other.job_id and (other.base, other.model) != (one.model, one.model + 1):
             yield f"P5: round {other.round} goes from model {other.base} to {other.model}, after model {one.model}"
@@ -188,6 +190,43 @@ def mass_is_conserved(evidence: Evidence, counts: Counter[str]) -> Iterator[str]
             yield f"P6: client-{client} has lost or doubled what it learned, in {wrong} of {SIZE} values"
 
 
+def older_residuals_are_dropped(evidence: Evidence, counts: Counter[str]) -> Iterator[str]:
+    """P6: a client does not go on with an older residual, though the server has no row of its newest update."""
+    for client, times in Counter(evidence.must_drop).items():
+        counts["residuals"] += times
+        found = len(_DROPPED.findall(evidence.logs[f"client-{client}"]))
+        if found < times:
+            yield f"P6: client-{client} went {times} times back to an older residual, and has dropped {found}"
+
+
+def roundings_differ(evidence: Evidence, counts: Counter[str]) -> Iterator[str]:
+    """P4: each client rounds by a dither of its own, or a sum of the same updates would show them."""
+    first = next((round_ for round_ in evidence.rounds if round_.model), None)
+    if first is None:
+        return
+    moved = evidence.values_of(first.model) - evidence.values_of(first.base)
+    counts["models"] += 1
+    runs = [np.unique(moved[start : start + 16]) for start in range(0, SIZE - 16, 16)]  # no block is shorter
+    if all(len(run) <= 2 for run in runs):  # all clients have rounded each value to the same side
+        yield f"P4: in round {first.round}, no client has rounded otherwise than the others"
+
+
+def sums_conserve_mass(evidence: Evidence, counts: Counter[str]) -> Iterator[str]:
+    """P6: all sums, and what the clients still owe, are what they have learned in the rounds that were published."""
+    total = np.zeros(SIZE, np.float64)
+    for round_ in evidence.rounds:
+        if round_.model:
+            total += len(evidence.folders) * (
+                evidence.values_of(round_.model) - evidence.values_of(round_.base) - common_of(round_.round)
+            )
+    for folder in evidence.folders:
+        left = kept_residual(folder)
+        total += 0 if left is None else left
+        counts["residuals"] += 1
+    if (wrong := np.abs(total) > 0.001).any():  # a lesson of one client is 0.00377 or more
+        yield f"P6: the clients have lost or doubled what they learned, in {int(wrong.sum())} of {SIZE} values"
+
+
 def own_tensors_count_rounds(evidence: Evidence, counts: Counter[str]) -> Iterator[str]:
     """P1: a private tensor has been trained once for each accepted update."""
     for client, folder in enumerate(evidence.folders):
@@ -243,6 +282,8 @@ def _client_charges(evidence: Evidence, counts: Counter[str]) -> Iterator[str]:
         counts["charges"] += charged
         if charged < len(sent):
             yield f"P1: client-{client} has charged {charged} updates, and {len(sent)} have left it"
+        if evidence.accepted_of(client) and not sent:
+            yield f"P1: the line of client-{client} has seen none of its updates"
         trained = len(trained_rounds(folder.with_name(f"{folder.name}.notes")))
         if charged > trained:  # an update is charged before it leaves, and may then not leave, as its round is over
             yield f"P1: client-{client} has charged {charged} updates, and has made only {trained}"
@@ -253,12 +294,12 @@ def charges_cover_samples(evidence: Evidence, counts: Counter[str]) -> Iterator[
     steps = evidence.job["epochs"] * math.ceil(evidence.job["subset_size"] / evidence.job["batch_size"])
     for client, (folder, sent) in enumerate(zip(evidence.folders, evidence.sent, strict=True)):
         has_account = (folder / "privacy.json").exists()
-        spent = [entry["steps"] for entry in account_in(folder)["samples"]] if has_account else []
+        spent = [entry["steps"] for entry in account_in(folder).get("samples", [])] if has_account else []
         charged = sum(spent) // steps
         counts["charges"] += charged
         if any(each % steps for each in spent):
             yield f"P1: client-{client} has charged a part of a training: {spent} steps, and a training has {steps}"
-        if charged < len(sent):
+        if charged < len(sent) or (evidence.accepted_of(client) and not sent):
             yield f"P1: client-{client} has charged {charged} trainings, and {len(sent)} updates have left it"
         log, name = evidence.logs[f"client-{client}"], f"client-{client}"
         told = log.count("this client's samples have spent")
@@ -311,7 +352,7 @@ def models_are_those_of_the_twin(evidence: Evidence, counts: Counter[str]) -> It
 
     regular = []
     for round_ in evidence.rounds:
-        if round_.reason not in ("", "stopped"):
+        if round_.reason not in ("", *_OF_ITS_JOB):
             yield f"P3: round {round_.round} was abandoned ({round_.reason}), though no client was away for long"
     for round_ in evidence.rounds:
         if (

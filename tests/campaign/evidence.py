@@ -79,6 +79,7 @@ class Evidence:
         down_seconds: in which the server did not run.
         originals: what blobs contained before a bit of them was flipped, by name.
         reverted: the numbers of clients whose folders were put back to older copies, or damaged.
+        must_drop: the numbers of clients that have dropped an older residual, once for each time.
         done: how often each harm was done, and to whom.
         clock: when the server's clock jumped, and by how many seconds it was ahead then.
     """
@@ -96,6 +97,7 @@ class Evidence:
     down_seconds: float = 0.0
     originals: Mapping[str, bytes] = field(default_factory=dict)
     reverted: Collection[int] = ()
+    must_drop: Sequence[int] = ()
     done: Mapping[str, int] = field(default_factory=dict)
     clock: Sequence[tuple[float, int]] = ((0.0, 0),)
 

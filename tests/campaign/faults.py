@@ -36,6 +36,8 @@ KINDS_FOR = {
     "charge by name": ["noisy"],
     "resume secret": ["taken_over"],
     "kept secret": ["taken_over"],
+    "newest of the pruned": ["forgotten"],
+    "dither": ["masked"],
 }
 """Names of mutants in acceptance, resume, residual, charge and publish, and the kinds of jobs to try on each."""
 

@@ -154,6 +154,55 @@ def return_late(scene: Scene, rng: Random) -> None:
         client.wait(4.0)
     scene.kill_daemon(client)
 
+    _wait_for_rounds(scene)
+    scene.kill_daemon(scene.server)
+    scene.start_server()
+    client.start()
+
+
+@harm
+def revert_client_late(scene: Scene, rng: Random) -> None:
+    """Put a client's folder back, and return after rounds without it, and after a restart of the server.
+
+    The server, which keeps few updates, has no row of the client's newest update any more.
+    """
+    index = rng.randrange(len(scene.clients))
+    client, folder, copy = scene.clients[index], scene.folders[index], scene.directory / "older"
+
+    def accepted() -> int:
+        query = (
+            "SELECT (SELECT count(*) FROM updates WHERE client_id = ?1) + coalesce(sum(pruned_updates), 0) FROM clients"
+        )
+        ((number,),) = ask(scene.state, f"{query} WHERE client_id = ?1", client.name)
+        return int(str(number))
+
+    scene.kill_daemon(client)
+    if kept_residual(folder) is not None:
+        shutil.copytree(folder, copy)
+        pause(0.2)  # in which the server commits what the client has sent before
+        before = accepted()
+        client.start()
+        for _ in range(60):
+            pause(0.1)
+            if accepted() > before + 1:  # so one of them at least is later than any that was on its way
+                break
+        scene.kill_daemon(client)
+        if accepted() > before + 1:
+            shutil.rmtree(folder)
+            copy.rename(folder)
+            scene.count("older folder", client.name)
+            scene.must_drop.append(index)
+            _wait_for_rounds(scene)
+            scene.kill_daemon(scene.server)
+            scene.start_server()
+        else:
+            shutil.rmtree(copy)
+    client.start()
+
+
+def _wait_for_rounds(scene: Scene) -> None:
+    """Wait until some more rounds are published, or for ten seconds."""
+
     def published() -> int:
         ((number,),) = ask(scene.state, "SELECT count(*) FROM rounds WHERE model_version > 0")
         return int(str(number))
@@ -163,9 +212,6 @@ def return_late(scene: Scene, rng: Random) -> None:
         pause(0.1)
         if published() > before + 2:
             break
-    scene.kill_daemon(scene.server)
-    scene.start_server()
-    client.start()
 
 
 @harm

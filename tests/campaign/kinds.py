@@ -17,7 +17,7 @@ from tests.fault.residuals import KEEP
 _RARE = (
     "save_state", "revert_state", "kill_client_unnoticed", "kill_all_clients", "kill_server_after_a_while",
     "return_late", "lose_update", "revert_client", "damage_update", "fail_client_syncs", "lose_client_syncs",
-    "fail_client_disk", "damage_client",
+    "fail_client_disk", "damage_client", "revert_client_late",
 )  # fmt: skip
 ANY = tuple(name for name in HARMS if name not in _RARE)
 CLIENT_DISKS = ("fail_client_syncs", "fail_client_disk")
@@ -254,6 +254,25 @@ def pruned(rng: Random) -> Case:
     settings = {"lost_after_seconds": 2.0, "keep_update_rounds": 1}
     job = _lessons(encoding="fp32", **model) | {"min_clients": 2}
     return Case(job, [checks.own_tensors_count_rounds], settings=settings, harms=harms)
+
+
+@kind
+def forgotten(rng: Random) -> Case:
+    """Draw sparse updates to a server that keeps few, of clients whose folders are put back to older ones."""
+    settings = {"lost_after_seconds": 2.0, "keep_update_rounds": 1}
+    job = _lessons(encoding="fp32_sparse", keep_ratio=0.05) | {"min_clients": 2}
+    harms = ("revert_client_late", "revert_client_late", "kill_server", "kill_client")
+    return Case(job, [checks.older_residuals_are_dropped], settings=settings, harms=harms)
+
+
+@kind
+def masked(rng: Random) -> Case:
+    """Draw masked updates of clients that all learn the same, and keep what they do not send."""
+    table = {"step_seconds": 60, "first_norm": 0.65, **rng.choice([{}, {"keep_ratio": 0.5}])}
+    keys = {"weights": "uniform", "min_clients": 4, "min_clients_to_aggregate": 4, "secure_aggregation": table}
+    job = _lessons(**keys) | {"trainer": "tests.campaign.lessons:common_lesson"}
+    found = [checks.roundings_differ, checks.sums_conserve_mass]
+    return Case(job, found, clients=4, harms=WITHOUT_DAMAGE)
 
 
 @kind

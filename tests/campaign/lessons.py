@@ -63,6 +63,21 @@ def whim(model: nn.Module, samples: Any, plan: Any) -> int:
     return 1
 
 
+def common_of(round_: int) -> float:
+    """Return the change of each value in a round in which all clients learn the same."""
+    return 0.00377 + 0.00001 * (round_ % 7)
+
+
+@offers("trainer")
+def common_lesson(model: nn.Module, samples: Any, plan: Any) -> int:
+    """Add the same number to each value, at each client."""
+    _note(plan.round)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(common_of(plan.round))
+    return 1
+
+
 def trained_rounds(notes: Path) -> list[int]:
     """Return the rounds of all trainings that have begun, in order."""
     return [int(line) for line in notes.read_text().split()] if notes.exists() else []

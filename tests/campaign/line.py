@@ -47,14 +47,15 @@ class Line(Proxy):
         self._armed.clear()
 
     def _change(self, direction: str) -> FrameChange:
-        offered = b""  # on this connection, which carries one upload at a time
+        offered: dict[bytes, str] = {}  # by the stream of a call, which carries one upload at a time
 
         def change(frame: bytes) -> bytes:
-            nonlocal offered
+            stream = frame[5 : FrameChange.HEAD_BYTES]
             if direction == "up":
-                offered = next(iter(_PAYLOAD.findall(frame)), offered)
-                if offered and len(frame) >= _LARGE:
-                    self.sent.add(offered.decode())
+                for payload in _PAYLOAD.findall(frame):
+                    offered[stream] = payload.decode()
+                if stream in offered and len(frame) >= _LARGE:
+                    self.sent.add(offered[stream])
             if rng := self._slow:
                 self.delayed += 1
                 threading.Event().wait(rng.uniform(0, _LONGEST) / 1000)

@@ -45,6 +45,7 @@ class Scene(FaultyFleet):
         lost: states of the server that were replaced by a copy.
         pages: by a daemon's name, how its operating system treats it; there is none without a layer.
         clock: the jumps of the server's clock: when, and by how many seconds it is ahead since.
+        must_drop: the numbers of clients whose folders were put back while the server has forgotten their updates.
         damaged: the numbers of clients in whose folders a bit was flipped.
         originals: what blobs contained before a bit of them was flipped, by name.
         down_seconds: in which the server did not run, though it was started before.
@@ -58,6 +59,7 @@ class Scene(FaultyFleet):
         self.originals: dict[str, bytes] = {}
         self.pages: dict[str, Page] = {}
         self.clock = [(time.time(), 0)]
+        self.must_drop: list[int] = []
         self.damaged: set[int] = set()
         self.disk: Path | None = None
         self.down_seconds = 0.0

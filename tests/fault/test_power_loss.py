@@ -11,7 +11,7 @@ from tests.power.losses import Recording, record_in
 from tests.power.recording import JOBS
 from tests.power.records import Record, build_layer
 
-QUICK = ("secure and [dp]", "private", "[dp]")
+QUICK = ("secure and [dp]", "private", "[dp]", "pipeline")
 UNSYNCED: dict[str, Callable[[Record], bool]] = {
     "blobs are not synced before they get their names": lambda record: "/server/partial/" in record.name,
     "the names of blobs are not synced": lambda record: record.name.endswith("/server/blobs"),
@@ -20,6 +20,8 @@ UNSYNCED: dict[str, Callable[[Record], bool]] = {
     "a client's files are not synced": lambda record: (
         "/client-" in record.name and record.name[-4:] in (".new", "left")
     ),
+    "the folders of a worker's checkpoints are not synced": lambda record: record.name.endswith("/checkpoints"),
+    "a backup's files are not synced": lambda record: "/backups/" in record.name,
     "the folders of all machines are not synced": lambda record: record.name.endswith("/state"),
 }
 """Programs that leave out a sync."""

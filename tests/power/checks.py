@@ -26,11 +26,12 @@ from fedring.secure.errors import SecureError
 from fedring.server.config import ServerConfig
 from fedring.server.recovery import recover
 from fedring.server.state.backup.contents import read_contents
+from fedring.server.state.backup.restore import restore
 from fedring.server.state.files import FACTS
 from fedring.v1 import secure_pb2 as wire
 from tests.damage import ask
 from tests.ledgers import account_in
-from tests.power.recording import KEPT_MODELS, KEPT_ROUNDS, SETTINGS
+from tests.power.recording import KEPT_MODELS, KEPT_ROUNDS, SAMPLED_STEPS, SETTINGS
 from tests.power.records import Told
 
 _MESSAGE_KINDS = {
@@ -71,6 +72,7 @@ class _Facts:
         self._updates = {(number, client): digest for number, client, digest in updates}
         self._messages = set(ask(folder, "SELECT round, client_id, kind FROM secure_messages"))
         self._charged = {number for (number,) in ask(folder, "SELECT round FROM charges")}
+        self._tokens = {token for (token,) in ask(folder, "SELECT token_id FROM tokens")}
         self._newest_round, self._newest_model = max(self._rounds, default=0), max(self._models.values(), default=0)
 
     def faults(self, words: Mapping[str, Any]) -> Iterator[str]:
@@ -89,6 +91,8 @@ class _Facts:
                 yield f"round {number} was published as {version}, and is not over"
             case {"published": number, "version": version} if version > self._newest_model:
                 yield f"model {version} was published, and is missing"
+            case {"token": token} if token not in self._tokens:
+                yield f"the token {token} was printed, and is unknown"
             case {"charged_round": number} if number not in self._charged:
                 yield f"round {number} was charged, and is not"
             case {"accepted": digest, "client": client, "round": number}:
@@ -103,6 +107,30 @@ class _Facts:
 
 def _pairs(rows: list[tuple[Any, ...]]) -> dict[Any, Any]:
     return {key: value for key, value in rows}  # noqa: C416  # mypy does not know that there are two
+
+
+def backup_faults(folder: Path, said: Sequence[Told]) -> Iterator[str]:
+    """Yield what is wrong in a folder of backups, each of which `flctl backup` has said to be made."""
+    for name in (each.words["backup"] for each in said):
+        try:
+            restore(folder / name, folder / f"restored-{name}")
+        except Exception as error:  # noqa: BLE001  # any error is a backup that is none
+            yield f"the backup {name} cannot be restored: {type(error).__name__}: {error}"
+
+
+def checkpoint_faults(folder: Path, checkpoints: Mapping[str, bytes]) -> Iterator[str]:
+    """Yield what is wrong with the checkpoints of a worker, which it had written before it trained on.
+
+    Args:
+        folder: The worker's state.
+        checkpoints: What each file contained, by its path below the folder.
+    """
+    for name, content in checkpoints.items():
+        path = folder / name
+        if not path.exists():
+            yield f"{name} was written, and is missing"
+        elif path.read_bytes() != content:
+            yield f"{name} is damaged"
 
 
 def client_faults(
@@ -133,9 +161,12 @@ def client_faults(
         yield f"the client does not start: {type(error).__name__}: {error}"
         return
     charged = len({each.words["round"] for each in said if each.words.get("charged")})
-    counted = sum(account_in(folder)["rounds"].values()) if (folder / LEDGER).exists() else 0
-    if counted < charged:
+    account = account_in(folder) if (folder / LEDGER).exists() else {"rounds": {}}
+    if (counted := sum(account["rounds"].values())) < charged:
         yield f"{charged} updates were charged, and {counted} are in the account"
+    sampled = SAMPLED_STEPS * len({each.words["digest"] for each in said if each.words.get("sampled")})
+    if (steps := sum(entry["steps"] for entry in account.get("samples", []))) < sampled:
+        yield f"updates of {sampled} steps on samples were sent, and {steps} are in the account"
     if said and not started:
         yield "the folder is missing"
     for file, needed in ((SECRET_FILE, "offered"), (KEY_FILE, "said")):

@@ -15,9 +15,9 @@ from pathlib import Path
 from tests.conftest import ROOT
 from tests.fault.faulty_fleet import wait_for
 from tests.fleets import Control, until_watching
-from tests.power.checks import client_faults, server_faults
+from tests.power.checks import backup_faults, checkpoint_faults, client_faults, server_faults
 from tests.power.disk import LOSSES, UNSEEN, Disk, Loss
-from tests.power.recording import Machines
+from tests.power.recording import BACKUPS, Machines
 from tests.power.records import Record, Told, layered, read_records, told
 
 
@@ -77,11 +77,13 @@ class Recording:
             machine = "server" if number % 2 else rng.choice(clients)
             drawn.append((rng.choice(moments[machine]) + 1, number, machine))
         disk, kept, fed = Disk(self.state), dict[str, list[tuple[int, str, str]]](), 0
+        checkpoints = _Checkpoints(self.state)
         for at, number, machine in sorted(drawn):
             while fed < at:
                 record = self.records[fed]
                 disk.feed(record)
                 fed += 1
+                checkpoints.feed(record, disk)
                 if record.kind == "R" and "/kept-" in record.other:
                     path = Path(record.other)
                     update = _update_of(disk.content(record.other))
@@ -89,7 +91,9 @@ class Recording:
             loss = LOSSES[number // 2 % len(LOSSES)]
             disk.lose_power(scratch, loss, random.Random(f"{seed} {number}"))
             try:
-                yield Outcome(machine, at, loss, list(self._faults(scratch, machine, at, kept.get(machine, []))))
+                faults = list(checkpoint_faults(scratch / machine, checkpoints.certain(machine)))
+                faults += self._faults(scratch, machine, at, kept.get(machine, []))
+                yield Outcome(machine, at, loss, faults)
             finally:
                 shutil.rmtree(scratch)
 
@@ -129,9 +133,43 @@ class Recording:
         said = [each for each in self.told if each.machine == machine and each.at < at]
         if machine == "server":
             return server_faults(folder / machine, said)
+        if machine == BACKUPS:
+            return backup_faults(folder / machine, said)
         last = max((each.at for each in said if "offered" in each.words), default=0)
         noted = [(name, update) for when, name, update in kept if when <= last]
         return client_faults(folder / machine, machine, said, self.state / machine, noted)
+
+
+class _Checkpoints:
+    """The checkpoints that workers have written, in the order of the records.
+
+    A worker that begins to write one has trained on since the one before, which must therefore be on its disk until it
+    is deleted.
+    """
+
+    def __init__(self, state: Path) -> None:
+        self._state = str(state)
+        self._written: dict[tuple[str, str], bytes] = {}  # by machine and path
+        self._certain: dict[tuple[str, str], bytes] = {}
+
+    def feed(self, record: Record, disk: Disk) -> None:
+        """Look at a record, which the disk has done."""
+        name = record.other if record.kind == "R" else record.name
+        machine, _, path = name.removeprefix(f"{self._state}/").partition("/")
+        if not path.startswith("checkpoints/"):
+            return
+        if record.kind == "C":
+            self._certain |= {place: content for place, content in self._written.items() if place[0] == machine}
+            self._written = {place: content for place, content in self._written.items() if place[0] != machine}
+        elif record.kind == "R" and path.endswith(".safetensors"):
+            self._written[machine, path] = disk.content(name)
+        elif record.kind == "U":
+            self._written.pop((machine, path), None)
+            self._certain.pop((machine, path), None)
+
+    def certain(self, machine: str) -> dict[str, bytes]:
+        """Return the contents of the machine's checkpoints that must be there, by their paths."""
+        return {path: content for (name, path), content in self._certain.items() if name == machine}
 
 
 def record_in(folder: Path, library: Path, jobs: Sequence[str]) -> None:

@@ -19,6 +19,9 @@ from fedring.client.policy.promises import dp_of
 from fedring.client.transfer.own_values import line_of
 from fedring.codec.encoding import NAMES
 from fedring.ctl.process import Process
+from fedring.daemon.durable import make_folder
+from fedring.server.guard.tokens import create_offline
+from fedring.server.state.backup.create import back_up
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1 import secure_pb2 as wire
 from tests.call_proxy import CallProxy, Take
@@ -28,6 +31,7 @@ from tests.fleets import Control, Fleet, until_watching
 from tests.power.records import note
 from tests.system.wire import vector_job
 
+BACKUPS = "backups"  # the machine to whose disk `flctl backup` writes
 CLIENTS = 5  # the fewest whose sum may hide one of them
 SIZE = 17_000  # of the model: its values in full are too large for a row of the database
 SETTINGS: dict[str, Any] = {
@@ -52,6 +56,9 @@ _REAL = {
     "trainer": "",
     "subset_size": 64,
 }
+SAMPLED_STEPS = 4  # of a training with [sample_dp]: 64 samples, 16 at a time
+_ITSELF = 0  # as the process of what this program has done itself, and tells at once
+_GROUP = {"checkpoint_every": 3}
 _SECURE_CALLS: dict[str, Any] = {
     "SendKeys": wire.SecureKeys,
     "SendShares": wire.SecureShares,
@@ -80,6 +87,27 @@ JOBS: dict[str, dict[str, Any]] = {
         "encoding": "fp32_sparse",
         **_SMALL,
     },
+    "[sample_dp]": {
+        "sample_dp": {"noise_multiplier": 1.0},
+        "weights": "uniform",
+        "batch_size": 16,
+        "epochs": 1,
+        **_REAL,
+    },
+    "data-parallel": {
+        "mode": "data_parallel",
+        "data_parallel": {**_GROUP, "hook": "dgc", "replacement_seconds": 120},
+        "batch_size": 16,
+        "min_clients": 2,
+        **_REAL,
+    },
+    "pipeline": {
+        "mode": "pipeline",
+        "pipeline": {**_GROUP, "stages": 2, "micro_batches": 2},
+        "batch_size": 16,
+        "min_clients": 2,
+        **_REAL,
+    },
     **{f"encoding {name}": {"encoding": name} for name in NAMES},
 }
 """What the fleet trains, two rounds of each."""
@@ -98,6 +126,7 @@ class Machines(Fleet):
         for number, client in enumerate(self.clients):
             client.env["FL_TEST_CLIENT"] = str(number)
         self._log, self._proxies = log, ExitStack()
+        self._backups = folder / "state" / BACKUPS
         self.precious = False  # whether updates of the job leave what takes the place of something older
 
     def start(self) -> None:
@@ -130,6 +159,8 @@ class Machines(Fleet):
         with Control(self.control) as control:
             until_watching(control, CLIENTS)
             job = vector_job(**{**fixed, "deadline_seconds": 240, "start": "newest", **keys})
+            if "mode" in keys:  # a group sends its model as it is
+                del job["encoding"]
             job_id = control.start_job(job).job_id
             self.note(self.server, job=job_id)
             if disturbed:
@@ -146,6 +177,18 @@ class Machines(Fleet):
             ended = control.job(job_id)
             self.note(self.server, ended=job_id, state=ended.state)
             assert ended.state == "completed", ended.reason
+            self.note(self.server, token=control.tokens.create("client", f"of-job-{job_id}").token.token_id)
+        self._back_up(f"behind-job-{job_id}")
+
+    def _back_up(self, name: str) -> None:
+        """Make a token and a backup of the running server as flctl does, and note that it has said so."""
+        state = Path(self.server.settings["state_dir"])
+        row, _ = create_offline(state, "operator", name, 0)
+        note(self._log, machine=self.server.name, pid=_ITSELF, token=row.token_id)
+        if not self._backups.exists():
+            make_folder(self._backups)  # an operator has made it long ago
+        back_up(state, self._backups / name)
+        note(self._log, machine=BACKUPS, pid=_ITSELF, backup=name)
 
 
 class _Line:
@@ -199,6 +242,7 @@ class _Line:
             line=line_of(command).key,
             charged=dp is not None and not dp.by_clients,
             secure=command.HasField("secure"),
+            sampled=bool(command.job.sample_dp),
             precious=self._machines.precious,
         )
 

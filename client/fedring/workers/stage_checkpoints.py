@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from fedring.daemon.durable import delete
+from fedring.daemon.durable import delete, make_folder
 from fedring.train.errors import TrainError
 from fedring.workers.exchange import exchange_files, gather_integers
 
@@ -108,7 +108,7 @@ class StageCheckpoints:
             for other in root.iterdir():
                 if other.name != job:
                     delete(other)
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_folder(self._folder)
         for part in self._folder.glob("*.part"):  # It was being written when the process was killed.
             part.unlink()
 
