@@ -1,20 +1,27 @@
 """A client's disk that is full, or has flipped bits, and a folder that was copied under another name."""
 
 import json
+import os
 import resource
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 from safetensors import safe_open
 
 from fedring.client.transfer.kept import KeptFiles
+from fedring.daemon.exits import Exit
 from tests import forks
+from tests.campaign.layer import FULL, PRELOAD, SOURCE, Page
+from tests.conftest import missing
 from tests.fault.faulty_fleet import SECONDS, FaultyFleet
 from tests.fault.flipped_clients import KILLED
 from tests.fault.residual_fleet import ResidualFleet, residual_job
 from tests.fault.residuals import SMALL, has_spooled_update, residual_of
 from tests.fleets import Control, Fleet, run_job, until_watching
 from tests.kept import kept_file, kept_residual, sections_in
+from tests.power.records import build_layer
 from tests.waiting import until
 
 LARGE = 9e29
@@ -139,6 +146,21 @@ def test_a_client_goes_on_whose_disk_could_not_note_an_accepted_update(tmp_path:
         train_once(fleet)
         assert client.running
         assert "the spooled update of round 2 had been accepted" in client.log.read_text()
+
+
+def test_a_client_that_starts_on_a_full_disk_says_so_in_one_line(tmp_path: Path) -> None:
+    if (layer := build_layer(tmp_path, SOURCE)) is None:
+        missing("a C compiler for Linux, with which a layer under programs is built,")
+    page = Page(tmp_path / "page", tmp_path / "state")
+    page.fail(writes=FULL)
+    words = ["--server", "127.0.0.1:1", "--client-id", "a", "--state-dir", str(tmp_path / "state")]
+    env = {**os.environ, PRELOAD: str(layer), **page.variables}
+    command = [sys.executable, "-m", "fedring.client.main", *words]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=SECONDS)
+    assert done.returncode == Exit.FAILED, done.stderr
+    assert "Traceback" not in done.stderr
+    assert f"cannot start with the state folder {tmp_path / 'state'}" in done.stderr.splitlines()[-1]
+    assert "No space left on device" in done.stderr
 
 
 def test_a_copied_folder_is_not_another_clients(tmp_path: Path) -> None:

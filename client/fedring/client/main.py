@@ -150,9 +150,13 @@ def serve(loaded: Loaded[ClientConfig]) -> Exit:
     set_up_tracing("fl-client")
     prepare(config)
     trainer = DeclaredTrainer(config)
-    federation = Federation(
-        config, on_evaluate=trainer.evaluate, modes=MODES, tell=lambda text: sd_notify(f"STATUS={text}")
-    )
+    try:
+        federation = Federation(
+            config, on_evaluate=trainer.evaluate, modes=MODES, tell=lambda text: sd_notify(f"STATUS={text}")
+        )
+    except OSError as error:  # Such as a full disk: a later start may work.
+        log.error("cannot start with the state folder %s: %s", config.state_dir, error)
+        return Exit.FAILED
     log_always(lambda: federation.ids)
     restart = Restart(federation.close)
 
