@@ -60,7 +60,8 @@ class Recording:
     def losses(self, count: int, seed: int, scratch: Path) -> Iterator[Outcome]:
         """Let the power fail `count` times; yield what became of it.
 
-        Half of the losses are the server's. They come at moments at which something happens on the machine's disk.
+        Half of the losses are the server's, the others take turns. They come at moments at which something happens on
+        the machine's disk.
 
         Args:
             count: The number of losses.
@@ -68,13 +69,14 @@ class Recording:
             scratch: A folder that does not exist.
         """
         rng = random.Random(seed)
-        clients = [name for name in self.machines if name != "server"]
+        others = [name for name in self.machines if name != "server"]
         moments = {
             name: [at for at, each in enumerate(self.records) if f"/{name}/" in each.name] for name in self.machines
         }
         drawn = []
         for number in range(count):
-            machine = "server" if number % 2 else rng.choice(clients)
+            turn = number // 2 + number // (2 * len(LOSSES))  # so that each loses in each way in the end
+            machine = "server" if number % 2 else others[turn % len(others)]
             drawn.append((rng.choice(moments[machine]) + 1, number, machine))
         disk, kept, fed = Disk(self.state), dict[str, list[tuple[int, str, str]]](), 0
         checkpoints = _Checkpoints(self.state)
