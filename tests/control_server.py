@@ -40,6 +40,7 @@ class Script(rpc.ControlServiceServicer):
         self.more = asyncio.Condition()
         self.watched = asyncio.Event()
         self.damage = False
+        self.not_serving = ""
         self.models = [pb.Model(version=8, round=7, digest="blake3-" + "ab" * 32, parameters=6, accuracy=0.9)]
 
     async def StartJob(self, request: pb.StartJobRequest, context: Any) -> pb.StartReply:
@@ -56,7 +57,9 @@ class Script(rpc.ControlServiceServicer):
         return pb.StopReply(job_id=1, round=7)
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: Any) -> pb.Status:
-        return pb.Status(run_id="run", version="1", clients_watching=2, model_version=8, round=ROUND)
+        return pb.Status(
+            run_id="run", version="1", clients_watching=2, model_version=8, round=ROUND, not_serving=self.not_serving
+        )
 
     async def ListJobs(self, request: pb.ListRequest, context: Any) -> pb.JobList:
         return pb.JobList(jobs=self.jobs.values())

@@ -145,12 +145,14 @@ def test_updates_that_cannot_be_stored_are_refused_until_the_disk_works_again(di
         assert (refused.value.code, refused.value.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, disk.reason)
         health.until("NOT_SERVING")
         assert check_health(fleet.control, SECONDS) == "not_serving"
+        assert control.status().not_serving.startswith("nothing can be kept, so updates are refused")
         assert storage_failing(fleet) == 1
         assert control.clients()[0].updates == 0
 
         disk.mend(fleet)
         health.until("SERVING")
         assert storage_failing(fleet) == 0
+        assert control.status().not_serving == ""
         reply = client.push(client.header(command, payload), payload)
         assert reply is not None
         assert not reply.accepted.already

@@ -43,6 +43,7 @@ class Script:
         self.settings: dict[int, dict[str, Any]] = {}
         self.changed: list[str] = []
         self.parts: dict[int, list[dict[str, Any]]] = {}
+        self.unknown: set[int] = set()  # ids of jobs
 
     async def state(self) -> Mapping[str, Any]:
         return dict(self.now)
@@ -51,7 +52,7 @@ class Script:
         job = JOB | {"job_id": job_id or 7, "settings": self.settings.get(job_id, {}), "changed": self.changed}
         rows = [row for row in self.history if row["round"] > after and row["job_id"] == (job_id or 7)]
         return {
-            "job": job,
+            "job": None if job_id in self.unknown else job,
             "rounds": [row | {"clients": self.parts.get(row["round"], [])} for row in rows] if clients else rows,
         }
 

@@ -1,6 +1,8 @@
 """The page's paths, headers and JSON, from a real fl-server over a real socket."""
 
+import gzip
 import json
+import re
 import signal
 import socket
 import time
@@ -12,6 +14,7 @@ from typing import Any
 from urllib.parse import quote, urlsplit
 
 import pytest
+import zstandard
 
 from fedring.web.app import STATIC
 from fedring.web.feed import MOST_VIEWERS
@@ -39,6 +42,13 @@ def ask(fleet: Fleet, path: str, *, method: str = "GET", **headers: str) -> tupl
         return response, response.read()
     finally:
         connection.close()
+
+
+def folder(fleet: Fleet) -> str:
+    """Return the folder of the page's files, which changes with them."""
+    found = re.search(rb'src="([0-9a-f]{16})/app.js"', ask(fleet, "/")[1])
+    assert found
+    return found[1].decode()
 
 
 def open_connection(fleet: Fleet) -> HTTPConnection:
@@ -77,16 +87,53 @@ class TestFiles:
         response, body = ask(fleet, "/")
         assert response.headers["content-type"] == "text/html; charset=utf-8"
         assert b"<title>fedring</title>" in body
+        assert ask(fleet, "/index.html")[1] == body
         for path in STATIC.iterdir():
-            response, body = ask(fleet, f"/{path.name}")
-            assert (response.status, body) == (200, path.read_bytes())
-            again, nothing = ask(fleet, f"/{path.name}", If_None_Match=response.headers["etag"])
-            assert (again.status, nothing) == (304, b"")
+            if path.name != "index.html":
+                response, body = ask(fleet, f"/{folder(fleet)}/{path.name}")
+                assert (response.status, body) == (200, path.read_bytes())
 
     def test_plotly_comes_from_its_python_package(self, fleet: Fleet) -> None:
-        response, body = ask(fleet, "/plotly.min.js")
+        response, body = ask(fleet, f"/{folder(fleet)}/plotly.min.js")
         assert response.headers["content-type"].startswith("text/javascript")
         assert b"plotly.js" in body[:100]
+
+    def test_a_browser_keeps_a_file_for_good_and_asks_for_the_page_again(self, fleet: Fleet) -> None:
+        for path, kept in {f"/{folder(fleet)}/app.js": "public, max-age=31536000, immutable", "/": "no-cache"}.items():
+            response, _ = ask(fleet, path)
+            assert (response.headers["cache-control"], response.headers["vary"]) == (kept, "Accept-Encoding")
+            again, nothing = ask(fleet, path, If_None_Match=f'"other", W/{response.headers["etag"]}')
+            assert (again.status, nothing, again.headers["etag"]) == (304, b"", response.headers["etag"])
+
+    @pytest.mark.parametrize(
+        ("accepted", "encoding"),
+        [
+            ("gzip, deflate, br, zstd", "zstd"),
+            ("gzip, deflate", "gzip"),
+            ("zstd;q=0, gzip;q=0.5", "gzip"),
+            ("br", None),
+            ("", None),
+        ],
+    )
+    def test_files_are_compressed_as_the_browser_wants(self, fleet: Fleet, accepted: str, encoding: str | None) -> None:
+        plain, whole = ask(fleet, f"/{folder(fleet)}/app.js")
+        response, body = ask(fleet, f"/{folder(fleet)}/app.js", Accept_Encoding=accepted)
+        assert response.headers["content-encoding"] == encoding
+        assert (response.headers["etag"] == plain.headers["etag"]) == (encoding is None)
+        if encoding == "zstd":
+            body = zstandard.decompress(body)
+        elif encoding == "gzip":
+            body = gzip.decompress(body)
+        assert body == whole
+
+    def test_another_folder_has_no_files(self, fleet: Fleet) -> None:
+        for path in (
+            "/app.js",
+            "/0123456789abcdef/app.js",
+            f"/{folder(fleet)}/none.js",
+            f"/{folder(fleet)}/index.html",
+        ):
+            assert ask(fleet, path)[0].status == 404
 
     def test_the_pages_files_contain_no_urls_of_other_hosts(self) -> None:
         for path in STATIC.iterdir():
@@ -119,7 +166,7 @@ class TestFiles:
 class TestSecurity:
     @pytest.mark.parametrize(
         ("path", "status"),
-        [("/", 200), ("/style.css", 200), ("/api/state", 200), ("/none", 404), ("/api/rounds?job=x", 400)],
+        [("/", 200), ("/healthz", 200), ("/api/state", 200), ("/none", 404), ("/api/rounds?job=x", 400)],
     )
     def test_every_response_has_the_security_headers(self, fleet: Fleet, path: str, status: int) -> None:
         response, _ = ask(fleet, path)

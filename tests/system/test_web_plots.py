@@ -95,9 +95,9 @@ def test_the_axis_of_an_accuracy_stays_between_0_and_1(
 
 
 def test_two_jobs_are_compared_in_one_plot(window: Window, script: Script) -> None:
-    options = window.page.locator("#other option").all_text_contents()
-    assert options == ["no other", "6 · first · completed"]
-    window.page.select_option("#other", "6")
+    window.page.click("#others summary")
+    assert window.page.locator("#other label").all_text_contents() == ["6 · first · completed"]
+    window.page.check("#other input")
     for plot in ("accuracy", "loss"):
         window.until(f"document.getElementById('{plot}').data.length === 2")
     names = window.page.evaluate("document.getElementById('accuracy').data.map((trace) => trace.name)")
@@ -105,7 +105,7 @@ def test_two_jobs_are_compared_in_one_plot(window: Window, script: Script) -> No
     assert window.page.evaluate("document.getElementById('accuracy').data[1].y") == ACCURACIES[6]
     window.until("document.querySelector('#settings').textContent.includes('job 6: 3')")  # the seed
     assert "epochs" not in window.text("#settings")
-    window.page.select_option("#other", "0")
+    window.page.uncheck("#other input")
     window.until("document.getElementById('accuracy').data.length === 1")
 
 

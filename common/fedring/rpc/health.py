@@ -27,6 +27,8 @@ class Health:
         self._reflection = reflection
         self._ports: list[tuple[Any, Sequence[str]]] = []
         self._serving: bool | None = None
+        self.why = "it is still starting"
+        """Why the process does not serve, for people; empty while it serves."""
 
     def serve_on(self, server: aio.Server, *services: str) -> None:
         """Let a server answer health checks.
@@ -45,8 +47,9 @@ class Health:
             names = (*services, health.SERVICE_NAME, reflection.SERVICE_NAME)
             reflection.enable_server_reflection(names, server)
 
-    async def set(self, *, serving: bool) -> None:
-        """Set whether all services except "alive" are SERVING."""
+    async def set(self, *, serving: bool, why: str = "") -> None:
+        """Set whether all services except "alive" are SERVING, and why not."""
+        self.why = "" if serving else why
         if serving is self._serving:
             return
         self._serving = serving
@@ -62,6 +65,7 @@ class Health:
 
         This holds even if `set` is called afterwards.
         """
+        self.why = "it is stopping"
         for servicer, _ in self._ports:
             await servicer.enter_graceful_shutdown()
 

@@ -53,11 +53,21 @@ def update_service(parts: Parts, config: ServerConfig) -> ClientUpdateService:
 
 
 def control_service(
-    parts: Parts, streams: ModelStreams, config: ServerConfig, *, refused: Callable[[], Mapping[str, int]]
+    parts: Parts,
+    streams: ModelStreams,
+    config: ServerConfig,
+    *,
+    refused: Callable[[], Mapping[str, int]],
+    not_serving: Callable[[], str] = str,
 ) -> ControlService:
     """Make the service that flctl calls.
 
-    `refused` returns the calls that the ports have refused, by reason.
+    Args:
+        parts: of the server.
+        streams: of models.
+        config: of the server.
+        refused: returns the calls that the ports have refused, by reason.
+        not_serving: returns why clients are not served; empty if they are.
     """
 
     def check(job: Job, kept: Sequence[ModelRow], *, runs_next: bool) -> str:
@@ -69,7 +79,7 @@ def control_service(
         JobRequests(parts.jobs, parts.rounds, parts.facts, check, config.job),
         Listings(parts.facts),
         ClientRecords(parts.rounds, parts.sessions, parts.facts, parts.journal),
-        StatusReport(parts.rounds, parts.jobs, parts.sessions, parts.facts, refused),
+        StatusReport(parts.rounds, parts.jobs, parts.sessions, parts.facts, refused, not_serving),
         parts.journal,
         streams,
     )

@@ -97,8 +97,8 @@ async def serve(
     await security.tokens.load()
     metrics.guard.read(security.tally)
     metrics.certificate_expiry.set_function(lambda: ends_at(config.tls) or nan)
-    public, control = _servers(parts, security, config, most)
     health = Health(reflection=config.reflection)
+    public, control = _servers(parts, security, config, most, lambda: health.why)
     health.serve_on(public, *CLIENT_SERVICES)
     health.serve_on(control, *_CONTROL_SERVICES)
     addresses = {
@@ -167,7 +167,9 @@ def _check_names(config: ServerConfig) -> None:
     check(config)
 
 
-def _servers(parts: Parts, security: Security, config: ServerConfig, most: Shares) -> tuple[aio.Server, aio.Server]:
+def _servers(
+    parts: Parts, security: Security, config: ServerConfig, most: Shares, not_serving: Callable[[], str]
+) -> tuple[aio.Server, aio.Server]:
     """Make the guarded servers for clients and for flctl."""
     guards = [CountCalls(parts.metrics.calls), Boundary()]
     # The cheapest refusal comes first: addresses, then callers. Spans come last, so a refused call leaves none.
@@ -185,7 +187,7 @@ def _servers(parts: Parts, security: Security, config: ServerConfig, most: Share
     )
     streams = model_streams(parts)
     add_client_services(public, parts, streams, config)
-    operate = control_service(parts, streams, config, refused=security.tally.counts)
+    operate = control_service(parts, streams, config, refused=security.tally.counts, not_serving=not_serving)
     control_pb2_grpc.add_ControlServiceServicer_to_server(operate, control)
     tokens = TokenService(security.tokens, parts.sessions, taken=config.tokens)
     control_pb2_grpc.add_TokenServiceServicer_to_server(tokens, control)

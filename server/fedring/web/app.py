@@ -2,6 +2,7 @@
 
 import sysconfig
 from collections.abc import Collection, Mapping
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
@@ -9,12 +10,12 @@ from typing import Any, Protocol
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, Response
-from starlette.routing import Mount, Route
-from starlette.staticfiles import StaticFiles
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from fedring.web.feed import Feed
+from fedring.web.files import Files
 from fedring.web.headers import Careful
 from fedring.web.hosts import KnownHosts
 
@@ -60,20 +61,24 @@ def make_app(source: Source, feed: Feed, *, names: Collection[str]) -> ASGIApp:
     async def health(request: Request) -> Response:
         return PlainTextResponse("ok\n")
 
-    async def plotly(request: Request) -> Response:
-        return FileResponse(script, headers={"Cache-Control": "max-age=3600"})
-
-    script = plotly_script()
+    files = page_files()
     routes = [
         Route("/healthz", health),
         Route("/api/state", state),
         Route("/api/rounds", rounds),
         Route("/api/events", events),
         Route("/api/stream", feed),
-        Route("/plotly.min.js", plotly),
-        Mount("/", StaticFiles(directory=STATIC, html=True)),
+        Route("/", files.page),
+        Route("/index.html", files.page),
+        Route("/{folder}/{name}", files.file),
     ]
     return Careful(KnownHosts(Starlette(routes=routes), names))
+
+
+@cache
+def page_files() -> Files:
+    """Return the page's files, the same in the whole process."""
+    return Files(STATIC, {"plotly.min.js": plotly_script()})
 
 
 def plotly_script() -> Path:

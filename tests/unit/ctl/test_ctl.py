@@ -377,7 +377,11 @@ def test_health_distinguishes_serving_not_serving_and_unreachable(server: Server
     code, out, _ = flctl(*patient, "--output", "json")
     assert (code, json.loads(out)["ok"]) == (0, True)
     server.set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
-    assert flctl(*patient)[0] == Exit.FAILED
+    server.script.not_serving = "nothing can be kept: No space left on device"
+    code, _, err = flctl(*patient)
+    assert (code, err.partition(" answers ")[2]) == (Exit.FAILED, f"not_serving: {server.script.not_serving}\n")
+    assert json.loads(flctl(*patient, "--output", "json")[1])["why"] == server.script.not_serving
+    assert f"no: {server.script.not_serving}" in flctl("status")[1]
     assert flctl("health", "--listen", "127.0.0.1:1", "--timeout", "1")[0] == Exit.UNAVAILABLE
 
 

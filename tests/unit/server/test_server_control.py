@@ -138,7 +138,7 @@ async def test_a_client_is_forgotten_once_it_is_away_and_its_round_has_ended(tmp
         assert host.facts.last_accepted.keys() == {"b"}
         assert [row.client_id for row in await host.facts.db(host.store.updates.of_round, command.round)] == ["b"]
         forgotten = await first_event(host, "client_forgotten")
-        assert (forgotten.client_id, forgotten.text) == ("a", "a was forgotten, with 1 updates")
+        assert (forgotten.client_id, forgotten.text) == ("a", "a was forgotten, with 1 update")
         with pytest.raises(NoSuchClient):
             await control.ForgetClient(request, None)
 

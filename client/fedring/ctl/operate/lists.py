@@ -57,6 +57,7 @@ def status(server: ServerOption = DEFAULT_SERVER, output: OutputOption = Output.
     job += f", start {start_of(now.job)}" if now.job.start else ""
     rows = [
         ("server", f"{now.version}, run {now.run_id}, up {duration(now.uptime_seconds)}"),
+        ("serves", f"no: {now.not_serving}" if now.not_serving else "yes"),
         ("job", job if now.HasField("job") else "none is running"),
         ("queued", counted(now.jobs_queued, "job")),
         ("round", _round_sentence(now.round) if now.HasField("round") else "none yet"),

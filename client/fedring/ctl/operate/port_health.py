@@ -9,7 +9,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from fedring.control.access import Access
 from fedring.control.failure import Failure, Unreachable
-from fedring.ctl.access import PLAIN, access
+from fedring.ctl.access import PLAIN, access, connect
 from fedring.ctl.options import DEFAULT_SERVER, OutputOption, ServerOption, checked_address
 from fedring.ctl.output import Output, print_json, print_table
 from fedring.rpc.errors import status_of
@@ -53,20 +53,32 @@ def health(
         {"port": name, "address": address, "status": check_health(address, timeout, identity)}
         for name, address in ports
     ]
+    # A health port tells nobody why. The control port tells those who may ask it.
+    why = _reason(server) if not at and any(row["status"] == "not_serving" for row in rows) else ""
     if output is Output.JSON:
-        print_json({"ports": rows, "ok": all(row["status"] == "serving" for row in rows)})
+        print_json({"ports": rows, "ok": all(row["status"] == "serving" for row in rows), "why": why})
     else:
         print_table("health", ("port", "address", "status"), [tuple(row.values()) for row in rows])
-    _judge(rows)
+    _judge(rows, why)
 
 
-def _judge(rows: Sequence[Mapping[str, str]]) -> None:
+def _reason(server: str) -> str:
+    """Return why fl-server does not serve, or nothing."""
+    try:
+        with connect(server) as control:
+            return control.status().not_serving
+    except Failure:
+        return ""
+
+
+def _judge(rows: Sequence[Mapping[str, str]], why: str) -> None:
+    because = f": {why}" if why else ""
     for row in rows:
         if row["status"] == "unreachable":
             raise Unreachable(f"no answer from {row['address']}, the {row['port']} port: is the daemon running?")
     for row in rows:
         if row["status"] != "serving":
-            raise Failure(f"the {row['port']} port at {row['address']} answers {row['status']}")
+            raise Failure(f"the {row['port']} port at {row['address']} answers {row['status']}{because}")
 
 
 def check_health(address: str, timeout_seconds: float, access: Access = PLAIN, *, service: str = "") -> str:

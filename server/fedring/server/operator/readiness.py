@@ -32,7 +32,7 @@ async def look_after_storage(facts: Facts, rounds: Rounds, journal: Journal, hea
         text = f"nothing can be kept, so updates are refused and no round goes on: {storage.fault}"
         sd_notify(f"STATUS={text}")
         journal.write("storage_failed", text)
-        await health.set(serving=False)
+        await health.set(serving=False, why=text)
         while storage.fault:
             await asyncio.sleep(delay)
             with suppress(StorageError):

@@ -24,6 +24,7 @@ class StatusReport:
         sessions: of the clients.
         facts: of the server.
         refused: returns the calls that the ports have refused, by reason.
+        not_serving: returns why clients are not served now; empty if they are.
     """
 
     def __init__(
@@ -33,9 +34,11 @@ class StatusReport:
         sessions: Sessions,
         facts: Facts,
         refused: Callable[[], Mapping[str, int]],
+        not_serving: Callable[[], str],
     ) -> None:
         self._rounds, self._jobs, self._sessions = rounds, jobs, sessions
         self._facts, self._store, self._refused = facts, facts.store, refused
+        self._not_serving = not_serving
         self._began = time.monotonic()
 
     async def message(self) -> pb.Status:
@@ -58,4 +61,5 @@ class StatusReport:
             round=round_,
             jobs_queued=sum(row.state == "queued" for row in jobs),
             refused=self._refused(),
+            not_serving=self._not_serving(),
         )

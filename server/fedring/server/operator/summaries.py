@@ -20,6 +20,7 @@ from fedring.server.sessions.sessions import Session, Sessions
 from fedring.server.state.journal import rfc3339
 from fedring.server.state.rows import EvaluationRow, JobRow, ModelRow, RoundRow
 from fedring.train.jobs.job import Job
+from fedring.train.jobs.labels import match, shown
 from fedring.v1 import control_pb2 as pb
 from fedring.v1 import federation_pb2 as fed
 
@@ -173,6 +174,7 @@ def client_summaries(sessions: Iterable[Session], updates: Mapping[str, int], ro
             "late_round": session.work.round if session and session.late_since else 0,
             "late_job": session.work.job_id if session and session.late_since else 0,
             "late_since": rfc3339(session.late_since) if session else "",
+            "why": _why_not_ready(name, session, round_),
         }
         for name in [*here, *away][:MOST_CLIENTS]
     ]
@@ -280,6 +282,23 @@ def _part(name: str, round_: Round) -> str:
     if name in round_.stalled:
         return "stalled"
     return "asked" if name in round_.selected or name in round_.evaluators else ""
+
+
+def _why_not_ready(name: str, session: Session | None, round_: Round | None) -> str:
+    """Return why a round cannot draw the client, or nothing."""
+    if session is None:
+        return "it has no session: its fl-client does not run, or does not reach this server"
+    if not session.matched:
+        return "it has joined, and has not confirmed its stream of commands yet"
+    if session.late_since:
+        since = rfc3339(session.late_since)
+        return f"it still works on a round of job {session.work.job_id} that has ended without it, since {since}"
+    rules = round_.rules if round_ else None
+    if rules and name in rules.left_out:
+        return "an earlier round has proved its shares of secure aggregation wrong"
+    if rules and not match(session.labels, rules.labels):
+        return f"its labels are {shown(session.labels) or 'none'}, and the job wants {shown(rules.labels)}"
+    return ""
 
 
 def _finite(value: float) -> float | None:

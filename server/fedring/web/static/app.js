@@ -2,7 +2,7 @@
 
 import { showCharts, showClientCurves } from "./charts.js";
 import { at, fill, h } from "./dom.js";
-import { clock, longDuration, setClock } from "./format.js";
+import { clock, longDuration, middle, setClock } from "./format.js";
 import { showGroup } from "./group.js";
 import { presentJob, showNow, showTiles } from "./now.js";
 import { showSettings } from "./settings.js";
@@ -13,15 +13,17 @@ const state = {}; // the parts of api/state
 // The rounds of a job: `job` as api/rounds tells it, `known` the id of the job that they belong to.
 const history = () => ({ job: null, known: null, rounds: new Map(), clients: false, fetching: false, again: false });
 const main = history();
-const other = history(); // of the job that is compared
+const others = new Map(); // by the id of a job that is compared: its history
 let chosen = 0; // the job that the user has chosen; 0 = the current one
-let compared = 0; // the job to compare it with; 0 = none
+const MOST_COMPARED = 5; // other jobs, since there are six colours
 
 // The parts of the page
 
 const chosenId = () => chosen || presentJob(state)?.job_id || 0;
-const comparedId = () => (compared === chosenId() ? 0 : compared);
-const jobOf = (id) => state.jobs?.find((job) => job.job_id === id);
+const compared = () => [...others].filter(([id]) => id !== chosenId());
+const jobOf = (id) => state.jobs?.find((job) => job.job_id === id) ?? (main.job?.job_id === id ? main.job : undefined);
+// The number of each known round within its job, by the server's number.
+const numbers = () => new Map([state.round, ...main.rounds.values()].filter(Boolean).map((round) => [round.round, round.job_round]));
 
 function show(parts) {
   const has = (...names) => names.some((name) => parts.has(name));
@@ -32,7 +34,7 @@ function show(parts) {
   if (has("clients", "server")) showClients(state.clients, state.server);
   if (has("group")) showGroup(state.group);
   if (has("models")) showModels(state.models);
-  if (has("events") || has("jobs")) showEvents(state.events, state.jobs);
+  if (has("events") || has("jobs")) showEvents(state.events, state.jobs, numbers());
   if (has("round", "jobs")) refreshRounds();
 }
 
@@ -43,19 +45,41 @@ function showServer() {
 
 function showJobs() {
   const jobs = state.jobs ?? [];
-  const named = jobs.map((job) => [String(job.job_id), `${job.job_id} · ${job.name} · ${job.state}`]);
-  showOptions(at("job"), [["0", jobs.length ? "current job" : "none yet"], ...named], chosen, !jobs.length);
-  showOptions(at("other"), [["0", "no other"], ...named.filter(([id]) => Number(id) !== chosenId())], comparedId(), jobs.length < 2);
+  const old = chosen && !jobs.some((job) => job.job_id === chosen) ? jobOf(chosen) ?? { job_id: chosen, name: "", state: "" } : null;
+  const named = [...jobs, ...(old ? [old] : [])].map((job) =>
+    ({ id: job.job_id, title: job.name, text: [job.job_id, middle(job.name, 40), job.state].filter(Boolean).join(" · ") }));
+  const select = at("job");
+  if (isNew(select, named)) {
+    fill(select, h("option", { value: 0 }, jobs.length ? "current job" : "none yet"),
+      named.map(({ id, title, text }) => h("option", { value: id, title }, text)));
+  }
+  if (select.value !== String(chosen)) select.value = String(chosen);
+  select.disabled = !jobs.length;
+  const link = at("job-link");
+  link.hidden = !chosenId();
+  link.href = `#job=${chosenId()}`;
+  link.setAttribute("aria-label", `link to job ${chosenId()}`);
+  showOthers(named.filter(({ id }) => id !== chosenId()));
 }
 
-function showOptions(select, options, value, disabled) {
-  const said = JSON.stringify(options);
-  if (select.dataset.said !== said) { // a list that the user has opened must stay open
-    select.dataset.said = said;
-    fill(select, options.map(([id, text]) => h("option", { value: id }, text)));
+function showOthers(named) {
+  at("others").hidden = !named.length;
+  const full = compared().length >= MOST_COMPARED;
+  if (isNew(at("other"), [named, compared().map(([id]) => id), full])) {
+    const focused = document.activeElement?.name === "other" ? document.activeElement.value : null;
+    fill(at("other"), h("legend", { class: "unseen" }, "Jobs to compare with"), named.map(({ id, title, text }) =>
+      h("label", { title }, h("input", { type: "checkbox", name: "other", value: id, checked: others.has(id), disabled: full && !others.has(id) }), text)));
+    if (focused) at("other").querySelector(`[value="${focused}"]`)?.focus();
   }
-  if (select.value !== String(value)) select.value = String(value);
-  select.disabled = disabled;
+  at("others").querySelector("summary").textContent = compared().length ? `Compare: ${compared().map(([id]) => id).join(", ")}` : "Compare";
+}
+
+// Whether a list differs from what it shows: one that the user has opened must stay as it is.
+function isNew(element, content) {
+  const said = JSON.stringify(content);
+  if (element.dataset.said === said) return false;
+  element.dataset.said = said;
+  return true;
 }
 
 function showHistory(drawn = true) {
@@ -64,9 +88,10 @@ function showHistory(drawn = true) {
   showTiles(state, job, rounds);
   if (!drawn) return;
   showRounds(rounds, job);
-  const second = comparedId() && other.job?.job_id === comparedId() ? { job: other.job, rounds: [...other.rounds.values()] } : null;
-  showCharts({ job, rounds }, second);
-  showSettings(main.job?.job_id === chosenId() ? main.job : null, second?.job);
+  const told = compared().filter(([id, other]) => other.job?.job_id === id).map(([, other]) => ({ job: other.job, rounds: [...other.rounds.values()] }));
+  showCharts({ job, rounds }, told);
+  showSettings(main.job?.job_id === chosenId() ? main.job : null, told.map((other) => other.job));
+  showEvents(state.events, state.jobs, numbers());
   if (at("client-curves").open) showClientCurves(rounds, job);
 }
 
@@ -74,7 +99,7 @@ function showHistory(drawn = true) {
 
 function refreshRounds() {
   refresh(main, chosenId, at("client-curves").open);
-  refresh(other, comparedId, false);
+  for (const [id, other] of compared()) refresh(other, () => (others.get(id) === other ? id : 0), false);
 }
 
 async function refresh(told, idNow, clients) {
@@ -96,6 +121,8 @@ async function refresh(told, idNow, clients) {
     if (id === idNow() && id === told.known) {
       told.job = answer.job;
       for (const round of answer.rounds) told.rounds.set(round.round, round);
+      if (told === main) showUnknown(answer.job ? 0 : id);
+      showJobs();
       showHistory();
     } else told.again = true;
   } catch {
@@ -125,7 +152,7 @@ function connect() {
   stream.onmessage = (message) => {
     alive();
     const parts = JSON.parse(message.data);
-    if (parts.server && parts.server.run_id !== state.server?.run_id) main.known = other.known = null; // the page is connected to another server
+    if (parts.server && parts.server.run_id !== state.server?.run_id) main.known = null, others.forEach((other) => (other.known = null)); // the page is connected to another server
     Object.assign(state, parts);
     show(new Set(Object.keys(parts)));
   };
@@ -167,15 +194,40 @@ function setLink(word) {
   link.textContent = word === "lost" ? "connection lost" : word;
 }
 
-at("job").addEventListener("change", (event) => {
-  chosen = Number(event.target.value);
+// Links: the address names the job, and those that it is compared with, as in #job=7&with=5,6.
+
+const ids = (text) => (text ?? "").split(",").map(Number).filter((id) => Number.isSafeInteger(id) && id > 0);
+
+function follow() {
+  const told = new URLSearchParams(location.hash.slice(1));
+  if (location.hash.length > 1 && !told.has("job")) return; // it leads to a place in the page
+  chosen = ids(told.get("job"))[0] ?? 0;
+  const wanted = ids(told.get("with")).slice(0, MOST_COMPARED);
+  for (const id of others.keys()) if (!wanted.includes(id)) others.delete(id);
+  for (const id of wanted) if (!others.has(id)) others.set(id, history());
+  showUnknown(0);
+  if (!state.jobs) return; // the stream is about to tell them
   showJobs();
   refreshRounds();
-});
-at("other").addEventListener("change", (event) => {
-  compared = Number(event.target.value);
-  refreshRounds();
-});
+}
+
+// Choose a job, and others to compare it with, as a link would.
+function go(job, wanted) {
+  wanted = wanted.filter((id) => id !== (job || chosenId()));
+  const told = [job ? `job=${job}` : wanted.length ? `job=${chosenId()}` : "", wanted.length ? `with=${wanted.join(",")}` : ""].filter(Boolean).join("&");
+  window.history.replaceState(null, "", told ? `#${told}` : location.pathname + location.search);
+  follow();
+}
+
+function showUnknown(id) {
+  at("unknown").hidden = !id;
+  at("unknown").textContent = id ? `This server knows no job ${id}.` : "";
+}
+
+at("job").addEventListener("change", (event) => go(Number(event.target.value), compared().map(([id]) => id)));
+at("other").addEventListener("change", () => go(chosen, [...at("other").querySelectorAll(":checked")].map((box) => Number(box.value))));
+for (const id of ["client-search", "client-order"]) at(id).addEventListener("input", () => showClients(state.clients, state.server));
+window.addEventListener("hashchange", follow);
 at("all-settings").addEventListener("change", () => showHistory());
 at("client-curves").addEventListener("toggle", () => refreshRounds());
 at("figure").addEventListener("change", () => showHistory());
@@ -192,4 +244,5 @@ setInterval(() => {
   if (stream && state.waits_for) showNow(state); // it shows how much time is left
   showServer();
 }, 1000);
+follow();
 connect();

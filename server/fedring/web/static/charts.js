@@ -1,20 +1,23 @@
 // The curves and bars of a job, of two jobs that are compared, and of single clients.
 
 import { at, fill, h } from "./dom.js";
-import { bestRule, bytes, duration, number, percent } from "./format.js";
+import { bestRule, bytes, duration, middle, number, percent } from "./format.js";
 import { draw, palette } from "./plots.js";
 
 const ENCODINGS = ["uniform", "packed", "fp32", "int8", "fp32_sparse", "sq8", "fp16", "bf16", "none"];
 const DASHES = ["solid", "dash", "dot", "dashdot"];
+const MOST_NAME = 24; // letters of a name in a legend
 const LEAST_SPAN = 0.05; // the least part of all accuracies, 0 to 1, that an axis shows
 
-// Draw the plots of a job's history: its job, its rounds, and `other`, the history of the job to compare, or null.
-export async function showCharts({ job, rounds }, other) {
+// Draw the plots of a job's history: its job, its rounds, and `others`, the histories of jobs to compare.
+export async function showCharts({ job, rounds }, others) {
   const of = (history) => history.rounds.filter((round) => round.phase === "published");
   const published = of({ rounds });
-  const compared = other ? [{ job, rounds: published }, { job: other.job, rounds: of(other) }] : [{ job, rounds: published }];
+  const compared = [{ job, rounds: published }, ...others.map((other) => ({ job: other.job, rounds: of(other) }))];
   const metric = chosenMetric(published, job);
-  const title = (what) => `${what} of ${compared.map((one) => `job ${one.job?.job_id ?? 0}`).join(" and ")}`;
+  const named = compared.map((one) => one.job?.job_id ?? 0);
+  const title = (what) => `${what} of ${named.length > 1 ? "jobs" : "job"} ${named.join(", ")}`;
+  putFirst(bestRule(job, published)[1]);
   fill(at("totals"), totals(published, job));
   await Promise.all([
     metric === "accuracy" ? draw("accuracy", accuracy(compared, title("accuracy")))
@@ -32,19 +35,30 @@ export async function showCharts({ job, rounds }, other) {
   ]);
 }
 
-// The metric that the first plot shows: the user's choice, otherwise accuracy, otherwise what the job has instead of it.
+// Let the plot of what the job compares its rounds by come first.
+function putFirst(best) {
+  const [loss, metric] = ["loss", "accuracy"].map((id) => at(id).closest("section"));
+  const first = /^(eval|server)\/loss$/.test(best) ? loss : metric;
+  const second = first === loss ? metric : loss;
+  if (first.nextElementSibling !== second) second.before(first);
+}
+
+// The metric that the plot beside the loss shows: the user's choice, otherwise what the job compares its rounds by,
+// otherwise accuracy, otherwise what the job has instead of it.
 function chosenMetric(rounds, job) {
   const select = at("metric");
+  const best = bestRule(job, rounds)[1];
   const names = [...new Set(rounds.flatMap((round) => Object.keys(round.metrics)))].sort()
     .filter((name) => !/^(eval|server)\/(accuracy|loss)$/.test(name));
+  const own = job?.best_by && names.includes(best) ? best : null;
   const said = JSON.stringify(names);
   if (select.dataset.said !== said) { // a list that the user has opened must stay open
     select.dataset.said = said;
     fill(select, h("option", { value: "accuracy" }, "Accuracy"), names.map((name) => h("option", { value: name }, name)));
   }
   select.disabled = !names.length;
-  const usual = isClassified(rounds) || !isEvaluated(rounds) ? "accuracy"
-    : [bestRule(job, rounds)[1], ...names].find((name) => names.includes(name) && !name.startsWith("train/")) ?? "accuracy";
+  const usual = own ?? (isClassified(rounds) || !isEvaluated(rounds) ? "accuracy"
+    : [best, ...names].find((name) => names.includes(name) && !name.startsWith("train/")) ?? "accuracy");
   select.value = names.includes(select.dataset.chosen) || select.dataset.chosen === "accuracy" ? select.dataset.chosen : usual;
   return select.value;
 }
@@ -79,11 +93,11 @@ export function shareRange(values) {
   return [Math.floor(100 * low) / 100, Math.ceil(100 * Math.max(high, low + LEAST_SPAN) - 1e-9) / 100];
 }
 
-// A curve for each of the compared jobs. `kind` is 0 for the clients' samples, and 1 for the server's.
+// A curve for each of the compared jobs, which has one colour. `kind` is 0 for the clients' samples, and 1 for the server's.
 function curves(compared, name, of, format, kind = 0) {
-  const both = compared.length > 1;
+  const several = compared.length > 1;
   return compared.map(({ job, rounds }, i) =>
-    curve(rounds, both ? `job ${job?.job_id}, ${name}` : name, of, format, 2 * i + kind, DASHES[kind ? 2 : i]))
+    curve(rounds, several ? `job ${job?.job_id}, ${name}` : name, of, format, several ? i : kind, kind ? "dot" : DASHES[i % 2]))
     .filter((trace) => trace.x.length);
 }
 
@@ -91,9 +105,9 @@ function curve(rounds, name, of, format, series, dash) {
   const color = palette().series[series % 6];
   const known = rounds.filter((round) => of(round) != null);
   return {
-    type: "scatter", mode: "lines+markers", label: name, name: escaped(name), x: known.map((round) => round.job_round), cliponaxis: false,
+    type: "scatter", mode: "lines+markers", label: name, name: escaped(middle(name, MOST_NAME)), x: known.map((round) => round.job_round), cliponaxis: false,
     y: known.map(of), line: { color, width: 2, dash }, marker: { color, size: known.length > 60 ? 3 : 6 },
-    hovertemplate: `%{y:${format}}<extra>${escaped(name)}</extra>`,
+    hovertemplate: `%{y:${format}}<extra>${escaped(middle(name, MOST_NAME))}</extra>`,
   };
 }
 

@@ -1,5 +1,7 @@
 // Elements made from data. Text stays text: no code of the page parses markup.
 
+import { middle } from "./format.js";
+
 const SVG = "http://www.w3.org/2000/svg";
 
 function build(element, attributes, children) {
@@ -23,6 +25,9 @@ export function fill(element, ...children) {
   element.scrollTop = scrollTop;
   element.scrollLeft = scrollLeft;
 }
+
+// A name that others have chosen, which may be long: cut in the middle, whole in the tooltip.
+export const called = (name, most) => h("span", { title: name }, middle(name, most));
 
 export const empty = (...children) => h("p", { class: "empty" }, ...children);
 

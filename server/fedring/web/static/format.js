@@ -50,6 +50,14 @@ export function longDuration(seconds) {
   return hours < 48 ? `${hours} h ${Math.floor((whole % 3600) / 60)} min` : `${Math.floor(hours / 24)} days`;
 }
 
+// A long name without its middle: the ends are what people tell names apart by.
+export function middle(name, most = 28) {
+  const letters = [...name];
+  if (letters.length <= most) return name;
+  const end = Math.floor((most - 1) / 2);
+  return `${letters.slice(0, most - 1 - end).join("")}…${letters.slice(-end).join("")}`;
+}
+
 export const clock = (time) => new Date(time).toLocaleTimeString("en-GB");
 
 export const plural = (n, one, many = `${one}s`) => `${count(n)} ${n === 1 ? one : many}`;

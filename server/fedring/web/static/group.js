@@ -1,7 +1,7 @@
 // The workers that train together: a ring (data-parallel), or stages in a row (pipeline).
 
 import { at, fill, h, s } from "./dom.js";
-import { count, plural } from "./format.js";
+import { count, middle, plural } from "./format.js";
 
 const WORDS = { ready: "ready", joined: "joined", done: "done", lost: "lost", expected: "expected" };
 const MOST_NAMED = 16;
@@ -115,4 +115,4 @@ const svg = (viewBox, group, label, ...children) =>
   s("svg", { viewBox, width: viewBox.split(" ")[2], class: group.phase, role: "img", "aria-label": label },
     s("g", { class: group.phase }, children));
 
-const short = (name) => (name.length > 15 ? `${name.slice(0, 14)}…` : name);
+const short = (name) => middle(name, 15);

@@ -1,7 +1,7 @@
 // The present state: the job, the phase of its round, and the clients that it waits for.
 
 import { at, bar, fill, h, empty } from "./dom.js";
-import { bestRule, bytes, count, duration, longDuration, number, percent, plural, secondsUntil } from "./format.js";
+import { bestRule, bytes, count, duration, longDuration, middle, number, percent, plural, secondsUntil } from "./format.js";
 import { secureLine, spentLine } from "./privacy.js";
 
 const PHASES = [
@@ -23,13 +23,13 @@ export function presentJob(state) {
 
 export function showNow(state) {
   const job = presentJob(state);
-  document.title = job ? `${job.name} ${job.rounds_done}/${job.rounds} – fedring` : "fedring";
+  document.title = job ? `${middle(job.name)} ${job.rounds_done}/${job.rounds} – fedring` : "fedring";
   if (!job) return fill(at("now-body"), nothingYet(state));
   const round = state.round?.job_id === job.job_id ? state.round : null;
   const queued = state.jobs.filter((other) => other.state === "queued" && other !== job).length;
   fill(at("now-body"), h("div", { class: "now" },
     h("div", {},
-      h("p", { class: "headline" }, h("strong", {}, job.name), badge(job.state)),
+      h("p", { class: "headline" }, h("strong", { title: job.name }, middle(job.name, 48)), badge(job.state)),
       h("p", { class: "muted number" }, jobLine(job), queued ? ` · ${plural(queued, "job")} queued` : ""),
       bar(job.rounds_done / job.rounds, "published rounds of the job"),
       job.reason ? h("p", { class: job.state === "completed" ? "muted" : "bad" }, job.reason) : null,
@@ -84,14 +84,14 @@ function sentence(round, open, group) {
   if (round.phase === "abandoned") return `was abandoned: ${round.reason}.`;
   if (!open) return round.model_version ? `published model ${round.model_version} in ${duration(round.seconds)}.` : "has ended.";
   if (open.what === "aggregation") return `adds up ${plural(round.delivered, "update")}.`;
-  const names = open.clients.length && open.need - open.have <= open.clients.length ? open.clients.join(", ") : "";
+  const names = open.clients.length && open.need - open.have <= open.clients.length ? open.clients.map((name) => middle(name)).join(", ") : "";
   const left = secondsUntil(open.until);
   const limit = left > 0 ? ` (at most ${longDuration(left)} more)` : "";
   if (open.what === "clients") return `waits for clients: ${open.have} of ${open.need} are ready${limit}.`;
   if (open.what === "evaluations") return `is evaluated: ${open.have} of ${open.need} have reported${names && `, it waits for ${names}`}.`;
   if (group && group.phase === "gathering") return `forms its group: it waits for workers to be ready${limit}.`;
   if (group && group.phase === "running") return `is trained by ${plural(group.members.length, "worker")} together${limit}.`;
-  const stalled = round.stalled?.length ? `, not for ${round.stalled.join(", ")} (stalled)` : "";
+  const stalled = round.stalled?.length ? `, not for ${round.stalled.map((name) => middle(name)).join(", ")} (stalled)` : "";
   return `has ${open.have} of ${open.need} updates${names && `, and waits for ${names}`}${stalled}${limit}.`;
 }
 

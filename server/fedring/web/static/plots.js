@@ -6,15 +6,21 @@ const CONFIG = { displayModeBar: false, responsive: true };
 const MOST_ROWS = 200;
 const frames = new Map(); // by the id of the plot: what it shows now
 
-// The script is large, so the page does not wait for it.
-export const plotly = new Promise((resolve, reject) => {
-  const script = document.createElement("script");
-  script.src = "plotly.min.js";
-  script.onload = () => resolve(window.Plotly);
-  script.onerror = () => reject(new Error("plotly did not load"));
-  document.head.append(script);
-});
-plotly.catch(() => {}); // the function that draws shows the error
+// The script is large, so it is loaded when there is something to draw, and the page does not wait for it.
+let loading = null;
+function plotly() {
+  loading ??= new Promise((resolve, reject) => {
+    const script = document.createElement("script");
+    script.src = new URL("plotly.min.js", import.meta.url);
+    script.onload = () => resolve(window.Plotly);
+    script.onerror = () => {
+      loading = null; // the next plot tries again
+      reject(new Error("plotly did not load"));
+    };
+    document.head.append(script);
+  });
+  return loading;
+}
 
 // Draw a plot, and say in words what it shows. `plot` has: traces; title, for files; show, from a value to its text;
 // yaxis and layout, for plotly; range, what the axis shows if that is not from 0; nothing, the text without traces.
@@ -24,11 +30,11 @@ export async function draw(id, plot) {
   frame(id).plot = plot;
   showFrame(id);
   if (!plot.traces.length) {
-    if (element.data) (await plotly).purge(element);
+    if (element.data) (await plotly()).purge(element);
     return fill(element, empty(plot.nothing));
   }
   try {
-    const Plotly = await plotly;
+    const Plotly = await plotly();
     if (frame(id).plot !== plot) return; // there is something newer to draw
     if (!element.data) element.replaceChildren();
     await Plotly.react(element, plot.traces, layout(plot), CONFIG);
@@ -48,7 +54,7 @@ function frame(id) {
     };
     const made = { plot: null, asTable: false };
     made.caption = h("p", { class: "caption", id: `${id}-caption` });
-    made.table = h("div", { class: "scroll plain", tabindex: 0, role: "region", hidden: true, "aria-labelledby": `${id}-title` });
+    made.table = h("div", { class: "scroll plain", tabindex: 0, role: "group", hidden: true, "aria-labelledby": `${id}-title` });
     made.toggle = button("Table", "show the figures of this plot as a table", () => {
       made.asTable = !made.asTable;
       showFrame(id);
@@ -123,7 +129,7 @@ function saveCsv(plot) {
 }
 
 async function savePng(id, plot) {
-  const Plotly = await plotly;
+  const Plotly = await plotly();
   const { ink, card } = palette();
   const own = layout(plot);
   const title = { text: plot.title, font: { size: 15, color: ink }, x: 0.02, xanchor: "left", y: 0.97, yanchor: "top" };

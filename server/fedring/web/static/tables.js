@@ -1,7 +1,7 @@
 // Clients, rounds, models and events as tables and lists.
 
-import { at, bar, empty, fill, h, table } from "./dom.js";
-import { bytes, clock, count, duration, number, percent } from "./format.js";
+import { at, bar, called, empty, fill, h, table } from "./dom.js";
+import { bytes, clock, count, duration, middle, number, percent } from "./format.js";
 import { badge } from "./now.js";
 import { lostIn, stepTimes } from "./privacy.js";
 
@@ -13,27 +13,44 @@ const BAD = new Set([
 ]);
 const STATES = { watching: ["good", "ready"], joined: ["warn", "joining"], away: ["bad", "away"] };
 
+// How clients can be sorted: the word for people, and what is compared.
+const READY = { watching: 1, joined: 2, away: 3 };
+const ready = (client) => (client.why ? (client.state === "watching" ? 1.5 : READY[client.state]) : READY[client.state]);
+const ORDERS = {
+  "client-name": (a, b) => 0, // as the server sends them
+  "client-ready": (a, b) => ready(b) - ready(a),
+  "client-slow": (a, b) => !!b.activity - !!a.activity || (a.progress ?? 0) - (b.progress ?? 0),
+  "client-updates": (a, b) => b.updates - a.updates,
+};
+
 export function showClients(clients, server) {
   at("clients-title").replaceChildren("Clients ", h("span", { class: "muted" }, `${count(server?.clients ?? 0)} connected`));
+  at("client-tools").hidden = !clients?.length;
   if (!clients?.length) {
     return fill(at("clients"), empty("No client is connected. On each client's machine: ", h("code", {}, "fl-client server=HOST:PORT")));
   }
+  const wanted = at("client-search").value.trim().toLowerCase();
+  const found = clients.filter((client) => !wanted || searched(client).includes(wanted)).sort(ORDERS[at("client-order").value]);
   const columns = [["client", ""], ["state", ""], ["activity", ""], ["this round", ""], ["updates", "right"], ["software", ""], ["address", ""]];
-  const rows = clients.map((client) => {
-    const [kind, word] = STATES[client.state] ?? ["", client.state];
-    return [h("span", { title: client.client_id }, client.client_id), h("span", { class: `dot ${kind}` }, word), doing(client), client.part || "–", count(client.updates),
-            client.software, client.address.replace(/^ipv[46]:/, "")];
+  if (found.some((client) => client.why)) columns.splice(2, 0, ["why not ready", "why"]);
+  const rows = found.map((client) => {
+    const [kind, word] = stateOf(client);
+    const cells = [called(client.client_id), h("span", { class: `dot ${kind}` }, word),
+      doing(client), client.part || "–", count(client.updates), client.software, client.address.replace(/^ipv[46]:/, "")];
+    if (columns.length > cells.length) cells.splice(2, 0, client.why ? h("span", { class: "warn" }, client.why) : "–");
+    return cells;
   });
   const more = server && server.clients > clients.length ? empty(`and ${count(server.clients - clients.length)} more: flctl clients`) : null;
-  fill(at("clients"), table("clients", columns, rows), more);
+  at("client-count").textContent = wanted ? `${count(found.length)} of ${count(clients.length)}` : "";
+  fill(at("clients"), found.length ? table("clients", columns, rows) : empty("No client fits the search."), more);
 }
+
+// A client in session that the round cannot draw is not ready for it.
+const stateOf = (client) => (client.state === "watching" && client.why ? ["warn", "not ready"] : STATES[client.state] ?? ["", client.state]);
+const searched = (client) => [client.client_id, stateOf(client)[1], client.activity, client.part, client.why, client.software, client.address].join(" ").toLowerCase();
 
 function doing(client) {
   if (client.state === "away") return "–";
-  if (client.late_since) {
-    return h("span", { class: "bad", title: `round ${client.late_round} of the server has ended without it` },
-             `not ready: still at work for job ${client.late_job}, since ${clock(client.late_since)}`);
-  }
   if (!client.activity) return h("span", { class: "muted" }, "idle");
   return [client.activity, bar(client.progress ?? 0, `${client.client_id}: ${client.activity}`)];
 }
@@ -48,7 +65,7 @@ export function showRounds(rounds, job) {
     h("span", { title: guarded(round) }, `${count(round.delivered)} of ${count(round.selected)}`),
     warned(round, percent(round.accuracy)), number(round.loss), round.seconds ? duration(round.seconds) : "–",
     bytes(round.upload_bytes), bytes(round.download_bytes), round.base_version || "–", round.model_version || "–",
-    h("span", { title: lostIn(round) }, missing(round) || lostIn(round) || "–"),
+    h("span", { title: missing(round, (name) => name) || lostIn(round) }, missing(round, (name) => middle(name)) || lostIn(round) || "–"),
   ]);
   const more = rounds.length > MOST_ROWS ? empty(`and ${count(rounds.length - MOST_ROWS)} older ones: flctl rounds --job ${job.job_id}`) : null;
   fill(at("rounds"), table("rounds of the job", columns, rows), more);
@@ -68,9 +85,9 @@ function warned(round, figure) {
 }
 
 // The clients that did not deliver, and why if the round did not wait for them.
-function missing(round) {
+function missing(round, written) {
   const why = (name) => (round.stalled?.includes(name) ? " (stalled)" : round.stragglers?.includes(name) ? " (straggler)" : "");
-  return round.missing.map((name) => name + why(name)).join(", ");
+  return round.missing.map((name) => written(name) + why(name)).join(", ");
 }
 
 export function showModels(models) {
@@ -89,13 +106,26 @@ const publisher = (model) => (model.job_round
      h("span", { title: `round ${model.job_round} of job ${model.job_id}, number ${model.round} of the server` }, `${model.job_id}.${model.job_round}`)]
   : model.round ? String(model.round) : "first");
 
-export function showEvents(events, jobs) {
+// What has happened, newest first, under a heading for each round. `numbers` gives the round of the job by the server's number.
+export function showEvents(events, jobs, numbers) {
   if (!events?.length) return fill(at("events"), empty("Nothing has happened yet."));
   const failed = new Set((jobs ?? []).filter((job) => job.state === "failed").map((job) => job.job_id));
   const bad = (event) => BAD.has(event.kind) || (event.kind === "job_ended" && failed.has(event.job_id));
-  const rows = events.toReversed().map((event) =>
-    h("li", {},
+  const groups = []; // events of the same round that follow each other
+  for (const event of events.toReversed()) {
+    const key = `${event.job_id} ${event.round}`;
+    if (groups.at(-1)?.key !== key) groups.push({ key, event, rows: [] });
+    groups.at(-1).rows.push(h("li", {},
       h("time", { datetime: event.at, title: event.at }, clock(event.at)),
       h("span", { class: bad(event) ? "bad" : GOOD.has(event.kind) ? "good" : "" }, event.text)));
-  fill(at("events"), h("ol", { class: "events" }, rows));
+  }
+  fill(at("events"), groups.map(({ event, rows }) => [h("h3", {}, heading(event, numbers)), h("ol", { class: "events" }, rows)]));
+}
+
+function heading({ job_id: job, round }, numbers) {
+  if (!job) return "Server and clients";
+  const name = h("a", { href: `#job=${job}` }, `Job ${job}`);
+  if (!round) return name;
+  const own = numbers.get(round);
+  return [name, own ? `, round ${own}` : h("span", { class: "muted" }, `, number ${round} of the server`)];
 }

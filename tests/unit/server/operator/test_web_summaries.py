@@ -84,6 +84,27 @@ def test_every_summary_can_be_sent_as_json() -> None:
     assert json.loads(json.dumps(summaries, allow_nan=False)) == summaries
 
 
+def test_a_client_that_a_round_cannot_draw_has_a_reason() -> None:
+    rules = replace(ROUND.rules, labels={"gpu": "yes"}, left_out=frozenset("c"))
+    sessions = [
+        Session("b", "s", "soft", "here", NOBODY, matched=True, labels={"gpu": "yes"}),
+        Session("c", "t", "soft", "there", NOBODY, matched=True),
+        Session("d", "u", "soft", "there", NOBODY, matched=True, labels={"gpu": "no"}),
+        Session("e", "v", "soft", "there", NOBODY),
+        Session("f", "w", "soft", "there", NOBODY, matched=True, late_since=1.0),
+    ]
+    why = {one["client_id"]: one["why"] for one in client_summaries(sessions, {}, replace(ROUND, rules=rules))}
+    assert why.pop("b") == ""
+    for name, part in {
+        "a": "no session",
+        "c": "shares",
+        "d": "labels are gpu=no",
+        "e": "stream",
+        "f": "works on",
+    }.items():
+        assert part in why[name]
+
+
 def test_clients_that_are_away_are_listed_after_those_in_session() -> None:
     watching = Session("b", "s", "soft", "here", NOBODY, matched=True, activity=2)
     sessions = [watching, Session("c", "t", "soft", "there", NOBODY)]
