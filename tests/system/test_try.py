@@ -201,6 +201,12 @@ def records(root, download):
     values = torch.tensor([float(line) for line in Path(root, "values.csv").read_text().split()]).reshape(-1, 1)
     samples = TensorDataset(values, (values[:, 0] > 0).long())
     return Split(train=samples, test=samples, classes=2)
+
+
+def numbered(root, download, part):
+    values = torch.linspace(-1, 1, 10 * part.count + part.index).reshape(-1, 1)
+    samples = TensorDataset(values, (values[:, 0] > 0).long())
+    return Split(train=samples, test=samples, classes=2)
 """
 
 
@@ -236,6 +242,16 @@ def test_a_job_of_ones_own_trains_on_the_files_of_each_site(flctl: Flctl, projec
     assert trusted in done.stderr
     assert "tried_project" not in sys.modules  # only daemons have imported it
     assert all(map(_gone, _daemons(out)))
+
+
+def test_each_client_trains_on_the_samples_that_its_data_function_returns_for_it(flctl: Flctl, project: Path) -> None:
+    done = flctl("try", project / "job.toml", "data=tried_project:numbered", "rounds=1", "--clients", "2")
+    assert done.returncode == 0, done.stderr
+    assert "client-0 delivered 20 samples" in done.stdout  # all of its own: the job's partition divides no further
+    assert "client-1 delivered 21 samples" in done.stdout
+    workers = ["mode=data_parallel", "data_parallel.hook=none"]  # they share each batch, so all get the same samples
+    done = flctl("try", project / "job.toml", "data=tried_project:numbered", "rounds=1", "--clients", "2", *workers)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_daemon_that_dies_ends_the_try_with_its_log(flctl: Flctl, project: Path) -> None:

@@ -8,9 +8,10 @@ A few processes run the code of both daemons:
         report = simulate("job.toml", clients=10_000, per_round=100)
 
 The names in `__all__` are public. `run` goes through the rounds and draws the clients. `server` makes the next model
-with the server's own functions. `worker` trains one client after the other with the client's own functions, and checks
-each update as the server does. `secret` makes the clients' secrets from one. `engine` and `ray_engine` have the
-workers, `vectors` the state that clients keep from round to round, and `checks` the checks before anything runs.
+with the server's own functions. `worker` trains one client after the other with the client's own functions, and
+checks each update as the server does. `samples` has the samples of each client. `secret` makes the clients' secrets
+from one. `engine` and `ray_engine` have the workers, `vectors` the state that clients keep from round to round, and
+`checks` the checks before anything runs.
 
 It may import `fedring.client`, `fedring.control`, `fedring.server` and what both daemons share. It opens no sockets and
 stores no facts, and it holds no formula of its own: training, encoding, checking and aggregating belong to the daemons'

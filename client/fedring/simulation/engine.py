@@ -21,7 +21,8 @@ from fedring.control.failure import Failure
 from fedring.daemon.exits import Exit
 from fedring.data import DataError
 from fedring.job_code import job_code
-from fedring.simulation.worker import Order, Outcome, Own, Setup, SimulationWorker, Turn, limit_threads
+from fedring.simulation.samples import Setup
+from fedring.simulation.worker import Order, Outcome, Own, SimulationWorker, Turn, limit_threads
 from fedring.train.errors import SeamError, TrainError, failure_detail
 from fedring.train.evaluation import Counts
 

@@ -14,7 +14,8 @@ from fedring.codec.schema import Vectors
 from fedring.control.failure import Failure
 from fedring.daemon.exits import Exit
 from fedring.simulation.engine import AT_A_TIME, OwnResult, evaluate, evaluate_own, load, succeeded
-from fedring.simulation.worker import Order, Outcome, Own, Setup, SimulationWorker, Turn, limit_threads
+from fedring.simulation.samples import Setup
+from fedring.simulation.worker import Order, Outcome, Own, SimulationWorker, Turn, limit_threads
 from fedring.train.evaluation import Counts
 
 

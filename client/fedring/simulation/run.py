@@ -47,10 +47,11 @@ from fedring.simulation.checks import (
 )
 from fedring.simulation.engine import Engine, EvaluationFailed, InProcess, Processes
 from fedring.simulation.groups import groups_of, groups_that_count, short_of
+from fedring.simulation.samples import Setup, client_id
 from fedring.simulation.secret import secret_of_seed
 from fedring.simulation.server import RUN_ID, Row, SimulatedServer, Work
 from fedring.simulation.vectors import ClientSections
-from fedring.simulation.worker import Order, Outcome, Own, Setup, Turn, client_id
+from fedring.simulation.worker import Order, Outcome, Own, Turn
 from fedring.train.device import threads_for
 from fedring.train.errors import SeamError
 from fedring.train.evaluation import NO_SAMPLES, Counts

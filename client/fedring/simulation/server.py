@@ -34,7 +34,7 @@ from fedring.server.state.blobs import FileBlobs
 from fedring.server.state.ratings import best_of
 from fedring.server.state.rows import ModelRow, UpdateRow
 from fedring.simulation.groups import Group
-from fedring.simulation.worker import Setup
+from fedring.simulation.samples import Setup
 from fedring.train.errors import SeamError
 from fedring.train.jobs.job import Job
 from fedring.train.jobs.start import is_path

@@ -10,7 +10,6 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -37,8 +36,7 @@ from fedring.client.transforms.interface import RoundStart
 from fedring.codec import CodecError
 from fedring.codec.digest import name_of
 from fedring.codec.schema import Vectors
-from fedring.data import DataError
-from fedring.data.partition import held_out_parts, labels_of, parts, subset
+from fedring.data import ClientPart, DataError
 from fedring.job_code import job_code
 from fedring.privacy.account import SampledSteps, sampled_epsilon
 from fedring.rpc.chunks import CHUNK_BYTES
@@ -51,13 +49,13 @@ from fedring.server.state.rows import UpdateRow
 from fedring.server.update import upload
 from fedring.server.update.admission import check_payload
 from fedring.simulation.groups import protection_of
+from fedring.simulation.samples import ClientSamples, OwnParts, Setup, Shares, client_id
 from fedring.simulation.secret import client_secret
 from fedring.simulation.vectors import Packed, Vector, pack, unpack
 from fedring.train.batches import size_of
 from fedring.train.device import pick_device
 from fedring.train.errors import SeamError, TrainError, failure_detail, failure_reason
 from fedring.train.evaluation import Counts, run_evaluator
-from fedring.train.jobs.job import Job
 from fedring.train.loop import seeded, warm_up
 from fedring.train.names.offered import collect
 from fedring.train.plan import Plan
@@ -66,21 +64,6 @@ from fedring.train.tensors.state import split as split_tensors
 from fedring.v1 import federation_pb2 as pb
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Setup:
-    """The data that a worker loads once, when it starts."""
-
-    job: Job
-    clients: int  # among whom the samples are divided
-    data_root: Path | None
-    trusted: tuple[str, ...]  # the code that the job names
-    device: str
-    threads: int  # of torch
-    secret: bytes  # from which those of the clients follow
-    number: int = 0  # of the worker, from 0
-    workers: int = 1  # among whom the test samples are divided, unless the job has an evaluator
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -126,14 +109,6 @@ class _TurnAccount:
         return sampled_epsilon([*self.spent, *([more] if more else [])], delta)
 
 
-def client_id(client: int) -> str:
-    """Return the id of a client by its number.
-
-    `fedring.ctl.fleet.Fleet` names its clients in the same way.
-    """
-    return f"client-{client}"
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Own:
     """A client whose own model is to be evaluated."""
@@ -161,23 +136,17 @@ class SimulationWorker:
         with seeded(
             job.seed, self._device
         ):  # so that a data callable that draws samples draws the same ones everywhere
-            self._loaded = load_job(spec, config, offered, self._device)
+            self._loaded = load_job(spec, config, offered, self._device, ClientPart(0, setup.clients, client_id(0)))
         if job.sample_dp is not None:
             check_private(self._loaded, self._loaded.split.train, self._device)
         warm_up(self._device)
-        split = self._loaded.split
-        labels = labels_of(split.train, job.partition)
-        self._parts = parts(job.partition, labels, count=setup.clients, alpha=job.alpha, seed=job.seed)
-        self.sizes = [len(part) for part in self._parts]
-        # A user's evaluator sees all test samples at once, so that its figures do not depend on the number of workers.
-        shares = 1 if job.evaluator else setup.workers
-        held_out = parts("iid", labels_of(split.test, "iid"), count=shares, alpha=job.alpha, seed=job.seed)
-        self._held_out = subset(split.test, held_out[setup.number]) if setup.number < shares else None
+        data = offered.get("data", job.data)
+        self._samples: ClientSamples = (
+            OwnParts(data, setup, self._device) if self._loaded.divided else Shares(self._loaded.split, setup)
+        )
+        self.sizes = self._samples.sizes
         self._job, self._sharing = job, job.sharing
         self._transforms = transforms_of(job)
-        self._test_parts = (
-            held_out_parts(job.partition, self._parts, labels, split.test, seed=job.seed) if job.personal else []
-        )
         tensors = split_tensors(self._loaded.model, self._sharing)
         self._schema = tensors.shared
         self._frozen_schema, self._not_frozen = tensors.frozen, tensors.not_frozen
@@ -205,12 +174,14 @@ class SimulationWorker:
         Raises:
             Exception: Whatever the user's evaluator or loss raises.
         """
-        loaded = self._loaded
-        if self._held_out is None or not size_of(self._held_out):
-            return Counts()
-        self._put_frozen_back()
-        fill(loaded.model, self._schema, vectors)
-        return run_evaluator(loaded.evaluator, loaded.model, self._held_out, loss=loaded.loss, device=self._device)
+        loaded, counts = self._loaded, Counts()
+        for samples in self._samples.held_out():
+            if not size_of(samples):
+                continue
+            self._put_frozen_back()
+            fill(loaded.model, self._schema, vectors)
+            counts += run_evaluator(loaded.evaluator, loaded.model, samples, loss=loaded.loss, device=self._device)
+        return counts
 
     def evaluate_own(self, own: Own) -> tuple[Counts, dict[str, float]]:
         """Evaluate a client's own model on its test samples.
@@ -220,7 +191,7 @@ class SimulationWorker:
         Raises:
             Exception: Whatever the user's evaluator or loss raises.
         """
-        loaded, samples = self._loaded, subset(self._loaded.split.test, self._test_parts[own.client])
+        loaded, samples = self._loaded, self._samples.test(own.client)
         self._put_frozen_back()
         write_tensors(loaded.model, load_tensors(own.model))
         counts = run_evaluator(loaded.evaluator, loaded.model, samples, loss=loaded.loss, device=self._device)
@@ -264,8 +235,7 @@ class SimulationWorker:
         return round_.nothing(read_vectors(self._loaded.model, self._schema.names) if trained else None, samples)
 
     def _training(self, turn: Turn) -> LocalTraining:
-        samples = subset(self._loaded.split.train, self._parts[turn.client])
-        return LocalTraining(self._command, self._loaded, samples, self._device)
+        return LocalTraining(self._command, self._loaded, self._samples.train(turn.client), self._device)
 
     def _begin(self, turn: Turn) -> ClientRound:
         """Begin the round of a client.

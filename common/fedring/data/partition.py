@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import Dataset, Subset, TensorDataset
 
 from fedring.data.samples import DataError, Samples, Split
 
@@ -205,13 +205,24 @@ def load_part(
 def labels_of(dataset: Dataset[Any], partition: str) -> Labels:
     """Return the label of every sample, [n] int64.
 
-    They are zeros if the partition does not use labels.
+    They are zeros if the partition does not use labels. Those of a TensorDataset are its last tensor, those of others
+    their attribute `labels` or `targets`.
 
     Raises:
         DataError: With the reason no_labels, if the partition needs labels that the data set does not show.
     """
     if partition in ("none", "iid"):
         return np.zeros(_size(dataset), np.int64)
+    if isinstance(dataset, TensorDataset):
+        last = dataset.tensors[-1]
+        if last.dim() != 1 or last.is_floating_point() or last.is_complex():
+            kind = f"{list(last.shape)} of {str(last.dtype).removeprefix('torch.')}"
+            raise DataError(
+                "no_labels",
+                f"The partition {partition!r} needs labels: let the last tensor of the TensorDataset be whole numbers, "
+                f"one for each sample, not {kind}.",
+            )
+        return last.cpu().numpy().astype(np.int64)
     labels = getattr(dataset, "labels", getattr(dataset, "targets", None))
     if labels is None:
         raise DataError(

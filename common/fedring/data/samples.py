@@ -3,8 +3,10 @@
 Samples are taken a whole batch at a time.
 """
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -111,11 +113,35 @@ class Split:
     classes: int  # labels are 0 to classes - 1
 
 
-def load_split(load: Callable[[], Any]) -> Split:
+@dataclass(frozen=True, slots=True)
+class ClientPart:
+    """The client for which a data callable is called.
+
+    A callable that declares the parameter `part` is given one, and returns the samples of that client alone. The
+    default stands for all samples: a server, an evaluation without clients, and workers that share each batch have it.
+    """
+
+    index: int = 0  # the client's number, 0 to count - 1
+    count: int = 1  # clients that share a data set
+    client_id: str = ""
+
+
+def takes_part(data: Callable[..., Any]) -> bool:
+    """Return whether a data callable declares the parameter `part`."""
+    try:
+        return "part" in inspect.signature(data).parameters
+    except (TypeError, ValueError):  # a builtin may have no signature
+        return False
+
+
+def load_split(data: Callable[..., Any], root: Path | None, download: bool, part: ClientPart | None = None) -> Split:
     """Return the Split of a user's data callable.
 
     Args:
-        load: Calls it with its arguments.
+        data: The callable.
+        root: Folder of the data sets.
+        download: Whether it may download.
+        part: The client, for a callable that declares the parameter; None = all samples.
 
     Raises:
         DataError: That of the callable itself; with the reason no_data, if it raises another error, or returns
@@ -123,7 +149,7 @@ def load_split(load: Callable[[], Any]) -> Split:
     """
     try:
         with job_code():
-            split = load()
+            split = data(root, download, part=part or ClientPart()) if takes_part(data) else data(root, download)
     except DataError:
         raise
     except Exception as error:  # the user's code may raise anything

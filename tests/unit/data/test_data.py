@@ -9,10 +9,24 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from fedring import vision
-from fedring.data import DataError, Samples, Scale, Split, cifar10, digits, fashion_mnist, load_part, mnist
+from fedring.data import (
+    ClientPart,
+    DataError,
+    Samples,
+    Scale,
+    Split,
+    cifar10,
+    digits,
+    fashion_mnist,
+    load_part,
+    load_split,
+    mnist,
+    takes_part,
+)
 
 ROOT = Path(__file__).parents[3]
 DATA = Path(os.environ.get("FEDRING_TEST_DATA", ROOT.parent / "shared" / "data"))
@@ -128,9 +142,55 @@ def test_any_map_style_dataset_can_be_divided() -> None:
     parts = [load_part(Split(whole, whole, 10), "iid", index=i, count=2, alpha=1.0, seed=0) for i in range(2)]
     held = [int(part.train[i][0]) for part in parts for i in range(5)]
     assert sorted(held) == list(range(10))
+    unlabelled = Unlabelled()
     with pytest.raises(DataError) as caught:
-        load_part(Split(whole, whole, 10), "shards", index=0, count=2, alpha=1.0, seed=0)
+        load_part(Split(unlabelled, unlabelled, 10), "shards", index=0, count=2, alpha=1.0, seed=0)
     assert caught.value.reason == "no_labels"
+
+
+class Unlabelled(Dataset[Tensor]):
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.zeros(1)
+
+
+@pytest.mark.parametrize("partition", ["shards", "dirichlet"])
+def test_the_last_tensor_of_a_tensor_dataset_are_its_labels(partition: str) -> None:
+    labels = torch.arange(100) % 10
+    whole, same = TensorDataset(torch.randn(100, 3), labels), Samples(torch.zeros(100, 3), labels)
+    for index in range(3):
+        mine, theirs = (
+            load_part(Split(each, each, 10), partition, index=index, count=3, alpha=0.3, seed=5).train
+            for each in (whole, same)
+        )
+        assert [int(mine[i][-1]) for i in range(len(mine))] == stacked(theirs)[1].tolist()  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("last", [torch.rand(4), torch.zeros(4, 2, dtype=torch.int64)])
+def test_a_last_tensor_that_cannot_be_labels_is_refused(last: Tensor) -> None:
+    whole = TensorDataset(torch.rand(4, 3), last)
+    with pytest.raises(DataError, match="let the last tensor of the TensorDataset be whole numbers"):
+        load_part(Split(whole, whole, 2), "dirichlet", index=0, count=2, alpha=1.0, seed=0)
+
+
+def test_a_data_function_is_given_its_part_only_if_it_declares_it() -> None:
+    seen: list[object] = []
+
+    def plain(root: Path | None, download: bool) -> Split:
+        seen.append((root, download))
+        return digits()
+
+    def divided(root: Path | None, download: bool, part: ClientPart) -> Split:
+        seen.append(part)
+        return digits()
+
+    load_split(plain, None, True, ClientPart(1, 3, "ann"))
+    load_split(divided, None, False, ClientPart(1, 3, "ann"))
+    load_split(divided, None, False)
+    assert seen == [(None, True), ClientPart(1, 3, "ann"), ClientPart(0, 1, "")]
+    assert [takes_part(each) for each in (plain, divided, dict)] == [False, True, False]
 
 
 @pytest.mark.parametrize(("partition", "index", "reason"), [("iid", 2, "bad_part"), ("random", 0, "bad_partition")])

@@ -124,6 +124,20 @@ def test_a_users_evaluator_sees_all_test_samples_at_once_whatever_the_number_of_
     }
 
 
+def test_each_client_has_the_samples_that_a_data_function_returns_for_it() -> None:
+    keys: Any = {"data": f"{HERE}:own_digits", "partition": "dirichlet"}
+    report = alone(clients=4, **keys)
+    (models, rows) = (report["model_sha256"], untimed(report))
+    assert alone(clients=4, **keys, evaluate=False)["model_sha256"] == models
+    two = simulate({**JOB, **keys}, clients=4, workers=2, threads=1)
+    assert (two["model_sha256"], [row["accuracy"] for row in two["rounds"]]) == (
+        models,
+        [row["accuracy"] for row in rows],
+    )
+    assert all(4 * row["accuracy"] == round(4 * row["accuracy"]) for row in rows)  # of the four clients' test samples
+    assert alone(clients=4)["model_sha256"] != models
+
+
 def test_a_worker_in_this_process_computes_with_all_cores_and_puts_the_number_of_threads_back() -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(3)

@@ -38,6 +38,7 @@ class LoadedJob:
     optimizer: OptimizerFactory
     trainer: Trainer | None  # None = the built-in loop
     evaluator: Evaluator | None  # None = the built-in evaluation
+    divided: bool = False  # whether the split has this client's samples already
 
 
 def check_private(loaded: LoadedJob, samples: Dataset[Any], device: torch.device) -> None:

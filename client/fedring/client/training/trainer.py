@@ -20,7 +20,7 @@ from fedring.client.task import Task
 from fedring.client.training.local_training import LoadedJob, LocalTraining, check_private
 from fedring.client.training.personal import with_own
 from fedring.daemon.tracing import span
-from fedring.data import DataError, Split, load_part, load_split
+from fedring.data import ClientPart, DataError, Split, load_part, load_split, takes_part
 from fedring.job_code import job_code
 from fedring.offers import PARTS, named
 from fedring.train.batches import size_of
@@ -269,10 +269,17 @@ class DeclaredTrainer:
         return self._loaded
 
     def _build(self, job: pb.JobSpec) -> LoadedJob:
-        whole = load_job(job, self._config, self._offered, self._device)
+        config = self._config
+        part_of = ClientPart(config.partition_index, config.partition_count, config.client_id)
+        whole = load_job(job, config, self._offered, self._device, part_of)
         if MODES[job.mode].staged:  # Its workers read the same samples.
             return whole
-        config, split, shared = self._config, whole.split, MODES[job.mode].grouped
+        split, shared = whole.split, MODES[job.mode].grouped
+        if whole.divided:
+            log.info("loaded %s samples of %s", _size(split.train), part_of)
+            if job.sample_dp:
+                check_private(whole, split.train, self._device)
+            return whole
         part = load_part(
             split,
             "iid" if shared else job.partition or "none",
@@ -290,14 +297,19 @@ class DeclaredTrainer:
         return replace(whole, split=part)
 
 
-def load_job(job: pb.JobSpec, config: ClientConfig, offered: Offered, device: torch.device) -> LoadedJob:
-    """Load everything that a job names, with the samples of all clients.
+def load_job(
+    job: pb.JobSpec, config: ClientConfig, offered: Offered, device: torch.device, part: ClientPart | None = None
+) -> LoadedJob:
+    """Load everything that a job names.
+
+    The samples are those of all clients, unless the data callable takes a part.
 
     Args:
         job: The job.
         config: Says what is used instead of what the job names, and where data sets are.
         offered: What jobs may name here.
         device: Where the model is kept; the model of a pipeline stays without values.
+        part: The client whose samples are loaded. Workers of a group share each batch, so they load all samples.
 
     Raises:
         SeamError: If a name is not offered, or the model cannot be built.
@@ -312,11 +324,12 @@ def load_job(job: pb.JobSpec, config: ClientConfig, offered: Offered, device: to
     model = build_skeleton(*arguments) if MODES[job.mode].staged else build_model(*arguments).to(device)
     return LoadedJob(
         model,
-        load_split(lambda: data(config.data_root, config.download)),
+        load_split(data, config.data_root, config.download, None if MODES[job.mode].grouped else part),
         offered.get("loss", name["loss"]),
         optimizer_factory(name["optimizer"], read_arguments(job.optimizer_args), offered),
         offered.get("trainer", name["trainer"]) if name["trainer"] else None,
         offered.get("evaluator", name["evaluator"]) if name["evaluator"] else None,
+        divided=takes_part(data) and not MODES[job.mode].grouped,
     )
 
 

@@ -93,16 +93,18 @@ def _check_samples(config: ClientConfig, data: str, job: Job) -> Check:
     There must be at least one in its part.
     """
     from fedring.client.training.trainer import offered_by  # imports torch
-    from fedring.data import DataError, load_part
+    from fedring.data import ClientPart, DataError, load_part, load_split, takes_part
     from fedring.job_code import job_code
     from fedring.train.batches import size_of
 
     index, count = config.partition_index, config.partition_count
     try:
         with job_code():
-            split = offered_by(config).get("data", data)(config.data_root, config.download)
-            part = load_part(split, job.partition, index=index, count=count, alpha=job.alpha, seed=job.seed)
-            size = size_of(part.train)
+            load = offered_by(config).get("data", data)
+            split = load_split(load, config.data_root, config.download, ClientPart(index, count, config.client_id))
+            if not takes_part(load):
+                split = load_part(split, job.partition, index=index, count=count, alpha=job.alpha, seed=job.seed)
+            size = size_of(split.train)
     except DataError as error:
         return Check("samples", Level.FAIL, str(error), "correct data_root, or allow download")
     except Exception as error:  # noqa: BLE001  # the user's data callable may raise anything

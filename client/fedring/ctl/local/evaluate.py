@@ -85,7 +85,7 @@ def evaluate_file(
         Failure: A name cannot be imported, or the model, the file and the samples do not fit together.
     """
     # torch takes seconds to import, so only this verb waits for it.
-    from fedring.data import DataError
+    from fedring.data import DataError, load_split
     from fedring.offers import named
     from fedring.train.device import pick_device
     from fedring.train.errors import SeamError, TrainError
@@ -97,7 +97,7 @@ def evaluate_file(
     try:
         offered = collect(named(**names), root=data_root)  # What the operator has named is offered to the operator.
         network = load_model(path, build_model(names["model"], model_args, 0, offered))
-        samples = offered.get("data", names["data"])(data_root, False)
+        samples = load_split(offered.get("data", names["data"]), data_root, False)
         evaluator = offered.get("evaluator", names["evaluator"]) if names.get("evaluator") else None
         loss = offered.get("loss", names["loss"])
         counts = run_evaluator(evaluator, network, samples.test, loss=loss, device=pick_device(device))

@@ -55,7 +55,7 @@ class OwnUpdates:
         if self._loaded is None or self._loaded[0] != key:
             load = self._offered.get("data", table.data, table.args)
             with seeded(job.seed, torch.device("cpu")):  # so that a function that draws samples draws the same ones
-                samples = load_split(lambda: load(self._data_root, False)).train
+                samples = load_split(load, self._data_root, False).train
             if not _size(samples):
                 raise DataError("no_data", f"{table.data} returned no training samples: fltrust needs some.")
             self._loaded = key, samples

@@ -97,7 +97,7 @@ class TestSet:
         data, loss = offered.get("data", job.data), offered.get("loss", job.loss)
         evaluator = offered.get("evaluator", job.evaluator) if job.evaluator else None
         try:
-            samples = load_split(lambda: data(self._data_root, False)).test
+            samples = load_split(data, self._data_root, False).test
         except DataError as error:
             raise SeamError(error.reason, str(error)) from error
         return _Loaded(job, model, samples, loss, evaluator)

@@ -1,0 +1,132 @@
+"""The samples of simulated clients.
+
+They are parts of one data set, or those that a data callable returns for each client.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch.utils.data import Dataset
+
+from fedring.data import ClientPart, Split, load_split
+from fedring.data.partition import held_out_parts, labels_of, parts, subset
+from fedring.train.batches import size_of
+from fedring.train.jobs.job import Job
+from fedring.train.loop import seeded
+
+_KEPT = 256  # splits of single clients in memory; the others are loaded again when their turn comes
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """The data that a worker loads once, when it starts."""
+
+    job: Job
+    clients: int  # among whom the samples are divided
+    data_root: Path | None
+    trusted: tuple[str, ...]  # the code that the job names
+    device: str
+    threads: int  # of torch
+    secret: bytes  # from which those of the clients follow
+    number: int = 0  # of the worker, from 0
+    workers: int = 1  # among whom the test samples are divided, unless the job has an evaluator
+
+
+def client_id(client: int) -> str:
+    """Return the id of a client by its number.
+
+    `fedring.ctl.fleet.Fleet` names its clients in the same way.
+    """
+    return f"client-{client}"
+
+
+class ClientSamples(Protocol):
+    """The samples of all simulated clients."""
+
+    @property
+    def sizes(self) -> list[int]:
+        """The number of training samples of each client."""
+        ...
+
+    def train(self, client: int) -> Dataset[Any]:
+        """Return the training samples of a client."""
+        ...
+
+    def test(self, client: int) -> Dataset[Any]:
+        """Return the test samples of a client, for its own model."""
+        ...
+
+    def held_out(self) -> Iterator[Dataset[Any]]:
+        """Yield the test samples on which this worker evaluates models."""
+        ...
+
+
+class Shares:
+    """Parts of one data set, as the job divides it.
+
+    Args:
+        split: All samples.
+        setup: Of the worker.
+
+    Raises:
+        DataError: The samples cannot be divided.
+    """
+
+    def __init__(self, split: Split, setup: Setup) -> None:
+        job, self._split = setup.job, split
+        labels = labels_of(split.train, job.partition)
+        self._parts = parts(job.partition, labels, count=setup.clients, alpha=job.alpha, seed=job.seed)
+        self.sizes = [len(part) for part in self._parts]
+        # A user's evaluator sees all test samples at once, so that its figures do not depend on the number of workers.
+        shares = 1 if job.evaluator else setup.workers
+        held_out = parts("iid", labels_of(split.test, "iid"), count=shares, alpha=job.alpha, seed=job.seed)
+        self._held_out = [subset(split.test, held_out[setup.number])] if setup.number < shares else []
+        self._test_parts = (
+            held_out_parts(job.partition, self._parts, labels, split.test, seed=job.seed) if job.personal else []
+        )
+
+    def train(self, client: int) -> Dataset[Any]:
+        return subset(self._split.train, self._parts[client])
+
+    def test(self, client: int) -> Dataset[Any]:
+        return subset(self._split.test, self._test_parts[client])
+
+    def held_out(self) -> Iterator[Dataset[Any]]:
+        yield from self._held_out
+
+
+class OwnParts:
+    """The samples that a data callable returns for each client.
+
+    Each worker evaluates on the test samples of some of the clients, one client after the other, as real ones do.
+
+    Args:
+        data: The callable, which takes a part.
+        setup: Of the worker.
+        device: Whose random numbers are seeded for each call.
+
+    Raises:
+        DataError: The samples of a client cannot be loaded.
+    """
+
+    def __init__(self, data: Callable[..., Any], setup: Setup, device: torch.device) -> None:
+        def load(client: int) -> Split:
+            with seeded(setup.job.seed, device):
+                return load_split(data, setup.data_root, False, ClientPart(client, setup.clients, client_id(client)))
+
+        self._load, self._setup = lru_cache(_KEPT)(load), setup
+        self.sizes = [size_of(self._load(client).train) for client in range(setup.clients)]
+
+    def train(self, client: int) -> Dataset[Any]:
+        return self._load(client).train
+
+    def test(self, client: int) -> Dataset[Any]:
+        return self._load(client).test
+
+    def held_out(self) -> Iterator[Dataset[Any]]:
+        setup = self._setup
+        yield from (self._load(client).test for client in range(setup.number, setup.clients, setup.workers))
