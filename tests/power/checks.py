@@ -143,8 +143,8 @@ def client_faults(
         name: The client.
         said: What it has said before.
         final: The folder at the end of the recording, in which its secrets are.
-        kept: The names of its kept files and of the updates that have left them, in order, which it had noted before it
-            said the last thing.
+        kept: The names of its kept files and the digests of their contents, in order, which it had noted before it said
+            the last thing.
     """
     started = folder.exists()
     try:
@@ -185,7 +185,7 @@ async def _recover(folder: Path) -> None:
 
 def _kept_faults(folder: Path, name: str, said: Sequence[Told], kept: Sequence[tuple[str, str]]) -> Iterator[str]:
     dropped: list[str] = []
-    updates: dict[str, str] = {}  # by file
+    updates, contents = set[str](), dict[str, str]()  # the second by file
     for path in folder.glob("kept-*.safetensors"):
         try:
             with safe_open(path, framework="pt") as opened:
@@ -193,19 +193,20 @@ def _kept_faults(folder: Path, name: str, said: Sequence[Told], kept: Sequence[t
         except Exception as error:  # noqa: BLE001  # of the reader
             yield f"{path.name} cannot be read: {error}"
             continue
-        updates[path.name] = words["update"]
+        updates.add(words["update"])
+        contents[path.name] = words["digest"]
         KeptFiles(folder, name, lambda: dropped.append("kept")).load(words["line"])
     if dropped:
         yield "a kept file is damaged"
-    order = [update for _, update in kept]
-    for file, update in dict(kept).items():
-        found = updates.get(file, "nothing")
-        if found != update and found in order:
-            yield f"{file} was left by {update[:20]}, and is that of an earlier update"
+    order = [content for _, content in kept]
+    for file, content in dict(kept).items():
+        found = contents.get(file, "nothing")
+        if found != content and found in order:
+            yield f"{file} was {content[:20]}, and is an earlier one"
         if found == "nothing":
-            yield f"{file} was left by {update[:20]}, and is missing"
+            yield f"{file} was {content[:20]}, and is missing"
     last = next((each.words for each in reversed(said) if "offered" in each.words), None)
-    if last and last["precious"] and last["offered"] not in {*updates.values(), _left_by(folder / "update.left")}:
+    if last and last["precious"] and last["offered"] not in {*updates, _left_by(folder / "update.left")}:
         yield f"what {last['offered'][:20]} leaves is lost"
 
 

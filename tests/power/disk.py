@@ -157,7 +157,7 @@ class Disk:
 
     def feed(self, record: Record) -> None:
         """Do what the record says."""
-        if record.inode in self._files and record.kind in "WTRB":
+        if record.inode in self._files and record.kind in "WTRBU":
             self._find_renamed(self._files[record.inode], record.name)
         match record.kind:
             case "C":

@@ -285,7 +285,12 @@ static int unlink_logged(int folder, const char *name, int flags) {
     char path[PATH_MAX];
     if (!resolve(folder, name, path)) return REAL(unlinkat)(folder, name, flags);
     int result;
-    LOCKED(if (!(result = REAL(unlinkat)(folder, name, flags))) record('U', 0, 0, path, "", NULL, 0));
+    LOCKED({
+        struct stat status;
+        int known = !REAL(lstat)(path, &status);
+        if (!(result = REAL(unlinkat)(folder, name, flags)))
+            record('U', known && S_ISREG(status.st_mode) ? status.st_ino : 0, 0, path, "", NULL, 0);
+    });
     return result;
 }
 int unlink(const char *name) { return unlink_logged(AT_FDCWD, name, 0); }

@@ -88,8 +88,8 @@ class Recording:
                 checkpoints.feed(record, disk)
                 if record.kind == "R" and "/kept-" in record.other:
                     path = Path(record.other)
-                    update = _update_of(disk.content(record.other))
-                    kept.setdefault(path.parent.name, []).append((fed, path.name, update))
+                    content = _digest_in(disk.content(record.other))
+                    kept.setdefault(path.parent.name, []).append((fed, path.name, content))
             loss = LOSSES[number // 2 % len(LOSSES)]
             disk.lose_power(scratch, loss, random.Random(f"{seed} {number}"))
             try:
@@ -138,7 +138,7 @@ class Recording:
         if machine == BACKUPS:
             return backup_faults(folder / machine, said)
         last = max((each.at for each in said if "offered" in each.words), default=0)
-        noted = [(name, update) for when, name, update in kept if when <= last]
+        noted = [(name, content) for when, name, content in kept if when <= last]
         return client_faults(folder / machine, machine, said, self.state / machine, noted)
 
 
@@ -197,7 +197,7 @@ def _said_twice(said: Sequence[Told]) -> list[str]:
     ]
 
 
-def _update_of(content: bytes) -> str:
-    """Return the update that has left a kept file."""
+def _digest_in(content: bytes) -> str:
+    """Return the digest that a kept file says of its content; not all of them were left by an update."""
     length = int.from_bytes(content[:8], "little")
-    return str(json.loads(content[8 : 8 + length])["__metadata__"]["update"])
+    return str(json.loads(content[8 : 8 + length])["__metadata__"]["digest"])
