@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # before grpc is imported: it also logs harmless events
-# Before torch is imported: more tests run than there are processors, and OpenMP's threads would burn them while they wait.
+# Before torch is imported: more tests run than there are processors, and waiting threads of OpenMP would burn them.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 ROOT = Path(__file__).parent.parent
