@@ -133,6 +133,15 @@ def test_best_by_steers_the_end_of_a_job_the_start_of_the_next_one_and_what_is_k
     assert kept(fleet, control)[-2:] == [(5, False), (3, True)]
 
 
+def test_a_job_ends_when_nothing_is_better_by_more_than_min_delta_but_not_before_min_rounds(
+    fleet: Fleet, control: Control
+) -> None:
+    falling = [(1, 9.0), (1, 8.9), (1, 8.8)]
+    job = train(fleet, control, falling, **BY_PERPLEXITY, patience=1, min_delta=0.5, min_rounds=3).message
+    assert job.rounds_done == 3
+    assert job.reason.endswith("(eval/perplexity 9) was not surpassed by more than 0.5 for 2 rounds")
+
+
 @pytest.mark.parametrize(
     ("keys", "text"),
     [

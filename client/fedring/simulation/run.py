@@ -230,7 +230,7 @@ class _Run:
             if abandoned >= min(self._job.max_abandoned, self._job.rounds):
                 because = f": {work.failures[0]}" if work.failures else ""
                 raise Failure(f"round {number} is abandoned, because {work.why}{because}".rstrip("."))
-            if not work.reason and self._server.no_better(models):
+            if not work.reason and number >= self._job.min_rounds and self._server.no_better(models):
                 return
 
     def _overspent(self, rounds: int) -> bool:

@@ -146,8 +146,9 @@ class SimulatedServer:
 
         Since its best model it has published `patience` others.
         """
-        best = best_of(models, self._job.best_by) if self._job.patience else None
-        return best is not None and models[-1].version - best.version >= self._job.patience
+        job = self._job
+        best = best_of(models, job.best_by, min_delta=job.min_delta) if job.patience else None
+        return best is not None and models[-1].version - best.version >= job.patience
 
 
 @dataclass(frozen=True, slots=True)

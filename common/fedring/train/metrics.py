@@ -139,7 +139,7 @@ def check_rule(rule: str) -> str:
     return rule
 
 
-def best_of(rounds: Sequence[Metrics], rule: str = "") -> int | None:
+def best_of(rounds: Sequence[Metrics], rule: str = "", *, min_delta: float = 0.0) -> int | None:
     """Return the place of the best round, or None.
 
     It is None if the rounds cannot be compared.
@@ -148,11 +148,17 @@ def best_of(rounds: Sequence[Metrics], rule: str = "") -> int | None:
         rounds: The figures of each round, as Round.metrics has them. A round without the figure that is compared, or
             in which it is not a finite number, is never the best. Of equally good rounds, the first one is the best.
         rule: The job's key best_by.
+        min_delta: A round is better than the best one before it only by more than this.
     """
     for direction, name in _rules(rule):
         sign = 1 if direction == "max" else -1
-        if known := [place for place, metrics in enumerate(rounds) if _has(metrics, name)]:
-            return max(known, key=lambda place: sign * rounds[place][name])
+        known = [place for place, metrics in enumerate(rounds) if _has(metrics, name)]
+        if not known:
+            continue
+        best = known[0]
+        for place in known[1:]:
+            best = place if sign * (rounds[place][name] - rounds[best][name]) > min_delta else best
+        return best
     return None
 
 

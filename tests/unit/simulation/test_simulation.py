@@ -202,6 +202,14 @@ def test_a_job_with_patience_ends_when_its_model_gets_no_better() -> None:
     assert len(report["rounds"]) == 4
 
 
+def test_patience_counts_what_is_better_by_more_than_min_delta_after_min_rounds() -> None:
+    keys: dict[str, Any] = {"trainer": f"{HERE}:add_number", "rounds": 8, "patience": 2, "best_by": "max train/rounds"}
+    assert len(alone(**keys)["rounds"]) == 8  # each round is better by 1
+    assert len(alone(**keys, min_delta=0.5)["rounds"]) == 8
+    assert len(alone(**keys, min_delta=10)["rounds"]) == 3
+    assert len(alone(**keys, min_delta=10, min_rounds=5)["rounds"]) == 5
+
+
 def test_progress_is_shown_after_each_client_and_each_round() -> None:
     seen: list[tuple[float, int]] = []
     simulate(

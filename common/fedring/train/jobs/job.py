@@ -39,6 +39,10 @@ class Job(JobKeys):
         by_training = " train/" in self.best_by or (self.aggregation.own and " server/" in self.best_by)
         if self.patience and not (self.evaluate or self.evaluate_on_server or by_training):
             raise ValueError("patience compares results: it needs evaluate = true or evaluate_on_server = true")
+        if (self.min_delta or self.min_rounds) and not self.patience:
+            raise ValueError("min_delta and min_rounds belong to patience: set it, or leave them out")
+        if self.min_rounds > self.rounds:
+            raise ValueError(f"min_rounds must be at most rounds={self.rounds}, and is {self.min_rounds}")
         if 0 < self.straggler_factor < 1:
             raise ValueError(f"straggler_factor must be 0 or at least 1, and is {self.straggler_factor:g}")
         return self

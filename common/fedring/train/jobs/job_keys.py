@@ -258,6 +258,8 @@ class JobKeys(BaseModel):
         description="number of rounds without a better result, by best_by, after which the job ends early; 0 = run "
         "all rounds",
     )
+    min_delta: NonNegative = Field(0.0, description="a result is better only by more than this (patience)")
+    min_rounds: Count = Field(0, description="number of rounds that the job runs in any case (patience)")
     best_by: Annotated[Text, AfterValidator(check_rule)] = Field(
         "",
         description='which model is the best, for start = "best", patience, keep_jobs and all tables: "max NAME" or '

@@ -16,12 +16,11 @@ from fedring.server.round.runner import RoundRunner
 from fedring.server.state.facts import Facts
 from fedring.server.state.failures import FsyncFailed, StorageError
 from fedring.server.state.journal import Journal, printable
-from fedring.server.state.ratings import best_of
 from fedring.server.state.rows import JobRow
 from fedring.train.errors import SeamError
 from fedring.train.jobs.job import Job
 from fedring.train.jobs.start import NEWEST
-from fedring.train.metrics import is_evaluated, result_of
+from fedring.train.metrics import best_of, is_evaluated, result_of
 
 log = logging.getLogger(__name__)
 
@@ -108,7 +107,7 @@ class JobRunner:
                 return "stopped", ""
             if abandoned and (not outcome.retryable or abandoned >= min(spec.max_abandoned, row.rounds)):
                 return "failed", outcome.reason
-            if outcome.published and spec.patience and done < row.rounds:
+            if outcome.published and spec.patience and spec.min_rounds <= done < row.rounds:
                 text = await self._facts.keep(self._facts.db, self._no_better, row.job_id, spec)
                 if text:
                     return "completed", text
@@ -117,16 +116,23 @@ class JobRunner:
     def _no_better(self, job_id: int, spec: Job) -> str:
         """Return why a job ends early; empty if it goes on.
 
-        It ends early after `patience` published models without a better one.
+        It ends early after `patience` published models that are not better by more than `min_delta`.
         """
-        patience = spec.patience
-        published = [model for model in self._facts.store.models.newest(_ALL, job_id) if model.round]
-        best = best_of(published, spec.best_by)
+        store = self._facts.store
+        if spec.min_delta:  # The version that the count began with may be forgotten: it need not be the best one.
+            rounds = [row for row in store.rounds.newest(_ALL, job_id) if row.model_version]
+            versions = [(row.model_version, row.stats.get("metrics", {})) for row in reversed(rounds)]
+        else:
+            models = [model for model in store.models.newest(_ALL, job_id) if model.round]
+            versions = [(model.version, model.metrics) for model in reversed(models)]
+        place = best_of([metrics for _, metrics in versions], spec.best_by, min_delta=spec.min_delta)
         # Every published round makes one version, and no other job runs meanwhile.
-        if best is None or published[0].version - best.version < patience:
+        if place is None or (since := versions[-1][0] - versions[place][0]) < spec.patience:
             return ""
-        result = f"version {best.version} ({result_of(best.metrics, spec.best_by)})"
-        return f"it ended early: {result} was not surpassed for {counted(patience, 'round')}"
+        version, metrics = versions[place]
+        result = f"version {version} ({result_of(metrics, spec.best_by)})"
+        more = f" by more than {spec.min_delta:g}" if spec.min_delta else ""
+        return f"it ended early: {result} was not surpassed{more} for {counted(since, 'round')}"
 
     def _unevaluated(self, row: JobRow) -> str:
         """Return why no model of a job could be evaluated.

@@ -9,13 +9,13 @@ from fedring.server.state.rows import ModelRow
 from fedring.train import metrics
 
 
-def best_of(models: Iterable[ModelRow], rule: str) -> ModelRow | None:
+def best_of(models: Iterable[ModelRow], rule: str, *, min_delta: float = 0.0) -> ModelRow | None:
     """Return the best model by a job's key best_by, or None.
 
     fedring.train.metrics.best_of decides. None if there is none.
     """
     rows = sorted(models, key=lambda row: row.version)
-    place = metrics.best_of([row.metrics for row in rows], rule)
+    place = metrics.best_of([row.metrics for row in rows], rule, min_delta=min_delta)
     return None if place is None else rows[place]
 
 

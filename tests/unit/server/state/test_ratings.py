@@ -59,6 +59,13 @@ def test_the_best_model_is_chosen_by_its_jobs_rule(models: list[ModelRow], rule:
         assert (found.version if found else None) == best
 
 
+@pytest.mark.parametrize(("min_delta", "best"), [(0.0, 4), (0.06, 3), (0.15, 3), (0.5, 1)])
+def test_a_model_is_better_only_by_more_than_min_delta(min_delta: float, best: int) -> None:
+    found = best_of(accuracies(0.1, 0.2, 0.3, 0.35), "", min_delta=min_delta)
+    assert found is not None
+    assert found.version == best
+
+
 def test_each_job_has_a_best_model_by_a_rule_of_its_own() -> None:
     figures = [(1, 0.9), (1, 0.5), (2, 0.3), (2, 0.2), (0, 0.99)]
     models = [*rated(*((job, {"eval/accuracy": value}) for job, value in figures)), replace(a_model(6), job_id=3)]
