@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from fedring.client.config import ClientConfig
+from fedring.client.config import ClientConfig, CodeLimits
 from fedring.client.policy.privacy import SitePolicy
 from fedring.ring.options import RingOptions
 from fedring.rpc.tls import Tls
@@ -77,6 +77,12 @@ SECTIONS = (
         SitePolicy,
         "The table `[privacy]` of fl-client: what it demands of the jobs that it takes part in. See "
         "[privacy.md](privacy.md).",
+    ),
+    (
+        "The code of jobs",
+        CodeLimits,
+        "The table `[training]` of fl-client: where the code of jobs runs, and what it may use. See "
+        "[clients.md](clients.md#a-process-for-the-code-of-jobs).",
     ),
     ("TLS", Tls, "The table `[tls]` of both daemons. See [security.md](security.md)."),
     (

@@ -5,7 +5,7 @@ import socket
 from pathlib import Path
 from typing import Literal, Self
 
-from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from fedring.client.policy.privacy import SitePolicy
@@ -18,6 +18,33 @@ from fedring.train.jobs.labels import Labels
 
 def _own_name() -> str:
     return re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())[:128] or "client"
+
+
+class CodeLimits(BaseModel):
+    """The table [training] of fl-client.
+
+    It says where the code of jobs runs, and its limits.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    process: bool = Field(
+        False,
+        description="whether the code of jobs runs in a process of its own, which fl-client can end; "
+        "only for jobs of the mode federated",
+    )
+    max_seconds: NonNegativeFloat = Field(
+        0.0, description="seconds after which a load, a training or an evaluation is ended, with process; 0 = no limit"
+    )
+    max_memory_bytes: NonNegativeInt = Field(
+        0, description="resident memory at which that process is ended, in bytes, with process; 0 = no limit"
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if not self.process and (self.max_seconds or self.max_memory_bytes):
+            raise ValueError("max_seconds and max_memory_bytes are limits of a process: set training.process = true")
+        return self
 
 
 class ClientConfig(BaseSettings):
@@ -78,6 +105,10 @@ class ClientConfig(BaseSettings):
     optimizer: str = Field("", description="module:attribute to use instead of the job's optimizer")
     trainer: str = Field("", description="module:attribute to use instead of the job's trainer")
     evaluator: str = Field("", description="module:attribute to use instead of the job's evaluator")
+
+    training: CodeLimits = Field(
+        CodeLimits.model_validate({}), description="where the code of jobs runs, and what it may use"
+    )
 
     peer_listen: TcpAddress = Field(
         "127.0.0.1:0", description="address where this worker listens for others of its group; port 0 = any"

@@ -78,6 +78,11 @@ class Evaluation:
         if self._loaded is not None:
             check_frozen(model, self._loaded)
 
+    @property
+    def ended(self) -> bool:
+        """Whether the deadline has passed, so that further work would be wasted."""
+        return bool(self._ended())
+
     def _ended(self) -> str:
         return "deadline" if time.monotonic() >= self._deadline else ""
 

@@ -5,7 +5,7 @@ import gc
 import logging
 import signal
 import sys
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Annotated
@@ -137,6 +137,7 @@ def serve(loaded: Loaded[ClientConfig]) -> Exit:
     from fedring.client.federation import Federation
     from fedring.client.restart import Restart
     from fedring.client.startup_checks import warn_of_insecurity
+    from fedring.client.training.process import CodeProcess
     from fedring.client.training.trainer import DeclaredTrainer, prepare
     from fedring.train.jobs.modes import MODES
 
@@ -148,8 +149,10 @@ def serve(loaded: Loaded[ClientConfig]) -> Exit:
     log.info("fl-client of %s, %s, configuration from %s", SOFTWARE, where, origins)
     warn_of_insecurity(config)
     set_up_tracing("fl-client")
-    prepare(config)
+    prepare(config, trains=not config.training.process)
     trainer = DeclaredTrainer(config)
+    if config.training.process:
+        trainer.run_apart(CodeProcess(config, trainer.waits_for_code))
     try:
         federation = Federation(
             config, on_evaluate=trainer.evaluate, modes=MODES, tell=lambda text: sd_notify(f"STATUS={text}")
@@ -168,7 +171,7 @@ def serve(loaded: Loaded[ClientConfig]) -> Exit:
         if trainer.in_users_code:
             raise AskedToStop  # The built-in loop checks whether to stop, but a user's may not.
 
-    with federation:
+    with closing(trainer), federation:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, stop)
         signal.signal(signal.SIGUSR2, restart.ask)

@@ -20,7 +20,7 @@ an update that changes nothing in the place of the reason.
 
 HIDDEN = (
     "bad_batch", "bad_result", "disk_failed", "diverged", "frozen_changed", "no_update", "non_finite", "out_of_memory",
-    "train_error", "wrong_schema", "other",
+    "process_ended", "too_long", "train_error", "wrong_schema", "other",
 )  # fmt: skip
 """The reasons of failures that the server is not told."""
 

@@ -19,6 +19,7 @@ from fedring.client.policy.promises import is_covered
 from fedring.client.task import Task
 from fedring.client.training.local_training import LoadedJob, LocalTraining, check_private
 from fedring.client.training.personal import with_own
+from fedring.client.training.process import CodeFailed, CodeProcess, RemoteTraining, evaluate_remote, load_remote
 from fedring.daemon.tracing import span
 from fedring.data import ClientPart, DataError, Split, load_part, load_split, takes_part
 from fedring.job_code import job_code
@@ -71,6 +72,25 @@ class DeclaredTrainer:
         self._edited = ""  # what was told of modules that were edited
         self._reached = 0.0  # how far the newest training came
         self.in_users_code = False  # whether a user's trainer or evaluator runs, which may never check whether to stop
+        self._process: CodeProcess | None = None  # that runs the code of jobs; None = this one does
+
+    def run_apart(self, process: "CodeProcess") -> None:
+        """Let another process run the code of jobs."""
+        self._process = process
+
+    def waits_for_code(self, waits: bool) -> None:
+        """Note whether another process runs the code of a job right now."""
+        self.in_users_code = waits
+
+    def close(self) -> None:
+        """End the process of the job's code."""
+        if self._process is not None:
+            self._process.close()
+
+    @property
+    def device(self) -> torch.device:
+        """The device to train on."""
+        return self._device
 
     def train(self, task: Task) -> None:
         """Train and submit, or report to the server why not.
@@ -89,8 +109,11 @@ class DeclaredTrainer:
         try:
             if not (self._config.trainer or task.job.trainer):  # a user's trainer cannot report how far it is
                 task.progress(0.0)
+            if self._process is not None and MODES[task.job.mode].grouped:
+                text = f"this client has training.process = true, which the mode {task.job.mode} cannot do"
+                raise SeamError("unknown_mode", text)
             with job_code():
-                loaded = self._load(task.job)
+                loaded = self.load(task.job, lambda: task.cancelled)
             where = span("train", task.command.traceparent, round=task.round, client=self._config.client_id)
             with where, job_code():
                 if MODES[task.job.mode].grouped:
@@ -116,6 +139,8 @@ class DeclaredTrainer:
             log.warning("round %d takes no update from this client: %s", task.round, over)
         except (SeamError, TrainError, DataError) as error:
             log.error("round %d failed (%s): %s", task.round, error.reason, error)
+            if isinstance(error, CodeFailed):  # the text of what another process has raised
+                return _Failure(error.reason, str(error), error.kind)
             about_data = isinstance(error, DataError)  # its text may count samples, or quote one
             return _Failure(error.reason, str(error), type(error.__cause__ or error).__name__ if about_data else "")
         except Refused:
@@ -139,30 +164,36 @@ class DeclaredTrainer:
         if MODES.get(evaluation.job.mode, TrainingMode).staged:  # The group has done it, at the end of the round.
             return self._pipeline_trainer.evaluation_of(evaluation.command.model_digest)
         try:
-            loaded = self._load(evaluation.job)
+            loaded = self.load(evaluation.job, lambda: evaluation.ended)
             evaluation.load_into(loaded.model)
             self.in_users_code = loaded.evaluator is not None
-            test = loaded.split.test
-            counts = run_evaluator(loaded.evaluator, loaded.model, test, loss=loaded.loss, device=self._device)
+            counts = self._counts(loaded, evaluation)
             if loaded.evaluator is not None:
                 evaluation.check_frozen(loaded.model)
             if evaluation.job.personal and evaluation.load_own(loaded.model):
-                counts = self._with_own(counts, loaded)
+                counts = self._with_own(counts, loaded, evaluation)
             return counts
+        except TrainingStopped:
+            raise RoundOver("deadline") from None
         except WrongModel as error:
             self._drop(error)
             raise
         finally:
             self.in_users_code = False
 
-    def _with_own(self, counts: Counts, loaded: LoadedJob) -> Counts:
+    def _counts(self, loaded: LoadedJob, evaluation: Evaluation) -> Counts:
+        if self._process is not None:
+            return evaluate_remote(self._process, evaluation.job, loaded, lambda: evaluation.ended)
+        samples = loaded.split.test
+        return run_evaluator(loaded.evaluator, loaded.model, samples, loss=loaded.loss, device=self._device)
+
+    def _with_own(self, counts: Counts, loaded: LoadedJob, evaluation: Evaluation) -> Counts:
         """Return counts with the figures of the loaded own model.
 
         If that cannot be evaluated, the figures of the round's model stay.
         """
-        samples = loaded.split.test
         try:
-            own = run_evaluator(loaded.evaluator, loaded.model, samples, loss=loaded.loss, device=self._device)
+            own = self._counts(loaded, evaluation)
         except Exception as error:  # the user's code may raise anything
             log.warning("this client's own model was not evaluated", exc_info=error)
             why = f"The client's own model was not evaluated: {failure_detail(error)}."
@@ -195,14 +226,15 @@ class DeclaredTrainer:
         task.progress(share)
 
     def _training_of(self, loaded: LoadedJob, task: Task, progress: Callable[[float], None]) -> LocalTraining:
-        return LocalTraining(task.command, loaded, loaded.split.train, self._device, progress, lambda: task.cancelled)
+        given = (task.command, loaded, loaded.split.train, self._device, progress, lambda: task.cancelled)
+        return LocalTraining(*given) if self._process is None else RemoteTraining(*given, process=self._process)
 
     def _train(self, training: LocalTraining, task: Task) -> TrainResult:
         if task.corrections is not None and self._config.optimizer:
             raise SeamError(
                 "no_correction", f"optimizer={self._config.optimizer} does not go with the job's corrections."
             )
-        self.in_users_code = training.loaded.trainer is not None
+        self.in_users_code = training.loaded.trainer is not None and self._process is None
         try:
             return training.train(task.plan, task.corrections)
         finally:
@@ -250,7 +282,11 @@ class DeclaredTrainer:
         if isinstance(error, WrongModel) and error.reason in _WRONG_BASE:
             self._loaded = None
 
-    def _load(self, job: pb.JobSpec) -> LoadedJob:
+    def forget(self) -> None:
+        """Forget the loaded job, so that it is built anew."""
+        self._loaded = None
+
+    def load(self, job: pb.JobSpec, stopped: Callable[[], bool] = lambda: False) -> LoadedJob:
         """Return the loaded job.
 
         It stays loaded from job to job as long as the names and their arguments stay the same.
@@ -265,11 +301,13 @@ class DeclaredTrainer:
         wanted = key.SerializeToString(deterministic=True)
         if self._loaded is None or wanted != self._key:
             self._loaded = None  # Frees the old data before the new data is loaded.
-            self._loaded, self._key = self._build(job), wanted
+            self._loaded, self._key = self._build(job, stopped), wanted
         return self._loaded
 
-    def _build(self, job: pb.JobSpec) -> LoadedJob:
+    def _build(self, job: pb.JobSpec, stopped: Callable[[], bool]) -> LoadedJob:
         config = self._config
+        if self._process is not None:
+            return load_remote(self._process, job, config, stopped)
         part_of = ClientPart(config.partition_index, config.partition_count, config.client_id)
         whole = load_job(job, config, self._offered, self._device, part_of)
         if MODES[job.mode].staged:  # Its workers read the same samples.
@@ -353,13 +391,18 @@ def offered_by(config: ClientConfig) -> Offered:
     return offered.marked() if config.privacy.demands or config.private else offered
 
 
-def prepare(config: ClientConfig) -> None:
+def prepare(config: ClientConfig, *, trains: bool = True) -> None:
     """Set the number of torch's threads, and warm torch up.
 
     Otherwise torch would load parts of itself in the first round.
+
+    Args:
+        config: The configuration.
+        trains: Whether this process trains, so that it needs the device.
     """
     torch.set_num_threads(config.threads or threads_for(config.clients_on_host))
-    warm_up(pick_device(config.device))
+    if trains:
+        warm_up(pick_device(config.device))
 
 
 def _size(samples: Any) -> int:
