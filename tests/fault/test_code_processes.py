@@ -55,11 +55,16 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultyFleet]:
 WORST = [
     ("user_processes:grows", "out_of_memory: client-0", "The job's code had 2,"),
     ("user_processes:crashes", "process_ended", "The process of the job's code ended by signal 11 (SIGSEGV)."),
-    ("user_processes:leaves", "process_ended", "The process of the job's code ended with exit code 3."),
+    pytest.param(
+        "user_processes:leaves",
+        "process_ended",
+        "The process of the job's code ended with exit code 3.",
+        marks=pytest.mark.soak,
+    ),
 ]
 
 
-@pytest.mark.parametrize(("trainer", "reason", "sentence"), WORST, ids=[trainer for trainer, _, _ in WORST])
+@pytest.mark.parametrize(("trainer", "reason", "sentence"), WORST)
 def test_code_that_does_the_worst_fails_its_round_and_nothing_else(
     fleet: FaultyFleet, trainer: str, reason: str, sentence: str
 ) -> None:
@@ -83,6 +88,7 @@ def test_code_that_takes_too_long_is_ended(tmp_path: Path) -> None:
         assert processes_of(fleet) == []
 
 
+@pytest.mark.soak
 def test_an_evaluator_that_crashes_is_told_and_the_next_one_works(fleet: FaultyFleet) -> None:
     with Control(fleet.control) as control:
         job = run_job(control, {**JOB, "evaluate": True, "evaluator": "user_processes:crashing_evaluator"})
@@ -120,7 +126,7 @@ EQUAL: dict[str, dict[str, Any]] = {
     "corrected": {"scaffold": True, "weights": "uniform", "momentum": 0.0},
     "own": {"personal": {"method": "ditto"}, "evaluate": True},
     "trainer": {"trainer": "user_trainers:gated", "encoding": "fp32"},
-    "residual": {"encoding": "uniform(bits=4)"},
+    "residual": {"encoding": "packed"},
 }
 
 

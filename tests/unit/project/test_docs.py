@@ -13,7 +13,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from tests.conftest import ROOT
 from tests.pages import PAGES, Page
 
-from fedring.client.config import ClientConfig
+from fedring.client.config import ClientConfig, CodeLimits
 from fedring.client.metrics import ClientMetrics
 from fedring.client.policy.privacy import SitePolicy
 from fedring.ctl.main import flctl
@@ -51,6 +51,7 @@ TABLES: dict[type[BaseModel], str] = {
     SecureAggregation: "secure_aggregation",
     SamplePrivacy: "sample_dp",
     SitePolicy: "privacy",
+    CodeLimits: "training",
     DataParallel: "data_parallel",
     Pipeline: "pipeline",
     ServerOptimizer: "server_optimizer",
