@@ -55,7 +55,7 @@ JOBS: dict[str, dict[str, Any]] = {
         "transforms": [{"name": "feddyn", "args": {"alpha": 0.05, "clients": CLIENTS}}],
     },
     "the server's own update": {
-        "subset_size": 40, "epochs": 2, "mu": 0.01,
+        "subset_size": 40, "epochs": 2, "mu": 0.01, "clip_norm": 0.3, "precision": "bf16",
         "aggregation": {"rule": "fltrust", "bucketing": 2, "data": "user_simulation:few", "args": {"count": 60}},
     },
 }  # fmt: skip

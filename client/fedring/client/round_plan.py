@@ -20,7 +20,17 @@ def plan_of(command: pb.TrainCmd, client_id: str, secret: ClientSecret) -> Plan:
     c = command
     seed = _number(secret.derive(c, TRAINING)) if promises_of(c.job) else own_seed(c.seed, client_id)
     return Plan(
-        c.epochs, c.batch_size, c.lr, c.momentum, c.mu, c.subset_size, seed, round=c.round, job_round=c.job_round
+        epochs=c.epochs,
+        batch_size=c.batch_size,
+        lr=c.lr,
+        momentum=c.momentum,
+        mu=c.mu,
+        subset_size=c.subset_size,
+        seed=seed,
+        round=c.round,
+        job_round=c.job_round,
+        clip_norm=c.clip_norm,
+        precision=c.precision or "fp32",
     )
 
 

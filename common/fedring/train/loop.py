@@ -6,7 +6,7 @@ The process trains a model on its own samples.
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MappingProxyType
 from typing import Any
 
@@ -49,7 +49,8 @@ def train(
     Args:
         model: Lies on `device`, and is trained there.
         samples: A map-style dataset of pairs of inputs and a label; inputs may be a dict by the names of arguments.
-        plan: Says how many samples and epochs, and with which batch size, learning rate, momentum, mu and seed.
+        plan: Says how many samples and epochs, and with which batch size, learning rate, momentum, mu, seed, largest
+            norm of gradients, and precision. The model's values are float32 with each precision.
         loss: Returns the mean loss of a batch.
         optimizer_factory: Makes a new optimizer, so that no momentum is kept from round to round.
         device: Where to train.
@@ -65,7 +66,7 @@ def train(
     Raises:
         TrainingStopped: If `stopped` returned True.
         TrainError: With the reason no_data, if there are no samples, or, if the loss is not finite, bad_batch if a
-            sample has NaN, and diverged if not.
+            sample has NaN, and diverged if not. With bad_precision, if this version does not know the plan's.
     """
     generator = torch.Generator().manual_seed(plan.seed)
     drawn = draw(size_of(samples), plan.subset_size, generator)
@@ -74,7 +75,7 @@ def train(
             "no_data", "This client has no samples to train on: give it some, or divide the data among fewer clients."
         )
     model.train()
-    step = _LocalStep(model, plan, loss, optimizer_factory, corrections, towards)
+    step = _LocalStep(model, plan, loss, optimizer_factory, device, corrections, towards)
     tally, steps = Tally(device), 0
     # Two sources of randomness: `generator` draws and orders samples, and the global ones drive dropout.
     with seeded(plan.seed, device):
@@ -160,11 +161,14 @@ class _LocalStep:
         plan: Plan,
         loss: Loss,
         optimizer_factory: OptimizerFactory,
+        device: torch.device,
         corrections: Mapping[str, Tensor],
         towards: Mapping[str, Tensor],
     ) -> None:
         self._model = model
         self._loss = loss
+        self._clip = plan.clip_norm
+        self._precision = _precision_of(plan, device)
         self._mu = plan.mu
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self._parameters = [p for _, p in named]
@@ -182,15 +186,27 @@ class _LocalStep:
         Returns:
             The loss, a scalar, and the outputs of the batch, both from before the step.
         """
-        outputs = apply(self._model, inputs)
-        loss = self._loss(outputs, labels)
+        with self._precision():
+            outputs = apply(self._model, inputs)
+            loss = self._loss(outputs, labels)
         loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        if self._clip > 0:  # before the terms below: they do not come from samples, and algorithms count on them
+            nn.utils.clip_grad_norm_(self._parameters, self._clip)
         if self._mu > 0:
             add_proximal(self._parameters, self._start, self._mu)
         add_corrections(self._corrections)
         self._optimizer.step()
         self._optimizer.zero_grad()
         return loss, outputs
+
+
+def _precision_of(plan: Plan, device: torch.device) -> Callable[[], AbstractContextManager[object]]:
+    """Return a maker of contexts for a forward pass and its loss."""
+    if plan.precision == "fp32":
+        return nullcontext
+    if plan.precision != "bf16":  # a newer server may know more
+        raise TrainError("bad_precision", f"This version trains in fp32 and bf16, and not in {plan.precision!r:.100}.")
+    return lambda: torch.autocast(device.type, dtype=torch.bfloat16)
 
 
 @torch.no_grad()

@@ -21,6 +21,8 @@ class Plan:
     seed: int = 0  # differs from round to round
     round: int = 0  # the number of the round, unique within the server's run
     job_round: int = 0  # the number of the round within its job, from 1
+    clip_norm: float = 0.0  # largest norm of a step's gradient, of the loss alone; 0 = any
+    precision: str = "fp32"  # of the forward pass and the loss: fp32 or bf16
 
 
 @dataclass(frozen=True, slots=True)

@@ -136,6 +136,89 @@ def test_the_proximal_term_pulls_towards_the_starting_values() -> None:
     assert weight(mu) == pytest.approx(5 - lr - lr * (1 - mu * lr))
 
 
+class TwoWeights(nn.Module):
+    """The product with a vector whose two values are parameters of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs[:, :1] * self.a + inputs[:, 1:] * self.b
+
+
+@pytest.mark.parametrize(
+    ("clip_norm", "steps"),
+    [(0.0, 5.0), (100.0, 5.0), (1.0, 1.0), (0.25, 0.25)],
+    ids=["any", "longer", "one", "quarter"],
+)
+def test_a_gradient_that_is_too_long_is_shortened_over_all_parameters(clip_norm: float, steps: float) -> None:
+    """The gradient is (3, 4) in two parameters; the norm counts over both, and the direction stays."""
+    model = TwoWeights()
+    samples = Samples(torch.tensor([[3.0, 4.0]] * 2), torch.zeros(2))
+    plan = Plan(batch_size=2, lr=1.0, momentum=0.0, clip_norm=clip_norm)
+    learn(model, samples, plan, loss=lambda outputs, labels: outputs.mean() + 0 * labels.sum())
+    found = torch.cat([model.a, model.b])
+    torch.testing.assert_close(found, -torch.tensor([0.6, 0.8]) * steps, rtol=1e-5, atol=1e-5)
+
+
+def test_terms_that_do_not_come_from_samples_are_not_shortened() -> None:
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    samples, plan = Samples(torch.ones(2, 1), torch.zeros(2)), Plan(batch_size=2, lr=1.0, momentum=0.0, clip_norm=0.5)
+    extra: dict[str, Any] = {
+        "corrections": {"weight": torch.full((1, 1), 10.0)},
+        "towards": {"weight": torch.full((1, 1), -100.0)},
+        "loss": lambda outputs, labels: 8 * outputs.mean() + 0 * labels.sum(),
+    }
+    learn(model, samples, replace(plan, mu=2.0), **extra)
+    assert model.weight.item() == pytest.approx(-(0.5 + 10 + 2 * 100))
+
+
+class Watched(nn.Module):
+    """A linear model that records the types of its outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = linear()
+        self.types: set[torch.dtype] = set()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self.inner(inputs)
+        self.types.add(outputs.dtype)
+        return outputs
+
+
+def test_bf16_is_of_the_passes_and_not_of_the_values_or_the_evaluation() -> None:
+    within: set[bool] = set()
+
+    def loss(outputs: Tensor, labels: Tensor) -> Tensor:
+        within.add(torch.is_autocast_enabled("cpu"))
+        return cross_entropy(outputs, labels)
+
+    results, samples = {}, blobs()
+    for precision, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+        model = Watched()
+        within.clear()
+        result = learn(model, samples, replace(PLAN, epochs=10, precision=precision), loss=loss)
+        assert within == {precision == "bf16"}
+        assert model.types == {dtype}
+        assert {p.dtype for p in model.parameters()} == {torch.float32}
+        assert result.accuracy == 1.0
+        model.types.clear()
+        assert evaluate(model, samples, loss=cross_entropy, device=CPU).correct == 50
+        assert model.types == {torch.float32}
+        results[precision] = read_vectors(model)
+    assert results["bf16"].digest() != results["fp32"].digest()
+    assert abs(results["bf16"].parameters - results["fp32"].parameters).max() < 0.05
+
+
+def test_a_precision_of_a_newer_server_is_refused() -> None:
+    with pytest.raises(TrainError, match=r"trains in fp32 and bf16, and not in 'fp8'") as refused:
+        learn(linear(), blobs(), replace(PLAN, precision="fp8"))
+    assert refused.value.reason == "bad_precision"
+
+
 def test_momentum_is_not_kept_after_a_round() -> None:
     plan = Plan(epochs=1, batch_size=50, lr=0.1, momentum=0.9)
     one, two, plain = linear(), linear(), linear()

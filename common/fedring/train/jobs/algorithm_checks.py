@@ -22,6 +22,9 @@ SCAFFOLD: Mapping[str, object] = {
 }
 """The demands of scaffold = true: its formulas are those of plain steps, and of a plain mean."""
 
+BUILT_IN_LOOP: Mapping[str, object] = {"mode": "federated", "trainer": ""}
+"""The demands of clip_norm and precision: only the built-in loop of a client follows them."""
+
 PERSONAL: Mapping[str, object] = {"mode": "federated", "trainer": "", "shared": ["*"], "private": []}
 """The demands of the table [personal]: the built-in loop trains a client's whole model."""
 
@@ -62,6 +65,8 @@ SAMPLE_PRIVATE: Mapping[str, tuple[object, str]] = {
     "evaluate": (False, "the clients' evaluations are not private; evaluate_on_server may be true"),
     "normalize_steps": (False, "numbers of steps are not private"),
     "scaffold": (False, "its control variates would count in gradients that are shortened"),
+    "clip_norm": (0.0, "the gradient of each sample is shortened to max_grad_norm already"),
+    "precision": ("fp32", "gradients of single samples are computed in fp32 only"),
 }
 """The demands of the table [sample_dp], with reasons. Later uses of the updates cost no privacy."""
 

@@ -13,7 +13,7 @@ from fedring.offers import PARTS, named
 from fedring.secure.limits import group_count
 from fedring.train.bounds import MAX_JOB_BYTES
 from fedring.train.jobs.aggregation_table import MEAN
-from fedring.train.jobs.algorithm_checks import SCAFFOLD, check_keys
+from fedring.train.jobs.algorithm_checks import BUILT_IN_LOOP, SCAFFOLD, check_keys
 from fedring.train.jobs.job_keys import JobKeys
 from fedring.train.jobs.job_table import JobTable, TrainingMode
 from fedring.train.jobs.round_settings import SCHEDULED, RoundSettings, SettingSchedule, check_schedules, settings_of
@@ -69,6 +69,10 @@ class Job(JobKeys):
     def _algorithms_fit(self) -> Self:
         if self.scaffold:
             check_keys(self, "scaffold = true", SCAFFOLD)
+        if self.clip_norm:
+            check_keys(self, f"clip_norm = {self.clip_norm:g}", BUILT_IN_LOOP)
+        if self.precision != "fp32":
+            check_keys(self, f'precision = "{self.precision}"', BUILT_IN_LOOP)
         for table in self.tables:
             table.check(self)
         return self

@@ -130,6 +130,16 @@ class JobKeys(BaseModel):
     lr: Rate = Field(0.05, description="learning rate of the clients' optimizer")
     momentum: float = Field(0.9, ge=0, lt=1, description="momentum of the clients' optimizer")
     mu: NonNegative = Field(0.0, description="weight of FedProx's proximal term; 0 = FedAvg")
+    clip_norm: NonNegative = Field(
+        0.0,
+        description="largest norm of the gradient of a step; a longer one is shortened to it; 0 = any (federated, "
+        "without a trainer or sample_dp)",
+    )
+    precision: Literal["fp32", "bf16"] = Field(
+        "fp32",
+        description="of the forward pass and the loss in training, by torch.autocast; the model's values are fp32 with "
+        "both (federated, without a trainer or sample_dp)",
+    )
     seed: int = Field(
         0,
         ge=0,

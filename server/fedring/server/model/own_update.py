@@ -114,6 +114,8 @@ def _train(
         subset_size=settings.subset_size,
         seed=seed,
         job_round=job_round,
+        clip_norm=job.clip_norm,
+        precision=job.precision,
     )
     if job.trainer:
         run_trainer(offered.get("trainer", job.trainer), model, samples, plan, device=device)

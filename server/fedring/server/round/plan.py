@@ -122,6 +122,8 @@ def train_cmd(job: Job, spec: pb.JobSpec, *, number: int, job_round: int) -> pb.
         lr=settings.lr,
         momentum=job.momentum,
         mu=job.mu,
+        clip_norm=job.clip_norm,
+        precision=job.precision,
         seed=job.seed * 1_000_003 + job_round,
         without_evaluation=not job.evaluate,
         encoding=pb.Encoding(**asdict(encoding)),

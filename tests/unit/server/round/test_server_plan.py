@@ -1,7 +1,13 @@
 """Every key of a job reaches the state machine or the wire."""
 
 import json
+from typing import Any
 
+import pytest
+from pydantic import ValidationError
+
+from fedring.client.policy.secret import ClientSecret
+from fedring.client.round_plan import plan_of
 from fedring.server.round.events import RoundRules
 from fedring.server.round.plan import job_spec, rules_of, train_cmd
 from fedring.train.jobs.job import Job
@@ -82,6 +88,49 @@ def test_a_command_carries_the_hyperparameters_of_the_round() -> None:
     assert (command.lr, command.momentum, command.mu) == (0.125, 0.5, 0.75)
     encoding = command.encoding
     assert (encoding.name, encoding.chunk, encoding.keep_ratio, encoding.step) == ("packed", 64, 0.5, 2.0)
+
+
+def test_clients_train_with_the_clip_and_the_precision_of_the_job() -> None:
+    secret = ClientSecret(lambda: bytes(32))
+    chosen: list[dict[str, Any]] = [{"clip_norm": 0.5, "precision": "bf16"}, {}]
+    for keys in chosen:
+        job = Job.model_validate(keys)
+        plan = plan_of(train_cmd(job, job_spec(job, 1), number=1, job_round=1), "a", secret)
+        assert (plan.clip_norm, plan.precision) == (keys.get("clip_norm", 0.0), keys.get("precision", "fp32"))
+
+
+def test_a_client_of_an_older_server_trains_in_fp32() -> None:
+    job = Job.model_validate({})
+    command = train_cmd(job, job_spec(job, 1), number=1, job_round=1)
+    command.ClearField("precision")
+    assert plan_of(command, "a", ClientSecret(lambda: bytes(32))).precision == "fp32"
+
+
+SAMPLE_DP: dict[str, Any] = {"sample_dp": {"noise_multiplier": 1.0}, "weights": "uniform", "evaluate": False}
+
+
+@pytest.mark.parametrize(
+    ("keys", "sentence"),
+    [
+        ({"clip_norm": -1.0}, "greater than or equal to 0"),
+        ({"clip_norm": float("nan")}, "finite"),
+        ({"clip_norm": float("inf")}, "finite"),
+        ({"precision": "fp16"}, "'fp32' or 'bf16'"),
+        ({"clip_norm": 1.0, "trainer": "a:b"}, 'clip_norm = 1 needs trainer = "", and it is "a:b"'),
+        ({"precision": "bf16", "trainer": "a:b"}, 'precision = "bf16" needs trainer = "", and it is "a:b"'),
+        ({"clip_norm": 1.0, "mode": "pipeline"}, 'clip_norm = 1 needs mode = "federated", and it is "pipeline"'),
+        (
+            {"precision": "bf16", "mode": "data_parallel"},
+            'precision = "bf16" needs mode = "federated", and it is "data',
+        ),
+        (SAMPLE_DP | {"clip_norm": 1.0}, "sample_dp: clip_norm is 1, and must be 0, because the gradient of each"),
+        (SAMPLE_DP | {"precision": "bf16"}, 'sample_dp: precision is "bf16", and must be "fp32", because gradients of'),
+    ],
+)
+def test_a_clip_or_a_precision_that_would_not_be_followed_is_refused(keys: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValidationError) as refused:
+        Job.model_validate(keys)
+    assert sentence in str(refused.value)
 
 
 def test_rounds_have_different_seeds_and_a_repeated_job_has_the_same_seeds() -> None:
