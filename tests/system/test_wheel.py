@@ -89,7 +89,9 @@ def check_contents(wheel: Path) -> None:
     assert {name.split("/")[1] for name in names if name.startswith("fedring/")} - {*PARTS} <= {
         "c10d.py",
         "extras.py",
+        "job_code.py",
         "offers.py",
+        "requirements.py",
         "untrusted.py",
         "version.py",
     }
