@@ -20,6 +20,8 @@ from torch import Tensor
 from fedring.client.config import ClientConfig
 from fedring.client.policy.promises import sample_dp_of
 from fedring.client.training.frames import (
+    CORRECTION,
+    OWN,
     CodePipe,
     Message,
     PipeClosed,
@@ -44,9 +46,6 @@ from fedring.v1 import federation_pb2 as pb
 _PR_SET_PDEATHSIG = 1
 _MOST = 1 << 62  # bytes of tensors: fl-client is trusted here
 _LEAST_SHARE = 0.005  # of a training, between two reports of its progress
-
-OWN, CORRECTION = "own/", "correction/"
-"""What the names of tensors begin with that are not of the round's model."""
 
 Answer = tuple[Message, bytes]
 

@@ -25,6 +25,9 @@ _MOST_TEXT = 16 << 20  # bytes of the JSON object: that of a model with 100,000 
 _CHUNK = 1 << 20
 LOOK_SECONDS = 0.2
 
+OWN, CORRECTION = "own/", "correction/"
+"""What the names of tensors begin with that are not of the round's model."""
+
 Message = dict[str, Any]
 
 

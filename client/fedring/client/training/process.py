@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,9 @@ from torch import Tensor
 
 from fedring.client.config import ClientConfig
 from fedring.client.training.frames import (
+    CORRECTION,
     LOOK_SECONDS,
+    OWN,
     BadPipeMessage,
     CodePipe,
     Message,
@@ -52,7 +54,6 @@ _REASON = re.compile(r"[a-z0-9_]{1,64}")
 _STOP_SECONDS = 2.0  # that code has to stop when its round has ended; then its process is ended
 _MOST_FIRST = 1 << 38  # bytes of a model that nobody knows yet
 _PAGE = os.sysconf("SC_PAGE_SIZE")
-_OWN, _CORRECTION = "own/", "correction/"
 _OPTIONAL = ("trainer", "evaluator")
 
 
@@ -266,8 +267,8 @@ class RemoteTraining(LocalTraining):
                 "no_personal", "A trainer does not train a client's own model, as the job's [personal] asks."
             )
         model, began = values_of(self.loaded.model), start()
-        asked: Message = {"plan": _told(plan), "names": sorted(schema.names), "started": began is not None}
-        values = pack({**model, **{_OWN + name: tensor for name, tensor in (began or {}).items()}})
+        asked: Message = {"plan": asdict(plan), "names": sorted(schema.names), "started": began is not None}
+        values = pack({**model, **{OWN + name: tensor for name, tensor in (began or {}).items()}})
         answer, found = self.process.call(
             "own",
             self.command.job,
@@ -292,8 +293,8 @@ class RemoteTraining(LocalTraining):
         on_nothing: bool = False,
     ) -> TrainResult:
         model = values_of(self.loaded.model)
-        asked: Message = {"plan": _told(plan), "corrected": corrections is not None, "on_nothing": on_nothing}
-        extra = {_CORRECTION + name: tensor for name, tensor in (corrections or {}).items()}
+        asked: Message = {"plan": asdict(plan), "corrected": corrections is not None, "on_nothing": on_nothing}
+        extra = {CORRECTION + name: tensor for name, tensor in (corrections or {}).items()}
         answer, found = self.process.call(
             "train",
             self.command.job,
@@ -354,10 +355,6 @@ def _nothing(*_: Any) -> Any:
 
 def _sizes(told: Message) -> tuple[object, object]:
     return told.get("train"), told.get("test")
-
-
-def _told(plan: Plan) -> Message:
-    return {name: getattr(plan, name) for name in plan.__dataclass_fields__}
 
 
 def _result_of(answer: Message) -> TrainResult:

@@ -135,9 +135,9 @@ def _experiment(
     else:
         keys, usual, beside = job_of(Path(name), words), _CLIENTS, Path(name).parent
     count = wanted or _workers(keys) or keys.get("min_clients", usual)
-    everyone = {"min_clients": count, "min_clients_to_aggregate": keys.get("min_clients", count)}
-    if name not in BUILT_IN:
-        del everyone["min_clients_to_aggregate"]
+    everyone = {"min_clients": count}
+    if name in BUILT_IN:
+        everyone["min_clients_to_aggregate"] = keys.get("min_clients", count)
     try:
         job = Job.model_validate({"start": FRESH, **everyone, "barrier_timeout_seconds": 120.0, **keys})
     except ValidationError as error:
