@@ -1,6 +1,8 @@
 """Decoders of bytes that come from a peer."""
 
 import contextlib
+import json
+import socket
 import struct
 import tempfile
 from functools import cache
@@ -13,6 +15,7 @@ from google.protobuf.message import DecodeError
 from fedring.client.errors import BadModel, WrongModel
 from fedring.client.policy.ledger import Ledger
 from fedring.client.policy.privacy import SitePolicy, refusal
+from fedring.client.training.frames import BadPipeMessage, CodePipe, PipeClosed, StandIn, describe, pack, put
 from fedring.client.training.personal import personal_of
 from fedring.client.transfer.download import Download, HeldModel
 from fedring.client.transforms.chosen import begin_transforms, unknown_in
@@ -86,6 +89,25 @@ def _stage(data: bytes) -> None:
 def _remote(data: bytes) -> None:
     message = decode_remote(data, max_bytes=1 << 16)
     assert sum(tensor.nbytes for tensor in message.tensors) <= 1 << 16
+
+
+def _job_code(data: bytes) -> None:
+    """Let the process of a job's code describe a model and send its tensors, and end."""
+    ours, theirs = socket.socketpair()
+    with theirs, ours:
+        theirs.sendall(data[: 64 << 10])  # that much fits into the buffer of the pair
+        theirs.shutdown(socket.SHUT_WR)
+        told, values = CodePipe(ours).receive(1 << 16)
+    assert len(values) <= 1 << 16
+    put(values, {"a": torch.zeros(2, 3)})
+    StandIn(told.get("tensors"), values)
+
+
+def _job_codes() -> list[bytes]:
+    model = torch.nn.ParameterDict({"a": torch.zeros(2, 3)})
+    values = pack({"a": model["a"]})
+    text = json.dumps({"tensors": describe(model), "train": 3, "test": None}).encode()
+    return [struct.pack("<QQ", len(text), len(values)) + text + values]
 
 
 def _download(data: bytes) -> None:
@@ -212,6 +234,7 @@ def wire_targets() -> dict[str, Target]:
         "frame": Target(_frame, [write_frame(head, b"sixteen bytes...", checksum=True)], (BadFrame,)),
         "stage message": Target(_stage, [stage.numpy().tobytes()], (PipelineError,)),
         "remote message": Target(_remote, [encode_remote(remote)], (BadMessage,)),
+        "job code": Target(_job_code, _job_codes(), (BadPipeMessage, PipeClosed, TrainError)),
         "download": Target(_download, _downloads(), (BadModel, WrongModel, DecodeError)),
         "update offer": Target(
             lambda data: open_offer(pb.UpdateOffer.FromString(data)), update_offers(), refused, pb.UpdateOffer

@@ -2,10 +2,12 @@
 
 import os
 import queue
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -172,10 +174,22 @@ def test_flctl_run_waits_for_a_server_that_starts(
             told = ""
             while "waiting for fl-server" not in told and not ended.done():
                 told += capsys.readouterr().err
+            look_twice(fleet.control, ended)
             fleet.start_server()
             assert ended.result(SECONDS) == Exit.CONFIG
     waits = f"waiting for fl-server at {fleet.control}, which does not answer yet"
     assert told == f"{waits} (for {SECONDS:g} s at most; Ctrl-C ends)\n"
+
+
+def look_twice(address: str, ended: Future[int]) -> None:
+    """Listen as a server does that starts and answers nobody yet, until flctl has looked at it twice."""
+    host, _, port = address.rpartition(":")
+    looks = 0
+    with socket.create_server((host, int(port))) as listener:
+        listener.settimeout(0.2)
+        while looks < 2 and not ended.done():
+            with suppress(TimeoutError, ConnectionError), listener.accept()[0] as caller:
+                looks += caller.recv(1) == b"\x16"  # TLS begins with it, which flctl tries to find out who listens
 
 
 def test_flctl_run_does_not_wait_for_ever(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
