@@ -2,6 +2,7 @@
 
 import os
 import random
+import signal
 import sys
 from collections import defaultdict
 from itertools import groupby
@@ -55,7 +56,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Read which tests have passed already; processes of xdist get the list from the first one."""
+    """Heed Ctrl-C, and read which tests have passed already; processes of xdist get the list from the first one."""
+    # A run that a shell has started in the background ignores SIGINT, and so would all programs that it starts.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if (given := getattr(config, "workerinput", None)) is not None:
         config.stash[_passed] = frozenset(given["passed"])
     elif file := config.getoption("passed"):

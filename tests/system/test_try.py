@@ -27,13 +27,7 @@ from tests.waiting import until
 def _running(out: Path, *arguments: str) -> Iterator["subprocess.Popen[str]"]:
     """Run flctl try; terminate it when the `with` block ends."""
     command = [sys.executable, "-m", "fedring.ctl.main", "try", "--out", str(out), *arguments]
-    # A test run that was started in the background ignores SIGINT; its children would do so, too.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        program = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    finally:
-        signal.signal(signal.SIGINT, before)
-    with program:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as program:
         try:
             yield program
         finally:
