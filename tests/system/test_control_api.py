@@ -13,8 +13,11 @@ from safetensors.torch import load_file
 from torch import nn
 
 from fedring.control import Failure, Row, Server, Unreachable, connect
+from fedring.control import server as control_server
+from fedring.control.notebook import LiveView
 from fedring.control.trackers import scalars, tracker
 from fedring.daemon.exits import Exit
+from fedring.data import digits
 from fedring.train.models import digits_mlp
 from tests import forks
 from tests.conftest import ROOT, missing
@@ -57,6 +60,33 @@ def test_a_job_is_started_watched_and_its_model_loaded(server: Server, tmp_path:
     model = job.load_model(digits_mlp())
     stored = load_file(tmp_path / "newest.safetensors")
     assert all(torch.equal(stored[name], value) for name, value in model.state_dict().items())
+
+
+def test_a_job_holds_functions_that_server_and_clients_can_import_and_no_others(server: Server) -> None:
+    job = server.start(JOB, model=digits_mlp, data=digits, name="<script>alert(1)</script>").wait()
+    assert (job.spec["model"], job.spec["data"]) == ("fedring.train.models:digits_mlp", "fedring.data:digits")
+    html = job._repr_html_()
+    assert html is not None
+    assert f"3 of 3 rounds, job {job.id} is completed" in html
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in html
+    assert "<script" not in html
+    assert "polyline" in html
+    before = len(server.jobs())
+    with pytest.raises(
+        Failure, match=r"^model: a lambda has no name by which others could import it: define"
+    ) as failed:
+        server.start(JOB, model=lambda: digits_mlp())
+    assert failed.value.exit_code is Exit.CONFIG
+    assert len(server.jobs()) == before
+
+
+def test_a_notebook_shows_a_job_while_it_waits_for_its_end(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[str] = []
+    now = iter(range(100_000))
+    monkeypatch.setattr(control_server, "live_view", lambda: LiveView(shown.append, lambda: float(next(now))))
+    job = server.start(JOB).wait()
+    assert f"3 of 3 rounds, job {job.id} is completed" in shown[-1]
+    assert all(f"job {job.id} is " in each for each in shown)
 
 
 def test_a_watch_that_begins_late_misses_no_round(server: Server) -> None:

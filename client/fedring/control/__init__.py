@@ -11,9 +11,10 @@ Start them, watch them, and fetch their rounds and models::
         model = job.load_model(MyModel())
 
 The names in `__all__` are public. `server` defines them; below it, `calls` has the calls of the control port as
-messages, with one kind of error (`failure`), `access` the caller's identity, `figures` the figures of a round's
-message, `model_export` the download of a model, and `trackers` writes rounds to TensorBoard and its like. flctl is
-built on this package. It may import what both daemons share, but neither the daemons nor flctl. It prints nothing.
+messages, with one kind of error (`failure`), `access` the caller's identity, `code_names` the names of functions and
+classes that are given as objects, `figures` the figures of a round's message, `view` a job as HTML, `notebook` the cell
+that shows it, `model_export` the download of a model, and `trackers` writes rounds to TensorBoard and its like. flctl
+is built on this package. It may import what both daemons share, but neither the daemons nor flctl. It prints nothing.
 """
 
 import os

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 from pydantic import ValidationError
@@ -14,8 +14,11 @@ from pydantic import ValidationError
 from fedring.control import figures
 from fedring.control.access import Access
 from fedring.control.calls import Control, check_completed
+from fedring.control.code_names import with_names
 from fedring.control.failure import Failure
 from fedring.control.figures import Row
+from fedring.control.notebook import live_view
+from fedring.control.view import JobView, RoundFigures
 from fedring.daemon.config import ConfigError, explain, read_document
 from fedring.daemon.exits import Exit
 from fedring.rpc.address import check_address
@@ -31,6 +34,7 @@ if TYPE_CHECKING:
 DEFAULT_SERVER = "127.0.0.1:8444"
 
 _ROUND_ENDED = ("round_evaluated", "round_abandoned")
+_ENDED_PHASES = ("published", "abandoned")
 
 
 def connect(
@@ -98,23 +102,25 @@ class Server:
         """End the connection, and everything that waits for it."""
         self.control.close()
 
-    def start(self, job: Mapping[str, Any] | str | Path, *, key: str = "", **keys: Any) -> "Job":
+    def start(self, job: Mapping[str, Any] | str | Path = MappingProxyType({}), *, key: str = "", **keys: Any) -> "Job":
         """Queue a job, and return at once.
 
         Args:
             job: Its keys (docs/configuration.md), or a .toml or .json file with them. The server has defaults for
-                those that are missing.
+                those that are missing. In the place of a name there may be the function or class itself, if server and
+                clients can import it.
             key: Idempotency key: the same job with the same key is queued once. By default every call has a new key.
             keys: Further keys, which take precedence over those of `job`.
 
         Raises:
-            Failure: If the file, a key or a value is wrong, or if the server refuses the job.
+            Failure: If the file, a key or a value is wrong, if others cannot import a function or class, or if the
+                server refuses the job.
         """
         from fedring.control.job_file import check_job  # imports the schema of jobs, which nothing else here needs
 
         try:
             table = dict(job) if isinstance(job, Mapping) else read_document(Path(job))
-            table |= keys
+            table = with_names(table | keys)
             check_job(table, where="the job")
         except ConfigError as error:
             raise Failure(str(error), Exit.CONFIG) from error
@@ -173,6 +179,16 @@ class Job:
         spec: dict[str, Any] = json.loads(self.message.spec)
         return spec
 
+    def _repr_html_(self) -> str | None:
+        try:
+            message = self.message
+            rows = self._rows(after=0, limit=message.rounds)
+            rounds = [_view_of(row) for row in rows if row["phase"] in _ENDED_PHASES]
+        except Failure:  # then a notebook shows the text of repr()
+            return None
+        state = f"{message.state}: {message.reason}" if message.reason else message.state
+        return JobView(message.name, f"job {self.id} is {state}", message.rounds, rounds).html()
+
     def stop(self) -> None:
         """End the job, with the round in progress."""
         self._control.stop_job(self.id)
@@ -205,11 +221,16 @@ class Job:
     def wait(self) -> Self:
         """Wait until the job has ended.
 
+        In a notebook, the cell shows the progress.
+
         Raises:
             Failure: If it failed or was stopped; the sentence says why.
         """
-        for _ in self.events():
-            pass
+        live = live_view()
+        for event in self.events():
+            if live is not None:
+                ended = event.kind == "job_ended" and event.job_id == self.id
+                live.update(self._repr_html_, last=ended)
         check_completed(self.message)
         return self
 
@@ -285,6 +306,12 @@ class Job:
         if row is None:
             raise Failure(f"job {self.id} has no {which} model yet")
         return int(row["model_version"] or 0)
+
+
+def _view_of(row: Row) -> RoundFigures:
+    numbers = _numbers(row)
+    metrics = {name: value for name, value in numbers.items() if "/" in name}
+    return RoundFigures(int(numbers["job_round"]), numbers.get("accuracy"), numbers.get("loss"), metrics)
 
 
 def _numbers(row: Row) -> dict[str, float]:

@@ -11,7 +11,8 @@ The names in `__all__` are public. `run` goes through the rounds and draws the c
 with the server's own functions. `worker` trains one client after the other with the client's own functions, and
 checks each update as the server does. `samples` has the samples of each client. `secret` makes the clients' secrets
 from one. `engine` and `ray_engine` have the workers, `vectors` the state that clients keep from round to round, and
-`checks` the checks before anything runs.
+`checks` the checks before anything runs. `objects` gives names to functions and classes that a script gives as
+objects, and `report` is what it gets back, with the view of a notebook.
 
 It may import `fedring.client`, `fedring.control`, `fedring.server` and what both daemons share. It opens no sockets and
 stores no facts, and it holds no formula of its own: training, encoding, checking and aggregating belong to the daemons'

@@ -14,16 +14,26 @@ from fedring.control.job_file import check_job
 from fedring.daemon.config import explain, read_document
 from fedring.daemon.exits import Exit
 from fedring.privacy.keystream import SECRET_BYTES
+from fedring.simulation.objects import LocalObjects
 from fedring.train.bounds import MAX_COUNT, MAX_SEED
 from fedring.train.jobs.job import Job
 from fedring.train.jobs.start import FRESH, NEWEST, is_path
 
 
-def job_of(job: Job | Mapping[str, Any] | str | Path, *, per_round: int | None, seed: int | None) -> Job:
+def job_of(
+    job: Job | Mapping[str, Any] | str | Path,
+    keys: Mapping[str, Any],
+    objects: LocalObjects,
+    *,
+    per_round: int | None,
+    seed: int | None,
+) -> Job:
     """Return the job to simulate.
 
     Args:
         job: The job, its keys, or the .toml or .json file that holds them.
+        keys: Further keys, which take precedence.
+        objects: Gets the objects that the keys hold, and gives them names.
         per_round: The clients of each round, in the place of the job's sample_clients; None = as the job says.
         seed: In the place of the job's seed; None = as the job says.
 
@@ -31,15 +41,13 @@ def job_of(job: Job | Mapping[str, Any] | str | Path, *, per_round: int | None, 
         ConfigError: The file cannot be read, or a key is unknown or has a wrong value.
         Failure: The keys do not fit together, or the job cannot be simulated.
     """
-    table: Mapping[str, Any]
     if isinstance(job, Job):
         table = job.model_dump()
-    elif isinstance(job, Mapping):
-        table = job
-        check_job(table, where="job")
     else:
-        table = read_document(Path(job))
-        check_job(table, where=str(job))
+        table = dict(job) if isinstance(job, Mapping) else read_document(Path(job))
+    table = objects.named({**table, **keys})
+    if not isinstance(job, Job) or keys:
+        check_job(table, where=str(job) if isinstance(job, str | Path) else "job")
     given = {"sample_clients": per_round, "seed": seed}
     _check_number("per_round", per_round, MAX_COUNT)
     _check_number("seed", seed, MAX_SEED, least=0)

@@ -9,14 +9,14 @@ and torch's same number of threads, the models are those of real daemons, byte f
 
 import hashlib
 import json
-import os
 import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from safetensors import SafetensorError
@@ -25,6 +25,7 @@ from fedring.client.policy.privacy import SitePolicy
 from fedring.client.transfer.own_values import PERSONAL
 from fedring.codec import CodecError
 from fedring.control.failure import Failure
+from fedring.control.notebook import live_view
 from fedring.daemon.exits import Exit
 from fedring.daemon.wording import counted
 from fedring.privacy.account import NoAccountant, SampledSteps, epsilon, sampled_epsilon
@@ -47,6 +48,8 @@ from fedring.simulation.checks import (
 )
 from fedring.simulation.engine import Engine, EvaluationFailed, InProcess, Processes
 from fedring.simulation.groups import groups_of, groups_that_count, short_of
+from fedring.simulation.objects import LocalObjects
+from fedring.simulation.report import SimulationReport, following
 from fedring.simulation.samples import Setup, client_id
 from fedring.simulation.secret import secret_of_seed
 from fedring.simulation.server import RUN_ID, Row, SimulatedServer, Work
@@ -68,7 +71,7 @@ _WARNINGS = 10  # the most sentences on the evaluation of a round
 
 
 def simulate(
-    job: Job | Mapping[str, Any] | str | Path,
+    job: Job | Mapping[str, Any] | str | Path = MappingProxyType({}),
     *,
     clients: int,
     per_round: int | None = None,
@@ -80,53 +83,73 @@ def simulate(
     device: str = "auto",
     engine: str = "local",
     out: str | Path | None = None,
-    show: Show = lambda share, row: None,
-) -> dict[str, Any]:
+    show: Show | None = None,
+    **keys: Any,
+) -> SimulationReport:
     """Run a job with simulated clients, and return its report.
 
-    The modules that the job names are imported, in this process and in the workers.
+    The modules that the job names are imported, in this process and in the workers. In a notebook, the cell shows the
+    progress.
 
     Args:
-        job: The job, its keys, or the .toml or .json file that holds them. Keys about waiting have no effect.
+        job: The job, its keys, or the .toml or .json file that holds them. Keys about waiting have no effect. In the
+            place of a name there may be the function or class itself.
         clients: The number of clients, among whom the training samples are divided as the job says.
         per_round: The clients that are drawn for a round; None = as the job says.
         seed: In the place of the job's seed; None = as the job says.
         secret: From which the clients' secrets follow (`client_secret`), at least 32 bytes; None = from the job's seed.
-        workers: Processes that train; None = one for each core. One worker trains in this process.
+        workers: Processes that train; None = one for each core, but 1 if the job has functions or classes that other
+            processes cannot import. One worker trains in this process.
         threads: With which torch computes in each worker; None = the worker's share of the cores.
         data_root: Folder of the data sets.
         device: Where to train: auto, cpu, cuda or cuda:N.
         engine: Where the workers run: local (processes of this machine), or ray (actors on a Ray cluster).
         out: Folder for report.json and model.safetensors, which is made. None = the report is only returned.
-        show: Is called after each client.
+        show: Is called after each client, in the place of a notebook's view.
+        keys: Further keys of the job, which take precedence over those of `job`.
 
     Returns:
-        The report: `rounds`, a row for each round with the figures that `flctl try` has, at most 10 sentences as
-        `failures`, and `warnings` on its evaluation, if there are any; `accuracy` and `loss` of the last model; its
-        `parameters` and `model_sha256`; and figures of the simulation (docs/simulation.md).
+        The report, a dictionary: `rounds`, a row for each round with the figures that `flctl try` has, at most 10
+        sentences as `failures`, and `warnings` on its evaluation, if there are any; `accuracy` and `loss` of the last
+        model; its `parameters` and `model_sha256`; and figures of the simulation (docs/simulation.md).
 
     Raises:
         ConfigError, Failure: With one sentence for people; `exit_code` of a Failure is 78 if the input is wrong.
     """
-    spec = job_of(job, per_round=per_round, seed=seed)
+    objects = LocalObjects()
+    spec = job_of(job, keys, objects, per_round=per_round, seed=seed)
     root = Path(data_root).absolute() if data_root else None
-    count = len(os.sched_getaffinity(0)) if workers is None else workers
-    check_numbers(spec, clients, count, threads)
     check_engine(engine)
+    count = objects.count_workers(workers, engine)
+    check_numbers(spec, clients, count, threads)
     check_data_root(root)
     check_length(secret)
     if out:
         make_folder(Path(out))
     trusted, used = tuple(spec.code), secret_of_seed(spec.seed) if secret is None else secret
-    setup = Setup(spec, clients, root, trusted, device, threads or threads_for(count), used)
+    setup = Setup(spec, clients, root, trusted, device, threads or threads_for(count), used, objects=objects.by_name)
     try:
         # All checks are over: a simulation may take hours, and must not end with an error that was known before.
-        report = _simulate(setup, count, engine, out, show)
+        with _shown(spec, show) as shown:
+            report = SimulationReport(_simulate(setup, count, engine, out, shown), spec)
         if out:
             (Path(out) / "report.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     except (OSError, SafetensorError) as error:
         raise Failure(f"the simulation cannot go on: {error}") from error
     return report
+
+
+@contextmanager
+def _shown(job: Job, show: Show | None) -> Iterator[Show]:
+    """Yield `show`, or a function that updates a notebook's view.
+
+    Elsewhere, it does nothing.
+    """
+    if show is None and (live := live_view()) is not None:
+        with following(job, live) as follower:
+            yield follower
+    else:
+        yield show or (lambda share, row: None)
 
 
 def _simulate(setup: Setup, count: int, engine: str, out: str | Path | None, show: Show) -> dict[str, Any]:

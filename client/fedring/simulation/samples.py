@@ -3,8 +3,8 @@
 They are parts of one data set, or those that a data callable returns for each client.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,6 +17,7 @@ from fedring.data.partition import held_out_parts, labels_of, parts, subset
 from fedring.train.batches import size_of
 from fedring.train.jobs.job import Job
 from fedring.train.loop import seeded
+from fedring.train.names.offered import Offered, collect
 
 _KEPT = 256  # splits of single clients in memory; the others are loaded again when their turn comes
 
@@ -34,6 +35,15 @@ class Setup:
     secret: bytes  # from which those of the clients follow
     number: int = 0  # of the worker, from 0
     workers: int = 1  # among whom the test samples are divided, unless the job has an evaluator
+    objects: Mapping[str, Callable[..., Any]] = field(default_factory=dict)  # those that only this process has, by name
+
+    def offered(self) -> Offered:
+        """Return the functions and classes that the job names.
+
+        Raises:
+            SeamError: Something cannot be imported.
+        """
+        return collect(self.trusted, root=self.data_root, objects=self.objects)
 
 
 def client_id(client: int) -> str:

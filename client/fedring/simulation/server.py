@@ -64,7 +64,8 @@ class SimulatedServer:
         executor = stack.enter_context(ThreadPoolExecutor(config.threads))
         self._job, self._stats = job, dict[str, Any]()  # the figures of the last round that has published a model
         try:
-            self._maker = ModelMaker(self._blobs, executor, config, RUN_ID, ModelVersions(self._blobs))
+            offered = setup.offered()
+            self._maker = ModelMaker(self._blobs, executor, config, RUN_ID, ModelVersions(self._blobs), offered=offered)
         except SeamError as error:  # something that the job names cannot be imported
             raise Failure(str(error).rstrip("."), Exit.CONFIG) from error
         self._checks = JobChecks(config, self._maker)

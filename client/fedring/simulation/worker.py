@@ -57,7 +57,6 @@ from fedring.train.device import pick_device
 from fedring.train.errors import SeamError, TrainError, failure_detail, failure_reason
 from fedring.train.evaluation import Counts, run_evaluator
 from fedring.train.loop import seeded, warm_up
-from fedring.train.names.offered import collect
 from fedring.train.plan import Plan
 from fedring.train.tensors.state import fill, frozen_digest, has_frozen, read_tensors, read_vectors, write_tensors
 from fedring.train.tensors.state import split as split_tensors
@@ -132,7 +131,7 @@ class SimulationWorker:
         self._device, self._secret = pick_device(setup.device), setup.secret
         job, spec = setup.job, job_spec(setup.job, 1)
         config = ClientConfig.model_construct(data_root=setup.data_root)  # which does not read the environment
-        offered = collect(setup.trusted, root=setup.data_root)
+        offered = setup.offered()
         with seeded(
             job.seed, self._device
         ):  # so that a data callable that draws samples draws the same ones everywhere

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 from torch import nn
@@ -190,7 +190,13 @@ class Offered:
         return SeamError("not_offered", f"{shown} is not offered here as {kind}: {advice}")
 
 
-def collect(trusted: Iterable[str], *, root: Path | None = None, download: bool = False) -> Offered:
+def collect(
+    trusted: Iterable[str],
+    *,
+    root: Path | None = None,
+    download: bool = False,
+    objects: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
+) -> Offered:
     """Import everything that an operator trusts, and collect its offers.
 
     This may take seconds.
@@ -199,22 +205,28 @@ def collect(trusted: Iterable[str], *, root: Path | None = None, download: bool 
         trusted: Modules, and names of functions and classes, as the module's docstring says.
         root: The folder below which paths in arguments lie; None = no path can be given.
         download: Whether arguments may make a callable download files.
+        objects: Functions and classes of the calling program by the names that stand for them in `trusted`, which are
+            not imported.
 
     Raises:
         SeamError: With the reason bad_trusted, if an entry cannot be read, no_module, if a module cannot be imported,
             no_attribute, if it has no such attribute, or not_callable, if that is no function or class.
     """
     entries = list(dict.fromkeys(trusted))
-    offers = [offer for entry in entries for offer in _offers_of(entry)]
+    offers = [offer for entry in entries for offer in _offers_of(entry, objects)]
     # An operator's own word counts more than a module's mark of the same name.
-    own = [entry.partition(" as ")[0].partition(":")[0].strip() for entry in entries]
+    names = (entry.partition(" as ")[0].strip() for entry in entries)
+    own = [name.partition(":")[0] for name in names if name not in objects]
     sources = Sources(name for name in own if name.partition(".")[0] not in _NOT_EDITED)
     offers.sort(key=lambda offer: offer.marked)
     return Offered(offers, entries, root=root, download=download, sources=sources)
 
 
-def _offers_of(entry: str) -> Iterator[Offer]:
+def _offers_of(entry: str, objects: Mapping[str, Callable[..., Any]]) -> Iterator[Offer]:
     name, _, kind = (part.strip() for part in entry.partition(" as "))
+    if name in objects:
+        yield from (Offer(of, name, objects[name]) for of in KINDS if of == kind)
+        return
     module, colon, attribute = name.partition(":")
     if kind and (not colon or kind not in KINDS):
         advice = f"write module:attribute as one of {', '.join(KINDS)}"

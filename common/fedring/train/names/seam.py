@@ -1,6 +1,7 @@
 """A job's model and optimizer, made by offered code and checked."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ def build_model(name: str, args: dict[str, Any], seed: int, offered: Offered) ->
         SeamError: As Offered.get() raises it, or with the reason no_model.
     """
     build = offered.get("model", name, args)
+    if isinstance(build.func if isinstance(build, partial) else build, nn.Module):
+        raise SeamError("no_model", f"{name} is a model already: name its class, or a function that makes it.")
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         try:

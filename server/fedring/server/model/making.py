@@ -33,7 +33,7 @@ from fedring.server.state.checked import CheckedReader, find_damage
 from fedring.server.state.failures import DamagedUpdates, StorageError
 from fedring.server.state.rows import ModelRow, UpdateRow
 from fedring.train.jobs.job import Job
-from fedring.train.names.offered import collect
+from fedring.train.names.offered import Offered, collect
 from fedring.train.tensors.skeleton import initialize
 from fedring.train.tensors.state import frozen_digest, read_vectors, write_vectors
 from fedring.v1 import federation_pb2 as pb
@@ -50,6 +50,7 @@ class ModelMaker:
         config: says what is trusted, and where the first weights are.
         run_id: goes into the model files, for people.
         versions: the versions that are available.
+        offered: what jobs may name; None = what the configuration trusts, which is imported.
 
     Attributes:
         offered: what jobs may name here.
@@ -61,11 +62,18 @@ class ModelMaker:
     """
 
     def __init__(
-        self, blobs: Blobs, executor: Executor, config: ServerConfig, run_id: str, versions: ModelVersions
+        self,
+        blobs: Blobs,
+        executor: Executor,
+        config: ServerConfig,
+        run_id: str,
+        versions: ModelVersions,
+        *,
+        offered: Offered | None = None,
     ) -> None:
         self._blobs, self._executor, self._config, self._run_id = blobs, executor, config, run_id
         self._versions = versions
-        self.offered = collect(config.trusted, root=config.data_root, download=config.download)
+        self.offered = offered or collect(config.trusted, root=config.data_root, download=config.download)
         self.job_models = JobModels(self.offered)
         self.test_set = TestSet(blobs, config.data_root, self.offered)
         self._own = OwnUpdates(config.data_root, self.offered)
