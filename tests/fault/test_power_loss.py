@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import SEED, missing
+from tests.once import made_once
 from tests.power.losses import Recording, record_in
 from tests.power.recording import JOBS
 from tests.power.records import Record, build_layer
@@ -30,15 +31,14 @@ UNSYNCED: dict[str, Callable[[Record], bool]] = {
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Record a fleet that trains a few jobs."""
-    return recorded(tmp_path_factory.mktemp("power"), QUICK)
+    return made_once(tmp_path_factory, "power", lambda folder: recorded(folder, QUICK)) / "fleet"
 
 
-def recorded(folder: Path, jobs: tuple[str, ...]) -> Path:
-    """Record a fleet that trains these jobs; return the folder of the recording."""
+def recorded(folder: Path, jobs: tuple[str, ...]) -> None:
+    """Record a fleet that trains these jobs, in `fleet` of a folder."""
     if (library := build_layer(folder)) is None:
         missing("a C compiler for Linux, with which a layer under programs is built,")
     record_in(folder / "fleet", library, jobs)
-    return folder / "fleet"
 
 
 @pytest.mark.slow
@@ -68,7 +68,8 @@ def test_a_missing_sync_is_found(quick: Path, tmp_path: Path, unsynced: str) -> 
 
 @pytest.mark.soak
 def test_what_was_told_is_there_after_hundreds_of_power_losses(tmp_path: Path) -> None:
-    recording = Recording(recorded(tmp_path, tuple(JOBS)))
+    recorded(tmp_path, tuple(JOBS))
+    recording = Recording(tmp_path / "fleet")
     assert recording.differences() == []
     assert [each for each in recording.losses(600, SEED, tmp_path / "lost") if each.faults] == []
     rng = random.Random(SEED)

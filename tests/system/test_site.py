@@ -11,6 +11,7 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 from tests.conftest import ROOT, missing
+from tests.once import made_once
 
 pytestmark = pytest.mark.timeout(900)
 FRONT = Path("docs/site/index.html")
@@ -36,15 +37,17 @@ class Read(HTMLParser):
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, Read]:
     if importlib.util.find_spec("sphinx") is None:
         missing("the package `sphinx`")
-    out = tmp_path_factory.mktemp("site")
+    site = made_once(tmp_path_factory, "pages", build) / "site"
+    return {path.relative_to(site): Read(path.read_text()) for path in site.rglob("*.html")} | {
+        path.relative_to(site): Read("") for path in site.rglob("*") if path.is_file() and path.suffix != ".html"
+    }
+
+
+def build(out: Path) -> None:
     options = ["--quiet", "--fail-on-warning", "--keep-going", "--conf-dir", "docs/site", "--builder", "html"]
     command = [sys.executable, "-m", "sphinx", *options, "-d", str(out / ".doctrees"), ".", str(out / "site")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
     assert (done.returncode, done.stderr) == (0, "")
-    site = out / "site"
-    return {path.relative_to(site): Read(path.read_text()) for path in site.rglob("*.html")} | {
-        path.relative_to(site): Read("") for path in site.rglob("*") if path.is_file() and path.suffix != ".html"
-    }
 
 
 def targets(page: Path, read: Read) -> Iterator[tuple[Path, str]]:
