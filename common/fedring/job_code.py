@@ -3,7 +3,7 @@
 A model, a data set, a loss, an optimizer, a trainer, an evaluator or a rule may raise anything. `argparse` raises
 SystemExit, and `except KeyboardInterrupt: raise` is everywhere. Neither may end a daemon: only the signals of those who
 run it may. So every call of such code is inside of `job_code`, and the handlers of signals raise exceptions marked with
-`Asked`.
+`Asked`. The errors of fedring itself are marked with `OwnError`.
 """
 
 import signal
@@ -13,6 +13,14 @@ from contextlib import contextmanager
 from types import FrameType
 
 _MOST_TEXT = 100  # characters of the argument of sys.exit()
+
+
+class OwnError(Exception):
+    """Marks the errors of fedring itself, whose text says all.
+
+    Any other error that a job's code lets out is the code's, and only its type and its text together say what it is.
+    `fedring.train.errors.failure_detail` tells them apart.
+    """
 
 
 class CodeEnded(RuntimeError):

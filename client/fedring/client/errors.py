@@ -1,9 +1,10 @@
 """The errors of a client."""
 
 from fedring.daemon.exits import Exit
+from fedring.job_code import OwnError
 
 
-class RoundOver(Exception):
+class RoundOver(OwnError):
     """The round has ended, or needs nothing more from this client.
 
     `reason` is a stable word.

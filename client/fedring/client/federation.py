@@ -32,10 +32,10 @@ from fedring.client.transforms.chosen import unknown_in
 from fedring.daemon.config import load_config
 from fedring.daemon.lock import StateLock
 from fedring.daemon.metrics import serving
-from fedring.data import DataError
+from fedring.job_code import OwnError
 from fedring.privacy.account import NoAccountant
 from fedring.rpc.tls import ends_at
-from fedring.train.errors import SeamError, TrainError, failure_detail, failure_reason
+from fedring.train.errors import failure_detail, failure_reason
 from fedring.train.evaluation import NO_SAMPLES, Counts, counts_of
 from fedring.train.jobs.job_table import TrainingMode
 from fedring.train.jobs.modes import MODES
@@ -275,10 +275,10 @@ class Federation:
             why = "" if staged or counts.total or counts.warnings else NO_SAMPLES
         except Refused:
             raise
-        except Exception as error:  # noqa: BLE001  # the user's function may raise anything; the next model may suit it
-            known = isinstance(error, RoundOver | SeamError | TrainError | DataError)
-            why = str(error) if known else failure_detail(error)
-            log.debug("an evaluation has failed", exc_info=True) if known else log.exception("an evaluation has failed")
+        except Exception as error:  # the user's function may raise anything; the next model may suit it
+            why = failure_detail(error)
+            level = logging.DEBUG if isinstance(error, OwnError) else logging.ERROR
+            log.log(level, "an evaluation has failed", exc_info=True)
         finally:
             report = report_of(command, counts, why)
             self._link.metrics.evaluated(report.total > 0)

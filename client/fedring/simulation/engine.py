@@ -23,7 +23,7 @@ from fedring.data import DataError
 from fedring.job_code import job_code
 from fedring.simulation.samples import Setup
 from fedring.simulation.worker import Order, Outcome, Own, SimulationWorker, Turn, limit_threads
-from fedring.train.errors import SeamError, TrainError, failure_detail
+from fedring.train.errors import SeamError, failure_detail
 from fedring.train.evaluation import Counts
 
 T = TypeVar("T")
@@ -104,7 +104,7 @@ def evaluate(worker: SimulationWorker, vectors: Vectors) -> Counts | Failure:
         return worker.evaluate(vectors)
     except Exception as error:  # the user's code may raise anything
         log.debug("the evaluation failed", exc_info=True)
-        return EvaluationFailed(f"the model cannot be evaluated: {_detail(error)}")
+        return EvaluationFailed(f"the model cannot be evaluated: {failure_detail(error)}")
 
 
 def evaluate_own(worker: SimulationWorker, clients: Sequence[Own]) -> list[OwnResult]:
@@ -120,11 +120,7 @@ def _evaluate_own(worker: SimulationWorker, own: Own) -> OwnResult:
         return worker.evaluate_own(own)
     except Exception as error:  # the user's code may raise anything
         log.debug("the evaluation failed", exc_info=True)
-        return Counts(warnings=(f"a client's own model cannot be evaluated: {_detail(error)}",)), {}
-
-
-def _detail(error: Exception) -> str:
-    return str(error) if isinstance(error, SeamError | TrainError | DataError) else failure_detail(error)
+        return Counts(warnings=(f"a client's own model cannot be evaluated: {failure_detail(error)}",)), {}
 
 
 def succeeded(result: T | Failure) -> T:

@@ -12,7 +12,7 @@ import json
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +31,7 @@ from fedring.daemon.wording import counted
 from fedring.privacy.account import NoAccountant, SampledSteps, epsilon, sampled_epsilon
 from fedring.server.aggregation.rule import OptimizerError, RuleError
 from fedring.server.aggregation.strategy import HISTORY, PastRound, StrategyError, with_settings
+from fedring.server.model.testset import EvaluationFailed as ServerEvaluationFailed
 from fedring.server.model.transforms.listing import transforms_of
 from fedring.server.round import machine
 from fedring.server.round.events import Phase, Round
@@ -376,21 +377,36 @@ class _Run:
             row: Gets the figures.
             warnings: Get a sentence on everything that fails.
         """
-        origins = {"eval": self._job.evaluate, "server": self._job.evaluate_on_server}
-        if not any(origins.values()):
-            return
-        try:
-            counts = self._engine.evaluate(self._vectors)
-            warnings += counts.warnings if counts.total else [NO_SAMPLES]
-        except EvaluationFailed as error:
-            counts = Counts()
-            warnings.append(str(error))
-        row["accuracy"], row["loss"] = counts.accuracy, counts.loss
-        for origin in (origin for origin, wanted in origins.items() if wanted):
-            row["metrics"] |= with_origin(origin, counts.metrics, accuracy=counts.accuracy, loss=counts.loss)
+        job, apart = self._job, self._job.evaluate_on_server and self._server.loads_its_own
+        if apart:
+            self._tell(row, ["server"], self._counts(lambda: self._server.evaluate(self._model), warnings))
+        origins = {"eval": job.evaluate, "server": job.evaluate_on_server and not apart}
+        if wanted := [origin for origin, asked in origins.items() if asked]:
+            self._tell(row, wanted, self._counts(lambda: self._engine.evaluate(self._vectors), warnings))
         if self._job.evaluate and self._job.personal:
             kept = ((client, self._kept.section(client, PERSONAL)) for client in range(self._setup.clients))
             owns = (Own(client, section.tensors) for client, section in kept if section is not None)
             evaluated = list(self._engine.evaluate_own(owns))
             warnings += [warning for own, _ in evaluated for warning in own.warnings]
             row["metrics"] |= with_origin("eval", combine((own.total, figures) for own, figures in evaluated))
+
+    def _counts(self, evaluate: Callable[[], Counts], warnings: list[str]) -> Counts:
+        """Return the counts of an evaluation, which may fail.
+
+        Args:
+            evaluate: Makes it.
+            warnings: Get a sentence on everything that fails.
+        """
+        try:
+            counts = evaluate()
+        except (EvaluationFailed, ServerEvaluationFailed) as error:
+            warnings.append(str(error))
+            return Counts()
+        warnings += counts.warnings if counts.total else [NO_SAMPLES]
+        return counts
+
+    def _tell(self, row: Row, origins: Iterable[str], counts: Counts) -> None:
+        """Write the figures of an evaluation into the row of its round."""
+        row["accuracy"], row["loss"] = counts.accuracy, counts.loss
+        for origin in origins:
+            row["metrics"] |= with_origin(origin, counts.metrics, accuracy=counts.accuracy, loss=counts.loss)

@@ -20,6 +20,7 @@ from fedring.codec.schema import Schema, Vectors
 from fedring.control.failure import Failure
 from fedring.daemon.config import ConfigError
 from fedring.daemon.exits import Exit
+from fedring.data import takes_part
 from fedring.privacy.keystream import SECRET_BYTES
 from fedring.server.aggregation.modelfile import ModelReader
 from fedring.server.aggregation.strategy import PastClient, PastRound
@@ -36,6 +37,7 @@ from fedring.server.state.rows import ModelRow, UpdateRow
 from fedring.simulation.groups import Group
 from fedring.simulation.samples import Setup
 from fedring.train.errors import SeamError
+from fedring.train.evaluation import Counts
 from fedring.train.jobs.job import Job
 from fedring.train.jobs.start import is_path
 from fedring.train.metrics import combine, with_origin
@@ -115,6 +117,22 @@ class SimulatedServer:
             StrategyError, SeamError: It fails.
         """
         return self._maker.ask_metrics(row, self._job) if self._job.aggregation.own else {}
+
+    @property
+    def loads_its_own(self) -> bool:
+        """Whether the server evaluates on other samples than the clients.
+
+        A data callable that takes a part returns those of one client.
+        """
+        return takes_part(self._maker.offered.get("data", self._job.data))
+
+    def evaluate(self, row: ModelRow) -> Counts:
+        """Evaluate a model on the server's own samples, part 0 of 1.
+
+        Raises:
+            EvaluationFailed: It fails.
+        """
+        return self._maker.test_set.evaluate(row, self._job)
 
     def command(self, job: Job, command: pb.TrainCmd, base: ModelRow) -> None:
         """Add the fields of the job's transforms to a round's command."""

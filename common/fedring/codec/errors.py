@@ -1,7 +1,9 @@
 """The error of everything that reads or writes formats."""
 
+from fedring.job_code import OwnError
 
-class CodecError(ValueError):
+
+class CodecError(OwnError, ValueError):
     """Bytes, or values to be encoded, are not valid.
 
     Args:

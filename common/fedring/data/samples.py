@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from fedring.job_code import job_code
+from fedring.job_code import OwnError, job_code
 
 
-class DataError(Exception):
+class DataError(OwnError):
     """The samples cannot be loaded or divided.
 
     Attributes:

@@ -8,10 +8,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from fedring.job_code import OwnError
+
 _OF_THE_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
 
 
-class SeamError(Exception):
+class SeamError(OwnError):
     """Something that the user plugged in does not fit.
 
     It is a callable, a model, a device or a file.
@@ -25,7 +27,7 @@ class SeamError(Exception):
         self.reason = reason
 
 
-class TrainError(Exception):
+class TrainError(OwnError):
     """Training did not produce a usable model.
 
     Attributes:
@@ -68,10 +70,12 @@ def failure_reason(error: Exception) -> str:
 
 
 def failure_detail(error: BaseException) -> str:
-    """Return the error's type and text, and its notes.
+    """Return an error in words: its type, its text and its notes.
 
-    The notes say where it happened.
+    The notes say where it happened. The text of fedring's own errors is enough.
     """
+    if isinstance(error, OwnError):
+        return str(error)
     return "; ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
 
 

@@ -138,6 +138,21 @@ def test_each_client_has_the_samples_that_a_data_function_returns_for_it() -> No
     assert alone(clients=4)["model_sha256"] != models
 
 
+def test_the_server_evaluates_on_the_samples_that_a_server_would_load() -> None:
+    keys: Any = {"data": f"{HERE}:own_digits", "evaluate_on_server": True}
+    both, alone_ = (alone(clients=4, **keys, evaluate=evaluate) for evaluate in (True, False))
+    for row, own in zip(both["rounds"], alone_["rounds"], strict=True):
+        told = row["metrics"]
+        assert told["server/accuracy"] in (0.0, 1.0)  # of one sample, that of part 0
+        assert told["eval/loss"] != told["server/loss"] == own["metrics"]["server/loss"] == own["loss"]
+        assert (row["loss"], "eval/loss" in own["metrics"]) == (told["eval/loss"], False)
+    whole = alone(clients=4, evaluate_on_server=True)["rounds"][-1]["metrics"]
+    assert whole["server/loss"] == whole["eval/loss"]
+    broken = alone(clients=4, data=f"{HERE}:own_but_whole", evaluate_on_server=True)["rounds"][-1]
+    assert broken["warnings"] == ["The data cannot be loaded: ValueError: this is the data of everybody."]
+    assert broken["accuracy"] is not None  # that of the clients
+
+
 def test_a_worker_in_this_process_computes_with_all_cores_and_puts_the_number_of_threads_back() -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(3)

@@ -91,8 +91,7 @@ class OwnUpdates:
         except SeamError:
             raise
         except Exception as error:  # the user's code may raise anything
-            known = isinstance(error, TrainError | DataError)
-            detail = str(error).rstrip(".") if known else failure_detail(error)
+            detail = failure_detail(error).rstrip(".")
             raise RuleError("no_server_update", f"the server cannot train: {detail}") from error
         if not np.isfinite(delta).all():
             raise RuleError("no_server_update", "the server's own update has a value that is not finite")

@@ -10,16 +10,14 @@ from typing import Any
 
 from torch import nn
 
-from fedring.codec import CodecError
 from fedring.data import DataError, load_split
 from fedring.job_code import job_code
 from fedring.server.aggregation.modelfile import ModelReader
 from fedring.server.state.blob_interfaces import Blobs
 from fedring.server.state.checked import CheckedReader
-from fedring.server.state.failures import StorageError
 from fedring.server.state.rows import ModelRow
 from fedring.train.device import pick_device
-from fedring.train.errors import SeamError, TrainError, failure_detail
+from fedring.train.errors import SeamError, failure_detail
 from fedring.train.evaluation import Counts, Evaluator, run_evaluator
 from fedring.train.jobs.job import Job
 from fedring.train.names.offered import Offered
@@ -75,8 +73,7 @@ class TestSet:
                 counts = run_evaluator(loaded.evaluator, loaded.model, loaded.samples, loss=loaded.loss, device=device)
         except Exception as error:  # the user's model and loss may raise anything, and the round has published
             log.exception("the server could not evaluate model %d", row.version)
-            known = isinstance(error, SeamError | TrainError | StorageError | CodecError)
-            raise EvaluationFailed(str(error) if known else failure_detail(error)) from None
+            raise EvaluationFailed(failure_detail(error)) from None
         if not counts.total:
             raise EvaluationFailed("There are no test samples here: let the job's data have some on the server, too.")
         return counts

@@ -4,12 +4,13 @@ from collections.abc import Iterable
 
 from grpc import StatusCode
 
+from fedring.job_code import OwnError
 from fedring.rpc.errors import FedringError, Overloaded, Unavailable
 from fedring.server.state.files import BLOBS, FACTS
 from fedring.server.state.rows import ModelRow, UpdateRow
 
 
-class StorageError(Exception):
+class StorageError(OwnError):
     """Something could not be written or read.
 
     Attributes:

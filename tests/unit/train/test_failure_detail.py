@@ -1,0 +1,29 @@
+"""Errors in words: fedring's own, and those of a job's code."""
+
+import pytest
+
+from fedring.client.errors import RoundOver, UpdateRefused
+from fedring.codec import CodecError
+from fedring.data import DataError
+from fedring.job_code import CodeEnded
+from fedring.server.state.failures import StorageError
+from fedring.train.errors import SeamError, TrainError, failure_detail
+
+
+@pytest.mark.parametrize("own", [SeamError, TrainError, DataError, CodecError, StorageError, RoundOver, UpdateRefused])
+def test_the_text_of_fedrings_own_errors_says_all(own: type[Exception]) -> None:
+    error = own("a_word", "The file is not there.")
+    assert failure_detail(error) == str(error)
+    assert type(error).__name__ not in failure_detail(error)
+
+
+class Coded(ValueError):
+    """An error of somebody's code, which looks like one of fedring's own."""
+
+    reason = "bad_model"
+
+
+@pytest.mark.parametrize("error", [Coded("no"), ValueError("no"), KeyError("no"), CodeEnded("no")])
+def test_other_errors_are_told_with_their_type(error: Exception) -> None:
+    error.add_note("in batch 3")
+    assert failure_detail(error) == f"{type(error).__name__}: {error}; in batch 3"
