@@ -2,6 +2,7 @@
 
 import os
 import queue
+import signal
 import socket
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from fedring.rpc.tls import Tls
 from tests.fleets import Fleet
 from tests.pki import Pki
 from tests.ports import free_port
+from tests.waiting import until
 
 SECONDS = 240.0  # an interpreter that imports everything on a busy machine
 
@@ -190,6 +192,30 @@ def look_twice(address: str, ended: Future[int]) -> None:
         while looks < 2 and not ended.done():
             with suppress(TimeoutError, ConnectionError), listener.accept()[0] as caller:
                 looks += caller.recv(1) == b"\x16"  # TLS begins with it, which flctl tries to find out who listens
+
+
+def test_ctrl_c_ends_the_wait_for_a_server_that_starts_with_one_line(
+    place: Place, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told: list[str] = []
+
+    def waits_now() -> bool:
+        told.append(capsys.readouterr().err)
+        return "Ctrl-C ends" in "".join(told)
+
+    def interrupt() -> None:
+        until(waits_now)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(interrupt)
+        code = main(["run", str(place.folder / "marked.toml"), "-s", place.nobody, "--patience", f"{SECONDS:g}"])
+        waiting.result()
+    assert code == Exit.INTERRUPTED
+    waits = (
+        f"waiting for fl-server at {place.nobody}, which does not answer yet (for {SECONDS:g} s at most; Ctrl-C ends)"
+    )
+    assert "".join(told) + capsys.readouterr().err == f"{waits}\nflctl: interrupted\n"
 
 
 def test_flctl_run_does_not_wait_for_ever(place: Place, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,31 +7,45 @@ import re
 import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from safetensors.numpy import load_file
 
 from fedring.control.failure import Failure
+from fedring.ctl.local import private_demo
 from fedring.ctl.local.experiment import Experiment, make_job, run_experiment
 from fedring.ctl.local.presets import Dataset, preset_job
 from fedring.ctl.operate.port_health import check_health
+from tests import forks
 from tests.fleets import PATIENCE, Control, Flctl, Fleet, until_watching
 from tests.waiting import until
 
 
-@contextmanager
-def _running(out: Path, *arguments: str) -> Iterator["subprocess.Popen[str]"]:
-    """Run flctl try; terminate it when the `with` block ends."""
-    command = [sys.executable, "-m", "fedring.ctl.main", "try", "--out", str(out), *arguments]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as program:
+def _interrupted(
+    flctl: Flctl, look: Callable[[], None], number: int, *arguments: str | Path
+) -> "subprocess.CompletedProcess[str]":
+    """Run flctl try in this process, and send it a signal when `look` has returned, in whatever way."""
+
+    def interrupt() -> None:
         try:
-            yield program
+            look()
         finally:
-            program.terminate()
+            os.kill(os.getpid(), number)  # flctl has handlers of its own
+
+    # A signal that comes when flctl has failed already must not end this process.
+    before = {each: signal.signal(each, signal.default_int_handler) for each in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            looking = pool.submit(interrupt)
+            done = flctl("try", *arguments)
+            looking.result()
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+    return done
 
 
 def _daemons(out: Path) -> list[int]:
@@ -81,38 +95,54 @@ def test_deep_gradient_compression_ends_where_dense_training_ends_with_far_fewer
 def test_a_try_that_is_interrupted_leaves_no_process(flctl: Flctl, tmp_path: Path, number: int, code: int) -> None:
     daemons: list[int] = []
 
-    def interrupt() -> None:
+    def look() -> None:
         log = tmp_path / "logs" / "server.log"
         until(lambda: log.exists() and "round 1 of job 1 is evaluated" in log.read_text())
         daemons.extend(_daemons(tmp_path))
-        os.kill(os.getpid(), number)  # flctl runs in this process, and has handlers of its own
 
-    # A signal that comes when flctl has failed already must not end this process.
-    before = {each: signal.signal(each, signal.default_int_handler) for each in (signal.SIGINT, signal.SIGTERM)}
-    waiting = threading.Thread(target=interrupt)
-    try:
-        waiting.start()
-        done = flctl("try", "--out", tmp_path, "--clients", "1", "rounds=100000")
-    finally:
-        waiting.join()
-        for each, handler in before.items():
-            signal.signal(each, handler)
+    done = _interrupted(flctl, look, number, "--out", tmp_path, "--clients", "1", "rounds=100000")
     assert done.returncode == code
     assert len(daemons) == 2
     assert all(map(_gone, daemons))
 
 
-def test_a_try_that_is_kept_goes_on_until_it_is_interrupted(tmp_path: Path) -> None:
-    with _running(tmp_path, "--clients", "1", "rounds=1", "--keep") as program:
-        assert program.stderr is not None
-        kept = next(line for line in iter(program.stderr.readline, "") if "go on until Ctrl-C" in line)
-        with Control(kept.split()[-1]) as control:
-            assert control.status().clients_watching == 1
-        daemons = _daemons(tmp_path)
-        program.send_signal(signal.SIGINT)
-        assert program.wait(PATIENCE) == 0
+def test_two_tries_at_once_do_not_meet_and_one_that_is_kept_goes_on_until_it_is_interrupted(
+    flctl: Flctl, tmp_path: Path
+) -> None:
+    mine, other = tmp_path / "mine", tmp_path / "other"
+    daemons: list[int] = []
+    words = ("--clients", "1", "rounds=1", "--output", "json")
+
+    def look() -> None:
+        picture = mine / "rounds.png"  # the last file of a try
+        until(lambda: picture.exists() and b"IEND" in picture.read_bytes()[-8:])
+        daemons.extend(_daemons(mine))
+        files = _contents(mine)
+        # In the same folder, it says so, and touches nothing.
+        refused = forks.run("fedring.ctl.main", "try", "--out", mine, *words, timeout=PATIENCE)
+        assert (refused.returncode, refused.stdout) == (1, "")
+        assert f"another flctl try uses --out {mine}" in refused.stderr
+        assert refused.stderr.count("\n") == 1
+        # In another one, it has its own ports and files, and the first one goes on.
+        beside = forks.run("fedring.ctl.main", "try", "--out", other, *words, timeout=4 * PATIENCE)
+        assert beside.returncode == 0, beside.stderr
+        reports = [json.loads((folder / "report.json").read_text()) for folder in (mine, other)]
+        assert [row["clients"] for report in reports for row in report["rounds"]] == [1, 1]
+        assert json.loads(beside.stdout) == reports[1]
+        assert _contents(mine) == files
+        assert not any(map(_gone, daemons))
+        assert all(map(_gone, _daemons(other)))
+
+    done = _interrupted(flctl, look, signal.SIGINT, "--out", mine, "--keep", *words)
+    assert done.returncode == 0, done.stderr
+    assert "the server and the clients go on until Ctrl-C: the page is at http://127.0.0.1:" in done.stderr
     assert len(daemons) == 2
     assert all(map(_gone, daemons))
+
+
+def _contents(out: Path) -> dict[str, bytes]:
+    """Return the results of a try."""
+    return {path.name: path.read_bytes() for path in out.iterdir() if path.is_file()}
 
 
 def test_a_daemon_that_dies_early_ends_the_experiment_and_shows_its_log(forked_daemons: None, tmp_path: Path) -> None:
@@ -143,7 +173,10 @@ def test_each_daemon_of_a_fleet_can_be_killed_and_restarted(tmp_path: Path) -> N
     assert re.search("serves clients", fleet.server.log.read_text())
 
 
-def test_the_private_job_loses_a_client_and_leaves_no_readable_update(flctl: Flctl, tmp_path: Path) -> None:
+def test_the_private_job_loses_a_client_and_leaves_no_readable_update(
+    flctl: Flctl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(private_demo.JOB, "epochs", 8)  # in the place of 40: the longer they train, the more there is
     done = flctl("try", "private", "--out", tmp_path, "--output", "json")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
@@ -256,17 +289,6 @@ def test_a_daemon_that_dies_ends_the_try_with_its_log(flctl: Flctl, project: Pat
     assert end.startswith("flctl: server ended with exit code 78; the end of ")
     assert "tried_project:net is a int" in end
     assert all(map(_gone, _daemons(Path("try"))))
-
-
-def test_a_second_try_leaves_the_folder_of_a_running_one_alone(flctl: Flctl, tmp_path: Path) -> None:
-    with _running(tmp_path, "--clients", "1", "rounds=1", "--keep") as first:
-        assert first.stderr is not None
-        next(line for line in iter(first.stderr.readline, "") if "go on until Ctrl-C" in line)
-        second = flctl("try", "--clients", "1", "rounds=1", "--out", tmp_path)
-        assert (second.returncode, second.stdout) == (1, "")
-        assert f"another flctl try uses --out {tmp_path}" in second.stderr
-        assert first.poll() is None
-        assert len(list((tmp_path / "state").iterdir())) == 2
 
 
 @pytest.mark.parametrize(
