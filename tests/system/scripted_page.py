@@ -45,6 +45,11 @@ class Script:
         self.parts: dict[int, list[dict[str, Any]]] = {}
         self.unknown: set[int] = set()  # ids of jobs
 
+    def play(self, other: "Script") -> None:
+        """Take the states of another one, so that one server can serve several tests."""
+        vars(self).clear()
+        vars(self).update(vars(other))
+
     async def state(self) -> Mapping[str, Any]:
         return dict(self.now)
 

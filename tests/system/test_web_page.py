@@ -31,7 +31,7 @@ DIGITS: dict[str, Any] = {
     "start": "fresh",
     "rounds": ROUNDS,
     "min_clients": 2,
-    "epochs": 8,
+    "epochs": 8 if "FEDRING_FIGURES" in os.environ else 1,  # pictures show curves that rise
     "batch_size": 16,
     "lr": 0.002,
 }
@@ -190,12 +190,14 @@ def test_older_jobs_can_be_chosen_with_the_keyboard(window: Window, fleet: Fleet
     assert "second" in window.text("#now")  # this part still shows the newest job
     window.page.keyboard.press("Home")
     window.until("document.querySelectorAll('#rounds tbody tr').length === 3")
-    order = []
     window.page.evaluate("document.activeElement.blur()")
+    missed = {"skip", "job", "metric", "clients", "events", "rounds", "models"}
     for _ in range(80):  # the headings of events are links, too
         window.page.keyboard.press("Tab")
-        order.append(window.page.evaluate("document.activeElement.id || document.activeElement.className"))
-    assert {"skip", "job", "metric", "clients", "events", "rounds", "models"} <= set(order)
+        missed.discard(window.page.evaluate("document.activeElement.id || document.activeElement.className"))
+        if not missed:
+            break
+    assert missed == set()
 
 
 def test_names_of_jobs_do_not_become_markup(desk: Any, tmp_path: Path) -> None:

@@ -22,10 +22,25 @@ def browser() -> Iterator[Any]:
         yield browser
 
 
-@pytest.fixture
-def script() -> Script:
-    """Two jobs of three rounds each, with two clients."""
+@pytest.fixture(scope="module")
+def desk(browser: Any) -> Any:
+    """Return a context of the browser, which keeps the page's files for all tests."""
+    return browser.new_context(viewport={"width": 1280, "height": 900})
+
+
+@pytest.fixture(scope="module")
+def stage() -> Iterator[tuple[Script, str]]:
+    """Serve the page for all tests, each of which sets what it shows."""
     script = Script()
+    with served(script) as url:
+        yield script, url
+
+
+@pytest.fixture
+def script(stage: tuple[Script, str]) -> Script:
+    """Two jobs of three rounds each, with two clients."""
+    script = stage[0]
+    script.play(Script())
     for job_id, accuracies in ACCURACIES.items():
         for i, accuracy in enumerate(accuracies, start=1):
             number = 3 * (job_id - 6) + i
@@ -43,14 +58,13 @@ def script() -> Script:
 
 
 @pytest.fixture
-def url(script: Script) -> Iterator[str]:
-    with served(script) as url:
-        yield url
+def url(script: Script, stage: tuple[Script, str]) -> str:
+    return stage[1]
 
 
 @pytest.fixture
-def window(browser: Any, url: str) -> Iterator[Window]:
-    window = Window(browser, url, viewport={"width": 1280, "height": 900})
+def window(desk: Any, url: str) -> Iterator[Window]:
+    window = Window(desk, url)
     window.until("document.getElementById('accuracy').data?.[0].x.length === 3")
     yield window
     assert window.complaints == []
@@ -82,12 +96,12 @@ def test_small_differences_of_the_accuracy_look_small(window: Window, script: Sc
     ("accuracies", "span"), [([1.0, 1.0], (0.95, 1.0)), ([0.0, 0.0], (0.0, 0.05)), ([0.0, 1.0], (0.0, 1.0))]
 )
 def test_the_axis_of_an_accuracy_stays_between_0_and_1(
-    browser: Any, script: Script, url: str, accuracies: list[float], span: tuple[float, float]
+    desk: Any, script: Script, url: str, accuracies: list[float], span: tuple[float, float]
 ) -> None:
     script.history = [
         ROUND | {"round": i, "job_round": i, "accuracy": accuracy} for i, accuracy in enumerate(accuracies, 1)
     ]
-    window = Window(browser, url)
+    window = Window(desk, url)
     window.until("document.getElementById('accuracy').data?.[0].x.length === 2")
     assert tuple(window.page.evaluate("document.getElementById('accuracy').layout.yaxis.range")) == pytest.approx(span)
     assert ("The axis shows" in window.text("#accuracy-caption")) == (span[0] > 0)
