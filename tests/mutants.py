@@ -277,8 +277,8 @@ MUTANTS = {
     ),
     "epoch of an update": Mutant(
         "server/fedring/server/update/upload.py",
-        "epoch=self._epoch,",
-        "epoch=header.epoch,",
+        "epoch=self._epoch)",
+        "epoch=self._header.epoch)",
         "tests/fault/test_error_feedback.py",
     ),
     "expired sessions": Mutant(

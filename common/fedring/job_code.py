@@ -8,9 +8,13 @@ run it may. So every call of such code is inside of `job_code`, and the handlers
 
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import wraps
 from types import FrameType
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _MOST_TEXT = 100  # characters of the argument of sys.exit()
 
@@ -41,44 +45,62 @@ class AskedToExit(SystemExit, Asked):
     """Somebody has asked the program to end, with this exit code."""
 
 
-@contextmanager
-def job_code() -> Iterator[None]:
+_marked = False
+"""Whether a context of the main thread marks the interrupts of Ctrl-C."""
+
+
+class _JobCode:
+    """The context that `job_code` returns.
+
+    A class, since a simulation enters it thousands of times a second.
+    """
+
+    __slots__ = ("_came", "_stop")
+
+    def __enter__(self) -> None:
+        global _marked
+        self._came = False
+        self._stop: Callable[[int, FrameType | None], None] | None = None
+        # Inside of another one, interrupts are marked already. Only the main thread is interrupted.
+        if _marked or threading.current_thread() is not threading.main_thread():
+            return
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # Ctrl-C would raise KeyboardInterrupt
+            self._stop, _marked = self._interrupt, True
+            signal.signal(signal.SIGINT, self._stop)
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        global _marked
+        if self._stop is not None:
+            _marked = False
+            if signal.getsignal(signal.SIGINT) is self._stop:  # The job's code may have set another one.
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+        if isinstance(error, SystemExit | KeyboardInterrupt) and not (self._came or isinstance(error, Asked)):
+            raise CodeEnded(_sentence(error)) from error
+
+    def __call__(self, function: Callable[P, T]) -> Callable[P, T]:
+        """Return the function, called inside of a context of its own."""
+
+        @wraps(function)
+        def called(*args: P.args, **kwargs: P.kwargs) -> T:
+            with _JobCode():
+                return function(*args, **kwargs)
+
+        return called
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        self._came = True
+        raise AskedToStop
+
+
+def job_code() -> _JobCode:
     """Call the code of a job inside of this context.
+
+    It decorates functions, too.
 
     Raises:
         CodeEnded: If it raises SystemExit or KeyboardInterrupt. Those of a signal pass.
     """
-    with _marked_interrupts() as came:
-        try:
-            yield
-        except (SystemExit, KeyboardInterrupt) as error:
-            if came or isinstance(error, Asked):
-                raise
-            raise CodeEnded(_sentence(error)) from error
-
-
-@contextmanager
-def _marked_interrupts() -> Iterator[list[int]]:
-    """Let Ctrl-C raise AskedToStop, where Python's own handler would raise KeyboardInterrupt.
-
-    Yields the signals that have come so far. Only the main thread is interrupted.
-    """
-    came: list[int] = []
-    default = signal.default_int_handler
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is not default:
-        yield came
-        return
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        came.append(number)
-        raise AskedToStop
-
-    signal.signal(signal.SIGINT, stop)
-    try:
-        yield came
-    finally:
-        if signal.getsignal(signal.SIGINT) is stop:  # The job's code may have set another one.
-            signal.signal(signal.SIGINT, default)
+    return _JobCode()
 
 
 def _sentence(error: SystemExit | KeyboardInterrupt) -> str:

@@ -151,8 +151,9 @@ class InProcess:
 
     def train(self, order: Order, turns: Iterable[Turn]) -> Iterator[Outcome]:
         self._worker.begin(order)
-        for turn in turns:
-            yield from self._worker.train([turn])
+        with job_code():  # around all of them, because to mark interrupts takes longer than a look whether they are
+            for turn in turns:
+                yield from self._worker.train([turn])
 
     def evaluate_own(self, clients: Iterable[Own]) -> Iterator[OwnResult]:
         for own in clients:

@@ -12,8 +12,9 @@ from typing import Any, Protocol
 import torch
 from torch.utils.data import Dataset
 
-from fedring.data import ClientPart, Split, load_split
+from fedring.data import ClientPart, Samples, Split, load_split
 from fedring.data.partition import held_out_parts, labels_of, parts, subset
+from fedring.data.samples import SamplesView
 from fedring.train.batches import size_of
 from fedring.train.jobs.job import Job
 from fedring.train.loop import seeded
@@ -91,6 +92,7 @@ class Shares:
         labels = labels_of(split.train, job.partition)
         self._parts = parts(job.partition, labels, count=setup.clients, alpha=job.alpha, seed=job.seed)
         self.sizes = [len(part) for part in self._parts]
+        self._views = not job.trainer
         # A user's evaluator sees all test samples at once, so that its figures do not depend on the number of workers.
         shares = 1 if job.evaluator else setup.workers
         held_out = parts("iid", labels_of(split.test, "iid"), count=shares, alpha=job.alpha, seed=job.seed)
@@ -100,7 +102,9 @@ class Shares:
         )
 
     def train(self, client: int) -> Dataset[Any]:
-        return subset(self._split.train, self._parts[client])
+        samples, part = self._split.train, self._parts[client]
+        # The built-in loop takes batches only. A user's trainer gets what it gets from fl-client, with all attributes.
+        return SamplesView(samples, part) if self._views and isinstance(samples, Samples) else subset(samples, part)
 
     def test(self, client: int) -> Dataset[Any]:
         return subset(self._split.test, self._test_parts[client])

@@ -34,20 +34,23 @@ from fedring.client.transfer.update import TrainingReport, Update
 from fedring.client.transforms.chosen import begin_transforms
 from fedring.client.transforms.interface import RoundStart
 from fedring.codec import CodecError
-from fedring.codec.digest import name_of
 from fedring.codec.schema import Vectors
 from fedring.data import ClientPart, DataError
 from fedring.job_code import job_code
 from fedring.privacy.account import SampledSteps, sampled_epsilon
-from fedring.rpc.chunks import CHUNK_BYTES
-from fedring.rpc.contract import SMALL_BYTES
-from fedring.rpc.errors import FedringError
+from fedring.rpc.errors import BadRequest, FedringError
 from fedring.server.aggregation.terms import Terms
 from fedring.server.model.transforms.listing import transforms_of
 from fedring.server.round.plan import job_spec
 from fedring.server.state.rows import UpdateRow
-from fedring.server.update import upload
-from fedring.server.update.admission import check_payload
+from fedring.server.update.admission import (
+    Admission,
+    DecodedOffer,
+    check_offer,
+    check_payload,
+    check_sender,
+    row_of,
+)
 from fedring.simulation.groups import protection_of
 from fedring.simulation.samples import ClientSamples, OwnParts, Setup, Shares, client_id
 from fedring.simulation.secret import client_secret
@@ -58,11 +61,13 @@ from fedring.train.errors import SeamError, TrainError, failure_detail, failure_
 from fedring.train.evaluation import Counts, run_evaluator
 from fedring.train.loop import seeded, warm_up
 from fedring.train.plan import Plan
-from fedring.train.tensors.state import fill, frozen_digest, has_frozen, read_tensors, read_vectors, write_tensors
+from fedring.train.tensors.state import SharedTensors, frozen_digest, has_frozen, read_tensors, write_tensors
 from fedring.train.tensors.state import split as split_tensors
 from fedring.v1 import federation_pb2 as pb
 
 log = logging.getLogger(__name__)
+
+_POLICY = SitePolicy.model_validate({})  # of each client: none
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -151,12 +156,13 @@ class SimulationWorker:
         self._frozen_schema, self._not_frozen = tensors.frozen, tensors.not_frozen
         self._frozen_digest = frozen_digest(self._loaded.model, tensors.frozen)
         self._frozen = read_tensors(self._loaded.model, tensors.frozen.names)
-        self._command = pb.TrainCmd()
+        self._shared = SharedTensors(self._loaded.model, self._schema)
+        self._command, self._terms = pb.TrainCmd(), dict[int, Terms]()
         self._base: HeldModel | None = None
 
     def begin(self, order: Order) -> None:
         """Take the model and the command of the next round."""
-        self._command = pb.TrainCmd.FromString(order.command)
+        self._command, self._terms = pb.TrainCmd.FromString(order.command), {}
         self._base = HeldModel(self._command.model_digest, self._schema, order.vectors)
         self._control = np.zeros(self._schema.num_parameters, np.float32) if order.control is None else order.control
 
@@ -178,7 +184,7 @@ class SimulationWorker:
             if not size_of(samples):
                 continue
             self._put_frozen_back()
-            fill(loaded.model, self._schema, vectors)
+            self._tensors().fill(vectors)
             counts += run_evaluator(loaded.evaluator, loaded.model, samples, loss=loaded.loss, device=self._device)
         return counts
 
@@ -200,13 +206,13 @@ class SimulationWorker:
         account = _TurnAccount(turn.spent)
         try:
             plan, size = self._plan(turn), self.sizes[turn.client]
-            spent = cost_of(self._command, plan, size, policy=SitePolicy.model_validate({}), account=account)
+            spent = cost_of(self._command, plan, size, policy=_POLICY, account=account)
         except TrainError as error:
             return Outcome(turn.client, None, failure=f"{client_id(turn.client)}: {error}")
         name, answer, samples, reason, failure = client_id(turn.client), None, 0, "", ""
         try:
             with job_code():
-                answer, samples = self._update(turn)
+                answer, samples = self._update(turn, plan)
         except (SeamError, TrainError, DataError, CodecError, UpdateRefused) as error:
             reason, failure = error.reason, str(error)
         except Exception as error:  # the user's code may raise anything
@@ -216,7 +222,7 @@ class SimulationWorker:
         if answer is None and not is_covered(self._command):
             return Outcome(turn.client, None, failure=failure)
         try:
-            answer = answer or self._nothing(turn, reason)
+            answer = answer or self._nothing(turn, plan, reason)
             row = self._admit(turn, answer.update)
         except (CodecError, FedringError, UpdateRefused) as error:
             return Outcome(turn.client, None, failure=f"{name}: {error}")
@@ -225,13 +231,13 @@ class SimulationWorker:
             return Outcome(turn.client, None, failure=f"{name}: {failure_detail(error)}")
         return Outcome(turn.client, row, samples, pack(answer.kept, self._schema.num_parameters), failure, spent)
 
-    def _nothing(self, turn: Turn, reason: str) -> Answer:
+    def _nothing(self, turn: Turn, plan: Plan, reason: str) -> Answer:
         """Make the update that fl-client sends instead of a failure."""
         round_ = self._begin(turn)
         training = self._training(turn)
         samples = training.counted(self.sizes[turn.client], turn.samples)
-        trained = training.train_on_noise(round_.plan(self._plan(turn)), reason, lambda: None)
-        return round_.nothing(read_vectors(self._loaded.model, self._schema.names) if trained else None, samples)
+        trained = training.train_on_noise(round_.plan(plan), reason, lambda: None)
+        return round_.nothing(self._tensors().read() if trained else None, samples)
 
     def _training(self, turn: Turn) -> LocalTraining:
         return LocalTraining(self._command, self._loaded, self._samples.train(turn.client), self._device)
@@ -245,7 +251,7 @@ class SimulationWorker:
             raise ValueError("no round has begun")
         command, base, name = self._command, self._base, client_id(turn.client)
         protection = protection_of(command, name, self._secret_of(name), turn.peers)
-        fill(self._loaded.model, self._schema, base.vectors)
+        self._tensors().fill(base.vectors)
         self._put_frozen_back()
         kept = unpack(turn.kept)
         schema, nothing = protection.residual_schema(command.schema_hash), pb.LastAccepted()
@@ -267,12 +273,21 @@ class SimulationWorker:
         if self._frozen:  # a client's trainer may have changed them
             write_tensors(self._loaded.model, self._frozen)
 
-    def _update(self, turn: Turn) -> tuple[Answer, int]:
+    def _tensors(self) -> SharedTensors:
+        """Return the model's shared tensors.
+
+        They are found anew if code of the user's may have done anything to the model.
+        """
+        if self._loaded.trainer is not None or self._loaded.evaluator is not None:
+            self._shared = SharedTensors(self._loaded.model, self._schema)
+        return self._shared
+
+    def _update(self, turn: Turn, plan: Plan) -> tuple[Answer, int]:
         """Train and make an update, as fl-client does.
 
         Returns the update, and the number of samples.
         """
-        training, loaded, plan = self._training(turn), self._loaded, self._plan(turn)
+        training, loaded = self._training(turn), self._loaded
         round_ = self._begin(turn)
         kept, line = round_.kept, line_of(self._command)
         own = training.train_own(plan, self._not_frozen, lambda: values_in(kept, PERSONAL, line, self._not_frozen))
@@ -283,28 +298,31 @@ class SimulationWorker:
         if loaded.trainer and not has_frozen(loaded.model, self._frozen_schema, self._frozen_digest):
             raise UpdateRefused("frozen_changed", "the trainer has changed the values of frozen tensors")
         report = TrainingReport(result.num_samples, result.seconds, result.metrics)
-        values = read_vectors(loaded.model, self._schema.names)
-        answer = round_.trained(values, report)
+        answer = round_.trained(self._tensors().read(), report)
         if own:
             mine = {PERSONAL: section_of(line, self._not_frozen, own)}
             answer = replace(answer, kept={**answer.kept, **mine})
         return answer, result.num_samples
 
     def _admit(self, turn: Turn, update: Update) -> UpdateRow:
-        client, command = turn.client, self._command
-        first = Terms(command.model_digest, command.max_update_bytes, self._schema)
-        terms = self._transforms.terms(first, command, turn.peers)
-        return admit(client_id(client), update.offer, b"".join(update.parts), terms, epoch=command.epoch)
+        command = self._command
+        if (terms := self._terms.get(turn.peers)) is None:
+            first = Terms(command.model_digest, command.max_update_bytes, self._schema)
+            terms = self._terms[turn.peers] = self._transforms.terms(first, command, turn.peers)
+        payload, digest = b"".join(update.parts), update.offer.payload_digest
+        # What was made here need not be decoded, and was digested a moment ago.
+        offer = DecodedOffer(update.header, digest, update.offer.name)
+        return admit(client_id(turn.client), offer, payload, terms, epoch=command.epoch)
 
 
-def admit(client: str, offer: pb.UpdateOffer, payload: bytes, terms: Terms, *, epoch: int) -> UpdateRow:
+def admit(client: str, offer: DecodedOffer, payload: bytes, terms: Terms, *, epoch: int) -> UpdateRow:
     """Return the row of an update that the server would accept.
 
     The row comes with the update's payload.
 
     Args:
         client: The id of the client that offers the update.
-        offer: The client's offer.
+        offer: The client's offer. Its digest must be that of the payload.
         payload: The bytes of the update.
         terms: The terms of the round.
         epoch: Of the server.
@@ -312,32 +330,13 @@ def admit(client: str, offer: pb.UpdateOffer, payload: bytes, terms: Terms, *, e
     Raises:
         FedringError, CodecError: The server would refuse the update.
     """
-    state, received = upload.Upload(client, epoch), 0
-    whole = len(payload) <= SMALL_BYTES  # it comes with its offer
-    event: upload.Event = upload.Offered(offer, payload if whole else None)
-    while True:
-        match state.handle(event):
-            case upload.LookUp():
-                event = upload.Known("")
-            case upload.AskRound():
-                event = terms
-            case upload.Open():
-                event = upload.Opened(len(payload) if whole else 0)
-            case upload.Send():
-                event = upload.ReplySent()
-            case upload.Read():
-                event = upload.Chunk(received, payload[received : received + CHUNK_BYTES])
-            case upload.Write(data):
-                received, event = received + len(data), upload.Written()
-            case upload.TakeDigest():
-                event = upload.Digested(name_of(payload))
-            case upload.Admit(packets, schema, exact, width):
-                norm = check_payload(lambda at, size: payload[at : at + size], packets, schema, exact, width)
-                event = upload.Admitted(norm, time.time(), payload)
-            case upload.Accept(row):
-                return row
-            case upload.Done():
-                raise ValueError("an update that nobody has offered before cannot be accepted already")
+    check_sender(offer.header, client)
+    packets = check_offer(offer.header, terms)
+    if len(payload) != offer.header.total_bytes:
+        raise BadRequest(f"{len(payload)} bytes, not the declared {offer.header.total_bytes}", reason="bad_chunk")
+    view = memoryview(payload)
+    norm = check_payload(lambda at, size: view[at : at + size], packets, terms.schema, terms.bare, terms.opaque)
+    return row_of(offer, terms, Admission(packets, norm, time.time()), payload, epoch=epoch)
 
 
 def limit_threads(threads: int) -> None:

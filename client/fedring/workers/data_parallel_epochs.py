@@ -89,7 +89,7 @@ class DataParallelTraining:
         setup, progress = self.setup, self.replica.progress
         place = GroupRank(dist.get_rank(), dist.get_world_size())
         ddp = self._wrap()
-        tally = Tally(setup.device)
+        tally = Tally()
         with seeded(worker_seed(setup.plan.seed, progress.steps), setup.device):
             if self.random is not None:
                 if progress.round_steps:

@@ -134,7 +134,7 @@ class PipelineTraining:
         self._layout = layout_of(table)
         self._place = GroupRank(rank // table.width, table.pipelines)  # the place of its pipeline among all pipelines
         self._index = rank % table.width
-        self._tally = Tally(setup.device)
+        self._tally = Tally()
         self._schedule = table.schedule_of(self.micro_batches or table.unit)  # of any run: which worker has which stage
         self._pipeline_group, self._stage_group = groups_of(table, self._schedule)
         self._transport = GroupTransport(self._pipeline_group, credits=CREDITS)
@@ -328,7 +328,7 @@ class PipelineTraining:
 
         Each pipeline takes every so many batches.
         """
-        setup, table, tally = self.setup, self.setup.table, Tally(self.setup.device)
+        setup, table, tally = self.setup, self.setup.table, Tally()
         cuts = torch.split(torch.arange(size_of(samples)), _EVALUATION_BATCH)[self._place.rank :: self._place.size]
         for start in range(0, len(cuts), _EVALUATION_BATCHES):
             self.watcher.check()

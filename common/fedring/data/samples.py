@@ -101,6 +101,28 @@ class Samples(Dataset[tuple[Tensor, Tensor]]):
         return Samples(self.inputs.index_select(0, chosen), self.labels.index_select(0, chosen), self.scale)
 
 
+class SamplesView(Dataset[tuple[Tensor, Tensor]]):
+    """Some samples of a data set in memory, without a copy.
+
+    Args:
+        samples: All samples.
+        indices: Those of the view, [n].
+    """
+
+    def __init__(self, samples: Samples, indices: NDArray[np.int64]) -> None:
+        self._samples, self._indices = samples, torch.from_numpy(indices)
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self._samples[int(self._indices[index])]
+
+    def batch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """See Samples.batch."""
+        return self._samples.batch(self._indices.index_select(0, indices))
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Split:
     """The return value of a data callable: training and test samples.

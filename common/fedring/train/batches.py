@@ -46,12 +46,13 @@ def cut(order: Tensor, batch_size: int) -> Sequence[Tensor]:
 
     A single sample that is left over joins the last batch, because BatchNorm fails on a batch of one.
     """
-    sizes = [batch_size] * (len(order) // batch_size)
-    if (rest := len(order) % batch_size) == 1 and sizes:
-        sizes[-1] += 1
+    size = len(order)
+    ends = [*range(batch_size, size + 1, batch_size)]
+    if (rest := size % batch_size) == 1 and ends:
+        ends[-1] = size
     elif rest:
-        sizes.append(rest)
-    return torch.split(order, sizes)
+        ends.append(size)
+    return [order[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
 
 def fetch(samples: Dataset[Any], cuts: Sequence[Tensor], device: torch.device) -> Iterator[tuple[Inputs, Tensor]]:
@@ -69,7 +70,7 @@ def fetch(samples: Dataset[Any], cuts: Sequence[Tensor], device: torch.device) -
     if take is not None:
         for indices in cuts:
             inputs, labels = take(indices)
-            yield _moved(inputs, device), labels.to(device, non_blocking=True)
+            yield _moved(inputs, device), labels if labels.device == device else labels.to(device, non_blocking=True)
         return
     # The loader would otherwise draw a seed from the global generator, which also drives dropout.
     loader = DataLoader(
@@ -161,7 +162,7 @@ def _collated(samples: list[Any]) -> Any:
 
 def _moved(inputs: object, device: torch.device) -> Inputs:
     if isinstance(inputs, Tensor):
-        return inputs.to(device, non_blocking=True)
+        return inputs if inputs.device == device else inputs.to(device, non_blocking=True)
     if not isinstance(inputs, dict) or not all(isinstance(tensor, Tensor) for tensor in inputs.values()):
         raise TrainError(
             "bad_batch",

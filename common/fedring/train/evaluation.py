@@ -88,7 +88,7 @@ def evaluate(
     # By module, because a user's model may keep some of its layers in evaluation mode during training.
     modes = [(module, module.training) for module in model.modules()]
     model.to(device).eval()
-    tally = Tally(device)
+    tally = Tally()
     cuts = torch.split(wanted, batch_size)
     try:
         for inputs, labels in fetch(samples, cuts, device):

@@ -74,9 +74,10 @@ def train(
         raise TrainError(
             "no_data", "This client has no samples to train on: give it some, or divide the data among fewer clients."
         )
-    model.train()
+    if not all(module.training for module in model.modules()):  # to set them all takes longer than to look
+        model.train()
     step = _LocalStep(model, plan, loss, optimizer_factory, device, corrections, towards)
-    tally, steps = Tally(device), 0
+    tally, steps = Tally(), 0
     # Two sources of randomness: `generator` draws and orders samples, and the global ones drive dropout.
     with seeded(plan.seed, device):
         began = time.perf_counter()
@@ -98,11 +99,18 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
 
     They drive dropout. Afterwards their states are restored.
     """
-    cuda = [torch.cuda.current_device() if device.index is None else device.index] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=cuda):
+    if device.type != "cuda":  # fork_rng() takes longer
+        state = torch.get_rng_state()
+        try:
+            torch.default_generator.manual_seed(seed)
+            yield
+        finally:
+            torch.set_rng_state(state)
+        return
+    index = torch.cuda.current_device() if device.index is None else device.index
+    with torch.random.fork_rng(devices=[index]):
         torch.default_generator.manual_seed(seed)
-        for index in cuda:
-            torch.cuda.default_generators[index].manual_seed(seed)
+        torch.cuda.default_generators[index].manual_seed(seed)
         yield
 
 
@@ -170,15 +178,16 @@ class _LocalStep:
         self._clip = plan.clip_norm
         self._precision = _precision_of(plan, device)
         self._mu = plan.mu
-        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        self._parameters = [p for _, p in named]
-        self._start = [towards.get(name, p).detach().to(p, copy=True) for name, p in named] if plan.mu > 0 else []
-        self._corrections = [
-            (p, corrections[name].to(p)) for name, p in model.named_parameters() if name in corrections
-        ]
+        named = list(model.named_parameters())
+        trained = [(name, p) for name, p in named if p.requires_grad]
+        self._parameters = [p for _, p in trained]
+        self._start = [towards.get(name, p).detach().to(p, copy=True) for name, p in trained] if plan.mu > 0 else []
+        self._corrections = [(p, corrections[name].to(p)) for name, p in named if name in corrections]
         for parameter in self._parameters:  # Training may have ended by an error before.
             parameter.grad = None
         self._optimizer = optimizer_factory(self._parameters, plan.lr, plan.momentum)
+        # torch's own one does what the step does, and writes a record for profilers.
+        self._own_zero_grad = type(self._optimizer).zero_grad is not torch.optim.Optimizer.zero_grad
 
     def __call__(self, inputs: Inputs, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Do a step on one batch. No gradients are left.
@@ -196,7 +205,10 @@ class _LocalStep:
             add_proximal(self._parameters, self._start, self._mu)
         add_corrections(self._corrections)
         self._optimizer.step()
-        self._optimizer.zero_grad()
+        if self._own_zero_grad:
+            self._optimizer.zero_grad()
+        for parameter in self._parameters:
+            parameter.grad = None
         return loss, outputs
 
 

@@ -111,7 +111,7 @@ def train_privately(
     with sample_gradients(model), seeded(int.from_bytes(os.urandom(8), "little") >> 1, device):
         gradients = SampleGradients(model, samples, loss, device)
         step = _PrivateStep(gradients, plan, privacy, optimizer_factory, taken.rate * size, Noise(secret, ["noise"]))
-        tally, per_epoch = Tally(device), taken.steps // plan.epochs
+        tally, per_epoch = Tally(), taken.steps // plan.epochs
         every, rate = max(1, per_epoch // _CHECKS_PER_EPOCH), 0.0 if on_nothing else taken.rate
         began = time.perf_counter()
         for number in range(taken.steps):

@@ -1,12 +1,14 @@
 """Sums of losses and right answers over batches.
 
-They stay on the device until they are read.
+What single batches add stays on the device until a sum is read.
 """
 
 import torch
 from torch import Tensor
 
 from fedring.train.plan import TrainResult
+
+_PENDING = 512  # the most batches whose figures stay on the device
 
 
 class Tally:
@@ -15,15 +17,15 @@ class Tally:
     Adding a batch does not wait for the device, but reading a sum does.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self) -> None:
         self.clear()
 
     def clear(self) -> None:
         """Set all sums to 0."""
         self.total = 0
-        self._loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
-        self._correct = torch.zeros((), dtype=torch.float64, device=self._device)
+        self._loss_sum = self._correct = 0.0
+        self._losses: list[tuple[Tensor, int]] = []  # mean losses that are not in the sum yet, and their batches' sizes
+        self._right: list[Tensor] = []  # right answers that are not in the sum yet
         self._classified = False
 
     def add(self, loss: Tensor, outputs: Tensor, labels: Tensor) -> None:
@@ -36,8 +38,9 @@ class Tally:
             labels: [batch, ...]; answers are counted if they are integers [batch], or [batch, ...]. Of several, those
                 below 0 do not count, as cross_entropy ignores -100.
         """
-        self.total += len(labels)
-        self._loss_sum.add_(loss.detach(), alpha=len(labels))
+        size = len(labels)
+        self.total += size
+        self._losses.append((loss.detach().reshape(()), size))
         if (
             outputs.ndim > 1
             and outputs.shape[:1] + outputs.shape[2:] == labels.shape
@@ -48,7 +51,9 @@ class Tally:
             if labels.ndim > 1:
                 counted = (labels >= 0).reshape(len(labels), -1).sum(1)
                 right = right.reshape(len(labels), -1).sum(1) / counted.clamp(min=1)
-            self._correct += right.sum()
+            self._right.append(right.sum())
+        if len(self._losses) == _PENDING:
+            self._read()
 
     @property
     def classified(self) -> bool:
@@ -58,7 +63,8 @@ class Tally:
     @property
     def loss_sum(self) -> float:
         """The sum of the samples' losses."""
-        return float(self._loss_sum)
+        self._read()
+        return self._loss_sum
 
     @property
     def correct(self) -> int:
@@ -67,9 +73,26 @@ class Tally:
         The largest output of such a sample is that of its label. It is 0 if labels are not classes. A sample of several
         labels counts as the share of them that is right, and the sum is rounded.
         """
-        return round(float(self._correct))
+        self._read()
+        return round(self._correct)
 
     def result(self, num_samples: int, seconds: float, steps: int) -> TrainResult:
         """Return the means over all batches, with facts about the training."""
         accuracy = self.correct / self.total if self._classified else None
         return TrainResult(num_samples, self.loss_sum / self.total, accuracy, seconds, steps)
+
+    def _read(self) -> None:
+        """Add up in float64, one batch after the other."""
+        if self._losses:
+            losses = _values([loss for loss, _ in self._losses])
+            for loss, (_, size) in zip(losses, self._losses, strict=True):
+                self._loss_sum += loss * size
+            self._losses.clear()
+        if self._right:
+            self._correct = sum(_values(self._right), self._correct)
+            self._right.clear()
+
+
+def _values(scalars: list[Tensor]) -> list[float]:
+    """Return the values of scalars, which come from their device at once."""
+    return [scalars[0].item()] if len(scalars) == 1 else torch.stack(scalars).tolist()

@@ -117,11 +117,11 @@ def test_the_tensors_of_several_batches_are_found_by_name() -> None:
 def test_a_sample_of_several_labels_counts_as_the_share_that_is_right() -> None:
     logits = nn.functional.one_hot(torch.tensor([[0, 1, 2], [2, 2, 2], [1, 1, 1]]), 3).float().transpose(1, 2)
     labels = torch.tensor([[0, 1, 1], [2, 2, -100], [-100, -100, -100]])  # two thirds, all, and nothing to count
-    tally = Tally(CPU)
+    tally = Tally()
     tally.add(torch.tensor(1.0), logits, labels)
     assert (tally.correct, tally.total, tally.classified) == (round(2 / 3 + 1), 3, True)
     tally.add(torch.tensor(1.0), logits, labels)
     assert tally.correct == round(2 * (2 / 3 + 1))
-    other = Tally(CPU)
+    other = Tally()
     other.add(torch.tensor(1.0), torch.ones(2, 3, 4), torch.ones(2, 3, dtype=torch.int64))  # of 4 places, 3 labels
     assert not other.classified

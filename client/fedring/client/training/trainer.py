@@ -150,7 +150,6 @@ class DeclaredTrainer:
             return _Failure(failure_reason(error), failure_detail(error), type(error).__name__)
         return None
 
-    @job_code()
     def evaluate(self, evaluation: Evaluation) -> Counts:
         """Evaluate a model on this client's held-out samples.
 
@@ -161,25 +160,26 @@ class DeclaredTrainer:
             Refused: If the server has refused this client for good.
             Exception: If the evaluation fails: the job's code may raise anything.
         """
-        if MODES.get(evaluation.job.mode, TrainingMode).staged:  # The group has done it, at the end of the round.
-            return self._pipeline_trainer.evaluation_of(evaluation.command.model_digest)
-        try:
-            loaded = self.load(evaluation.job, lambda: evaluation.ended)
-            evaluation.load_into(loaded.model)
-            self.in_users_code = loaded.evaluator is not None
-            counts = self._counts(loaded, evaluation)
-            if loaded.evaluator is not None:
-                evaluation.check_frozen(loaded.model)
-            if evaluation.job.personal and evaluation.load_own(loaded.model):
-                counts = self._with_own(counts, loaded, evaluation)
-            return counts
-        except TrainingStopped:
-            raise RoundOver("deadline") from None
-        except WrongModel as error:
-            self._drop(error)
-            raise
-        finally:
-            self.in_users_code = False
+        with job_code():
+            if MODES.get(evaluation.job.mode, TrainingMode).staged:  # The group has done it, at the end of the round.
+                return self._pipeline_trainer.evaluation_of(evaluation.command.model_digest)
+            try:
+                loaded = self.load(evaluation.job, lambda: evaluation.ended)
+                evaluation.load_into(loaded.model)
+                self.in_users_code = loaded.evaluator is not None
+                counts = self._counts(loaded, evaluation)
+                if loaded.evaluator is not None:
+                    evaluation.check_frozen(loaded.model)
+                if evaluation.job.personal and evaluation.load_own(loaded.model):
+                    counts = self._with_own(counts, loaded, evaluation)
+                return counts
+            except TrainingStopped:
+                raise RoundOver("deadline") from None
+            except WrongModel as error:
+                self._drop(error)
+                raise
+            finally:
+                self.in_users_code = False
 
     def _counts(self, loaded: LoadedJob, evaluation: Evaluation) -> Counts:
         if self._process is not None:

@@ -17,11 +17,11 @@ from fedring.codec.digest import is_blake3, update_name
 from fedring.codec.errors import CodecError
 from fedring.codec.schema import Schema
 from fedring.rpc.contract import MAX_HEADER_BYTES
-from fedring.rpc.errors import BadUpdate, DamagedOnTheWay
+from fedring.rpc.errors import BadUpdate, DamagedOnTheWay, NotAllowed, TooLarge
 from fedring.server.aggregation.contributions import open_packet, values_at_a_time
-from fedring.server.aggregation.terms import OpaqueForm
+from fedring.server.aggregation.terms import OpaqueForm, Terms
 from fedring.server.aggregation.walk import cut, tiles
-from fedring.server.state.rows import Kind, PacketSpec, Vector, lay_out
+from fedring.server.state.rows import Kind, PacketSpec, UpdateRow, Vector, lay_out
 from fedring.train.bounds import MAX_SAMPLES, MAX_SECONDS
 from fedring.train.metrics import check_metrics
 from fedring.v1 import federation_pb2 as pb
@@ -51,6 +51,15 @@ class DecodedOffer:
     name: str  # of the header's bytes and the payload's digest
 
 
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """The facts that the checks of an update have found."""
+
+    packets: tuple[PacketSpec, ...]
+    norm: float  # L2, of the parameters' delta, or of the weights if these were sent; 0 if it is opaque
+    at: float  # wall clock, seconds
+
+
 def open_offer(offer: pb.UpdateOffer) -> DecodedOffer:
     """Decode an offer.
 
@@ -72,6 +81,83 @@ def open_offer(offer: pb.UpdateOffer) -> DecodedOffer:
     except DecodeError:
         raise BadUpdate("the header is not an UpdateHeader", reason="bad_header") from None
     return DecodedOffer(header, offer.payload_digest, offer.name)
+
+
+def check_sender(header: pb.UpdateHeader, client_id: str) -> None:
+    """Check that an update is of the client that makes the call.
+
+    Raises:
+        NotAllowed: It is of another one.
+    """
+    if header.client_id != client_id:
+        raise NotAllowed(f"{client_id} cannot speak for another client", reason="wrong_client")
+
+
+def check_offer(header: pb.UpdateHeader, terms: Terms) -> tuple[PacketSpec, ...]:
+    """Check that a header fits the terms of its round, and itself.
+
+    Args:
+        header: What the client says of its update.
+        terms: The demands of the round.
+
+    Returns:
+        The packets.
+
+    Raises:
+        BadUpdate, TooLarge, CodecError: What does not fit.
+    """
+    if header.base_digest != terms.base_digest:
+        text = f"round {header.round} starts from another model than {header.base_digest[:80]!r}"
+        raise BadUpdate(text, reason="wrong_model")
+    if header.total_bytes > terms.most_bytes:
+        raise TooLarge(f"{header.total_bytes} bytes; the limit is {terms.most_bytes}")
+    packets = check_header(header, terms.schema, terms.opaque)
+    if terms.deltas_only and any(each.kind == "weights" for each in packets if each.vector == "parameters"):
+        text = "parameters as weights: a job with update_clip, update_clip_factor or dp takes differences only"
+        raise BadUpdate(text, reason="bad_packets")
+    control = header.control
+    if control.line != terms.control_line:
+        raise BadUpdate(_wrong_control(control.line, terms.control_line), reason="wrong_control")
+    if control.previous and not is_blake3(control.previous):
+        raise BadUpdate(
+            f"control.previous is {control.previous[:100]!r}, which names no update", reason="wrong_control"
+        )
+    if terms.silent and (
+        header.metrics or header.train_seconds or any(packet.num_samples != 1 for packet in header.packets)
+    ):
+        text = "the job has sample_dp, and this update tells figures of its training: update this client"
+        raise BadUpdate(text, reason="no_sample_dp")
+    return packets
+
+
+def row_of(offer: DecodedOffer, terms: Terms, found: Admission, payload: bytes, *, epoch: int) -> UpdateRow:
+    """Return the row of an update that passed all checks.
+
+    Args:
+        offer: The update's header and names.
+        terms: The demands of its round.
+        found: The facts that the checks have found.
+        payload: The bytes that the row keeps; empty if a blob keeps them.
+        epoch: Of the server.
+    """
+    header, bare = offer.header, terms.bare
+    return UpdateRow(
+        round=header.round,
+        client_id=header.client_id,
+        digest=offer.digest,
+        name=offer.name,
+        packets=found.packets,
+        num_samples=1 if bare else header.packets[-1].num_samples,
+        total_bytes=header.total_bytes,
+        train_seconds=0.0 if bare else header.train_seconds,
+        norm=found.norm,
+        accepted_at=found.at,
+        metrics={} if bare else dict(header.metrics),
+        blob="" if payload else offer.digest,
+        payload=payload,
+        epoch=epoch,
+        control_previous=header.control.previous,
+    )
 
 
 def check_header(header: pb.UpdateHeader, schema: Schema, opaque: OpaqueForm | None = None) -> tuple[PacketSpec, ...]:
@@ -212,3 +298,11 @@ def _check_vector(specs: Sequence[PacketSpec], vector: str, length: int) -> None
 
 def _open(reader: Reader, packets: Sequence[PacketSpec], vector: Vector, length: int) -> list[Decoder]:
     return [open_packet(reader, packet, length) for packet in packets if packet.vector == vector]
+
+
+def _wrong_control(line: str, wanted: str) -> str:
+    if not line:
+        return "the update was trained without the correction of scaffold = true: update this client"
+    if not wanted:
+        return "the update was trained with a correction that the job does not ask for"
+    return f"the update was trained with the control variate of the line {line[:80]!r}, and not of {wanted!r}"

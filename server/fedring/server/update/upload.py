@@ -15,23 +15,21 @@ before this one may have ended its round.
 
 from dataclasses import dataclass
 
-from fedring.codec.digest import is_blake3, name_of
+from fedring.codec.digest import name_of
 from fedring.codec.schema import Schema
 from fedring.rpc.chunks import CHUNK_BYTES
 from fedring.rpc.contract import SMALL_BYTES
 from fedring.rpc.errors import (
     BadRequest,
-    BadUpdate,
     Damaged,
     DamagedOnTheWay,
-    NotAllowed,
     OtherUpdate,
     TooLarge,
     UnknownRound,
 )
 from fedring.server.aggregation.terms import OpaqueForm, Terms
 from fedring.server.state.rows import PacketSpec, UpdateRow
-from fedring.server.update.admission import check_header, open_offer
+from fedring.server.update.admission import Admission, check_offer, check_sender, open_offer, row_of
 from fedring.v1 import federation_pb2 as pb
 
 
@@ -230,9 +228,7 @@ class Upload:
         self.spoilt = False
         self._client_id, self._epoch = client_id, epoch
         self._size = self._resumed = 0
-        self._schema: Schema | None = None  # known as soon as the header was found good
-        self._bare = False  # as in the terms
-        self._opaque: OpaqueForm | None = None  # as in the terms
+        self._terms: Terms | None = None  # known as soon as the header was found good
         self._late: UnknownRound | None = None
 
     def handle(self, event: Event) -> Effect:
@@ -267,7 +263,11 @@ class Upload:
             case Digested(digest):
                 return self._digested(digest)
             case Admitted():
-                return Accept(self._row(event))
+                terms = self._terms
+                if terms is None:
+                    raise ValueError("a payload was admitted before its header")
+                found = Admission(self._packets, event.norm, event.at)
+                return Accept(row_of(self._offer, terms, found, event.payload, epoch=self._epoch))
             case Accepted(already):
                 return Done(already)
             case TooLate(error):
@@ -276,8 +276,7 @@ class Upload:
     def _offered(self, offer: pb.UpdateOffer, payload: bytes | None) -> Effect:
         self._offer = open_offer(offer)
         self._header, self._payload = self._offer.header, payload
-        if self._header.client_id != self._client_id:
-            raise NotAllowed(f"{self._client_id} cannot speak for another client", reason="wrong_client")
+        check_sender(self._header, self._client_id)
         return self._look_up()
 
     def _look_up(self) -> LookUp:
@@ -295,25 +294,8 @@ class Upload:
     def _check(self, terms: Terms) -> Open:
         """Check the header before any byte of the payload is used."""
         header = self._header
-        if header.base_digest != terms.base_digest:
-            text = f"round {header.round} starts from another model than {header.base_digest[:80]!r}"
-            raise BadUpdate(text, reason="wrong_model")
-        if header.total_bytes > terms.most_bytes:
-            raise TooLarge(f"{header.total_bytes} bytes; the limit is {terms.most_bytes}")
-        self._packets = check_header(header, terms.schema, terms.opaque)
-        if terms.deltas_only and any(each.kind == "weights" for each in self._packets if each.vector == "parameters"):
-            text = "parameters as weights: a job with update_clip, update_clip_factor or dp takes differences only"
-            raise BadUpdate(text, reason="bad_packets")
-        if header.control.line != terms.control_line:
-            raise BadUpdate(_wrong_control(header.control.line, terms.control_line), reason="wrong_control")
-        if (previous := header.control.previous) and not is_blake3(previous):
-            raise BadUpdate(f"control.previous is {previous[:100]!r}, which names no update", reason="wrong_control")
-        if terms.silent and (
-            header.metrics or header.train_seconds or any(packet.num_samples != 1 for packet in header.packets)
-        ):
-            text = "the job has sample_dp, and this update tells figures of its training: update this client"
-            raise BadUpdate(text, reason="no_sample_dp")
-        self._schema, self._bare, self._opaque = terms.schema, terms.bare, terms.opaque
+        self._packets = check_offer(header, terms)
+        self._terms = terms
         if self._payload is not None and not len(self._payload) == header.total_bytes <= SMALL_BYTES:
             text = f"{len(self._payload)} bytes, not the declared {header.total_bytes}, or more than {SMALL_BYTES}"
             raise BadRequest(text, reason="bad_chunk")
@@ -342,43 +324,15 @@ class Upload:
         return Write(data)
 
     def _digested(self, digest: str) -> Admit:
-        if digest == self._offer.digest and self._schema is not None:
-            return Admit(self._packets, self._schema, exact=self._bare, opaque=self._opaque)
+        if digest == self._offer.digest and (terms := self._terms) is not None:
+            return Admit(self._packets, terms.schema, exact=terms.bare, opaque=terms.opaque)
         self.spoilt = True
         if self._resumed:  # what lay here before may have been damaged by a power loss, or have been of another payload
             raise Damaged("the part that was here is not of this payload: send it from the start")
         raise DamagedOnTheWay("the payload is not what its digest says: send it again")
 
     def _too_late(self, error: UnknownRound) -> LookUp:
-        if self._schema is None:
+        if self._terms is None:
             raise error
         self._late = error
         return self._look_up()
-
-    def _row(self, admitted: Admitted) -> UpdateRow:
-        header = self._header
-        return UpdateRow(
-            round=header.round,
-            client_id=header.client_id,
-            digest=self._offer.digest,
-            name=self._offer.name,
-            packets=self._packets,
-            num_samples=1 if self._bare else header.packets[-1].num_samples,
-            total_bytes=header.total_bytes,
-            train_seconds=0.0 if self._bare else header.train_seconds,
-            norm=admitted.norm,
-            accepted_at=admitted.at,
-            metrics={} if self._bare else dict(header.metrics),
-            blob="" if admitted.payload else self._offer.digest,
-            payload=admitted.payload,
-            epoch=self._epoch,
-            control_previous=header.control.previous,
-        )
-
-
-def _wrong_control(line: str, wanted: str) -> str:
-    if not line:
-        return "the update was trained without the correction of scaffold = true: update this client"
-    if not wanted:
-        return "the update was trained with a correction that the job does not ask for"
-    return f"the update was trained with the control variate of the line {line[:80]!r}, and not of {wanted!r}"

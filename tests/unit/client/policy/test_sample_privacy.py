@@ -19,6 +19,7 @@ from fedring.rpc.errors import BadUpdate
 from fedring.server.aggregation.terms import Terms
 from fedring.server.model.transforms.listing import transforms_of
 from fedring.server.round.plan import job_spec
+from fedring.server.update.admission import open_offer
 from fedring.simulation import simulate
 from fedring.simulation.worker import admit
 from fedring.train.jobs.job import Job
@@ -90,10 +91,10 @@ def test_a_client_that_does_not_know_the_table_is_refused(told: str) -> None:
     terms = Terms("", 10_000, schema, bare=True, silent=True)
     payload = b"".join(update.parts)
     if told == "nothing":
-        assert admit("a", update.offer, payload, terms, epoch=0).num_samples == 1
+        assert admit("a", open_offer(update.offer), payload, terms, epoch=0).num_samples == 1
         return
     with pytest.raises(BadUpdate, match="update this client") as refused:
-        admit("a", update.offer, payload, terms, epoch=0)
+        admit("a", open_offer(update.offer), payload, terms, epoch=0)
     assert refused.value.reason == "no_sample_dp"
 
 

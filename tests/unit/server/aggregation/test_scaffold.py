@@ -35,6 +35,7 @@ from fedring.server.model.control import ControlPlan, counted_in, plan_control
 from fedring.server.model.transforms.scaffold import NextControl
 from fedring.server.state.blobs import FileBlobs
 from fedring.server.state.rows import UpdateRow
+from fedring.server.update.admission import open_offer
 from fedring.simulation.worker import admit
 from fedring.train.jobs.job import Job
 from fedring.train.loop import train
@@ -88,7 +89,9 @@ def update_of(
     half = Scaffold(RoundStart(command, base, lambda digest: values), own, {})
     trained, report = Vectors(delta.copy(), np.ones(2)), TrainingReport(samples)
     update: Update = make_update(command, client, base, trained, report, None, describe=half.describe)
-    row = admit(client, update.offer, b"".join(update.parts), Terms("", 10_000, SCHEMA, control_line=LINE), epoch=0)
+    row = admit(
+        client, open_offer(update.offer), b"".join(update.parts), Terms("", 10_000, SCHEMA, control_line=LINE), epoch=0
+    )
     return row, half.after(Sent(update, samples, SCHEMA))
 
 
@@ -209,7 +212,13 @@ def test_an_update_that_was_not_corrected_as_the_round_asks_is_refused(
 
     update = make_update(command, "a", base, trained, TrainingReport(1), None, describe=describe)
     with pytest.raises(BadUpdate, match=sentence) as refused:
-        admit("a", update.offer, b"".join(update.parts), Terms("", 10_000, SCHEMA, control_line=wanted), epoch=0)
+        admit(
+            "a",
+            open_offer(update.offer),
+            b"".join(update.parts),
+            Terms("", 10_000, SCHEMA, control_line=wanted),
+            epoch=0,
+        )
     assert refused.value.reason == "wrong_control"
     assert len(str(refused.value)) < 300
 
