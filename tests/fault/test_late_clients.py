@@ -3,17 +3,22 @@
 import json
 import urllib.request
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import grpc
+import numpy as np
 import pytest
 
 from fedring.v1 import control_pb2 as pb
+from fedring.v1 import federation_pb2 as wire
 from tests import forks
 from tests.conftest import path_to
 from tests.fault.faulty_fleet import FaultyFleet, wait_for
 from tests.fault.gate import Gate
-from tests.fleets import Control, run_job, until_watching
+from tests.fleets import Control, Fleet, run_job, until_watching
+from tests.system.wire import SIZE, WireClient, payload_of, vector_job
 
 HERE = Path(__file__).parent
 TRUSTED = {"trusted": ["fedring", "user_trainers"]}
@@ -74,3 +79,27 @@ def test_a_client_that_trains_for_an_ended_round_is_not_ready(fleet: FaultyFleet
         (round_,) = control.rounds(job_id=waiting)
         assert (round_.selected, round_.delivered) == (2, 2)
         assert client(control, "client-0").late_since == ""
+
+
+def test_a_client_that_comes_back_after_the_training_and_before_the_end_of_its_round_is_ready(tmp_path: Path) -> None:
+    """Its new session is not told of the end, and so it can never say that it has read that."""
+    with Fleet(tmp_path) as fleet, Control(fleet.control) as control, WireClient(fleet.listen, "ann") as ann:
+        with WireClient(fleet.listen, "bob") as bob:
+            until_watching(control, 2)
+            control.start_job(
+                vector_job(rounds=2, min_clients=2, min_clients_to_aggregate=1, close_at_minimum=True, evaluate=True)
+            )
+            bob.expect("train")
+            command = ann.expect("train")
+            payload = payload_of(np.ones(SIZE, np.float32))
+            ann.push(ann.header(command, payload), payload)
+            order = ann.expect("evaluate")
+        with WireClient(fleet.listen, "bob") as bob:
+            bob.say(wire.WatchRequest(matched=True, work=wire.Work(round=1, job_id=1)))
+            until_watching(control, 2)
+            for each in (ann, bob):
+                report = wire.EvaluationReport(round=order.round, model_digest=order.model_digest)
+                with suppress(grpc.RpcError):  # whoever was not there when the evaluation began is not asked
+                    each.commands.ReportEvaluation(report, metadata=each.metadata)
+            bob.say(wire.WatchRequest(matched=True, work=wire.Work()))
+            assert bob.expect("train").round == 2

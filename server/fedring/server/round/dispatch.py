@@ -83,9 +83,9 @@ class Dispatch:
 
     def over(self, row: RoundRow, model: ModelRow | None, client: str) -> None:
         """Tell a client that a round is over."""
-        version = model.version if model else 0
-        ended = pb.RoundEnded(round=row.round, reason=row.reason, model_version=version)
-        self._send(client, pb.ServerEvent(round_ended=ended))
+        if session := self._sessions.get(client):
+            version = model.version if model else 0
+            session.end(pb.RoundEnded(round=row.round, reason=row.reason, model_version=version))
 
     def _send(self, client: str, event: pb.ServerEvent | bytes) -> None:
         if session := self._sessions.get(client):

@@ -114,9 +114,7 @@ class Rounds:
         self._open.pop(open_.row.round, None)
         self.last = open_.row
         for session in filter(None, map(self._sessions.get, open_.missing if open_.started else ())):
-            if session.tells_work:
-                session.ended = open_.row.round
-                self.works(session)
+            self.works(session)
         if open_.group is not None:
             self._generation = max(self._generation, open_.group.generation)
 

@@ -54,7 +54,7 @@ class Session:
     moved: float = field(default_factory=time.monotonic)  # when its reported progress last changed
     work: pb.Work = field(default_factory=pb.Work)  # what its code works on; round 0 = nothing
     tells_work: bool = False  # whether it says that at all
-    ended: int = 0  # the newest round that has ended without it
+    ended: int = 0  # the newest round whose end it was told in this session, if it answers that
     late_since: float = 0.0  # wall clock: since when it may work on a round that has ended; 0 = it does not
     transfers: int = 0  # uploads and downloads in progress, which end if their bytes do not move
     heard: float = field(default_factory=time.monotonic)
@@ -87,6 +87,16 @@ class Session:
             self.outbox.put_nowait(serialize(event))
         except asyncio.QueueFull:
             self.close(Overloaded(f"{self.client_id} does not read what it is sent"))
+
+    def end(self, ended: pb.RoundEnded) -> None:
+        """Tell the client that a round is over.
+
+        A client that tells its work will say that it has read this. Only then it is known whether it is free. A later
+        session is not told again, and so it owes no answer.
+        """
+        if self.tells_work:
+            self.ended = ended.round
+        self.send(pb.ServerEvent(round_ended=ended))
 
     def close(self, reason: FedringError) -> None:
         """End the session's stream with `reason`, unless it was ended before."""
