@@ -19,6 +19,7 @@ from fedring.train.jobs.data_parallel_table import DataParallel
 from fedring.train.jobs.hooks import DGCParameters, Int8Parameters, PowerSGDParameters, TopKParameters
 from fedring.train.jobs.job import Job
 from fedring.train.jobs.job_keys import NamedTransform, ServerOptimizer
+from fedring.train.jobs.override_table import Override
 from fedring.train.jobs.personal_table import Personal
 from fedring.train.jobs.pipeline_table import Pipeline
 from fedring.train.jobs.privacy_table import ClientPrivacy
@@ -158,6 +159,12 @@ SECTIONS = (
         "Transforms",
         NamedTransform,
         "An entry of the list `[[transforms]]` of a job. See [algorithms.md](algorithms.md).",
+    ),
+    (
+        "Overrides",
+        Override,
+        "An entry of the list `[[override]]` of a federated job. See "
+        "[federated.md](federated.md#other-settings-for-some-clients).",
     ),
     (
         "Streams between workers",

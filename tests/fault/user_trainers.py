@@ -31,6 +31,17 @@ def _wait_at_gate() -> None:
 
 
 @offers("trainer")
+def tells(model: nn.Module, samples: Any, plan: Any) -> dict[str, float]:
+    """Count the steps of a training without taking them, wait at the gate, and report the plan."""
+    drawn, steps = plan.subset_size or len(samples), 0
+    for _ in range(plan.epochs):
+        steps += len(range(0, drawn, plan.batch_size))
+    _wait_at_gate()
+    figures = {key: getattr(plan, key) for key in ("epochs", "batch_size", "lr", "momentum")}
+    return {"num_samples": drawn, "steps": steps, **figures}
+
+
+@offers("trainer")
 def still(model: nn.Module, samples: Any, plan: Any) -> int:
     """Learn nothing, so that the client sends nothing but its residual."""
     return 1

@@ -43,6 +43,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     folder = tmp_path_factory.mktemp("place")
     hook = 'mode = "data_parallel"\ndata_parallel = { hook = "fp16(powersgd(warm_start=perhaps))" }\n'
     (folder / "hook.toml").write_text(hook)
+    override = 'min_clients = 1\n[[override]]\nwhere = { gpu = "yes" }\n'
+    (folder / "override.toml").write_text(f"{override}epoch = 2\n")
+    feddyn = '[[transforms]]\nname = "feddyn"\nargs = { alpha = 0.1 }\n'
+    (folder / "feddyn.toml").write_text(f'weights = "uniform"\n{override}mu = 0.5\n{feddyn}')
     (folder / "marked.toml").write_text('\ufeffmodel = "fedring.train.models:none"\n', encoding="utf-8")
     pki, other = Pki(folder / "pki"), Pki(folder / "other")
     other.issue("ann")
@@ -84,6 +88,16 @@ FLCTL = [
     ),
     ("status -s http://{nobody}", Exit.USAGE, "is not host:port: leave out http://, as in 127.0.0.1:"),
     ("status -s https://{nobody}/", Exit.USAGE, "is not host:port: leave out https://, as in 127.0.0.1:"),
+    (
+        "run {folder}/override.toml -s {plain.control}",
+        Exit.CONFIG,
+        "override.toml; did you mean 'override.0.epochs'?",
+    ),
+    (
+        "run {folder}/feddyn.toml -s {plain.control}",
+        Exit.CONFIG,
+        "override.0: transforms: feddyn needs mu = 0.0, and it is 0.5",
+    ),
     ("run {folder}/hook.toml --lr 0.1", Exit.USAGE, "keys are given without dashes, as in lr=0.1"),
     ("run {folder}/hook.toml --batch-size=8", Exit.USAGE, "keys are given without dashes, as in batch_size=8"),
     ("run {folder}/hook.toml --sever {plain.control}", Exit.USAGE, "no such option: --sever: did you mean --server?"),

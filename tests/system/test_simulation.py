@@ -35,6 +35,11 @@ JOBS: dict[str, dict[str, Any]] = {
     "error feedback, buffers, dropout": {
         "model": "user_simulation:normed", "encoding": "packed", "keep_ratio": 0.05, "epochs": 2,
         "partition": "dirichlet", "alpha": 0.1, "normalize_steps": True,
+        "override": [
+            {"where": {"gpu": "yes"}, "epochs": 3, "batch_size": 32, "momentum": 0.5},
+            {"where": {"site": ["eu", "us"]}, "lr": {"schedule": "step", "start": 0.1, "every": 2, "gamma": 0.5}},
+            {"where": {"site": "us"}, "subset_size": 40},
+        ],
     },
     "guards, a rule, a schedule, a server optimizer, encoded downloads": {
         "encoding": "uniform", "download_encoding": "uniform", "partition": "shards", "mu": 0.01, "subset_size": 50,
@@ -44,11 +49,12 @@ JOBS: dict[str, dict[str, Any]] = {
     },
     "a strategy of the user's own": {
         "normalize_steps": True, "partition": "shards", "aggregation": {"rule": "user_strategies:Attentive"},
+        "override": [{"where": {"site": "us"}, "lr": 0.01, "clip_norm": 0.5}],
     },
     "control variates, own models, buffers, error feedback": {
         "model": "user_simulation:normed", "encoding": "packed", "partition": "shards", "scaffold": True,
         "momentum": 0.0, "weights": "uniform", "lr": {"schedule": "linear", "start": 0.1, "end": 0.02},
-        "personal": {"mu": 0.5},
+        "personal": {"mu": 0.5}, "override": [{"where": {"gpu": "yes"}, "epochs": 2, "lr": 0.03}],
     },
     "a transform with a state on both sides, error feedback": {
         "model": "user_simulation:normed", "encoding": "packed", "partition": "shards", "weights": "uniform",
@@ -57,8 +63,13 @@ JOBS: dict[str, dict[str, Any]] = {
     "the server's own update": {
         "subset_size": 40, "epochs": 2, "mu": 0.01, "clip_norm": 0.3, "precision": "bf16",
         "aggregation": {"rule": "fltrust", "bucketing": 2, "data": "user_simulation:few", "args": {"count": 60}},
+        "override": [{"where": {"gpu": "yes"}, "mu": 0.0, "precision": "fp32"}],
     },
 }  # fmt: skip
+
+
+LABELS = [{"gpu": "yes"}, {"site": "eu"}, {}, {"gpu": "yes", "site": "us"}]
+"""Of the clients, in turns."""
 
 
 def without_secret(folder: Path) -> None:
@@ -73,9 +84,9 @@ def run_on_daemons(name: str, folder: Path) -> tuple[Path, list[Any]]:
     """Run a job on ten real daemons, with fresh state; return its model, and its rounds."""
     without_secret(folder / "state" / "server")
     trusted = {"trusted": ["fedring", "user_simulation", "user_strategies"]}
-    client = {**trusted, "threads": 1}
+    clients = [{**trusted, "threads": 1, "labels": LABELS[each % len(LABELS)]} for each in range(CLIENTS)]
     with (
-        Fleet(folder, trusted, [client] * CLIENTS, env={"PYTHONPATH": str(CODE)}) as fleet,
+        Fleet(folder, trusted, clients, env={"PYTHONPATH": str(CODE)}) as fleet,
         Control(fleet.control) as control,
     ):
         until_watching(control, CLIENTS)
@@ -93,7 +104,8 @@ def test_the_models_of_a_simulation_are_those_of_ten_daemons_byte_for_byte(
     model, rounds = run_on_daemons(name, tmp_path / "fleet")
     for workers in (1, 2):
         out = tmp_path / str(workers)
-        report = simulate({**COMMON, **JOBS[name]}, clients=CLIENTS, workers=workers, threads=1, out=out)
+        job = {**COMMON, **JOBS[name]}
+        report = simulate(job, clients=CLIENTS, workers=workers, threads=1, labels=LABELS, out=out)
         ours, theirs = load_file(out / "model.safetensors"), load_file(model)
         assert {key: value.tobytes() for key, value in ours.items()} == {
             key: value.tobytes() for key, value in theirs.items()
@@ -116,9 +128,9 @@ def test_without_the_residuals_of_the_clients_the_models_would_differ(
 ) -> None:
     monkeypatch.syspath_prepend(str(CODE))
     job = {**COMMON, **JOBS["error feedback, buffers, dropout"]}
-    simulate(job, clients=CLIENTS, workers=1, threads=1, out=tmp_path / "with")
+    simulate(job, clients=CLIENTS, workers=1, threads=1, labels=LABELS, out=tmp_path / "with")
     monkeypatch.setattr("fedring.simulation.vectors.ClientSections.put", lambda self, client, sections: None)
-    simulate(job, clients=CLIENTS, workers=1, threads=1, out=tmp_path / "without")
+    simulate(job, clients=CLIENTS, workers=1, threads=1, labels=LABELS, out=tmp_path / "without")
     models = [(tmp_path / out / "model.safetensors").read_bytes() for out in ("with", "without")]
     assert models[0] != models[1]
 
@@ -168,7 +180,17 @@ def test_actors_on_a_ray_cluster_make_the_model_of_local_workers_byte_for_byte(t
     job.write_text(json.dumps(COMMON | JOBS["control variates, own models, buffers, error feedback"]))
 
     def flctl(out: str, *options: str) -> subprocess.CompletedProcess[str]:
-        given = ["--clients", str(CLIENTS), "--threads", "1", "--out", str(tmp_path / out), *options]
+        given = [
+            "--clients",
+            str(CLIENTS),
+            "--threads",
+            "1",
+            "--labels",
+            "gpu=yes",
+            "--out",
+            str(tmp_path / out),
+            *options,
+        ]
         command = [sys.executable, "-m", "fedring.ctl.main", "simulate", str(job), *given]
         return subprocess.run(command, env=env, stderr=subprocess.PIPE, text=True, timeout=600)
 

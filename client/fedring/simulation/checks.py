@@ -3,7 +3,7 @@
 Each fault is one sentence, with exit code 78.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,8 @@ from fedring.privacy.keystream import SECRET_BYTES
 from fedring.simulation.objects import LocalObjects
 from fedring.train.bounds import MAX_COUNT, MAX_SEED
 from fedring.train.jobs.job import Job
+from fedring.train.jobs.labels import check_labels
+from fedring.train.jobs.override_table import no_client_has, unmatched
 from fedring.train.jobs.start import FRESH, NEWEST, is_path
 
 
@@ -63,7 +65,7 @@ def job_of(
             "shared and private cannot be simulated, because simulated clients keep no tensors: leave them out"
         )
     if spec.clients:
-        raise _wrong(f"clients = {spec.clients} cannot be simulated, because simulated clients have no labels")
+        raise _wrong(f"clients = {spec.clients} cannot be simulated, because all simulated clients take part")
     if is_path(spec.start):
         if not Path(spec.start).is_file():
             raise _wrong(f"start names the file {spec.start}, which is not there")
@@ -88,6 +90,25 @@ def check_numbers(job: Job, clients: int, workers: int, threads: int | None) -> 
         raise _wrong(f"per_round={job.sample_clients} is more than clients={clients}: draw fewer, or simulate more")
     if job.min_clients > clients:
         raise _wrong(f"min_clients={job.min_clients} is more than clients={clients}: set min_clients, or simulate more")
+
+
+def check_given_labels(job: Job, clients: int, labels: Sequence[Mapping[str, str]]) -> tuple[Mapping[str, str], ...]:
+    """Check the labels of simulated clients.
+
+    Returns:
+        The labels.
+
+    Raises:
+        Failure: They are no labels, or no client has those of an override.
+    """
+    try:
+        given = tuple(check_labels(dict(each)) for each in labels)
+    except ValueError as error:
+        raise _wrong(f"labels: {error}") from error
+    here = given[:clients] or ({},)
+    if why := no_client_has(unmatched(here, job.override), who="no simulated client"):
+        raise _wrong(f"{why}: give labels")
+    return given
 
 
 def check_data_root(data_root: Path | None) -> None:

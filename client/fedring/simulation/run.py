@@ -12,7 +12,7 @@ import json
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -35,13 +35,14 @@ from fedring.server.model.testset import EvaluationFailed as ServerEvaluationFai
 from fedring.server.model.transforms.listing import transforms_of
 from fedring.server.round import machine
 from fedring.server.round.events import Phase, Round
-from fedring.server.round.plan import round_command, rules_of
+from fedring.server.round.plan import client_command, round_command, rules_of
 from fedring.server.state.failures import StorageError
 from fedring.server.state.rows import ModelRow, RoundRow
 from fedring.simulation.checks import (
     check_data_root,
     check_engine,
     check_enough,
+    check_given_labels,
     check_length,
     check_numbers,
     job_of,
@@ -51,7 +52,7 @@ from fedring.simulation.engine import Engine, EvaluationFailed, InProcess, Proce
 from fedring.simulation.groups import groups_of, groups_that_count, short_of
 from fedring.simulation.objects import LocalObjects
 from fedring.simulation.report import SimulationReport, following
-from fedring.simulation.samples import Setup, client_id
+from fedring.simulation.samples import Setup, client_id, labels_of_client
 from fedring.simulation.secret import secret_of_seed
 from fedring.simulation.server import RUN_ID, Row, SimulatedServer, Work
 from fedring.simulation.vectors import ClientSections
@@ -60,6 +61,7 @@ from fedring.train.device import threads_for
 from fedring.train.errors import SeamError
 from fedring.train.evaluation import NO_SAMPLES, Counts
 from fedring.train.jobs.job import Job
+from fedring.train.jobs.override_table import overrides_of, with_overrides
 from fedring.train.jobs.sample_privacy_table import SamplePrivacy
 from fedring.train.metrics import combine, with_origin
 from fedring.train.tensors.files import save_vectors
@@ -83,6 +85,7 @@ def simulate(
     data_root: str | Path | None = None,
     device: str = "auto",
     engine: str = "local",
+    labels: Sequence[Mapping[str, str]] = (),
     out: str | Path | None = None,
     show: Show | None = None,
     **keys: Any,
@@ -105,6 +108,8 @@ def simulate(
         data_root: Folder of the data sets.
         device: Where to train: auto, cpu, cuda or cuda:N.
         engine: Where the workers run: local (processes of this machine), or ray (actors on a Ray cluster).
+        labels: The labels of the clients, which take them in turns: of two, client-0 has the first, client-1 the
+            second, client-2 the first again. Empty = they have none.
         out: Folder for report.json and model.safetensors, which is made. None = the report is only returned.
         show: Is called after each client, in the place of a notebook's view.
         keys: Further keys of the job, which take precedence over those of `job`.
@@ -125,10 +130,11 @@ def simulate(
     check_numbers(spec, clients, count, threads)
     check_data_root(root)
     check_length(secret)
+    given = check_given_labels(spec, clients, labels)
     if out:
         make_folder(Path(out))
     trusted, used = tuple(spec.code), secret_of_seed(spec.seed) if secret is None else secret
-    setup = Setup(spec, clients, root, trusted, device, threads or threads_for(count), used, objects=objects.by_name)
+    setup = Setup(spec, clients, root, trusted, device, threads or threads_for(count), used, given, objects=objects.by_name)
     try:
         # All checks are over: a simulation may take hours, and must not end with an error that was known before.
         with _shown(spec, show) as shown:
@@ -185,6 +191,7 @@ class _Run:
         self._setup, self._job, self._server, self._engine = setup, setup.job, server, engine
         self._folder, self._show = folder, show
         self._candidates = sorted(client_id(client) for client, size in enumerate(engine.sizes) if size)
+        self._labels = {client_id(client): labels_of_client(client, setup) for client in range(setup.clients)}
         self._rules = rules_of(setup.job, grace=0.0)
         self._drawn: set[str] = set()
         self._rows: list[Row] = []
@@ -312,22 +319,25 @@ class _Run:
         peers = {client: len(group) for group in work.groups for client in group}
         work.settings = {key: getattr(command, key) for key in work.job.scheduled}
         self._drawn.update(names)
+        places = overrides_of({name: self._labels[name] for name in names}, work.job.override)
+        work.told = {name: with_overrides(work.job, each) for name, each in places.items()}
         control = self._server.read_control(self._model) if command.control.digest else None
         order, done = Order(command.SerializeToString(), self._vectors, control), len(stopped)
-        for outcome in self._engine.train(order, self._turns(names, peers)):
+        for outcome in self._engine.train(order, self._turns(names, peers, work)):
             self._take(outcome, work)
             done += 1
             share = done / work.selected
             self._show((number - 1 + share) / self._job.rounds, self._rows[-1] if self._rows else None)
 
-    def _turns(self, names: list[str], peers: Mapping[str, int]) -> Iterator[Turn]:
+    def _turns(self, names: list[str], peers: Mapping[str, int], work: Work) -> Iterator[Turn]:
         """Yield the turns of the clients.
 
         Their state is read only when it is needed.
         """
-        for client in (int(name.rpartition("-")[2]) for name in names):
-            group, samples = peers.get(client_id(client), 0), self._counted.get(client, 0)
-            yield Turn(client, self._kept.get(client), self._spent.get(client, ()), group, samples)
+        for client, name in ((int(name.rpartition("-")[2]), name) for name in names):
+            group, samples = peers.get(name, 0), self._counted.get(client, 0)
+            own = client_command(work.command, work.told[name]).SerializeToString() if name in work.told else b""
+            yield Turn(client, self._kept.get(client), self._spent.get(client, ()), group, samples, own)
 
     def _those_who_go_on(self, names: list[str]) -> tuple[list[str], list[str]]:
         """Return the clients that go on, and a sentence for each other."""

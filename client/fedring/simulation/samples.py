@@ -34,6 +34,7 @@ class Setup:
     device: str
     threads: int  # of torch
     secret: bytes  # from which those of the clients follow
+    labels: tuple[Mapping[str, str], ...] = ()  # of the clients, which take them in turns; empty = they have none
     number: int = 0  # of the worker, from 0
     workers: int = 1  # among whom the test samples are divided, unless the job has an evaluator
     objects: Mapping[str, Callable[..., Any]] = field(default_factory=dict)  # those that only this process has, by name
@@ -45,6 +46,11 @@ class Setup:
             SeamError: Something cannot be imported.
         """
         return collect(self.trusted, root=self.data_root, objects=self.objects)
+
+
+def labels_of_client(client: int, setup: Setup) -> Mapping[str, str]:
+    """Return the labels of a client by its number."""
+    return setup.labels[client % len(setup.labels)] if setup.labels else {}
 
 
 def client_id(client: int) -> str:

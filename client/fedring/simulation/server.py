@@ -149,8 +149,9 @@ class SimulatedServer:
             StorageError, CodecError, OptimizerError, RuleError, SeamError, RuntimeError: It cannot be made; the last is
                 torch's.
         """
+        past = SimulatedPast(self._stats)
         closed = ClosedRound(
-            work.job, work.command, work.counted, work.selected, groups=work.sums, past=SimulatedPast(self._stats)
+            work.job, work.command, work.counted, work.selected, groups=work.sums, past=past, told=work.told
         )
         prepared = self._maker.prepare(closed)
         model = self._maker.next(base, prepared, base.version + 1)
@@ -205,6 +206,7 @@ class Work:
     failures: list[str] = field(default_factory=list)
     groups: list[Group] = field(default_factory=list)  # whose updates are only added up; empty = all are seen
     sums: list[GroupMasks] | None = None  # the groups that count; None = there are none
+    told: dict[str, Job] = field(default_factory=dict)  # the jobs of clients for which overrides hold
 
     @property
     def counted(self) -> list[UpdateRow]:

@@ -88,6 +88,7 @@ class Turn:
     spent: Sequence[SampledSteps] = ()  # what its samples have spent
     peers: int = 0  # clients of its group of updates that are added up, with itself; 0 = there is none
     samples: int = 0  # that its last update counted for; 0 = there was none
+    command: bytes = b""  # the client's own, if overrides hold for it; empty = that of the round
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -157,12 +158,14 @@ class SimulationWorker:
         self._frozen_digest = frozen_digest(self._loaded.model, tensors.frozen)
         self._frozen = read_tensors(self._loaded.model, tensors.frozen.names)
         self._shared = SharedTensors(self._loaded.model, self._schema)
-        self._command, self._terms = pb.TrainCmd(), dict[int, Terms]()
+        self._command = self._told_to_all = pb.TrainCmd()
+        self._terms = dict[int, Terms]()
         self._base: HeldModel | None = None
 
     def begin(self, order: Order) -> None:
         """Take the model and the command of the next round."""
-        self._command, self._terms = pb.TrainCmd.FromString(order.command), {}
+        self._command = self._told_to_all = pb.TrainCmd.FromString(order.command)
+        self._terms = {}
         self._base = HeldModel(self._command.model_digest, self._schema, order.vectors)
         self._control = np.zeros(self._schema.num_parameters, np.float32) if order.control is None else order.control
 
@@ -204,6 +207,7 @@ class SimulationWorker:
 
     def _turn(self, turn: Turn) -> Outcome:
         account = _TurnAccount(turn.spent)
+        self._command = pb.TrainCmd.FromString(turn.command) if turn.command else self._told_to_all
         try:
             plan, size = self._plan(turn), self.sizes[turn.client]
             spent = cost_of(self._command, plan, size, policy=_POLICY, account=account)

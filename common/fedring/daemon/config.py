@@ -177,9 +177,12 @@ def check_keys(model: type[BaseModel], table: Mapping[str, Any], *, where: str, 
             hint = f"; did you mean {either(near)}?" if near else f"; valid keys: {', '.join(model.model_fields)}"
             place = f"{'on' if where == COMMAND_LINE else 'in'} {where}"
             raise ConfigError(f"unknown key {prefix + key!r} {place}{hint}")
-        inner = _table_of(field.annotation)
+        inner, here = _table_of(field.annotation), f"{prefix}{key}."
         if inner and isinstance(value, Mapping):
-            check_keys(inner, value, where=where, prefix=f"{prefix}{key}.")
+            check_keys(inner, value, where=where, prefix=here)
+        for index, row in enumerate(value if isinstance(value, list) else []):
+            if inner and isinstance(row, Mapping):
+                check_keys(inner, row, where=where, prefix=f"{here}{index}.")
 
 
 def _table_of(annotation: Any) -> type[BaseModel] | None:

@@ -266,7 +266,9 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"server_optimizer": {"name": "SGD", "args": {"lr": 1.0, "x": 2}}}, {"clients": 4}, "server_optimizer"),
     ({"min_clients": 1500}, {"clients": 1600}, "1437 of clients=1600 have samples"),
     ({"private": ["*.bias"]}, {"clients": 4}, "shared and private cannot be simulated"),
-    ({"clients": {"site": "eu"}}, {"clients": 4}, "clients = .* simulated clients have no labels"),
+    ({"clients": {"site": "eu"}}, {"clients": 4}, "clients = .* all simulated clients take part"),
+    ({"override": [{"where": {"gpu": "yes"}, "epochs": 2}]}, {"clients": 4}, "no simulated client has gpu=yes"),
+    ({}, {"clients": 4, "labels": [{"gpu": "a b"}]}, "labels: gpu in it must be text of 1 to 64 of"),
     ({"min_clients_to_aggregate": 3}, {"clients": 4}, "min_clients_to_aggregate must be at most min_clients=2"),
 ]
 
@@ -277,6 +279,29 @@ def test_wrong_input_is_refused_with_one_sentence(keys: dict[str, Any], options:
         simulate({**JOB, **keys}, **{"workers": 1, **options})
     assert caught.value.exit_code == Exit.CONFIG
     assert "\n" not in str(caught.value)
+
+
+ALGORITHMS: list[dict[str, Any]] = [
+    {"normalize_steps": True, "momentum": 0.5},
+    {"scaffold": True, "momentum": 0.0, "weights": "uniform"},
+    {"mu": 0.1, "personal": {"mu": 0.5}},
+]
+
+
+@pytest.mark.parametrize("keys", ALGORITHMS)
+def test_an_override_for_all_clients_is_the_key_of_the_job(keys: dict[str, Any]) -> None:
+    """Whatever depends on how a client trains, here and on the server, follows its own settings."""
+    job = {**JOB, **keys, "rounds": 3, "partition": "dirichlet", "alpha": 0.2, "min_clients": 4, "sample_clients": 3}
+    others = {"epochs": 2, "batch_size": 9, "lr": {"schedule": "linear", "start": 0.2, "end": 0.1}, "clip_norm": 2.0}
+    options: dict[str, Any] = {"clients": 4, "workers": 1, "threads": 1}
+
+    def model(keys: dict[str, Any], labels: list[dict[str, str]]) -> object:
+        return simulate({**job, **keys}, labels=labels, **options)["model_sha256"]
+
+    gpu = {"gpu": "yes"}
+    by_label = model({"override": [{"where": gpu, "epochs": 7}, {"where": gpu, **others}]}, [gpu])
+    assert by_label == model(others, [])
+    assert by_label != model({"override": [{"where": gpu, **others}]}, [gpu, {}])
 
 
 def test_an_unknown_key_of_the_job_is_refused() -> None:
@@ -293,8 +318,18 @@ def test_flctl_simulate_writes_report_model_and_plot(flctl: Call, tmp_path: Path
     assert "1,500 clients" in text
     assert "63 of the clients have no samples" in told
     assert sorted(path.name for path in out.iterdir()) == ["model.safetensors", "report.json", "rounds.png"]
-    code, text, _ = flctl("simulate", job, "batch_size=4", *options, "--output", "json")
+    job.write_text(f'{job.read_text()}[[override]]\nwhere = {{ gpu = "yes", site = "eu" }}\nepochs = 2\n')
+    labels = ("--labels", "gpu=yes, site=eu", "--labels", "")
+    code, text, _ = flctl("simulate", job, "batch_size=4", *options, *labels, "--output", "json")
+    assert code == 0
     assert json.loads(text) == json.loads((out / "report.json").read_text())
+
+
+def test_flctl_simulate_refuses_labels_without_values(flctl: Call, tmp_path: Path) -> None:
+    job = tmp_path / "job.toml"
+    job.write_text("rounds = 1\n")
+    code, _, told = flctl("simulate", job, "--labels", "gpu", "--out", tmp_path / "out")
+    assert (code, told) == (Exit.USAGE, "flctl: --labels 'gpu' is not of the form NAME=VALUE\n")
 
 
 def test_flctl_simulate_ends_with_78_if_the_input_is_wrong(flctl: Call, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from fedring.ctl.local.runner import ended_by_signals
 from fedring.ctl.operate.job_control import Overrides, job_of
 from fedring.ctl.options import OutputOption, make_out_folder
 from fedring.ctl.output import Output, duration, number, percent, print_json, print_table, quality, size, stderr_console
+from fedring.daemon.exits import Exit
 from fedring.daemon.wording import counted
 from fedring.extras import require
 from fedring.train.metrics import is_evaluated
@@ -46,6 +47,14 @@ def simulate(
     engine: Annotated[
         str, typer.Option(help="Where the workers run: local (processes of this machine) or ray (a Ray cluster).")
     ] = "local",
+    labels: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=VALUE,...",
+            help="Labels of the clients, for the job's [[override]]. Give several, and the clients take them in turns; "
+            'with "", a client has none.',
+        ),
+    ] = None,
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the report, the model and the plot.")] = Path(
         "simulation"
     ),
@@ -77,6 +86,7 @@ def simulate(
             data_root=data_root,
             device=device,
             engine=engine,
+            labels=[_labels_in(text) for text in labels or []],
             seed=seed,
             out=out,
             show=show,
@@ -95,6 +105,18 @@ def simulate(
     if warnings:
         text = f"{counted(len(warnings), 'warning')} on evaluations; the newest: {warnings[-1]}"
         stderr_console().print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _labels_in(text: str) -> dict[str, str]:
+    """Return the labels that a text such as "gpu=yes,site=eu" names.
+
+    Raises:
+        Failure: It does not have that form.
+    """
+    pairs = [part.strip().partition("=") for part in text.split(",") if part.strip()]
+    if wrong := next((name for name, equals, _ in pairs if not equals), ""):
+        raise Failure(f"--labels {wrong!r} is not of the form NAME=VALUE", Exit.USAGE)
+    return {name: value for name, _, value in pairs}
 
 
 @contextmanager

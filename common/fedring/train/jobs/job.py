@@ -6,7 +6,7 @@ A job says what to train, on how many clients, and for how many rounds.
 from math import ceil
 from typing import Self
 
-from pydantic import model_validator
+from pydantic import ValidationError, model_validator
 
 from fedring.codec.encoding import Encoding
 from fedring.offers import PARTS, named
@@ -108,6 +108,26 @@ class Job(JobKeys):
         if shortage := self.aggregation.too_few(updates):
             each = ", of which each group of secure_aggregation has one" if size else ""
             raise ValueError(f"aggregation: {shortage}{each}, in a round with the fewest clients that this job allows")
+        return self
+
+    @model_validator(mode="after")
+    def _overrides_fit(self) -> Self:
+        if self.override and self.grouped:
+            raise ValueError(
+                f"override belongs to the mode federated: leave it out of a {self.mode} job, whose workers share each "
+                "batch"
+            )
+        if self.override and self.secure_aggregation is not None:
+            raise ValueError(
+                "override does not go with [secure_aggregation], whose clients check that all of them were told the "
+                "same: start a job for each kind of client, chosen by the key clients"
+            )
+        for place, override in enumerate(self.override):
+            try:
+                type(self).model_validate({**self.model_dump(exclude={"override"}), **override.values})
+            except ValidationError as error:  # its values are valid, so keys of the job do not go with them
+                cause = error.errors()[0].get("ctx", {}).get("error", error)
+                raise ValueError(f"override.{place}: {cause}") from error
         return self
 
     @model_validator(mode="after")

@@ -20,6 +20,7 @@ from fedring.train.bounds import (
 from fedring.train.jobs.aggregation_table import Aggregation
 from fedring.train.jobs.data_parallel_table import DataParallel
 from fedring.train.jobs.labels import WantedLabels
+from fedring.train.jobs.override_table import Overrides
 from fedring.train.jobs.personal_table import Personal
 from fedring.train.jobs.pipeline_table import Pipeline
 from fedring.train.jobs.privacy_table import ClientPrivacy
@@ -147,6 +148,12 @@ class JobKeys(BaseModel):
         description="seed of the initial model, the partition and every random choice, except those of clients in jobs "
         "with masks or noise; with secure_aggregation, a job that sets none gets one that fl-server draws, or that of "
         "the version that it starts from",
+    )
+
+    override: Overrides = Field(
+        default_factory=list,
+        description="other values of some of these keys for the clients with some labels; of two overrides that set "
+        "the same key for a client, the later one wins (federated)",
     )
 
     encoding: EncodingName = Field("uniform", description="how clients encode their updates")

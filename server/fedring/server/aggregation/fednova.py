@@ -3,7 +3,8 @@
 Clients that took more local steps do not pull the model to them. With the clients' deltas d_i, their weights p_i, which
 add up to 1, and a_i, which grows with the number of local steps, the next model is the base plus (sum_j p_j a_j) sum_i
 p_i d_i / a_i (section 5). This is the weighted mean of the deltas after each was multiplied by a factor, sum_j p_j a_j
-/ a_i. If all clients take the same number of steps, all factors are 1.
+/ a_i. If all clients take the same number of steps, all factors are 1. A client with a learning rate of its own moves
+in proportion to it, so its a_i is multiplied by the ratio of that rate to the job's.
 
 A client's word on its steps is not proof. So a_i counts as at least the median over the round's clients divided by
 SPREAD, and as at most SPREAD times that median. No factor exceeds SPREAD^2, whatever clients say.
@@ -11,6 +12,7 @@ SPREAD, and as at most SPREAD times that median. No factor exceeds SPREAD^2, wha
 
 from collections.abc import Mapping, Sequence
 from statistics import median_low
+from types import MappingProxyType
 
 from fedring.server.state.rows import UpdateRow
 from fedring.train.jobs.job import Job
@@ -26,7 +28,12 @@ _SGD = "fedring.train.optimizers:sgd"
 
 
 def factors_of(
-    job: Job, job_round: int, updates: Sequence[UpdateRow], weights: Mapping[str, float]
+    job: Job,
+    job_round: int,
+    updates: Sequence[UpdateRow],
+    weights: Mapping[str, float],
+    *,
+    told: Mapping[str, Job] = MappingProxyType({}),
 ) -> dict[str, float]:
     """Return the factors of a round's updates before they are averaged.
 
@@ -35,18 +42,22 @@ def factors_of(
         job_round: the number of the round within the job.
         updates: the accepted updates.
         weights: of the same clients in the mean, above 0, by client id.
+        told: the jobs of clients that train by other settings, by client id.
 
     Returns:
         The factors by client id; none if the job does not normalise.
     """
     if not job.normalize_steps:
         return {}
-    epochs = job.settings_of(job_round).epochs
-    steps = {row.client_id: steps_of(row, epochs=epochs, batch_size=job.batch_size) for row in updates}
-    if job.optimizer != _SGD:
-        return factors(weights, steps, momentum=0.0)
+    rate, norms = job.settings_of(job_round).lr, dict[str, float]()
     dampening, nesterov = job.optimizer_args.get("dampening", 0.0), job.optimizer_args.get("nesterov", False)
-    return factors(weights, steps, momentum=job.momentum, dampening=dampening, nesterov=nesterov)
+    for row in updates:
+        own = told.get(row.client_id, job)
+        settings = own.settings_of(job_round)
+        steps = steps_of(row, epochs=settings.epochs, batch_size=own.batch_size)
+        norm = accumulation(steps, own.momentum, dampening, nesterov) if own.optimizer == _SGD else steps
+        norms[row.client_id] = norm * (settings.lr / rate)
+    return factors(weights, norms)
 
 
 def steps_of(row: UpdateRow, *, epochs: int, batch_size: int) -> float:
@@ -60,28 +71,17 @@ def steps_of(row: UpdateRow, *, epochs: int, batch_size: int) -> float:
     return told if told >= 1 else float(epochs * batches_in(row.num_samples, batch_size))
 
 
-def factors(
-    weights: Mapping[str, float],
-    steps: Mapping[str, float],
-    *,
-    momentum: float,
-    dampening: float = 0.0,
-    nesterov: bool = False,
-) -> dict[str, float]:
+def factors(weights: Mapping[str, float], told: Mapping[str, float]) -> dict[str, float]:
     """Return the factor of each delta: sum_j p_j a_j / a_i.
 
     Args:
         weights: of the clients, above 0, by client id; p_i is the share of the client's weight.
-        steps: of the same clients, at least 1.
-        momentum: rho of the clients' SGD, 0 <= rho < 1.
-        dampening: of the momentum.
-        nesterov: whether the momentum is Nesterov's.
+        told: a_i of the same clients, above 0, before they are bounded.
     """
-    if not steps:
+    if not told:
         return {}
-    told = {client: accumulation(count, momentum, dampening, nesterov) for client, count in sorted(steps.items())}
     middle = median_low(told.values())
-    norms = {client: min(max(norm, middle / SPREAD), middle * SPREAD) for client, norm in told.items()}
+    norms = {client: min(max(norm, middle / SPREAD), middle * SPREAD) for client, norm in sorted(told.items())}
     if len(set(norms.values())) == 1:
         return dict.fromkeys(norms, 1.0)
     total = sum(weights[client] for client in norms)

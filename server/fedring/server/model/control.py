@@ -2,7 +2,8 @@
 
 This is its file, and the change by the updates of a round. With the deltas d_i of the clients S of a round, their
 numbers of steps K_i, and the learning rate eta, client i's own control variate changes by -c - d_i / (K_i eta)
-(Karimireddy et al. 2020, section 3, option II). So with N clients that have one, among them those of S,
+(Karimireddy et al. 2020, section 3, option II). Overrides of the job may give a client an eta of its own. So with N
+clients that have one, among them those of S,
 
     c' = c - |S| / N (c + mean over S of d_i / (K_i eta))
 
@@ -15,6 +16,7 @@ c ends with that round, and begins anew as zero.
 import json
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,8 +40,7 @@ _COUNTED = "counted"
 class ControlPlan:
     """How the updates of a round change c."""
 
-    steps: Mapping[str, int]  # K_i, at least 1, by client id: the clients of the round
-    lr: float  # eta
+    scales: Mapping[str, float]  # K_i eta, above 0, by client id: the clients of the round
     counted: Mapping[
         str, str
     ]  # the name of the newest counted update, with those of the round, by client id: N clients
@@ -52,7 +53,12 @@ class ControlPlan:
 
 
 def plan_control(
-    job: Job, job_round: int, updates: Sequence[UpdateRow], before: ModelReader | None
+    job: Job,
+    job_round: int,
+    updates: Sequence[UpdateRow],
+    before: ModelReader | None,
+    *,
+    told: Mapping[str, Job] = MappingProxyType({}),
 ) -> ControlPlan | list[str]:
     """Return the plan of a round's change of c.
 
@@ -61,6 +67,7 @@ def plan_control(
         job_round: the number of the round within the job.
         updates: the accepted updates, at least one.
         before: the file of c; None = all of it is zero.
+        told: the jobs of clients for which overrides hold, by client id.
 
     Returns:
         The plan; or the clients for which c has to begin anew, sorted.
@@ -72,16 +79,16 @@ def plan_control(
     counted = counted_in(before) if before else {}
     if strangers := sorted(row.client_id for row in updates if row.control_previous != counted.get(row.client_id, "")):
         return strangers
-    settings = job.settings_of(job_round)
     return ControlPlan(
-        steps={
-            row.client_id: local_steps(row.num_samples, epochs=settings.epochs, batch_size=job.batch_size)
-            for row in updates
-        },
-        lr=settings.lr,
+        scales={row.client_id: _scale(row, told.get(row.client_id, job), job_round) for row in updates},
         counted=counted | {row.client_id: row.name for row in updates},
         before=before.parameters if before else None,
     )
+
+
+def _scale(row: UpdateRow, job: Job, job_round: int) -> float:
+    settings = job.settings_of(job_round)
+    return settings.lr * local_steps(row.num_samples, epochs=settings.epochs, batch_size=job.batch_size)
 
 
 def counted_in(file: ModelReader) -> dict[str, str]:
@@ -106,8 +113,8 @@ def next_control(walk: Walk, plan: ControlPlan) -> Generator[Float32, None, None
     Raises:
         CodecError: "non_finite", if a value does not fit into float32.
     """
-    weights = [1.0 / plan.steps[client.client_id] for client in walk.clients]
-    divisor = len(walk.clients) * plan.lr
+    weights = [1.0 / plan.scales[client.client_id] for client in walk.clients]
+    divisor = len(walk.clients)
     share = len(walk.clients) / len(plan.counted)
 
     def piece(start: int, stop: int) -> Float32:

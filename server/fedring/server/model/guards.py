@@ -4,9 +4,10 @@ With an update_clip of C and weights of at most w_max, replacing the update of o
 mean by at most 2 C w_max / sum(w). With normalize_steps it may also change how much the other updates count.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median_low
+from types import MappingProxyType
 from typing import Any
 
 from fedring.server.aggregation.fednova import factors_of
@@ -46,7 +47,13 @@ def weight_of(job: Job, num_samples: int) -> float:
 
 
 def guard(
-    job: Job, updates: Sequence[UpdateRow], last_median: float = 0.0, *, job_round: int = 1, averages: bool = False
+    job: Job,
+    updates: Sequence[UpdateRow],
+    last_median: float = 0.0,
+    *,
+    job_round: int = 1,
+    averages: bool = False,
+    told: Mapping[str, Job] = MappingProxyType({}),
 ) -> Guard:
     """Return the effect of a job's guards on a round's updates.
 
@@ -57,11 +64,12 @@ def guard(
             these updates replaces it.
         job_round: the number of the round within the job.
         averages: whether the job's rule, although it is the user's own, is the mean.
+        told: the jobs of clients for which overrides hold, by client id.
     """
     weights = {row.client_id: weight_of(job, row.num_samples) for row in updates}
     # An update is normalised before it is clipped, so that no factor takes it beyond the bound.
     by_mean = averages or job.aggregation.rule == MEAN
-    factors = factors_of(job, job_round, updates, weights if by_mean else dict.fromkeys(weights, 1.0))
+    factors = factors_of(job, job_round, updates, weights if by_mean else dict.fromkeys(weights, 1.0), told=told)
     norms = {row.client_id: row.norm * factors.get(row.client_id, 1.0) for row in updates}
     # The lower of two medians: of two clients, the one with the longer update does not choose its own bound.
     median = median_low(norms.values())

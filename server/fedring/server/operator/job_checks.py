@@ -25,6 +25,7 @@ from fedring.server.state.rows import ModelRow
 from fedring.train.dgc_optimizer import make_optimizer
 from fedring.train.errors import SeamError
 from fedring.train.jobs.job import Job
+from fedring.train.jobs.override_table import with_overrides
 from fedring.train.jobs.start import BEST, FRESH, NEWEST, is_path, version_of
 from fedring.train.names.name_checks import check_data
 from fedring.train.names.offered import Offered
@@ -93,10 +94,15 @@ class JobChecks:
             self._maker.check_samples(job)
         except (SeamError, DataError) as error:
             raise ConfigError(f"aggregation.data: {error}") from error
-        try:
-            try_optimizer(job, self._offered)
-        except SeamError as error:
-            raise ConfigError(f"{key_of(error)}: {error}") from error
+        own = [
+            ("", job),
+            *((f"override.{place}: ", with_overrides(job, [place])) for place in range(len(job.override))),
+        ]
+        for where, each in own:
+            try:
+                try_optimizer(each, self._offered)
+            except SeamError as error:
+                raise ConfigError(f"{where}{key_of(error)}: {error}") from error
         if job.evaluate_on_server:
             checks = (
                 *check_data_root(self._config.data_root),
@@ -108,10 +114,11 @@ class JobChecks:
         # To build the model takes long, so the checks that need no schema come before it.
         schema = self._check_model(job)
         self._check_sizes(job, schema, transforms)
-        try:
-            transforms.check(job, schema, lambda: self._skeleton(job))
-        except ValueError as error:
-            raise ConfigError(str(error)) from error
+        for where, each in own:
+            try:
+                transforms.check(each, schema, lambda: self._skeleton(job))
+            except ValueError as error:
+                raise ConfigError(f"{where}{error}") from error
         _check_best_by(job, strategy)
         alike = [row for row in kept if row.schema_hash == schema.hash.hex()]
         self._check_start(job, kept, alike, runs_next=runs_next)

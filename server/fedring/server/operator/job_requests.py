@@ -16,6 +16,7 @@ from fedring.server.state.facts import Facts
 from fedring.server.state.rows import ModelRow
 from fedring.train.bounds import MAX_DEPTH, MAX_JOB_BYTES, check_text
 from fedring.train.jobs.job import Job
+from fedring.train.jobs.override_table import no_client_has, unmatched
 from fedring.train.jobs.round_settings import SCHEDULED
 from fedring.v1 import control_pb2 as pb
 
@@ -93,7 +94,8 @@ class JobRequests:
         _check_key(key)
         warning = ""
         if not key or await self._facts.db(self._facts.store.jobs.of_key, key) is None:  # else it was checked before
-            warning = await self._check(spec)
+            unheard = no_client_has(unmatched(self._rounds.labels, spec.override), who="no client here")
+            warning = "; ".join(filter(None, (await self._check(spec), unheard)))
         row, already = await self._jobs.start(spec, key)
         if already and not _is_of(row.spec, spec):
             raise OtherJob(

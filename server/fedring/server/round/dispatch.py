@@ -23,13 +23,16 @@ class Dispatch:
 
         Those that do not hold the model get it with the command, if it is small.
         """
-        bare, whole = (open_.event(open_.seconds_left, model) for model in (None, open_.model))
+        seconds, overrides = open_.seconds_left, open_.row.overrides
+        made: dict[tuple[bool, tuple[int, ...]], bytes] = {}  # a command is the same for all clients, or for many
         for session in filter(None, map(self._sessions.get, sorted(clients))):
-            if open_.model and session.holds != open_.base.digest:
+            whole = open_.model is not None and session.holds != open_.base.digest
+            key = whole, tuple(overrides.get(session.client_id, ()))
+            if key not in made:
+                made[key] = open_.event(seconds, open_.model if whole else None, key[1])
+            if whole:
                 session.holds = open_.base.digest
-                session.send(whole)
-            else:
-                session.send(bare)
+            session.send(made[key])
 
     def remind(self, open_: OpenRound, latest: ModelRow | None, client: str) -> None:
         """Remind a client that has come back of its part."""
@@ -56,7 +59,7 @@ class Dispatch:
 
         It has come back, or was selected later than the others.
         """
-        self._send(client, open_.event(open_.seconds_left))
+        self._send(client, open_.event(open_.seconds_left, overrides=open_.row.overrides.get(client, ())))
 
     def evaluate(self, open_: OpenRound, model: ModelRow, client: str) -> None:
         """Ask the client to evaluate the new model."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -18,9 +19,11 @@ from fedring.server.model.masked_sum import GroupMasks
 from fedring.server.model.transforms.listing import RoundSteps, Transforms, transforms_of
 from fedring.server.model.transforms.transform import ClosedRound, Past
 from fedring.server.round.events import Phase, PhaseStep, RoundState, Steps
+from fedring.server.round.plan import client_command
 from fedring.server.round.trace import RoundTrace
 from fedring.server.state.rows import ModelRow, RoundRow, UpdateRow
 from fedring.train.jobs.job import Job
+from fedring.train.jobs.override_table import with_overrides
 from fedring.train.metrics import combine, with_origin
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1.rendezvous_pb2 import Done
@@ -78,15 +81,17 @@ class OpenRound:
         self.transforms = transforms_of(self.job)
         self.kind = RoundKind(self)
 
-    def event(self, seconds: float, model: pb.SmallModel | None = None) -> bytes:
+    def event(self, seconds: float, model: pb.SmallModel | None = None, overrides: Sequence[int] = ()) -> bytes:
         """Return the serialized command.
 
         Args:
             seconds: how long the clients have.
             model: the base model, if the command is to carry it.
+            overrides: the places of those that hold for the client.
         """
         command = pb.TrainCmd(deadline_seconds=seconds, model=model)
-        command.MergeFrom(self.command)
+        own = with_overrides(self.job, overrides)
+        command.MergeFrom(self.command if own is self.job else client_command(self.command, own))
         return pb.ServerEvent(train=command).SerializeToString()
 
     def terms(self, client: str, schema: Schema) -> Terms:
@@ -112,7 +117,8 @@ class OpenRound:
         groups = self.kind.sums
         chosen = self.accepted if groups is None else [client for group in groups for client in group.clients]
         updates = [self.accepted[client] for client in sorted(chosen)]
-        return ClosedRound(self.job, self.command, updates, len(self.row.selected), secret, groups, past)
+        told = {client: with_overrides(self.job, places) for client, places in self.row.overrides.items()}
+        return ClosedRound(self.job, self.command, updates, len(self.row.selected), secret, groups, past, told)
 
     @property
     def ids(self) -> dict[str, object]:

@@ -2,7 +2,7 @@
 
 import json
 from dataclasses import asdict
-from typing import get_args
+from typing import Any, get_args
 
 from pydantic import BaseModel
 
@@ -111,20 +111,44 @@ def train_cmd(job: Job, spec: pb.JobSpec, *, number: int, job_round: int) -> pb.
     """Return a round's command, without its model and its deadline."""
     # A group sends its result only once, so it need not be made smaller.
     encoding = Encoding("fp32") if job.grouped else job.upload_encoding
-    settings = job.settings_of(job_round)
     return pb.TrainCmd(
         round=number,
         job_round=job_round,
         job=spec,
-        subset_size=settings.subset_size,
-        epochs=settings.epochs,
-        batch_size=job.batch_size,
-        lr=settings.lr,
-        momentum=job.momentum,
-        mu=job.mu,
-        clip_norm=job.clip_norm,
-        precision=job.precision,
         seed=job.seed * 1_000_003 + job_round,
         without_evaluation=not job.evaluate,
         encoding=pb.Encoding(**asdict(encoding)),
+        **_training(job, job_round),
     )
+
+
+def client_command(command: pb.TrainCmd, job: Job) -> pb.TrainCmd:
+    """Return the command for a client with a job of its own.
+
+    Args:
+        command: of the round.
+        job: the client's (`fedring.train.jobs.override_table.with_overrides`).
+    """
+    told = pb.TrainCmd()
+    told.CopyFrom(command)
+    for key, value in _training(job, command.job_round).items():
+        setattr(told, key, value)
+    return told
+
+
+def _training(job: Job, job_round: int) -> dict[str, Any]:
+    """Return the fields of a command that say how a client trains.
+
+    They are the keys of `fedring.train.jobs.override_table.Override`.
+    """
+    settings = job.settings_of(job_round)
+    return {
+        "subset_size": settings.subset_size,
+        "epochs": settings.epochs,
+        "batch_size": job.batch_size,
+        "lr": settings.lr,
+        "momentum": job.momentum,
+        "mu": job.mu,
+        "clip_norm": job.clip_norm,
+        "precision": job.precision,
+    }

@@ -6,7 +6,7 @@ their states and tells operators what changes. It performs nothing: that is `fed
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from fedring.daemon.notify import sd_notify
 from fedring.daemon.wording import counted
@@ -82,6 +82,11 @@ class Rounds:
     def newest(self) -> OpenRound | None:
         """The open round that was opened last; None if none is open."""
         return next(reversed(self._open.values()), None)
+
+    @property
+    def labels(self) -> list[Mapping[str, str]]:
+        """The labels of each client that is here."""
+        return [member.labels for member in self._here.members.values()]
 
     def presence(self, event: Joined | Matched | Left | LeftBehind | Freed) -> None:
         """Tell all open rounds that a client came, went, or is late."""

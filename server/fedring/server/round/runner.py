@@ -38,6 +38,7 @@ from fedring.server.round.rounds import Rounds
 from fedring.server.sessions.sessions import Sessions
 from fedring.server.state.facts import Facts
 from fedring.server.state.failures import StorageFailed
+from fedring.train.jobs.override_table import overrides_of
 
 log = logging.getLogger(__name__)
 
@@ -122,7 +123,11 @@ class RoundRunner:
             self._tell_missing(open_)
 
     async def _start(self, open_: OpenRound, clients: frozenset[str]) -> None:
-        row = replace(open_.row, phase=Phase.TRAINING, selected=tuple(sorted(clients)), seconds_left=None)
+        labels = {client: open_.state.members[client].labels for client in clients}
+        # Kept with the round: whatever a client calls itself later, it is told the same again.
+        overrides = overrides_of(labels, open_.job.override)
+        selected = tuple(sorted(clients))
+        row = replace(open_.row, phase=Phase.TRAINING, selected=selected, seconds_left=None, overrides=overrides)
         try:
             await open_.kind.start()
             await self._facts.db(self._facts.store.rounds.replace, row)

@@ -81,6 +81,8 @@ class RoundRow:
     seconds_left: float | None = None
     # What the job's own strategy has chosen for the round, by the job's keys; None = nothing yet, or it has failed.
     settings: dict[str, float] | None = field(default_factory=dict)
+    # The places of the job's overrides that hold for each selected client, by its id, as its labels were then.
+    overrides: dict[str, list[int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

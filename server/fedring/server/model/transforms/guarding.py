@@ -32,7 +32,8 @@ class Guards(Feature):
         """See Transform.close."""
         last = closed.past.last_stats() if closed.job.update_clip_factor else {}
         median, job_round = float(last.get("median_norm", 0.0)), closed.command.job_round
-        return Guarded(guard(closed.job, closed.updates, median, job_round=job_round, averages=rule is None))
+        averages, told = rule is None, closed.told
+        return Guarded(guard(closed.job, closed.updates, median, job_round=job_round, averages=averages, told=told))
 
 
 class Guarded(Step):

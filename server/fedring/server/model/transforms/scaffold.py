@@ -69,7 +69,8 @@ class NextControl(Step):
         control = files.open(base.control_blob) if same_line else None
         try:
             before = ModelReader(control) if control else None
-            plan = plan_control(self._closed.job, self._closed.command.job_round, self._closed.updates, before)
+            closed, job_round = self._closed, self._closed.command.job_round
+            plan = plan_control(closed.job, job_round, closed.updates, before, told=closed.told)
         except (CodecError, StorageError) as error:
             raise files.damage_of(error) from error
         if isinstance(plan, ControlPlan):

@@ -84,6 +84,7 @@ class ClosedRound:
     secret: str = ""  # draws the buckets of the rule, and is for nothing that clients know
     groups: Sequence[GroupMasks] | None = None  # whose sums alone are known, with all their updates; None = no groups
     past: Past = field(default_factory=NoPast)
+    told: Mapping[str, Job] = field(default_factory=dict)  # the jobs of clients for which overrides hold, by client id
 
     @property
     def count(self) -> int:
