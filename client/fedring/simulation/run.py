@@ -134,7 +134,9 @@ def simulate(
     if out:
         make_folder(Path(out))
     trusted, used = tuple(spec.code), secret_of_seed(spec.seed) if secret is None else secret
-    setup = Setup(spec, clients, root, trusted, device, threads or threads_for(count), used, given, objects=objects.by_name)
+    setup = Setup(
+        spec, clients, root, trusted, device, threads or threads_for(count), used, given, objects=objects.by_name
+    )
     try:
         # All checks are over: a simulation may take hours, and must not end with an error that was known before.
         with _shown(spec, show) as shown:
