@@ -9,7 +9,7 @@ import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from math import fsum, isfinite, nan
-from typing import Any
+from typing import Any, NamedTuple
 
 from fedring.rpc.contract import MAX_FIGURE
 
@@ -31,6 +31,16 @@ _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _RULE = re.compile(rf"(max|min) ({'|'.join(ORIGINS)})/{_NAME.pattern}")
 
 Metrics = Mapping[str, float]
+Leaders = Mapping[str, tuple[int, float]]
+"""The best round so far by each figure that may decide: its place and the figure, by the figure's name."""
+
+
+class Leader(NamedTuple):
+    """The best of some rounds, by one figure."""
+
+    name: str  # of the figure
+    place: int  # of the round
+    value: float
 
 
 def check_metrics(metrics: Metrics) -> None:
@@ -150,16 +160,37 @@ def best_of(rounds: Sequence[Metrics], rule: str = "", *, min_delta: float = 0.0
         rule: The job's key best_by.
         min_delta: A round is better than the best one before it only by more than this.
     """
+    leaders: Leaders = {}
+    for place, metrics in enumerate(rounds):
+        leaders = lead(leaders, place, metrics, rule, min_delta=min_delta)
+    found = leader_of(leaders, rule)
+    return found.place if found else None
+
+
+def lead(leaders: Leaders, place: int, metrics: Metrics, rule: str = "", *, min_delta: float = 0.0) -> Leaders:
+    """Return the leaders after one more round.
+
+    Args:
+        leaders: Of the rounds before it; empty before the first one.
+        place: Names the round, such as its place among all of them.
+        metrics: Its figures.
+        rule: As for best_of.
+        min_delta: As for best_of.
+    """
+    after = dict(leaders)
     for direction, name in _rules(rule):
-        sign = 1 if direction == "max" else -1
-        known = [place for place, metrics in enumerate(rounds) if _has(metrics, name)]
-        if not known:
+        if not _has(metrics, name):
             continue
-        best = known[0]
-        for place in known[1:]:
-            best = place if sign * (rounds[place][name] - rounds[best][name]) > min_delta else best
-        return best
-    return None
+        known, sign = leaders.get(name), 1 if direction == "max" else -1
+        if known is None or sign * (metrics[name] - known[1]) > min_delta:
+            after[name] = (place, metrics[name])
+    return after
+
+
+def leader_of(leaders: Leaders, rule: str = "") -> Leader | None:
+    """Return the best of the rounds that lead() was told; None if they cannot be compared."""
+    names = (name for _, name in _rules(rule) if name in leaders)
+    return next((Leader(name, *leaders[name]) for name in names), None)
 
 
 def result_of(metrics: Metrics, rule: str = "") -> str:

@@ -8,6 +8,7 @@ from pydantic import ValidationError
 
 from fedring.daemon.config import explain
 from fedring.daemon.wording import counted
+from fedring.server.jobs.patience import no_better
 from fedring.server.jobs.starting import JobStarter
 from fedring.server.round.keeping import Keeper
 from fedring.server.round.opening import RoundOpener, RunningJob
@@ -20,11 +21,10 @@ from fedring.server.state.rows import JobRow
 from fedring.train.errors import SeamError
 from fedring.train.jobs.job import Job
 from fedring.train.jobs.start import NEWEST
-from fedring.train.metrics import best_of, is_evaluated, result_of
+from fedring.train.metrics import is_evaluated
 
 log = logging.getLogger(__name__)
 
-_ALL = 1_000_000_000
 _CHUNK = 32  # rounds that are read at once
 
 
@@ -107,32 +107,11 @@ class JobRunner:
                 return "stopped", ""
             if abandoned and (not outcome.retryable or abandoned >= min(spec.max_abandoned, row.rounds)):
                 return "failed", outcome.reason
-            if outcome.published and spec.patience and spec.min_rounds <= done < row.rounds:
-                text = await self._facts.keep(self._facts.db, self._no_better, row.job_id, spec)
-                if text:
+            if outcome.published and spec.patience:
+                text = await self._facts.keep(self._facts.db, no_better, self._facts.store.rounds, row.job_id, spec)
+                if text and spec.min_rounds <= done < row.rounds:
                     return "completed", text
         return "completed", ""
-
-    def _no_better(self, job_id: int, spec: Job) -> str:
-        """Return why a job ends early; empty if it goes on.
-
-        It ends early after `patience` published models that are not better by more than `min_delta`.
-        """
-        store = self._facts.store
-        if spec.min_delta:  # The version that the count began with may be forgotten: it need not be the best one.
-            rounds = [row for row in store.rounds.newest(_ALL, job_id) if row.model_version]
-            versions = [(row.model_version, row.stats.get("metrics", {})) for row in reversed(rounds)]
-        else:
-            models = [model for model in store.models.newest(_ALL, job_id) if model.round]
-            versions = [(model.version, model.metrics) for model in reversed(models)]
-        place = best_of([metrics for _, metrics in versions], spec.best_by, min_delta=spec.min_delta)
-        # Every published round makes one version, and no other job runs meanwhile.
-        if place is None or (since := versions[-1][0] - versions[place][0]) < spec.patience:
-            return ""
-        version, metrics = versions[place]
-        result = f"version {version} ({result_of(metrics, spec.best_by)})"
-        more = f" by more than {spec.min_delta:g}" if spec.min_delta else ""
-        return f"it ended early: {result} was not surpassed{more} for {counted(since, 'round')}"
 
     def _unevaluated(self, row: JobRow) -> str:
         """Return why no model of a job could be evaluated.
