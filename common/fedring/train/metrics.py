@@ -188,7 +188,10 @@ def lead(leaders: Leaders, place: int, metrics: Metrics, rule: str = "", *, min_
 
 
 def leader_of(leaders: Leaders, rule: str = "") -> Leader | None:
-    """Return the best of the rounds that lead() was told; None if they cannot be compared."""
+    """Return the best of the rounds that lead() was told, or None.
+
+    None if they cannot be compared.
+    """
     names = (name for _, name in _rules(rule) if name in leaders)
     return next((Leader(name, *leaders[name]) for name in names), None)
 
