@@ -232,7 +232,7 @@ VERBS = (
             "flctl simulate job.toml --clients 1000 --per-round 50",
             "flctl simulate job.toml partition=dirichlet alpha=0.1 --clients 10000 --per-round 100 --out skewed",
             "flctl simulate job.toml --clients 100 --workers 1 --seed 7 --output json | jq .accuracy",
-            'flctl simulate job.toml --clients 100 --labels gpu=yes --labels ""',
+            "flctl simulate job.toml --clients 100 --labels gpu=yes --labels gpu=no",
         ),
     ),
     Verb(

@@ -19,7 +19,7 @@ _CHUNK = 32  # rounds that are read at once
 
 
 def no_better(rounds: RoundStore, job_id: int, spec: Job) -> str:
-    """Count a job's newest published rounds, and return why the job ends early.
+    """Count a job's newest round, and return why the job ends.
 
     It ends early after `patience` published models that are not better by more than `min_delta`.
 
