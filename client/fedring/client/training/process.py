@@ -52,7 +52,6 @@ log = logging.getLogger(__name__)
 
 _REASON = re.compile(r"[a-z0-9_]{1,64}")
 _STOP_SECONDS = 2.0  # that code has to stop when its round has ended; then its process is ended
-_MOST_FIRST = 1 << 38  # bytes of a model that nobody knows yet
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _OPTIONAL = ("trainer", "evaluator")
 
@@ -317,12 +316,20 @@ def load_remote(process: CodeProcess, job: pb.JobSpec, config: ClientConfig, sto
     Raises:
         CodeFailed: If it cannot.
     """
-    told, values = process.call("load", job, {}, most=_MOST_FIRST, stopped=stopped)
+    told, values = process.call("load", job, {}, most=_most_first(config), stopped=stopped)
     model = StandIn(told.get("tensors"), values)
     train, test = (_CountedSamples(size) if isinstance(size, int) and size >= 0 else object() for size in _sizes(told))
     split: Any = Split(train, test, 0)  # type: ignore[arg-type]  # nobody here reads a sample
     trainer, evaluator = (_nothing if getattr(config, name) or getattr(job, name) else None for name in _OPTIONAL)
     return LoadedJob(model, split, _nothing, _nothing, trainer, evaluator)
+
+
+def _most_first(config: ClientConfig) -> int:
+    """Return the most bytes of a model of unknown size.
+
+    Its process must have room for it, too.
+    """
+    return config.training.max_memory_bytes or _PAGE * os.sysconf("SC_PHYS_PAGES")
 
 
 def evaluate_remote(process: CodeProcess, job: pb.JobSpec, loaded: LoadedJob, stopped: Callable[[], bool]) -> Counts:
