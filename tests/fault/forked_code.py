@@ -59,4 +59,4 @@ class ForkedCode:
         return code
 
 
-process.subprocess = SimpleNamespace(Popen=ForkedCode, TimeoutExpired=subprocess.TimeoutExpired)  # type: ignore[assignment]
+setattr(process, "subprocess", SimpleNamespace(Popen=ForkedCode, TimeoutExpired=subprocess.TimeoutExpired))  # noqa: B010
