@@ -74,7 +74,7 @@ def train(
         raise TrainError(
             "no_data", "This client has no samples to train on: give it some, or divide the data among fewer clients."
         )
-    if not all(module.training for module in model.modules()):  # to set them all takes longer than to look
+    if not all(map(_trains, model.modules())):  # to set them all takes longer than to look
         model.train()
     step = _LocalStep(model, plan, loss, optimizer_factory, device, corrections, towards)
     tally, steps = Tally(), 0
@@ -91,6 +91,12 @@ def train(
             steps += len(cuts)
         seconds = time.perf_counter() - began
     return tally.result(len(drawn), seconds, steps)
+
+
+def _trains(module: nn.Module) -> bool:
+    """Return whether train() would change nothing."""
+    own = getattr(module.train, "__func__", None) is not nn.Module.train  # such as one that keeps norms in eval()
+    return module.training and not own
 
 
 @contextmanager

@@ -239,6 +239,21 @@ def test_frozen_parameters_do_not_change() -> None:
     assert read_vectors(model[0]).digest() == before
 
 
+class FrozenNorm(nn.Sequential):
+    """A model whose norm stays as it is in training."""
+
+    def train(self, mode: bool = True) -> "FrozenNorm":
+        super().train(mode)
+        self[0].eval()
+        return self
+
+
+def test_a_model_that_says_itself_how_it_trains_is_asked() -> None:
+    model = FrozenNorm(nn.BatchNorm1d(4), nn.Linear(4, 3))  # new modules are in training mode
+    learn(model, blobs())
+    assert model[0].num_batches_tracked == 0
+
+
 def test_training_stops_between_two_batches_when_asked_to() -> None:
     seen, shares = Seen(80), list[float]()
     with pytest.raises(TrainingStopped):
