@@ -12,11 +12,13 @@ with the server's own functions. `worker` trains one client after the other with
 checks each update as the server does. `samples` has the samples of each client. `secret` makes the clients' secrets
 from one. `engine` and `ray_engine` have the workers, `vectors` the state that clients keep from round to round, and
 `checks` the checks before anything runs. `objects` gives names to functions and classes that a script gives as
-objects, and `report` is what it gets back, with the view of a notebook.
+objects, and `report` is what it gets back, with the view of a notebook. `cohort` trains many clients as one
+computation, and `batching` finds out whether that is possible.
 
 It may import `fedring.client`, `fedring.control`, `fedring.server` and what both daemons share. It opens no sockets and
-stores no facts, and it holds no formula of its own: training, encoding, checking and aggregating belong to the daemons'
-rooms. Its workers are processes that it has started itself, and only these speak through pipes of `multiprocessing`.
+stores no facts. But for the training of a cohort it holds no formula of its own: training, encoding, checking and
+aggregating belong to the daemons' rooms. Its workers are processes that it has started itself, and only these speak
+through pipes of `multiprocessing`.
 """
 
 from importlib import import_module

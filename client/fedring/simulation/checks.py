@@ -21,6 +21,8 @@ from fedring.train.jobs.labels import check_labels
 from fedring.train.jobs.override_table import no_client_has, unmatched
 from fedring.train.jobs.start import FRESH, NEWEST, is_path
 
+ENGINES = ("local", "batched", "auto", "ray")
+
 
 def job_of(
     job: Job | Mapping[str, Any] | str | Path,
@@ -137,8 +139,17 @@ def check_engine(engine: str) -> None:
     Raises:
         Failure: There is not.
     """
-    if engine not in ("local", "ray"):
-        raise _wrong(f"engine={engine!r} is not local or ray")
+    if engine not in ENGINES:
+        raise _wrong(f"engine={engine!r} is none of {', '.join(ENGINES)}")
+
+
+def check_batch(batch_mb: int) -> None:
+    """Check the memory for clients that are trained together.
+
+    Raises:
+        Failure: It is no such size.
+    """
+    _check_number("batch_mb", batch_mb, 1 << 20)
 
 
 def make_folder(path: Path) -> None:

@@ -35,6 +35,9 @@ log = logging.getLogger(__name__)
 AT_A_TIME = 4
 """The most clients that a worker is given at a time: few, so that all workers end a round together."""
 
+TOGETHER = 64
+"""The most clients that a worker is given at a time, if it trains them together."""
+
 _STOP_SECONDS = 5.0
 
 
@@ -48,6 +51,11 @@ class Engine(Protocol):
     @property
     def sizes(self) -> Sequence[int]:
         """The number of training samples of each client."""
+        ...
+
+    @property
+    def why_exact(self) -> str:
+        """See SimulationWorker."""
         ...
 
     def train(self, order: Order, turns: Iterable[Turn]) -> Iterator[Outcome]:
@@ -130,6 +138,15 @@ def succeeded(result: T | Failure) -> T:
     return result
 
 
+def at_a_time(order: Order, workers: int) -> int:
+    """Return the most clients that a worker trains together.
+
+    All workers get as many as the others, and few enough that the updates of one share do not fill the memory.
+    """
+    share = -(-order.clients // workers)
+    return max(1, -(-share // -(-share // TOGETHER))) if share else 1
+
+
 class InProcess:
     """One worker in the calling process.
 
@@ -148,12 +165,14 @@ class InProcess:
             self.__exit__()
             raise
         self.sizes: Sequence[int] = self._worker.sizes
+        self.why_exact, self._batched = self._worker.why_exact, setup.batching is not None
 
     def train(self, order: Order, turns: Iterable[Turn]) -> Iterator[Outcome]:
         self._worker.begin(order)
+        rest, most = iter(turns), at_a_time(order, 1) if self._batched else 1
         with job_code():  # around all of them, because to mark interrupts takes longer than a look whether they are
-            for turn in turns:
-                yield from self._worker.train([turn])
+            while some := list(islice(rest, most)):
+                yield from self._worker.train(some)
 
     def evaluate_own(self, clients: Iterable[Own]) -> Iterator[OwnResult]:
         for own in clients:
@@ -200,25 +219,27 @@ class Processes:
         except BaseException:  # also KeyboardInterrupt: what was started must not keep running
             self._stop()
             raise
-        self.sizes: Sequence[int] = found[0]
+        self.sizes: Sequence[int] = found[0][0]
+        self.why_exact: str = found[0][1]
+        self._batched = setup.batching is not None
 
     def train(self, order: Order, turns: Iterable[Turn]) -> Iterator[Outcome]:
         for pipe in self._pipes:
             self._send(pipe, order)
-        return self._spread(turns)
+        return self._spread(turns, at_a_time(order, len(self._pipes)) if self._batched else AT_A_TIME)
 
     def evaluate_own(self, clients: Iterable[Own]) -> Iterator[OwnResult]:
         return self._spread(clients)
 
-    def _spread(self, work: Iterable[object]) -> Iterator[Any]:
+    def _spread(self, work: Iterable[object], most: int = AT_A_TIME) -> Iterator[Any]:
         """Yield the workers' answers.
 
-        Each worker is given a little of the work whenever it is free.
+        Each worker is given a little of the work whenever it is free, at most so much.
         """
         rest, busy = iter(work), set[Connection]()
 
         def give(pipe: Connection) -> None:
-            if some := list(islice(rest, AT_A_TIME)):
+            if some := list(islice(rest, most)):
                 self._send(pipe, some)
                 busy.add(pipe)
 
@@ -291,7 +312,7 @@ def _serve(pipe: Connection, setup: Setup, environment: Mapping[str, str]) -> No
         worker = load(setup)
         if isinstance(worker, Failure):
             return pipe.send(worker)
-        pipe.send(worker.sizes)
+        pipe.send((worker.sizes, worker.why_exact))
         while True:
             match pipe.recv():
                 case Order() as order:

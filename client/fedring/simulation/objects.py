@@ -48,9 +48,9 @@ class LocalObjects:
         """
         cores = len(os.sched_getaffinity(0))
         count = cores if wanted is None else wanted
-        if not self.by_name or (engine == "local" and count == 1):
+        if not self.by_name or (engine != "ray" and count == 1):
             return count
-        if engine != "local":
+        if engine == "ray":
             raise Failure(f"{self._why}, or simulate with engine='local' and workers=1", Exit.CONFIG)
         if wanted is not None:
             raise Failure(f"{self._why}, or simulate with workers=1 instead of {wanted}", Exit.CONFIG)

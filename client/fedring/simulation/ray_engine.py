@@ -54,6 +54,7 @@ class Actors:
             loading = [each.load.remote(mine) for each, mine in zip(self._actors, setups, strict=True)]
             loaded = [self._result(each) for each in loading]
             self.sizes: Sequence[int] = loaded[0]
+            self.why_exact = ""
         except BaseException:  # also KeyboardInterrupt: what was started must not keep running
             self.__exit__()
             raise

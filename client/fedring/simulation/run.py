@@ -9,6 +9,7 @@ and torch's same number of threads, the models are those of real daemons, byte f
 
 import hashlib
 import json
+import logging
 import tempfile
 import time
 from collections import deque
@@ -39,6 +40,7 @@ from fedring.server.round.plan import client_command, round_command, rules_of
 from fedring.server.state.failures import StorageError
 from fedring.server.state.rows import ModelRow, RoundRow
 from fedring.simulation.checks import (
+    check_batch,
     check_data_root,
     check_engine,
     check_enough,
@@ -52,7 +54,7 @@ from fedring.simulation.engine import Engine, EvaluationFailed, InProcess, Proce
 from fedring.simulation.groups import groups_of, groups_that_count, short_of
 from fedring.simulation.objects import LocalObjects
 from fedring.simulation.report import SimulationReport, following
-from fedring.simulation.samples import Setup, client_id, labels_of_client
+from fedring.simulation.samples import Batching, Setup, client_id, labels_of_client
 from fedring.simulation.secret import secret_of_seed
 from fedring.simulation.server import RUN_ID, Row, SimulatedServer, Work
 from fedring.simulation.vectors import ClientSections
@@ -68,6 +70,11 @@ from fedring.train.tensors.files import save_vectors
 
 Show = Callable[[float, Row | None], None]
 """Takes the share of the work that is done, from 0 to 1, and the row of the last round that has ended, if any has."""
+
+log = logging.getLogger(__name__)
+
+BATCH_MB = 512
+"""The most memory of the clients that a worker trains at once, unless another one is given."""
 
 _EPOCH = 1
 _WARNINGS = 10  # the most sentences on the evaluation of a round
@@ -86,6 +93,7 @@ def simulate(
     device: str = "auto",
     engine: str = "local",
     labels: Sequence[Mapping[str, str]] = (),
+    batch_mb: int = BATCH_MB,
     out: str | Path | None = None,
     show: Show | None = None,
     **keys: Any,
@@ -107,7 +115,10 @@ def simulate(
         threads: With which torch computes in each worker; None = the worker's share of the cores.
         data_root: Folder of the data sets.
         device: Where to train: auto, cpu, cuda or cuda:N.
-        engine: Where the workers run: local (processes of this machine), or ray (actors on a Ray cluster).
+        engine: How clients are trained: local (one by one, in processes of this machine), batched (many at once, with
+            torch.func.vmap), auto (batched, or local if the job cannot be batched), or ray (one by one, in actors on a
+            Ray cluster).
+        batch_mb: The most memory of the clients that a worker trains at once, in MB.
         labels: The labels of the clients, which take them in turns: of two, client-0 has the first, client-1 the
             second, client-2 the first again. Empty = they have none.
         out: Folder for report.json and model.safetensors, which is made. None = the report is only returned.
@@ -126,6 +137,7 @@ def simulate(
     spec = job_of(job, keys, objects, per_round=per_round, seed=seed)
     root = Path(data_root).absolute() if data_root else None
     check_engine(engine)
+    check_batch(batch_mb)
     count = objects.count_workers(workers, engine)
     check_numbers(spec, clients, count, threads)
     check_data_root(root)
@@ -134,8 +146,18 @@ def simulate(
     if out:
         make_folder(Path(out))
     trusted, used = tuple(spec.code), secret_of_seed(spec.seed) if secret is None else secret
+    batching = Batching(batch_mb * 10**6, engine == "batched") if engine in ("batched", "auto") else None
     setup = Setup(
-        spec, clients, root, trusted, device, threads or threads_for(count), used, given, objects=objects.by_name
+        spec,
+        clients,
+        root,
+        trusted,
+        device,
+        threads or threads_for(count),
+        used,
+        given,
+        batching,
+        objects=objects.by_name,
     )
     try:
         # All checks are over: a simulation may take hours, and must not end with an error that was known before.
@@ -168,12 +190,15 @@ def _simulate(setup: Setup, count: int, engine: str, out: str | Path | None, sho
         server = SimulatedServer(spec, setup, folder, stack)
         server.check()
         running = stack.enter_context(_engine(engine, setup, count))
+        if running.why_exact:
+            log.warning("clients are trained one by one: %s", running.why_exact)
         check_enough(spec, clients, sum(size > 0 for size in running.sizes))
         began = time.perf_counter()
         run = _Run(setup, server, running, folder, show)
         run.run(stack)
         report = run.report(Path(out) if out else folder)
-        report |= {"workers": count, "seconds": time.perf_counter() - began}
+        together = setup.batching is not None and not running.why_exact
+        report |= {"workers": count, "batched": together, "seconds": time.perf_counter() - began}
         report["updates_per_second"] = report["updates"] / report["seconds"]
     return report
 
@@ -324,7 +349,7 @@ class _Run:
         places = overrides_of({name: self._labels[name] for name in names}, work.job.override)
         work.told = {name: with_overrides(work.job, each) for name, each in places.items()}
         control = self._server.read_control(self._model) if command.control.digest else None
-        order, done = Order(command.SerializeToString(), self._vectors, control), len(stopped)
+        order, done = Order(command.SerializeToString(), self._vectors, len(names), control), len(stopped)
         for outcome in self._engine.train(order, self._turns(names, peers, work)):
             self._take(outcome, work)
             done += 1

@@ -24,6 +24,14 @@ _KEPT = 256  # splits of single clients in memory; the others are loaded again w
 
 
 @dataclass(frozen=True, slots=True)
+class Batching:
+    """How clients are to be trained together."""
+
+    most_bytes: int  # the most memory for all clients that are trained at once
+    demanded: bool  # whether a job that cannot be batched is refused; else its clients are trained one by one
+
+
+@dataclass(frozen=True, slots=True)
 class Setup:
     """The data that a worker loads once, when it starts."""
 
@@ -35,6 +43,7 @@ class Setup:
     threads: int  # of torch
     secret: bytes  # from which those of the clients follow
     labels: tuple[Mapping[str, str], ...] = ()  # of the clients, which take them in turns; empty = they have none
+    batching: Batching | None = None  # how clients are trained together; None = one by one
     number: int = 0  # of the worker, from 0
     workers: int = 1  # among whom the test samples are divided, unless the job has an evaluator
     objects: Mapping[str, Callable[..., Any]] = field(default_factory=dict)  # those that only this process has, by name

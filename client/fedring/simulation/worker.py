@@ -13,7 +13,9 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from safetensors.torch import load as load_tensors
+from torch import Tensor
 
 from fedring.client.client_round import Answer, ClientRound
 from fedring.client.config import ClientConfig
@@ -40,6 +42,7 @@ from fedring.job_code import job_code
 from fedring.privacy.account import SampledSteps, sampled_epsilon
 from fedring.rpc.errors import BadRequest, FedringError
 from fedring.server.aggregation.terms import Terms
+from fedring.server.aggregation.walk import cut
 from fedring.server.model.transforms.listing import transforms_of
 from fedring.server.round.plan import job_spec
 from fedring.server.state.rows import UpdateRow
@@ -51,8 +54,10 @@ from fedring.server.update.admission import (
     check_sender,
     row_of,
 )
+from fedring.simulation.batching import Batched, batched
+from fedring.simulation.cohort import CohortMember, Trained
 from fedring.simulation.groups import protection_of
-from fedring.simulation.samples import ClientSamples, OwnParts, Setup, Shares, client_id
+from fedring.simulation.samples import Batching, ClientSamples, OwnParts, Setup, Shares, client_id
 from fedring.simulation.secret import client_secret
 from fedring.simulation.vectors import Packed, Vector, pack, unpack
 from fedring.train.batches import size_of
@@ -61,7 +66,7 @@ from fedring.train.errors import SeamError, TrainError, failure_detail, failure_
 from fedring.train.evaluation import Counts, run_evaluator
 from fedring.train.loop import seeded, warm_up
 from fedring.train.plan import Plan
-from fedring.train.tensors.state import SharedTensors, frozen_digest, has_frozen, read_tensors, write_tensors
+from fedring.train.tensors.state import SharedTensors, frozen_digest, has_frozen, read_tensors, values_of, write_tensors
 from fedring.train.tensors.state import split as split_tensors
 from fedring.v1 import federation_pb2 as pb
 
@@ -76,6 +81,7 @@ class Order:
 
     command: bytes  # a serialized TrainCmd
     vectors: Vectors  # the model that the round starts from
+    clients: int  # that are drawn
     control: Vector | None = None  # the server's control variate; None = all of it is zero, or none
 
 
@@ -122,11 +128,23 @@ class Own:
     model: bytes  # as a safetensors file
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Done:
+    """A client that is trained together with others."""
+
+    turn: Turn
+    plan: Plan
+    round: ClientRound
+    member: CohortMember
+    trained: Trained | None = None
+
+
 class SimulationWorker:
     """Trains and evaluates for a simulation.
 
     Attributes:
         sizes: The number of training samples of each client.
+        why_exact: Why clients are trained one by one, as a sentence; empty, if they are not, or nothing else was asked.
 
     Raises:
         SeamError: If a name in the job cannot be resolved, or the model cannot be built.
@@ -161,12 +179,14 @@ class SimulationWorker:
         self._command = self._told_to_all = pb.TrainCmd()
         self._terms = dict[int, Terms]()
         self._base: HeldModel | None = None
+        self._batched, self.why_exact = self._batching(setup.batching)
 
     def begin(self, order: Order) -> None:
         """Take the model and the command of the next round."""
         self._command = self._told_to_all = pb.TrainCmd.FromString(order.command)
         self._terms = {}
         self._base = HeldModel(self._command.model_digest, self._schema, order.vectors)
+        self._start = self._trained_of(order.vectors)
         self._control = np.zeros(self._schema.num_parameters, np.float32) if order.control is None else order.control
 
     def train(self, turns: Sequence[Turn]) -> list[Outcome]:
@@ -174,7 +194,82 @@ class SimulationWorker:
 
         An error is the failure of its client alone.
         """
-        return [self._turn(turn) for turn in turns]
+        if (together := self._batched) is None:
+            return [self._turn(turn) for turn in turns]
+        # Clients with about as many samples come together, so that little is padded.
+        ordered = sorted(turns, key=lambda turn: self.sizes[turn.client])
+        chunks = [ordered[low:high] for low, high in cut(0, len(ordered), together.most)]
+        return [outcome for chunk in chunks for outcome in self._train_together(chunk, together)]
+
+    def _batching(self, batching: Batching | None) -> tuple[Batched | None, str]:
+        """Return the means to train clients together, or why there are none."""
+        first = next((client for client, size in enumerate(self.sizes) if size), None)
+        if batching is None or first is None:
+            return None, ""
+        try:
+            return batched(self._loaded, self._samples.train(first), self._job, self._device, batching), ""
+        except SeamError as error:
+            if batching.demanded or error.reason == "no_room":
+                raise
+            return None, str(error)
+
+    def _train_together(self, turns: Sequence[Turn], together: Batched) -> list[Outcome]:
+        """Train clients as one computation.
+
+        Whatever goes wrong with it concerns one of them: then each is trained alone, which finds out whose fault it is.
+        """
+        begun, alone = dict[Plan, list[_Done]](), list[Turn]()
+        self._fill()
+        for turn in turns:
+            self._hear(turn)
+            try:
+                plan, round_ = self._plan(turn), self._begin(turn)
+                start = self._start if round_.start is self._base else self._trained_of(round_.start.vectors)
+                used = round_.plan(plan)
+                member = CohortMember(self._samples.train(turn.client), used, start, round_.corrections())
+            except Exception:  # the client's half of an algorithm may raise anything
+                log.debug("%s cannot begin round %d", client_id(turn.client), self._command.round, exc_info=True)
+                alone.append(turn)
+            else:
+                begun.setdefault(replace(used, seed=0), []).append(_Done(turn, plan, round_, member))
+        outcomes = []
+        for group in begun.values():
+            try:
+                with job_code():
+                    found = together.cohort.train([done.member for done in group])
+            except Exception:  # the user's code may raise anything
+                log.warning("round %d: clients are trained one by one", self._command.round, exc_info=True)
+                found = [None] * len(group)
+            for done, trained in zip(group, found, strict=True):
+                if trained is None:
+                    alone.append(done.turn)
+                else:
+                    outcomes.append(self._turn(done.turn, replace(done, trained=trained)))
+        return outcomes + [self._turn(turn) for turn in alone]
+
+    def _trained_of(self, vectors: Vectors) -> Mapping[str, Tensor]:
+        """Return the values of the trained parameters by name.
+
+        There are none if clients are trained one by one.
+        """
+        if self._batched is None:
+            return {}
+        own = dict(self._loaded.model.named_parameters())
+        values = {entry.name: values for entry, values in values_of(self._schema, vectors)}
+        return {name: values[name].to(own[name].dtype) for name in self._batched.names}
+
+    def _values_after(self, done: "_Done", values: NDArray[np.float32]) -> Vectors:
+        """Return the shared values after a training together."""
+        if self._batched is None:
+            raise ValueError("no clients are trained together")
+        base = done.round.start.vectors
+        if values.size == base.parameters.size:
+            return Vectors(values, base.buffers)
+        parameters, at = base.parameters.copy(), 0  # frozen ones stay as they were
+        for entry, place in self._schema.spans("parameter"):
+            if entry.name in self._batched.names:
+                parameters[place], at = values[at : at + entry.size], at + entry.size
+        return Vectors(parameters, base.buffers)
 
     def evaluate(self, vectors: Vectors) -> Counts:
         """Evaluate a model on this worker's share of the test samples.
@@ -205,18 +300,22 @@ class SimulationWorker:
         counts = run_evaluator(loaded.evaluator, loaded.model, samples, loss=loaded.loss, device=self._device)
         return counts, figures_of(counts)
 
-    def _turn(self, turn: Turn) -> Outcome:
-        account = _TurnAccount(turn.spent)
+    def _hear(self, turn: Turn) -> None:
+        """Take the command of a client, which may be its own."""
         self._command = pb.TrainCmd.FromString(turn.command) if turn.command else self._told_to_all
+
+    def _turn(self, turn: Turn, done: "_Done | None" = None) -> Outcome:
+        account = _TurnAccount(turn.spent)
+        self._hear(turn)
         try:
-            plan, size = self._plan(turn), self.sizes[turn.client]
+            plan, size = self._plan(turn) if done is None else done.plan, self.sizes[turn.client]
             spent = cost_of(self._command, plan, size, policy=_POLICY, account=account)
         except TrainError as error:
             return Outcome(turn.client, None, failure=f"{client_id(turn.client)}: {error}")
         name, answer, samples, reason, failure = client_id(turn.client), None, 0, "", ""
         try:
             with job_code():
-                answer, samples = self._update(turn, plan)
+                answer, samples = self._update(turn, plan) if done is None else self._update_of(done)
         except (SeamError, TrainError, DataError, CodecError, UpdateRefused) as error:
             reason, failure = error.reason, str(error)
         except Exception as error:  # the user's code may raise anything
@@ -235,8 +334,17 @@ class SimulationWorker:
             return Outcome(turn.client, None, failure=f"{name}: {failure_detail(error)}")
         return Outcome(turn.client, row, samples, pack(answer.kept, self._schema.num_parameters), failure, spent)
 
+    def _update_of(self, done: "_Done") -> tuple[Answer, int]:
+        """Make the update of a client of a cohort: see `_update`."""
+        if done.trained is None:
+            raise ValueError("the client was not trained")
+        result = done.trained.result
+        report = TrainingReport(result.num_samples, result.seconds, result.metrics)
+        return done.round.trained(self._values_after(done, done.trained.values), report), result.num_samples
+
     def _nothing(self, turn: Turn, plan: Plan, reason: str) -> Answer:
         """Make the update that fl-client sends instead of a failure."""
+        self._fill()
         round_ = self._begin(turn)
         training = self._training(turn)
         samples = training.counted(self.sizes[turn.client], turn.samples)
@@ -246,8 +354,15 @@ class SimulationWorker:
     def _training(self, turn: Turn) -> LocalTraining:
         return LocalTraining(self._command, self._loaded, self._samples.train(turn.client), self._device)
 
+    def _fill(self) -> None:
+        """Give the model the values of the round's base."""
+        if self._base is None:
+            raise ValueError("no round has begun")
+        self._tensors().fill(self._base.vectors)
+        self._put_frozen_back()
+
     def _begin(self, turn: Turn) -> ClientRound:
-        """Begin the round of a client.
+        """Begin the round of a client, whose model has the base's values.
 
         The model gets the values that the client's training begins with.
         """
@@ -255,8 +370,6 @@ class SimulationWorker:
             raise ValueError("no round has begun")
         command, base, name = self._command, self._base, client_id(turn.client)
         protection = protection_of(command, name, self._secret_of(name), turn.peers)
-        self._tensors().fill(base.vectors)
-        self._put_frozen_back()
         kept = unpack(turn.kept)
         schema, nothing = protection.residual_schema(command.schema_hash), pb.LastAccepted()
         residual, _ = residual_in(kept, command.run_id, schema, nothing)  # the server has what the clients know of
@@ -292,6 +405,7 @@ class SimulationWorker:
         Returns the update, and the number of samples.
         """
         training, loaded = self._training(turn), self._loaded
+        self._fill()
         round_ = self._begin(turn)
         kept, line = round_.kept, line_of(self._command)
         own = training.train_own(plan, self._not_frozen, lambda: values_in(kept, PERSONAL, line, self._not_frozen))

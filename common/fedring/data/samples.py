@@ -110,17 +110,17 @@ class SamplesView(Dataset[tuple[Tensor, Tensor]]):
     """
 
     def __init__(self, samples: Samples, indices: NDArray[np.int64]) -> None:
-        self._samples, self._indices = samples, torch.from_numpy(indices)
+        self.samples, self.indices = samples, torch.from_numpy(indices)
 
     def __len__(self) -> int:
-        return len(self._indices)
+        return len(self.indices)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return self._samples[int(self._indices[index])]
+        return self.samples[int(self.indices[index])]
 
     def batch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
         """See Samples.batch."""
-        return self._samples.batch(self._indices.index_select(0, indices))
+        return self.samples.batch(self.indices.index_select(0, indices))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

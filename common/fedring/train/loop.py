@@ -182,7 +182,7 @@ class _LocalStep:
         self._model = model
         self._loss = loss
         self._clip = plan.clip_norm
-        self._precision = _precision_of(plan, device)
+        self._precision = precision_of(plan, device)
         self._mu = plan.mu
         named = list(model.named_parameters())
         trained = [(name, p) for name, p in named if p.requires_grad]
@@ -218,7 +218,7 @@ class _LocalStep:
         return loss, outputs
 
 
-def _precision_of(plan: Plan, device: torch.device) -> Callable[[], AbstractContextManager[object]]:
+def precision_of(plan: Plan, device: torch.device) -> Callable[[], AbstractContextManager[object]]:
     """Return a maker of contexts for a forward pass and its loss."""
     if plan.precision == "fp32":
         return nullcontext

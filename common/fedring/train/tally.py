@@ -41,16 +41,9 @@ class Tally:
         size = len(labels)
         self.total += size
         self._losses.append((loss.detach().reshape(()), size))
-        if (
-            outputs.ndim > 1
-            and outputs.shape[:1] + outputs.shape[2:] == labels.shape
-            and not labels.is_floating_point()
-        ):
+        right = right_answers(outputs.detach(), labels)
+        if right is not None:
             self._classified = True
-            right = outputs.detach().argmax(1) == labels  # never where the label is below 0
-            if labels.ndim > 1:
-                counted = (labels >= 0).reshape(len(labels), -1).sum(1)
-                right = right.reshape(len(labels), -1).sum(1) / counted.clamp(min=1)
             self._right.append(right.sum())
         if len(self._losses) == _PENDING:
             self._read()
@@ -91,6 +84,27 @@ class Tally:
         if self._right:
             self._correct = sum(_values(self._right), self._correct)
             self._right.clear()
+
+
+def right_answers(outputs: Tensor, labels: Tensor) -> Tensor | None:
+    """Return which answers of a batch are right, [batch].
+
+    A sample of several labels counts as the share of them that is right.
+
+    Args:
+        outputs: As for Tally.add().
+        labels: As for Tally.add().
+
+    Returns:
+        The answers; None if the labels are not classes.
+    """
+    if outputs.ndim < 2 or outputs.shape[:1] + outputs.shape[2:] != labels.shape or labels.is_floating_point():
+        return None
+    right = outputs.argmax(1) == labels  # never where the label is below 0
+    if labels.ndim > 1:
+        counted = (labels >= 0).reshape(len(labels), -1).sum(1)
+        right = right.reshape(len(labels), -1).sum(1) / counted.clamp(min=1)
+    return right
 
 
 def _values(scalars: list[Tensor]) -> list[float]:

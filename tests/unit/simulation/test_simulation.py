@@ -251,7 +251,7 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"clients": 4, "threads": 0}, "threads=0 is not within 1 and"),
     ({}, {"clients": 4, "data_root": "/nowhere"}, "data_root=/nowhere is not a folder"),
     ({}, {"clients": 4, "secret": bytes(31)}, "secret has 31 bytes: give at least 32"),
-    ({}, {"clients": 4, "engine": "spark"}, "engine='spark' is not local or ray"),
+    ({}, {"clients": 4, "engine": "spark"}, "engine='spark' is none of local, batched, auto, ray"),
     ({"mode": "data_parallel"}, {"clients": 4}, "mode = 'data_parallel' cannot be simulated"),
     ({"start": "best"}, {"clients": 4}, "start = 'best' names a version"),
     ({"start": "nowhere/x.pt"}, {"clients": 4}, "nowhere/x.pt, which is not there"),

@@ -45,7 +45,11 @@ def simulate(
     data_root: DataRootOption = None,
     device: Annotated[str, typer.Option(help="Where to train: auto, cpu, cuda or cuda:N.")] = "auto",
     engine: Annotated[
-        str, typer.Option(help="Where the workers run: local (processes of this machine) or ray (a Ray cluster).")
+        str,
+        typer.Option(
+            help="How clients are trained: local (one by one, in processes of this machine), batched (many at once), "
+            "auto (batched, or local if the job cannot be batched) or ray (one by one, on a Ray cluster)."
+        ),
     ] = "local",
     labels: Annotated[
         list[str] | None,
@@ -55,6 +59,9 @@ def simulate(
             'with "", a client has none.',
         ),
     ] = None,
+    batch_mb: Annotated[
+        int, typer.Option(help="The most memory of the clients that a worker trains at once, in MB.")
+    ] = 512,
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the report, the model and the plot.")] = Path(
         "simulation"
     ),
@@ -87,6 +94,7 @@ def simulate(
             device=device,
             engine=engine,
             labels=[_labels_in(text) for text in labels or []],
+            batch_mb=batch_mb,
             seed=seed,
             out=out,
             show=show,

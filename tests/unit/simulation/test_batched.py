@@ -1,0 +1,238 @@
+"""Clients that are trained together: as near to the exact engine as rounding allows, and refusals."""
+
+import logging
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from fedring.control.failure import Failure
+from fedring.daemon.exits import Exit
+from fedring.data import ClientPart, Samples, Split
+from fedring.simulation import simulate
+from fedring.simulation.cohort import Cohort
+
+CLIENTS = 12
+JOB: dict[str, Any] = {
+    "rounds": 1, "batch_size": 16, "partition": "dirichlet", "alpha": 0.3, "encoding": "fp32", "min_clients": 1,
+    "model_args": {"hidden": 16},
+}  # fmt: skip
+HERE = "user_simulation"
+
+
+@pytest.fixture(autouse=True)
+def _users_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(pathlib.Path(__file__).parents[2] / "fixtures_user_code"))
+
+
+def both(folder: pathlib.Path, keys: Mapping[str, Any], **options: Any) -> tuple[list[np.ndarray[Any, Any]], list[Any]]:
+    """Simulate with the exact engine and with the batched one: the models' values, and the reports."""
+    models, reports = [], []
+    for engine in ("local", "batched"):
+        out = folder / engine
+        options = {"clients": CLIENTS, "workers": 1, "threads": 1, **options}
+        reports.append(simulate({**JOB, **keys}, engine=engine, out=out, **options))
+        tensors = load_file(out / "model.safetensors")
+        models.append(np.concatenate([tensors[name].ravel() for name in sorted(tensors)]))
+    assert [report["batched"] for report in reports] == [False, True]
+    return models, reports
+
+
+def centred() -> nn.Module:
+    """Return a model that looks at all samples of a batch at once."""
+
+    class Centred(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(64, 10)
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            outputs: Tensor = self.layer(inputs.flatten(1))
+            return outputs - outputs.mean(0)
+
+    return Centred()
+
+
+def half_frozen() -> nn.Module:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 12), nn.ReLU(), nn.Linear(12, 10))
+    next(model.parameters()).requires_grad_(False)
+    model.register_buffer("scale", torch.ones(3))
+    return model
+
+
+def a_data_set(root: pathlib.Path | None, download: bool, part: ClientPart) -> Split:
+    """Return samples that are no `Samples`, another number for each client."""
+    generator = torch.Generator().manual_seed(part.index)
+    size = 5 + 7 * part.index
+    inputs, labels = torch.randn(size, 1, 8, 8, generator=generator), torch.randint(10, (size,), generator=generator)
+    return Split(TensorDataset(inputs, labels), TensorDataset(inputs, labels), classes=10)
+
+
+def bad_for_one(root: pathlib.Path | None, download: bool, part: ClientPart) -> Split:
+    inputs = torch.full((20, 1, 8, 8), torch.nan if part.index == 3 else 0.5)
+    labels = torch.arange(20) % 10
+    return Split(Samples(inputs, labels), Samples(inputs, labels), classes=10)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"epochs": 3, "mu": 0.1, "clip_norm": 0.5, "evaluate": False},
+        {"epochs": 2, "subset_size": 20, "momentum": 0.0, "scaffold": True, "weights": "uniform"},
+        {
+            "optimizer": "fedring.train.optimizers:adam", "lr": 0.01, "optimizer_args": {"weight_decay": 0.01},
+            "epochs": 2,
+        },
+        {"transforms": [{"name": "feddyn", "args": {"alpha": 0.05, "clients": CLIENTS}}], "weights": "uniform"},
+        {"model": centred, "model_args": {}, "epochs": 2},
+        {"model": half_frozen, "model_args": {}},
+        {"data": a_data_set, "batch_size": 8, "epochs": 2},
+        {
+            "min_clients": 6, "min_clients_to_aggregate": 5, "weights": "uniform", "secure_aggregation": {},
+            "evaluate": False,
+        },
+    ],
+    ids=["terms of the loop", "scaffold", "adam", "feddyn", "no padding", "frozen", "any data set", "secure"],
+)  # fmt: skip
+def test_a_round_of_clients_trained_together_equals_that_of_the_exact_engine(
+    keys: dict[str, Any], tmp_path: pathlib.Path
+) -> None:
+    models, reports = both(tmp_path, keys)
+    # Updates of secure aggregation are rounded to few levels, and one value of many may fall on the other side.
+    scale = np.abs(models[0]).max()
+    near = np.abs(models[0] - models[1]) <= 1e-5 * scale
+    assert near.all() if "secure_aggregation" not in keys else near.mean() > 0.99
+    rows = [report["rounds"][0] for report in reports]
+    assert rows[0]["clients"] == rows[1]["clients"] == rows[0]["selected"]
+    assert rows[0]["metrics"] == pytest.approx(rows[1]["metrics"], rel=1e-4)
+    assert rows[0]["upload_bytes"] == rows[1]["upload_bytes"]
+
+
+def test_after_twenty_rounds_the_accuracy_is_the_same() -> None:
+    keys = {**JOB, "rounds": 20, "model_args": {"hidden": 64}, "alpha": 0.5}
+    one, two = (simulate(keys, clients=30, per_round=10, workers=1, threads=1, engine=e) for e in ("local", "batched"))
+    assert one["accuracy"] > 0.6
+    assert abs(one["accuracy"] - two["accuracy"]) <= 0.005
+
+
+@pytest.mark.programs
+def test_workers_that_train_clients_together_share_them_evenly() -> None:
+    one, two = (simulate(JOB, clients=CLIENTS, workers=n, threads=1, engine="batched") for n in (1, 2))
+    assert one["updates"] == two["updates"] == CLIENTS
+    assert one["loss"] == pytest.approx(two["loss"], rel=1e-5)
+
+
+def test_a_cohort_is_cut_into_chunks_that_fit_into_the_memory(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = list[int]()
+    train = Cohort.train
+
+    def counted(self: Cohort, members: Any) -> Any:
+        sizes.append(len(members))
+        return train(self, members)
+
+    monkeypatch.setattr(Cohort, "train", counted)
+    keys = {"model_args": {"hidden": 1000}}
+    models, _ = both(tmp_path, keys, batch_mb=8)
+    assert max(sizes) < CLIENTS == sum(sizes)
+    np.testing.assert_allclose(models[0], models[1], atol=1e-5 * float(np.abs(models[0]).max()))
+    with pytest.raises(Failure, match=r"One client takes about \d+ MB to train, more than batch_mb = 1: allow more"):
+        simulate({**JOB, **keys}, clients=CLIENTS, workers=1, engine="batched", batch_mb=1)
+
+
+def test_a_client_whose_training_fails_is_missing_alone() -> None:
+    keys = {**JOB, "data": bad_for_one, "min_clients_to_aggregate": 1}
+    report = simulate(keys, clients=6, workers=1, threads=1, engine="batched")
+    (row,) = report["rounds"]
+    assert (row["clients"], row["selected"]) == (5, 6)
+    assert len(row["failures"]) == 1
+    assert row["failures"][0].startswith("client-3: NaN or infinity in sample")
+
+
+class Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 10)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self.layer(inputs.flatten(1))
+        return outputs if outputs.sum() > 0 else 2 * outputs
+
+
+class Counting(nn.Module):
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 10)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.seen += len(inputs)
+        outputs: Tensor = self.layer(inputs.flatten(1))
+        return outputs
+
+
+def random_layers() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 10), nn.Dropout(0.1))
+
+
+def batch_norm() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 10), nn.BatchNorm1d(10))
+
+
+def rprop(parameters: Any, lr: float, momentum: float) -> torch.optim.Optimizer:
+    return torch.optim.Rprop(parameters, lr=lr)
+
+
+def two_groups(parameters: Any, lr: float, momentum: float) -> torch.optim.Optimizer:
+    first, *others = parameters
+    return torch.optim.SGD([{"params": [first]}, {"params": others, "lr": lr / 2}], lr=lr)
+
+
+@pytest.mark.parametrize(
+    ("keys", "why"),
+    [
+        ({"model": Branching}, "its forward pass depends on values, which differ from client to client"),
+        ({"model": Counting}, "its forward pass changes the buffer seen"),
+        ({"model": random_layers}, "its forward pass draws random numbers, such as dropout's"),
+        ({"model": batch_norm}, "2 is a BatchNorm1d, whose statistics change in training"),
+        ({"trainer": f"{HERE}:add_number"}, "its trainer is a loop of its own"),
+        ({"personal": {"mu": 0.5}}, r"its clients train models of their own, as \[personal\] says"),
+        ({"optimizer": rprop}, "its optimizer is a Rprop, which need not treat each value alone"),
+        ({"optimizer": two_groups}, "its optimizer treats parameters in several ways"),
+    ],
+    ids=["branch", "buffer", "dropout", "batch norm", "trainer", "personal", "optimizer", "groups"],
+)
+def test_a_job_that_cannot_be_batched_is_refused_or_trained_exactly(
+    keys: dict[str, Any], why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = {**JOB, "model_args": {}, **keys, "evaluate": False}
+    with pytest.raises(Failure, match=f"^The job cannot be batched, because {why}") as refused:
+        simulate(job, clients=4, workers=1, threads=1, engine="batched")
+    assert refused.value.exit_code == Exit.CONFIG
+    with caplog.at_level(logging.WARNING, "fedring.simulation"):
+        auto = simulate(job, clients=4, workers=1, threads=1, engine="auto")
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "fedring.simulation.run"]
+    assert line.startswith("clients are trained one by one: The job cannot be batched, because")
+    exact = simulate(job, clients=4, workers=1, threads=1)
+    assert auto["model_sha256"] == exact["model_sha256"]
+    assert not auto["batched"]
+
+
+def test_a_job_that_can_be_batched_is_batched_by_auto() -> None:
+    assert simulate(JOB, clients=4, workers=1, threads=1, engine="auto")["batched"]
+
+
+def test_an_engine_or_a_memory_that_there_is_not_is_refused() -> None:
+    with pytest.raises(Failure, match="engine='fast' is none of local, batched, auto, ray"):
+        simulate(JOB, clients=4, engine="fast")
+    with pytest.raises(Failure, match="batch_mb=0 is not within 1 and"):
+        simulate(JOB, clients=4, engine="batched", batch_mb=0)
