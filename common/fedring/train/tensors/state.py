@@ -70,7 +70,8 @@ class SharedTensors:
         if self._filled is None or self._filled[0] is not vectors:
             self._filled = vectors, [values for _, values in values_of(self._schema, vectors)]
         with torch.no_grad():
-            torch._foreach_copy_([*tensors[0], *tensors[1]], self._filled[1])
+            for tensor, values in zip([*tensors[0], *tensors[1]], self._filled[1], strict=True):
+                tensor.copy_(values)
 
     def read(self) -> Vectors:
         """Do as read_vectors()."""
