@@ -88,8 +88,8 @@ def _check_keys(loaded: LoadedJob, job: Job) -> None:
         raise _cannot("sample_dp trains in a loop of its own")
     if job.personal is not None:
         raise _cannot("its clients train models of their own, as [personal] says")
-    for name, module in loaded.model.named_modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+    for name, module in loaded.model.train().named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
             raise _cannot(f"{name or 'the model'} is a {type(module).__name__}, whose statistics change in training")
     if not any(parameter.requires_grad for parameter in loaded.model.parameters()):
         raise _cannot("it trains no parameter")

@@ -95,7 +95,7 @@ def train(
 
 def _trains(module: nn.Module) -> bool:
     """Return whether train() would change nothing."""
-    own = getattr(module.train, "__func__", None) is not nn.Module.train  # such as one that keeps norms in eval()
+    own = getattr(module.train, "__func__", None) is not nn.Module.train  # such as one that keeps norms as they are
     return module.training and not own
 
 
