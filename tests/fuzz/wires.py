@@ -12,12 +12,10 @@ import numpy as np
 import torch
 from google.protobuf.message import DecodeError
 
-from fedring.client.errors import BadModel, WrongModel
 from fedring.client.policy.ledger import Ledger
 from fedring.client.policy.privacy import SitePolicy, refusal
 from fedring.client.training.frames import BadPipeMessage, CodePipe, PipeClosed, StandIn, describe, pack, put
 from fedring.client.training.personal import personal_of
-from fedring.client.transfer.download import Download, HeldModel
 from fedring.client.transforms.chosen import begin_transforms, unknown_in
 from fedring.client.transforms.interface import RoundStart
 from fedring.codec import NAMES, CodecError, Encoding, Schema, Vectors, decode, encode, encode_buffers
@@ -41,6 +39,7 @@ from fedring.secure.levels import open_blocks
 from fedring.secure.roster import check_roster
 from fedring.server.update.admission import open_offer
 from fedring.train.errors import SeamError, TrainError
+from fedring.train.tensors.download import BadModel, Download, HeldModel, OtherSchema
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1 import peer_pb2
 from fedring.v1 import secure_pb2 as wire
@@ -235,7 +234,7 @@ def wire_targets() -> dict[str, Target]:
         "stage message": Target(_stage, [stage.numpy().tobytes()], (PipelineError,)),
         "remote message": Target(_remote, [encode_remote(remote)], (BadMessage,)),
         "job code": Target(_job_code, _job_codes(), (BadPipeMessage, PipeClosed, TrainError)),
-        "download": Target(_download, _downloads(), (BadModel, WrongModel, DecodeError)),
+        "download": Target(_download, _downloads(), (BadModel, OtherSchema, DecodeError)),
         "update offer": Target(
             lambda data: open_offer(pb.UpdateOffer.FromString(data)), update_offers(), refused, pb.UpdateOffer
         ),

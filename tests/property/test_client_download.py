@@ -9,10 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from fedring.client.errors import BadModel
-from fedring.client.transfer.download import Download, HeldModel
 from fedring.codec import Encoding, Schema, Vectors, encode, encode_buffers
 from fedring.codec.digest import name_of
+from fedring.train.tensors.download import BadModel, Download, HeldModel
 from fedring.train.tensors.state import read_vectors, schema_of
 from fedring.v1 import federation_pb2 as pb
 

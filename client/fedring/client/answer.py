@@ -12,7 +12,6 @@ from fedring.client.loading import Loaded, check_frozen
 from fedring.client.protection import Protection
 from fedring.client.session.inbox import Assignment
 from fedring.client.session.link import ServerLink
-from fedring.client.transfer.download import Download
 from fedring.client.transfer.fetch import ModelFetcher
 from fedring.client.transfer.kept import Section
 from fedring.client.transfer.own_values import PERSONAL, PRIVATE, check_finite, check_own, line_of, section_of
@@ -21,6 +20,7 @@ from fedring.client.transfer.spool import Spool
 from fedring.client.transfer.update import TrainingReport
 from fedring.client.transforms.chosen import begin_transforms
 from fedring.client.transforms.interface import Float32, RoundStart
+from fedring.train.tensors.download import Download
 from fedring.train.tensors.state import fill, read_tensors, read_vectors, schema_of
 from fedring.v1 import federation_pb2 as pb
 

@@ -9,13 +9,13 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 
 from fedring.client.protection import Protection
-from fedring.client.transfer.download import HeldModel
 from fedring.client.transfer.kept import Sections
 from fedring.client.transfer.residual import Residual, with_residual
 from fedring.client.transfer.update import TrainingReport, Update, make_update
 from fedring.client.transforms.interface import Sent, Transform
 from fedring.codec.schema import Vectors
 from fedring.train.plan import Plan
+from fedring.train.tensors.download import HeldModel
 from fedring.v1 import federation_pb2 as pb
 
 

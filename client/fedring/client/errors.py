@@ -34,10 +34,6 @@ class WrongModel(RoundOver, ValueError):
         return self.detail
 
 
-class BadModel(Exception):
-    """The received bytes are not the named model."""
-
-
 class Refused(Exception):
     """The server has refused this client for good.
 

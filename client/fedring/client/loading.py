@@ -12,13 +12,13 @@ from torch import nn
 
 from fedring.client.errors import WrongModel
 from fedring.client.session.link import ServerLink
-from fedring.client.transfer.download import HeldModel
 from fedring.client.transfer.fetch import ModelFetcher
 from fedring.client.transfer.kept import KeptFiles
 from fedring.client.transfer.own_values import PRIVATE, FirstValues, line_of, section_of, values_in
 from fedring.client.transfer.residual import Residual
 from fedring.codec.schema import Schema, Vectors
 from fedring.train.tensors.arrays import Arrays, as_module, copy_back
+from fedring.train.tensors.download import HeldModel
 from fedring.train.tensors.sharing import Sharing
 from fedring.train.tensors.state import Parts, fill, has_frozen, read_vectors, split, tensors_of, write_tensors
 from fedring.v1 import federation_pb2 as pb

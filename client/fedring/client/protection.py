@@ -5,10 +5,10 @@ sums of updates.
 """
 
 from fedring.client.errors import UpdateRefused
-from fedring.client.transfer.download import HeldModel
 from fedring.client.transfer.residual import Residual
 from fedring.client.transfer.update import Update
 from fedring.codec.schema import Vectors
+from fedring.train.tensors.download import HeldModel
 
 
 class CannotProtect(UpdateRefused):

@@ -14,7 +14,6 @@ from fedring.client.policy.promises import dp_of
 from fedring.client.policy.secret import ClientSecret
 from fedring.client.protection import CannotProtect, Protection
 from fedring.client.secure.protection import SummedUpdates
-from fedring.client.transfer.download import HeldModel
 from fedring.client.transfer.residual import Residual
 from fedring.client.transfer.update import Update
 from fedring.codec.schema import Vectors
@@ -25,6 +24,7 @@ from fedring.secure.masks import wrap
 from fedring.secure.statements import task_digest
 from fedring.server.model.masked_sum import GroupMasks, PrivateIntegers
 from fedring.train.jobs.job import Job
+from fedring.train.tensors.download import HeldModel
 from fedring.v1 import federation_pb2 as pb
 
 Group = tuple[str, ...]

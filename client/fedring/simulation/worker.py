@@ -29,7 +29,6 @@ from fedring.client.sample_charge import cost_of
 from fedring.client.training.local_training import LocalTraining, check_private
 from fedring.client.training.personal import figures_of
 from fedring.client.training.trainer import load_job
-from fedring.client.transfer.download import HeldModel
 from fedring.client.transfer.own_values import PERSONAL, line_of, section_of, values_in
 from fedring.client.transfer.residual import residual_in
 from fedring.client.transfer.update import TrainingReport, Update
@@ -66,6 +65,7 @@ from fedring.train.errors import SeamError, TrainError, failure_detail, failure_
 from fedring.train.evaluation import Counts, run_evaluator
 from fedring.train.loop import seeded, warm_up
 from fedring.train.plan import Plan
+from fedring.train.tensors.download import HeldModel
 from fedring.train.tensors.state import SharedTensors, frozen_digest, has_frozen, read_tensors, values_of, write_tensors
 from fedring.train.tensors.state import split as split_tensors
 from fedring.v1 import federation_pb2 as pb

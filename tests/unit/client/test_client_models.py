@@ -10,12 +10,11 @@ import torch
 from torch import nn
 
 from fedring.client import RoundOver, WrongModel, connect
-from fedring.client.errors import BadModel
 from fedring.client.group.whole_model import WholeModel
-from fedring.client.transfer.download import Download, HeldModel
 from fedring.codec import Encoding, Vectors, decode, encode, encode_buffers
 from fedring.codec.digest import name_of
 from fedring.rpc.errors import FedringError, Unavailable, UnknownModel
+from fedring.train.tensors.download import BadModel, Download, HeldModel
 from fedring.train.tensors.state import read_vectors, schema_of
 from fedring.v1 import federation_pb2 as pb
 

@@ -7,10 +7,10 @@ import pytest
 from torch import nn
 
 from fedring.client.round_plan import own_seed
-from fedring.client.transfer.download import HeldModel
 from fedring.client.transfer.update import TrainingReport, Update, make_update
 from fedring.codec import Encoding, Vectors, decode, encode
 from fedring.codec.digest import name_of, update_name
+from fedring.train.tensors.download import HeldModel
 from fedring.train.tensors.state import schema_of
 from fedring.v1 import federation_pb2 as pb
 

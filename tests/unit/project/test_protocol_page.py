@@ -13,7 +13,6 @@ from tests.conftest import ROOT
 
 from fedring.client.secure.client import POLICY as SECURE
 from fedring.client.session.retry import FIRST_SECONDS, MOST_SECONDS, MOST_TRIES, RetryPolicy, Verdict
-from fedring.client.transfer.download import MAX_PACKETS as MOST_MODEL_PACKETS
 from fedring.client.transfer.fetch import POLICY as FETCH
 from fedring.client.transfer.upload import DAMAGE_REASONS
 from fedring.client.transfer.upload import POLICY as UPLOAD
@@ -28,6 +27,7 @@ from fedring.server.sessions.sessions import MOST_CALLS, OUTBOX
 from fedring.server.update.admission import MAX_BUFFER, MAX_METRICS, MAX_NORM, MAX_PACKETS
 from fedring.server.update.metrics import REJECTIONS
 from fedring.train.bounds import MAX_SAMPLES, MAX_SECONDS
+from fedring.train.tensors.download import MAX_PACKETS as MOST_MODEL_PACKETS
 from fedring.v1 import federation_pb2, job_pb2, payload_pb2, secure_pb2
 
 PAGE = (ROOT / "protos" / "PROTOCOL.md").read_text(encoding="utf-8")

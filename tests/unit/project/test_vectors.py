@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from tests.unit import plain_formats as plain
 
 import vectors as script
-from fedring.client.transfer.download import Download, HeldModel
 from fedring.codec import (
     NAMES,
     CodecError,
@@ -37,6 +36,7 @@ from fedring.server.aggregation.contributions import Contribution
 from fedring.server.aggregation.modelfile import ModelReader
 from fedring.server.state.blobs import FileBlobs
 from fedring.server.state.rows import lay_out
+from fedring.train.tensors.download import Download, HeldModel
 from fedring.v1 import federation_pb2 as pb
 
 VECTORS: dict[str, Any] = json.loads(script.TARGET.read_text(encoding="utf-8"))

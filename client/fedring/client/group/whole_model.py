@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from fedring.client.answer import check_size
-from fedring.client.errors import BadModel, RoundOver, UpdateRefused, WrongModel
+from fedring.client.errors import RoundOver, UpdateRefused, WrongModel
 from fedring.client.task import Task
 from fedring.client.transfer.partial import PartialDownload, Sink
 from fedring.client.transfer.update import TrainingReport, offer_of
 from fedring.codec.schema import Schema
+from fedring.train.tensors.download import BadModel
 from fedring.train.tensors.state import schema_of
 from fedring.v1 import federation_pb2 as pb
 

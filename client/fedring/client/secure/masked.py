@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from fedring.client.transfer.download import HeldModel
 from fedring.client.transfer.update import TrainingReport, Update, header_of, offered
 from fedring.codec import CodecError, Vectors
 from fedring.codec.digest import name_of
@@ -22,6 +21,7 @@ from fedring.privacy.keystream import SECRET_BYTES
 from fedring.secure.errors import SecureError
 from fedring.secure.levels import shorten, to_integers, zero_integers
 from fedring.secure.statements import task_digest
+from fedring.train.tensors.download import HeldModel
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1 import secure_pb2 as wire
 

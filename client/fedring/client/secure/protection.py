@@ -13,7 +13,6 @@ from fedring.client.protection import CannotProtect, Protection
 from fedring.client.secure.masked import Cover, MaskedUpdates
 from fedring.client.secure.participant import SecureParticipant, lost_update
 from fedring.client.session.inbox import Assignment
-from fedring.client.transfer.download import HeldModel
 from fedring.client.transfer.residual import Residual
 from fedring.client.transfer.update import Update
 from fedring.codec import Vectors
@@ -21,6 +20,7 @@ from fedring.codec.masked import MASKED
 from fedring.privacy.integer_plan import IntegerPlan
 from fedring.secure.errors import SecureError
 from fedring.secure.levels import bits_of
+from fedring.train.tensors.download import HeldModel
 from fedring.v1 import federation_pb2 as pb
 
 

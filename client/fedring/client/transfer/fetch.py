@@ -10,15 +10,15 @@ from typing import TypeVar
 
 from grpc import StatusCode, aio
 
-from fedring.client.errors import BadModel, RoundOver
+from fedring.client.errors import RoundOver, WrongModel
 from fedring.client.session.connection import Connection
 from fedring.client.session.retry import RetryPolicy, Verdict
 from fedring.client.session.tries import Tries
-from fedring.client.transfer.download import BlobDownload, Download, HeldModel
 from fedring.codec import Schema
 from fedring.rpc.chunks import ReceivedChunk
 from fedring.rpc.errors import FedringError, Unavailable, reason_of
 from fedring.rpc.streams import TimedStream
+from fedring.train.tensors.download import BadModel, BlobDownload, Download, HeldModel, OtherSchema
 from fedring.v1 import federation_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ class ModelFetcher:
             return None
         try:
             download = Download(digest, schema, None)
-            download.begin(command.model.header)
+            _begin(download, command.model.header)
             download.add(pb.Chunk(data=command.model.payload))
             self._held = download.finish()
             self._connection.metrics.download_bytes.inc(download.received)
@@ -147,7 +147,7 @@ class ModelFetcher:
         try:
             async for part in TimedStream(aiter(call), session.no_progress_seconds):
                 if isinstance(part, pb.ModelBlob) and part.HasField("header"):
-                    download.begin(part.header)
+                    _begin(download, part.header)
                 else:
                     chunk = part if isinstance(part, ReceivedChunk) else part.chunk
                     download.add(chunk)
@@ -158,3 +158,10 @@ class ModelFetcher:
             call.cancel()
         if not download.complete:
             raise Unavailable("the stream ended before the model did")
+
+
+def _begin(download: BlobDownload[T], header: pb.ModelHeader) -> None:
+    try:
+        download.begin(header)
+    except OtherSchema as error:
+        raise WrongModel(str(error)) from error

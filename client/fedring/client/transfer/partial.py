@@ -11,10 +11,9 @@ from itertools import groupby
 import numpy as np
 from numpy.typing import NDArray
 
-from fedring.client.errors import BadModel
-from fedring.client.transfer.download import BlobDownload
 from fedring.codec.digest import Digest, is_name
 from fedring.codec.schema import Entry, Schema
+from fedring.train.tensors.download import BadModel, BlobDownload
 from fedring.v1 import federation_pb2 as pb
 
 Sink = Callable[[Entry, int, NDArray[np.floating]], None]

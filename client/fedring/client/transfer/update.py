@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from fedring.client.transfer.download import HeldModel
 from fedring.codec import BUFFERS, CodecError, Encoding, Vectors, encode_buffers
 from fedring.codec.dense import dense_header
 from fedring.codec.digest import name_of, update_name
 from fedring.compress.feedback import compress
 from fedring.train.bounds import MAX_SECONDS
 from fedring.train.metrics import check_metrics, sendable_metrics
+from fedring.train.tensors.download import HeldModel
 from fedring.v1 import federation_pb2 as pb
 
 

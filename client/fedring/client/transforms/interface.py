@@ -15,12 +15,12 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
-from fedring.client.transfer.download import HeldModel
 from fedring.client.transfer.kept import Section
 from fedring.client.transfer.update import Update
 from fedring.codec import CodecError, decode
 from fedring.codec.schema import Schema
 from fedring.train.plan import Plan
+from fedring.train.tensors.download import HeldModel
 from fedring.v1 import federation_pb2 as pb
 
 Float32 = NDArray[np.float32]

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from fedring.client.transfer.download import HeldModel
 from fedring.client.transfer.update import TrainingReport, make_update
 from fedring.codec import Entry, Schema, Vectors
 from fedring.control.failure import Failure
@@ -26,6 +25,7 @@ from fedring.train.jobs.job import Job
 from fedring.train.jobs.sample_privacy_table import SamplePrivacy
 from fedring.train.plan import Plan
 from fedring.train.private_loop import sampled_steps
+from fedring.train.tensors.download import HeldModel
 from fedring.v1 import federation_pb2 as pb
 
 

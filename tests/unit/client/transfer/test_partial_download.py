@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from fedring.client.errors import BadModel, WrongModel
 from fedring.client.transfer.partial import PartialDownload, ranges_of
 from fedring.codec.digest import name_of
 from fedring.codec.schema import Entry, Schema
+from fedring.train.tensors.download import BadModel, OtherSchema
 from fedring.v1 import federation_pb2 as pb
 
 SCHEMA = Schema(
@@ -107,7 +107,7 @@ def test_a_header_of_something_else_is_refused(changes: dict[str, Any]) -> None:
 def test_another_schema_is_named() -> None:
     other = Schema(SCHEMA.entries[:-1])
     part, _ = download()
-    with pytest.raises(WrongModel, match="expected 6 tensors, got 7"):
+    with pytest.raises(OtherSchema, match="expected 6 tensors, got 7"):
         part.begin(header(schema=other.json, schema_hash=other.hash))
 
 

@@ -12,7 +12,6 @@ from torch import nn
 
 from fedring.client import connect
 from fedring.client.client_round import ClientRound
-from fedring.client.transfer.download import HeldModel
 from fedring.client.transfer.kept import Section, Sections
 from fedring.client.transfer.update import TrainingReport
 from fedring.client.transforms.chosen import begin_transforms, known, unknown_in
@@ -20,6 +19,7 @@ from fedring.client.transforms.interface import RoundStart, Transform, by_parame
 from fedring.codec import CodecError, decode
 from fedring.codec.schema import Entry, Schema, Vectors
 from fedring.train.plan import Plan
+from fedring.train.tensors.download import HeldModel
 from fedring.v1 import federation_pb2 as pb
 
 if TYPE_CHECKING:

@@ -16,7 +16,6 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from fedring.client import UpdateRefused, connect
-from fedring.client.transfer.download import HeldModel
 from fedring.client.transfer.kept import Section
 from fedring.client.transfer.update import TrainingReport, Update, make_update
 from fedring.client.transforms.interface import RoundStart, Sent
@@ -42,6 +41,7 @@ from fedring.train.loop import train
 from fedring.train.optimizers import sgd
 from fedring.train.plan import Plan
 from fedring.train.scaffold import local_steps, next_own
+from fedring.train.tensors.download import HeldModel
 from fedring.v1 import federation_pb2 as pb
 
 if TYPE_CHECKING:

@@ -11,7 +11,6 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from fedring.client.errors import BadModel, WrongModel
 from fedring.codec import BUFFERS, CodecError, Schema, Vectors, decode, open_payload, parse_schema
 from fedring.codec.digest import Digest, is_name
 from fedring.rpc.chunks import ReceivedChunk
@@ -26,9 +25,17 @@ _HEADER_BYTES = 16  # before the values of an fp32 or fp64 packet
 _AS_STORED = {"fp32": np.float32, BUFFERS: np.float64}  # encodings whose values are the vector itself
 
 
+class BadModel(Exception):
+    """The received bytes are not the named model."""
+
+
+class OtherSchema(ValueError):
+    """The model has another schema than the one that is wanted."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class HeldModel:
-    """One complete version of the model at a client.
+    """One complete version of a model.
 
     Its vectors must not be changed.
     """
@@ -87,12 +94,12 @@ class BlobDownload(ABC, Generic[T]):
 
         Raises:
             BadModel: If the header is not that of what is wanted.
-            WrongModel: If the model has another schema.
+            OtherSchema: If the model has another schema.
         """
         if header.model_digest != self._digest:
             raise BadModel(f"the server sent model {header.model_digest[:80]!r}, but {self._digest} was asked for")
         if header.schema_hash != self._schema.hash:
-            raise WrongModel(_difference(self._schema, header.schema))
+            raise OtherSchema(_difference(self._schema, header.schema))
         self._check(header)
         if self.header is None or header.payload_name != self.header.payload_name:
             self.received = 0
@@ -199,7 +206,7 @@ class Download(BlobDownload[HeldModel]):
     def _check(self, header: pb.ModelHeader) -> None:
         if header.base_digest not in ("", self._base.digest if self._base else ""):
             raise BadModel(
-                f"the server sent a difference from model {header.base_digest[:80]!r}, which this client does not hold"
+                f"the server sent a difference from model {header.base_digest[:80]!r}, which is not held here"
             )
         if not 1 <= len(header.packets) <= MAX_PACKETS or sum(p.bytes for p in header.packets) != header.total_bytes:
             raise BadModel("the packets do not add up to the payload")
