@@ -1,10 +1,17 @@
-"""Measure simulated clients a second, beside Flower's in-process simulation of the same work, by turns.
+"""Measure simulated clients a second, beside others' in-process simulations of the same work, by turns.
 
     python -m tests.bench.simulation --flower PYTHON
 
 PYTHON is the interpreter of an environment with `flwr[simulation]` and torch. A client does one step on 8 samples, of a
 model with 9,910 parameters, which travels as fp32. All clients take part in each round, and nothing is evaluated.
 Prints one JSON line. The seconds are those of the rounds, without the start of the processes.
+
+    python -m tests.bench.simulation --pfl [--size cnn]
+
+compares with pfl-research (PyPI `pfl` 0.6.0) in its own environment, which it makes in a cache folder: the exact engine
+with one and two workers, and the batched one. All compute with one thread in each process. Rates are clients a second
+by the clock, and clients a second of a process' own processor time for what runs in one process, since other programs
+disturb these less. `--size cnn` has 1,199,882 parameters and one epoch of 100 samples in batches of 20.
 
     python -m tests.bench.simulation --large
 
@@ -15,11 +22,16 @@ import argparse
 import json
 import os
 import subprocess
+import sys
+import time
+import venv
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
+from torch import nn
 
 from fedring.data import Samples, Split
 from fedring.simulation import simulate
@@ -33,6 +45,17 @@ WORK = {
     "encoding": "fp32",
     "evaluate": False,
 }
+CNN = {
+    "model": "tests.bench.simulation:convolutional",
+    "data": "tests.bench.simulation:hundred_each",
+    "batch_size": 20,
+    "encoding": "fp32",
+    "evaluate": False,
+}
+SIZES: dict[str, tuple[dict[str, Any], int]] = {"tiny": (WORK, 100), "cnn": (CNN, 10)}
+"""By name, a job and its clients, all of which take part in each round."""
+
+PFL = "0.6.0"
 LARGE = {
     "model_args": {"hidden": 132},
     "data": "tests.bench.simulation:sixty_thousand",
@@ -49,6 +72,97 @@ def sixty_thousand(root: Path | None, download: bool) -> Split:
     inputs = torch.randn(70_000, 1, 8, 8, generator=generator)
     inputs[torch.arange(70_000), 0, 0, labels % 8] += 3.0
     return Split(Samples(inputs[:60_000], labels[:60_000]), Samples(inputs[60_000:], labels[60_000:]), classes=10)
+
+
+def convolutional() -> nn.Module:
+    """Return a network for [batch, 1, 28, 28] with 1,199,882 parameters, without dropout."""
+    return nn.Sequential(
+        nn.Conv2d(1, 32, 3),
+        nn.ReLU(),
+        nn.Conv2d(32, 64, 3),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(9216, 128),
+        nn.ReLU(),
+        nn.Linear(128, 10),
+    )
+
+
+def hundred_each(root: Path | None, download: bool) -> Split:
+    """Return 100 training samples for each of the clients of `--size cnn`."""
+    generator, count = torch.Generator().manual_seed(0), 100 * SIZES["cnn"][1]
+    inputs, labels = torch.randn(count, 1, 28, 28, generator=generator), torch.arange(count) % 10
+    return Split(Samples(inputs, labels), Samples(inputs[:10], labels[:10]), classes=10)
+
+
+def environment_of_pfl() -> str:
+    """Return the interpreter of an environment with pfl and the torch of this one, made when first asked for."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    torch_version = torch.__version__.partition("+")[0]
+    folder = cache / "fedring" / f"pfl-{PFL}-torch-{torch_version}"
+    python = folder / "bin" / "python"
+    if not (folder / "made").exists():
+        print(f"making {folder}", file=sys.stderr)
+        venv.create(folder, clear=True, with_pip=True)
+        install = [str(python), "-m", "pip", "install", "--quiet", f"torch=={torch_version}", f"pfl=={PFL}"]
+        subprocess.run(install, check=True)
+        (folder / "made").touch()
+    return str(python)
+
+
+def measure_pfl(python: str, size: str, clients: int, rounds: int) -> dict[str, Any]:
+    """Simulate the same work with pfl, in one process."""
+    command = [python, str(Path(__file__).with_name("pfl_simulation.py")), size, str(clients), str(rounds)]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    told = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=1200, env=env).stdout
+    line = next(json.loads(line) for line in told.splitlines() if line.startswith('{"seconds"'))
+    total = clients * rounds
+    return {"by_clock": round(total / line["seconds"], 1), "by_processor": round(total / line["processor"], 1)}
+
+
+def measure_engine(job: dict[str, Any], clients: int, engine: str, workers: int) -> dict[str, Any]:
+    """Simulate, and return the clients a second of all rounds but the first one."""
+    marks: list[tuple[float, float]] = []
+
+    def show(share: float, row: dict[str, Any] | None) -> None:
+        if row is not None and ((row["round"] == 1 and not marks) or share == 1.0):
+            marks.append((time.perf_counter(), time.process_time()))
+
+    simulate(job, clients=clients, workers=workers, threads=1, engine=engine, show=show)
+    total = clients * (job["rounds"] - 1)
+    (began, worked), (ended, done) = marks[0], marks[-1]
+    own = {"by_processor": round(total / (done - worked), 1)} if workers == 1 else {}
+    return {"by_clock": round(total / (ended - began), 1), **own}
+
+
+def beside_pfl(size: str, rounds: int, turns: int) -> dict[str, Any]:
+    """Compare the engines with pfl, by turns. The ratios are medians over the turns, each within one turn."""
+    python, (work, clients) = environment_of_pfl(), SIZES[size]
+    job = {**work, "rounds": rounds + 1, "min_clients": clients}
+    ways: dict[str, Callable[[], dict[str, Any]]] = {
+        "pfl": lambda: measure_pfl(python, size, clients, rounds),
+        "exact": lambda: measure_engine(job, clients, "local", 1),
+        "exact, 2 workers": lambda: measure_engine(job, clients, "local", 2),
+        "batched": lambda: measure_engine(job, clients, "batched", 1),
+        "batched, 2 workers": lambda: measure_engine(job, clients, "batched", 2),
+    }
+    results = alternate(ways, turns)
+
+    def ratio(one: str, other: str, by: str) -> float:
+        pairs = zip(results[one], results[other], strict=True)
+        return round(float(median(first[by] / second[by] for first, second in pairs)), 2)
+
+    return {
+        "size": size,
+        "clients": clients,
+        "rates": {name: {by: median(row[by] for row in rows) for by in rows[0]} for name, rows in results.items()},
+        "exact/pfl by_processor": ratio("exact", "pfl", "by_processor"),
+        "exact 2/1 workers by_clock": ratio("exact, 2 workers", "exact", "by_clock"),
+        "batched/pfl by_processor": ratio("batched", "pfl", "by_processor"),
+        "batched 2 workers/pfl by_clock": ratio("batched, 2 workers", "pfl", "by_clock"),
+        "measurements": results,
+    }
 
 
 def measure(job: dict[str, Any], clients: int, per_round: int) -> dict[str, Any]:
@@ -86,10 +200,14 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=100, help="clients of each round")
     parser.add_argument("--rounds", type=int, default=20, help="rounds of each measurement")
     parser.add_argument("--turns", type=int, default=3, help="measurements of each, of which the median counts")
+    parser.add_argument("--pfl", action="store_true", help="compare with pfl, which is installed in a cache folder")
+    parser.add_argument("--size", choices=sorted(SIZES), default="tiny", help="of the work beside pfl")
     parser.add_argument("--large", action="store_true", help="simulate 10,000 clients instead")
     options = parser.parse_args()
     if options.large:
         return print_line(measure(LARGE, 10_000, 100))
+    if options.pfl:
+        return print_line(beside_pfl(options.size, options.rounds, options.turns))
     job = {**WORK, "rounds": options.rounds, "min_clients": options.clients}
     ways = {"fedring": lambda: measure(job, options.clients, options.clients)}
     if options.flower:

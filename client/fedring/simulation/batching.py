@@ -62,7 +62,8 @@ def batched(loaded: LoadedJob, samples: Dataset[Any], job: Job, device: torch.de
     Raises:
         SeamError: With the reason cannot_batch, if the job cannot be batched, or no client fits into the memory.
     """
-    plan = Plan(batch_size=job.batch_size, mu=job.mu, precision=job.precision)
+    most = max(job.batch_size, *(each.batch_size or 0 for each in job.override), 0)
+    plan = Plan(batch_size=most, mu=job.mu or any(each.mu for each in job.override), precision=job.precision)
     _check_keys(loaded, job)
     named = {name: p for name, p in loaded.model.named_parameters() if p.requires_grad}
     state = _check_optimizer(loaded, list(named.values()), job)

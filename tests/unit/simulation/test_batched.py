@@ -114,6 +114,14 @@ def test_a_round_of_clients_trained_together_equals_that_of_the_exact_engine(
     assert rows[0]["upload_bytes"] == rows[1]["upload_bytes"]
 
 
+def test_clients_with_settings_of_their_own_are_trained_together_with_their_like(tmp_path: pathlib.Path) -> None:
+    override = [{"where": {"gpu": "yes"}, "epochs": 3, "batch_size": 8}]
+    models, _ = both(tmp_path, {"override": override}, labels=[{"gpu": "yes"}, {}])
+    np.testing.assert_allclose(models[0], models[1], atol=1e-5 * float(np.abs(models[0]).max()))
+    others, _ = both(tmp_path, {})
+    assert not np.array_equal(models[0], others[0])
+
+
 def test_after_twenty_rounds_the_accuracy_is_the_same() -> None:
     keys = {**JOB, "rounds": 20, "model_args": {"hidden": 64}, "alpha": 0.5}
     one, two = (simulate(keys, clients=30, per_round=10, workers=1, threads=1, engine=e) for e in ("local", "batched"))
