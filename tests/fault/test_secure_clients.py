@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from fedring.daemon.crash import SECURE
+from fedring.client.secure.participant import CRASH_POINTS
 from tests.fault.faulty_fleet import FaultyFleet, wait_for
 from tests.fleets import Control, give_secrets, until_watching
 
@@ -63,7 +63,7 @@ class SecureFleet(FaultyFleet):
     "killed",
     [
         ("client_secure_peers", "client_secure_noted", ACCEPTED),
-        pytest.param((*sorted(SECURE), SPOOLED), marks=pytest.mark.soak),
+        pytest.param((*sorted(CRASH_POINTS), SPOOLED), marks=pytest.mark.soak),
     ],
     ids=["some", "all"],
 )

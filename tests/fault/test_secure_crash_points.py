@@ -8,22 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from fedring.daemon.crash import (
-    DELIVERING,
-    REGISTERED,
-    SECURE,
-    SECURE_CALLS,
-    SECURE_COMMITS,
-    SECURE_END,
-)
+from fedring.client.secure.client import CALL_CRASH_POINTS
+from fedring.client.secure.participant import CRASH_POINTS as STEP_CRASH_POINTS
+from fedring.client.secure.state import END_CRASH_POINTS
+from fedring.daemon.crash import DELIVERING, REGISTERED
+from fedring.server.secure.rounds import CRASH_POINTS
 from tests.damage import ask
 from tests.fault.faulty_fleet import wait_for
 from tests.fault.secure_fleet import KILLED, SERVER, SecureFleet, secrets_of, secure_job
 from tests.fleets import Control, until_watching
 
 CLIENTS = 3  # the threshold: the round is abandoned if one of them does not survive
-ON_THE_SERVER = sorted(SECURE_COMMITS | REGISTERED)
-AT_A_CLIENT = sorted(SECURE | SECURE_CALLS | SECURE_END | DELIVERING)
+ON_THE_SERVER = sorted(CRASH_POINTS | REGISTERED)
+AT_A_CLIENT = sorted(STEP_CRASH_POINTS | CALL_CRASH_POINTS | END_CRASH_POINTS | DELIVERING)
 PLACES = [
     {daemon: place for daemon, place in ((SERVER, server), (number % CLIENTS, client)) if place}
     for number, (server, client) in enumerate(zip_longest(ON_THE_SERVER, AT_A_CLIENT))

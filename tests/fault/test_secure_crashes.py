@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedring.daemon.crash import SECURE_COMMITS
+from fedring.server.secure.rounds import CRASH_POINTS
 from tests.fault.faulty_fleet import wait_for
 from tests.fleets import Control, Fleet
 from tests.secure_client import SecureClient
@@ -30,7 +30,7 @@ CALLS = {
 }
 DECIDED_AFTER = {"roster": "keys", "peers": "shares", "survivors": "updates", "signers": "signature"}
 
-PLACES = sorted(SECURE_COMMITS)
+PLACES = sorted(CRASH_POINTS)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedring.daemon.crash import SECURE_FAILURE
+from fedring.server.secure.rounds import FAILURE_CRASH_POINTS
 from tests.damage import ask
 from tests.fault.faulty_fleet import FaultyFleet, wait_for
 from tests.fault.secure_party import fail, go_through, opens, party, revealed, start
@@ -82,7 +82,7 @@ def test_a_round_unmasks_nobody_whichever_three_of_eight_clients_are_lost(
     "place",
     [
         pytest.param(each, marks=[pytest.mark.soak] if each.startswith("before") else [])
-        for each in sorted(SECURE_FAILURE)
+        for each in sorted(FAILURE_CRASH_POINTS)
     ],
 )
 def test_a_server_that_is_killed_when_a_sum_is_lost_gives_the_same_reason(tmp_path: Path, place: str) -> None:

@@ -90,7 +90,8 @@ class Evaluation:
 def report_of(command: pb.EvaluateCmd, counts: Counts, why: str) -> pb.EvaluationReport:
     """Return the report of an evaluation, and log its failure.
 
-    In jobs with masks or noise the server is told no text, which may quote a sample: then only the log has it.
+    In jobs that promise to hide clients or samples, the server is told no text, which may quote a sample: then only the
+    log has it.
 
     Args:
         command: What the server has sent.

@@ -1,7 +1,7 @@
 """How updates of a round are protected from the server.
 
-By default, they are not at all. `fedring.client.secure` has the protection by masks, with which the server reads only
-sums of updates.
+By default, they are not at all. The room of a kind of round may have another protection, such as one with which the
+server reads only sums of updates.
 """
 
 from fedring.client.errors import UpdateRefused

@@ -214,8 +214,8 @@ class Layers:
     def _parts(self, starts: Sequence[int]) -> list[_Part]:
         """Divide the graph at these places.
 
-        A buffer that several parts use, such as a mask, is an output of the first of them. A parameter stays with all
-        that use it, so that it can be refused as tied.
+        A buffer that several parts use, such as a table of positions, is an output of the first of them. A
+        parameter stays with all that use it, so that it can be refused as tied.
         """
         groups = [self._body[first:end] for first, end in pairwise([*starts, len(self._body)])]
         made = {node: number for number, group in enumerate(groups) for node in group}

@@ -72,7 +72,7 @@ def _encode_segment(values: NDArray[np.float32], chunk: int, step: float) -> byt
     scales = _scales(rows, values.size, step)
     levels = np.rint(rows / divisors(scales)).reshape(-1)[: values.size]
     nonzero = levels != 0
-    levels = levels[np.flatnonzero(nonzero)]  # several times faster than indexing by the mask itself
+    levels = levels[np.flatnonzero(nonzero)]  # several times faster than indexing by booleans
     above = np.minimum(np.abs(levels), _LARGEST).astype(np.uint32) - 1
     large = (above[above >= 3] - 3).astype("<u2").view(np.uint8).reshape(-1, 2)
     return b"".join(

@@ -72,11 +72,11 @@ def _table(variance: float) -> tuple[NDArray[np.uint64], NDArray[np.uint64], NDA
     """
     tails = _tails(variance)
     rising = [*reversed(tails), *((1 << _BITS) - tail for tail in tails)]
-    mask = (1 << _HALF) - 1
+    low = (1 << _HALF) - 1
     upper = np.array([value >> _HALF for value in rising], np.uint64)
     firsts = np.arange(1 << _GUIDE_BITS, dtype=np.uint64) << np.uint64(_HALF - _GUIDE_BITS)
     guide = np.append(np.searchsorted(upper, firsts), len(upper)).astype(np.int32)
-    return upper, np.array([value & mask for value in rising], np.uint64), guide
+    return upper, np.array([value & low for value in rising], np.uint64), guide
 
 
 def _tails(variance: float) -> list[int]:

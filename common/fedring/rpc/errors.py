@@ -114,15 +114,6 @@ class OtherUpdate(FedringError):
     status, reason = StatusCode.ALREADY_EXISTS, "already_accepted_other"
 
 
-class OtherMessage(FedringError):
-    """Another message of this kind was taken for secure aggregation.
-
-    It came from this client, for the same round.
-    """
-
-    status, reason = StatusCode.FAILED_PRECONDITION, "other_message"
-
-
 class OtherJob(FedringError):
     """The idempotency key belongs to another job."""
 

@@ -1,8 +1,8 @@
 """The routes of named tensors between the stages of a model.
 
 A route names the stage that makes a tensor, and the stages that use it. A tensor goes straight from the stage that
-makes it to every stage that uses it. One name is one tensor of the whole model. A tensor of the batch, such as a mask,
-is not sent: the worker of each stage that uses it reads it.
+makes it to every stage that uses it. One name is one tensor of the whole model. A tensor of the batch, such as its
+lengths, is not sent: the worker of each stage that uses it reads it.
 """
 
 from collections.abc import Mapping

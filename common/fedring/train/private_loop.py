@@ -107,7 +107,7 @@ def train_privately(
     choice = Noise(secret, ["batches"])
     kept = {name: buffer.clone() for name, buffer in model.named_buffers()}
     model.train()
-    # Masks of dropout must not follow from a seed that others know: a sample would change the masks of those after it.
+    # Dropout must not follow from a seed that others know: a sample would change what those after it drop.
     with sample_gradients(model), seeded(int.from_bytes(os.urandom(8), "little") >> 1, device):
         gradients = SampleGradients(model, samples, loss, device)
         step = _PrivateStep(gradients, plan, privacy, optimizer_factory, taken.rate * size, Noise(secret, ["noise"]))

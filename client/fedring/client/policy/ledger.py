@@ -27,7 +27,7 @@ _KEEP_JOBS = 64
 
 
 class JobNote(NamedTuple):
-    """A client's memory of a job whose updates are masked or noisy."""
+    """A client's memory of a job whose rounds are covered (`is_covered`)."""
 
     failed: int = 0  # rounds in a row
     samples: int = 0  # that its last update counted for; 0 = not known
@@ -40,9 +40,9 @@ class Ledger:
 
     An update for a job with [dp] is charged by its name, before it leaves the client for the first time. The same bytes
     cost nothing when they are sent again. Another update of the same round costs again: a server could ask for a round
-    many times, and get many updates of one client. Noise of the client's own is charged with the masks of its update,
-    which cover one update only. A training of a job with [sample_dp] is charged before its update is spooled: each has
-    noise of its own.
+    many times, and get many updates of one client. Noise of the client's own is charged by a name of its update, too:
+    that of what covers this one only. A training of a job with [sample_dp] is charged before its update is spooled:
+    each has noise of its own.
 
     The file has the SHA-256 of what follows in its first line. That of an earlier version has none: it gets one.
 
@@ -96,7 +96,6 @@ class Ledger:
         command: pb.TrainCmd,
         delta: float,
         charge: SkellamCharge | None = None,
-        masks: bytes = b"",
         *,
         update: str = "",
     ) -> float:
@@ -106,9 +105,7 @@ class Ledger:
             command: of the round.
             delta: the probability that epsilon may fail.
             charge: what noise of this client's own costs; None = about as much as Gaussian noise as the job says.
-            masks: what names the masks of the update with this noise; empty = those that were charged last, if they
-                are of this round.
-            update: the name of the update, if the server adds the noise; empty = one that is not made yet.
+            update: the name of the update; empty = one that is not made yet.
 
         Raises:
             NoAccountant: if dp-accounting is not installed.
@@ -118,7 +115,7 @@ class Ledger:
         if charge is None and privacy is not None and privacy.by_clients:
             known = self._last.startswith(_name_of(command, ""))
         else:
-            known = self._last == (_name_of(command, masks.hex()) if charge else _name_of(command, f"{cost} {update}"))
+            known = self._last == (_name_of(command, update) if charge else _name_of(command, f"{cost} {update}"))
         more = [] if known or cost is None else [cost]
         return epsilon([*(each for each, count in self._counts.items() for _ in range(count)), *more], delta)
 
@@ -139,7 +136,7 @@ class Ledger:
             multiplier = privacy.noise_multiplier
             self._charge(_name_of(command, f"{multiplier} {update}"), multiplier)
 
-    def charge_own(self, command: pb.TrainCmd, charge: SkellamCharge, masks: bytes) -> None:
+    def charge_own(self, command: pb.TrainCmd, charge: SkellamCharge, update: str) -> None:
         """Charge an update with this client's own noise, once, durably.
 
         An update that was charged before costs nothing.
@@ -147,12 +144,12 @@ class Ledger:
         Args:
             command: of the round.
             charge: what the round costs.
-            masks: what names the masks of the update.
+            update: the name of the update.
 
         Raises:
             OSError: if that is impossible.
         """
-        self._charge(_name_of(command, masks.hex()), charge)
+        self._charge(_name_of(command, update), charge)
 
     def _charge(self, name: str, cost: Charge) -> None:
         if name != self._last:

@@ -126,7 +126,7 @@ def failed_too_often(policy: SitePolicy, ledger: Ledger, command: pb.TrainCmd) -
     return f"this client has failed in {most} rounds of this job in a row: its privacy.max_failed_rounds"
 
 
-def own_noise_refusal(policy: SitePolicy, ledger: Ledger, command: pb.TrainCmd, plan: IntegerPlan, masks: bytes) -> str:
+def own_noise_refusal(policy: SitePolicy, ledger: Ledger, command: pb.TrainCmd, plan: IntegerPlan, update: str) -> str:
     """Return why a client withholds an update with its own noise.
 
     It is asked when the group is known. Empty = the client sends the update.
@@ -136,7 +136,7 @@ def own_noise_refusal(policy: SitePolicy, ledger: Ledger, command: pb.TrainCmd, 
             f"this site's privacy.min_noise_multiplier = {policy.min_noise_multiplier:g} is above the noise of its "
             f"group: {plan.multiplier:g}"
         )
-    return _overspent(policy, ledger, command, plan.charge, masks)
+    return _overspent(policy, ledger, command, plan.charge, update=update)
 
 
 def refusal(policy: SitePolicy, ledger: Ledger, command: pb.TrainCmd, *, update: str = "") -> str:
@@ -271,13 +271,12 @@ def _overspent(
     ledger: Ledger,
     command: pb.TrainCmd,
     charge: SkellamCharge | None = None,
-    masks: bytes = b"",
     *,
     update: str = "",
 ) -> str:
     if not policy.max_epsilon:
         return ""
-    total = ledger.epsilon_with(command, policy.delta, charge, masks, update=update)
+    total = ledger.epsilon_with(command, policy.delta, charge, update=update)
     if total <= policy.max_epsilon:
         return ""
     return (

@@ -37,6 +37,7 @@ from fedring.secure.errors import SecureError
 from fedring.secure.statements import task_digest
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1 import secure_pb2 as wire
+from fedring.v1.secure_pb2_grpc import SecureAggregationServiceStub
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +46,13 @@ MAX_STEP_BYTES = 2 << 20
 
 # The server answers so to damaged bytes, too: a few more tries tell the two apart.
 POLICY = RetryPolicy({StatusCode.INVALID_ARGUMENT: Verdict.AGAIN})
+
+CALL_CRASH_POINTS = {
+    f"client_secure_{call}_{when}"
+    for call in ("SendKeys", "SendShares", "SignSurvivors", "SendUnmaskShares")
+    for when in ("begun", "done")
+}
+"""Crash points around each call; when it is done, the server has taken the message."""
 
 
 class SecureAggregationClient:
@@ -78,7 +86,7 @@ class SecureAggregationClient:
 
     async def run(self) -> None:
         """Answer events until the session ends, on the session's event loop."""
-        events = self._link.session.secure_events
+        events = self._link.session.round_events
         async with asyncio.TaskGroup() as self._sends:
             while True:
                 await self._take(await events.get())
@@ -210,7 +218,9 @@ class SecureAggregationClient:
         connection = self._link.connection
         tries = Tries(connection, POLICY)
         while True:
-            send: Callable[..., Awaitable[wire.SecureAck]] = getattr(connection.secure, call)
+            # The stub is made for each try, as the connection may have got another channel since the last one.
+            stub = SecureAggregationServiceStub(connection.channel)
+            send: Callable[..., Awaitable[wire.SecureAck]] = getattr(stub, call)
             try:
                 with tries.one():
                     crashpoint(f"client_secure_{call}_begun")

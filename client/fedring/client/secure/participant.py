@@ -34,6 +34,11 @@ from fedring.v1 import secure_pb2 as wire
 
 M = TypeVar("M", bound=Message)
 
+CRASH_POINTS = {
+    f"client_secure_{step}" for step in ("begun", "roster", "peers", "payload", "survivors", "noted", "released")
+}
+"""Crash points at which a step is on the disk, and nothing of it was said."""
+
 
 @dataclass(frozen=True, slots=True)
 class ClientIdentity:

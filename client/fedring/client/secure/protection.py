@@ -149,9 +149,10 @@ class Masks(SummedUpdates):
             raise UpdateRefused(why.reason, str(why)) from error
 
     def _charge(self, masks: bytes, plan: IntegerPlan) -> None:
-        if why := own_noise_refusal(self._policy, self._ledger, self._command, plan, masks):
+        update = masks.hex()  # masks cover one update only, so they name it
+        if why := own_noise_refusal(self._policy, self._ledger, self._command, plan, update):
             raise SecureError("privacy_policy", why)
         try:
-            self._ledger.charge_own(self._command, plan.charge, masks)
+            self._ledger.charge_own(self._command, plan.charge, update)
         except OSError as error:
             raise SecureError("secure_state", f"what the update costs cannot be noted: {error}") from error

@@ -36,6 +36,9 @@ _FINISHED = "finished.json"
 _ROUND_FILE = re.compile(r"([0-9a-f]{32})-(\d{1,20})-(\d{1,20})\.json")
 _KEEP_RUNS = 256
 
+END_CRASH_POINTS = {"client_secure_ended", "client_secure_removed"}
+"""Crash points at the end of a round: when that is noted, and when the round's secrets are gone."""
+
 
 class RoundName(NamedTuple):
     """The identity of a round."""

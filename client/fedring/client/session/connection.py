@@ -29,7 +29,6 @@ from fedring.rpc.tls import read_token
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1.federation_pb2_grpc import ClientUpdateServiceStub, TrainCmdServiceStub
 from fedring.v1.rendezvous_pb2_grpc import RendezvousServiceStub
-from fedring.v1.secure_pb2_grpc import SecureAggregationServiceStub
 from fedring.version import SOFTWARE
 
 log = logging.getLogger(__name__)
@@ -112,7 +111,7 @@ class Connection:
         stamp = self._tls.stamp()
         opened = open_channel(self.address, self._tls, own_connection=bool(self._channels))
         self._stamp = stamp  # Only now, so that files which cannot be used yet are looked at again.
-        channel = counted(opened, self.metrics.calls)
+        self.channel = channel = counted(opened, self.metrics.calls)  # for calls that only some kinds of rounds make
         self._channels.append(channel)
         self.commands = TrainCmdServiceStub(channel)
         # The generated stubs are not used for these, because protobuf would copy the chunks.
@@ -126,7 +125,6 @@ class Connection:
             request_serializer=serialize,
             response_deserializer=pb.UpdateReply.FromString,
         )
-        self.secure = SecureAggregationServiceStub(channel)
         self.rendezvous = RendezvousServiceStub(channel)
         self._push_small = ClientUpdateServiceStub(channel).PushSmallUpdates
 

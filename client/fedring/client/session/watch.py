@@ -34,9 +34,11 @@ log = logging.getLogger(__name__)
 
 Lost = aio.AioRpcError | FedringError
 
-_OF_ROUNDS = ("train", "secure", "round_ended")
+_OF_SESSIONS = (None, "heartbeat", "evaluate")
+"""The events that concern no round of training; None is one that this program does not know."""
+
 _MOST_EVENTS = 64
-"""How many events wait for the client's part in secure aggregation. A round has seven."""
+"""How many events of rounds wait. A round has seven at most."""
 
 _LEAST_PAUSE = 0.05  # seconds between heartbeats, whatever the server asks for
 
@@ -58,7 +60,7 @@ class ClientSession:
 
     def __init__(self, connection: Connection, health: Health, *, evaluates: bool, tell: Callable[[str], None]) -> None:
         self.inbox = WorkInbox()
-        self.secure_events: asyncio.Queue[pb.ServerEvent] = asyncio.Queue(_MOST_EVENTS)  # what concerns such rounds
+        self.round_events: asyncio.Queue[pb.ServerEvent] = asyncio.Queue(_MOST_EVENTS)  # for a protection with steps
         self._connection = connection
         self._health = health
         self._evaluates = evaluates
@@ -268,9 +270,9 @@ class ClientSession:
 
     def _handle(self, event: pb.ServerEvent) -> pb.EvaluationReport | None:
         """Handle an event, and return a report to send at once."""
-        if event.WhichOneof("event") in _OF_ROUNDS:
+        if event.WhichOneof("event") not in _OF_SESSIONS:
             try:
-                self.secure_events.put_nowait(event)
+                self.round_events.put_nowait(event)
             except asyncio.QueueFull:
                 log.warning("dropped an event of a round: the server sends more of them than this client can answer")
         match event.WhichOneof("event"):

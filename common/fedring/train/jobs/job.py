@@ -10,7 +10,6 @@ from pydantic import ValidationError, model_validator
 
 from fedring.codec.encoding import Encoding
 from fedring.offers import PARTS, named
-from fedring.secure.limits import group_count
 from fedring.train.bounds import MAX_JOB_BYTES
 from fedring.train.jobs.aggregation_table import MEAN
 from fedring.train.jobs.algorithm_checks import BUILT_IN_LOOP, SCAFFOLD, check_keys
@@ -73,7 +72,7 @@ class Job(JobKeys):
             check_keys(self, f"clip_norm = {self.clip_norm:g}", BUILT_IN_LOOP)
         if self.precision != "fp32":
             check_keys(self, f'precision = "{self.precision}"', BUILT_IN_LOOP)
-        for table in self.tables:
+        for table in self.tables.values():
             table.check(self)
         return self
 
@@ -103,10 +102,11 @@ class Job(JobKeys):
             )
         if self.aggregation.data and (self.private or self.shared != ["*"]):
             raise ValueError("fltrust trains the whole model on the server: leave out shared and private")
-        size = self.group_size
-        updates = group_count(self.fewest_updates, size) if size else self.fewest_updates
+        updates, each = self.fewest_updates, ""
+        for table in self.tables.values():
+            updates, why = table.updates_of(updates)
+            each += why
         if shortage := self.aggregation.too_few(updates):
-            each = ", of which each group of secure_aggregation has one" if size else ""
             raise ValueError(f"aggregation: {shortage}{each}, in a round with the fewest clients that this job allows")
         return self
 
@@ -116,11 +116,6 @@ class Job(JobKeys):
             raise ValueError(
                 f"override belongs to the mode federated: leave it out of a {self.mode} job, whose workers share each "
                 "batch"
-            )
-        if self.override and self.secure_aggregation is not None:
-            raise ValueError(
-                "override does not go with [secure_aggregation], whose clients check that all of them were told the "
-                "same: start a job for each kind of client, chosen by the key clients"
             )
         for place, override in enumerate(self.override):
             try:
@@ -143,12 +138,8 @@ class Job(JobKeys):
 
     @property
     def seed_is_open(self) -> bool:
-        """Whether fl-server chooses the seed when the job starts.
-
-        Two jobs with one seed would begin with the same model. Clients of secure aggregation help to unmask different
-        sums of updates to one model only if these differ by several clients.
-        """
-        return self.secure_aggregation is not None and "seed" not in self.model_fields_set
+        """Whether fl-server chooses the seed when the job starts."""
+        return "seed" not in self.model_fields_set and any(table.opens_seed for table in self.tables.values())
 
     @property
     def code(self) -> list[str]:
@@ -190,15 +181,15 @@ class Job(JobKeys):
         return modes.get(self.mode, _FEDERATED)
 
     @property
-    def tables(self) -> list[JobTable]:
-        """The tables of the algorithms that the job turns on."""
-        tables = (self.dp, self.sample_dp, self.secure_aggregation, self.personal)
-        return [table for table in tables if table is not None]
-
-    @property
-    def group_size(self) -> int:
-        """The wanted clients in a group of secure aggregation; 0 = any."""
-        return self.secure_aggregation.group_size if self.secure_aggregation is not None else 0
+    def tables(self) -> dict[str, JobTable]:
+        """The tables of the algorithms that the job turns on, by key."""
+        values = {key: getattr(self, key) for key in type(self).model_fields}
+        return {
+            key: value
+            for key, value in values.items()
+            if isinstance(value, JobTable)
+            and not isinstance(value, TrainingMode)  # the table of a mode is always there
+        }
 
     @property
     def fewest_updates(self) -> int:

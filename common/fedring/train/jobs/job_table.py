@@ -3,7 +3,7 @@
 A table has keys, and demands of other keys. The tables of modes also say how clients train together.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import ClassVar, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict
@@ -14,6 +14,8 @@ class JobView(Protocol):
 
     @property
     def weights(self) -> str: ...
+    @property
+    def override(self) -> Sequence[object]: ...
     @property
     def best_by(self) -> str: ...
     @property
@@ -40,6 +42,20 @@ class JobTable(BaseModel):
 
     hides: ClassVar[bool] = False
     """Whether updates hide numbers of samples, metrics and training times."""
+
+    opens_seed: ClassVar[bool] = False
+    """Whether fl-server chooses the seed of a job that sets none: two jobs with one seed begin with the same model."""
+
+    def updates_of(self, clients: int) -> tuple[int, str]:
+        """Return how many updates a rule gets of a round.
+
+        Args:
+            clients: Of the round.
+
+        Returns:
+            The number, and a clause that says why there are not as many as clients, or nothing.
+        """
+        return clients, ""
 
     def check(self, job: JobView) -> None:
         """Check that the other keys of the job go with this table.

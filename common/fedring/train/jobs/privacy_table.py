@@ -3,7 +3,7 @@
 The server or the clients add the noise.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from functools import lru_cache
 from math import sqrt
 from typing import Annotated, ClassVar, Literal
@@ -15,7 +15,7 @@ from fedring.privacy.charges import SkellamCharge
 from fedring.privacy.integer_plan import IntegerPlan, fewest_bits, integer_plan
 from fedring.secure.limits import honest_survivors
 from fedring.train.bounds import NonNegative
-from fedring.train.jobs.algorithm_checks import PRIVATE, check_noise_by, check_private
+from fedring.train.jobs.algorithm_checks import PRIVATE, check_needs, check_private, value_of
 from fedring.train.jobs.job_table import JobTable, JobView
 
 COUNT_NOISE = 20
@@ -30,6 +30,12 @@ CLIP_QUANTILE = 0.5
 
 MIN_CLIP, MAX_CLIP = 1e-12, 1e12
 """The bounds of the clip, also of an adaptive one."""
+
+_BY_CLIENTS: Mapping[str, tuple[object, str]] = {
+    "dp.adaptive": (False, "nobody knows how many updates are within the clip: choose dp.clip"),
+    "secure_aggregation.keep_ratio": (1.0, "noise covers all values, and nothing is left for later rounds"),
+}
+"""The demands of noise by clients, with reasons."""
 
 _TRIES = 20
 _MORE = 1.0 + 2.0**-30
@@ -76,7 +82,7 @@ class ClientPrivacy(JobTable):
     def check(self, job: JobView) -> None:
         """See JobTable."""
         check_private(job, "dp", PRIVATE, job.best_by)
-        check_noise_by(job)
+        _check_noise_by(job)
         self.sum_multiplier(job.fewest_updates)
         if self.delta * job.fewest_updates >= 1:
             raise ValueError(f"dp.delta = {self.delta:g} must be below 1 / {job.fewest_updates} clients")
@@ -144,6 +150,23 @@ class ClientPrivacy(JobTable):
                 "adaptive = false and choose clip"
             )
         return 1.0 / sqrt(self.noise_multiplier**-2 - count**-2)
+
+
+def _check_noise_by(job: object) -> None:
+    """Check that dp.noise_by fits the job.
+
+    Raises:
+        ValueError: If another key must change; the sentence says which, and why.
+    """
+    secure, by_clients = value_of(job, "secure_aggregation", None), value_of(job, "dp.noise_by", "") == "clients"
+    if secure is not None and not by_clients:
+        why = "the server would have to clip each update, and sees none: let the clients clip and add the noise"
+        raise ValueError(f'dp: noise_by is "server", and must be "clients" with secure_aggregation, because {why}')
+    if by_clients:
+        if secure is None:
+            why = "the noise of one client alone hides little"
+            raise ValueError(f'dp: noise_by = "clients" needs the table [secure_aggregation], because {why}')
+        check_needs(job, 'dp.noise_by = "clients"', _BY_CLIENTS, "", "")
 
 
 @lru_cache(maxsize=512)

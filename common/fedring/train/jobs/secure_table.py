@@ -3,14 +3,17 @@
 The server learns sums of updates, and no single one.
 """
 
+from collections.abc import Mapping
 from typing import Annotated, ClassVar, Self
 
 from pydantic import Field, model_validator
 
+from fedring.codec.encoding import DELTA_ONLY
 from fedring.secure.limits import MAX_GROUP, MIN_GROUP, group_count, threshold
 from fedring.secure.masks import MAX_BITS
 from fedring.train.bounds import Positive, Seconds
-from fedring.train.jobs.algorithm_checks import check_secure
+from fedring.train.jobs.aggregation_table import MEAN
+from fedring.train.jobs.algorithm_checks import check_needs, value_of, written
 from fedring.train.jobs.job_table import JobTable, JobView
 
 MAX_BLOCK = 8192
@@ -19,10 +22,24 @@ _TOTALS = 4 * MAX_GROUP**2
 """Numbers of clients that show all sizes of groups: more clients have groups of the same sizes."""
 
 
+_NEEDS: Mapping[str, tuple[object, str]] = {
+    "mode": ("federated", "the workers of the other modes see each other's gradients"),
+    "evaluate": (False, "the clients' evaluations are not masked; evaluate_on_server may be true"),
+    "normalize_steps": (False, "numbers of steps are not masked"),
+    "scaffold": (False, "control variates are made of single updates"),
+    "update_clip_factor": (0.0, "nobody knows the norm of one update"),
+    "close_at_minimum": (False, "the server would choose whose updates count"),
+    "straggler_factor": (0.0, "the server would choose whose updates count"),
+}
+"""The demands of the table [secure_aggregation], with reasons."""
+
+
 class SecureAggregation(JobTable):
     """All settings of secure aggregation."""
 
     hides: ClassVar[bool] = True
+    opens_seed: ClassVar[bool] = True
+    """Clients help to unmask different sums of updates to one model only if these differ by several clients."""
 
     levels: int = Field(
         7,
@@ -86,7 +103,7 @@ class SecureAggregation(JobTable):
 
     def check(self, job: JobView) -> None:
         """See JobTable."""
-        check_secure(job, job.best_by)
+        _check_keys(job, job.best_by)
         fewest, needed = job.fewest_updates, job.min_clients_to_aggregate
         smallest = self.group_size or MIN_GROUP
         if fewest < smallest:
@@ -102,3 +119,32 @@ class SecureAggregation(JobTable):
         most = 2 * MAX_GROUP * self.levels * (self.max_weight if job.weights == "samples" else 1)
         if most.bit_length() > MAX_BITS:
             raise ValueError(f"secure_aggregation: levels times max_weight is too large for sums of {MAX_BITS} bits")
+        if job.override:
+            raise ValueError(
+                "override does not go with [secure_aggregation], whose clients check that all of them were told the "
+                "same: start a job for each kind of client, chosen by the key clients"
+            )
+
+    def updates_of(self, clients: int) -> tuple[int, str]:
+        """See JobTable. The sum of a group is one update."""
+        if not self.group_size:
+            return clients, ""
+        return group_count(clients, self.group_size), ", of which each group of secure_aggregation has one"
+
+
+def _check_keys(job: object, best_by: str) -> None:
+    """Check that no key needs updates that secure aggregation hides.
+
+    Raises:
+        ValueError: If a key has another value than it must have; the sentence says why.
+    """
+    check_needs(job, "secure_aggregation", _NEEDS, best_by, "figures of the training are not masked")
+    if (encoding := value_of(job, "encoding", "")) in DELTA_ONLY:
+        why = "which values a client sends would reveal what it learned from: set secure_aggregation.keep_ratio"
+        raise ValueError(f"secure_aggregation: encoding is {written(encoding)}, and must not be sparse, because {why}")
+    rule, group_size = value_of(job, "aggregation.rule", MEAN), value_of(job, "secure_aggregation.group_size", 0)
+    if rule != MEAN and not group_size:
+        why = "the server has one sum, and no updates to compare: set secure_aggregation.group_size"
+        raise ValueError(
+            f"secure_aggregation: aggregation.rule is {written(rule)}, and must be {written(MEAN)}, because {why}"
+        )

@@ -16,7 +16,7 @@ from grpc import aio
 from fedring.codec import CodecError
 from fedring.daemon.metrics import Registry
 from fedring.rpc.certificates import identity_of, load_authorities
-from fedring.rpc.errors import BadRequest, OtherMessage, Unavailable, UnknownRound
+from fedring.rpc.errors import BadRequest, Unavailable, UnknownRound
 from fedring.rpc.identity import Role
 from fedring.secure.errors import SecureError
 from fedring.secure.roster import Member
@@ -63,6 +63,16 @@ _COMMITS: dict[type[ev.Event], str] = {
     ev.GroupFailed: "failure",
 }
 """Names of the commits of decisions, for fault tests."""
+
+CRASH_POINTS = {
+    f"{when}_secure_{what}_commit"
+    for what in ("start", "keys", "roster", "shares", "peers", "survivors", "signature", "signers", "unmask")
+    for when in ("before", "after")
+}
+"""Crash points around the storing of clients' messages, and around each decision that they are told of."""
+
+FAILURE_CRASH_POINTS = {"before_secure_failure_commit", "after_secure_failure_commit"}
+"""Crash points around the decision that the sum of a group will never be known."""
 
 
 class SecureRounds(KindMaker):
@@ -115,8 +125,8 @@ class SecureRounds(KindMaker):
         Raises:
             Unavailable: if the server has just started, and the round waits to be resumed.
             UnknownRound: "unknown_round" if another round, or none, has secure aggregation now; "not_selected" if the
-                client is none of the round's; "round_closed" if the step is over for this client.
-            OtherMessage: if another message of this kind was taken from the client.
+                client is none of the round's; "round_closed" if the step is over for this client; "other_message" if
+                another message of this kind was taken from the client.
             BadRequest: "bad_secure_message", if the message does not fit the round.
             StorageFailed: if it cannot be kept.
         """
@@ -419,5 +429,5 @@ def check_identity(client: str, proof: Proof, *, authority: Path | None) -> None
         raise BadProof(f"its certificate names {identity}")
 
 
-def _other(client: str, step: SecureStep) -> OtherMessage:
-    return OtherMessage(f"other {KINDS[step]} of {client} were taken for this round")
+def _other(client: str, step: SecureStep) -> UnknownRound:
+    return UnknownRound(f"other {KINDS[step]} of {client} were taken for this round", reason="other_message")

@@ -220,7 +220,7 @@ def test_the_noise_of_a_client_is_never_the_same() -> None:
 # What a site demands, and its account
 
 
-MASKS = b"masks"
+MASKS = b"masks".hex()
 
 
 def command(number: int = 1, *, secure: bool = True, **keys: Any) -> pb.TrainCmd:
@@ -261,12 +261,12 @@ def test_the_account_counts_what_the_group_costs_once_a_round(tmp_path: Path) ->
     assert account_in(tmp_path)["rounds"] == {str(plan.charge): 2}
     again = Ledger(tmp_path)
     assert again.epsilon_with(command(2), 1e-5) == epsilon([plan.charge] * 2, 1e-5)
-    assert again.epsilon_with(command(2), 1e-5, plan.charge, MASKS) == epsilon([plan.charge] * 2, 1e-5)
-    assert again.epsilon_with(command(3), 1e-5, plan.charge, MASKS) == epsilon([plan.charge] * 3, 1e-5)
+    assert again.epsilon_with(command(2), 1e-5, plan.charge, update=MASKS) == epsilon([plan.charge] * 2, 1e-5)
+    assert again.epsilon_with(command(3), 1e-5, plan.charge, update=MASKS) == epsilon([plan.charge] * 3, 1e-5)
 
 
 def test_a_round_that_a_server_makes_a_client_begin_anew_is_charged_anew(tmp_path: Path) -> None:
-    ledger, plan, others = Ledger(tmp_path), table().plan(5, 1000, 4), b"other masks"
+    ledger, plan, others = Ledger(tmp_path), table().plan(5, 1000, 4), b"other masks".hex()
     ledger.charge_own(command(), plan.charge, MASKS)
     limited = policy(max_epsilon=epsilon([plan.charge], 1e-5))
     assert own_noise_refusal(limited, ledger, command(), plan, MASKS) == ""

@@ -35,8 +35,6 @@ _NEEDS = {
     "scaffold": False,
     "aggregation.rule": MEAN,
 }
-_WITHOUT = ("server_optimizer", "dp", "sample_dp", "secure_aggregation")
-"""The tables that a job must not have. With other keys, d is not the plain mean, or clients follow other gradients."""
 
 
 class Args(BaseModel):
@@ -57,7 +55,10 @@ class FedDyn(Algorithm[Args]):
     def check(self, job: Job, schema: Schema, skeleton: Skeleton) -> None:
         """See Transform.check."""
         check_keys(job, "transforms: feddyn", _NEEDS)
-        if other := next((table for table in _WITHOUT if getattr(job, table) is not None), ""):
+        # With these tables, d is not the plain mean, or clients follow other gradients.
+        others = ["server_optimizer"] if job.server_optimizer is not None else []
+        others += [key for key, table in job.tables.items() if table.hides]
+        if other := next(iter(others), ""):
             raise ValueError(f"transforms: feddyn does not go with the table [{other}]: leave one of them out")
         first = job.transforms[0].name
         if first != self.name:
