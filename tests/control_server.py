@@ -114,6 +114,7 @@ class Script(rpc.ControlServiceServicer):
             header=fb.ModelHeader(
                 version=request.version or 8,
                 schema=schema.json,
+                schema_hash=schema.hash,
                 packets=packets,
                 total_bytes=len(payload),
                 model_digest=digest,

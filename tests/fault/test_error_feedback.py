@@ -186,7 +186,7 @@ def test_a_client_keeps_its_spooled_update_while_a_frozen_server_does_not_answer
 
 def is_asking(fleet: OneClientFleet) -> bool:
     """Return whether the client is asking the server if it has accepted the spooled update."""
-    log, mark = fleet.clients[0].log, "Current thread"
+    log, mark = fleet.clients[0].log, " in _run_program"  # of the main thread, the last one in each dump
     before = log.read_text().count(mark)
     fleet.clients[0].send(signal.SIGUSR1)  # all stacks go to its log
     until(lambda: log.read_text().count(mark) > before)  # a signal before that could reach another thread

@@ -7,7 +7,7 @@ from fedring.codec import CodecError, decode
 from fedring.codec.schema import Vectors, parse_schema
 from fedring.control.failure import Failure
 from fedring.daemon.exits import Exit
-from fedring.train.tensors.download import BadModel, Download
+from fedring.train.tensors.download import BadModel, Download, OtherSchema
 from fedring.v1 import federation_pb2 as fb
 
 
@@ -42,8 +42,8 @@ def write_model(stream: Iterable[fb.ModelBlob], path: Path, *, exact: bool = Fal
         vectors = export.finish().vectors
         if exact:
             export.add_rest(vectors)
-    except (BadModel, CodecError) as error:
-        raise Failure(f"fl-server sent a model that cannot be used: {error}: try again", Exit.TRY_AGAIN) from error
+    except (BadModel, OtherSchema, CodecError) as error:
+        raise Failure(f"the model arrived damaged: {error}: try again", Exit.TRY_AGAIN) from error
     try:
         save_vectors(schema, vectors, path)
     except OSError as error:

@@ -113,9 +113,9 @@ def written(value: object) -> str:
 
 
 def value_of(job: object, path: str, default: object) -> object:
-    """Return the value of a key, in whose name a dot leads into a table.
+    """Return the value of a key of a job or table.
 
-    It is the default if the key's table is there, and has no such key.
+    A dot in the path leads into a table. The value is the default if the key's table is there, and has no such key.
     """
     value = job
     for key in path.split("."):
