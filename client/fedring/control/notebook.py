@@ -12,6 +12,7 @@ from typing import Any
 Clock = Callable[[], float]
 
 _PAUSE = 0.25  # seconds between two updates, because rounds may be quick and pages slow
+_REST = 9  # times as long as it took to make the last one, because a job may have thousands of rounds
 
 
 class LiveView:
@@ -32,9 +33,13 @@ class LiveView:
             html: Makes it, and is only called if it is shown; None = there is none now.
             last: It is shown although another one was shown a moment ago.
         """
-        if (last or self._clock() >= self._next) and (text := html()) is not None:
+        began = self._clock()
+        if began < self._next and not last:
+            return
+        text, ended = html(), self._clock()
+        self._next = ended + max(_PAUSE, _REST * (ended - began))
+        if text is not None:
             self._put(text)
-            self._next = self._clock() + _PAUSE
 
 
 def live_view() -> LiveView | None:

@@ -5,7 +5,6 @@ this process can use them.
 """
 
 import logging
-import os
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -14,6 +13,7 @@ from fedring.control.code_names import with_names
 from fedring.control.failure import Failure
 from fedring.daemon.exits import Exit
 from fedring.offers import can_be_offered
+from fedring.train.device import threads_for
 
 log = logging.getLogger(__name__)
 
@@ -46,15 +46,14 @@ class LocalObjects:
         Raises:
             Failure: More than this process is asked for, and another one could not import the job's code.
         """
-        cores = len(os.sched_getaffinity(0))
-        count = cores if wanted is None else wanted
+        count = threads_for(1) if wanted is None else wanted
         if not self.by_name or (engine != "ray" and count == 1):
             return count
         if engine == "ray":
             raise Failure(f"{self._why}, or simulate with engine='local' and workers=1", Exit.CONFIG)
         if wanted is not None:
             raise Failure(f"{self._why}, or simulate with workers=1 instead of {wanted}", Exit.CONFIG)
-        log.warning("%s; until then, one worker trains, in this process, instead of %d", self._why, cores)
+        log.warning("%s; until then, one worker trains, in this process, instead of %d", self._why, count)
         return 1
 
     def _name(self, value: Callable[..., Any], failure: Failure) -> str:

@@ -109,6 +109,21 @@ def test_a_view_is_made_anew_only_after_a_while_but_the_last_one_always() -> Non
     assert shown == ["first", "second", "last"]
 
 
+def test_a_view_that_takes_long_is_made_less_often() -> None:
+    now, made = [0.0], list[float]()
+
+    def slow() -> str:
+        made.append(now[0])
+        now[0] += 1.0
+        return ""
+
+    live = LiveView(lambda html: None, lambda: now[0])
+    for at in (0.0, 2.0, 9.9, 10.0):
+        now[0] = max(now[0], at)
+        live.update(slow)
+    assert made == [0.0, 10.0]
+
+
 def test_there_is_a_view_in_a_kernel_only_and_it_changes_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "IPython", raising=False)
     assert live_view() is None

@@ -143,8 +143,9 @@ def test_keys_as_arguments_take_precedence_and_the_report_is_a_dictionary_with_a
 
 def test_a_notebook_shows_a_simulation_until_it_ends_or_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[str] = []
-    now = iter(range(10_000))
-    monkeypatch.setattr(run, "live_view", lambda: LiveView(shown.append, lambda: float(next(now))))
+    for pause in ("_PAUSE", "_REST"):  # each state is shown
+        monkeypatch.setattr(f"fedring.control.notebook.{pause}", 0.0)
+    monkeypatch.setattr(run, "live_view", lambda: LiveView(shown.append))
     simulate(model=Net, **SMALL)
     assert "0 of 2 rounds, running" in shown[0]
     assert any("1 of 2 rounds, running" in each for each in shown)
