@@ -134,7 +134,7 @@ def _run(clients: int, rounds: int, out: Path, say: Callable[[str], None]) -> Pr
     fewest = threshold(clients)
     job = JOB | {"rounds": rounds, "min_clients": clients, "min_clients_to_aggregate": fewest}
     recorded = {"trainer": "fedring.ctl.local.recorded_training:train"}
-    fleet = Fleet(out, {"lost_after_seconds": 2.0, "keep_update_rounds": 2 * rounds}, [recorded] * clients)
+    fleet = Fleet(out, {"keep_update_rounds": 2 * rounds}, [recorded] * clients)
     for process in fleet.clients:
         process.env[RECORDS] = str(_records(out, process.name))
     say(f"A server and {clients} clients run. A sum needs {fewest} of them to the end: {clients - fewest} may be lost.")
