@@ -24,7 +24,7 @@ MATRIX ?=
 PROGRAMS := $(VENV)/.programs
 STAMP := $(VENV)/.installed
 
-.PHONY: programs install wheel release site demo secure-demo private-demo test soak soak-hour power-loss fuzz campaign torch-matrix libraries image-test systemd-test check lint unit format bench clean
+.PHONY: programs install wheel release site demo secure-demo private-demo test soak soak-hour power-loss fuzz campaign torch-matrix libraries outsiders image-test systemd-test check lint unit format bench clean
 
 # What runs: fl-server, fl-client and flctl.
 programs: $(PROGRAMS)
@@ -99,6 +99,11 @@ torch-matrix: install
 libraries: install
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group libraries
 	$(PYTEST) --timeout 1200 -m soak tests/system/test_ring_other_libraries.py tests/system/test_lora.py
+
+# What tests.bench.heart and tests.bench.agreement need beside `make install`: see docs/experiments.md.
+outsiders: install
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group outsiders
+	$(PYTEST) --timeout 1200 -m soak tests/unit/bench/test_outsiders.py
 
 # An hour, or FUZZ_SECONDS: every decoder and every call of fl-server. No other target installs atheris.
 fuzz: install

@@ -1,6 +1,7 @@
 """Write the tables of docs/experiments.md from results of benchmarks: python -m tests.bench.experiments FILE.json ...
 
-Each file replaces the tables of its bench; other tables stay as they are. The PNG beside a file goes to docs/figures.
+Each file replaces the tables of its bench; other tables stay as they are. The PNG beside a file, if there is one, goes
+to docs/figures.
 With --without-times, times are dashes, and no PNG is copied: use it for results of a machine that had other work to do.
 """
 
@@ -14,6 +15,7 @@ from typing import Any
 
 from fedring.ctl.output import duration, percent, size
 from fedring.daemon.wording import counted
+from tests.bench import agreement, heart, niid
 from tests.bench.hooks import short_name
 from tests.bench.lab.parts import with_deviation
 
@@ -41,7 +43,7 @@ def main() -> None:
         name = arguments.place or results["bench"]
         tables = TABLES[results["bench"]](results, _dash if arguments.without_times else _same)
         lines = [describe(results, times=not arguments.without_times), "", *tables]
-        if not arguments.without_times:
+        if not arguments.without_times and path.with_suffix(".png").exists():
             picture = PICTURES.get(name, f"experiment-{name}.png")
             shutil.copyfile(path.with_suffix(".png"), FIGURES / picture)
             lines += ["", f"![the figures of tests.bench.{name}](figures/{picture})"]
@@ -218,6 +220,15 @@ def pipeline(results: Mapping[str, Any], time: Time) -> Lines:
     return lines
 
 
+def outsiders(bench: Any) -> Callable[[Mapping[str, Any], Time], Lines]:
+    """Return the function that writes the table of a bench whose module has `columns` and `table_rows`."""
+
+    def written(results: Mapping[str, Any], time: Time) -> Lines:
+        return table([head.rstrip(">") for head in bench.columns(results)], bench.table_rows(results))
+
+    return written
+
+
 def side_by_side(rows: Sequence[Mapping[str, Any]], key: str, label: str, time: Time) -> Lines:
     """Return a table with a row for each value of the key: Gloo's time, the ring's, and their ratio."""
     found: dict[Any, dict[str, Mapping[str, Any]]] = {}
@@ -256,6 +267,9 @@ TABLES: dict[str, Callable[[Mapping[str, Any], Time], Lines]] = {
     "hooks": hooks,
     "ddp": ddp,
     "pipeline": pipeline,
+    "heart": outsiders(heart),
+    "niid": outsiders(niid),
+    "agreement": outsiders(agreement),
 }
 
 

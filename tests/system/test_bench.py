@@ -122,6 +122,14 @@ def bench(name: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
     return forks.run(f"tests.bench.{name}", *arguments, "--dataset", "digits", "--output", "json", timeout=240)
 
 
+@pytest.mark.parametrize("name", ["agreement", "heart", "niid"])
+def test_a_bench_beside_published_figures_says_whose_they_are(name: str) -> None:
+    done = forks.run(f"tests.bench.{name}", "--help", timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert "github.com/" in done.stdout
+    assert "--out" in done.stdout
+
+
 @pytest.mark.soak
 def test_federated_shows_each_client(tmp_path: Path) -> None:
     done = bench("federated", "--encodings", "int8", "--rounds", "1", "--no-central", "--quick", "--out", str(tmp_path))
