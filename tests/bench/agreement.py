@@ -45,12 +45,12 @@ EXACT = 1e-6  # fp32 keeps seven digits
 Updates = NDArray[np.float32]
 """One update in each row, [clients, values]."""
 
-Theirs = Callable[[Any, Updates], NDArray[np.float64]]
-"""Takes the module byzfl and the updates, and returns its result."""
+Theirs = Callable[[Any, NDArray[np.float64]], NDArray[np.float64]]
+"""Takes the module byzfl and the updates in float64, and returns its result."""
 
 
-def _radius(updates: Updates) -> float:
-    return float(np.median(np.linalg.norm(updates.astype(np.float64), axis=1)))
+def _radius(updates: NDArray[np.float64]) -> float:
+    return float(np.median(np.linalg.norm(updates, axis=1)))
 
 
 CASES: dict[str, tuple[dict[str, Any], Theirs, str]] = {
