@@ -233,6 +233,7 @@ VERBS = (
             "flctl simulate job.toml partition=dirichlet alpha=0.1 --clients 10000 --per-round 100 --out skewed",
             "flctl simulate job.toml --clients 100 --workers 1 --seed 7 --output json | jq .accuracy",
             "flctl simulate job.toml --clients 100 --labels gpu=yes --labels gpu=no",
+            "flctl simulate job.toml straggler_factor=2 --timing timing.toml --out cut --beside simulation",
         ),
     ),
     Verb(

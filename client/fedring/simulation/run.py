@@ -5,6 +5,8 @@ The clients take turns in a few processes.
 Each round does what fl-server does, with its functions: `machine.sample` draws the clients, `round_command` makes the
 command, and `ModelMaker` makes the next model. So for the same job, the same number of clients with the same secrets
 and torch's same number of threads, the models are those of real daemons, byte for byte.
+
+With a timing, the server's round machine itself says who is drawn and whose update counts (`clock`).
 """
 
 import hashlib
@@ -32,6 +34,7 @@ from fedring.daemon.wording import counted
 from fedring.privacy.account import NoAccountant, SampledSteps, epsilon, sampled_epsilon
 from fedring.server.aggregation.rule import OptimizerError, RuleError
 from fedring.server.aggregation.strategy import HISTORY, PastRound, StrategyError, with_settings
+from fedring.server.config import ServerConfig
 from fedring.server.model.testset import EvaluationFailed as ServerEvaluationFailed
 from fedring.server.model.transforms.listing import transforms_of
 from fedring.server.round import machine
@@ -50,6 +53,7 @@ from fedring.simulation.checks import (
     job_of,
     make_folder,
 )
+from fedring.simulation.clock import Answer, VirtualRounds
 from fedring.simulation.engine import Engine, EvaluationFailed, InProcess, Processes
 from fedring.simulation.groups import groups_of, groups_that_count, short_of
 from fedring.simulation.objects import LocalObjects
@@ -57,6 +61,7 @@ from fedring.simulation.report import SimulationReport, following
 from fedring.simulation.samples import Batching, Setup, client_id, labels_of_client
 from fedring.simulation.secret import secret_of_seed
 from fedring.simulation.server import RUN_ID, Row, SimulatedServer, Work
+from fedring.simulation.timing import Timing, pace_of, timing_of
 from fedring.simulation.vectors import ClientSections
 from fedring.simulation.worker import Order, Outcome, Own, Turn
 from fedring.train.device import threads_for
@@ -66,7 +71,9 @@ from fedring.train.jobs.job import Job
 from fedring.train.jobs.override_table import overrides_of, with_overrides
 from fedring.train.jobs.sample_privacy_table import SamplePrivacy
 from fedring.train.metrics import combine, with_origin
+from fedring.train.plan import batches_in
 from fedring.train.tensors.files import save_vectors
+from fedring.v1 import federation_pb2 as pb
 
 Show = Callable[[float, Row | None], None]
 """Takes the share of the work that is done, from 0 to 1, and the row of the last round that has ended, if any has."""
@@ -77,6 +84,7 @@ BATCH_MB = 512
 """The most memory of the clients that a worker trains at once, unless another one is given."""
 
 _EPOCH = 1
+_GRACE = ServerConfig.model_construct().lost_after_seconds  # which does not read the environment
 _WARNINGS = 10  # the most sentences on the evaluation of a round
 
 
@@ -94,6 +102,7 @@ def simulate(
     engine: str = "local",
     labels: Sequence[Mapping[str, str]] = (),
     batch_mb: int = BATCH_MB,
+    timing: Mapping[str, Any] | str | Path | None = None,
     out: str | Path | None = None,
     show: Show | None = None,
     **keys: Any,
@@ -104,8 +113,8 @@ def simulate(
     progress.
 
     Args:
-        job: The job, its keys, or the .toml or .json file that holds them. Keys about waiting have no effect. In the
-            place of a name there may be the function or class itself.
+        job: The job, its keys, or the .toml or .json file that holds them. In the place of a name there may be the
+            function or class itself.
         clients: The number of clients, among whom the training samples are divided as the job says.
         per_round: The clients that are drawn for a round; None = as the job says.
         seed: In the place of the job's seed; None = as the job says.
@@ -121,6 +130,8 @@ def simulate(
         batch_mb: The most memory of the clients that a worker trains at once, in MB.
         labels: The labels of the clients, which take them in turns: of two, client-0 has the first, client-1 the
             second, client-2 the first again. Empty = they have none.
+        timing: How long clients take, as keys or the .toml or .json file that holds them (docs/simulation.md): rounds
+            go by virtual time then. None = nothing takes time, and the job's keys about waiting have no effect.
         out: Folder for report.json and model.safetensors, which is made. None = the report is only returned.
         show: Is called after each client, in the place of a notebook's view.
         keys: Further keys of the job, which take precedence over those of `job`.
@@ -143,6 +154,7 @@ def simulate(
     check_data_root(root)
     check_length(secret)
     given = check_given_labels(spec, clients, labels)
+    times = None if timing is None else timing_of(timing, clients)
     if out:
         make_folder(Path(out))
     trusted, used = tuple(spec.code), secret_of_seed(spec.seed) if secret is None else secret
@@ -162,7 +174,7 @@ def simulate(
     try:
         # All checks are over: a simulation may take hours, and must not end with an error that was known before.
         with _shown(spec, show) as shown:
-            report = SimulationReport(_simulate(setup, count, engine, out, shown), spec)
+            report = SimulationReport(_simulate(setup, count, engine, times, out, shown), spec)
         if out:
             (Path(out) / "report.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     except (OSError, SafetensorError) as error:
@@ -183,7 +195,9 @@ def _shown(job: Job, show: Show | None) -> Iterator[Show]:
         yield show or (lambda share, row: None)
 
 
-def _simulate(setup: Setup, count: int, engine: str, out: str | Path | None, show: Show) -> dict[str, Any]:
+def _simulate(
+    setup: Setup, count: int, engine: str, timing: Timing | None, out: str | Path | None, show: Show
+) -> dict[str, Any]:
     spec, clients = setup.job, setup.clients
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=".simulation-", dir=out)))
@@ -194,7 +208,7 @@ def _simulate(setup: Setup, count: int, engine: str, out: str | Path | None, sho
             log.warning("clients are trained one by one: %s", running.why_exact)
         check_enough(spec, clients, sum(size > 0 for size in running.sizes))
         began = time.perf_counter()
-        run = _Run(setup, server, running, folder, show)
+        run = _Run(setup, server, running, timing, folder, show)
         run.run(stack)
         report = run.report(Path(out) if out else folder)
         together = setup.batching is not None and not running.why_exact
@@ -214,12 +228,22 @@ def _engine(name: str, setup: Setup, workers: int) -> Engine:
 class _Run:
     """The rounds of one simulation."""
 
-    def __init__(self, setup: Setup, server: SimulatedServer, engine: Engine, folder: Path, show: Show) -> None:
+    def __init__(
+        self,
+        setup: Setup,
+        server: SimulatedServer,
+        engine: Engine,
+        timing: Timing | None,
+        folder: Path,
+        show: Show,
+    ) -> None:
         self._setup, self._job, self._server, self._engine = setup, setup.job, server, engine
         self._folder, self._show = folder, show
         self._candidates = sorted(client_id(client) for client, size in enumerate(engine.sizes) if size)
         self._labels = {client_id(client): labels_of_client(client, setup) for client in range(setup.clients)}
         self._rules = rules_of(setup.job, grace=0.0)
+        self._paces = {name: pace_of(timing, name, setup.job.seed) for name in self._candidates if timing}
+        self._virtual = VirtualRounds(self._paces, timing.availability) if timing else None
         self._drawn: set[str] = set()
         self._rows: list[Row] = []
         self._history = deque[PastRound](maxlen=HISTORY)
@@ -257,6 +281,7 @@ class _Run:
             "clients_without_samples": self._setup.clients - len(self._candidates),
             "clients_drawn": len(self._drawn),
             "updates": sum(row["clients"] for row in self._rows),
+            **({"virtual_seconds": self._virtual.now} if self._virtual else {}),
             **({"sample_epsilon": self._sample_epsilon(private)} if (private := self._job.sample_dp) else {}),
         }
 
@@ -276,8 +301,7 @@ class _Run:
                 return
             work = self._work(number)
             row = work.row()
-            copies = 2 if work.command.control.digest else 1  # of the parameters: c is as large as they are
-            row["download_bytes"] = 4 * copies * self._schema.num_parameters + 8 * self._schema.num_buffers
+            row["download_bytes"] = self._download_bytes(work.command)
             abandoned = abandoned + 1 if work.reason else 0
             if not work.reason:
                 self._evaluate(row)
@@ -290,6 +314,11 @@ class _Run:
                 raise Failure(f"round {number} is abandoned, because {work.why}{because}".rstrip("."))
             if not work.reason and number >= self._job.min_rounds and self._server.no_better(models):
                 return
+
+    def _download_bytes(self, command: pb.TrainCmd) -> int:
+        """Return the size of the round's model, for a client that holds none."""
+        copies = 2 if command.control.digest else 1  # of the parameters: c is as large as they are
+        return 4 * copies * self._schema.num_parameters + 8 * self._schema.num_buffers
 
     def _overspent(self, rounds: int) -> bool:
         """Return whether so many rounds would exceed dp.max_epsilon.
@@ -320,6 +349,8 @@ class _Run:
         # From here on, the round has the job as the strategy has changed it.
         work.job = with_settings(self._job, chosen)
         self._train(work)
+        if work.reason:
+            return work
         work.settings |= chosen
         delivered = (update.client_id for update in work.updates)
         work.sums = groups_that_count(work.groups, delivered, work.command, self._schema.num_parameters)
@@ -333,12 +364,18 @@ class _Run:
         return work
 
     def _train(self, work: Work) -> None:
-        number, rules = work.number, rules_of(work.job, grace=0.0)
+        number, rules = work.number, rules_of(work.job, grace=_GRACE)
         row = RoundRow(number, 1, number, Phase.TRAINING, 0.0)
         work.command = command = round_command(work.job, row, self._model, run_id=RUN_ID, epoch=_EPOCH, most_bytes=0)
         self._server.command(work.job, command, self._model)
-        names = machine.sample(self._candidates, Round(number, rules, Phase.WAITING, 0.0))
-        work.selected = len(names)
+        if self._virtual is None:
+            names = machine.sample(self._candidates, Round(number, rules, Phase.WAITING, 0.0))
+        elif not (names := self._virtual.begin(number, rules)):
+            work.times = self._virtual.abandoned()
+            work.reason = "barrier_timeout"
+            work.why = f"fewer than {counted(rules.min_clients, 'client')} came within {rules.barrier_timeout:g} s"
+            return
+        drawn, work.selected = names, len(names)
         # The draw comes first, as on a server, so that clients that stopped do not change the others that are drawn.
         names, stopped = self._those_who_go_on(names)
         work.failures += stopped
@@ -350,11 +387,48 @@ class _Run:
         work.told = {name: with_overrides(work.job, each) for name, each in places.items()}
         control = self._server.read_control(self._model) if command.control.digest else None
         order, done = Order(command.SerializeToString(), self._vectors, len(names), control), len(stopped)
+        outcomes: dict[str, Outcome] = {}  # that wait until it is known whose updates count
         for outcome in self._engine.train(order, self._turns(names, peers, work)):
-            self._take(outcome, work)
+            if self._virtual is None:
+                self._take(outcome, work)
+            else:
+                outcomes[client_id(outcome.client)] = outcome
             done += 1
             share = done / work.selected
             self._show((number - 1 + share) / self._job.rounds, self._rows[-1] if self._rows else None)
+        if self._virtual is not None:
+            self._close(self._virtual, drawn, outcomes, work)
+
+    def _close(self, virtual: VirtualRounds, drawn: list[str], outcomes: Mapping[str, Outcome], work: Work) -> None:
+        """Let the round's rules say which outcomes count, and take them.
+
+        All clients have trained by now, since the bytes of an update, and so its time, are only known then.
+        """
+        answers = {name: self._answer(name, outcomes.get(name), work) for name in drawn}
+        work.times = times = virtual.finish(answers)
+        for name in (*times.delivered, *sorted(times.failed & outcomes.keys())):
+            self._take(outcomes[name], work)
+        for name in times.left_out.keys() & outcomes.keys():
+            if (spent := outcomes[name].spent) is not None:  # A client charges its samples before it trains.
+                self._spent.setdefault(outcomes[name].client, []).append(spent)
+
+    def _answer(self, name: str, outcome: Outcome | None, work: Work) -> Answer:
+        """Return the answer of a client, with its time.
+
+        Without an outcome it has stopped, and says so at once.
+        """
+        if outcome is None:
+            return Answer(0.0, delivers=False)
+        command, size = work.command, self._engine.sizes[outcome.client]
+        if name in work.told:
+            command = client_command(command, work.told[name])
+        steps = command.epochs * batches_in(min(size, command.subset_size or size), command.batch_size)
+        seconds = self._paces[name].seconds(
+            down=command.ByteSize() + self._download_bytes(command),
+            steps=2 * steps if self._job.personal else steps,  # those of the client's own model, too
+            up=outcome.update.total_bytes if outcome.update else 0,
+        )
+        return Answer(seconds, delivers=outcome.update is not None)
 
     def _turns(self, names: list[str], peers: Mapping[str, int], work: Work) -> Iterator[Turn]:
         """Yield the turns of the clients.

@@ -34,6 +34,7 @@ from fedring.server.operator.job_checks import JobChecks
 from fedring.server.state.blobs import FileBlobs
 from fedring.server.state.ratings import best_of
 from fedring.server.state.rows import ModelRow, UpdateRow
+from fedring.simulation.clock import RoundTimes
 from fedring.simulation.groups import Group
 from fedring.simulation.samples import Setup
 from fedring.train.errors import SeamError
@@ -207,6 +208,7 @@ class Work:
     groups: list[Group] = field(default_factory=list)  # whose updates are only added up; empty = all are seen
     sums: list[GroupMasks] | None = None  # the groups that count; None = there are none
     told: dict[str, Job] = field(default_factory=dict)  # the jobs of clients for which overrides hold
+    times: RoundTimes | None = None  # its course in virtual time; None = the simulation has no timing
 
     @property
     def counted(self) -> list[UpdateRow]:
@@ -233,6 +235,7 @@ class Work:
             "download_bytes": 0,
             "selected": self.selected,
             "failures": self.failures[:_FAILURES],
+            **({"virtual": self.times.figures} if self.times else {}),
             **({"settings": self.settings} if self.settings else {}),
             **({"reason": self.why} if self.reason else {}),
         }
@@ -245,7 +248,7 @@ class Work:
             number=self.number,
             published=not self.reason,
             reason=self.reason,
-            seconds=row["seconds"],
+            seconds=row["virtual"]["seconds"] if "virtual" in row else row["seconds"],
             settings=MappingProxyType(self.settings),
             clients=MappingProxyType(clients),
             metrics=MappingProxyType(row["metrics"]),

@@ -43,6 +43,34 @@ def plot_rounds(report: Mapping[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=_DPI)
 
 
+def plot_over_time(reports: Mapping[str, Mapping[str, Any]], path: Path) -> None:
+    """Draw accuracies of simulations over their virtual time.
+
+    The file is a PNG. The loss takes the place of the accuracy where no report has one.
+
+    Args:
+        reports: by name, each of a simulation with a timing.
+        path: of the file.
+    """
+    figure = _make_figure(9, 5)
+    axes = figure.subplots()
+    classified = any(row["accuracy"] is not None for report in reports.values() for row in report["rounds"])
+    key, scale = ("accuracy", 100) if classified else ("loss", 1)
+    for number, (name, report) in enumerate(reports.items()):
+        known = [row for row in report["rounds"] if row[key] is not None]
+        style: dict[str, Any] = {
+            "color": COLOURS[number % len(COLOURS)],
+            "marker": MARKERS[number % len(MARKERS)],
+            "markersize": 5,
+        }
+        times = [row["virtual"]["ended"] for row in known]
+        axes.plot(times, [scale * row[key] for row in known], label=name, linewidth=2, **style)
+    axes.set_xlabel("virtual seconds", color=INK)
+    title = "Accuracy on the clients' held-out samples" if classified else "Loss over the clients' held-out samples"
+    finish(axes, title, "%" if classified else "", reference=None, legend=len(reports) > 1)
+    figure.savefig(path, dpi=_DPI)
+
+
 def _plot_curve(axes: Axes, rounds: Sequence[int], values: Sequence[float | None], label: str) -> None:
     known = [(number, value) for number, value in zip(rounds, values, strict=True) if value is not None]
     if known:

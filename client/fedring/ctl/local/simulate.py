@@ -3,6 +3,7 @@
 There is no network.
 """
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -62,6 +63,17 @@ def simulate(
     batch_mb: Annotated[
         int, typer.Option(help="The most memory of the clients that a worker trains at once, in MB.")
     ] = 512,
+    timing: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="How long clients take, as a .toml or .json file: rounds go by virtual time (virtual.png).",
+        ),
+    ] = None,
+    beside: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="DIR", help="The --out of an earlier simulation with --timing, for the same virtual.png."),
+    ] = None,
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the report, the model and the plot.")] = Path(
         "simulation"
     ),
@@ -81,6 +93,9 @@ def simulate(
     from fedring.simulation import simulate as run  # imports torch, which most verbs do not need
 
     job = job_of(job_file, overrides or [])
+    if beside and timing is None:
+        raise Failure("--beside needs --timing: without it, nothing takes time", Exit.USAGE)
+    others = {str(folder): _timed_report(folder) for folder in beside or []}
     make_out_folder(out)
     (out / "report.json").unlink(missing_ok=True)  # of an earlier simulation
     with ended_by_signals(), _progress(str(job.get("name", job_file.stem))) as show:
@@ -95,24 +110,43 @@ def simulate(
             engine=engine,
             labels=[_labels_in(text) for text in labels or []],
             batch_mb=batch_mb,
+            timing=timing,
             seed=seed,
             out=out,
             show=show,
         )
-    from fedring.ctl.local.charts import plot_rounds  # matplotlib takes a second to import
+    from fedring.ctl.local.charts import plot_over_time, plot_rounds  # matplotlib takes a second to import
 
     plot_rounds(report, out / "rounds.png")
+    if timing is not None:
+        plot_over_time({**others, str(out): report}, out / "virtual.png")
     if output is Output.JSON:
         print_json(report)
     else:
         _print(report)
-        stderr_console().print(f"report.json, model.safetensors and rounds.png are in {out}")
+        plots = "rounds.png" if timing is None else "rounds.png, virtual.png"
+        stderr_console().print(f"report.json, model.safetensors and {plots} are in {out}")
     warnings = [warning for row in report["rounds"] for warning in row.get("warnings", ())]
     if warnings and not any(is_evaluated(row["metrics"]) for row in report["rounds"]):
         raise Failure(f"none of the models was evaluated: {warnings[-1]}".rstrip("."))
     if warnings:
         text = f"{counted(len(warnings), 'warning')} on evaluations; the newest: {warnings[-1]}"
         stderr_console().print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _timed_report(folder: Path) -> Mapping[str, Any]:
+    """Return the report of an earlier simulation with a timing.
+
+    Raises:
+        Failure: There is none.
+    """
+    try:
+        report: Mapping[str, Any] = json.loads((folder / "report.json").read_bytes())
+        for row in report["rounds"]:
+            _ = float(row["virtual"]["ended"]), float(row["accuracy"] or 0.0), float(row["loss"] or 0.0)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise Failure(f"--beside {folder} holds no report.json of a simulation with --timing", Exit.USAGE) from error
+    return report
 
 
 def _labels_in(text: str) -> dict[str, str]:
@@ -160,6 +194,7 @@ def _print(report: Mapping[str, Any]) -> None:
     facts = (
         f"{report['clients']:,} client{'' if report['clients'] == 1 else 's'}",
         quality(report["accuracy"], report["loss"]),
+        f"{duration(report['virtual_seconds'])} of virtual time" if "virtual_seconds" in report else "",
         f"{report['updates_per_second']:,.0f} updates/s",
     )
     columns = ("round>", "clients>", "accuracy>", "loss>", "time>", "upload/client>")
