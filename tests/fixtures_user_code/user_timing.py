@@ -1,6 +1,8 @@
-"""Clients that a test releases one by one."""
+"""Clients that a test releases one by one, or that sleep."""
 
+import json
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -37,9 +39,11 @@ def named(root: object, download: bool, part: ClientPart) -> Split:
 
 @offers("trainer")
 def held(model: nn.Module, samples: Any, plan: Any) -> int:
-    """Add the client's number to each value, when the test has opened the client's gate, if it has set one."""
+    """Add the client's number to each value, after its gate has opened or its nap, if the test has set one."""
     if gates := os.environ.get("FL_TEST_GATES"):
         Path(gates, samples.part.client_id).read_text()  # blocks until the test writes
+    if naps := os.environ.get("FL_TEST_NAPS"):
+        time.sleep(json.loads(naps)[samples.part.client_id])
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(1 + samples.part.index)

@@ -66,7 +66,7 @@ class Availability(BaseModel):
     share: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] = Field(
         1.0, description="share of each period in which a client is there"
     )
-    period_seconds: Annotated[float, Field(ge=1e-3, le=1e9, allow_inf_nan=False)] = Field(
+    period_seconds: Annotated[float, Field(ge=1, le=1e9, allow_inf_nan=False)] = Field(
         86400.0, description="after which a client comes again"
     )
 

@@ -173,10 +173,10 @@ def check_keys(model: type[BaseModel], table: Mapping[str, Any], *, where: str, 
     for key, value in table.items():
         field = model.model_fields.get(key)
         if field is None:
-            near = [repr(prefix + name) for name in difflib.get_close_matches(key, model.model_fields, 2, _NEAR)]
+            near = [repr(prefix + name) for name in difflib.get_close_matches(str(key), model.model_fields, 2, _NEAR)]
             hint = f"; did you mean {either(near)}?" if near else f"; valid keys: {', '.join(model.model_fields)}"
             place = f"{'on' if where == COMMAND_LINE else 'in'} {where}"
-            raise ConfigError(f"unknown key {prefix + key!r} {place}{hint}")
+            raise ConfigError(f"unknown key {f'{prefix}{key}'!r} {place}{hint}")
         inner, here = _table_of(field.annotation), f"{prefix}{key}."
         if inner and isinstance(value, Mapping):
             check_keys(inner, value, where=where, prefix=here)

@@ -126,6 +126,19 @@ def test_with_a_timing_and_nobody_left_out_the_model_is_the_same() -> None:
     assert [len(each["delivered"]) for each in (first, second)] == [4, 4]
 
 
+def test_clients_that_are_trained_together_take_the_same_virtual_time() -> None:
+    keys = {
+        "timing": {"speed": {"spread": 10}, "bandwidth": {"median": 5}},
+        "straggler_factor": 1.5,
+        "encoding": "fp32",
+    }
+    exact, batched = alone(**keys), alone(**keys, engine="batched")
+    assert batched["batched"]
+    assert [row["virtual"] for row in batched["rounds"]] == [row["virtual"] for row in exact["rounds"]]
+    assert any(row["virtual"]["left_out"] for row in exact["rounds"])
+    assert batched["loss"] == pytest.approx(exact["loss"], rel=1e-4)
+
+
 def test_a_client_that_is_left_out_reaches_neither_the_model_nor_the_updates() -> None:
     slow = {"speed": {"clients": {"client-2": 1e-6}}}
     report = alone(timing=slow, straggler_factor=3)
@@ -145,15 +158,23 @@ def test_a_job_for_which_too_few_clients_come_fails_with_one_sentence() -> None:
     ("timing", "sentence"),
     [
         ({"sped": {}}, "sped"),
+        ({7: 1}, "unknown key '7'"),
+        ({"speed": {"medan": 1}}, "unknown key 'speed.medan'"),
+        ({"speed": {"clients": {7: 1.0}}}, "must be text"),
         ({"speed": {"clients": {"client-6": 1.0}}}, "speed.clients names client-6, but the simulated clients are"),
         ({"bandwidth": {"clients": {"ann": 1.0}}}, "bandwidth.clients names ann"),
         ({"seconds_per_step": nan}, "seconds_per_step"),
         ({"seconds_per_step": -1}, "seconds_per_step"),
         ({"speed": {"median": 0}}, "speed.median"),
         ({"speed": {"median": inf}}, "speed.median"),
+        ({"speed": {"clients": {"client-1": 0}}}, "speed.clients.client-1"),
+        ({"speed": {"clients": {"client-1": -1}}}, "speed.clients.client-1"),
+        ({"seconds_per_step": 10**400}, "seconds_per_step"),
+        ({"bandwidth": {"sigma": -1}}, "bandwidth.sigma"),
         ({"speed": {"clients": {"client-1": nan}}}, "speed.clients"),
         ({"speed": {"spread": 3, "sigma": 1}}, "spread and sigma cannot be given together"),
         ({"availability": {"share": 0}}, "availability.share"),
+        ({"availability": {"period_seconds": 0}}, "availability.period_seconds"),
     ],
 )
 def test_a_wrong_timing_is_one_sentence(timing: dict[str, Any], sentence: str) -> None:
