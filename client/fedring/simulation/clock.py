@@ -40,8 +40,8 @@ _COMES, _ANSWERS, _GOES = range(3)
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """What a client answers to a command, and when."""
+class TimedAnswer:
+    """The answer of a client to a command, with its time."""
 
     seconds: float  # after the command
     delivers: bool  # False = it says that it cannot train
@@ -49,7 +49,10 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class RoundTimes:
-    """The course of a round in virtual time, in seconds since the simulation began."""
+    """The course of a round.
+
+    Times are virtual seconds since the simulation began.
+    """
 
     began: float
     started: float | None  # when the command was sent; None = too few clients came
@@ -126,7 +129,7 @@ class VirtualRounds:
         """Return the times of a round for which too few clients came."""
         return RoundTimes(self._began, None, self.now, {}, frozenset(), {})
 
-    def finish(self, answers: Mapping[str, Answer]) -> RoundTimes:
+    def finish(self, answers: Mapping[str, TimedAnswer]) -> RoundTimes:
         """Let the clients answer until the round ends.
 
         Args:
@@ -153,7 +156,10 @@ class VirtualRounds:
         return RoundTimes(self._began, self._started, self.now, dict(self._delivered), round_.failed, left_out)
 
     def _end(self, effect: Effect) -> None:
-        """End the round: to make and to evaluate a model takes no time."""
+        """End the round.
+
+        To make a model and to evaluate it takes no time.
+        """
         ends: Collection[Event] = (Closed(), Published(frozenset()))
         for event in (Abandoned(effect.reason),) if isinstance(effect, Abandon) else ends:
             self._apply(event)

@@ -53,7 +53,7 @@ from fedring.simulation.checks import (
     job_of,
     make_folder,
 )
-from fedring.simulation.clock import Answer, VirtualRounds
+from fedring.simulation.clock import TimedAnswer, VirtualRounds
 from fedring.simulation.engine import Engine, EvaluationFailed, InProcess, Processes
 from fedring.simulation.groups import groups_of, groups_that_count, short_of
 from fedring.simulation.objects import LocalObjects
@@ -316,7 +316,7 @@ class _Run:
                 return
 
     def _download_bytes(self, command: pb.TrainCmd) -> int:
-        """Return the size of the round's model, for a client that holds none."""
+        """Return the size of the round's model in full."""
         copies = 2 if command.control.digest else 1  # of the parameters: c is as large as they are
         return 4 * copies * self._schema.num_parameters + 8 * self._schema.num_buffers
 
@@ -412,13 +412,13 @@ class _Run:
             if (spent := outcomes[name].spent) is not None:  # A client charges its samples before it trains.
                 self._spent.setdefault(outcomes[name].client, []).append(spent)
 
-    def _answer(self, name: str, outcome: Outcome | None, work: Work) -> Answer:
+    def _answer(self, name: str, outcome: Outcome | None, work: Work) -> TimedAnswer:
         """Return the answer of a client, with its time.
 
         Without an outcome it has stopped, and says so at once.
         """
         if outcome is None:
-            return Answer(0.0, delivers=False)
+            return TimedAnswer(0.0, delivers=False)
         command, size = work.command, self._engine.sizes[outcome.client]
         if name in work.told:
             command = client_command(command, work.told[name])
@@ -428,7 +428,7 @@ class _Run:
             steps=2 * steps if self._job.personal else steps,  # those of the client's own model, too
             up=outcome.update.total_bytes if outcome.update else 0,
         )
-        return Answer(seconds, delivers=outcome.update is not None)
+        return TimedAnswer(seconds, delivers=outcome.update is not None)
 
     def _turns(self, names: list[str], peers: Mapping[str, int], work: Work) -> Iterator[Turn]:
         """Yield the turns of the clients.

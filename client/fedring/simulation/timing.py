@@ -59,7 +59,10 @@ class Spread(BaseModel):
 
 
 class Availability(BaseModel):
-    """When clients are there; each comes and goes at times of its own."""
+    """When clients are there.
+
+    Each comes and goes at times of its own.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

@@ -26,6 +26,7 @@ from fedring.server.operator.summaries import event_summary, job_summary, round_
 from fedring.server.parts import server_metrics
 from fedring.server.state.rows import JobRow
 from fedring.server.update.metrics import REJECTIONS
+from fedring.simulation.timing import Timing
 from fedring.train.jobs.aggregation_table import RULES, Aggregation
 from fedring.train.jobs.data_parallel_table import HOOKS, DataParallel
 from fedring.train.jobs.job import Job
@@ -133,11 +134,12 @@ def test_everything_that_python_examples_import_exists(page: Page) -> None:
 
 
 @of_each_page
-def test_every_toml_example_is_a_configuration_or_a_job(page: Page) -> None:
+def test_every_toml_example_is_a_configuration_a_job_or_a_timing(page: Page) -> None:
+    models: list[type[BaseModel]] = [ServerConfig, ClientConfig, Job, Timing]
     for text in page.toml():
         table = tomllib.loads(text)
-        complaints = [complaint for model in (ServerConfig, ClientConfig, Job) if (complaint := refused(model, table))]
-        assert len(complaints) < 3, f"{text}\n{complaints}"
+        complaints = [complaint for model in models if (complaint := refused(model, table))]
+        assert len(complaints) < len(models), f"{text}\n{complaints}"
 
 
 def refused(model: type[BaseModel], table: Any) -> str:

@@ -13,7 +13,7 @@ from fedring.control.failure import Failure
 from fedring.daemon.config import ConfigError
 from fedring.server.round.events import RoundRules
 from fedring.simulation import simulate
-from fedring.simulation.clock import Answer, VirtualRounds
+from fedring.simulation.clock import TimedAnswer, VirtualRounds
 from fedring.simulation.timing import Availability, Pace, Spread, Timing, pace_of, timing_of
 
 Call = Callable[..., tuple[int, str, str]]
@@ -27,8 +27,8 @@ def rounds_of(comes: Mapping[str, float] | None = None) -> VirtualRounds:
     return VirtualRounds(paces, Availability(share=0.5 if comes else 1.0, period_seconds=100.0))
 
 
-def answers(**times: float) -> dict[str, Answer]:
-    return {client: Answer(seconds, delivers=True) for client, seconds in times.items()}
+def answers(**times: float) -> dict[str, TimedAnswer]:
+    return {client: TimedAnswer(seconds, delivers=True) for client, seconds in times.items()}
 
 
 def test_a_round_takes_its_download_its_steps_and_its_upload() -> None:
@@ -76,7 +76,7 @@ def test_the_rules_of_the_server_say_when_a_round_ends(
 def test_a_client_that_fails_is_not_waited_for() -> None:
     rounds = rounds_of()
     rounds.begin(1, RoundRules())
-    times = rounds.finish({**answers(**TIMES), "d": Answer(5.0, delivers=False)})
+    times = rounds.finish({**answers(**TIMES), "d": TimedAnswer(5.0, delivers=False)})
     assert (times.ended, times.failed) == (5.0, frozenset({"d"}))
     assert not times.left_out
 
