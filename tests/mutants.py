@@ -282,9 +282,9 @@ MUTANTS = {
         "tests/fault/test_error_feedback.py",
     ),
     "expired sessions": Mutant(
-        "server/fedring/server/service/commands.py",
-        'raise Unauthenticated("the token of this session has expired", reason="expired_token")',
-        "pass",
+        "server/fedring/server/service/sweep.py",
+        "if now >= ends_at:",
+        "if False:",
         "tests/system/test_security.py",
     ),
     "proof before sealing": Mutant(

@@ -1,4 +1,4 @@
-"""A client is alive as long as it makes any call; a silent client is lost."""
+"""A client is alive as long as it makes any call; a silent client is lost, an idle one that beats seldom later."""
 
 import queue
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ import pytest
 from fedring.rpc.contract import PROTOCOL
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1 import federation_pb2_grpc as rpc
-from tests.fleets import Control, Fleet
+from tests.fleets import Control, Fleet, until_watching
 
 BEATS = {"heartbeat_seconds": 0.5, "lost_after_seconds": 6.0}
 MANY = 16
@@ -29,10 +29,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 class QuietClient:
     """A client that sends one message when it starts to watch, and later only makes the calls of `speak`."""
 
-    def __init__(self, address: str, client_id: str) -> None:
+    def __init__(self, address: str, client_id: str, *, paced: bool = False) -> None:
         channel = grpc.insecure_channel(address)
         commands = rpc.TrainCmdServiceStub(channel)
-        joined = commands.Join(pb.JoinRequest(client_id=client_id, protocol=PROTOCOL))
+        joined = commands.Join(pb.JoinRequest(client_id=client_id, protocol=PROTOCOL, paced=paced))
         requests: queue.Queue[pb.WatchRequest] = queue.Queue()
         requests.put(pb.WatchRequest(matched=True))
         self._metadata = (("fl-session", joined.session_id),)
@@ -68,3 +68,34 @@ def test_any_call_of_the_session_counts_as_a_heartbeat(server: Fleet, control: C
     assert not lost(control, "busy")
     assert len(list(busy.events)) <= MOST  # it makes no more calls
     assert lost(control, "busy")
+
+
+NEVER = 3600.0
+SELDOM = {"heartbeat_seconds": 0.2, "idle_heartbeat_seconds": NEVER, "lost_after_seconds": 6.0}
+
+
+@pytest.fixture(scope="module")
+def patient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    """Start an fl-server that hears idle clients once an hour, and one client of it."""
+    with Fleet(tmp_path_factory.mktemp("patient"), SELDOM, [{}]) as fleet:
+        yield fleet
+
+
+def test_an_idle_client_is_silent_and_one_that_is_drawn_is_soon_lost(patient: Fleet) -> None:
+    with Control(patient.control) as control:
+        until_watching(control, 1)
+        events = control.events()
+        heard = {client.client_id: client.last_seen_at for client in control.clients()}
+        paced = QuietClient(patient.listen, "paced", paced=True)
+        assert next(paced.events).heartbeat.period_seconds == NEVER
+        plain = QuietClient(patient.listen, "plain")
+        assert len(list(plain.events)) > 2  # it beats no more, and its session ends
+        states = {client.client_id: client for client in control.clients()}
+        assert states["paced"].state == "watching"
+        assert states["client-0"].last_seen_at == heard["client-0"]
+        job = {"min_clients": 2, "min_clients_to_aggregate": 1, "epochs": 1, "evaluate": False}
+        job_id = control.start_job(job).job_id
+        lost = [event.client_id for event in control.follow_job(job_id, events) if event.kind == "client_lost"]
+        assert "paced" in lost  # in a round, its silence is noticed
+        assert control.job(job_id).state == "completed"
+        assert "train" in {event.WhichOneof("event") for event in paced.events}

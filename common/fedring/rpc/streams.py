@@ -63,18 +63,18 @@ def wire_bytes(message: Message | bytes) -> int:
 class TimedStream(AsyncIterator[_T]):
     """A stream with a deadline for each message.
 
-    A message must come within `seconds` of being asked for; otherwise Stalled is raised.
+    A message must come within `seconds` of being asked for; otherwise Stalled is raised. Whoever reads may change that.
     """
 
     def __init__(self, messages: AsyncIterator[_T], seconds: float) -> None:
-        self._messages, self._seconds = messages, seconds
+        self._messages, self.seconds = messages, seconds
 
     async def __anext__(self) -> _T:
         try:
-            async with asyncio.timeout(self._seconds):
+            async with asyncio.timeout(self.seconds):
                 return await anext(self._messages)
         except TimeoutError as error:
-            raise Stalled(f"no message came for {self._seconds:g} s") from error
+            raise Stalled(f"no message came for {self.seconds:g} s") from error
 
 
 async def write(context: Any, message: Any, seconds: float) -> None:

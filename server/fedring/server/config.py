@@ -58,10 +58,14 @@ class ServerConfig(BaseSettings):
     download: bool = Field(False, description="let weights of torchvision's models be downloaded")
     data_root: Path | None = Field(None, description="folder of the data sets, for evaluate_on_server")
 
-    heartbeat_seconds: Seconds = Field(1.0, description="period of the heartbeats, both ways")
+    heartbeat_seconds: Seconds = Field(1.0, description="period of the heartbeats of a client in a round")
+    idle_heartbeat_seconds: Seconds = Field(
+        30.0, description="the same of other clients; counts as heartbeat_seconds if it is less"
+    )
     lost_after_seconds: Seconds = Field(
         5.0,
-        description="silence after which a client is lost, and its time to return; above heartbeat_seconds",
+        description="silence after which a client in a round is lost, others idle_heartbeat_seconds later; and the "
+        "time to return; above heartbeat_seconds",
     )
     no_progress_seconds: Seconds = Field(30.0, description="longest pause within an upload or a download")
 
@@ -104,6 +108,11 @@ class ServerConfig(BaseSettings):
     job: Job = Field(
         default_factory=lambda: Job.model_validate({}), description="defaults of every job, and the job of start-round"
     )
+
+    @property
+    def idle_seconds(self) -> float:
+        """Period of the heartbeats of clients outside of rounds."""
+        return max(self.heartbeat_seconds, self.idle_heartbeat_seconds)
 
     @property
     def unnamed_seconds(self) -> float:

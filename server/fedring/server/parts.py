@@ -18,6 +18,7 @@ from fedring.server.round.publishing import Publisher
 from fedring.server.round.rounds import Rounds
 from fedring.server.round.runner import RoundRunner
 from fedring.server.secure.rounds import SecureRounds
+from fedring.server.service.sweep import SessionSweep
 from fedring.server.sessions.sessions import Sessions
 from fedring.server.state.facts import Facts
 from fedring.server.state.journal import Journal
@@ -47,6 +48,7 @@ class Parts:
     starter: JobStarter
     jobs: Jobs
     acceptor: Acceptor
+    sweep: SessionSweep
 
 
 def assemble(
@@ -72,7 +74,8 @@ def assemble(
     job_runner = JobRunner(starter, opener, runner, keeper, rounds, facts, journal)
     jobs = Jobs(job_runner, rounds, facts, journal, metrics.job_started)
     acceptor = Acceptor(rounds, facts, metrics.updates)
-    rooms = (rounds, reports, kinds, opener, privacy, publisher, keeper, runner, starter, jobs, acceptor)
+    sweep = SessionSweep(rounds, reports, sessions, config)
+    rooms = (rounds, reports, kinds, opener, privacy, publisher, keeper, runner, starter, jobs, acceptor, sweep)
     return Parts(facts, models, sessions, journal, metrics, *rooms)
 
 

@@ -30,7 +30,7 @@ CLIENT_SERVICES = tuple(
 def add_client_services(server: aio.Server, parts: Parts, streams: ModelStreams, config: ServerConfig) -> None:
     """Add the services that clients call to a server."""
     rounds, reports, sessions = parts.rounds, parts.reports, parts.sessions
-    commands = TrainCmdService(rounds, reports, sessions, parts.facts, parts.journal, config)
+    commands = TrainCmdService(rounds, reports, sessions, parts.facts, parts.journal, parts.sweep, config)
     federation_pb2_grpc.add_TrainCmdServiceServicer_to_server(commands, server)
     downloads = ModelBlobService(streams, reports, sessions, config)
     federation_pb2_grpc.add_ModelBlobServiceServicer_to_server(downloads, server)

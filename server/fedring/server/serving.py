@@ -225,6 +225,7 @@ async def _until_stopped(
         parts.acceptor.run(),
         parts.journal.save(parts.facts.save_events),
         parts.keeper.run(),
+        parts.sweep.run(),
         parts.facts.storage.until_distrusted(),
         look_after_groups(parts.rounds, parts.sessions, parts.facts),
         watchdog(),

@@ -224,9 +224,11 @@ LIMITS: dict[str, list[float]] = {
     "`train_seconds`": [0, MAX_SECONDS],
     "L2 norm of an update's parameters": [MAX_NORM],
     "magnitude of an update's buffers": [MAX_BUFFER],
-    "silence, of either side": [DEFAULT["lost_after_seconds"].default],
+    "silence of a client in a round, or that is not paced": [DEFAULT["lost_after_seconds"].default],
+    "silence of other clients": [DEFAULT["lost_after_seconds"].default + DEFAULT["idle_heartbeat_seconds"].default],
     "pause within an upload or a download": [DEFAULT["no_progress_seconds"].default],
-    "heartbeats": [DEFAULT["heartbeat_seconds"].default],
+    "heartbeats of a client in a round, or that is not paced": [DEFAULT["heartbeat_seconds"].default],
+    "heartbeats of other clients": [DEFAULT["idle_heartbeat_seconds"].default],
 }
 
 

@@ -185,6 +185,7 @@ class Connection:
             startup_seconds=self._startup,
             resume_secret=self._resume.text,
             labels=self._labels,
+            paced=True,
         )
         call = self.commands.Join(request, metadata=self._authorization, timeout=CALL_SECONDS, wait_for_ready=wait)
         try:

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import random
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -40,7 +41,9 @@ _OF_SESSIONS = (None, "heartbeat", "evaluate")
 _MOST_EVENTS = 64
 """How many events of rounds wait. A round has seven at most."""
 
-_LEAST_PAUSE = 0.05  # seconds between heartbeats, whatever the server asks for
+_LEAST_PAUSE, _MOST_PAUSE = 0.05, 3600.0  # seconds between heartbeats, whatever the server asks for
+_LEAST_SHARE = 0.8  # of the period: a random part is left out, so that clients spread out
+_MISSED = 20  # periods without a word of the server, which repeats the period after ten
 
 POLICY = RetryPolicy({**dict.fromkeys(StatusCode, Verdict.LATER), Superseded.reason: Verdict.DROP})
 """A client tries to join for ever, unless Connection.join raises Refused."""
@@ -67,6 +70,8 @@ class ClientSession:
         self._tell = tell
         self._state = ""
         self._matched = False  # whether the server has answered on the current Watch stream
+        self._period = 0.0  # seconds between heartbeats now
+        self._paced = False  # whether the server chooses the period, and sends no heartbeats otherwise
         self._in_use_since: float | None = None  # since then every Join was refused: another session has this id
         self._activity: pb.Activity.ValueType = pb.ACTIVITY_UNSPECIFIED
         self._progress = 0.0
@@ -188,12 +193,16 @@ class ClientSession:
     async def _watch(self, session: pb.JoinReply) -> Lost:
         """Follow one Watch stream, and return the error at its end."""
         call = self._call = self._connection.commands.Watch(metadata=self._connection.metadata)
+        self._period, self._paced = _pause_of(session.heartbeat_seconds), False
         lost: Lost = Unavailable("the server closed the session")
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(self._send_heartbeats(call, session))]
             try:
-                async for event in TimedStream(aiter(call), session.lost_after_seconds):
+                events = TimedStream(aiter(call), session.lost_after_seconds)
+                async for event in events:
                     await self._health.set(serving=True)
+                    self._follow(event, session)
+                    events.seconds = session.lost_after_seconds + (_MISSED * self._period if self._paced else 0.0)
                     if answer := self._handle(event):
                         tasks.append(group.create_task(self.report_evaluation(answer)))
                     if self._connection.session_refused:
@@ -244,7 +253,7 @@ class ClientSession:
             except (aio.AioRpcError, asyncio.InvalidStateError, TimeoutError):
                 return  # Whoever reads the stream learns the reason.
             if not self._failures:
-                await self._pause(_pause_of(session.heartbeat_seconds))
+                await self._pause(random.uniform(_LEAST_SHARE, 1.0) * self._period)
 
     async def _pause(self, seconds: float) -> None:
         """Wait until there is something to report, or the time has passed.
@@ -267,6 +276,17 @@ class ClientSession:
             failure=self._failures[0] if self._failures else None,
             work=pb.Work(round=self._work[0], job_id=self._work[1], ended_round=self._ended),
         )
+
+    def _follow(self, event: pb.ServerEvent, session: pb.JoinReply) -> None:
+        """Beat as often as the event says."""
+        before = self._period
+        match event.WhichOneof("event"):
+            case "heartbeat" if event.heartbeat.period_seconds > 0:
+                self._period, self._paced = _pause_of(event.heartbeat.period_seconds), True
+            case "train" | "evaluate":
+                self._period = _pause_of(session.heartbeat_seconds)
+        if self._period < before:
+            self._wake.set()  # The server must learn soon that this client is alive.
 
     def _handle(self, event: pb.ServerEvent) -> pb.EvaluationReport | None:
         """Handle an event, and return a report to send at once."""
@@ -328,11 +348,11 @@ class ClientSession:
 
 
 def _pause_of(seconds: float) -> float:
-    """Return the time between two heartbeats.
+    """Return the longest time between two heartbeats.
 
     The server may have sent any number.
     """
-    return seconds if seconds >= _LEAST_PAUSE else _LEAST_PAUSE
+    return min(seconds, _MOST_PAUSE) if seconds >= _LEAST_PAUSE else _LEAST_PAUSE
 
 
 def _is(lost: Lost, kind: type[FedringError]) -> bool:

@@ -10,7 +10,7 @@ from fedring.server.group import machine as gr
 from fedring.server.round import machine as rd
 from fedring.server.round.dispatch import Dispatch
 from fedring.server.round.eligibility import check_evaluation, classified
-from fedring.server.round.events import Evaluated, Failed, Matched, Moved, Stalled
+from fedring.server.round.events import Evaluated, Failed, Left, Matched, Moved, Stalled
 from fedring.server.round.metrics import RoundMetrics
 from fedring.server.round.open_round import ClientTraffic, KindMaker, OpenRound
 from fedring.server.round.rounds import Rounds
@@ -45,7 +45,7 @@ class ClientReports:
     ) -> None:
         self._rounds, self._kinds, self._facts = rounds, kinds, facts
         self._journal, self._metrics = journal, metrics
-        self._dispatch = Dispatch(sessions)
+        self._sessions, self._dispatch = sessions, Dispatch(sessions)
 
     def matched(self, client: str) -> None:
         """Note that the client watches both ways.
@@ -58,6 +58,17 @@ class ClientReports:
             self._dispatch.over(rounds.last, rounds.latest, client)
         for open_ in rounds:
             self._dispatch.remind(open_, rounds.latest, client)
+
+    def left(self, session: Session) -> None:
+        """Note that a session has ended.
+
+        Its client is gone, unless a newer session has replaced it.
+        """
+        if self._sessions.drop(session):
+            self._rounds.presence(Left(session.client_id))
+            if session.matched:
+                text = f"{session.client_id} is gone"
+                self._journal.write("client_lost", text, client_id=session.client_id)
 
     async def evaluated(self, client: str, report: pb.EvaluationReport) -> None:
         """Keep the client's counts of a new model.

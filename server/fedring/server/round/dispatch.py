@@ -32,7 +32,7 @@ class Dispatch:
                 made[key] = open_.event(seconds, open_.model if whole else None, key[1])
             if whole:
                 session.holds = open_.base.digest
-            session.send(made[key])
+            session.ask(made[key])
 
     def remind(self, open_: OpenRound, latest: ModelRow | None, client: str) -> None:
         """Remind a client that has come back of its part."""
@@ -92,4 +92,4 @@ class Dispatch:
 
     def _send(self, client: str, event: pb.ServerEvent | bytes) -> None:
         if session := self._sessions.get(client):
-            session.send(event)
+            session.ask(event)

@@ -192,7 +192,11 @@ def stalls_at(round_: Round | None, client: str, moved: float) -> float:
         client: a client in session.
         moved: when it last made progress, in monotonic seconds.
     """
-    if round_ is None or not round_.rules.stalled_after or client not in _outstanding(round_) & round_.selected:
+    if round_ is None or not round_.rules.stalled_after or client not in round_.selected or client in round_.stalled:
+        return inf
+    if round_.phase not in (Phase.TRAINING, Phase.PUBLISHED) or (client in round_.delivered and _steps_go_on(round_)):
+        return inf
+    if not awaits(round_, client):
         return inf
     return max(moved, round_.since) + round_.rules.stalled_after
 
@@ -265,6 +269,18 @@ def pending(state: RoundState, now: float) -> frozenset[str]:
         return frozenset()
     lost = {c for c in _absent(state, round_) if now >= state.members[c].since + round_.rules.grace}
     return _outstanding(round_) - lost
+
+
+def awaits(round_: Round | None, client: str) -> bool:
+    """Return whether the client still has a part in the round.
+
+    Stalled clients have, too. This is asked for each client again and again, so it builds no sets.
+    """
+    if round_ is None or client in round_.failed:
+        return False
+    if _steps_go_on(round_):
+        return client in round_.selected and (round_.steps is not None or client not in round_.delivered)
+    return client in round_.evaluators and client not in round_.evaluated
 
 
 def reachable(state: RoundState, now: float) -> frozenset[str]:

@@ -78,6 +78,10 @@ class Rounds:
         mine = (open_ for open_ in self if open_.asks(client))
         return next(mine, self.newest)
 
+    def awaits(self, client: str) -> bool:
+        """Return whether an open round waits for something from a client."""
+        return any(rd.awaits(open_.state.round, client) for open_ in self._open.values())
+
     @property
     def newest(self) -> OpenRound | None:
         """The open round that was opened last; None if none is open."""

@@ -3,17 +3,16 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator
-from contextlib import suppress
-from math import inf
 from typing import Any
 
 from fedring.rpc.contract import PROTOCOL
-from fedring.rpc.errors import BadRequest, Gone, IdInUse, Stalled, Unauthenticated, Unavailable, refusal_in
+from fedring.rpc.errors import BadRequest, Gone, IdInUse, Unavailable, refusal_in
 from fedring.rpc.streams import finish_write, wire_bytes
 from fedring.server.config import ServerConfig
 from fedring.server.round.client_reports import ClientReports
-from fedring.server.round.events import Joined, Left
+from fedring.server.round.events import Joined
 from fedring.server.round.rounds import Rounds
+from fedring.server.service.sweep import SessionSweep
 from fedring.server.sessions.sessions import Session, Sessions
 from fedring.server.state.facts import Facts
 from fedring.server.state.journal import Journal
@@ -21,11 +20,9 @@ from fedring.v1 import federation_pb2 as pb
 from fedring.v1 import federation_pb2_grpc as rpc
 from fedring.version import SOFTWARE
 
-_HEARTBEAT = pb.ServerEvent(heartbeat=pb.Heartbeat()).SerializeToString()
-
 
 class TrainCmdService(rpc.TrainCmdServiceServicer):
-    """Opens sessions, keeps their streams, and notices when they are lost."""
+    """Opens sessions, and keeps their streams."""
 
     def __init__(
         self,
@@ -34,9 +31,10 @@ class TrainCmdService(rpc.TrainCmdServiceServicer):
         sessions: Sessions,
         facts: Facts,
         journal: Journal,
+        sweep: SessionSweep,
         config: ServerConfig,
     ) -> None:
-        self._rounds, self._reports, self._sessions = rounds, reports, sessions
+        self._rounds, self._reports, self._sessions, self._sweep = rounds, reports, sessions, sweep
         self._facts, self._journal, self._config = facts, journal, config
 
     async def Join(self, request: pb.JoinRequest, context: Any) -> pb.JoinReply:
@@ -50,8 +48,6 @@ class TrainCmdService(rpc.TrainCmdServiceServicer):
             self._contested(request.client_id, context.peer())
             raise
         self._rounds.presence(Joined(session.client_id, session.labels))
-        # A client that joins, but never watches, must not hold its place forever.
-        asyncio.get_running_loop().call_later(self._config.lost_after_seconds, self._expire, session)
         last = self._facts.last_accepted.get(session.client_id)
         return pb.JoinReply(
             session_id=session.session_id,
@@ -71,14 +67,14 @@ class TrainCmdService(rpc.TrainCmdServiceServicer):
         session.watching = True
         try:
             async with asyncio.TaskGroup() as tasks:
-                parts = (self._listen(session, request_iterator), self._speak(session, context), self._guard(session))
+                parts = self._listen(session, request_iterator), self._speak(session, context), _until_closed(session)
                 for part in parts:
                     tasks.create_task(part)
         except ExceptionGroup as group:
-            if (refusal := refusal_in(group)) is not None:  # the end of a stream is told by _lost
+            if (refusal := refusal_in(group)) is not None:  # the end of a stream is told by `left`
                 raise refusal from None
         finally:
-            self._lost(session)
+            self._reports.left(session)
 
     async def ReportEvaluation(self, request: pb.EvaluationReport, context: Any) -> pb.EvaluationAck:
         session = self._sessions.of(context)
@@ -100,39 +96,14 @@ class TrainCmdService(rpc.TrainCmdServiceServicer):
         raise Gone("the client closed its side")
 
     async def _speak(self, session: Session, context: Any) -> None:
-        event = _HEARTBEAT
+        event = self._sweep.greeting(session)
         while True:
             session.spoke, session.writing = time.monotonic(), True
             await finish_write(context, event)
             session.writing = False
-            if event is not _HEARTBEAT:
+            if event not in self._sweep.heartbeats:
                 self._reports.traffic(session.client_id).download_bytes += wire_bytes(event)
             event = await session.outbox.get()
-
-    async def _guard(self, session: Session) -> None:
-        """Send heartbeats until the session is closed or lost.
-
-        One timer a session is cheaper than one a message.
-        """
-        beat, lost = self._config.heartbeat_seconds, self._config.lost_after_seconds
-        while True:
-            if session.owner.ends_at is not None and time.time() >= session.owner.ends_at:
-                raise Unauthenticated("the token of this session has expired", reason="expired_token")
-            now, due = time.monotonic(), session.spoke + beat
-            # Both ways count: a client that sends but never reads would fill its queue.
-            if now >= session.heard + lost or (session.writing and now >= session.spoke + lost):
-                raise Stalled(f"{session.client_id} said or read nothing for {lost:g} s")
-            if now >= due:
-                due = now + beat
-                if not session.writing:
-                    session.send(_HEARTBEAT)
-            if now >= (stalls_at := self._reports.stalls_at(session)):
-                self._reports.stalled(session)
-                stalls_at = inf
-            with suppress(TimeoutError):
-                async with asyncio.timeout(min(session.heard + lost, due, stalls_at) - now):
-                    await session.closed.wait()
-                raise session.reason or Unavailable("the session was closed")
 
     def _contested(self, client_id: str, peer: str) -> None:
         """Tell operators of a rival for the id of a client.
@@ -145,13 +116,7 @@ class TrainCmdService(rpc.TrainCmdServiceServicer):
             text = f"{client_id} is here already: another client, at {peer}, was refused this id"
             self._journal.write("client_refused", text, client_id=client_id)
 
-    def _expire(self, session: Session) -> None:
-        if not session.watching:
-            self._lost(session)
 
-    def _lost(self, session: Session) -> None:
-        if self._sessions.drop(session):
-            self._rounds.presence(Left(session.client_id))
-            if session.matched:
-                text = f"{session.client_id} is gone"
-                self._journal.write("client_lost", text, client_id=session.client_id)
+async def _until_closed(session: Session) -> None:
+    await session.closed.wait()
+    raise session.reason or Unavailable("the session was closed")

@@ -4,7 +4,7 @@ import asyncio
 import secrets
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from hmac import compare_digest
 from math import inf, isfinite
@@ -57,6 +57,12 @@ class Session:
     ended: int = 0  # the newest round whose end it was told in this session, if it answers that
     late_since: float = 0.0  # wall clock: since when it may work on a round that has ended; 0 = it does not
     transfers: int = 0  # uploads and downloads in progress, which end if their bytes do not move
+    paced: bool = False  # whether it beats as often as it is told, and waits for no heartbeat of the server
+    quick: bool = True  # whether it beats as clients in rounds do
+    engaged: float = field(default_factory=time.monotonic)  # when it was last seen to be in a round, or joined
+    hurried: float = -inf  # when it was last told to beat quickly
+    look_at: float = 0.0  # when there may be something to do for it, monotonic seconds
+    joined: float = field(default_factory=time.monotonic)
     heard: float = field(default_factory=time.monotonic)
     spoke: float = field(default_factory=time.monotonic)  # when the newest event began to be written
     writing: bool = False  # whether the newest event is still being written
@@ -87,6 +93,17 @@ class Session:
             self.outbox.put_nowait(serialize(event))
         except asyncio.QueueFull:
             self.close(Overloaded(f"{self.client_id} does not read what it is sent"))
+
+    def ask(self, event: pb.ServerEvent | bytes) -> None:
+        """Queue a command, with which the client begins to beat quickly.
+
+        However long it has been silent until now, from now on it is lost as soon as any client in a round.
+        """
+        self.engaged = time.monotonic()
+        if not self.quick:
+            self.quick, self.hurried = True, self.engaged
+        self.look_at = 0.0
+        self.send(event)
 
     def end(self, ended: pb.RoundEnded) -> None:
         """Tell the client that a round is over.
@@ -154,7 +171,7 @@ class Sessions:
             )
         software = printable(request.software[:128])
         session = Session(request.client_id, secrets.token_hex(16), software, address, who, labels)
-        session.secret = shown or session.secret
+        session.secret, session.paced = shown or session.secret, request.paced
         # The older session goes only now, when nothing can refuse the new one any more.
         if older:
             older.close(Superseded(f"a newer session of {older.client_id} took over"))
@@ -216,6 +233,11 @@ class Sessions:
         """Return the free matched clients with the labels of a job."""
         free = (session for session in self if session.matched and not session.late_since)
         return [session.client_id for session in free if match(session.labels, wanted)]
+
+    @property
+    def open(self) -> Collection[Session]:
+        """All sessions, in the order of their beginnings."""
+        return self._by_client.values()
 
     def __iter__(self) -> Iterator[Session]:
         return iter(sorted(self._by_client.values(), key=lambda session: session.client_id))
