@@ -49,6 +49,9 @@ class Script(rpc.ControlServiceServicer):
     async def StartRound(self, request: pb.StartRoundRequest, context: Any) -> pb.StartReply:
         return await self._start(request.idempotency_key, json.loads(request.overrides))
 
+    async def MoveJob(self, request: pb.MoveJobRequest, context: Any) -> pb.JobList:
+        raise NotImplementedError
+
     async def StopJob(self, request: pb.StopJobRequest, context: Any) -> pb.StopReply:
         self._maybe_refuse()
         return pb.StopReply(job_id=request.job_id or 1, round=7)

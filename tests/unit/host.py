@@ -140,25 +140,28 @@ class GatedModels(Models):
 class Host:
     """The parts of a server, and what its clients do. A test can hold up the server's threads at its `gate`."""
 
-    def __init__(self, root: Path, kinds: Sequence[KindMaker] = ()) -> None:
+    def __init__(self, root: Path, kinds: Sequence[KindMaker] = (), **config: Any) -> None:
         self.gate = Gate()
         self.store, self.blobs = GatedStore(root / "facts.sqlite", self.gate), FullBlobs(root)
         self.blobs.gate = self.gate
-        self.config = ServerConfig.model_validate({"state_dir": root})
+        self.config = ServerConfig.model_validate({"state_dir": root, **config})
         self.facts = Facts(self.store, self.blobs, threads=1)
         models = GatedModels(self.gate, self.blobs, self.facts.pool, self.config, self.store.run_id)
-        self.parts = parts = assemble(self.config, self.facts, models, Sessions(10), kinds)
+        self.parts = parts = assemble(self.config, self.facts, models, Sessions(100), kinds)
         self.rounds, self.sessions, self.journal, self.jobs = parts.rounds, parts.sessions, parts.journal, parts.jobs
         self.uploads = update_service(parts, self.config)
         self._names = iter(range(1000))
 
-    def join(self, client: str, labels: Mapping[str, str] = MappingProxyType({})) -> Session:
+    def join(
+        self, client: str, labels: Mapping[str, str] = MappingProxyType({}), *, max_jobs: int | None = None
+    ) -> Session:
         """Return a session of the client, which is ready to train. An older session of the client ends."""
         IDENTITY.set(LOCAL)
         older = self.sessions.get(client)
-        request = pb.JoinRequest(client_id=client, resume_secret=older.secret if older else "", labels=labels)
+        secret = older.secret if older else ""
+        request = pb.JoinRequest(client_id=client, resume_secret=secret, labels=labels, max_jobs=max_jobs)
         session = self.sessions.join(request, "test")
-        self.rounds.presence(Joined(client, session.labels))
+        self.rounds.presence(Joined(client, session.labels, session.max_jobs))
         session.matched = True
         self.parts.reports.matched(client)
         return session
@@ -262,9 +265,9 @@ class Host:
 
 
 @asynccontextmanager
-async def running(root: Path, kinds: Sequence[KindMaker] = ()) -> AsyncIterator[Host]:
+async def running(root: Path, kinds: Sequence[KindMaker] = (), **config: Any) -> AsyncIterator[Host]:
     """Yield a host that accepts updates and runs jobs. At the end, both must still be running."""
-    host = Host(root, kinds)
+    host = Host(root, kinds, **config)
     await reload(host.parts)
     async with asyncio.TaskGroup() as tasks:
         background = [tasks.create_task(part) for part in (host.parts.acceptor.run(), host.jobs.run())]

@@ -116,12 +116,29 @@ class Control:
         request = pb.StartRoundRequest(overrides=json.dumps(overrides), idempotency_key=key or str(uuid.uuid4()))
         return _start(self, lambda: self._call(self._stub.StartRound, request, at_least_seconds=_START_SECONDS))
 
-    def stop_round(self) -> pb.StopReply:
-        """End the round in progress; its job continues."""
-        return self._call(self._stub.StopRound, pb.StopRoundRequest())
+    def stop_round(self, job_id: int = 0) -> pb.StopReply:
+        """End the round in progress of a job, which continues.
+
+        0 is the only job that runs.
+        """
+        return self._call(self._stub.StopRound, pb.StopRoundRequest(job_id=job_id))
+
+    def move_job(self, job_id: int, *, before: int = 0, last: bool = False) -> list[pb.Job]:
+        """Move a queued job, and return the queue in its order.
+
+        Args:
+            job_id: The job.
+            before: The queued job that it is to be ahead of; 0 = of all.
+            last: Whether it is to be behind all others instead.
+        """
+        request = pb.MoveJobRequest(job_id=job_id, before=before, last=last)
+        return list(self._call(self._stub.MoveJob, request).jobs)
 
     def stop_job(self, job_id: int = 0) -> pb.StopReply:
-        """End a job with its round; 0 is the running job."""
+        """End a job with its round.
+
+        0 is the only job that runs.
+        """
         request = pb.StopJobRequest(job_id=job_id)
         return self._call(self._stub.StopJob, request, named=job_id > 0)
 

@@ -146,6 +146,10 @@ class Server:
         """Return jobs, newest first, at most `limit`; 0 = 100."""
         return [Job(self.control, message.job_id) for message in self.control.jobs(limit=limit)]
 
+    def running(self) -> list["Job"]:
+        """Return the jobs that run now, oldest first."""
+        return [Job(self.control, message.job_id) for message in self.control.status().running]
+
 
 class Job:
     """A job of an fl-server.
@@ -192,6 +196,19 @@ class Job:
     def stop(self) -> None:
         """End the job, with the round in progress."""
         self._control.stop_job(self.id)
+
+    def stop_round(self) -> None:
+        """End the round in progress, and go on with the next one."""
+        self._control.stop_round(self.id)
+
+    def move(self, *, before: "Job | None" = None, last: bool = False) -> None:
+        """Move the job within the queue, in which it waits.
+
+        Args:
+            before: The queued job that it is to be ahead of; None = of all.
+            last: Whether it is to be behind all others instead.
+        """
+        self._control.move_job(self.id, before=before.id if before else 0, last=last)
 
     def events(self) -> Iterator[pb.Event]:
         """Yield the events of the job and of clients from now on.

@@ -66,6 +66,7 @@ VERBS = (
             "flctl stop",
             "flctl stop --round",
             "flctl stop --job 3",
+            "flctl stop --round --job digits",
         ),
     ),
     Verb(
@@ -106,6 +107,17 @@ VERBS = (
         examples=(
             "flctl jobs",
             "flctl jobs --output json | jq '.jobs[0].start_version'",
+        ),
+        verbs=(
+            Verb(
+                "move",
+                "operate.lists:move",
+                "Move a queued job to another place in the queue.",
+                examples=(
+                    "flctl jobs move 7 --first",
+                    "flctl jobs move 7 --before 5",
+                ),
+            ),
         ),
     ),
     Verb(

@@ -81,6 +81,12 @@ class NoSuchJob(FedringError):
     status, reason = StatusCode.NOT_FOUND, "unknown_job"
 
 
+class SeveralJobs(FedringError):
+    """Several jobs run, and the call names none of them."""
+
+    status, reason = StatusCode.FAILED_PRECONDITION, "several_jobs"
+
+
 class NoSuchToken(FedringError):
     """No such token was ever made."""
 

@@ -69,6 +69,9 @@ class ServerConfig(BaseSettings):
     )
     no_progress_seconds: Seconds = Field(30.0, description="longest pause within an upload or a download")
 
+    max_running_jobs: PositiveInt = Field(
+        1, description="jobs that run at once, each with rounds of its own; further ones wait in the queue"
+    )
     max_clients: PositiveInt = Field(1000, description="sessions that may be open at once")
     max_connections_per_address: PositiveInt = Field(
         256, description="connections of one IP address (of IPv6, of its first half) to each of the two ports"

@@ -72,7 +72,7 @@ def assemble(
     runner = RoundRunner(rounds, facts, publisher, keeper, sessions, metrics.rounds, config.listen)
     starter = JobStarter(rounds, facts, models)
     job_runner = JobRunner(starter, opener, runner, keeper, rounds, facts, journal)
-    jobs = Jobs(job_runner, rounds, facts, journal, metrics.job_started)
+    jobs = Jobs(job_runner, rounds, facts, journal, metrics.job_started, most=config.max_running_jobs)
     acceptor = Acceptor(rounds, facts, metrics.updates)
     sweep = SessionSweep(rounds, reports, sessions, config)
     rooms = (rounds, reports, kinds, opener, privacy, publisher, keeper, runner, starter, jobs, acceptor, sweep)

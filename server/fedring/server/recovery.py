@@ -5,6 +5,7 @@ They go on where the last process ended.
 
 import errno
 import logging
+from collections.abc import Collection
 from contextlib import ExitStack
 
 from fedring.daemon.config import ConfigError
@@ -65,21 +66,21 @@ async def recover(
     if drop_damaged:
         await _drop_damaged(parts)
     await _find_lost_models(parts, config, accept=accept_older)
-    open_round = await reload(parts, end_orphans=sweep)
+    open_rounds = await reload(parts, end_orphans=sweep)
     # Files are put aside only now: the check for lost models reads those that nothing names.
     if sweep:
-        resumable = _resumable(facts, open_round) if open_round else []
+        resumable = _resumable(facts, open_rounds)
         if swept := await facts.db(blobs.sweep, await facts.db(store.named_blobs), resumable):
             log.info("put aside %d files that nothing names", swept)
         await facts.db(blobs.forget_unnamed, config.unnamed_seconds)
     return parts
 
 
-async def reload(parts: Parts, *, end_orphans: bool = True) -> int:
-    """Load the newest models, the last round and the interrupted one.
+async def reload(parts: Parts, *, end_orphans: bool = True) -> Collection[int]:
+    """Load the newest models, the last round and the interrupted ones.
 
     Returns:
-        The number of the round that a restart interrupted; 0 if there is none.
+        The numbers of the rounds that a restart interrupted.
 
     Raises:
         DamagedModel: if the newest model is missing or cut short.
@@ -89,12 +90,13 @@ async def reload(parts: Parts, *, end_orphans: bool = True) -> int:
     parts.journal.begin(await facts.db(store.events.last_id))
     if end_orphans:
         await facts.db(store.rounds.end_orphans)
-    interrupted = await facts.db(store.rounds.newest_open)
-    rounds.last = next((row for row in await facts.db(store.rounds.newest, 2) if row.ended_at is not None), None)
+    interrupted = await facts.db(store.rounds.unended)
+    newest = await facts.db(store.rounds.newest, len(interrupted) + 1)
+    rounds.last = next((row for row in newest if row.ended_at is not None), None)
     if end_orphans:
-        await parts.privacy.forget([interrupted] if interrupted else [])
-    rounds.recovering = interrupted is not None
-    return interrupted.round if interrupted else 0
+        await parts.privacy.forget(interrupted)
+    rounds.await_resumption(interrupted)
+    return rounds.interrupted.keys()
 
 
 async def _find_lost_models(parts: Parts, config: ServerConfig, *, accept: bool) -> None:
@@ -126,6 +128,7 @@ async def _drop_damaged(parts: Parts) -> None:
         log.warning("dropped damaged models: %s", ", ".join(map(str, sorted(damaged))))
 
 
-def _resumable(facts: Facts, number: int) -> list[str]:
-    """Return the partial uploads that the interrupted round may go on with."""
-    return [name for name in facts.blobs.partials() if name.startswith(f"{number}-")]
+def _resumable(facts: Facts, numbers: Collection[int]) -> list[str]:
+    """Return the partial uploads that the interrupted rounds may go on with."""
+    prefixes = tuple(f"{number}-" for number in numbers)
+    return [name for name in facts.blobs.partials() if name.startswith(prefixes)]

@@ -43,7 +43,16 @@ STORAGE = {"StorageError", "StorageFailed", "StoreError", "DamagedBlob"}
 ELSEWHERE = {
     *("bad_delta", "no_accountant"),  # flctl privacy
     *("bad_role", "bad_name", "bad_duration", "unknown_token", "not_operator"),  # only flctl receives these
-    *("unknown_job", "other_job", "bad_job", "bad_event_id", "no_round", "unknown_client", "client_is_here"),
+    *(
+        "unknown_job",
+        "several_jobs",
+        "other_job",
+        "bad_job",
+        "bad_event_id",
+        "no_round",
+        "unknown_client",
+        "client_is_here",
+    ),
     *("no_residual", "bad_schema", "bad_model", "bad_encoding"),  # when a model is created, loaded or exported
     *(
         "wrong_state",

@@ -182,9 +182,9 @@ async def test_only_clients_with_the_labels_train_and_replace_lost_workers(tmp_p
         assert "b" not in selected
         assert open_.group is not None
         open_.group.state = gr.GroupState(gr.GroupRules(2, 1, 10.0), frozenset(selected), has_run=True)
-        assert replacements(open_, host.sessions) == []
+        assert replacements(open_, host.rounds, host.sessions) == []
         host.sessions.drop(sessions[min(selected)])
-        assert replacements(open_, host.sessions) == sorted({"a", "c", "d"} - selected)
+        assert replacements(open_, host.rounds, host.sessions) == sorted({"a", "c", "d"} - selected)
         await host.jobs.stop(job.job_id)
         assert await host.ended(job.job_id) == "stopped"
 

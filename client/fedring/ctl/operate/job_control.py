@@ -17,6 +17,7 @@ from fedring.ctl.access import connect
 from fedring.ctl.completion import job_ids, job_keys
 from fedring.ctl.operate.conclusion import conclude
 from fedring.ctl.operate.event_display import display
+from fedring.ctl.operate.job_names import HELP, find_job
 from fedring.ctl.operate.round_names import round_title
 from fedring.ctl.options import DEFAULT_SERVER, KeyOption, OutputOption, ServerOption
 from fedring.ctl.output import Output, print_json, to_dict, warn
@@ -33,6 +34,7 @@ Overrides = Annotated[
         metavar="[KEY=VALUE]...", help="Keys of the job, such as epochs=2 or lr=0.1.", autocompletion=job_keys
     ),
 ]
+_MOST_NAMED = 10  # jobs in a sentence
 _ASK_SECONDS = 0.2  # between two questions whether a server has started
 
 Start = Callable[[Control], pb.StartReply]
@@ -99,19 +101,21 @@ def run(
 def stop(
     round_only: Annotated[bool, typer.Option("--round", help="End only the round; its job goes on.")] = False,
     job: Annotated[
-        int,
+        str,
         typer.Option(
-            "--job", metavar="ID", min=0, help="The job to stop; 0 = the job that runs.", autocompletion=job_ids
+            "--job",
+            metavar="JOB",
+            help=f"The job to stop: {HELP}. Without it, the job that runs, if there is only one.",
+            autocompletion=job_ids,
         ),
-    ] = 0,
+    ] = "",
     server: ServerOption = DEFAULT_SERVER,
     output: OutputOption = Output.TABLE,
 ) -> None:
     """Stop a job with its round, or only the round in progress."""
-    if round_only and job:
-        raise Failure("--round ends the round in progress, of whichever job: leave --job out", Exit.USAGE)
     with connect(server) as control:
-        reply = control.stop_round() if round_only else control.stop_job(job)
+        job_id = find_job(control, job)
+        reply = control.stop_round(job_id) if round_only else control.stop_job(job_id)
         round_ = round_title(control, reply.round) if reply.round and output is Output.TABLE else ""
     if output is Output.JSON:
         print_json(to_dict(reply))
@@ -177,11 +181,21 @@ def _start(server: str, start: Start, *, wait: bool, output: Output, log: Log | 
         if reply.warning:
             warn(f"warning: {reply.warning}")
         if events is not None:
+            if reply.after:
+                warn(f"job {reply.job_id} waits{_after(reply)}")
             _follow(control, reply, events, output, log)
         elif output is Output.JSON:
             print_json(to_dict(reply))
         else:
-            print(f"job {reply.job_id} {'was started before with this key' if reply.already else 'queued'}")
+            known = "was started before with this key" if reply.already else "queued"
+            print(f"job {reply.job_id} {known}{_after(reply)}")
+
+
+def _after(reply: pb.StartReply) -> str:
+    """Return a clause on the jobs that a job waits for."""
+    more = f" and {len(reply.after) - _MOST_NAMED} more" if len(reply.after) > _MOST_NAMED else ""
+    names = ", ".join(map(str, reply.after[:_MOST_NAMED]))
+    return f", after job {names}{more}: see `flctl jobs`" if reply.after else ""
 
 
 def _follow(control: Control, reply: pb.StartReply, events: Events, output: Output, log: Log | None) -> None:

@@ -11,6 +11,8 @@ from fedring.control.failure import Failure
 from fedring.control.server import Job
 from fedring.ctl.access import connect
 from fedring.ctl.completion import client_ids, job_ids, model_versions, round_names
+from fedring.ctl.operate.job_names import HELP as JOB
+from fedring.ctl.operate.job_names import find_job
 from fedring.ctl.operate.model_names import HELP, find_version
 from fedring.ctl.operate.round_names import find_round, round_name
 from fedring.ctl.options import DEFAULT_SERVER, LimitOption, OutputOption, ServerOption, check_out_file
@@ -53,20 +55,30 @@ def status(server: ServerOption = DEFAULT_SERVER, output: OutputOption = Output.
         now = control.status()
     if output is Output.JSON:
         return print_json(to_dict(now))
-    job = f"{now.job.job_id} {now.job.name}, {now.job.rounds_done} of {counted(now.job.rounds, 'round')} done"
-    job += f", start {start_of(now.job)}" if now.job.start else ""
+    running = list(now.running) or ([now.job] if now.HasField("job") else [])  # an older server tells one
+    open_rounds = list(now.rounds) if len(now.rounds) > 1 else [now.round] if now.HasField("round") else []
+    queued = counted(now.jobs_queued, "job")
+    if now.jobs_queued and now.max_running_jobs:
+        queued += f", as at most {now.max_running_jobs} run at once"
     rows = [
         ("server", f"{now.version}, run {now.run_id}, up {duration(now.uptime_seconds)}"),
         ("serves", f"no: {now.not_serving}" if now.not_serving else "yes"),
-        ("job", job if now.HasField("job") else "none is running"),
-        ("queued", counted(now.jobs_queued, "job")),
-        ("round", _round_sentence(now.round) if now.HasField("round") else "none yet"),
+        *(("job", _job_sentence(job)) for job in running),
+        *([] if running else [("job", "none is running")]),
+        ("queued", queued),
+        *(("round", _round_sentence(each)) for each in open_rounds),
+        *([] if open_rounds else [("round", "none yet")]),
         *([("secure", _secure_sentence(now.round.secure))] if now.round.HasField("secure") else []),
         ("clients", f"{now.clients_watching} in session"),
         ("model", f"version {now.model_version}" if now.model_version else "none yet"),
         ("refused", ", ".join(f"{count} {reason}" for reason, count in sorted(now.refused.items()) if count) or "none"),
     ]
     print_table(f"fl-server at {server}", ("what", "now"), rows)
+
+
+def _job_sentence(job: pb.Job) -> str:
+    sentence = f"{job.job_id} {job.name}, {job.rounds_done} of {counted(job.rounds, 'round')} done"
+    return sentence + (f", start {start_of(job)}" if job.start else "")
 
 
 def clients(
@@ -151,8 +163,15 @@ def privacy(
         print(f"besides, {without} of jobs without [dp] published models whose privacy nothing bounds")
 
 
-def jobs(limit: LimitOption = 20, server: ServerOption = DEFAULT_SERVER, output: OutputOption = Output.TABLE) -> None:
+def jobs(
+    context: typer.Context,
+    limit: LimitOption = 20,
+    server: ServerOption = DEFAULT_SERVER,
+    output: OutputOption = Output.TABLE,
+) -> None:
     """List the jobs, newest first, with the start of each."""
+    if _is_group(context, "jobs"):
+        return
     with connect(server) as control:
         known = control.jobs(limit=limit)
     if output is Output.JSON:
@@ -161,7 +180,7 @@ def jobs(limit: LimitOption = 20, server: ServerOption = DEFAULT_SERVER, output:
         (
             str(job.job_id),
             job.name,
-            job.state,
+            f"{job.state}, place {job.place}" if job.place else job.state,
             f"{job.rounds_done}/{job.rounds}",
             start_of(job),
             job.created_at,
@@ -170,6 +189,31 @@ def jobs(limit: LimitOption = 20, server: ServerOption = DEFAULT_SERVER, output:
         for job in known
     ]
     print_table(counted(len(rows), "job"), ("job>", "name", "state", "rounds>", "start", "created", "reason"), rows)
+
+
+def move(
+    job: Annotated[str, typer.Argument(metavar="JOB", help=f"The queued job: {JOB}.", autocompletion=job_ids)],
+    before: Annotated[
+        str,
+        typer.Option("--before", metavar="JOB", help="The job that it is to be ahead of.", autocompletion=job_ids),
+    ] = "",
+    first: Annotated[bool, typer.Option("--first", help="Let it be the next one.")] = False,
+    last: Annotated[bool, typer.Option("--last", help="Let it be behind all others.")] = False,
+    server: ServerOption = DEFAULT_SERVER,
+    output: OutputOption = Output.TABLE,
+) -> None:
+    """Move a queued job to another place in the queue.
+
+    A job queues behind those of at least its priority, which is a key of jobs; this puts it elsewhere.
+    """
+    if sum((bool(before), first, last)) != 1:
+        raise Failure("say where to: --first, --last, or --before JOB", Exit.USAGE)
+    with connect(server) as control:
+        queue = control.move_job(find_job(control, job), before=find_job(control, before), last=last)
+    if output is Output.JSON:
+        return print_json(to_dict(pb.JobList(jobs=queue)))
+    rows = [(str(each.place), str(each.job_id), each.name, str(each.priority)) for each in queue]
+    print_table(f"{counted(len(rows), 'job')} in the queue", ("place>", "job>", "name", "priority>"), rows)
 
 
 def rounds(
@@ -183,9 +227,9 @@ def rounds(
         ),
     ] = "",
     limit: LimitOption = 20,
-    job: Annotated[
-        int, typer.Option("--job", metavar="ID", min=0, help="Only rounds of this job.", autocompletion=job_ids)
-    ] = 0,
+    of_job: Annotated[
+        str, typer.Option("--job", metavar="JOB", help=f"Only rounds of this job: {JOB}.", autocompletion=job_ids)
+    ] = "",
     metric: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME", help="Show this metric, too, such as eval/f1; may be given several times."),
@@ -198,6 +242,7 @@ def rounds(
     One round comes with its metrics, and the times and bytes of each client.
     """
     with connect(server) as control:
+        job = find_job(control, of_job, ended=True)
         if name:
             return _show_round(find_round(control, name, job), output)
         known = control.rounds(limit=limit, job_id=job)
@@ -344,7 +389,8 @@ def _work(client: pb.Client) -> str:
     """Return a client's activity, and why it is not ready."""
     what = activity(client.activity)
     if not client.late_since:
-        return what
+        jobs = f" for job {', '.join(map(str, client.jobs))}" if client.jobs else ""
+        return f"{what}{jobs}" + (f"; busy: {client.busy}" if client.busy else "")
     return f"{what} for job {client.late_job}, whose round {client.late_round} ended {client.late_since}: not ready"
 
 

@@ -83,6 +83,9 @@ class JobKeys(BaseModel):
         "newest = the newest version of this model; best = its best version by best_by; a version's number; or the "
         "path of a file that init_path allows. flctl run sends fresh unless you say otherwise",
     )
+    priority: int = Field(
+        0, ge=-100, le=100, description="in the queue, the job begins before those with a lower one (flctl jobs move)"
+    )
     rounds: int = Field(1, ge=1, le=1_000_000, description="rounds to run, including those that are abandoned")
 
     model: Text = Field("fedring.train.models:digits_mlp", description="callable that returns the torch.nn.Module")

@@ -11,6 +11,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any, TypeVar
 
 import numpy as np
@@ -32,6 +33,7 @@ T = TypeVar("T")
 _Base = ModelReader | LoadedModel
 
 _INTEGERS = ("int", "uint", "bool")
+_NUMBERS = count()  # of files that are being written: those of several jobs may be at once
 """How the dtypes begin whose buffers are rounded to whole numbers."""
 
 
@@ -89,8 +91,6 @@ def aggregate(
     check: Callable[[], object] = lambda: None,
 ) -> NewModel:
     """Make the next model and seal it.
-
-    Only one call at a time may use the same `blobs`.
 
     Args:
         base: the model that the round began with. It and the contributions are read from front to back, once; again
@@ -294,6 +294,6 @@ def _write(
 
 
 def _begin(blobs: Blobs, name: str, undo: ExitStack) -> Partial:
-    partial = blobs.open_partial(f"next-model-{name}", fresh=True)
+    partial = blobs.open_partial(f"next-model-{next(_NUMBERS)}-{name}", fresh=True)
     undo.callback(blobs.abort, partial)
     return partial

@@ -17,6 +17,15 @@ T = TypeVar("T")
 F = TypeVar("F", bound=np.floating[Any])
 Span = tuple[int, int]
 
+
+class CallersThread(Executor):
+    """Leaves each span of a walk to the caller's own thread."""
+
+    def submit(self, *_: Any, **__: Any) -> Future[Any]:
+        """Return a computation that nobody begins."""
+        return Future()
+
+
 AHEAD = 4
 """Tiles that are being computed, or computed and not yet taken. It bounds the memory of a walk."""
 

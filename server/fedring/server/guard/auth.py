@@ -47,6 +47,7 @@ _VERBS = {
     "StartJob": "run",
     "StopRound": "stop --round",
     "StopJob": "stop",
+    "MoveJob": "jobs move",
     "ForgetClient": "clients forget",
     "ExportModel": "models export",
     "CreateToken": "token create",

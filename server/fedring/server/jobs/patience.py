@@ -14,7 +14,7 @@ from fedring.server.state.sql.rounds import RoundStore
 from fedring.train.jobs.job import Job
 from fedring.train.metrics import Leaders, Metrics, lead, leader_of
 
-_LEADERS = "leaders"
+_LEADERS, _COUNT, _VERSIONS = "leaders", "published", "leading_versions"
 _CHUNK = 32  # rounds that are read at once
 
 
@@ -34,23 +34,30 @@ def no_better(rounds: RoundStore, job_id: int, spec: Job) -> str:
     newest: RoundRow | None = None
     waiting: list[tuple[int, Metrics]] = []  # rounds that are not counted: the newest, and those before a kill
     leaders: Leaders = {}
+    count, versions = 0, dict[int, int]()  # rounds of the job that have published, and what the leading ones did
     for row in _published(rounds, job_id):
         newest = newest or row
         if _LEADERS in row.stats:
             leaders = {str(name): (int(place), float(value)) for name, (place, value) in row.stats[_LEADERS].items()}
+            count = int(row.stats[_COUNT])
+            versions = {int(place): int(version) for place, version in row.stats[_VERSIONS].items()}
             break
         waiting.append((row.model_version, row.stats.get("metrics", {})))
     if newest is None:
         return ""
     for version, metrics in reversed(waiting):
-        leaders = lead(leaders, version, metrics, spec.best_by, min_delta=spec.min_delta)
+        # Counted by the job's own rounds: other jobs publish versions meanwhile.
+        count += 1
+        versions[count] = version
+        leaders = lead(leaders, count, metrics, spec.best_by, min_delta=spec.min_delta)
     if waiting:
-        rounds.replace(replace(newest, stats={**newest.stats, _LEADERS: leaders}))
+        leading = {str(place): versions[place] for place in sorted({place for place, _ in leaders.values()})}
+        stats = {**newest.stats, _LEADERS: leaders, _COUNT: count, _VERSIONS: leading}
+        rounds.replace(replace(newest, stats=stats))
     best = leader_of(leaders, spec.best_by)
-    # Every published round makes one version, and no other job runs meanwhile.
-    if best is None or (since := newest.model_version - best.place) < spec.patience:
+    if best is None or (since := count - best.place) < spec.patience:
         return ""
-    result = f"version {best.place} ({best.name} {best.value:.6g})"
+    result = f"version {versions[best.place]} ({best.name} {best.value:.6g})"
     more = f" by more than {spec.min_delta:g}" if spec.min_delta else ""
     return f"it ended early: {result} was not surpassed{more} for {counted(since, 'round')}"
 

@@ -1,4 +1,4 @@
-"""The queue of jobs: one at a time, also across restarts."""
+"""The queue of jobs: some run at once, also across restarts."""
 
 import asyncio
 import logging
@@ -7,7 +7,7 @@ from contextlib import suppress
 
 from prometheus_client import Gauge
 
-from fedring.rpc.errors import NoSuchJob
+from fedring.rpc.errors import NoSuchJob, SeveralJobs
 from fedring.server.jobs.runner import JobRunner
 from fedring.server.round.rounds import Rounds
 from fedring.server.state.facts import Facts
@@ -22,25 +22,29 @@ _ALL = 1_000_000_000
 
 
 class Jobs:
-    """Runs the jobs that the store holds, oldest first.
+    """Runs the stored jobs, in the order of the queue.
+
+    Args:
+        runner: runs one job.
+        rounds: that are open.
+        facts: hold the jobs.
+        journal: where their ends are told.
+        started: since when the longest one runs.
+        most: how many run at once. After a restart, all that ran go on.
 
     Attributes:
-        running: the job that runs, or None.
+        running: the jobs that run, by their ids.
     """
 
     def __init__(
-        self,
-        runner: JobRunner,
-        rounds: Rounds,
-        facts: Facts,
-        journal: Journal,
-        started: Gauge,
+        self, runner: JobRunner, rounds: Rounds, facts: Facts, journal: Journal, started: Gauge, *, most: int = 1
     ) -> None:
         self._runner, self._rounds, self._facts, self._kept = runner, rounds, facts, facts.store.jobs
-        self._journal, self._started = journal, started
-        self._queued = asyncio.Event()
+        self._journal, self._started, self.most = journal, started, most
+        self._moved = asyncio.Event()  # a job was queued, or has ended
         self._stopped: set[int] = set()
-        self.running: JobRow | None = None
+        self._since: dict[int, float] = {}
+        self.running: dict[int, JobRow] = {}
 
     async def start(self, spec: Job, key: str) -> tuple[JobRow, bool]:
         """Queue a job.
@@ -56,23 +60,23 @@ class Jobs:
         stored = spec.model_dump(mode="json", exclude=open_)
         wanted = JobRow(0, spec.name, stored, spec.rounds, time.time(), idempotency_key=key or None)
         row = await self._facts.db(self._kept.create, wanted)
-        self._queued.set()
+        self._moved.set()
         return row, row.created_at != wanted.created_at
 
     async def stop(self, job_id: int) -> tuple[int, int]:
         """End a job, and its round if it runs.
 
         Args:
-            job_id: the job; 0 means the running one.
+            job_id: the job; 0 means the only one that runs.
 
         Returns:
             The numbers of the job and of the round, 0 if no round was ended.
 
         Raises:
             NoSuchJob: if the job is neither running nor queued.
+            SeveralJobs: if it is not said which of several.
         """
-        if self.running is not None and job_id in (0, self.running.job_id):
-            running = self.running.job_id
+        if running := job_id if job_id in self.running else 0 if job_id else self.only():
             self._stopped.add(running)
             # A disk that refuses this does not keep the job alive: its end is noted later.
             with suppress(StorageFailed):
@@ -85,32 +89,71 @@ class Jobs:
         await self._facts.db(self._kept.set_state, job_id, "stopped")
         return job_id, 0
 
+    def only(self) -> int:
+        """Return the job that runs; 0 if none does.
+
+        Raises:
+            SeveralJobs: if several run: the sentence names them.
+        """
+        if len(self.running) > 1:
+            names = ", ".join(f"{row.job_id} ({row.name})" for row in self.running.values())
+            raise SeveralJobs(f"several jobs run, so say which one you mean: {names}")
+        return next(iter(self.running), 0)
+
+    async def move(self, job_id: int, *, before: int = 0, last: bool = False) -> None:
+        """Move a queued job to another place: see `JobStore.move`.
+
+        Raises:
+            NoSuchJob: if one of the two jobs is not queued.
+        """
+        if not await self._facts.db(self._kept.move, job_id, before=before, last=last):
+            both = f"job {job_id} and job {before} are" if before else f"job {job_id} is"
+            raise NoSuchJob(f"{both} not both in the queue" if before else f"{both} not in the queue")
+
     async def run(self) -> None:
-        """Run queued jobs until cancelled, first those that a restart interrupted."""
-        while True:
-            self._queued.clear()
-            row = await self._facts.db(self._next)
-            if row is None:
-                await self._queued.wait()
-                continue
-            self.running = row
-            self._started.set_to_current_time()
-            try:
-                state, reason = await self._runner.run(row, self._stopped)
-            finally:
-                self.running = None
-                self._started.set(0)
+        """Run queued jobs until cancelled, first those that a restart interrupted.
+
+        Raises:
+            FsyncFailed, Exception: whatever ends one of them and is no fault of that job: it ends the daemon.
+        """
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                while True:
+                    self._moved.clear()
+                    while row := await self._facts.db(self._next):
+                        self._begin(tasks, row)
+                    await self._moved.wait()
+        except BaseExceptionGroup as group:
+            raise group.exceptions[0] from group
+
+    def _begin(self, tasks: asyncio.TaskGroup, row: JobRow) -> None:
+        self.running[row.job_id], self._since[row.job_id] = row, time.time()
+        self._started.set(min(self._since.values()))
+        tasks.create_task(self._run(row))
+
+    async def _run(self, row: JobRow) -> None:
+        """Run one job to its end."""
+        with self._facts.lane():
+            state, reason = await self._runner.run(row, self._stopped)
             state, reason = await self._runner.wind_up(row, state, reason)
-            # Stored last: after a kill before this line, the next process still finds the job running.
-            await self._facts.keep(self._end, row.job_id, state, reason)
-            self._rounds.recovering = False
-            verb = {"failed": "has", "stopped": "was"}.get(state, "is")
-            text = f"job {row.job_id} ({row.name}) {verb} {state}" + (f": {reason}" if reason else "")
-            self._journal.write("job_ended", text, job_id=row.job_id)
+        # Stored last: after a kill before this line, the next process still finds the job running.
+        await self._facts.keep(self._end, row.job_id, state, reason)
+        del self.running[row.job_id], self._since[row.job_id]
+        self._started.set(min(self._since.values(), default=0))
+        self._rounds.job_ended(row.job_id)
+        verb = {"failed": "has", "stopped": "was"}.get(state, "is")
+        text = f"job {row.job_id} ({row.name}) {verb} {state}" + (f": {reason}" if reason else "")
+        self._journal.write("job_ended", text, job_id=row.job_id)
+        self._moved.set()
 
     async def _end(self, job_id: int, state: str, reason: str) -> None:
         await self._facts.db(self._kept.set_state, job_id, state, reason)
-        await self._facts.db(self._facts.store.rounds.end_orphans)
+        await self._facts.db(self._facts.store.rounds.end_orphans, job_id)
 
     def _next(self) -> JobRow | None:
-        return self._kept.running() or self._kept.next_queued()
+        """Return the next job to begin, if there is one.
+
+        Those that a restart interrupted wait for nobody.
+        """
+        rows = self._kept.running() + (self._kept.queued() if len(self.running) < self.most else [])
+        return next((row for row in rows if row.job_id not in self.running), None)

@@ -85,12 +85,13 @@ class JobRunner:
         abandoned = 0  # rounds, one after the other
         with _faults_of_the_job(row.job_id):
             done = await self._facts.keep(self._facts.db, self._facts.store.rounds.ended_of, row.job_id)
-            interrupted = await self._facts.keep(self._facts.db, self._facts.store.rounds.newest_open)
+            unended = await self._facts.keep(self._facts.db, self._facts.store.rounds.unended)
+        interrupted = next((each for each in unended if each.job_id == row.job_id), None)
         while done < row.rounds:
             if row.job_id in stopped:
                 return "stopped", ""
             with _faults_of_the_job(row.job_id):
-                if interrupted is not None and interrupted.job_id == row.job_id:
+                if interrupted is not None:
                     open_ = await self._facts.keep(self._opener.resume, interrupted, job)
                 else:
                     if why := await self._facts.keep(self._opener.refuses, job):

@@ -75,22 +75,36 @@ async def begin(facts: Facts, models: Models, job: JobRow, spec: Job) -> tuple[M
     rows = await facts.db(facts.store.models.newest, _ALL)
     wanted, why = await _find(facts, models, spec, rows)
     seeded = await facts.db(_with_seed, facts, spec, wanted) if spec.seed_is_open else spec
-    if wanted is None:
-        version = await facts.db(facts.store.models.next_version)
-        path = spec.start if is_path(spec.start) else ""
-        made = await facts.heavy(models.maker.first, seeded, version, path)
-        first = wanted = replace(made, job_id=job.job_id)
-        why = f"starts {f'from {path}' if path else 'fresh'}, as version {version}"
-    else:
-        first = None
-        models.versions.remember(wanted)  # a model that was damaged when the server started is not known yet
-    newest = next((row for row in rows if row.schema_hash == wanted.schema_hash), None)
-    after = await facts.db(_residuals_end, facts, wanted, newest)
     if seeded is not spec:
         job = replace(job, spec=seeded.model_dump(mode="json"))
-    await facts.db(facts.store.jobs.begin, job, wanted.version, after, first)
+    if wanted is None:
+        async with facts.new_version() as version:
+            path = spec.start if is_path(spec.start) else ""
+            made = await facts.heavy(models.maker.first, seeded, version, path)
+            why = f"starts {f'from {path}' if path else 'fresh'}, as version {version}"
+            wanted = replace(made, job_id=job.job_id)
+            await facts.db(_note, facts, job, wanted, rows, wanted)
+    else:
+        models.versions.remember(wanted)  # a model that was damaged when the server started is not known yet
+        await facts.db(_note, facts, job, wanted, rows, None)
     models.versions.remember(wanted)
     return wanted, seeded, why
+
+
+def _note(facts: Facts, job: JobRow, base: ModelRow, rows: list[ModelRow], first: ModelRow | None) -> None:
+    """Note durably where a job and its line of models start.
+
+    `first` is the base, if it is new.
+    """
+    store = facts.store
+    newest = next((row for row in rows if row.schema_hash == base.schema_hash), None)
+    after = _residuals_end(facts, base, newest)
+    # Two jobs that run at once have two lines, also if they start from the same version: clients keep what updates
+    # have left out by their lines.
+    others = (row for row in store.jobs.running() if row.job_id != job.job_id and row.start_version)
+    if after in {(row.residual_epoch, row.residual_after) for row in others}:
+        after = store.epoch, store.rounds.skip(job.job_id)
+    store.jobs.begin(job, base.version, after, first)
 
 
 async def base_of(facts: Facts, models: Models, job: JobRow) -> ModelRow:

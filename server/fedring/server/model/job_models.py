@@ -1,6 +1,7 @@
 """The models of jobs, built to learn their parts."""
 
 import json
+import threading
 
 from torch import nn
 
@@ -13,6 +14,9 @@ from fedring.train.names.seam import build_model
 from fedring.train.tensors.sharing import Sharing
 from fedring.train.tensors.skeleton import build_skeleton, check_can_initialize
 from fedring.train.tensors.state import Parts, check_sharing, frozen_digest, split
+
+SEEDED = threading.RLock()
+"""Held by a thread that seeds torch's process-wide generator, and then draws from it."""
 
 
 class JobModels:
@@ -34,7 +38,8 @@ class JobModels:
         Raises:
             SeamError: as for schema_of().
         """
-        model = build_model(job.model, job.model_args, job.seed, self._offered)
+        with SEEDED:
+            model = build_model(job.model, job.model_args, job.seed, self._offered)
         parts = self._built[_kind(job)] = check_sharing(model, job.sharing)
         return model, parts
 
@@ -44,7 +49,8 @@ class JobModels:
         Raises:
             SeamError: as for schema_of().
         """
-        model = build_skeleton(job.model, job.model_args, job.seed, self._offered)
+        with SEEDED:
+            model = build_skeleton(job.model, job.model_args, job.seed, self._offered)
         if job.training.by_module:
             check_can_initialize(model)
         parts = self._built[_kind(job)] = split(model, Sharing())

@@ -21,9 +21,10 @@ from fedring.server.aggregation.rule import RuleError
 from fedring.server.aggregation.steps import BaseFiles
 from fedring.server.aggregation.strategy import PastRound, Strategy, ask_metrics, ask_settings, make_strategy
 from fedring.server.aggregation.versions import ModelVersions
+from fedring.server.aggregation.walk import CallersThread
 from fedring.server.config import ServerConfig
 from fedring.server.model.initial import find_file, load_initial
-from fedring.server.model.job_models import JobModels
+from fedring.server.model.job_models import SEEDED, JobModels
 from fedring.server.model.own_update import OwnUpdates
 from fedring.server.model.testset import TestSet
 from fedring.server.model.transforms.listing import RoundSteps, transforms_of
@@ -111,6 +112,10 @@ class ModelMaker:
         return replace(row, frozen_digest=frozen_digest(model, parts.frozen))
 
     def _first_by_module(self, job: Job, version: int) -> ModelRow:
+        with SEEDED:
+            return self._initialized(job, version)
+
+    def _initialized(self, job: Job, version: int) -> ModelRow:
         skeleton, tensors = self.job_models.skeleton(job)
         schema = tensors.shared
         # They are written in the order of the file: all buffers, and then all parameters.
@@ -190,7 +195,9 @@ class ModelMaker:
             try:
                 pairs = zip(updates, payloads, strict=True)
                 contributions = [Contribution(row.client_id, 1.0, row.packets, sent.read) for row, sent in pairs]
-                new = aggregate(reader, contributions, self._blobs, self._executor, plan, check=check)
+                # Code of the user's own may take for ever, and updates are checked in the shared threads.
+                executor = CallersThread() if job.aggregation.own else self._executor
+                new = aggregate(reader, contributions, self._blobs, executor, plan, check=check)
             except (CodecError, StorageError):
                 check()  # because damaged bytes can cause any of these errors
                 raise
@@ -257,7 +264,8 @@ class ModelMaker:
             SeamError, DataError: if they cannot.
         """
         if job.aggregation.data:
-            self._own.load(job)
+            with SEEDED:
+                self._own.load(job)
 
     def _own_update(self, base: ModelRow, job: Job, job_round: int, seed: int) -> Contribution:
         try:
@@ -268,7 +276,8 @@ class ModelMaker:
                 checked.check()
         except (CodecError, StorageError) as error:
             raise self._versions.damage_of(base, error) from error
-        return self._own.make(self.job_models.build(job)[0], schema, vectors, job, job_round=job_round, seed=seed)
+        with SEEDED:
+            return self._own.make(self.job_models.build(job)[0], schema, vectors, job, job_round=job_round, seed=seed)
 
     def _file_of(self, path: str) -> Path | None:
         allowed = self._config.init_path

@@ -4,6 +4,7 @@ It uses the whole test set of a job.
 """
 
 import logging
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch import nn
 from fedring.data import DataError, load_split
 from fedring.job_code import job_code
 from fedring.server.aggregation.modelfile import ModelReader
+from fedring.server.model.job_models import SEEDED
 from fedring.server.state.blob_interfaces import Blobs
 from fedring.server.state.checked import CheckedReader
 from fedring.server.state.rows import ModelRow
@@ -46,12 +48,13 @@ class _Loaded:
 class TestSet:
     """Evaluates models on a job's test set.
 
-    It keeps the model and the samples of one job in memory. It is not for the event loop.
+    It keeps the model and the samples of one job in memory, for each thread that evaluates: jobs that run at once have
+    threads of their own. It is not for the event loop.
     """
 
     def __init__(self, blobs: Blobs, data_root: Path | None, offered: Offered) -> None:
         self._blobs, self._data_root, self._offered = blobs, data_root, offered
-        self._loaded: _Loaded | None = None
+        self._kept = threading.local()
 
     def evaluate(self, row: ModelRow, job: Job) -> Counts:
         """Evaluate a version on the job's test samples.
@@ -84,13 +87,15 @@ class TestSet:
         Raises:
             SeamError: if the model, the data, the loss or the evaluator is not offered, or the data cannot be loaded.
         """
-        if self._loaded is None or _parts_of(self._loaded.job) != _parts_of(job):
-            self._loaded = self._load(job)
-        return self._loaded
+        loaded: _Loaded | None = getattr(self._kept, "loaded", None)
+        if loaded is None or _parts_of(loaded.job) != _parts_of(job):
+            loaded = self._kept.loaded = self._load(job)
+        return loaded
 
     def _load(self, job: Job) -> _Loaded:
         offered = self._offered
-        model = build_model(job.model, job.model_args, job.seed, offered)
+        with SEEDED:
+            model = build_model(job.model, job.model_args, job.seed, offered)
         data, loss = offered.get("data", job.data), offered.get("loss", job.loss)
         evaluator = offered.get("evaluator", job.evaluator) if job.evaluator else None
         try:

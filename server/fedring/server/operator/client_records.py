@@ -1,5 +1,7 @@
 """The clients that operators see and forget."""
 
+from collections.abc import Sequence
+
 from fedring.daemon.wording import counted
 from fedring.rpc.errors import ClientInUse, NoSuchClient
 from fedring.server.operator.listings import limit_of
@@ -9,6 +11,24 @@ from fedring.server.state.facts import Facts
 from fedring.server.state.journal import Journal, printable, rfc3339
 from fedring.v1 import control_pb2 as pb
 from fedring.v1 import federation_pb2 as fed
+
+
+def why_busy(jobs: Sequence[int], max_jobs: int) -> str:
+    """Return why no other round can have a client now.
+
+    Args:
+        jobs: in whose open rounds it takes part.
+        max_jobs: its own limit.
+
+    Returns:
+        A sentence; empty if another round can have it.
+    """
+    if not max_jobs:
+        return "it takes part in no job: its max_jobs is 0"
+    if len(jobs) < max_jobs:
+        return ""
+    names = ", ".join(map(str, jobs))
+    return f"it takes part in a round of job {names}, and in no more at once: its max_jobs is {max_jobs}"
 
 
 class ClientRecords:
@@ -21,6 +41,7 @@ class ClientRecords:
     async def list(self, request: pb.ListRequest) -> pb.ClientList:
         """Return the clients in session, and then those that are away."""
         counts = await self._facts.db(self._updates.counts)
+        held = self._rounds.holders
         clients = [
             pb.Client(
                 client_id=session.client_id,
@@ -35,6 +56,9 @@ class ClientRecords:
                 late_round=session.work.round if session.late_since else 0,
                 late_job=session.work.job_id if session.late_since else 0,
                 late_since=rfc3339(session.late_since),
+                max_jobs=session.max_jobs,
+                jobs=held.get(session.client_id, ()),
+                busy=why_busy(held.get(session.client_id, ()), session.max_jobs),
             )
             for session in self._sessions
         ]

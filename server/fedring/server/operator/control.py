@@ -38,7 +38,10 @@ class ControlService(rpc.ControlServiceServicer):
         return await self._requests.start_job(request)
 
     async def StopRound(self, request: pb.StopRoundRequest, context: Any) -> pb.StopReply:
-        return await self._requests.stop_round()
+        return await self._requests.stop_round(request)
+
+    async def MoveJob(self, request: pb.MoveJobRequest, context: Any) -> pb.JobList:
+        return await self._requests.move_job(request)
 
     async def StopJob(self, request: pb.StopJobRequest, context: Any) -> pb.StopReply:
         return await self._requests.stop_job(request)

@@ -11,9 +11,10 @@ from fedring.daemon.config import ConfigError, check_keys, explain, merge
 from fedring.rpc.errors import BadRequest, NoSuchJob, OtherJob, UnknownRound
 from fedring.server.jobs.queue import Jobs
 from fedring.server.operator.listings import MAX_ID
+from fedring.server.operator.report import queue_messages
 from fedring.server.round.rounds import Rounds
 from fedring.server.state.facts import Facts
-from fedring.server.state.rows import ModelRow
+from fedring.server.state.rows import JobRow, ModelRow
 from fedring.train.bounds import MAX_DEPTH, MAX_JOB_BYTES, check_text
 from fedring.train.jobs.job import Job
 from fedring.train.jobs.override_table import no_client_has, unmatched
@@ -58,13 +59,13 @@ class JobRequests:
         # Trying out the schedule of a long pipeline takes seconds.
         return await self._start(await self._facts.work(self._job, request.job), request.idempotency_key)
 
-    async def stop_round(self) -> pb.StopReply:
+    async def stop_round(self, request: pb.StopRoundRequest) -> pb.StopReply:
         """End the round in progress; UnknownRound if there is none."""
-        number = await self._rounds.abandon(self._rounds.newest, "stopped")
+        job_id = min(request.job_id, MAX_ID) or self._jobs.only()
+        number = await self._rounds.abandon(self._rounds.of_job(job_id), "stopped")
         if not number:
             raise UnknownRound("no round is in progress that could be stopped", reason="no_round")
-        running = self._jobs.running
-        return pb.StopReply(job_id=running.job_id if running else 0, round=number)
+        return pb.StopReply(job_id=job_id, round=number)
 
     async def stop_job(self, request: pb.StopJobRequest) -> pb.StopReply:
         """End a job; NoSuchJob if it neither runs nor is queued."""
@@ -72,6 +73,20 @@ class JobRequests:
             raise NoSuchJob(f"job {request.job_id} is neither running nor queued: ids end at 2^63 - 1")
         job_id, number = await self._jobs.stop(request.job_id)
         return pb.StopReply(job_id=job_id, round=number)
+
+    async def move_job(self, request: pb.MoveJobRequest) -> pb.JobList:
+        """Move a queued job, and return the queue.
+
+        Raises:
+            NoSuchJob: if it is not there.
+        """
+        ids = (min(request.job_id, MAX_ID), min(request.before, MAX_ID))
+        if request.last and request.before:
+            raise BadRequest("before and last exclude each other")
+        if ids[0] == ids[1]:
+            raise BadRequest("a job cannot be moved ahead of itself")
+        await self._jobs.move(ids[0], before=ids[1], last=request.last)
+        return pb.JobList(jobs=queue_messages(await self._facts.db(self._facts.store.jobs.queued)))
 
     def _job(self, text: str, **fixed: int) -> Job:
         """Return the default job with the keys set by `text`.
@@ -101,13 +116,25 @@ class JobRequests:
             raise OtherJob(
                 f"the key {row.idempotency_key!r} belongs to job {row.job_id}, another one: choose a new key"
             )
-        return pb.StartReply(job_id=row.job_id, already=already, warning=warning)
+        return pb.StartReply(job_id=row.job_id, already=already, warning=warning, after=await self._ahead_of(row))
+
+    async def _ahead_of(self, row: JobRow) -> list[int]:
+        """Return the jobs that a job waits for.
+
+        They run, or are ahead of it in the queue.
+        """
+        queue = [each.job_id for each in await self._facts.db(self._facts.store.jobs.queued)]
+        running = list(self._jobs.running)
+        if row.job_id in running or row.job_id not in queue:
+            return []
+        ahead = [job_id for job_id in queue[: queue.index(row.job_id)] if job_id not in running]
+        return running + ahead if len(running) + len(ahead) >= self._jobs.most else []
 
     async def _check(self, spec: Job) -> str:
         """Return a warning; BadRequest, "bad_job", for a job that would fail."""
         kept = await self._facts.db(self._facts.store.models.newest, _ALL)
-        waiting = await self._facts.db(self._facts.store.jobs.next_queued)
-        runs_next = self._jobs.running is None and waiting is None
+        waiting = await self._facts.db(self._facts.store.jobs.queued)
+        runs_next = len(self._jobs.running) < self._jobs.most and not waiting
         try:
             return await self._facts.heavy(partial(self._check_job, runs_next=runs_next), spec, kept)
         except ConfigError as error:

@@ -28,11 +28,13 @@ class Listings:
     async def jobs(self, request: pb.ListRequest) -> pb.JobList:
         """Return jobs, the newest first."""
         rows = await self._facts.db(self._store.jobs.newest, limit_of(request))
+        queue = await self._facts.db(self._store.jobs.queued)
+        places = {row.job_id: place for place, row in enumerate(queue, 1)}
         jobs: list[pb.Job] = []
         size = 0
         for row in rows:
             if request.job_id in (0, row.job_id) and size < PAGE_BYTES:
-                jobs.append(job_message(row))
+                jobs.append(job_message(row, places.get(row.job_id, 0)))
                 size += jobs[-1].ByteSize()
         return pb.JobList(jobs=jobs)
 

@@ -1,6 +1,7 @@
 """Jobs, models and events as messages for operators."""
 
 import json
+from collections.abc import Sequence
 
 from fedring.server.round.report import round_message
 from fedring.server.state.journal import rfc3339
@@ -9,8 +10,11 @@ from fedring.train.jobs.start import NEWEST, spelled
 from fedring.v1 import control_pb2 as pb
 
 
-def job_message(row: JobRow) -> pb.Job:
-    """Return a job as a message."""
+def job_message(row: JobRow, place: int = 0) -> pb.Job:
+    """Return a job as a message.
+
+    `place` is that in the queue; 0 = it is not there.
+    """
     return pb.Job(
         job_id=row.job_id,
         name=row.name,
@@ -22,7 +26,14 @@ def job_message(row: JobRow) -> pb.Job:
         spec=json.dumps(row.spec),
         start=spelled(row.spec.get("start", NEWEST)),
         start_version=row.start_version,
+        place=place,
+        priority=row.priority,
     )
+
+
+def queue_messages(queue: Sequence[JobRow]) -> list[pb.Job]:
+    """Return the queued jobs, in their order, as messages."""
+    return [job_message(row, place) for place, row in enumerate(queue, 1)]
 
 
 def model_message(row: ModelRow, evaluation: EvaluationRow | None, round_: RoundRow | None, *, best: bool) -> pb.Model:

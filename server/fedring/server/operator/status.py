@@ -46,20 +46,23 @@ class StatusReport:
         jobs = await self._facts.db(self._store.jobs.newest, MOST_ROWS)
         latest, round_ = self._rounds.latest, open_message(self._rounds.newest)
         if round_ is None:
-            rows = await self._facts.db(self._store.rounds.newest, 1)
-            round_ = round_message(rows[0]) if rows else None
-        running = self._jobs.running
-        # Read again, since the row in the queue has the counts of the time when the job began.
-        current = await self._facts.db(self._store.jobs.get, running.job_id) if running else None
+            newest = await self._facts.db(self._store.rounds.newest, 1)
+            round_ = round_message(newest[0]) if newest else None
+        # Read again, since the rows in the queue have the counts of the time when the jobs began.
+        rows = [await self._facts.db(self._store.jobs.get, job_id) for job_id in list(self._jobs.running)]
+        running = [job_message(replace(row, state="running")) for row in rows if row is not None]
         return pb.Status(
             run_id=self._store.run_id,
             version=VERSION,
             uptime_seconds=time.monotonic() - self._began,
             clients_watching=sum(session.matched for session in self._sessions),
             model_version=latest.version if latest else 0,
-            job=job_message(replace(current, state="running")) if current else None,
+            job=max(running, key=lambda job: job.job_id, default=None),
             round=round_,
             jobs_queued=sum(row.state == "queued" for row in jobs),
             refused=self._refused(),
             not_serving=self._not_serving(),
+            running=running,
+            rounds=[message for each in self._rounds if (message := open_message(each, clients=False))],
+            max_running_jobs=self._jobs.most,
         )

@@ -38,6 +38,7 @@ class Member:
     since: float  # seconds, monotonic
     labels: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     late: float | None = None  # since then it works on a round that has ended, seconds, monotonic; None = it does not
+    max_jobs: int = 1  # of how many jobs it takes part in rounds at once; 0 = of none
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +132,7 @@ class RoundState:
 
     members: Mapping[str, Member] = field(default_factory=lambda: MappingProxyType({}))
     round: Round | None = None
+    busy: frozenset[str] = frozenset()  # clients that other rounds have, or have the first claim to
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +141,7 @@ class Joined:
 
     client: str
     labels: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    max_jobs: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +170,13 @@ class Freed:
     """The client does not work on an ended round any more."""
 
     client: str
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """Other rounds have these clients, and this one may draw the rest."""
+
+    busy: frozenset[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,6 +302,7 @@ Event = (
     | Left
     | LeftBehind
     | Freed
+    | Shared
     | RoundOpened
     | Resumed
     | Delayed

@@ -10,7 +10,7 @@ command and the model. Nothing here reads a clock, sends, stores, or knows what 
 """
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import pairwise
 from math import ceil, inf
@@ -50,6 +50,7 @@ from fedring.server.round.events import (
     RoundOpened,
     RoundRules,
     RoundState,
+    Shared,
     Stalled,
     Start,
     Started,
@@ -68,8 +69,8 @@ class IllegalEvent(Exception):
 def apply(state: RoundState, event: Event, now: float) -> RoundState:
     """Return the state after `event`, which happened at `now` (monotonic seconds)."""
     match event:
-        case Joined(client, labels):
-            return _with(state, client, Member(Presence.JOINED, now, labels))
+        case Joined(client, labels, max_jobs):
+            return _with(state, client, Member(Presence.JOINED, now, labels, max_jobs=max_jobs))
         case Matched(client):
             return _member(state, client, Presence.MATCHED, now)
         case Left(client):
@@ -78,6 +79,8 @@ def apply(state: RoundState, event: Event, now: float) -> RoundState:
             return _late(state, client, now)
         case Freed(client):
             return _late(state, client, None)
+        case Shared(busy):
+            return replace(state, busy=busy)
         case RoundOpened(number, rules, elapsed):
             _require(state.round is None, event, state)
             return replace(state, round=Round(number, rules, Phase.WAITING, now - elapsed))
@@ -86,7 +89,8 @@ def apply(state: RoundState, event: Event, now: float) -> RoundState:
             # A member that is away since a moment in the future has more than the usual grace to come back.
             away = Member(Presence.AWAY, now + max(0.0, grace - round_.rules.grace))
             missing = dict.fromkeys(round_.selected | round_.evaluators, away)
-            return RoundState(MappingProxyType(missing | dict(state.members)), replace(round_, since=now - elapsed))
+            known = MappingProxyType(missing | dict(state.members))
+            return replace(state, members=known, round=replace(round_, since=now - elapsed))
         case Finished():
             _require(state.round is not None and state.round.phase not in OPEN, event, state)
             here = {c: m for c, m in state.members.items() if m.presence is not Presence.AWAY}
@@ -96,7 +100,8 @@ def apply(state: RoundState, event: Event, now: float) -> RoundState:
     after = _apply_to_round(state.round, event, now)
     # A client that was chosen may have left before the event came, and is not in `members` then.
     gone = dict.fromkeys((after.selected | after.evaluators) - state.members.keys(), Member(Presence.AWAY, now))
-    return RoundState(MappingProxyType({**gone, **state.members}) if gone else state.members, after)
+    members: Mapping[str, Member] = MappingProxyType({**gone, **state.members}) if gone else state.members
+    return replace(state, members=members, round=after)
 
 
 def _apply_to_round(round_: Round, event: Event, now: float) -> Round:
@@ -168,10 +173,12 @@ def wake_at(state: RoundState, now: float) -> float:
     if round_ is None or round_.phase is Phase.ABANDONED:
         return inf
     graces = (state.members[client].since + round_.rules.grace for client in _absent(state, round_))
-    wakes = [deadline(round_), *(at for at in (*graces, stragglers_at(round_), *_leaving(state, round_)) if at > now)]
+    wakes = [at for at in (*graces, stragglers_at(round_), *_leaving(state, round_)) if at > now]
+    if round_.phase is not Phase.WAITING or not _waits_its_turn(state, round_):
+        wakes.append(deadline(round_))
     if _steps_go_on(round_) and round_.steps is not None and not round_.steps.ended:
         wakes += [round_.steps.wake_at(), next_loss(state, now)]
-    return min(wakes)
+    return min(wakes, default=inf)
 
 
 def deadline(round_: Round) -> float:
@@ -224,7 +231,25 @@ def seconds(rules: RoundRules, phase: Phase) -> float:
 
 def ready(state: RoundState, rules: RoundRules) -> list[str]:
     """Return the clients that may be selected, sorted."""
+    return [client for client in unhindered(state, rules) if client not in state.busy]
+
+
+def busy(state: RoundState, rules: RoundRules) -> list[str]:
+    """Return the clients that other rounds have for now.
+
+    They could take part otherwise. Sorted.
+    """
+    return [client for client in unhindered(state, rules) if client in state.busy]
+
+
+def unhindered(state: RoundState, rules: RoundRules) -> list[str]:
+    """Return the clients that nothing but other rounds can hold back, sorted."""
     return [client for client in _passed(state, rules) if state.members[client].late is None]
+
+
+def needed(rules: RoundRules) -> int:
+    """Return how many clients must be ready before a round begins."""
+    return 1 if rules.barrier == "none" else rules.min_clients
 
 
 def late(state: RoundState, rules: RoundRules) -> list[str]:
@@ -245,8 +270,8 @@ def suitable(state: RoundState, rules: RoundRules) -> list[str]:
 
     Only their names and labels count, not whether they are ready.
     """
-    here = state.members.items()
-    return sorted(c for c, member in here if c not in rules.left_out and match(member.labels, rules.labels))
+    here = ((c, member) for c, member in state.members.items() if member.max_jobs and c not in rules.left_out)
+    return sorted(c for c, member in here if match(member.labels, rules.labels))
 
 
 def sample(candidates: list[str], round_: Round) -> list[str]:
@@ -379,10 +404,18 @@ def _due_waiting(state: RoundState, round_: Round, now: float) -> Effect | None:
     if any(now < at for at in _leaving(state, round_)):
         return None
     candidates = ready(state, round_.rules)
-    needed = 1 if round_.rules.barrier == "none" else round_.rules.min_clients
-    if len(candidates) >= needed:
+    if len(candidates) >= needed(round_.rules):
         return Start(frozenset(sample(candidates, round_)))
-    return Abandon("barrier_timeout") if now >= deadline(round_) else None
+    late = now >= deadline(round_) and not _waits_its_turn(state, round_)
+    return Abandon("barrier_timeout") if late else None
+
+
+def _waits_its_turn(state: RoundState, round_: Round) -> bool:
+    """Return whether enough clients are here, and only other rounds have them.
+
+    Those end, and then it is this one's turn, so such a wait has no deadline.
+    """
+    return bool(state.busy) and len(unhindered(state, round_.rules)) >= needed(round_.rules)
 
 
 def _leaving(state: RoundState, round_: Round) -> Iterator[float]:

@@ -63,6 +63,7 @@ class OpenRound:
     trace: RoundTrace = field(default_factory=RoundTrace)
     kind: "RoundKind" = field(init=False)
     made: ModelRow | None = None  # the model that it has published
+    drawn: frozenset[str] = frozenset()  # clients that it takes, from before the command is noted on the disk
     started: float = 0.0  # when the command was sent, monotonic seconds; 0 = it was not yet
     accepted: dict[str, UpdateRow] = field(default_factory=dict)
     traffic: dict[str, ClientTraffic] = field(default_factory=dict)
@@ -137,6 +138,17 @@ class OpenRound:
     def stalled(self) -> frozenset[str]:
         """The clients that make no progress."""
         return self.state.round.stalled if self.state.round else frozenset()
+
+    @property
+    def members(self) -> frozenset[str]:
+        """The clients that take part in it, until it ends."""
+        round_ = self.state.round
+        return (self.drawn | round_.selected | round_.evaluators) - round_.failed if round_ else self.drawn
+
+    @property
+    def alone(self) -> bool:
+        """Whether its clients take part in no other round meanwhile."""
+        return self.job.grouped or self.kind.alone
 
     def asks(self, client: str) -> bool:
         """Return whether the client was asked to train or to evaluate."""
@@ -218,11 +230,13 @@ class RoundKind:
         open: the round.
         phases: that it goes through.
         tells_all: whether all its clients are told of its end, also those that have delivered.
+        alone: whether its clients answer for no other round meanwhile.
         recoverable: errors in making the model that `recover` may mend.
     """
 
     phases: tuple[PhaseStep, ...] = ()
     tells_all = False
+    alone = False
     recoverable: tuple[type[CodecError], ...] = ()
 
     def __init__(self, open_: OpenRound) -> None:

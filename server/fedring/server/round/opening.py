@@ -62,7 +62,9 @@ class RoundOpener:
 
         "" if it may.
         """
-        return await self._privacy.spent(job.spec)
+        if job.spec.dp is not None:
+            await self._rounds.all_resumed.wait()  # what other jobs' interrupted rounds may spend is reserved then
+        return await self._privacy.spent(job.row.job_id, job.spec)
 
     async def open(self, job: RunningJob, job_round: int, base: ModelRow) -> OpenRound:
         """Open the next round of a job, from the model `base`.
@@ -87,6 +89,7 @@ class RoundOpener:
             StorageError: "missing_model" if the model that it starts from is gone.
         """
         rounds, facts, spec = self._rounds, self._facts, job.spec
+        await self._privacy.resumed(row, spec)
         base = await facts.db(facts.store.models.get, row.base_version)
         if base is None:
             raise StorageError("missing_model", f"round {row.round} starts from model {row.base_version}, now gone")

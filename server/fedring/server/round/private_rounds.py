@@ -1,21 +1,30 @@
 """Differential privacy of rounds: budget, noise secret, and charges."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from fedring.codec.schema import Schema
 from fedring.privacy.account import NoAccountant, epsilon
+from fedring.privacy.charges import Charge
 from fedring.server.model.transforms.listing import transforms_of
 from fedring.server.round.open_round import OpenRound
 from fedring.server.state.facts import Facts
 from fedring.server.state.noise_secret import erase_noise_secrets, noise_secret
-from fedring.server.state.rows import RoundRow
+from fedring.server.state.rows import ChargeRow, RoundRow
 from fedring.train.jobs.job import Job
 
 T = TypeVar("T")
+
+
+class _Reserved(NamedTuple):
+    """The most that a job's next round may cost."""
+
+    most: Charge
+    charged_before: int  # rounds of the job; one more means that the charge is known now
 
 
 class RoundPrivacy:
@@ -31,30 +40,59 @@ class RoundPrivacy:
 
     def __init__(self, facts: Facts, folder: Path, schema_of: Callable[[Job], Schema]) -> None:
         self._facts, self._folder, self._schema_of = facts, folder, schema_of
+        self._reserved: dict[int, _Reserved] = {}  # by job: what its next or open round costs at most
+        self._one_at_a_time = asyncio.Lock()
 
-    async def spent(self, job: Job) -> str:
+    async def spent(self, job_id: int, job: Job) -> str:
         """Return why the job may not open another round.
 
-        "" if it may.
+        "" if it may: then the cost of that round is reserved until it has ended, and other jobs cannot spend it.
         """
         privacy = job.dp
-        if privacy is None or not privacy.max_epsilon:
+        if privacy is None:
             return ""
-        rows = await self._facts.db(self._facts.store.rounds.charges)
-        schema = await self._facts.heavy(self._schema_of, job)
-        more = await self._facts.heavy(transforms_of(job).most_charged, job, schema.num_parameters)
-        # The budget must hold after the next round, so its largest possible charge is added beforehand.
-        charges = [*(row.cost for row in rows), more]
-        try:
-            total = await self._facts.heavy(epsilon, charges, privacy.delta)
-        except NoAccountant as error:
-            return f"dp.max_epsilon cannot be kept: {error}"
-        if total <= privacy.max_epsilon:
-            return ""
+        most = await self._most_charged(job)
+        async with self._one_at_a_time:  # so that two jobs do not find room for one round both
+            rows = await self._reserve(job_id, most)
+            if not privacy.max_epsilon:
+                return ""
+            # The budget must hold after the next round, and after those that other jobs have open, so their largest
+            # possible charges are added beforehand.
+            counts = Counter(row.job_id for row in rows)
+            pending = [each.most for job, each in self._reserved.items() if counts[job] == each.charged_before]
+            try:
+                total = await self._facts.heavy(epsilon, [*(row.cost for row in rows), *pending], privacy.delta)
+            except NoAccountant as error:
+                self.release(job_id)
+                return f"dp.max_epsilon cannot be kept: {error}"
+            if total <= privacy.max_epsilon:
+                return ""
+            self.release(job_id)
+        others = "" if len(pending) == 1 else ", with the rounds that other jobs have open"
         return (
-            f"one more round would take epsilon to {total:.3g} for delta = {privacy.delta:g}, above "
+            f"one more round would take epsilon to {total:.3g} for delta = {privacy.delta:g}{others}, above "
             f"dp.max_epsilon = {privacy.max_epsilon:g}"
         )
+
+    async def resumed(self, row: RoundRow, job: Job) -> None:
+        """Reserve the cost of a round that a restart has interrupted."""
+        if job.dp is not None:
+            rows = await self._reserve(row.job_id, await self._most_charged(job))
+            if any(each.round == row.round for each in rows):  # it has let a sum be seen, and was charged
+                self.release(row.job_id)
+
+    def release(self, job_id: int) -> None:
+        """Reserve nothing for a job any more."""
+        self._reserved.pop(job_id, None)
+
+    async def _most_charged(self, job: Job) -> Charge:
+        schema = await self._facts.heavy(self._schema_of, job)
+        return await self._facts.heavy(transforms_of(job).most_charged, job, schema.num_parameters)
+
+    async def _reserve(self, job_id: int, most: Charge) -> list[ChargeRow]:
+        rows = await self._facts.db(self._facts.store.rounds.charges)
+        self._reserved[job_id] = _Reserved(most, sum(row.job_id == job_id for row in rows))
+        return rows
 
     def past_of(self, row: RoundRow) -> "RoundPast":
         """Return the rounds before one. Call it in the event loop."""
@@ -75,6 +113,7 @@ class RoundPrivacy:
 
         Those of the other open rounds stay.
         """
+        self.release(open_.row.job_id)
         if open_.job.dp is not None:
             await self._facts.keep(self.forget, [each.row for each in others if each is not open_])
 

@@ -1,6 +1,5 @@
 """The model of a closed round: made, published, evaluated."""
 
-import asyncio
 import logging
 import time
 from collections.abc import Callable
@@ -35,10 +34,7 @@ _MOST_SENTENCES = 10  # on the evaluations of a round that have failed
 
 
 class Publisher:
-    """Makes the models of closed rounds, one at a time.
-
-    Each takes the next version.
-    """
+    """Makes the models of closed rounds, each with its own version."""
 
     def __init__(
         self,
@@ -52,18 +48,16 @@ class Publisher:
         self._rounds, self._facts, self._models, self._privacy = rounds, facts, models, privacy
         self._sessions, self._metrics = sessions, metrics
         self._dispatch = Dispatch(sessions)
-        self._one_at_a_time = asyncio.Lock()
 
     async def make(self, open_: OpenRound) -> None:
         """Make and publish the next model, or abandon the round.
 
         What can be mended, or waited for, makes it due again.
         """
-        async with self._one_at_a_time:
-            if open_.stop_reason and open_.phase is Phase.AGGREGATING:
-                self._rounds.handle(open_, Abandoned(open_.stop_reason))
-            if open_.phase is Phase.AGGREGATING:  # it may have been stopped while another model was made
-                await self._make(open_)
+        if open_.stop_reason and open_.phase is Phase.AGGREGATING:
+            self._rounds.handle(open_, Abandoned(open_.stop_reason))
+        if open_.phase is Phase.AGGREGATING:
+            await self._make(open_)
         if open_.phase is Phase.AGGREGATING and not open_.stop_reason:
             await wait_for_disk(self._facts, open_)
 
@@ -103,10 +97,12 @@ class Publisher:
         Clients are asked to evaluate it.
         """
         rounds = self._rounds
-        open_.row, open_.made, rounds.latest = ended, model, model
+        open_.row, open_.made = ended, model
+        rounds.learn(model)
         self._metrics.guarded(ended.stats)
         self._models.versions.remember(model)
-        evaluators = self._sessions.here(open_.job.clients) if open_.job.evaluate else []
+        here = self._sessions.here(open_.job.clients) if open_.job.evaluate else []
+        evaluators = [client for client in here if rounds.has_room(open_, client)]
         rounds.handle(open_, Published(frozenset(evaluators)))
         self.end_training(open_)
         for client in evaluators:
@@ -204,19 +200,19 @@ async def publish(facts: Facts, models: Models, privacy: RoundPrivacy, open_: Op
         StorageError, CodecError, OptimizerError, RuleError, SeamError, RuntimeError: if it cannot be made; the last is
             torch's.
     """
-    version = await facts.db(facts.store.models.next_version)
-    closed = open_.closed(facts.store.secret, privacy.past_of(open_.row))
-    open_.prepared = await facts.heavy(models.maker.prepare, closed)
-    made = await facts.heavy(models.maker.next, open_.base, open_.prepared, version)
-    ended = open_.ended(Phase.PUBLISHED, model_version=version)
-    frozen = open_.command.job.frozen_digest
-    model = replace(made, job_id=open_.row.job_id, metrics=ended.stats["metrics"], frozen_digest=frozen)
-    try:
-        await facts.db(facts.store.models.publish, model, ended, open_.prepared.charge())
-    except StorageFailed:
-        await facts.db(facts.discard, files_of(model))  # they take up the space that is missing
-        raise
-    return model, ended
+    async with facts.new_version() as version:
+        closed = open_.closed(facts.store.secret, privacy.past_of(open_.row))
+        open_.prepared = await facts.heavy(models.maker.prepare, closed)
+        made = await facts.heavy(models.maker.next, open_.base, open_.prepared, version)
+        ended = open_.ended(Phase.PUBLISHED, model_version=version)
+        frozen = open_.command.job.frozen_digest
+        model = replace(made, job_id=open_.row.job_id, metrics=ended.stats["metrics"], frozen_digest=frozen)
+        try:
+            await facts.db(facts.store.models.publish, model, ended, open_.prepared.charge())
+        except StorageFailed:
+            await facts.db(facts.discard, files_of(model))  # they take up the space that is missing
+            raise
+        return model, ended
 
 
 async def evaluation(

@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import replace
+from itertools import islice
 
 from fedring.server.group import machine as gr
 from fedring.server.round.dispatch import Dispatch
@@ -20,7 +21,7 @@ async def look_after_groups(rounds: Rounds, sessions: Sessions, facts: Facts) ->
             state = open_.group.state if open_.group is not None else None
             if state is not None and state.phase is gr.GroupPhase.ENDED and state.reason:
                 await rounds.abandon(open_, state.reason)
-            for client in replacements(open_, sessions):
+            for client in replacements(open_, rounds, sessions):
                 await facts.keep(enlist, rounds, Dispatch(sessions), facts, open_, client)
         waits = (open_.group.wait_seconds for open_ in rounds if open_.group is not None)
         try:
@@ -31,24 +32,26 @@ async def look_after_groups(rounds: Rounds, sessions: Sessions, facts: Facts) ->
                 rounds.group_event(open_, gr.Tick())
 
 
-def replacements(open_: OpenRound, sessions: Sessions) -> list[str]:
+def replacements(open_: OpenRound, rounds: Rounds, sessions: Sessions) -> list[str]:
     """Return clients to take the places of lost workers.
 
-    They watch, suit the job, and were not selected.
+    They watch, suit the job, were not selected, and no other round has them.
     """
     state = open_.group.state if open_.group is not None else None
     if state is None or state.phase is not gr.GroupPhase.GATHERING or not state.has_run:
         return []
     here = set(sessions.here(open_.job.clients))
     short = state.rules.target - len(here & state.expected)
-    return sorted(here.difference(open_.row.selected))[: max(0, short)]
+    free = (client for client in sorted(here.difference(open_.row.selected)) if rounds.has_room(open_, client))
+    return list(islice(free, max(0, short)))
 
 
 async def enlist(rounds: Rounds, dispatch: Dispatch, facts: Facts, open_: OpenRound, client: str) -> None:
     """Let one more client take part in a round."""
     async with open_.settling:
-        if open_.phase is not Phase.TRAINING:
+        if open_.phase is not Phase.TRAINING or not rounds.has_room(open_, client):
             return
+        rounds.draw(open_, open_.drawn | {client})
         row = replace(open_.row, selected=tuple(sorted({*open_.row.selected, client})))
         await facts.db(facts.store.rounds.replace, row)
         open_.row = row

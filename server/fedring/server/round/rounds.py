@@ -6,7 +6,7 @@ their states and tells operators what changes. It performs nothing: that is `fed
 
 import asyncio
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from fedring.daemon.notify import sd_notify
 from fedring.daemon.wording import counted
@@ -27,15 +27,20 @@ from fedring.server.round.events import (
     LeftBehind,
     Matched,
     Phase,
+    Round,
     RoundState,
+    Shared,
 )
 from fedring.server.round.metrics import RoundMetrics
 from fedring.server.round.open_round import OpenRound
 from fedring.server.round.plan import group_rules
 from fedring.server.round.report import open_message
+from fedring.server.round.sharing import holders_of, shares
 from fedring.server.sessions.sessions import Session, Sessions
 from fedring.server.state.journal import Journal
 from fedring.server.state.rows import ModelRow, RoundRow, UpdateRow
+
+PresenceEvent = Joined | Matched | Left | LeftBehind | Freed
 
 
 class Rounds:
@@ -44,7 +49,8 @@ class Rounds:
     Attributes:
         last: the row of the round that ended last; None if none has.
         latest: the newest model.
-        recovering: whether a round that a restart interrupted waits to be resumed.
+        interrupted: the rounds that a restart interrupted, and that wait to be resumed, by their numbers.
+        all_resumed: set while there are none.
         group: the newest group of workers, which outlives its round; None if there was none.
         group_moved: set whenever the state of a group has changed; whoever waits for it clears it.
     """
@@ -52,11 +58,14 @@ class Rounds:
     def __init__(self, run_id: str, sessions: Sessions, journal: Journal, metrics: RoundMetrics) -> None:
         self.last: RoundRow | None = None
         self.latest: ModelRow | None = None
-        self.recovering = False
+        self.interrupted: Mapping[int, RoundRow] = {}
+        self.all_resumed = asyncio.Event()
+        self.all_resumed.set()
         self.group: Rendezvous | None = None
         self.group_moved = asyncio.Event()
         self._here = RoundState()  # the clients that are here, without a round
         self._open: dict[int, OpenRound] = {}
+        self._served: dict[int, int] = {}  # by job: updates since it runs, and before it those of the least served one
         self._generation = 0  # the newest of the groups of rounds that have ended
         self._sessions = sessions
         self._run_id, self._returns, self._journal, self._metrics = run_id, sessions.returns, journal, metrics
@@ -92,11 +101,12 @@ class Rounds:
         """The labels of each client that is here."""
         return [member.labels for member in self._here.members.values()]
 
-    def presence(self, event: Joined | Matched | Left | LeftBehind | Freed) -> None:
+    def presence(self, event: PresenceEvent) -> None:
         """Tell all open rounds that a client came, went, or is late."""
         self._here = rd.apply(self._here, event, time.monotonic())
         for open_ in self:
             self.handle(open_, event)
+        self._share()
 
     def handle(self, open_: OpenRound, event: Event) -> None:
         """Take the event into the state of a round.
@@ -109,14 +119,60 @@ class Rounds:
         open_.trace.follow(open_.state.round)
         open_.changed.set()
         self.expect_workers(open_)
+        if not isinstance(event, Shared | PresenceEvent) and _has_others(before, open_.state.round):
+            self._share()
+
+    def await_resumption(self, rows: Iterable[RoundRow]) -> None:
+        """Note which rounds wait to be resumed."""
+        self.interrupted = {row.round: row for row in rows}
+        if not self.interrupted:
+            self.all_resumed.set()
+        else:
+            self.all_resumed.clear()
+        self._share()
+
+    def draw(self, open_: OpenRound, clients: Iterable[str]) -> None:
+        """Let this round alone have these clients from now on."""
+        open_.drawn = frozenset(clients)
+        self._share()
+
+    def has_room(self, open_: OpenRound, client: str) -> bool:
+        """Return whether a client can take part in one more round."""
+        member = self._here.members.get(client)
+        if member is None or not member.max_jobs:
+            return False
+        held = holders_of(self, self.interrupted.values(), but=open_)
+        return not held.hold_back(client, member.max_jobs, alone=open_.alone)
+
+    @property
+    def holders(self) -> Mapping[str, Sequence[int]]:
+        """The jobs whose rounds each client takes part in now."""
+        return holders_of(self, self.interrupted.values()).jobs
+
+    def job_ended(self, job_id: int) -> None:
+        """Forget a job that has ended."""
+        self._served.pop(job_id, None)
+        self.await_resumption(row for row in self.interrupted.values() if row.job_id != job_id)
+
+    def _share(self) -> None:
+        """Say to each round that waits which clients it can draw."""
+        if len(self._open) + len(self.interrupted) > 1:
+            for open_, busy in shares(tuple(self), self.interrupted.values(), self._served):
+                if busy != open_.state.busy:
+                    self.handle(open_, Shared(busy))
+        else:
+            for open_ in self:
+                if open_.state.busy:
+                    self.handle(open_, Shared(frozenset()))
 
     def begin(self, open_: OpenRound, event: Event) -> None:
         """Take up a round that is opened or resumed by the event."""
         open_.command.traceparent = open_.trace.begin(open_.row.round, open_.row.job_id)
         open_.state = self._here
+        self._served.setdefault(open_.row.job_id, min(self._served.values(), default=0))
         self._open[open_.row.round] = open_
-        self.recovering = False
         self.handle(open_, event)
+        self.await_resumption(row for number, row in self.interrupted.items() if number != open_.row.round)
 
     def end(self, open_: OpenRound) -> None:
         """Forget a round that has ended."""
@@ -126,6 +182,10 @@ class Rounds:
             self.works(session)
         if open_.group is not None:
             self._generation = max(self._generation, open_.group.generation)
+        self._share()
+        for other in self:  # a group may have waited for one of its clients
+            if other.group is not None:
+                self.group_moved.set()
 
     def works(self, session: Session) -> None:
         """Note whether a client works on a round that has ended.
@@ -133,7 +193,8 @@ class Rounds:
         It is not ready for others then.
         """
         work = session.work
-        late = (work.round > 0 and work.round not in self._open) or work.ended_round < session.ended
+        unread = session.ended > 0 and work.ended_round != session.ended
+        late = (work.round > 0 and work.round not in self._open) or unread
         if late != bool(session.late_since):
             session.late_since = time.time() if late else 0.0
             self.presence(LeftBehind(session.client_id) if late else Freed(session.client_id))
@@ -187,8 +248,7 @@ class Rounds:
             Unavailable: if the server has just started, and the round waits to be resumed.
             UnknownRound: if the round does not take it: see `check_eligible`.
         """
-        if self.recovering:
-            raise Unavailable("the server has just started: try again")
+        self.check_resumed(number)
         if run_id != self._run_id:
             raise UnknownRound("the update belongs to another run")
         open_ = self._open.get(number)
@@ -199,12 +259,25 @@ class Rounds:
         open_.kind.check_update(client)
         return open_
 
+    def check_resumed(self, number: int) -> None:
+        """Check that a round does not wait to be resumed.
+
+        Raises:
+            Unavailable: if it does, because the server has just started.
+        """
+        if number in self.interrupted:
+            raise Unavailable("the server has just started: try again")
+
     def accepted(self, open_: OpenRound, rows: Sequence[UpdateRow]) -> None:
         """Count updates of a round that became durable together.
 
         Its `settling` must be held.
         """
+        job_id = open_.row.job_id
         for row in rows:
+            # One worker delivers for its whole group.
+            count = len(open_.row.selected) if open_.job.grouped else 1
+            self._served[job_id] = self._served.get(job_id, 0) + count
             open_.accepted[row.client_id] = row
             self.handle(open_, Delivered(row.client_id))
         state = open_message(open_, clients=False)  # the same for all of them, since they became durable at once
@@ -257,3 +330,13 @@ class Rounds:
         """Write an event of a round to the journal and systemd's status."""
         sd_notify(f"STATUS={text}")
         self._journal.write(kind, text, job_id=open_.row.job_id, state=open_message(open_))
+
+
+def _has_others(before: Round | None, after: Round | None) -> bool:
+    """Return whether other clients than before take part in a round."""
+    if before is None or after is None:
+        return before is not after
+    return (before.phase, before.failed, before.selected, before.evaluators) != (
+        *(after.phase, after.failed),
+        *(after.selected, after.evaluators),
+    )

@@ -128,10 +128,12 @@ class RoundRunner:
         overrides = overrides_of(labels, open_.job.override)
         selected = tuple(sorted(clients))
         row = replace(open_.row, phase=Phase.TRAINING, selected=selected, seconds_left=None, overrides=overrides)
+        self._rounds.draw(open_, clients)  # before anything is waited for: another round could draw them, too
         try:
             await open_.kind.start()
             await self._facts.db(self._facts.store.rounds.replace, row)
         except StorageFailed:
+            self._rounds.draw(open_, ())
             return  # it is due again, and waits for the disk where a stop need not wait
         open_.row, open_.started = row, time.monotonic()
         self._rounds.handle(open_, Started(clients, open_.kind.steps(clients)))

@@ -16,7 +16,7 @@ from grpc import aio
 from fedring.codec import CodecError
 from fedring.daemon.metrics import Registry
 from fedring.rpc.certificates import identity_of, load_authorities
-from fedring.rpc.errors import BadRequest, Unavailable, UnknownRound
+from fedring.rpc.errors import BadRequest, UnknownRound
 from fedring.rpc.identity import Role
 from fedring.secure.errors import SecureError
 from fedring.secure.roster import Member
@@ -168,8 +168,7 @@ class SecureRounds(KindMaker):
 
     def _find(self, number: int, client: str) -> "SecureRound":
         """Return the round, if it takes the client's messages."""
-        if self._rounds.recovering:
-            raise Unavailable("the server has just started: try again")
+        self._rounds.check_resumed(number)
         open_ = self._rounds.get(number)
         kind = open_.kind if open_ is not None and open_.phase in OPEN else None
         if not isinstance(kind, SecureRound) or not kind.exchange.has_begun:
@@ -187,6 +186,7 @@ class SecureRound(RoundKind):
     """
 
     tells_all = True
+    alone = True
     recoverable = (BadSum,)
 
     def __init__(

@@ -47,7 +47,7 @@ class TrainCmdService(rpc.TrainCmdServiceServicer):
         except IdInUse:
             self._contested(request.client_id, context.peer())
             raise
-        self._rounds.presence(Joined(session.client_id, session.labels))
+        self._rounds.presence(Joined(session.client_id, session.labels, session.max_jobs))
         last = self._facts.last_accepted.get(session.client_id)
         return pb.JoinReply(
             session_id=session.session_id,

@@ -10,7 +10,7 @@ from typing import Any
 
 from fedring.codec.errors import CodecError
 from fedring.rpc.address import check_peer_address
-from fedring.rpc.errors import BadRequest, Gone, Unavailable, UnknownRound, refusal_in
+from fedring.rpc.errors import BadRequest, Gone, UnknownRound, refusal_in
 from fedring.rpc.streams import TimedStream, write
 from fedring.server.config import ServerConfig
 from fedring.server.group import machine as gr
@@ -70,9 +70,8 @@ class RendezvousService(rpc.RendezvousServiceServicer):
         """
         if message is None or not message.HasField("enter"):
             raise BadRequest("the first message must be Enter")
-        if self._rounds.recovering:
-            raise Unavailable("the server has just started: try again")
         enter = message.enter
+        self._rounds.check_resumed(enter.round)
         open_ = self._rounds.get(enter.round)
         group = open_.group if open_ is not None and client in open_.row.selected else None
         if open_ is None or group is None or not group.active or enter.run_id != open_.command.run_id:

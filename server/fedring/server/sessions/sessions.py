@@ -40,6 +40,7 @@ class Session:
     address: str
     owner: Identity  # who opened it; knowing the id alone lets nobody in
     labels: Mapping[str, str] = field(default_factory=dict)  # that it claims
+    max_jobs: int = 1  # of how many jobs it takes part in rounds at once; 0 = of none
     secret: str = field(default_factory=lambda: secrets.token_hex(16), repr=False)  # takes over; never stored
     outbox: asyncio.Queue[bytes] = field(default_factory=lambda: asyncio.Queue(OUTBOX))
     closed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -172,6 +173,7 @@ class Sessions:
         software = printable(request.software[:128])
         session = Session(request.client_id, secrets.token_hex(16), software, address, who, labels)
         session.secret, session.paced = shown or session.secret, request.paced
+        session.max_jobs = request.max_jobs if request.HasField("max_jobs") else 1
         # The older session goes only now, when nothing can refuse the new one any more.
         if older:
             older.close(Superseded(f"a newer session of {older.client_id} took over"))
@@ -231,7 +233,7 @@ class Sessions:
 
     def here(self, wanted: Wanted) -> list[str]:
         """Return the free matched clients with the labels of a job."""
-        free = (session for session in self if session.matched and not session.late_since)
+        free = (session for session in self if session.matched and session.max_jobs and not session.late_since)
         return [session.client_id for session in free if match(session.labels, wanted)]
 
     @property

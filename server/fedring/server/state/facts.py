@@ -6,9 +6,10 @@ Each kind of work runs in the threads that may do it.
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import asynccontextmanager, contextmanager, suppress
+from contextvars import ContextVar
 from typing import NoReturn, ParamSpec, TypeVar
 
 from fedring.job_code import job_code
@@ -83,7 +84,8 @@ class Storage:
 class Facts:
     """The state of a server, and the threads that work with it.
 
-    `db` runs in the store's only thread, `heavy` in a thread of its own, `work` in a small pool. Methods without
+    `db` runs in the store's only thread, `heavy` in a thread of its own, `work` in a small pool. Within a `lane`,
+    `heavy` has another thread: so the code of one job, which may take for ever, keeps no other waiting. Methods without
     `async` run in one of those threads. The storage is noted to fail if any of them raises StorageFailed, and to be
     distrusted after FsyncFailed.
 
@@ -105,7 +107,9 @@ class Facts:
         self.last_accepted = store.updates.last_accepted()
         self.pool = ThreadPoolExecutor(threads, thread_name_prefix="work")
         self._db = ThreadPoolExecutor(1, thread_name_prefix="store")
-        self._heavy = ThreadPoolExecutor(1, thread_name_prefix="heavy")
+        self._heavy: ContextVar[Executor] = ContextVar("heavy")
+        self._lanes = [ThreadPoolExecutor(1, thread_name_prefix="heavy")]
+        self._made, self._making = 0, set[int]()  # the highest version that was made here, and those in the making
 
     async def db(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run `function`, a transaction, in the store's thread.
@@ -121,7 +125,35 @@ class Facts:
         Returns:
             Its result.
         """
-        return await self._run(self._heavy, lambda: function(*args, **kwargs))
+        return await self._run(self._heavy.get(self._lanes[0]), lambda: function(*args, **kwargs))
+
+    @contextmanager
+    def lane(self) -> Iterator[None]:
+        """Give `heavy` a thread of its own within, for the caller's task."""
+        pool = ThreadPoolExecutor(1, thread_name_prefix="heavy")
+        self._lanes.append(pool)
+        token = self._heavy.set(pool)
+        try:
+            yield
+        finally:
+            self._heavy.reset(token)
+            self._lanes.remove(pool)
+            pool.shutdown(wait=False)
+
+    @asynccontextmanager
+    async def new_version(self) -> AsyncIterator[int]:
+        """Provide the version of a model that is made and published within.
+
+        Several may be in the making, each with a version of its own. One that fails leaves its version to the next.
+        """
+        least = await self.db(self.store.models.next_version)
+        version = max(least, self._made + 1, *(each + 1 for each in self._making))
+        self._making.add(version)
+        try:
+            yield version
+            self._made = max(self._made, version)
+        finally:
+            self._making.discard(version)
 
     async def work(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run `function`, one computation or file access, in the pool.
@@ -216,7 +248,7 @@ class Facts:
 
     def close(self) -> None:
         """End the threads, then release the store and the blobs."""
-        for pool in (self._heavy, self.pool, self._db):
+        for pool in (*self._lanes, self.pool, self._db):
             pool.shutdown()
         self.store.close()
         self.blobs.close()

@@ -60,6 +60,13 @@ class JobRow:
     start_version: int = 0  # the version that it starts from; 0 = not known yet
     residual_after: int = 0  # clients' residuals of this round and of earlier ones belong to other models
     residual_epoch: int = 0  # the epoch of that round
+    place: int = 0  # in the queue: jobs begin in the order of their places, then of their ids
+
+    @property
+    def priority(self) -> int:
+        """Its key `priority`; that of an older job is 0."""
+        found = self.spec.get("priority", 0)
+        return found if isinstance(found, int) else 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,9 @@ class Control(Script):
     async def GetStatus(self, request: pb.GetStatusRequest, context: Any) -> pb.Status:
         return pb.Status(run_id=str(IDENTITY.get()))
 
+    async def MoveJob(self, request: pb.MoveJobRequest, context: Any) -> pb.JobList:
+        raise NotImplementedError
+
     async def StopJob(self, request: pb.StopJobRequest, context: Any) -> pb.StopReply:
         raise RuntimeError("a fault")
 

@@ -64,7 +64,7 @@ async def test_a_job_that_is_stopped_just_before_its_turn_does_not_run(tmp_path:
     facts.close()
 
 
-@pytest.mark.parametrize("read", ["ended_of", "newest_open"])
+@pytest.mark.parametrize("read", ["ended_of", "unended"])
 async def test_a_store_that_somebody_else_holds_as_a_job_starts_fails_the_job_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read: str
 ) -> None:

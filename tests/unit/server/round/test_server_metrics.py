@@ -43,6 +43,7 @@ OTHERS = {
     "bad_ranges",
     "unknown_model",
     "unknown_job",
+    "several_jobs",
     "unknown_token",
     "no_residual",
 }  # no upload is refused for these reasons

@@ -41,10 +41,10 @@ class TestStore:
     def test_jobs_run_in_the_order_in_which_they_were_created(self, store: Store) -> None:
         first, second = a_job(store), a_job(store)
         assert (first.job_id, second.job_id) == (1, 2)
-        assert store.jobs.next_queued() == first
+        assert store.jobs.queued()[0] == first
         store.jobs.set_state(1, "running")
-        assert store.jobs.next_queued() == second
-        assert store.jobs.running() == replace(first, state="running")
+        assert store.jobs.queued() == [second]
+        assert store.jobs.running() == [replace(first, state="running")]
         store.jobs.set_state(1, "failed", "too_few_clients")
         assert store.jobs.get(1) == replace(first, state="failed", reason="too_few_clients")
         assert store.jobs.get(7) is None
@@ -58,10 +58,10 @@ class TestStore:
     def test_a_round_is_open_until_it_ends(self, store: Store) -> None:
         job = a_job(store)
         opened = a_round(store, job)
-        assert store.rounds.newest_open() == opened
+        assert store.rounds.unended() == [opened]
         ended = replace(opened, phase="abandoned", reason="stopped", selected=("b", "a"), ended_at=5.0, stats={"x": 1})
         store.rounds.replace(ended)
-        assert store.rounds.newest_open() is None
+        assert store.rounds.unended() == []
         assert store.rounds.get(opened.round) == ended
         other = a_round(store, a_job(store))
         assert [row.round for row in store.rounds.newest()] == [other.round, opened.round]
@@ -126,7 +126,7 @@ class TestStore:
         store.models.publish(a_model(1))
         with pytest.raises(StorageError):
             store.models.publish(a_model(1), replace(opened, ended_at=8.0))
-        assert store.rounds.newest_open() == opened
+        assert store.rounds.unended() == [opened]
 
     def test_the_sum_of_evaluations_leaves_the_servers_own_out(self, store: Store) -> None:
         assert store.evaluations.total(1) is None
@@ -259,7 +259,7 @@ class TestStore:
         store.jobs.set_state(running.job_id, "running")
         orphan, kept = a_round(store, stopped), a_round(store, running)
         store.rounds.end_orphans()
-        assert store.rounds.newest_open() == kept
+        assert store.rounds.unended() == [kept]
         ended = store.rounds.get(orphan.round)
         assert ended is not None
         assert (ended.phase, ended.reason, ended.ended_at is None) == ("abandoned", "job_ended", False)

@@ -246,7 +246,7 @@ def test_damage_that_comes_while_a_server_runs_becomes_no_answer(tmp_path: Path)
 def test_pruning_notes_nothing_of_a_damaged_update_and_dropping_nothing_of_a_damaged_number(tmp_path: Path) -> None:
     filled(tmp_path)
     store = Store(f"sqlite:///{tmp_path / 'facts.sqlite'}")
-    opened = store.rounds.newest_open()
+    (opened,) = store.rounds.unended()
     assert opened is not None
     store.rounds.replace(replace(opened, ended_at=10.0))
     store.models.drop([2])
@@ -339,9 +339,9 @@ def facts_in(file: Path) -> list[Any]:
             store.jobs.of_key("once"),
         ]
         found = [
-            store.rounds.newest_open(),
+            store.rounds.unended(),
             store.rounds.last_published(1),
-            store.jobs.next_queued(),
+            store.jobs.queued(),
             store.jobs.running(),
         ]
         names = [

@@ -1,5 +1,6 @@
 """The jobs in the database."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from sqlalchemy import Connection, select
@@ -11,6 +12,8 @@ from fedring.server.state.sql.sealed import rows_of
 from fedring.server.state.sql.tables import jobs, models
 from fedring.server.state.sql.transactions import Database
 
+_QUEUE = select(jobs).where(jobs.c.state == "queued").order_by(jobs.c.place, jobs.c.job_id)
+
 
 class JobStore:
     """The jobs of a run."""
@@ -19,16 +22,44 @@ class JobStore:
         self._database = database
 
     def create(self, job: JobRow) -> JobRow:
-        """Add a job, and return it with its new id.
+        """Queue a job, and return it with its new id.
 
-        If there is one with its idempotency key, that one is returned.
+        It goes ahead of the jobs at the end that have a lower priority. If there is one with its idempotency key, that
+        one is returned.
         """
         with self._database.transaction() as connection:
             if job.idempotency_key is not None:
                 query = select(jobs).where(jobs.c.idempotency_key == job.idempotency_key)
                 if found := rows_of(connection, query, JobRow):
                     return found[0]
-            return sealed.add_numbered(connection, job, "job_id")
+            queue = rows_of(connection, _QUEUE, JobRow)
+            ahead = len(queue)
+            while ahead and queue[ahead - 1].priority < job.priority:
+                ahead -= 1
+            added = sealed.add_numbered(connection, replace(job, place=len(queue) + 1), "job_id")
+            return _number(connection, [*queue[:ahead], added, *queue[ahead:]])[added.job_id]
+
+    def move(self, job_id: int, *, before: int = 0, last: bool = False) -> bool:
+        """Move a queued job to another place in the queue.
+
+        Args:
+            job_id: The job.
+            before: The queued job that it is to be ahead of; 0 = of all.
+            last: Whether it is to be behind all others instead.
+
+        Returns:
+            Whether both jobs were in the queue; if not, nothing has changed.
+        """
+        with self._database.transaction() as connection:
+            queue = rows_of(connection, _QUEUE, JobRow)
+            others = [row for row in queue if row.job_id != job_id]
+            ids = [row.job_id for row in others]
+            if len(others) == len(queue) or (before and before not in ids):
+                return False
+            at = len(ids) if last else ids.index(before) if before else 0
+            mine = next(row for row in queue if row.job_id == job_id)
+            _number(connection, [*others[:at], mine, *others[at:]])
+            return True
 
     def of_key(self, key: str) -> JobRow | None:
         """Return the job with this idempotency key; None if there is none."""
@@ -64,13 +95,22 @@ class JobStore:
         """Return the newest jobs, newest first."""
         return self._database.all(select(jobs).order_by(jobs.c.job_id.desc()).limit(limit), JobRow)
 
-    def next_queued(self) -> JobRow | None:
-        """Return the oldest job that is queued."""
-        return self._database.first(select(jobs).where(jobs.c.state == "queued").order_by(jobs.c.job_id), JobRow)
+    def queued(self) -> list[JobRow]:
+        """Return the queued jobs, in their order."""
+        return self._database.all(_QUEUE, JobRow)
 
-    def running(self) -> JobRow | None:
-        """Return the job that is running, or was when the server stopped."""
-        return self._database.first(select(jobs).where(jobs.c.state == "running").order_by(jobs.c.job_id), JobRow)
+    def running(self) -> list[JobRow]:
+        """Return the jobs that are running, or were when the server stopped."""
+        return self._database.all(select(jobs).where(jobs.c.state == "running").order_by(jobs.c.job_id), JobRow)
+
+
+def _number(connection: Connection, queue: Sequence[JobRow]) -> dict[int, JobRow]:
+    """Number the queue anew, and return its rows by their ids."""
+    rows = {row.job_id: replace(row, place=place) for place, row in enumerate(queue, 1)}
+    for before in queue:
+        if before.place != rows[before.job_id].place:
+            sealed.put(connection, rows[before.job_id])
+    return rows
 
 
 def count_published(connection: Connection, job_id: int) -> None:

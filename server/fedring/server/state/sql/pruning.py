@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from sqlalchemy import Connection, delete, or_, select
+from sqlalchemy import Connection, delete, func, or_, select
 
 from fedring.server.state.ratings import versions_to_keep
 from fedring.server.state.rows import JobRow, ModelRow
@@ -19,6 +19,8 @@ def remove_updates_and_rounds(connection: Connection, keep_update_rounds: int, k
     The newest ended rounds keep their updates.
     """
     ended = select(rounds.c.round).where(rounds.c.ended_at.is_not(None))
+    running = connection.execute(select(func.count()).where(jobs.c.state == "running")).scalar() or 0
+    keep_update_rounds *= max(1, running)  # of each job that runs, since a client may ask what became of its update
     kept_rounds = ended.order_by(rounds.c.round.desc()).limit(keep_update_rounds)
     held = rounds.c.round.in_(select(updates.c.round))  # only few rounds still hold updates
     old = updates.c.round.in_(ended.where(held, rounds.c.round.not_in(kept_rounds.scalar_subquery())))
@@ -50,6 +52,9 @@ def remove_models(
     waiting = jobs.c.state.in_(("queued", "running")) & (jobs.c.rounds_done == 0)
     starts = sealed.rows_of(connection, select(jobs).where(waiting), JobRow)
     wanted = {job.start_version or version_of(str(job.spec.get("start", ""))) for job in starts}
+    running = set(connection.execute(select(jobs.c.job_id).where(jobs.c.state == "running")).scalars())
+    newest_of = {row.job_id: row.version for row in sorted(rows, key=lambda row: row.version)}
+    wanted |= {version for job_id, version in newest_of.items() if job_id in running}
     kept, complete = versions_to_keep(rows, rules, newest=newest, jobs=jobs_kept, bases=wanted.union(bases))
     removed = connection.execute(delete(models).where(models.c.version.not_in(kept))).rowcount
     connection.execute(delete(evaluations).where(evaluations.c.version.not_in(kept)))

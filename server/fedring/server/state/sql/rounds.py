@@ -27,6 +27,19 @@ class RoundStore:
         with self._database.transaction() as connection:
             return sealed.add_numbered(connection, row, "round")
 
+    def skip(self, job_id: int) -> int:
+        """Use up the next number of a round, and return it.
+
+        It is above those of all rounds there ever were, and no round will have it.
+
+        Args:
+            job_id: The job for which this is done.
+        """
+        with self._database.transaction() as connection:
+            row = sealed.add_numbered(connection, RoundRow(0, job_id, 0, "abandoned", time.time()), "round")
+            connection.execute(delete(rounds).where(rounds.c.round == row.round))
+            return row.round
+
     def replace(self, row: RoundRow) -> None:
         """Replace the row of a round.
 
@@ -75,21 +88,21 @@ class RoundStore:
         published = (rounds.c.job_id == job_id) & (rounds.c.model_version > 0)
         return self._database.first(select(rounds).where(published).order_by(rounds.c.round.desc()), RoundRow)
 
-    def newest_open(self) -> RoundRow | None:
-        """Return the newest round that has not ended.
+    def unended(self) -> list[RoundRow]:
+        """Return the rounds that have not ended, oldest first.
 
         A restarted server continues there.
         """
-        query = select(rounds).where(rounds.c.ended_at.is_(None)).order_by(rounds.c.round.desc())
-        return self._database.first(query, RoundRow)
+        return self._database.all(select(rounds).where(rounds.c.ended_at.is_(None)).order_by(rounds.c.round), RoundRow)
 
-    def end_orphans(self) -> None:
-        """Abandon the open rounds of jobs that are not running.
+    def end_orphans(self, job_id: int = 0) -> None:
+        """Abandon the open rounds of a job that is not running.
 
-        The reason is "job_ended".
+        The reason is "job_ended". 0 = of all such jobs: another one that was stopped may be about to publish.
         """
         running = select(jobs.c.job_id).where(jobs.c.state == "running")
         orphans = rounds.c.ended_at.is_(None) & rounds.c.job_id.not_in(running.scalar_subquery())
+        orphans = orphans & (rounds.c.job_id == job_id) if job_id else orphans
         with self._database.transaction() as connection:
             ended = {"phase": "abandoned", "reason": "job_ended", "ended_at": time.time()}
             sealed.change(connection, RoundRow, orphans, **ended)
