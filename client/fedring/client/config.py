@@ -106,6 +106,9 @@ class ClientConfig(BaseSettings):
     trainer: str = Field("", description="module:attribute to use instead of the job's trainer")
     evaluator: str = Field("", description="module:attribute to use instead of the job's evaluator")
 
+    max_jobs: int = Field(
+        1, ge=0, le=1, description="jobs that this client takes part in at once; 0 = none: it is in session, and idle"
+    )
     training: CodeLimits = Field(
         CodeLimits.model_validate({}), description="where the code of jobs runs, and what it may use"
     )
