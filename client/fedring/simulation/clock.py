@@ -8,7 +8,6 @@ Nothing waits, and no rule of a round is written again.
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
-from types import MappingProxyType
 from typing import Any
 
 from fedring.server.round import machine
@@ -33,6 +32,7 @@ from fedring.server.round.events import (
     Start,
     Started,
 )
+from fedring.server.sessions.members import Members
 from fedring.simulation.timing import Availability, Pace
 
 _COMES, _ANSWERS, _GOES = range(3)
@@ -102,8 +102,7 @@ class VirtualRounds:
                 else:
                     self._push(pace.comes, _COMES, client, Matched(client))
                     here.discard(client)
-        members = {client: Member(Presence.MATCHED, 0.0) for client in sorted(here)}
-        self._state = RoundState(MappingProxyType(members))
+        self._state = RoundState(Members((client, Member(Presence.MATCHED, 0.0)) for client in sorted(here)))
 
     def begin(self, number: int, rules: RoundRules) -> list[str]:
         """Wait for clients, and return those that are drawn, sorted.

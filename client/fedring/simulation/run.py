@@ -369,7 +369,9 @@ class _Run:
         work.command = command = round_command(work.job, row, self._model, run_id=RUN_ID, epoch=_EPOCH, most_bytes=0)
         self._server.command(work.job, command, self._model)
         if self._virtual is None:
-            names = machine.sample(self._candidates, Round(number, rules, Phase.WAITING, 0.0))
+            # Without time nobody drops out, so that no more are drawn than are needed.
+            exact = replace(rules, select_factor=1.0)
+            names = machine.sample(self._candidates, Round(number, exact, Phase.WAITING, 0.0))
         elif not (names := self._virtual.begin(number, rules)):
             work.times = self._virtual.abandoned()
             work.reason = "barrier_timeout"

@@ -14,7 +14,13 @@ from grpc import StatusCode, aio
 REASON_KEY = "fl-reason"
 
 RETRY_KEY = "fl-retry-seconds"
-"""The key in the trailing metadata of "id_in_use" whose value says for how many seconds to keep trying."""
+"""The key in the trailing metadata whose value is a number of seconds.
+
+For "id_in_use", for how many to keep trying; for "come_back", after how many to call again.
+"""
+
+MOST_AWAY = 86_400.0
+"""Seconds; no client is told to come back later than that, and none obeys that."""
 
 _RETRY_SECONDS, _MOST_RETRY_SECONDS = 10.0, 3600.0  # the default, and the most that a client accepts
 
@@ -167,6 +173,21 @@ class IdInUse(FedringError):
         self.metadata = ((RETRY_KEY, f"{retry_seconds:g}"),)
 
 
+class ComeBack(FedringError):
+    """The client is not needed now, or must wait in line.
+
+    Args:
+        detail: A sentence for the caller.
+        seconds: After how many the client is to join again.
+    """
+
+    status, reason = StatusCode.RESOURCE_EXHAUSTED, "come_back"
+
+    def __init__(self, detail: str, *, seconds: float) -> None:
+        super().__init__(detail)
+        self.metadata = ((RETRY_KEY, f"{seconds:.3f}"),)
+
+
 class Gone(FedringError):
     """The caller has closed the connection.
 
@@ -248,20 +269,21 @@ def reason_in(metadata: Sequence[tuple[str, str | bytes]] | None) -> str:
     return _text_in(metadata, REASON_KEY)
 
 
-def retry_seconds_of(error: grpc.RpcError) -> float:
-    """Return the seconds for which to keep trying after "id_in_use".
+def retry_seconds_of(error: grpc.RpcError, *, most: float = _MOST_RETRY_SECONDS) -> float:
+    """Return the seconds that "id_in_use" or "come_back" name.
 
     Args:
         error: The call that was refused.
+        most: Seconds to which the answer is limited.
 
     Returns:
-        The server's answer, limited to 0 to 3600; 10 if it gives no finite number.
+        The server's answer, limited to 0 to `most`; 10 if it gives no finite number.
     """
     try:
         seconds = float(_text_in(_trailing_metadata(error), RETRY_KEY))
     except ValueError:
         return _RETRY_SECONDS
-    return min(max(seconds, 0.0), _MOST_RETRY_SECONDS) if isfinite(seconds) else _RETRY_SECONDS
+    return min(max(seconds, 0.0), most) if isfinite(seconds) else _RETRY_SECONDS
 
 
 def _trailing_metadata(error: grpc.RpcError) -> Any:

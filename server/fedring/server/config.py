@@ -73,6 +73,11 @@ class ServerConfig(BaseSettings):
         1, description="jobs that run at once, each with rounds of its own; further ones wait in the queue"
     )
     max_clients: PositiveInt = Field(1000, description="sessions that may be open at once")
+    max_connected: NonNegativeInt = Field(
+        0,
+        description="clients beyond which those that no round needs are told when to come back, and disconnect; well "
+        "above the clients of a round; 0 = all stay connected",
+    )
     max_connections_per_address: PositiveInt = Field(
         256, description="connections of one IP address (of IPv6, of its first half) to each of the two ports"
     )

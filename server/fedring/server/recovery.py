@@ -13,6 +13,7 @@ from fedring.daemon.lock import StateLock
 from fedring.server.config import ServerConfig
 from fedring.server.model.models import Models
 from fedring.server.parts import Parts, assemble
+from fedring.server.sessions.crowd import PaceSteering
 from fedring.server.sessions.sessions import Sessions
 from fedring.server.state.facts import Facts
 from fedring.server.state.failures import StorageError, StorageFailed
@@ -61,7 +62,8 @@ async def recover(
     # The stack closes it even when a later step fails.
     stack.callback(facts.close)
     models = Models(blobs, facts.pool, config, store.run_id)
-    sessions = Sessions(config.max_clients, config.lost_after_seconds)
+    pace = PaceSteering(config.max_connected, stay=config.idle_seconds)
+    sessions = Sessions(config.max_clients, config.lost_after_seconds, pace)
     parts = assemble(config, facts, models, sessions)
     if drop_damaged:
         await _drop_damaged(parts)

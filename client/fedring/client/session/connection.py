@@ -165,6 +165,20 @@ class Connection:
         if unused:
             gc.collect()  # A finished call of grpc.aio is part of a reference cycle, which holds the connection.
 
+    async def hang_up(self) -> None:
+        """End all connections; the next call makes a new one."""
+        old, self._channels = self._channels, []
+        try:
+            self.reopen()
+        except (ConfigError, OSError) as error:  # as above
+            log.warning("no new connection can be opened, so the old one stays: %s", error)
+            self._channels = old
+            return
+        self._watch_channel = None
+        for channel in old:
+            await channel.close()
+        gc.collect()  # as above
+
     async def join(self, *, wait: bool) -> pb.JoinReply:
         """Open a session.
 

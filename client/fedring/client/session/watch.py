@@ -17,6 +17,8 @@ from fedring.client.session.retry import RetryPolicy, Verdict, is_doubtful
 from fedring.client.session.tries import Tries
 from fedring.daemon.exits import Exit
 from fedring.rpc.errors import (
+    MOST_AWAY,
+    ComeBack,
     FedringError,
     IdInUse,
     Superseded,
@@ -43,6 +45,7 @@ _MOST_EVENTS = 64
 
 _LEAST_PAUSE, _MOST_PAUSE = 0.05, 3600.0  # seconds between heartbeats, whatever the server asks for
 _LEAST_SHARE = 0.8  # of the period: a random part is left out, so that clients spread out
+_HANG_UP_SECONDS = 5.0  # away for longer than this, the client ends its connection
 _MISSED = 20  # periods without a word of the server, which repeats the period after ten
 
 POLICY = RetryPolicy({**dict.fromkeys(StatusCode, Verdict.LATER), Superseded.reason: Verdict.DROP})
@@ -144,6 +147,9 @@ class ClientSession:
                     "token, or a copy of this state_dir: give each client an id and a state_dir of its own",
                     Exit.CONFIG,
                 )
+            if isinstance(lost, aio.AioRpcError) and _is(lost, ComeBack):
+                await self._stay_away(retry_seconds_of(lost, most=MOST_AWAY))
+                continue
             await self._health.set(serving=False)
             wait = _unreachable(lost)
             deadline = self._deadline(lost)
@@ -153,6 +159,14 @@ class ClientSession:
             self._say(*self._explain(lost, obstacle))
             with suppress(TimeoutError):
                 await tries.wait(deadline=deadline)
+
+    async def _stay_away(self, seconds: float) -> None:
+        """Disconnect, and wait until the server may need this client again."""
+        where = f"fl-server at {self._connection.address}"
+        self._say("away", f"{where} does not need this client now; calling again in {seconds:.0f} s, or when it says")
+        if seconds > _HANG_UP_SECONDS and not self.occupied:
+            await self._connection.hang_up()
+        await asyncio.sleep(seconds)
 
     async def report_evaluation(self, report: pb.EvaluationReport) -> None:
         """Send the result of an evaluation once.

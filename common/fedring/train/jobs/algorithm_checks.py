@@ -36,6 +36,7 @@ PRIVATE: Mapping[str, tuple[object, str]] = {
     "update_clip": (0.0, "dp.clip takes its place"),
     "update_clip_factor": (0.0, "dp.clip takes its place"),
     "close_at_minimum": (False, "another client would take the place of one that does not deliver"),
+    "select_factor": (1.0, "another client would take the place of one that does not deliver"),
     "straggler_factor": (0.0, "one client's time would decide which others count"),
     "aggregation.rule": (MEAN, "the noise is not made for other rules"),
 }

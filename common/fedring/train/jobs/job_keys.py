@@ -184,6 +184,14 @@ class JobKeys(BaseModel):
     )
     sample_ratio: float = Field(1.0, gt=0, le=1, description="share of the ready clients that take part in a round")
     sample_clients: Count = Field(0, description="number of clients that take part in a round; 0 = use sample_ratio")
+    select_factor: float = Field(
+        1.0,
+        ge=1,
+        le=100,
+        allow_inf_nan=False,
+        description="draw this many times the clients that sample_ratio or sample_clients say, and end the round as "
+        "soon as those have delivered; 1 = draw no more than are needed (federated)",
+    )
     min_clients_to_aggregate: PositiveCount = Field(
         1, description="results that a round needs, or it is abandoned; at most min_clients"
     )

@@ -29,6 +29,7 @@ _NEEDS: Mapping[str, tuple[object, str]] = {
     "scaffold": (False, "control variates are made of single updates"),
     "update_clip_factor": (0.0, "nobody knows the norm of one update"),
     "close_at_minimum": (False, "the server would choose whose updates count"),
+    "select_factor": (1.0, "the server would choose whose updates count"),
     "straggler_factor": (0.0, "the server would choose whose updates count"),
 }
 """The demands of the table [secure_aggregation], with reasons."""

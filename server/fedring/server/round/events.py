@@ -9,6 +9,7 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import Protocol
 
+from fedring.server.sessions.members import Members
 from fedring.train.jobs.labels import Wanted
 
 
@@ -53,6 +54,7 @@ class RoundRules:
     barrier_timeout: float = 600.0
     sample_ratio: float = 1.0
     sample_clients: int = 0
+    select_factor: float = 1.0  # times the clients that are needed are drawn
     min_to_aggregate: int = 1
     close_at_minimum: bool = False
     deadline: float = 600.0
@@ -130,7 +132,7 @@ class Round:
 class RoundState:
     """All clients, and the round in progress."""
 
-    members: Mapping[str, Member] = field(default_factory=lambda: MappingProxyType({}))
+    members: Members[Member] = field(default_factory=Members)
     round: Round | None = None
     busy: frozenset[str] = frozenset()  # clients that other rounds have, or have the first claim to
 
@@ -333,7 +335,7 @@ class Start:
 class Aggregate:
     """Let the round take no more updates (Closed)."""
 
-    stragglers: frozenset[str] = frozenset()  # clients that `straggler_factor` leaves out
+    stragglers: frozenset[str] = frozenset()  # clients that `straggler_factor` or `select_factor` leaves out
 
 
 @dataclass(frozen=True, slots=True)

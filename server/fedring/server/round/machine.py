@@ -10,12 +10,11 @@ command and the model. Nothing here reads a clock, sends, stores, or knows what 
 """
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
-from math import ceil, inf
+from math import ceil, floor, inf
 from statistics import median
-from types import MappingProxyType
 
 from fedring.server.round.events import (
     OPEN,
@@ -56,6 +55,7 @@ from fedring.server.round.events import (
     Started,
     Stepped,
 )
+from fedring.server.sessions.members import Members
 from fedring.train.jobs.labels import match
 
 _LEAVE_SECONDS = 1.0
@@ -89,18 +89,21 @@ def apply(state: RoundState, event: Event, now: float) -> RoundState:
             # A member that is away since a moment in the future has more than the usual grace to come back.
             away = Member(Presence.AWAY, now + max(0.0, grace - round_.rules.grace))
             missing = dict.fromkeys(round_.selected | round_.evaluators, away)
-            known = MappingProxyType(missing | dict(state.members))
+            known = Members({**missing, **state.members}.items())
             return replace(state, members=known, round=replace(round_, since=now - elapsed))
         case Finished():
             _require(state.round is not None and state.round.phase not in OPEN, event, state)
-            here = {c: m for c, m in state.members.items() if m.presence is not Presence.AWAY}
-            return RoundState(MappingProxyType(here), None)
+            here = ((c, m) for c, m in state.members.items() if m.presence is not Presence.AWAY)
+            return RoundState(Members(here), None)
     if state.round is None:
         raise IllegalEvent(f"{event} without a round")
     after = _apply_to_round(state.round, event, now)
     # A client that was chosen may have left before the event came, and is not in `members` then.
-    gone = dict.fromkeys((after.selected | after.evaluators) - state.members.keys(), Member(Presence.AWAY, now))
-    members: Mapping[str, Member] = MappingProxyType({**gone, **state.members}) if gone else state.members
+    members = state.members
+    if after.selected is not state.round.selected or after.evaluators is not state.round.evaluators:
+        for client in after.selected | after.evaluators:
+            if client not in members:
+                members = members.having(client, Member(Presence.AWAY, now))
     return replace(state, members=members, round=after)
 
 
@@ -278,10 +281,24 @@ def sample(candidates: list[str], round_: Round) -> list[str]:
     """Return the clients that take part, drawn with the round's seed."""
     rules = round_.rules
     count = rules.sample_clients or ceil(rules.sample_ratio * len(candidates))
-    count = max(count, rules.min_to_aggregate)
+    count = ceil(rules.select_factor * max(count, rules.min_to_aggregate))
     if count >= len(candidates):
         return candidates
     return random.Random(f"{rules.seed}:{round_.number}").sample(candidates, count)
+
+
+def updates_needed(round_: Round) -> int:
+    """Return the number of updates with which the round closes.
+
+    With `select_factor`, more clients were drawn than that; otherwise it is that of all clients. It follows from those
+    that were drawn, because after a restart nobody knows from how many they were.
+    """
+    rules, drawn = round_.rules, len(round_.selected)
+    if rules.select_factor == 1:
+        return drawn
+    # Where there were too few clients to draw more, all of them were drawn.
+    by_ratio = max(floor(drawn / rules.select_factor + 1e-9), ceil(rules.sample_ratio * drawn))
+    return min(max(rules.sample_clients or by_ratio, rules.min_to_aggregate), drawn)
 
 
 def pending(state: RoundState, now: float) -> frozenset[str]:
@@ -361,7 +378,7 @@ def _member(state: RoundState, client: str, presence: Presence, now: float) -> R
 
 
 def _with(state: RoundState, client: str, member: Member) -> RoundState:
-    return replace(state, members=MappingProxyType({**state.members, client: member}))
+    return replace(state, members=state.members.having(client, member))
 
 
 def _late(state: RoundState, client: str, since: float | None) -> RoundState:
@@ -378,8 +395,7 @@ def _left(state: RoundState, client: str, now: float) -> RoundState:
         return state
     if state.round is not None and client in state.round.selected | state.round.evaluators:
         return _member(state, client, Presence.AWAY, now)
-    rest = {other: member for other, member in state.members.items() if other != client}
-    return replace(state, members=MappingProxyType(rest))
+    return replace(state, members=state.members.without(client))
 
 
 def _require(legal: bool, event: Event, state: RoundState) -> None:
@@ -430,6 +446,8 @@ def _due_training(state: RoundState, round_: Round, now: float) -> Effect | None
     if round_.rules.close_at_minimum and enough:
         return Aggregate()
     late = pending(state, now)
+    if enough and len(round_.delivered) >= updates_needed(round_):
+        return Aggregate(late)
     if late and now < deadline(round_):
         return Aggregate(late) if now >= stragglers_at(round_) else None
     return Aggregate() if enough else Abandon("too_few_clients")

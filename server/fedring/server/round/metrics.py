@@ -51,7 +51,7 @@ class RoundMetrics:
         self._connected = new.gauge("fl_server_clients_connected", "Clients that watch, and have confirmed it.")
         text = "How often a client was found to be stalled: it had reported no progress for stalled_after_seconds."
         self.stalled = new.counter("fl_server_clients_stalled_total", text)
-        text = "Clients that rounds went on without because of straggler_factor."
+        text = "Clients that rounds went on without because of straggler_factor or select_factor."
         self.stragglers = new.counter("fl_server_stragglers_total", text)
         text = "What clients had in the newest round to train and deliver."
         self._deadline = new.gauge("fl_server_round_deadline_seconds", text)

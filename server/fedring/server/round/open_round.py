@@ -68,7 +68,7 @@ class OpenRound:
     accepted: dict[str, UpdateRow] = field(default_factory=dict)
     traffic: dict[str, ClientTraffic] = field(default_factory=dict)
     done: dict[str, Done] = field(default_factory=dict)  # reports of a group's workers
-    stragglers: frozenset[str] = frozenset()  # clients that straggler_factor has left out
+    stragglers: frozenset[str] = frozenset()  # clients that straggler_factor or select_factor has left out
     left_out: frozenset[str] = frozenset()  # clients that are not drawn: an earlier round has proved them wrong
     prepared: RoundSteps | None = None  # the transforms' steps for the accepted updates; None = not known yet
     failures: list[str] = field(default_factory=list)  # sentences: who could not train, what was damaged

@@ -33,6 +33,7 @@ def rules_of(job: Job, *, grace: float) -> RoundRules:
         barrier_timeout=job.barrier_timeout_seconds,
         sample_ratio=job.sample_ratio,
         sample_clients=fixed or job.sample_clients,
+        select_factor=1.0 if alone else job.select_factor,
         min_to_aggregate=1 if alone else job.min_clients_to_aggregate,
         close_at_minimum=alone or job.close_at_minimum,
         deadline=job.deadline_seconds,

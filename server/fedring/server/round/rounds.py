@@ -92,6 +92,14 @@ class Rounds:
         return any(rd.awaits(open_.state.round, client) for open_ in self._open.values())
 
     @property
+    def gathering(self) -> bool:
+        """Whether more clients may be needed than are here.
+
+        A round waits for clients, or will be resumed.
+        """
+        return bool(self.interrupted) or any(open_.phase is Phase.WAITING for open_ in self._open.values())
+
+    @property
     def newest(self) -> OpenRound | None:
         """The open round that was opened last; None if none is open."""
         return next(reversed(self._open.values()), None)

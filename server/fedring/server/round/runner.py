@@ -148,8 +148,11 @@ class RoundRunner:
             log.warning("round %d ends without %s", open_.row.round, ", ".join(open_.missing))
         if open_.stragglers:
             self._metrics.stragglers.inc(len(open_.stragglers))
-            names, factor = ", ".join(sorted(open_.stragglers)), open_.job.straggler_factor
-            text = f"{open_.title} ends without {names}: {factor:g} times the median time has passed"
+            names, count = ", ".join(sorted(open_.stragglers)), len(open_.accepted)
+            why = f"{open_.job.straggler_factor:g} times the median time has passed"
+            if open_.state.round is not None and count >= rd.updates_needed(open_.state.round):
+                why = f"the {counted(count, 'update')} that it needs are here"
+            text = f"{open_.title} ends without {names}: {why}"
             self._rounds.tell(open_, "round_stragglers", text)
 
     async def _finish(self, open_: OpenRound) -> RoundResult:

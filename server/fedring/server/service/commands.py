@@ -7,6 +7,7 @@ from typing import Any
 
 from fedring.rpc.contract import PROTOCOL
 from fedring.rpc.errors import BadRequest, Gone, IdInUse, Unavailable, refusal_in
+from fedring.rpc.identity import NAME
 from fedring.rpc.streams import finish_write, wire_bytes
 from fedring.server.config import ServerConfig
 from fedring.server.round.client_reports import ClientReports
@@ -42,6 +43,7 @@ class TrainCmdService(rpc.TrainCmdServiceServicer):
             older = "the client" if request.protocol < PROTOCOL else "fl-server"
             text = f"fl-server speaks protocol {PROTOCOL}, the client {request.protocol}: update {older}"
             raise BadRequest(text, reason="wrong_protocol")
+        self._admit(request.client_id)
         try:
             session = self._sessions.join(request, context.peer())
         except IdInUse:
@@ -88,7 +90,7 @@ class TrainCmdService(rpc.TrainCmdServiceServicer):
                 self._reports.moved(session.client_id)
             self._rounds.works(session)
             if request.matched and not session.matched:
-                session.matched = True
+                self._sessions.arrived(session)
                 self._reports.matched(session.client_id)
                 self._journal.write("client_joined", f"{session.client_id} is here", client_id=session.client_id)
             if request.HasField("failure"):
@@ -104,6 +106,21 @@ class TrainCmdService(rpc.TrainCmdServiceServicer):
             if event not in self._sweep.heartbeats:
                 self._reports.traffic(session.client_id).download_bytes += wire_bytes(event)
             event = await session.outbox.get()
+
+    def _admit(self, client: str) -> None:
+        """Send a client away if there are too many.
+
+        Too many come at once, or more are here than may be. A client that a round waits for is always let in, and so is
+        one that takes over its own session.
+        """
+        sessions, rounds = self._sessions, self._rounds
+        if not NAME.fullmatch(client):
+            return  # it is refused for that
+        if rounds.awaits(client) or sessions.get(client) is not None:
+            return
+        sessions.check_line()
+        if 0 < sessions.pace.most <= len(sessions) and not rounds.gathering:
+            raise sessions.send_away(client)
 
     def _contested(self, client_id: str, peer: str) -> None:
         """Tell operators of a rival for the id of a client.

@@ -83,6 +83,9 @@ class SessionSweep:
         elif session.quick and session.paced and now >= session.engaged + self._lost:
             session.quick = False
             session.send(self._to_idle)
+        elif self._can_leave(session, now):
+            session.close(self._sessions.send_away(session.client_id))
+            return
         speaks_at = session.spoke + self._every(session)
         if now >= speaks_at:
             speaks_at = now + self._every(session)
@@ -92,7 +95,17 @@ class SessionSweep:
             self._reports.stalled(session)
             stalls_at = inf
         again = now + self._quick if session.quick else inf
+        if self._sessions.pace.most:
+            again = min(again, max(now + self._quick, session.engaged + self._sessions.pace.stay))
         session.look_at = min(again, lost_at, ends_at, speaks_at, stalls_at)
+
+    def _can_leave(self, session: Session, now: float) -> bool:
+        """Return whether a client is not needed, and one of many."""
+        pace = self._sessions.pace
+        if not (pace.most and session.paced and session.matched) or now < session.engaged + pace.stay:
+            return False
+        busy = session.transfers or session.late_since or self._rounds.gathering
+        return not busy and pace.crowded(len(self._sessions), now)
 
     def _every(self, session: Session) -> float:
         if not session.paced:

@@ -13,8 +13,18 @@ from typing import Any
 from fedring.daemon.logs import log_with
 from fedring.rpc.chunks import serialize
 from fedring.rpc.contract import RESUME_SECRET, SESSION_KEY
-from fedring.rpc.errors import BadRequest, FedringError, IdInUse, NoSession, NotAllowed, Overloaded, Superseded
+from fedring.rpc.errors import (
+    BadRequest,
+    ComeBack,
+    FedringError,
+    IdInUse,
+    NoSession,
+    NotAllowed,
+    Overloaded,
+    Superseded,
+)
 from fedring.rpc.identity import IDENTITY, NAME, Identity
+from fedring.server.sessions.crowd import ARRIVING, Line, PaceSteering
 from fedring.server.sessions.returns import Returns
 from fedring.server.state.journal import printable
 from fedring.train.jobs.labels import Wanted, check_labels, match
@@ -129,10 +139,13 @@ class Sessions:
     Args:
         limit: The most sessions that may be open at once.
         lost_after_seconds: Silence after which a session is dropped; twice as long a newcomer is to try again.
+        pace: Says when clients that are not needed come back; None = all of them stay.
     """
 
-    def __init__(self, limit: int, lost_after_seconds: float = 5.0) -> None:
+    def __init__(self, limit: int, lost_after_seconds: float = 5.0, pace: PaceSteering | None = None) -> None:
         self._limit = limit
+        self.pace, self.line = pace or PaceSteering(0, 0.0), Line()
+        self._arriving: set[str] = set()  # sessions that were not greeted yet
         self._retry_seconds = 2 * lost_after_seconds
         self._by_id: dict[str, Session] = {}
         self._by_client: dict[str, Session] = {}
@@ -179,6 +192,8 @@ class Sessions:
             older.close(Superseded(f"a newer session of {older.client_id} took over"))
             self.drop(older)
         self._by_id[session.session_id] = self._by_client[session.client_id] = session
+        self._arriving.add(session.session_id)
+        self.pace.came(session.client_id)
         self.returns.came(session.client_id, request.startup_seconds, time.monotonic())
         log_with(client=session.client_id)
         return session
@@ -209,12 +224,34 @@ class Sessions:
         log_with(client=session.client_id)
         return session
 
+    def check_line(self) -> None:
+        """Check that one more client can be greeted soon.
+
+        Raises:
+            ComeBack: if too many are arriving.
+        """
+        if len(self._arriving) >= ARRIVING:
+            seconds = self.line.place(time.monotonic())
+            raise ComeBack(f"too many clients come at once: come back in {seconds:.1f} s", seconds=seconds)
+
+    def send_away(self, client: str) -> ComeBack:
+        """Return the refusal for a client that no round needs."""
+        seconds = self.pace.leave(client, len(self), time.monotonic())
+        return ComeBack(f"no round needs this client now: come back in {seconds:.0f} s", seconds=seconds)
+
+    def arrived(self, session: Session) -> None:
+        """Note that the client watches both ways."""
+        session.matched = True
+        self._arriving.discard(session.session_id)
+        self.line.arrived(time.monotonic())
+
     def drop(self, session: Session) -> bool:
         """Forget the session, and end its other streams.
 
         Returns whether it was its client's newest.
         """
         self._by_id.pop(session.session_id, None)
+        self._arriving.discard(session.session_id)
         session.close(NoSession("the session is lost: join again"))
         if self._by_client.get(session.client_id) is not session:
             return False

@@ -22,6 +22,7 @@ from fedring.server.operator.summaries import (
 )
 from fedring.server.round.events import Member, Phase, Presence, Round, RoundRules, RoundState
 from fedring.server.round.open_round import OpenRound
+from fedring.server.sessions.members import Members
 from fedring.server.sessions.sessions import Session, Sessions
 from fedring.server.state.rows import JobRow, ModelRow, RoundRow
 from fedring.train.jobs.job import Job
@@ -46,7 +47,7 @@ def secure_progress() -> SecureProgress:
 
 def a_state(round_: Round, *connected: str) -> RoundState:
     now = time.monotonic()
-    return RoundState({name: Member(Presence.MATCHED, now) for name in connected}, replace(round_, since=now))
+    return RoundState(Members((name, Member(Presence.MATCHED, now)) for name in connected), replace(round_, since=now))
 
 
 def test_a_round_is_summarised_by_sums_over_its_clients() -> None:

@@ -1,5 +1,6 @@
 """For whom a round does not wait: clients that are stalled, and those that are much slower than the others."""
 
+from dataclasses import replace
 from math import inf
 
 import pytest
@@ -18,13 +19,15 @@ from fedring.server.round.events import (
     Left,
     Matched,
     Moved,
+    Phase,
+    Round,
     RoundOpened,
     RoundRules,
     RoundState,
     Stalled,
     Started,
 )
-from fedring.server.round.machine import apply, due, pending, stalls_at, stragglers_at, wake_at
+from fedring.server.round.machine import apply, due, pending, sample, stalls_at, stragglers_at, updates_needed, wake_at
 from fedring.server.round.plan import rules_of
 from fedring.train.jobs.job import Job
 
@@ -134,3 +137,35 @@ def test_the_workers_of_a_group_and_trainers_of_users_are_not_taken_for_stalled(
     assert rules_of(Job.model_validate({**keys, "trainer": "mine:train"}), grace=5).stalled_after == 0
     grouped = rules_of(Job.model_validate({**keys, "mode": "data_parallel"}), grace=5)
     assert (grouped.stalled_after, grouped.straggler_factor) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    "rules", [{"sample_clients": 4}, {"sample_ratio": 0.4}, {"sample_ratio": 0.2, "min_to_aggregate": 4}]
+)
+def test_more_clients_are_drawn_than_a_round_needs_and_it_ends_with_those(rules: dict[str, float]) -> None:
+    chosen = RoundRules(select_factor=1.5, **rules)  # type: ignore[arg-type]  # the numbers among the rules
+    opened = Round(1, chosen, Phase.TRAINING, 0.0)
+    drawn = sample([f"client-{number}" for number in range(10)], opened)
+    assert len(drawn) == 6
+    assert updates_needed(Round(1, chosen, Phase.TRAINING, 0.0, frozenset(drawn))) == 4
+
+
+@given(st.integers(1, 60), st.floats(1, 5), st.one_of(st.integers(1, 60), st.floats(0.01, 1)))
+def test_as_many_updates_are_needed_as_would_have_been_drawn_without_the_factor(
+    candidates: int, factor: float, wanted: float
+) -> None:
+    plain = RoundRules(sample_clients=wanted) if isinstance(wanted, int) else RoundRules(sample_ratio=wanted)
+    more = replace(plain, select_factor=factor)
+    names = [str(number) for number in range(candidates)]
+    drawn = sample(names, Round(1, more, Phase.WAITING, 0.0))
+    assert len(drawn) <= factor * updates_needed(Round(1, more, Phase.TRAINING, 0.0, frozenset(drawn))) + 1
+    assert updates_needed(Round(1, more, Phase.TRAINING, 0.0, frozenset(drawn))) == len(
+        sample(names, Round(1, plain, Phase.WAITING, 0.0))
+    )
+
+
+def test_a_round_that_has_what_it_needs_ends_and_names_those_that_it_goes_on_without() -> None:
+    events: list[Timed] = [(1, Delivered("a")), (1, Failed("b", 1)), (2, Delivered("c"))]
+    assert due(after(*events[:2], select_factor=2, sample_clients=2), 2) is None
+    assert due(after(*events, select_factor=2, sample_clients=2), 2) == Aggregate(frozenset("d"))
+    assert due(after(*events, sample_clients=4), 2) is None  # without the factor it waits

@@ -58,7 +58,15 @@ OTHERS |= {
     "wrong_state",
 }
 OTHERS |= {"other_message", "bad_secure_message"}
-OTHERS |= {"no_session", "superseded", "gone", "stalled", "unavailable", "damaged"}  # after these, the upload continues
+OTHERS |= {
+    "come_back",
+    "no_session",
+    "superseded",
+    "gone",
+    "stalled",
+    "unavailable",
+    "damaged",
+}  # after these, the upload continues
 
 
 @pytest.fixture
