@@ -185,14 +185,23 @@ class Control:
             request.limit, request.below = request.limit - len(page), page[-1].round
         return rounds
 
-    def clients(self, *, limit: int = 0) -> list[pb.Client]:
+    def clients(self, *, limit: int = 0, search: str = "", state: str = "", skip: int = 0) -> list[pb.Client]:
         """Return the clients that the server knows.
+
+        Args: see `client_page`.
+        """
+        return list(self.client_page(limit=limit, search=search, state=state, skip=skip).clients)
+
+    def client_page(self, *, limit: int = 0, search: str = "", state: str = "", skip: int = 0) -> pb.ClientList:
+        """Return some of the clients, and how many there are.
 
         Args:
             limit: The most clients to return; 0 = the server's default.
+            search: A text that their ids contain.
+            state: Their state: "watching", "joined" or "away"; empty = any.
+            skip: How many of them to leave out at the beginning.
         """
-        request = pb.ListRequest(limit=limit)
-        return list(self._call(self._stub.ListClients, request).clients)
+        return self._call(self._stub.ListClients, pb.ListRequest(limit=limit, search=search, state=state, skip=skip))
 
     def forget_client(self, client_id: str) -> pb.ForgottenClient:
         """Make the server forget a client that is not in session.

@@ -150,6 +150,7 @@ VERBS = (
         examples=(
             "flctl clients",
             "flctl clients --limit 10 --output json",
+            "flctl clients --search ward --state away",
         ),
         verbs=(
             Verb(

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -84,6 +84,12 @@ def _job_sentence(job: pb.Job) -> str:
 def clients(
     context: typer.Context,
     limit: LimitOption = 100,
+    search: Annotated[str, typer.Option(help="Show only clients whose id contains this text.")] = "",
+    state: Annotated[
+        Literal["", "watching", "joined", "away"],
+        typer.Option(help="Show only clients in this state.", show_default="any"),
+    ] = "",
+    skip: Annotated[int, typer.Option(min=0, help="Leave out this many at the beginning: the pages before.")] = 0,
     server: ServerOption = DEFAULT_SERVER,
     output: OutputOption = Output.TABLE,
 ) -> None:
@@ -91,9 +97,11 @@ def clients(
     if _is_group(context, "clients"):
         return
     with connect(server) as control:
-        known = control.clients(limit=limit)
+        page = control.client_page(limit=limit, search=search, state=state, skip=skip)
+    known = page.clients
     if output is Output.JSON:
-        return print_json({"clients": [to_dict(client) | {"activity": activity(client.activity)} for client in known]})
+        clients = [to_dict(client) | {"activity": activity(client.activity)} for client in known]
+        return print_json({"clients": clients, "total": page.total})
     rows = [
         (
             client.client_id,
@@ -109,7 +117,9 @@ def clients(
         for client in known
     ]
     columns = ("client", "state", "does", "progress>", "updates>", "last seen", "address", "software", "labels")
-    print_table(counted(len(rows), "client"), columns, rows)
+    whole = counted(len(rows), "client")
+    title = whole if page.total <= len(rows) else f"{len(rows)} of {counted(page.total, 'client')}, from {skip + 1} on"
+    print_table(title, columns, rows)
 
 
 def forget(

@@ -6,7 +6,7 @@ from fedring.daemon.wording import counted
 from fedring.rpc.errors import ClientInUse, NoSuchClient
 from fedring.server.operator.listings import limit_of
 from fedring.server.round.rounds import Rounds
-from fedring.server.sessions.sessions import Sessions
+from fedring.server.sessions.sessions import Session, Sessions
 from fedring.server.state.facts import Facts
 from fedring.server.state.journal import Journal, printable, rfc3339
 from fedring.v1 import control_pb2 as pb
@@ -39,31 +39,18 @@ class ClientRecords:
         self._facts, self._updates, self._journal = facts, facts.store.updates, journal
 
     async def list(self, request: pb.ListRequest) -> pb.ClientList:
-        """Return the clients in session, and then those that are away."""
+        """Return a page of clients: those in session, then those away.
+
+        Only the rows of the page are made, because there may be very many clients.
+        """
         counts = await self._facts.db(self._updates.counts)
-        held = self._rounds.holders
-        clients = [
-            pb.Client(
-                client_id=session.client_id,
-                state="watching" if session.matched else "joined",
-                activity=fed.Activity.ValueType(session.activity),
-                progress=session.progress,
-                software=session.software,
-                address=session.address,
-                last_seen_at=rfc3339(session.last_seen),
-                updates=counts.pop(session.client_id, 0),
-                labels=session.labels,
-                late_round=session.work.round if session.late_since else 0,
-                late_job=session.work.job_id if session.late_since else 0,
-                late_since=rfc3339(session.late_since),
-                max_jobs=session.max_jobs,
-                jobs=held.get(session.client_id, ()),
-                busy=why_busy(held.get(session.client_id, ()), session.max_jobs),
-            )
-            for session in self._sessions
-        ]
-        away = [pb.Client(client_id=name, state="away", updates=count) for name, count in sorted(counts.items())]
-        return pb.ClientList(clients=(clients + away)[: limit_of(request)])
+        held, sessions, search = self._rounds.holders, self._sessions, request.search
+        here = sorted(each.client_id for each in sessions.open if request.state in ("", _state_of(each)))
+        gone = counts.keys() - {each.client_id for each in sessions.open} if request.state in ("", "away") else ()
+        names = [name for name in (*here, *sorted(gone)) if search in name]
+        page = names[request.skip : request.skip + limit_of(request)]
+        rows = [_row(sessions.get(name), name, counts.get(name, 0), held.get(name, ())) for name in page]
+        return pb.ClientList(clients=rows, total=len(names))
 
     async def forget(self, request: pb.ForgetClientRequest) -> pb.ForgottenClient:
         """Forget a client with its updates.
@@ -86,3 +73,29 @@ class ClientRecords:
         text = f"{name} was forgotten, with {counted(counts[name], 'update')}"
         self._journal.write("client_forgotten", text, client_id=name)
         return pb.ForgottenClient(client_id=name, updates=counts[name])
+
+
+def _state_of(session: Session) -> str:
+    return "watching" if session.matched else "joined"
+
+
+def _row(session: Session | None, name: str, updates: int, held: Sequence[int]) -> pb.Client:
+    if session is None:
+        return pb.Client(client_id=name, state="away", updates=updates)
+    return pb.Client(
+        client_id=name,
+        state=_state_of(session),
+        activity=fed.Activity.ValueType(session.activity),
+        progress=session.progress,
+        software=session.software,
+        address=session.address,
+        last_seen_at=rfc3339(session.last_seen),
+        updates=updates,
+        labels=session.labels,
+        late_round=session.work.round if session.late_since else 0,
+        late_job=session.work.job_id if session.late_since else 0,
+        late_since=rfc3339(session.late_since),
+        max_jobs=session.max_jobs,
+        jobs=held,
+        busy=why_busy(held, session.max_jobs),
+    )
