@@ -5,6 +5,7 @@ import os
 import queue
 import signal
 import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from fedring.client import ClientConfig, Federation, Refused, RoundOver, WrongMo
 from fedring.codec import decode
 from fedring.daemon.exits import Exit
 from fedring.daemon.lock import StateInUse
-from fedring.rpc.errors import BadRequest, IdInUse, NotAllowed, Superseded, UnknownRound
+from fedring.rpc.errors import BadRequest, ComeBack, FedringError, IdInUse, NotAllowed, Superseded, UnknownRound
 from fedring.train.tensors.state import read_vectors, schema_of
 from fedring.v1 import federation_pb2 as pb
 
@@ -359,6 +360,26 @@ def test_a_client_whose_id_is_in_use_for_a_while_gets_a_session_in_the_end(
         assert "another session" in told.get(timeout=SECONDS)
         assert told.get(timeout=SECONDS).startswith("in session with fl-server")
     assert server.joins.qsize() == 4
+
+
+def test_a_client_that_is_not_needed_disconnects_and_comes_back_when_it_was_told_to(
+    server: "ScriptedServer", settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fedring.client.session.watch._HANG_UP_SECONDS", 0.1)
+    answers: list[FedringError] = [ComeBack("no round needs this client", seconds=0.2)]
+    server.on_join = lambda: answers.pop() if answers else None
+    told: queue.Queue[str] = queue.Queue()
+    with Federation(ClientConfig(**settings), tell=told.put):
+        assert "does not need this client now; calling again in 0 s" in told.get(timeout=SECONDS)
+        assert told.get(timeout=SECONDS).startswith("in session with fl-server")
+        assert server.joins.get().paced
+        first = time.monotonic()
+        server.send(ComeBack("no round needs this client", seconds=0.5))  # it is told while it is connected, too
+        server.joins.get()
+        server.joins.get(timeout=SECONDS)
+        assert time.monotonic() - first >= 0.5
+        assert "does not need this client now" in told.get(timeout=SECONDS)
+        assert told.get(timeout=SECONDS).startswith("in session with fl-server")
 
 
 def test_two_clients_cannot_share_a_state_folder(server: "ScriptedServer", settings: dict[str, Any]) -> None:

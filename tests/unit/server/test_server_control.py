@@ -3,15 +3,18 @@
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.unit.host import Host, running, spec
 
 from fedring.daemon.config import merge
 from fedring.rpc.errors import ClientInUse, NoSuchClient
+from fedring.rpc.identity import IDENTITY, LOCAL
 from fedring.server.config import ServerConfig
 from fedring.server.model.models import Models
 from fedring.server.operator import listings
+from fedring.server.operator.client_records import ClientRecords
 from fedring.server.operator.control import ControlService
 from fedring.server.operator.job_requests import _defaults_for
 from fedring.server.parts import Parts, assemble
@@ -26,6 +29,7 @@ from fedring.server.state.sql.store import Store
 from fedring.server.state.sql.transactions import Database
 from fedring.train.jobs.job import Job
 from fedring.v1 import control_pb2 as pb
+from fedring.v1 import federation_pb2 as fed
 
 
 class CountingStore(Store):
@@ -111,6 +115,26 @@ async def test_a_reply_ends_where_it_is_full_even_if_more_rounds_were_read(
 
 def control_of(parts: Parts, config: ServerConfig) -> ControlService:
     return control_service(parts, model_streams(parts), config, refused=dict)
+
+
+async def test_clients_are_listed_page_by_page_and_by_name_and_state(tmp_path: Path) -> None:
+    host = Host(tmp_path)
+    for name in ("b-ward", "a-ward", "a-lab"):
+        host.join(name)
+    IDENTITY.set(LOCAL)
+    host.sessions.join(fed.JoinRequest(client_id="c-ward"), "test")  # it does not watch yet
+    records = ClientRecords(host.rounds, host.sessions, host.facts, host.journal)
+
+    async def listed(**request: Any) -> tuple[list[str], int]:
+        page = await records.list(pb.ListRequest(**request))
+        return [client.client_id for client in page.clients], page.total
+
+    assert await listed() == (["a-lab", "a-ward", "b-ward", "c-ward"], 4)
+    assert await listed(limit=2, skip=1) == (["a-ward", "b-ward"], 4)
+    assert await listed(search="ward", limit=2) == (["a-ward", "b-ward"], 3)
+    assert await listed(search="ward", state="joined") == (["c-ward"], 1)
+    assert await listed(state="away", skip=2**60) == ([], 0)
+    host.facts.close()
 
 
 async def test_a_client_is_forgotten_once_it_is_away_and_its_round_has_ended(tmp_path: Path) -> None:

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from fedring.rpc.contract import RESUME_SECRET, SESSION_KEY
-from fedring.rpc.errors import BadRequest, IdInUse, NoSession, NotAllowed, Overloaded, Superseded
+from fedring.rpc.errors import RETRY_KEY, BadRequest, ComeBack, IdInUse, NoSession, NotAllowed, Overloaded, Superseded
 from fedring.rpc.identity import IDENTITY, LOCAL, Identity, Role
+from fedring.server.sessions.crowd import ARRIVING
 from fedring.server.sessions.sessions import MOST_CALLS, OUTBOX, Session, Sessions
 from fedring.v1 import federation_pb2 as pb
 
@@ -123,6 +124,24 @@ def test_at_most_max_clients_sessions_are_open() -> None:
     sessions.drop(first)
     join(sessions, "c")
     assert [session.client_id for session in sessions] == ["a", "c"]
+
+
+def test_clients_that_come_while_many_are_greeted_get_places_in_a_line() -> None:
+    sessions = Sessions(1000)
+    arriving = [join(sessions, f"client-{number}") for number in range(ARRIVING)]
+    waits = []
+    for _ in range(3):
+        with pytest.raises(ComeBack, match="come back in") as refused:
+            sessions.check_line()
+        waits += [float(value) for key, value in refused.value.metadata if key == RETRY_KEY]
+    assert 1 < waits[0] < waits[1] < waits[2]
+    sessions.arrived(arriving[0])
+    sessions.check_line()  # one was greeted, so the next may come
+    join(sessions, "one-more")
+    with pytest.raises(ComeBack):
+        sessions.check_line()
+    sessions.drop(arriving[1])
+    sessions.check_line()
 
 
 @pytest.mark.parametrize("client", ["", "a/b", "a\n", "ä", "x" * 129])
