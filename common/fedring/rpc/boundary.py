@@ -9,7 +9,7 @@ from grpc import StatusCode, aio
 
 from fedring.codec.errors import CodecError
 from fedring.rpc.chunks import serialize
-from fedring.rpc.errors import REASON_KEY, BadRequest, FedringError, Gone
+from fedring.rpc.errors import REASON_KEY, BadRequest, ComeBack, FedringError, Gone
 from fedring.rpc.handlers import FACTORY, unknown_method
 from fedring.rpc.streams import METER, CallMeter
 
@@ -116,7 +116,9 @@ async def _abort(error: Exception, context: Any, method: str) -> NoReturn:
     if isinstance(error, FedringError):
         text = _cut(str(error))
         if not isinstance(error, Gone):
-            log.warning("%s refused: %s: %s", method, error.reason, text, extra={"reason": error.reason})
+            # Thousands of clients may be told to come back, as the server wants it.
+            level = logging.DEBUG if isinstance(error, ComeBack) else logging.WARNING
+            log.log(level, "%s refused: %s: %s", method, error.reason, text, extra={"reason": error.reason})
         await context.abort(error.status, text, ((REASON_KEY, error.reason), *error.metadata))
     log.error("unexpected error in %s", method, exc_info=error)
     await context.abort(StatusCode.INTERNAL, "internal error", ((REASON_KEY, "internal"),))

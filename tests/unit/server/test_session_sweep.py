@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from tests.unit.host import Host
 
-from fedring.rpc.errors import Stalled
+from fedring.rpc.errors import ComeBack, Stalled
+from fedring.server.sessions.crowd import PaceSteering
 from fedring.server.sessions.sessions import Session
 from fedring.v1 import federation_pb2 as pb
 
@@ -92,6 +93,27 @@ def test_the_server_repeats_a_period_seldom_and_beats_for_others_as_often_as_eve
     plain.heard = 2000.0
     host.parts.sweep.look(plain, 2000 + LOST)
     assert isinstance(plain.reason, Stalled)
+
+
+def test_a_client_that_no_round_needs_is_told_to_come_back_and_is_not_lost(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host.sessions.pace = PaceSteering(1, IDLE)
+    idle, needed = watching(host), watching(host, "b")
+    monkeypatch.setattr(host.rounds, "awaits", lambda client: client == "b")
+    for session in (idle, needed):
+        session.heard = 1000 + IDLE
+        host.parts.sweep.look(session, 1000 + IDLE - 0.1)
+        assert not session.closed.is_set()
+        host.parts.sweep.look(session, 1000 + IDLE)
+    assert isinstance(idle.reason, ComeBack)
+    assert not needed.closed.is_set()
+    told = host.journal.unsaved()
+    host.parts.reports.left(idle)
+    assert host.journal.unsaved() == told
+    assert host.sessions.returns.slowest == 0
+    assert host.join("a").was_sent_away
+    assert host.sessions.returns.slowest == 0
 
 
 def test_a_client_that_never_watches_is_forgotten(host: Host) -> None:

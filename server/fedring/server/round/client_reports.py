@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from math import inf
 
+from fedring.rpc.errors import ComeBack
 from fedring.server.group import machine as gr
 from fedring.server.round import machine as rd
 from fedring.server.round.dispatch import Dispatch
@@ -66,7 +67,7 @@ class ClientReports:
         """
         if self._sessions.drop(session):
             self._rounds.presence(Left(session.client_id))
-            if session.matched:
+            if session.matched and not isinstance(session.reason, ComeBack):
                 text = f"{session.client_id} is gone"
                 self._journal.write("client_lost", text, client_id=session.client_id)
 

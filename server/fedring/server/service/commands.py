@@ -92,7 +92,8 @@ class TrainCmdService(rpc.TrainCmdServiceServicer):
             if request.matched and not session.matched:
                 self._sessions.arrived(session)
                 self._reports.matched(session.client_id)
-                self._journal.write("client_joined", f"{session.client_id} is here", client_id=session.client_id)
+                if not session.was_sent_away:  # else operators were not told that it had gone
+                    self._journal.write("client_joined", f"{session.client_id} is here", client_id=session.client_id)
             if request.HasField("failure"):
                 self._reports.failed(session.client_id, request.failure)
         raise Gone("the client closed its side")

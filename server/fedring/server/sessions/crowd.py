@@ -88,6 +88,6 @@ class PaceSteering:
             heapq.heappush(self._order, (now + seconds, client))
         return seconds
 
-    def came(self, client: str) -> None:
-        """Note that a client is here again."""
-        self._away.pop(client, None)
+    def came(self, client: str) -> bool:
+        """Note that a client is here, and return whether it was away."""
+        return self._away.pop(client, None) is not None

@@ -68,6 +68,7 @@ class Session:
     ended: int = 0  # the newest round whose end it was told in this session, if it answers that
     late_since: float = 0.0  # wall clock: since when it may work on a round that has ended; 0 = it does not
     transfers: int = 0  # uploads and downloads in progress, which end if their bytes do not move
+    was_sent_away: bool = False  # until it has joined; it comes and goes as it was told
     paced: bool = False  # whether it beats as often as it is told, and waits for no heartbeat of the server
     quick: bool = True  # whether it beats as clients in rounds do
     engaged: float = field(default_factory=time.monotonic)  # when it was last seen to be in a round, or joined
@@ -193,7 +194,7 @@ class Sessions:
             self.drop(older)
         self._by_id[session.session_id] = self._by_client[session.client_id] = session
         self._arriving.add(session.session_id)
-        self.pace.came(session.client_id)
+        session.was_sent_away = self.pace.came(session.client_id)
         self.returns.came(session.client_id, request.startup_seconds, time.monotonic())
         log_with(client=session.client_id)
         return session
@@ -256,7 +257,8 @@ class Sessions:
         if self._by_client.get(session.client_id) is not session:
             return False
         del self._by_client[session.client_id]
-        self.returns.left(session.client_id, time.monotonic())
+        if not isinstance(session.reason, ComeBack):
+            self.returns.left(session.client_id, time.monotonic())
         return True
 
     def _ended(self, client_id: str) -> None:
