@@ -16,7 +16,7 @@ REASON_KEY = "fl-reason"
 RETRY_KEY = "fl-retry-seconds"
 """The key in the trailing metadata whose value is a number of seconds.
 
-For "id_in_use", for how many to keep trying; for "come_back", after how many to call again.
+For "id_in_use", for how many to keep trying; for "come_back" and "in_line", after how many to call again.
 """
 
 MOST_AWAY = 86_400.0
@@ -174,7 +174,7 @@ class IdInUse(FedringError):
 
 
 class ComeBack(FedringError):
-    """The client is not needed now, or must wait in line.
+    """The client is not needed now, and disconnects.
 
     Args:
         detail: A sentence for the caller.
@@ -186,6 +186,15 @@ class ComeBack(FedringError):
     def __init__(self, detail: str, *, seconds: float) -> None:
         super().__init__(detail)
         self.metadata = ((RETRY_KEY, f"{seconds:.3f}"),)
+
+
+class InLine(ComeBack):
+    """The client has a place in a line of many.
+
+    It keeps its connection, since another handshake would take the server longer than all else.
+    """
+
+    reason = "in_line"
 
 
 class Gone(FedringError):

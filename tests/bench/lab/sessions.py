@@ -30,7 +30,7 @@ from fedring.ctl.admin.authority import load_authority, names_for
 from fedring.daemon.descriptors import raise_limit
 from fedring.rpc.channel import CLIENT_OPTIONS
 from fedring.rpc.contract import PROTOCOL, SESSION_KEY
-from fedring.rpc.errors import MOST_AWAY, ComeBack, reason_of, retry_seconds_of
+from fedring.rpc.errors import MOST_AWAY, ComeBack, InLine, reason_of, retry_seconds_of
 from fedring.rpc.identity import Identity, Role
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1.federation_pb2_grpc import ClientUpdateServiceStub, TrainCmdServiceStub
@@ -121,20 +121,22 @@ class Client:
 
     async def run(self) -> None:
         """Join, watch, and do so again after each loss, as fl-client does."""
-        failures, wait, away = 0, False, 0.0
+        failures, wait, away, reason = 0, False, 0.0, ""
         while True:
             try:
                 await self._session(wait=wait)
                 wait, away = False, 0.0
             except aio.AioRpcError as error:
-                away = retry_seconds_of(error, most=MOST_AWAY) if reason_of(error) == ComeBack.reason else 0.0
+                reason = reason_of(error)
+                told = reason in (ComeBack.reason, InLine.reason)
+                away = retry_seconds_of(error, most=MOST_AWAY) if told else 0.0
                 wait = error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
             if self._matched:
                 self._matched, failures = False, 0
                 self._host.watching -= 1
             if away:
                 self._host.sent_away += 1
-                if away > _HANG_UP_SECONDS:
+                if reason == ComeBack.reason and away > _HANG_UP_SECONDS:
                     await self._channel.close()
                     self._connect()
             await asyncio.sleep(away or random.uniform(0, most_seconds(failures)))

@@ -21,6 +21,7 @@ from fedring.rpc.errors import (
     ComeBack,
     FedringError,
     IdInUse,
+    InLine,
     Superseded,
     Unavailable,
     UnknownMethod,
@@ -147,8 +148,8 @@ class ClientSession:
                     "token, or a copy of this state_dir: give each client an id and a state_dir of its own",
                     Exit.CONFIG,
                 )
-            if isinstance(lost, aio.AioRpcError) and _is(lost, ComeBack):
-                await self._stay_away(retry_seconds_of(lost, most=MOST_AWAY))
+            if isinstance(lost, aio.AioRpcError) and (_is(lost, ComeBack) or _is(lost, InLine)):
+                await self._stay_away(retry_seconds_of(lost, most=MOST_AWAY), hang_up=_is(lost, ComeBack))
                 continue
             await self._health.set(serving=False)
             wait = _unreachable(lost)
@@ -160,11 +161,11 @@ class ClientSession:
             with suppress(TimeoutError):
                 await tries.wait(deadline=deadline)
 
-    async def _stay_away(self, seconds: float) -> None:
-        """Disconnect, and wait until the server may need this client again."""
-        where = f"fl-server at {self._connection.address}"
-        self._say("away", f"{where} does not need this client now; calling again in {seconds:.0f} s, or when it says")
-        if seconds > _HANG_UP_SECONDS and not self.occupied:
+    async def _stay_away(self, seconds: float, *, hang_up: bool) -> None:
+        """Wait until the server may need this client again."""
+        why = "does not need this client now" if hang_up else "is greeting many clients"
+        self._say("away", f"fl-server at {self._connection.address} {why}; calling again in {seconds:.0f} s")
+        if hang_up and seconds > _HANG_UP_SECONDS and not self.occupied:
             await self._connection.hang_up()
         await asyncio.sleep(seconds)
 

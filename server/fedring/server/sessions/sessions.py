@@ -18,6 +18,7 @@ from fedring.rpc.errors import (
     ComeBack,
     FedringError,
     IdInUse,
+    InLine,
     NoSession,
     NotAllowed,
     Overloaded,
@@ -229,11 +230,11 @@ class Sessions:
         """Check that one more client can be greeted soon.
 
         Raises:
-            ComeBack: if too many are arriving.
+            InLine: if too many are arriving.
         """
         if len(self._arriving) >= ARRIVING:
             seconds = self.line.place(time.monotonic())
-            raise ComeBack(f"too many clients come at once: come back in {seconds:.1f} s", seconds=seconds)
+            raise InLine(f"too many clients come at once: come back in {seconds:.1f} s", seconds=seconds)
 
     def send_away(self, client: str) -> ComeBack:
         """Return the refusal for a client that no round needs."""

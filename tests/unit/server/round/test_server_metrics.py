@@ -60,6 +60,7 @@ OTHERS |= {
 OTHERS |= {"other_message", "bad_secure_message"}
 OTHERS |= {
     "come_back",
+    "in_line",
     "no_session",
     "superseded",
     "gone",

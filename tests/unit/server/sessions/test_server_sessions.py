@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from fedring.rpc.contract import RESUME_SECRET, SESSION_KEY
-from fedring.rpc.errors import RETRY_KEY, BadRequest, ComeBack, IdInUse, NoSession, NotAllowed, Overloaded, Superseded
+from fedring.rpc.errors import RETRY_KEY, BadRequest, IdInUse, InLine, NoSession, NotAllowed, Overloaded, Superseded
 from fedring.rpc.identity import IDENTITY, LOCAL, Identity, Role
 from fedring.server.sessions.crowd import ARRIVING
 from fedring.server.sessions.sessions import MOST_CALLS, OUTBOX, Session, Sessions
@@ -131,14 +131,14 @@ def test_clients_that_come_while_many_are_greeted_get_places_in_a_line() -> None
     arriving = [join(sessions, f"client-{number}") for number in range(ARRIVING)]
     waits = []
     for _ in range(3):
-        with pytest.raises(ComeBack, match="come back in") as refused:
+        with pytest.raises(InLine, match="come back in") as refused:
             sessions.check_line()
         waits += [float(value) for key, value in refused.value.metadata if key == RETRY_KEY]
     assert 1 < waits[0] < waits[1] < waits[2]
     sessions.arrived(arriving[0])
     sessions.check_line()  # one was greeted, so the next may come
     join(sessions, "one-more")
-    with pytest.raises(ComeBack):
+    with pytest.raises(InLine):
         sessions.check_line()
     sessions.drop(arriving[1])
     sessions.check_line()
