@@ -61,7 +61,7 @@ JOBS: dict[str, dict[str, Any]] = {
         "transforms": [{"name": "feddyn", "args": {"alpha": 0.05, "clients": CLIENTS}}],
     },
     "the server's own update": {
-        "subset_size": 40, "epochs": 2, "mu": 0.01, "clip_norm": 0.3, "precision": "bf16",
+        "encoding": "fp32", "subset_size": 40, "epochs": 2, "mu": 0.01, "clip_norm": 0.3, "precision": "bf16",
         "aggregation": {"rule": "fltrust", "bucketing": 2, "data": "user_simulation:few", "args": {"count": 60}},
         "override": [{"where": {"gpu": "yes"}, "mu": 0.0, "precision": "fp32"}],
     },

@@ -3,6 +3,7 @@
 Workers are processes of this machine, or one of them is in the calling process.
 """
 
+import gc
 import logging
 import multiprocessing
 import os
@@ -35,7 +36,7 @@ log = logging.getLogger(__name__)
 AT_A_TIME = 4
 """The most clients that a worker is given at a time: few, so that all workers end a round together."""
 
-TOGETHER = 64
+TOGETHER = 128
 """The most clients that a worker is given at a time, if it trains them together."""
 
 _STOP_SECONDS = 5.0
@@ -313,6 +314,7 @@ def _serve(pipe: Connection, setup: Setup, environment: Mapping[str, str]) -> No
         if isinstance(worker, Failure):
             return pipe.send(worker)
         pipe.send((worker.sizes, worker.why_exact))
+        gc.freeze()  # A collection would go through all of torch's modules, in each round.
         while True:
             match pipe.recv():
                 case Order() as order:

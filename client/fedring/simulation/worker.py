@@ -56,6 +56,7 @@ from fedring.server.update.admission import (
 from fedring.simulation.batching import Batched, batched
 from fedring.simulation.cohort import CohortMember, Trained
 from fedring.simulation.groups import protection_of
+from fedring.simulation.plain_updates import SharedForm
 from fedring.simulation.samples import Batching, ClientSamples, OwnParts, Setup, Shares, client_id
 from fedring.simulation.secret import client_secret
 from fedring.simulation.vectors import Packed, Vector, pack, unpack
@@ -134,7 +135,7 @@ class _Done:
 
     turn: Turn
     plan: Plan
-    round: ClientRound
+    round: ClientRound | None  # None = its update has the shared form
     member: CohortMember
     trained: Trained | None = None
 
@@ -179,6 +180,7 @@ class SimulationWorker:
         self._command = self._told_to_all = pb.TrainCmd()
         self._terms = dict[int, Terms]()
         self._base: HeldModel | None = None
+        self._form: SharedForm | None = None  # of the updates of the round that has begun
         self._batched, self.why_exact = self._batching(setup.batching)
 
     def begin(self, order: Order) -> None:
@@ -188,6 +190,9 @@ class SimulationWorker:
         self._base = HeldModel(self._command.model_digest, self._schema, order.vectors)
         self._start = self._trained_of(order.vectors)
         self._control = np.zeros(self._schema.num_parameters, np.float32) if order.control is None else order.control
+        # The figures of a user's trainer are checked one by one.
+        plain = self._loaded.trainer is None
+        self._form = SharedForm.of(self._command, order.vectors, self._terms_of(0)) if plain else None
 
     def train(self, turns: Sequence[Turn]) -> list[Outcome]:
         """Train clients in the round that has begun.
@@ -218,11 +223,16 @@ class SimulationWorker:
 
         Whatever goes wrong with it concerns one of them: then each is trained alone, which finds out whose fault it is.
         """
-        begun, alone = dict[Plan, list[_Done]](), list[Turn]()
+        alike, begun, alone = list[_Done](), dict[Plan, list[_Done]](), list[Turn]()
         self._fill()
         for turn in turns:
             self._hear(turn)
             try:
+                if self._has_shared_form(turn):
+                    plan = self._plan(turn)
+                    member = CohortMember(self._samples.train(turn.client), plan, self._start)
+                    alike.append(_Done(turn, plan, None, member))
+                    continue
                 plan, round_ = self._plan(turn), self._begin(turn)
                 start = self._start if round_.start is self._base else self._trained_of(round_.start.vectors)
                 used = round_.plan(plan)
@@ -233,7 +243,7 @@ class SimulationWorker:
             else:
                 begun.setdefault(replace(used, seed=0), []).append(_Done(turn, plan, round_, member))
         outcomes = []
-        for group in begun.values():
+        for group in filter(None, [alike, *begun.values()]):
             try:
                 with job_code():
                     found = together.cohort.train([done.member for done in group])
@@ -241,11 +251,27 @@ class SimulationWorker:
                 log.warning("round %d: clients are trained one by one", self._command.round, exc_info=True)
                 found = [None] * len(group)
             for done, trained in zip(group, found, strict=True):
-                if trained is None:
+                outcome = None if trained is None else self._outcome(done, trained)
+                if outcome is None:
                     alone.append(done.turn)
                 else:
-                    outcomes.append(self._turn(done.turn, replace(done, trained=trained)))
+                    outcomes.append(outcome)
         return outcomes + [self._turn(turn) for turn in alone]
+
+    def _has_shared_form(self, turn: Turn) -> bool:
+        """Return whether a client's update differs from others in its values only."""
+        return self._form is not None and not (turn.command or turn.peers or turn.kept)
+
+    def _outcome(self, done: "_Done", trained: Trained) -> Outcome | None:
+        """Return the outcome of a client of a cohort.
+
+        None = its update has the shared form, and would be refused.
+        """
+        turn = done.turn
+        if done.round is not None or self._form is None:
+            return self._turn(turn, replace(done, trained=trained))
+        row = self._form.row(client_id(turn.client), self._parameters_after(trained.values), trained.result)
+        return None if row is None else Outcome(turn.client, row, trained.result.num_samples)
 
     def _trained_of(self, vectors: Vectors) -> Mapping[str, Tensor]:
         """Return the values of the trained parameters by name.
@@ -258,18 +284,24 @@ class SimulationWorker:
         values = {entry.name: values for entry, values in values_of(self._schema, vectors)}
         return {name: values[name].to(own[name].dtype) for name in self._batched.names}
 
-    def _values_after(self, done: "_Done", values: NDArray[np.float32]) -> Vectors:
-        """Return the shared values after a training together."""
-        if self._batched is None:
-            raise ValueError("no clients are trained together")
-        base = done.round.start.vectors
-        if values.size == base.parameters.size:
-            return Vectors(values, base.buffers)
+    def _parameters_after(self, values: NDArray[np.float32], base: Vectors | None = None) -> NDArray[np.float32]:
+        """Return the shared parameters after a training together.
+
+        Args:
+            values: Of the trained ones.
+            base: The model that the training began with; None = that of the round.
+        """
+        if base is None:
+            if self._base is None:
+                raise ValueError("no round has begun")
+            base = self._base.vectors
+        if values.size == base.parameters.size or self._batched is None:
+            return values
         parameters, at = base.parameters.copy(), 0  # frozen ones stay as they were
         for entry, place in self._schema.spans("parameter"):
             if entry.name in self._batched.names:
                 parameters[place], at = values[at : at + entry.size], at + entry.size
-        return Vectors(parameters, base.buffers)
+        return parameters
 
     def evaluate(self, vectors: Vectors) -> Counts:
         """Evaluate a model on this worker's share of the test samples.
@@ -315,6 +347,8 @@ class SimulationWorker:
         name, answer, samples, reason, failure = client_id(turn.client), None, 0, "", ""
         try:
             with job_code():
+                if done is None and (plain := self._plain(turn, plan)) is not None:
+                    return plain
                 answer, samples = self._update(turn, plan) if done is None else self._update_of(done)
         except (SeamError, TrainError, DataError, CodecError, UpdateRefused) as error:
             reason, failure = error.reason, str(error)
@@ -336,11 +370,25 @@ class SimulationWorker:
 
     def _update_of(self, done: "_Done") -> tuple[Answer, int]:
         """Make the update of a client of a cohort: see `_update`."""
-        if done.trained is None:
+        if done.trained is None or done.round is None:
             raise ValueError("the client was not trained")
-        result = done.trained.result
+        result, base = done.trained.result, done.round.start.vectors
         report = TrainingReport(result.num_samples, result.seconds, result.metrics)
-        return done.round.trained(self._values_after(done, done.trained.values), report), result.num_samples
+        values = Vectors(self._parameters_after(done.trained.values, base), base.buffers)
+        return done.round.trained(values, report), result.num_samples
+
+    def _plain(self, turn: Turn, plan: Plan) -> Outcome | None:
+        """Train a client whose update has the shared form.
+
+        None = it has not, or the server would refuse the update. Then `_update` does the same and says why.
+        """
+        # The buffers of a form are those of the base, which a training by itself may change.
+        if self._form is None or self._form.tail or not self._has_shared_form(turn):
+            return None
+        self._fill()
+        result = self._training(turn).train(plan, None)
+        row = self._form.row(client_id(turn.client), self._tensors().read().parameters, result)
+        return None if row is None else Outcome(turn.client, row, result.num_samples)
 
     def _nothing(self, turn: Turn, plan: Plan, reason: str) -> Answer:
         """Make the update that fl-client sends instead of a failure."""
@@ -423,14 +471,23 @@ class SimulationWorker:
         return answer, result.num_samples
 
     def _admit(self, turn: Turn, update: Update) -> UpdateRow:
-        command = self._command
-        if (terms := self._terms.get(turn.peers)) is None:
-            first = Terms(command.model_digest, command.max_update_bytes, self._schema)
-            terms = self._terms[turn.peers] = self._transforms.terms(first, command, turn.peers)
+        command, terms = self._command, self._terms_of(turn.peers)
         payload, digest = b"".join(update.parts), update.offer.payload_digest
         # What was made here need not be decoded, and was digested a moment ago.
         offer = DecodedOffer(update.header, digest, update.offer.name)
         return admit(client_id(turn.client), offer, payload, terms, epoch=command.epoch)
+
+    def _terms_of(self, peers: int) -> Terms:
+        """Return the round's demands on updates.
+
+        Args:
+            peers: Clients of the group that an update belongs to; 0 = there is none.
+        """
+        command = self._command
+        if (terms := self._terms.get(peers)) is None:
+            first = Terms(command.model_digest, command.max_update_bytes, self._schema)
+            terms = self._terms[peers] = self._transforms.terms(first, command, peers)
+        return terms
 
 
 def admit(client: str, offer: DecodedOffer, payload: bytes, terms: Terms, *, epoch: int) -> UpdateRow:

@@ -27,6 +27,7 @@ from fedring.server.state.rows import ModelRow
 from fedring.server.update.admission import DecodedOffer, open_offer
 from fedring.simulation import simulate
 from fedring.simulation.groups import draw_groups
+from fedring.simulation.plain_updates import SharedForm
 from fedring.simulation.vectors import ClientSections, pack, unpack
 from fedring.simulation.worker import admit
 from fedring.train.device import threads_for
@@ -492,3 +493,34 @@ def test_groups_are_of_equal_size_and_drawn_anew_for_each_round() -> None:
     assert one != two
     assert draw_groups(names, 0, 1) == [tuple(sorted(names))]
     assert [len(group) for group in draw_groups(map(str, range(250)), 0, 1)] == [84, 83, 83]
+
+
+@pytest.mark.parametrize(
+    ("keys", "options"),
+    [
+        ({}, {}),
+        ({"update_clip": 0.5, "mu": 0.1}, {}),  # a guard acts on the norm
+        ({"override": [{"where": {"slow": "yes"}, "batch_size": 4}]}, {"labels": [{"slow": "yes"}, {}]}),
+        ({"model_args": {"hidden": 2000}, "update_clip": 0.1}, {}),  # of which the norm has two blocks
+        ({"lr": 1e33, "batch_size": 512, "max_abandoned": 1}, {}),  # all are refused
+    ],
+)
+@pytest.mark.parametrize("engine", ["local", "batched"])
+def test_updates_of_the_shared_form_are_those_that_are_made_and_checked_one_by_one(
+    engine: str, keys: dict[str, Any], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run() -> tuple[object, ...]:
+        everything = {**JOB, "encoding": "fp32", "evaluate": False, **keys}
+        try:
+            report = simulate(everything, clients=6, workers=1, threads=1, engine=engine, **options)
+        except Failure as failure:
+            return (str(failure),)
+        return report["model_sha256"], untimed(report)
+
+    made = list[str]()
+    row = SharedForm.row
+    monkeypatch.setattr(SharedForm, "row", lambda form, client, *rest: made.append(client) or row(form, client, *rest))
+    shared = run()
+    assert made
+    monkeypatch.setattr(SharedForm, "of", lambda *_: None)
+    assert run() == shared

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from fedring.codec import Reader
 from fedring.codec.errors import CodecError
 from fedring.server.aggregation.aggregate import AggregationPlan, aggregate, store_model, store_parts
 from fedring.server.aggregation.combining import Combination
@@ -52,6 +53,8 @@ class ModelMaker:
         run_id: goes into the model files, for people.
         versions: the versions that are available.
         offered: what jobs may name; None = what the configuration trusts, which is imported.
+        check_updates: whether updates are digested as they are read, since a disk may have damaged them; False = their
+            rows have all payloads.
 
     Attributes:
         offered: what jobs may name here.
@@ -71,7 +74,9 @@ class ModelMaker:
         versions: ModelVersions,
         *,
         offered: Offered | None = None,
+        check_updates: bool = True,
     ) -> None:
+        self._check_updates = check_updates
         self._blobs, self._executor, self._config, self._run_id = blobs, executor, config, run_id
         self._versions = versions
         self.offered = offered or collect(config.trusted, root=config.data_root, download=config.download)
@@ -183,18 +188,22 @@ class ModelMaker:
                 {"run_id": self._run_id, "round": str(command.round)},
             )
             reader = ModelReader(files.open(base.blob))
-            payloads = [CheckedReader(self._payload(row), row.total_bytes, row.digest, files.room) for row in updates]
+            checked: list[tuple[UpdateRow, CheckedReader]] = []
+            if self._check_updates:
+                readers = [(row, self._payload(row)) for row in updates]
+                checked = [(row, CheckedReader(read, row.total_bytes, row.digest, files.room)) for row, read in readers]
+            payloads: list[Reader] = [sent.read for _, sent in checked]
+            payloads = payloads or [_in_memory(row.payload) for row in updates]
 
             def check() -> None:
                 for damage in find_damage(files.opened):
                     raise self._versions.damage_of(base, damage)
-                pairs = zip(updates, payloads, strict=True)
-                if lost := [(row, damage.what) for row, payload in pairs for damage in find_damage([payload])]:
+                if lost := [(row, damage.what) for row, sent in checked for damage in find_damage([sent])]:
                     raise DamagedUpdates(lost)
 
             try:
                 pairs = zip(updates, payloads, strict=True)
-                contributions = [Contribution(row.client_id, 1.0, row.packets, sent.read) for row, sent in pairs]
+                contributions = [Contribution(row.client_id, 1.0, row.packets, read) for row, read in pairs]
                 # Code of the user's own may take for ever, and updates are checked in the shared threads.
                 executor = CallersThread() if job.aggregation.own else self._executor
                 new = aggregate(reader, contributions, self._blobs, executor, plan, check=check)
@@ -287,6 +296,12 @@ class ModelMaker:
         if row.blob:
             return self._blobs.range_reader(row.blob)
         return lambda offset, size: row.payload[offset : offset + size]
+
+
+def _in_memory(payload: bytes) -> Reader:
+    """Return a reader of a payload, which copies nothing."""
+    whole = memoryview(payload)
+    return lambda offset, size: whole[offset : offset + size]
 
 
 def is_out_of_memory(error: Exception) -> bool:
