@@ -1,4 +1,7 @@
-"""A simulation of secure aggregation beside real daemons: the same model, given the same secrets of the clients."""
+"""A simulation of secure aggregation beside real daemons: the same model, given the same secrets of the clients.
+
+Nobody can repeat noise: its secrets, of a server, of clients and of [sample_dp], are forgotten.
+"""
 
 from pathlib import Path
 from typing import Any

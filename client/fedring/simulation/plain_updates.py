@@ -1,4 +1,4 @@
-"""The updates of clients about which nothing is a client's own but the values.
+"""Updates that differ in their values alone.
 
 A round of a small model is over within milliseconds. Then much of its time would go into headers, digests and checks
 that say the same of each update. Here their common form is worked out once, and each client adds its difference. The
@@ -7,6 +7,7 @@ secure aggregation, noise, SCAFFOLD and residuals.
 """
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import isfinite, sqrt
 from typing import Self
@@ -47,18 +48,19 @@ class SharedForm:
     tail: bytes
 
     @classmethod
-    def of(cls, command: pb.TrainCmd, base: Vectors, terms: Terms) -> Self | None:
-        """Return the form of the updates of a round, or None if each has one of its own.
+    def of(cls, command: pb.TrainCmd, base: Vectors, terms_of: Callable[[int], Terms]) -> Self | None:
+        """Return the form of a round's updates, or None if there is none.
 
         Args:
             command: Of the round.
             base: The model that it starts from.
-            terms: The demands of the round on the update of a client that belongs to no group.
+            terms_of: Returns the demands of the round on an update of a group with so many clients; 0 = of no group.
         """
         buffers, job = base.buffers, command.job
         own = job.transforms or job.dp or job.sample_dp or job.personal or command.HasField("control")
         if own or command.encoding.name != "fp32":
             return None
+        terms = terms_of(0)
         if terms.bare or terms.silent or terms.control_line or terms.opaque is not None:
             return None
         if buffers.size and not np.abs(buffers).max() <= MAX_BUFFER:
@@ -71,7 +73,7 @@ class SharedForm:
         return cls(command, base, lay_out(parts), head, tail) if size + len(tail) <= terms.most_bytes else None
 
     def row(self, client: str, parameters: NDArray[np.float32], result: TrainResult) -> UpdateRow | None:
-        """Return the row of a client's update, or None if the server would refuse it.
+        """Return the row of an update, or None if a server would refuse it.
 
         Args:
             client: The id of the client.

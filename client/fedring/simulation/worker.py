@@ -192,7 +192,7 @@ class SimulationWorker:
         self._control = np.zeros(self._schema.num_parameters, np.float32) if order.control is None else order.control
         # The figures of a user's trainer are checked one by one.
         plain = self._loaded.trainer is None
-        self._form = SharedForm.of(self._command, order.vectors, self._terms_of(0)) if plain else None
+        self._form = SharedForm.of(self._command, order.vectors, self._terms_of) if plain else None
 
     def train(self, turns: Sequence[Turn]) -> list[Outcome]:
         """Train clients in the round that has begun.

@@ -23,7 +23,7 @@ from fedring.daemon.exits import Exit
 from fedring.rpc.errors import BadUpdate, FedringError
 from fedring.server.aggregation.terms import Terms
 from fedring.server.model.making import ModelMaker
-from fedring.server.state.rows import ModelRow
+from fedring.server.state.rows import ModelRow, UpdateRow
 from fedring.server.update.admission import DecodedOffer, open_offer
 from fedring.simulation import simulate
 from fedring.simulation.groups import draw_groups
@@ -519,8 +519,19 @@ def test_updates_of_the_shared_form_are_those_that_are_made_and_checked_one_by_o
 
     made = list[str]()
     row = SharedForm.row
-    monkeypatch.setattr(SharedForm, "row", lambda form, client, *rest: made.append(client) or row(form, client, *rest))
+
+    def counted(form: SharedForm, client: str, *rest: Any) -> UpdateRow | None:
+        made.append(client)
+        return row(form, client, *rest)
+
+    monkeypatch.setattr(SharedForm, "row", counted)
     shared = run()
     assert made
     monkeypatch.setattr(SharedForm, "of", lambda *_: None)
     assert run() == shared
+
+
+def test_noise_of_the_clients_is_simulated_in_jobs_with_updates_in_fp32() -> None:
+    dp = {"noise_multiplier": 1.0, "noise_by": "clients", "adaptive": False}
+    report = alone(dp=dp, secure_aggregation={}, weights="uniform", min_clients_to_aggregate=4, encoding="fp32")
+    assert [row["clients"] for row in report["rounds"]] == [6, 6]
