@@ -49,7 +49,9 @@ class SharedForm:
 
     @classmethod
     def of(cls, command: pb.TrainCmd, base: Vectors, terms_of: Callable[[int], Terms]) -> Self | None:
-        """Return the form of a round's updates, or None if there is none.
+        """Return the form of a round's updates, or None.
+
+        None = they are not alike.
 
         Args:
             command: Of the round.
@@ -73,7 +75,7 @@ class SharedForm:
         return cls(command, base, lay_out(parts), head, tail) if size + len(tail) <= terms.most_bytes else None
 
     def row(self, client: str, parameters: NDArray[np.float32], result: TrainResult) -> UpdateRow | None:
-        """Return the row of an update, or None if a server would refuse it.
+        """Return the row of an update, or None for a refused one.
 
         Args:
             client: The id of the client.

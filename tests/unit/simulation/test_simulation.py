@@ -531,7 +531,9 @@ def test_updates_of_the_shared_form_are_those_that_are_made_and_checked_one_by_o
     assert run() == shared
 
 
-def test_noise_of_the_clients_is_simulated_in_jobs_with_updates_in_fp32() -> None:
+def test_noise_of_the_clients_is_simulated() -> None:
     dp = {"noise_multiplier": 1.0, "noise_by": "clients", "adaptive": False}
-    report = alone(dp=dp, secure_aggregation={}, weights="uniform", min_clients_to_aggregate=4, encoding="fp32")
+    report = alone(
+        dp=dp, secure_aggregation={}, weights="uniform", min_clients=6, min_clients_to_aggregate=5, evaluate=False
+    )
     assert [row["clients"] for row in report["rounds"]] == [6, 6]
