@@ -9,6 +9,8 @@ from typing import Any
 from pydantic import BaseModel
 
 from fedring.client.config import ClientConfig, CodeLimits
+from fedring.client.consent.approval import Approval
+from fedring.client.consent.audit import AuditTable
 from fedring.client.policy.privacy import SitePolicy
 from fedring.ring.options import RingOptions
 from fedring.rpc.tls import Tls
@@ -78,6 +80,16 @@ SECTIONS = (
         SitePolicy,
         "The table `[privacy]` of fl-client: what it demands of the jobs that it takes part in. See "
         "[privacy.md](privacy.md).",
+    ),
+    (
+        "Approval of jobs",
+        Approval,
+        "The table `[approval]` of fl-client: which jobs a person approves first. See [consent.md](consent.md).",
+    ),
+    (
+        "Audit",
+        AuditTable,
+        "The table `[audit]` of fl-client: a chained log of what it does. See [consent.md](consent.md).",
     ),
     (
         "The code of jobs",

@@ -392,7 +392,7 @@ MUTANTS = {
     ),
     "wrong shares": Mutant(
         "server/fedring/server/round/opening.py",
-        "return replace(rules, left_out=open_.left_out, phases=open_.kind.phases)",
+        "return replace(rules, left_out=open_.left_out, phases=open_.kind.phases, job_id=open_.row.job_id)",
         "return rules",
         "tests/fault/test_secure_liars.py",
     ),

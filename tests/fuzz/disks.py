@@ -13,6 +13,8 @@ import numpy as np
 import safetensors.torch
 import torch
 
+from fedring.client.consent.card import differences
+from fedring.client.consent.cards import read_kept
 from fedring.client.policy.ledger import LEDGER, Ledger
 from fedring.client.secure.released import Released
 from fedring.client.secure.state import SecureState
@@ -121,6 +123,13 @@ def _ledger(folder: Path, data: bytes) -> None:
     Ledger(folder)  # what it adopted or wrote is read
 
 
+def _card(data: bytes) -> None:
+    kept = read_kept(with_digest(data))
+    kept.refusal(1e9)
+    differences(kept.card.facts, {})
+    assert len(kept.card.name) == 64
+
+
 def _released(folder: Path, data: bytes) -> None:
     (folder / "released.json").write_bytes(with_digest(data))
     Released(folder).sets_of("base")
@@ -194,6 +203,16 @@ def disk_targets() -> dict[str, Target]:
             _in_folder(_ledger),
             [b'{"last": "", "rounds": {"1.5": 3}, "samples": [], "jobs": [], "told": null}', DEEP],
             (ConfigError,),
+        ),
+        "card": Target(
+            _card,
+            [
+                b'{"card": {"job": {"rounds": 3}}, "free": {}, "seen": 1.0, "decisions": []}',
+                b'{"card": {}, "free": {}, "seen": 1, "decisions": [{"at": 1, "until": 0, "approved": true, '
+                b'"note": "", "by": ""}]}',
+                DEEP,
+            ],
+            (ValueError,),
         ),
         "released": Target(
             _in_folder(_released),

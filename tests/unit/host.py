@@ -251,7 +251,12 @@ class Host:
     def offer(self, update: tuple[FilePartial, UpdateRow]) -> "asyncio.Task[bool]":
         """Start to accept an update. The task returns whether it had been accepted before."""
         partial, row = update
-        return asyncio.get_running_loop().create_task(self.parts.acceptor.accept(partial, row))
+
+        async def accept() -> bool:
+            already, _ = await self.parts.acceptor.accept(partial, row)
+            return already
+
+        return asyncio.get_running_loop().create_task(accept())
 
     async def ended(self, job_id: int) -> str:
         """Wait for the end of a job, and return the state in which it ended."""

@@ -8,6 +8,8 @@ from typing import Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from fedring.client.consent.approval import Approval
+from fedring.client.consent.audit import AuditTable
 from fedring.client.policy.privacy import SitePolicy
 from fedring.rpc.address import Address, AddressOrEmpty, HostOrEmpty, TcpAddress, TcpAddressOrEmpty
 from fedring.rpc.channel import encrypts, is_loopback
@@ -91,6 +93,12 @@ class ClientConfig(BaseSettings):
     privacy: SitePolicy = Field(
         SitePolicy.model_validate({}), description="what this client demands of the jobs that it takes part in"
     )
+
+    approval: Approval = Field(
+        Approval.model_validate({}), description="which jobs a person at this client approves first"
+    )
+
+    audit: AuditTable = Field(AuditTable.model_validate({}), description="a chained log of what this client does")
 
     data_root: Path | None = Field(None, description="folder of the data sets")
     download: bool = Field(False, description="let data sets, and weights of torchvision's models, be downloaded")

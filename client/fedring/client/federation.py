@@ -13,6 +13,7 @@ from typing import Any, Self, TypeVar
 from torch import nn
 
 from fedring.client.config import ClientConfig
+from fedring.client.consent.consent import Consent
 from fedring.client.errors import FederationClosed, Refused, RoundOver
 from fedring.client.evaluation import Evaluation, report_of
 from fedring.client.loading import ModelLoader
@@ -33,6 +34,7 @@ from fedring.daemon.config import load_config
 from fedring.daemon.lock import StateLock
 from fedring.daemon.metrics import serving
 from fedring.job_code import OwnError
+from fedring.offers import PARTS
 from fedring.privacy.account import NoAccountant
 from fedring.rpc.tls import ends_at
 from fedring.train.errors import failure_detail, failure_reason
@@ -41,6 +43,7 @@ from fedring.train.jobs.job_table import TrainingMode
 from fedring.train.jobs.modes import MODES
 from fedring.train.tensors.arrays import Arrays
 from fedring.v1 import federation_pb2 as pb
+from fedring.version import SOFTWARE
 
 log = logging.getLogger(__name__)
 
@@ -123,18 +126,25 @@ class Federation:
             stack.enter_context(StateLock(config.state_dir, client=config.client_id))
             check_policy(config.privacy)
             # It deletes what another client in this folder may be writing.
-            self._spool = Spool(config.state_dir, config.client_id, metrics.dropped_files.inc)
+            self._spool = Spool(config.state_dir, config.client_id, metrics.dropped_files.inc, config.audit)
             self._secret = kept_secret(config.state_dir)
+            own: dict[str, str] = {part: getattr(config, part) for part in PARTS}
+            self._consent = Consent(config.approval, config.state_dir, config.trusted, own)
             # All that may end the start comes before the session: the server would give a round to a client that ends.
             self._secure = SecureAggregationClient(config, self._spool.ledger, self._secret)
             if address := stack.enter_context(serving(config.metrics_listen, metrics.registry)):
                 log.info("Prometheus can read metrics at %s", address, extra={"metrics": address})
             self._link = ServerLink(config, metrics, evaluates=on_evaluate is not None, tell=tell)
+            stack.callback(self._spool.audit.close)
+            start = {"side": "client", "client": config.client_id, "software": SOFTWARE, "server": config.server}
+            self._spool.audit.try_to_note("start", **start)
+            stack.callback(self._spool.audit.try_to_note, "stop")
             self._resources = stack.pop_all()
         models = ModelFetcher(self._link.connection, self._link.session.advance)
         self._loader = ModelLoader(self._link, models, self._spool.kept, config.private)
         self._delivery = Delivery(self._link, self._spool)
         self._secure.start(self._link)
+        self._link.session.unapproved = self._consent.waiting
         self._task: Task | None = None
         self._zeroed = 0  # rounds that have failed without a word to the server
         self._signal_taken = False
@@ -184,10 +194,12 @@ class Federation:
                 if isinstance(work, EvaluationOrder):
                     self._evaluate(work)
                     continue
+                unapproved = self._consent.refusal(work.command)
                 why = refusal(self.config.privacy, self._spool.ledger, work.command)
                 protection = self._secure.protection(work)
                 try:
-                    settled = self._delivery.settle(work, send=self._may_send(work.command, protection))
+                    send = not unapproved and self._may_send(work.command, protection)
+                    settled = self._delivery.settle(work, send=send)
                 except OSError as error:  # What became of the update is found out with the next round.
                     log.error("round %d: the spooled update stays, as the disk fails: %s", work.command.round, error)
                     self._task = self._task_of(work, protection)
@@ -199,13 +211,18 @@ class Federation:
                     if private and mode != "federated":
                         text = f"this client keeps private = {list(private)} to itself, which the mode {mode} cannot do"
                         self._task.fail("private_tensors", text)
+                    elif unapproved:
+                        self._note("refuses", work.command, reason="not_approved")
+                        self._task.fail("not_approved", unapproved)
                     elif why:
+                        self._note("refuses", work.command, reason="privacy_policy")
                         self._refuse(self._task, why)
                     elif unknown := unknown_in(work.command.job):
                         self._task.fail("unknown_transform", unknown)
                     elif protection.has_lost_update():
                         self._task.end.failed()
                     elif mode in self._modes:
+                        self._note("trains", work.command, card=self._consent.card(work.command))
                         self._link.session.occupy(self._task.round, self._task.job.job_id)
                         self._link.session.set_reporting(False)  # the caller's code may never call progress()
                         return self._task
@@ -270,6 +287,9 @@ class Federation:
         try:
             if not may_count(self.config.privacy, command.job):
                 raise RoundOver("privacy_policy", "neither noise nor masks cover what this client would count")
+            if unapproved := self._consent.refusal_to_evaluate(command):
+                raise RoundOver("not_approved", unapproved)
+            self._note("evaluates", command)
             counts = self._on_evaluate(Evaluation(order, self._link, self._loader, self._spool.kept))
             staged = MODES.get(command.job.mode, TrainingMode).staged  # only the last stage of a pipeline has counts
             why = "" if staged or counts.total or counts.warnings else NO_SAMPLES
@@ -284,6 +304,9 @@ class Federation:
             self._link.metrics.evaluated(report.total > 0)
             self._link.session.occupy()
             self._link.call(lambda: self._link.session.report_evaluation(report))
+
+    def _note(self, what: str, command: pb.TrainCmd | pb.EvaluateCmd, **facts: str) -> None:
+        self._spool.audit.try_to_note(what, **_names(command), **facts)
 
     def _tell_failure(self, error: Exception) -> None:
         """Report that the task's code has failed.
@@ -300,3 +323,9 @@ class Federation:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.close()
+
+
+def _names(command: pb.TrainCmd | pb.EvaluateCmd) -> dict[str, Any]:
+    """Return the names of a command for the client's log."""
+    job = command.job
+    return {"job": job.job_id, "name": job.name, "round": command.round, "model": command.model_digest}

@@ -38,6 +38,7 @@ its value, and where the value came from.
   fl-client --server fl.example.org:8443 insecure=true
   fl-client /etc/fedring/client.toml --partition 0/4
   fl-client client.toml trainer=my_project.training:train trusted='["fedring", "my_project"]'
+  fl-client cards --help
 
 Exits with 0 when told to stop, with 78 if the configuration is wrong or another client uses this client_id, and with
 77 if the server refuses this client. If the server cannot be reached, fl-client keeps trying.
@@ -196,6 +197,10 @@ def serve(loaded: Loaded[ClientConfig]) -> Exit:
 def main() -> None:
     """Run the program fl-client."""
     faulthandler.register(signal.SIGUSR1)  # Prints all stacks to stderr, even if the daemon is stuck.
+    if sys.argv[1:2] == ["cards"]:
+        from fedring.client.cards_command import app as cards
+
+        sys.exit(run(cards, "fl-client cards", sys.argv[2:]))
     bound_arenas()
     sys.exit(run(app, "fl-client", sys.argv[1:]))
 

@@ -314,6 +314,23 @@ VERBS = (
         ),
     ),
     Verb(
+        "audit",
+        "",
+        "Check the chained logs of clients and of the server.",
+        panel=ACCESS,
+        verbs=(
+            Verb(
+                "verify",
+                "admin.audit:verify",
+                "Check a chained log, alone or against the other side's.",
+                examples=(
+                    "flctl audit verify /var/lib/fedring/client/audit",
+                    "flctl audit verify /var/lib/fedring/client/audit --against receipts",
+                ),
+            ),
+        ),
+    ),
+    Verb(
         "certs",
         "",
         "Make, renew and revoke certificates, with an authority in a folder.",

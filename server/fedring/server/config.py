@@ -45,6 +45,10 @@ class ServerConfig(BaseSettings):
     )
     reflection: bool = Field(False, description="let callers list the services")
     state_dir: Path = Field(Path("fl-server-state"), description="folder for models, updates and the database")
+    audit_chain: bool = Field(
+        False,
+        description="keep a chained log of all updates in state_dir/receipts, each with the head of its client's log",
+    )
     init_path: Path | None = Field(
         None,
         description="weights that jobs may start from, .safetensors or .pt: a file, which jobs read that start fresh; "

@@ -23,6 +23,7 @@ from fedring.server.sessions.sessions import Sessions
 from fedring.server.state.facts import Facts
 from fedring.server.state.journal import Journal
 from fedring.server.update.acceptance import Acceptor
+from fedring.server.update.receipts import FOLDER, Receipts
 
 KINDS = (SecureRounds,)
 """The kinds of rounds that a server has beside the plain one."""
@@ -73,7 +74,8 @@ def assemble(
     starter = JobStarter(rounds, facts, models)
     job_runner = JobRunner(starter, opener, runner, keeper, rounds, facts, journal)
     jobs = Jobs(job_runner, rounds, facts, journal, metrics.job_started, most=config.max_running_jobs)
-    acceptor = Acceptor(rounds, facts, metrics.updates)
+    receipts = Receipts(config.state_dir / FOLDER if config.audit_chain else None, facts.store.run_id)
+    acceptor = Acceptor(rounds, facts, metrics.updates, receipts)
     sweep = SessionSweep(rounds, reports, sessions, config)
     rooms = (rounds, reports, kinds, opener, privacy, publisher, keeper, runner, starter, jobs, acceptor, sweep)
     return Parts(facts, models, sessions, journal, metrics, *rooms)

@@ -14,6 +14,8 @@ from tests.conftest import ROOT
 from tests.pages import PAGES, Page
 
 from fedring.client.config import ClientConfig, CodeLimits
+from fedring.client.consent.approval import Approval
+from fedring.client.consent.audit import AuditTable
 from fedring.client.metrics import ClientMetrics
 from fedring.client.policy.privacy import SitePolicy
 from fedring.ctl.main import flctl
@@ -53,6 +55,8 @@ TABLES: dict[type[BaseModel], str] = {
     SamplePrivacy: "sample_dp",
     SitePolicy: "privacy",
     CodeLimits: "training",
+    Approval: "approval",
+    AuditTable: "audit",
     DataParallel: "data_parallel",
     Pipeline: "pipeline",
     ServerOptimizer: "server_optimizer",

@@ -12,6 +12,7 @@ from tests.conftest import ROOT
 from tests.pages import PAGES, PROGRAMS, Page, commands
 from typer.main import get_command
 
+from fedring.client.cards_command import app as cards_app
 from fedring.client.config import ClientConfig
 from fedring.client.main import app as client_app
 from fedring.client.main import parse_partition
@@ -49,8 +50,11 @@ def parse(words: list[str]) -> dict[str, Any]:
     """
     program, *rest = words
     command: Any = APPS[program]
+    if (program, *rest[:1]) == ("fl-client", "cards"):
+        command, *rest = get_command(cards_app), *rest[1:]
     while rest and rest[0] in getattr(command, "commands", {}):
-        command, *rest = command.commands[rest[0]].loaded, *rest[1:]
+        inner = command.commands[rest[0]]
+        command, *rest = getattr(inner, "loaded", inner), *rest[1:]
     if _EXPLAINS & {*rest} or (hasattr(command, "commands") and not rest):
         return {}
     assert _is_verb(command), f"{rest[0]!r} is no verb"
@@ -72,7 +76,7 @@ def check(words: list[str]) -> None:
         flags = {key: params[key] for key in ("listen", "control_listen", "state_dir")}
         _, overrides = split_arguments(params["arguments"] or [])
         load_config(ServerConfig, overrides=overrides, flags=flags)
-    elif program == "fl-client" and params:
+    elif program == "fl-client" and "server" in params:
         flags = {key: params[key] for key in ("server", "client_id", "state_dir", "data_root")}
         _, overrides = split_arguments(params["arguments"] or [])
         load_config(ClientConfig, overrides=overrides, flags=flags | parse_partition(params["partition"]))
@@ -112,7 +116,8 @@ def test_a_command_in_a_sentence_exists(page: Page) -> None:
 
 @of_each_page
 def test_an_option_in_a_sentence_exists(page: Page) -> None:
-    options = [option for app in APPS.values() for _, verb in leaves(app) for option in verb.params]
+    apps = [*APPS.values(), get_command(cards_app)]
+    options = [option for app in apps for _, verb in leaves(app) for option in verb.params]
     known = _EXPLAINS | {name for option in options for name in (*option.opts, *option.secondary_opts)}
     scripts = [*(ROOT / "tests" / "bench").rglob("*.py"), ROOT / "protos" / "generate.py"]
     written = "".join(path.read_text() for path in scripts)

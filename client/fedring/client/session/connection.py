@@ -87,6 +87,7 @@ class Connection:
         self.metrics = metrics
         self.session = pb.JoinReply()  # the answer to the newest Join
         self.last_accepted = pb.LastAccepted()  # as the server said in Join, or since then by accepting an update
+        self.audited = self.audit_head = ""  # the newest accepted update, and the head of the server's log then
         self.last_success = 0.0  # when a call other than a heartbeat last succeeded, in monotonic seconds
         self._changed = asyncio.Condition()
         self._refused = ""  # the newest session for which the server has refused a call

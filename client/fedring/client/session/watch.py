@@ -67,6 +67,7 @@ class ClientSession:
 
     def __init__(self, connection: Connection, health: Health, *, evaluates: bool, tell: Callable[[str], None]) -> None:
         self.inbox = WorkInbox()
+        self.unapproved: Callable[[], list[int]] = list  # returns the jobs that wait for a person at this site
         self.round_events: asyncio.Queue[pb.ServerEvent] = asyncio.Queue(_MOST_EVENTS)  # for a protection with steps
         self._connection = connection
         self._health = health
@@ -290,6 +291,7 @@ class ClientSession:
             reports_no_progress=not self._reports_progress,
             failure=self._failures[0] if self._failures else None,
             work=pb.Work(round=self._work[0], job_id=self._work[1], ended_round=self._ended),
+            unapproved_jobs=self.unapproved(),
         )
 
     def _follow(self, event: pb.ServerEvent, session: pb.JoinReply) -> None:

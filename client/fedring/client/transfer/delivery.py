@@ -166,6 +166,9 @@ class Delivery:
 
     def _accept(self, spooled: Spooled, assignment: Assignment) -> None:
         self._spool.accept(spooled)
+        connection, name = self._link.connection, spooled.offer.name
+        heard = connection.audit_head if name == connection.audited else ""
+        self._spool.audit.try_to_note("accepted", round=spooled.header.round, update=name, server_head=heard)
         header, known = spooled.header, self._link.connection.last_accepted
         # The two epochs differ if the server was restored in the meantime, to an older or to a newer state.
         epoch = min(header.epoch, assignment.command.epoch)

@@ -27,6 +27,7 @@ from pathlib import Path
 
 from google.protobuf.message import DecodeError
 
+from fedring.client.consent.audit import Audit, AuditTable
 from fedring.client.policy.ledger import Ledger
 from fedring.client.transfer.kept import KeptFiles, KeptState
 from fedring.codec.digest import Digest, update_name
@@ -40,6 +41,7 @@ log = logging.getLogger(__name__)
 _PREFIX = struct.Struct("<2sBBI")
 _MAGIC, _VERSION, _APART = b"SP", 4, 5
 _NONE = bytes(_PREFIX.size)
+_NO_AUDIT = AuditTable.model_validate({})
 _KEPT = ("kept-*", "update", "update.*", "checkpoints")
 
 
@@ -98,16 +100,25 @@ class Spool:
         folder: The folder.
         client: The client whose folder it is.
         on_dropped: Is called when a file of what updates have left was dropped, because it is damaged.
+        audit: The table [audit] of the client.
 
     Attributes:
         kept: What accepted updates have left.
         ledger: The account of what this client has spent of its privacy.
+        audit: The chained log of what this client has done.
     """
 
-    def __init__(self, folder: Path, client: str, on_dropped: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        client: str,
+        on_dropped: Callable[[], None] = lambda: None,
+        audit: AuditTable = _NO_AUDIT,
+    ) -> None:
         self.folder = folder
         self.kept = KeptFiles(folder, client, on_dropped)
         self.ledger = Ledger(folder)
+        self.audit = Audit(audit, folder)
         self._update_file, self._payload_file = folder / "update", folder / "update.payload"
         self.payload_part.unlink(missing_ok=True)  # It was being put together when the process was killed.
         close_to_others(folder, *_KEPT)  # what earlier versions have left

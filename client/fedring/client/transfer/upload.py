@@ -124,6 +124,10 @@ class Upload:
             detail += f" (after {MOST_TRIES} tries)"
         return UpdateRefused(reason, detail)
 
+    def _heard(self, accepted: pb.Accepted) -> None:
+        """Note the head of the server's log, which has this update."""
+        self._connection.audited, self._connection.audit_head = self._spooled.offer.name, accepted.audit_head
+
     async def _push_small(self) -> None:
         """Send everything in one message."""
         header, connection = self._spooled.header, self._connection
@@ -132,7 +136,7 @@ class Upload:
         seconds = connection.session.no_progress_seconds
         async with connection.small_updates() as call:
             await _write(call, update, seconds)
-            await _read(call, pb.Accepted, seconds)
+            self._heard(await _read(call, pb.Accepted, seconds))
         connection.last_success = time.monotonic()
         connection.metrics.upload_bytes.inc(header.total_bytes)
 
@@ -148,7 +152,7 @@ class Upload:
             reply = await _read(call, pb.UpdateReply, seconds)
             # The server may have the update from an earlier call, whose answer was lost.
             if reply.WhichOneof("reply") == "accepted":
-                return
+                return self._heard(reply.accepted)
             with self._spooled.reader() as read:
                 for offset, message in chunks(read, start=reply.resume_offset, total=header.total_bytes):
                     if why := self._ended():
@@ -160,6 +164,7 @@ class Upload:
             reply = await _read(call, pb.UpdateReply, seconds)
             if reply.WhichOneof("reply") != "accepted":
                 raise Unavailable("the server did not accept the update after its last byte")
+            self._heard(reply.accepted)
         finally:
             call.cancel()
 

@@ -182,6 +182,11 @@ class JobKeys(BaseModel):
     barrier_timeout_seconds: Seconds = Field(
         600.0, description="longest wait for the barrier; then the round is abandoned"
     )
+    approval_timeout_seconds: Seconds = Field(
+        604_800.0,
+        description="longest wait for people at clients who have not approved the job yet, if they would be enough for "
+        "the barrier",
+    )
     sample_ratio: float = Field(1.0, gt=0, le=1, description="share of the ready clients that take part in a round")
     sample_clients: Count = Field(0, description="number of clients that take part in a round; 0 = use sample_ratio")
     select_factor: float = Field(

@@ -25,6 +25,7 @@ from fedring.train.metrics import is_evaluated
 
 log = logging.getLogger(__name__)
 
+_MOST_ASKED = 100  # rounds that begin only to be refused, because some site has not approved the job
 _CHUNK = 32  # rounds that are read at once
 
 
@@ -82,7 +83,7 @@ class JobRunner:
 
     async def _run_rounds(self, job: RunningJob, stopped: Container[int]) -> tuple[str, str]:
         row, spec = job.row, job.spec
-        abandoned = 0  # rounds, one after the other
+        abandoned = asked = 0  # rounds, one after the other; and those in which sites learned what they are asked
         with _faults_of_the_job(row.job_id):
             done = await self._facts.keep(self._facts.db, self._facts.store.rounds.ended_of, row.job_id)
             unended = await self._facts.keep(self._facts.db, self._facts.store.rounds.unended)
@@ -102,6 +103,9 @@ class JobRunner:
             if row.job_id in stopped:  # while the round was being opened
                 await self._rounds.abandon(open_, "stopped")
             outcome = await self._runner.run(open_)
+            asked = asked + 1 if outcome.unapproved else 0
+            if 0 < asked < _MOST_ASKED:
+                continue  # the round is opened again, and waits for these clients
             done += 1
             abandoned = 0 if outcome.published else abandoned + 1
             if abandoned and row.job_id in stopped:

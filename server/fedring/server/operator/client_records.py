@@ -1,6 +1,6 @@
 """The clients that operators see and forget."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from fedring.daemon.wording import counted
 from fedring.rpc.errors import ClientInUse, NoSuchClient
@@ -13,18 +13,21 @@ from fedring.v1 import control_pb2 as pb
 from fedring.v1 import federation_pb2 as fed
 
 
-def why_busy(jobs: Sequence[int], max_jobs: int) -> str:
+def why_busy(jobs: Sequence[int], max_jobs: int, unapproved: Iterable[int] = ()) -> str:
     """Return why no other round can have a client now.
 
     Args:
         jobs: in whose open rounds it takes part.
         max_jobs: its own limit.
+        unapproved: the jobs that nobody at its site has approved yet.
 
     Returns:
         A sentence; empty if another round can have it.
     """
     if not max_jobs:
         return "it takes part in no job: its max_jobs is 0"
+    if waiting := ", ".join(map(str, sorted(unapproved))):
+        return f"its site has not approved job {waiting} yet (fl-client cards)"
     if len(jobs) < max_jobs:
         return ""
     names = ", ".join(map(str, jobs))
@@ -97,5 +100,5 @@ def _row(session: Session | None, name: str, updates: int, held: Sequence[int]) 
         late_since=rfc3339(session.late_since),
         max_jobs=session.max_jobs,
         jobs=held,
-        busy=why_busy(held, session.max_jobs),
+        busy=why_busy(held, session.max_jobs, session.unapproved),
     )

@@ -294,6 +294,9 @@ def _why_not_ready(name: str, session: Session | None, round_: Round | None) -> 
         since = rfc3339(session.late_since)
         return f"it still works on a round of job {session.work.job_id} that has ended without it, since {since}"
     rules = round_.rules if round_ else None
+    if session.unapproved:
+        jobs = ", ".join(map(str, sorted(session.unapproved)))
+        return f"its site has not approved job {jobs} yet: see fl-client cards there"
     if rules and name in rules.left_out:
         return "an earlier round has proved its shares of secure aggregation wrong"
     if rules and not match(session.labels, rules.labels):

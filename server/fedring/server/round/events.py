@@ -40,6 +40,7 @@ class Member:
     labels: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     late: float | None = None  # since then it works on a round that has ended, seconds, monotonic; None = it does not
     max_jobs: int = 1  # of how many jobs it takes part in rounds at once; 0 = of none
+    unapproved: frozenset[int] = frozenset()  # jobs that nobody at its site has approved yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +50,11 @@ class RoundRules:
     phases: tuple["PhaseStep", ...] = ()  # that it goes through; empty = those of machine.SYNCHRONOUS
     labels: Wanted = field(default_factory=lambda: MappingProxyType({}))  # of the clients that can take part
     left_out: frozenset[str] = frozenset()  # clients that can not, whatever their labels
+    job_id: int = 0  # which job clients may not have approved; 0 = none is asked about
     min_clients: int = 1
     barrier: str = "matched"
     barrier_timeout: float = 600.0
+    approval_timeout: float = 604_800.0  # for people at sites to approve the job
     sample_ratio: float = 1.0
     sample_clients: int = 0
     select_factor: float = 1.0  # times the clients that are needed are drawn
@@ -172,6 +175,14 @@ class Freed:
     """The client does not work on an ended round any more."""
 
     client: str
+
+
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """A client has named the jobs that its site has not approved."""
+
+    client: str
+    unapproved: frozenset[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,6 +315,7 @@ Event = (
     | Left
     | LeftBehind
     | Freed
+    | Decided
     | Shared
     | RoundOpened
     | Resumed

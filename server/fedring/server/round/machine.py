@@ -22,6 +22,7 @@ from fedring.server.round.events import (
     Abandoned,
     Aggregate,
     Closed,
+    Decided,
     Delayed,
     Delivered,
     Effect,
@@ -79,6 +80,9 @@ def apply(state: RoundState, event: Event, now: float) -> RoundState:
             return _late(state, client, now)
         case Freed(client):
             return _late(state, client, None)
+        case Decided(client, unapproved):
+            member = state.members.get(client)
+            return state if member is None else _with(state, client, replace(member, unapproved=unapproved))
         case Shared(busy):
             return replace(state, busy=busy)
         case RoundOpened(number, rules, elapsed):
@@ -178,7 +182,7 @@ def wake_at(state: RoundState, now: float) -> float:
     graces = (state.members[client].since + round_.rules.grace for client in _absent(state, round_))
     wakes = [at for at in (*graces, stragglers_at(round_), *_leaving(state, round_)) if at > now]
     if round_.phase is not Phase.WAITING or not _waits_its_turn(state, round_):
-        wakes.append(deadline(round_))
+        wakes.append(_wait_ends(state, round_))
     if _steps_go_on(round_) and round_.steps is not None and not round_.steps.ended:
         wakes += [round_.steps.wake_at(), next_loss(state, now)]
     return min(wakes, default=inf)
@@ -247,7 +251,13 @@ def busy(state: RoundState, rules: RoundRules) -> list[str]:
 
 def unhindered(state: RoundState, rules: RoundRules) -> list[str]:
     """Return the clients that nothing but other rounds can hold back, sorted."""
-    return [client for client in _passed(state, rules) if state.members[client].late is None]
+    undecided = {*unapproved(state, rules)}
+    return [c for c in _passed(state, rules) if state.members[c].late is None and c not in undecided]
+
+
+def unapproved(state: RoundState, rules: RoundRules) -> list[str]:
+    """Return the clients whose sites have not approved the job yet, sorted."""
+    return [client for client in suitable(state, rules) if rules.job_id in state.members[client].unapproved]
 
 
 def needed(rules: RoundRules) -> int:
@@ -422,8 +432,21 @@ def _due_waiting(state: RoundState, round_: Round, now: float) -> Effect | None:
     candidates = ready(state, round_.rules)
     if len(candidates) >= needed(round_.rules):
         return Start(frozenset(sample(candidates, round_)))
-    late = now >= deadline(round_) and not _waits_its_turn(state, round_)
-    return Abandon("barrier_timeout") if late else None
+    if _waits_its_turn(state, round_):
+        return None
+    return Abandon("barrier_timeout") if now >= _wait_ends(state, round_) else None
+
+
+def _wait_ends(state: RoundState, round_: Round) -> float:
+    """Return the deadline of the phase.
+
+    It is later while people at sites could still let the round begin.
+    """
+    rules = round_.rules
+    missing = unapproved(state, rules) if round_.phase is Phase.WAITING else []
+    if missing and len(ready(state, rules)) + len(missing) >= needed(rules):
+        return max(deadline(round_), round_.since + rules.approval_timeout)
+    return deadline(round_)
 
 
 def _waits_its_turn(state: RoundState, round_: Round) -> bool:

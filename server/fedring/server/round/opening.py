@@ -184,4 +184,4 @@ class RoundOpener:
 
     def _rules(self, open_: OpenRound) -> RoundRules:
         rules = rules_of(open_.job, grace=self._config.lost_after_seconds)
-        return replace(rules, left_out=open_.left_out, phases=open_.kind.phases)
+        return replace(rules, left_out=open_.left_out, phases=open_.kind.phases, job_id=open_.row.job_id)

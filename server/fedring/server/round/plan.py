@@ -31,6 +31,7 @@ def rules_of(job: Job, *, grace: float) -> RoundRules:
         min_clients=max(job.min_clients, fixed),
         barrier=job.barrier,
         barrier_timeout=job.barrier_timeout_seconds,
+        approval_timeout=job.approval_timeout_seconds,
         sample_ratio=job.sample_ratio,
         sample_clients=fixed or job.sample_clients,
         select_factor=1.0 if alone else job.select_factor,

@@ -90,6 +90,9 @@ def _readiness(state: RoundState, rules: RoundRules) -> str:
         labels = f"; {here} {shown(rules.labels)}"
     late = rd.late(state, rules)
     busy = f"; still at work for rounds that have ended: {_listed(late)}" if late else ""
+    if undecided := rd.unapproved(state, rules):
+        approved = suitable - len(undecided)
+        busy += f"; {approved} of {counted(suitable, 'site')} have approved the job, not yet: {_listed(undecided)}"
     left_out = f"; left out for wrong shares: {_listed(sorted(rules.left_out))}" if rules.left_out else ""
     return f"ready={have}/{expected} (min={rules.min_clients}, barrier {rules.barrier}){labels}{busy}{left_out}"
 

@@ -18,6 +18,7 @@ from fedring.server.round.eligibility import check_eligible
 from fedring.server.round.events import (
     OPEN,
     Abandoned,
+    Decided,
     Delayed,
     Delivered,
     Event,
@@ -40,7 +41,7 @@ from fedring.server.sessions.sessions import Session, Sessions
 from fedring.server.state.journal import Journal
 from fedring.server.state.rows import ModelRow, RoundRow, UpdateRow
 
-PresenceEvent = Joined | Matched | Left | LeftBehind | Freed
+PresenceEvent = Joined | Matched | Left | LeftBehind | Freed | Decided
 
 
 class Rounds:
@@ -196,13 +197,16 @@ class Rounds:
                 self.group_moved.set()
 
     def works(self, session: Session) -> None:
-        """Note whether a client works on a round that has ended.
+        """Note reasons for which a client cannot take part.
 
-        It is not ready for others then.
+        It works on a round that has ended, or its site has not approved a job.
         """
         work = session.work
         unread = session.ended > 0 and work.ended_round != session.ended
         late = (work.round > 0 and work.round not in self._open) or unread
+        if session.unapproved != session.told_unapproved:
+            session.told_unapproved = session.unapproved
+            self.presence(Decided(session.client_id, session.unapproved))
         if late != bool(session.late_since):
             session.late_since = time.time() if late else 0.0
             self.presence(LeftBehind(session.client_id) if late else Freed(session.client_id))

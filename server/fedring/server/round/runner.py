@@ -38,6 +38,7 @@ from fedring.server.round.rounds import Rounds
 from fedring.server.sessions.sessions import Sessions
 from fedring.server.state.facts import Facts
 from fedring.server.state.failures import StorageFailed
+from fedring.server.state.rows import NOT_APPROVED
 from fedring.train.jobs.override_table import overrides_of
 
 log = logging.getLogger(__name__)
@@ -50,6 +51,7 @@ class RoundResult:
     published: bool
     reason: str = ""  # why it was abandoned, for people
     retryable: bool = True  # False if the job's next rounds would end in the same way
+    unapproved: bool = False  # whether clients have refused it because their sites have not approved the job yet
 
 
 class RoundRunner:
@@ -171,13 +173,14 @@ class RoundRunner:
 
     async def _finish_abandoned(self, open_: OpenRound, round_: Round) -> RoundResult:
         facts = self._facts
-        open_.row = open_.ended(Phase.ABANDONED, reason=round_.reason)
+        asked = open_.started and round_.reason == "too_few_clients" and rd.unapproved(open_.state, round_.rules)
+        open_.row = open_.ended(Phase.ABANDONED, reason=NOT_APPROVED if asked else round_.reason)
         await facts.keep(facts.db, facts.store.rounds.replace, open_.row)
         self._publisher.end_training(open_)
         away = () if open_.row.selected else await facts.db(facts.store.updates.counts)
         reason = why_abandoned(open_, open_.state, away, self._listen)
         self._rounds.tell(open_, "round_abandoned", f"{open_.title} was abandoned: {reason}")
-        return RoundResult(published=False, reason=reason, retryable=open_.retryable)
+        return RoundResult(published=False, reason=reason, retryable=open_.retryable, unapproved=bool(asked))
 
     def _tell_progress(self, open_: OpenRound, progress: RoundProgress, now: float) -> float:
         """Tell operators about an open barrier, or log the round's progress.

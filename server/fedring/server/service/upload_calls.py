@@ -115,9 +115,9 @@ class UploadCalls:
                     return Digested(call.partial.digest)
                 case Admit():
                     return await self._admit(call, effect)
-                case Accept(row):
+                case Accept(row, client_head):
                     call.undo.pop_all()  # the acceptor takes the partial over
-                    return Accepted(await self._acceptor.accept(call.partial, row))
+                    return Accepted(*await self._acceptor.accept(call.partial, row, client_head))
         except UnknownRound as error:
             return TooLate(error)
         raise TypeError(f"{effect} is no effect of an upload")

@@ -157,7 +157,7 @@ class ClientUpdateService:
             raise TypeError(f"an upload ends with {effect}")
         if effect.already:
             self._metrics.repeated()
-        return pb.Accepted(already=effect.already)
+        return pb.Accepted(already=effect.already, audit_head=effect.head)
 
 
 async def _end(closed: asyncio.Event, at_work: asyncio.Lock) -> None:

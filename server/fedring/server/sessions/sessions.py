@@ -31,6 +31,8 @@ from fedring.server.state.journal import printable
 from fedring.train.jobs.labels import Wanted, check_labels, match
 from fedring.v1 import federation_pb2 as pb
 
+_MOST_UNAPPROVED = 64
+
 OUTBOX = 64
 """Events that may wait for one client. A client that lets more pile up is cut off."""
 
@@ -71,6 +73,8 @@ class Session:
     transfers: int = 0  # uploads and downloads in progress, which end if their bytes do not move
     was_sent_away: bool = False  # until it has joined; it comes and goes as it was told
     paced: bool = False  # whether it beats as often as it is told, and waits for no heartbeat of the server
+    unapproved: frozenset[int] = frozenset()  # jobs that nobody at its site has approved yet
+    told_unapproved: frozenset[int] = frozenset()  # those that the rounds know of
     quick: bool = True  # whether it beats as clients in rounds do
     engaged: float = field(default_factory=time.monotonic)  # when it was last seen to be in a round, or joined
     hurried: float = -inf  # when it was last told to beat quickly
@@ -89,6 +93,7 @@ class Session:
         """Note the client's activity and progress, and return whether they changed."""
         if request.HasField("work"):
             self.work, self.tells_work = request.work, True
+        self.unapproved = frozenset(request.unapproved_jobs[:_MOST_UNAPPROVED])
         progress = request.progress if isfinite(request.progress) else 0.0
         said = (request.activity, progress, not request.reports_no_progress)
         if said == (self.activity, self.progress, self.reports_progress):

@@ -22,6 +22,10 @@ KEEP_EVENTS = 10_000
 """How many of the newest events a store keeps: clients come and go, even while no round ends."""
 
 
+NOT_APPROVED = "not_approved"
+"""Why a round was abandoned that some clients have refused, because their sites have not approved its job yet."""
+
+
 @dataclass(frozen=True, slots=True)
 class MetaRow:
     """A fact about the whole database: its run, its secret, its epoch."""

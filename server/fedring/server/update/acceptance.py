@@ -17,13 +17,15 @@ from fedring.server.state.facts import Facts
 from fedring.server.state.failures import StorageError
 from fedring.server.state.rows import Acceptance, UpdateRow
 from fedring.server.update.metrics import UpdateMetrics
+from fedring.server.update.receipts import Receipts
 
 
 @dataclass(slots=True)
 class _Offer:
     partial: Partial
     row: UpdateRow
-    done: asyncio.Future[bool]
+    client_head: str  # of its client's own log
+    done: asyncio.Future[tuple[bool, str]]
 
 
 class Acceptor:
@@ -32,25 +34,30 @@ class Acceptor:
     A round is told when its updates are durable.
     """
 
-    def __init__(self, rounds: Rounds, facts: Facts, metrics: UpdateMetrics) -> None:
-        self._rounds, self._facts, self._metrics = rounds, facts, metrics
+    def __init__(self, rounds: Rounds, facts: Facts, metrics: UpdateMetrics, receipts: Receipts) -> None:
+        self._rounds, self._facts, self._metrics, self._receipts = rounds, facts, metrics, receipts
         self._offers: asyncio.Queue[_Offer] = asyncio.Queue()
 
-    async def accept(self, partial: Partial, row: UpdateRow) -> bool:
+    async def accept(self, partial: Partial, row: UpdateRow, client_head: str = "") -> tuple[bool, str]:
         """Accept an update durably. The partial is the acceptor's from now on.
 
         The update is committed even if the caller goes away: its client will ask again, and learn that it counts.
 
+        Args:
+            partial: Its payload.
+            row: Its row.
+            client_head: The head of its client's own log.
+
         Returns:
-            True if the same update had been accepted before.
+            Whether the same update had been accepted before; and the head of the receipts.
 
         Raises:
             UnknownRound: if the round no longer takes the update.
             OtherUpdate: if another update of the client was accepted for the round.
             RefusedCommit: if the disk is full, or refuses the update for another reason.
         """
-        done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        self._offers.put_nowait(_Offer(partial, row, done))
+        done: asyncio.Future[tuple[bool, str]] = asyncio.get_running_loop().create_future()
+        self._offers.put_nowait(_Offer(partial, row, client_head, done))
         return await done
 
     async def run(self) -> None:
@@ -87,6 +94,7 @@ class Acceptor:
         if not offers:
             return
         try:
+            head = await self._note(offers)
             outcomes = await self._commit(offers)
         except BaseException as error:
             for offer in offers:
@@ -102,7 +110,13 @@ class Acceptor:
                 text = f"another update of {offer.row.client_id} was accepted for round {offer.row.round}"
                 offer.done.set_exception(OtherUpdate(text))
             else:
-                offer.done.set_result(outcome is Acceptance.ALREADY)
+                offer.done.set_result((outcome is Acceptance.ALREADY, head))
+
+    async def _note(self, offers: list[_Offer]) -> str:
+        try:
+            return await self._receipts.note(self._facts, [(offer.row, offer.client_head) for offer in offers])
+        except OSError as error:
+            raise RefusedCommit(f"the receipts cannot be written: {error}", reason="disk_error") from error
 
     async def _commit(self, offers: list[_Offer]) -> list[Acceptance]:
         batch = [(offer.partial, offer.row) for offer in offers]

@@ -36,6 +36,7 @@ MAX_NORM = 1e30
 
 _VECTORS: dict[int, Vector] = {pb.VECTOR_PARAMETERS: "parameters", pb.VECTOR_BUFFERS: "buffers"}
 _KINDS: dict[int, Kind] = {pb.KIND_WEIGHTS: "weights", pb.KIND_DELTA: "delta"}
+_HEAD = re.compile(r"[0-9a-f]{64}")
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
@@ -49,6 +50,7 @@ class DecodedOffer:
     header: pb.UpdateHeader
     digest: str  # of the payload
     name: str  # of the header's bytes and the payload's digest
+    audit_head: str = ""  # of the client's own log
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +67,8 @@ def open_offer(offer: pb.UpdateOffer) -> DecodedOffer:
 
     Raises:
         DamagedOnTheWay: if the name is not that of the header and the payload's digest.
-        BadUpdate: "bad_header", if the header is too long or no header; "bad_digest", if the payload's digest is not a
-            name by BLAKE3.
+        BadUpdate: "bad_header", if the header is too long or no header, or the head of the client's log has another
+            form; "bad_digest", if the payload's digest is not a name by BLAKE3.
     """
     if len(offer.header) > MAX_HEADER_BYTES:
         text = f"a header of {len(offer.header)} bytes; at most {MAX_HEADER_BYTES} are taken"
@@ -76,11 +78,13 @@ def open_offer(offer: pb.UpdateOffer) -> DecodedOffer:
     if not is_blake3(offer.payload_digest):
         text = f"payload_digest is {offer.payload_digest[:100]!r}: it must be blake3- and 64 lower-case hex digits"
         raise BadUpdate(text, reason="bad_digest")
+    if offer.audit_head and not _HEAD.fullmatch(offer.audit_head):
+        raise BadUpdate("audit_head is not empty, and no 64 hexadecimal digits", reason="bad_header")
     try:
         header = pb.UpdateHeader.FromString(offer.header)
     except DecodeError:
         raise BadUpdate("the header is not an UpdateHeader", reason="bad_header") from None
-    return DecodedOffer(header, offer.payload_digest, offer.name)
+    return DecodedOffer(header, offer.payload_digest, offer.name, offer.audit_head)
 
 
 def check_sender(header: pb.UpdateHeader, client_id: str) -> None:

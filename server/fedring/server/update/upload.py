@@ -105,6 +105,7 @@ class Accepted:
     """The update is durable; `already` if it had been accepted before."""
 
     already: bool
+    head: str = ""  # of the server's receipts
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +202,7 @@ class Accept:
     """Accept the update durably (Accepted, or TooLate)."""
 
     row: UpdateRow
+    client_head: str = ""  # of the client's own log
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +210,7 @@ class Done:
     """The update is accepted; `already` if it had been before."""
 
     already: bool
+    head: str = ""  # of the server's receipts
 
 
 Effect = LookUp | AskRound | Open | Send | Read | Write | TakeDigest | Admit | Accept | Done
@@ -267,9 +270,10 @@ class Upload:
                 if terms is None:
                     raise ValueError("a payload was admitted before its header")
                 found = Admission(self._packets, event.norm, event.at)
-                return Accept(row_of(self._offer, terms, found, event.payload, epoch=self._epoch))
-            case Accepted(already):
-                return Done(already)
+                row = row_of(self._offer, terms, found, event.payload, epoch=self._epoch)
+                return Accept(row, self._offer.audit_head)
+            case Accepted(already, head):
+                return Done(already, head)
             case TooLate(error):
                 return self._too_late(error)
 

@@ -5,7 +5,7 @@ import time
 from sqlalchemy import Connection, and_, delete, select
 
 from fedring.daemon.crash import crashpoint
-from fedring.server.state.rows import Acceptance, ChargeRow, ModelRow, RoundRow
+from fedring.server.state.rows import NOT_APPROVED, Acceptance, ChargeRow, ModelRow, RoundRow
 from fedring.server.state.sql import sealed
 from fedring.server.state.sql.schema import KEPT, TABLE_OF
 from fedring.server.state.sql.sealed import Row, rows_of
@@ -77,9 +77,9 @@ class RoundStore:
     def ended_of(self, job_id: int) -> int:
         """Return the number of a job's ended rounds.
 
-        They were published or abandoned. Pruned ones count, too.
+        They were published or abandoned. Pruned ones count, too; those that sites had not approved do not.
         """
-        ended = (rounds.c.job_id == job_id) & rounds.c.ended_at.is_not(None)
+        ended = (rounds.c.job_id == job_id) & rounds.c.ended_at.is_not(None) & (rounds.c.reason != NOT_APPROVED)
         last = self._database.first(select(rounds).where(ended).order_by(rounds.c.job_round.desc()), RoundRow)
         return last.job_round if last else 0
 

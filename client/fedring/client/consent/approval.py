@@ -1,0 +1,34 @@
+"""The table [approval] of a client."""
+
+from typing import Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from fedring.client.consent.card import JOB_KEYS, ROUND_KEYS
+
+
+class Approval(BaseModel):
+    """The table [approval]: which jobs need a person's consent here.
+
+    Unknown keys are errors.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    mode: Literal["off", "cards"] = Field(
+        "off",
+        description="cards = this client trains and evaluates only for jobs whose card was approved here "
+        "(`fl-client cards`)",
+    )
+    free: list[str] = Field(
+        [],
+        description="keys of jobs and rounds that may differ without a new approval, such as "
+        '["name", "rounds", "lr", "seed"]',
+    )
+
+    @model_validator(mode="after")
+    def _known(self) -> Self:
+        if unknown := set(self.free) - {*JOB_KEYS, *ROUND_KEYS}:
+            keys = ", ".join(sorted({*JOB_KEYS, *ROUND_KEYS}))
+            raise ValueError(f"free: no card has the key {min(unknown)!r}: choose from {keys}")
+        return self

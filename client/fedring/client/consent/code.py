@@ -1,0 +1,109 @@
+"""The installed code that jobs can name, by digests of files."""
+
+import os
+from collections.abc import Iterable, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from fedring.codec.digest import Digest, name_of
+from fedring.version import VERSION
+
+_Stamp = tuple[int, int, int, int]
+
+_VERSIONED = ("fedring", "torch", "torchvision")
+"""Their versions stand on the card; their files are too many to be listed one by one."""
+
+_MOST_LISTED = 2_000  # files of a module that a card lists
+_CHUNK = 1 << 20
+
+
+class InstalledCode:
+    """The files of a client's trusted modules at its start.
+
+    A process imports a module once: what runs is what was installed then.
+
+    Args:
+        trusted: The entries of the client's list.
+    """
+
+    def __init__(self, trusted: Iterable[str]) -> None:
+        self._roots = sorted({entry.partition(" ")[0].partition(":")[0].partition(".")[0] for entry in trusted})
+        self._known: dict[str, tuple[_Stamp, str]] = {}
+        self._first = self._read()
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Versions and digests, as they stand on a card."""
+        return _facts_of(self._first)
+
+    def changed(self) -> str:
+        """Return the names of the modules that were changed, or nothing."""
+        now = self._read()
+        return ", ".join(root for root in self._roots if now[root] != self._first[root])
+
+    def _read(self) -> dict[str, dict[str, str]]:
+        """Return the digest of each file, by root and relative path."""
+        return {root: {name: self._digest(path) for name, path in _files_of(root)} for root in self._roots}
+
+    def _digest(self, path: Path) -> str:
+        """Return the digest of a file.
+
+        It is read again only if the system says that it was written."""
+        try:
+            facts = path.stat()
+            # The time of change cannot be set back, unlike the time of modification.
+            stamp = (facts.st_mtime_ns, facts.st_ctime_ns, facts.st_size, facts.st_ino)
+            known = self._known.get(str(path))
+            if known is None or known[0] != stamp:
+                digest = Digest()
+                with path.open("rb") as file:
+                    while chunk := file.read(_CHUNK):
+                        digest.update(chunk)
+                known = self._known[str(path)] = stamp, digest.name
+            return known[1]
+        except OSError as error:
+            return f"unreadable: {error.strerror}"
+
+
+def _facts_of(files: Mapping[str, Mapping[str, str]]) -> dict[str, Any]:
+    facts: dict[str, Any] = {"torch": {"version": _version("torch")}, "fedring": {"version": VERSION}}
+    for root, digests in files.items():
+        listed = "".join(f"{name}\0{digest}\n" for name, digest in sorted(digests.items()))
+        entry: dict[str, Any] = {"digest": name_of(listed.encode())}
+        if root in _VERSIONED:
+            entry["version"] = VERSION if root == "fedring" else _version(root)
+        elif len(digests) <= _MOST_LISTED:
+            entry["files"] = dict(sorted(digests.items()))
+        facts[root] = entry
+    return facts
+
+
+def _files_of(root: str) -> list[tuple[str, Path]]:
+    """Return the files of a module or package, with names.
+
+    Nothing is imported. Bytecode is left out.
+    """
+    try:
+        spec = find_spec(root)
+    except (ImportError, ValueError):
+        spec = None
+    if spec is None:
+        return []
+    if not spec.submodule_search_locations:
+        return [(Path(spec.origin).name, Path(spec.origin))] if spec.origin and spec.has_location else []
+    found = []
+    for folder in spec.submodule_search_locations:
+        for where, folders, names in os.walk(folder):
+            folders[:] = sorted(name for name in folders if name != "__pycache__")
+            paths = [Path(where, name) for name in names if not name.endswith(".pyc")]
+            found += [(str(path.relative_to(folder)), path) for path in paths if path.is_file()]
+    return sorted(found)
+
+
+def _version(distribution: str) -> str:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return ""

@@ -1,0 +1,97 @@
+"""The consent of a site to a job, asked before any work."""
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fedring.client.consent.approval import Approval
+from fedring.client.consent.card import MAX_CARD_BYTES, Card, card_of, job_facts
+from fedring.client.consent.cards import CardError, Cards
+from fedring.client.consent.code import InstalledCode
+from fedring.v1 import federation_pb2 as pb
+
+log = logging.getLogger(__name__)
+
+_MOST_WAITING = 64  # jobs that are asked about with each heartbeat
+
+
+class Consent:
+    """The consent of a site to jobs.
+
+    Any thread may use it. What was approved is read from the state folder each time: another process writes it.
+
+    Args:
+        approval: The table [approval] of the client.
+        state_dir: Its state folder.
+        trusted: The entries of its list `trusted`.
+        own: Its own names in the place of the job's, by key.
+    """
+
+    def __init__(self, approval: Approval, state_dir: Path, trusted: Sequence[str], own: Mapping[str, str]) -> None:
+        self._approval, self._cards = approval, Cards(state_dir)
+        self._code = InstalledCode(trusted if approval.mode == "cards" else ())
+        self._own = {key: name for key, name in own.items() if name}
+        self._waiting: dict[int, Card] = {}  # by job, the card that it waits for
+
+    def refusal(self, command: pb.TrainCmd) -> str:
+        """Return why this client does not train for a command.
+
+        Empty if it may.
+        """
+        if self._approval.mode == "off":
+            return ""
+        if edited := self._code.changed():
+            return f"the installed source of {edited} has changed since fl-client was started: restart fl-client"
+        card, job_id = card_of(command, self._site, self._approval.free), command.job.job_id
+        why = self._refusal(card)
+        self._waiting.pop(job_id, None)
+        if why:
+            log.warning("job %d waits: %s; show it with: fl-client cards list", job_id, why)
+            while len(self._waiting) >= _MOST_WAITING:
+                del self._waiting[next(iter(self._waiting))]
+            self._waiting[job_id] = card
+        return why
+
+    def card(self, command: pb.TrainCmd) -> str:
+        """Return the name of a command's card; empty if nobody is asked."""
+        if self._approval.mode == "off":
+            return ""
+        return card_of(command, self._site, self._approval.free).name
+
+    def refusal_to_evaluate(self, command: pb.EvaluateCmd) -> str:
+        """Return why this client does not evaluate a job's model.
+
+        It may if a card of this job and this code is approved, whatever the settings of its rounds. Empty if it may.
+        """
+        if self._approval.mode == "off":
+            return ""
+        free = self._approval.free
+        job = {key: value for key, value in job_facts(command.job).items() if key not in free}
+        wanted = {"job": job, "free": sorted(free), **self._site}
+        try:
+            cards, _ = self._cards.all()
+        except OSError as error:
+            return f"the cards of this site cannot be read: {error}"
+        alike = [kept for kept in cards if {key: kept.card.facts.get(key) for key in wanted} == wanted]
+        if self._code.changed() or all(kept.refusal(time.time()) for kept in alike):
+            return "this site has approved no card of this job"
+        return ""
+
+    def waiting(self) -> list[int]:
+        """Return the jobs that wait for an approval at this site."""
+        waiting = dict(self._waiting)
+        return [job_id for job_id, card in waiting.items() if self._refusal(card)]
+
+    @property
+    def _site(self) -> dict[str, Any]:
+        return {"code": self._code.facts, "own": self._own}
+
+    def _refusal(self, card: Card) -> str:
+        try:
+            if len(card.text) > MAX_CARD_BYTES:
+                return f"its card has {len(card.text)} bytes, above {MAX_CARD_BYTES}"
+            return self._cards.find(card).refusal(time.time())
+        except (CardError, OSError, ValueError) as error:
+            return f"its card cannot be made or read here: {error}"

@@ -1,0 +1,104 @@
+"""Consent with real daemons: what a site has not approved does not run there, and what ran is in both logs."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from fedring.client.consent.audit import FOLDER
+from fedring.client.consent.cards import Cards, Decision, KeptCard
+from fedring.control.calls import Events
+from fedring.control.failure import Failure
+from fedring.ctl.admin.audit import contradictions, verify
+from fedring.daemon.chain import read_chain
+from tests.fleets import Control, Fleet, run_job, until_watching
+from tests.waiting import until
+
+JOB = {"model": "fedring.train.models:digits_mlp", "data": "fedring.data:digits", "rounds": 3, "min_clients": 2}
+CHAINED = {"audit": {"chain": True}}
+CARDS = {"approval": {"mode": "cards", "free": ["rounds"]}}
+QUICK = {"idle_heartbeat_seconds": 0.3}
+
+
+def state_of(fleet: Fleet, name: str) -> Path:
+    return Path(fleet.directory) / "state" / name
+
+
+def test_both_sides_have_the_same_history_after_kills(tmp_path: Path) -> None:
+    job = {**JOB, "rounds": 2}
+    with Fleet(tmp_path, {"audit_chain": True}, [CHAINED, CHAINED]) as fleet:
+        with Control(fleet.control) as control:
+            until_watching(control, 2)
+            run_job(control, job)
+        fleet.kill(0)
+        fleet.server.kill()
+        fleet.start_server()
+        fleet.restart(0)
+        with Control(fleet.control) as control:
+            until_watching(control, 2)
+            run_job(control, job)
+    client, server = state_of(fleet, "client-0") / FOLDER, state_of(fleet, "server") / "receipts"
+    verify(client, server)
+    verify(server, state_of(fleet, "client-1") / FOLDER)
+    lines = read_chain(client)
+    told = [line.facts["what"] for line in lines]
+    assert told.count("start") == 2
+    assert min(told.count("sends"), told.count("accepted"), told.count("trains"), told.count("evaluates")) == 4
+    updates = {line.facts["update"] for line in lines if line.facts["what"] == "accepted"}
+    assert updates < {line.facts.get("update") for line in read_chain(server)}
+    assert not any(str(tmp_path) in str(line.facts) for line in lines)  # no path of the site
+
+    (month,) = client.iterdir()
+    month.write_bytes(b"".join(month.read_bytes().splitlines(keepends=True)[:-8]))
+    with pytest.raises(Failure, match="contradict"):
+        verify(client, server)
+    assert list(contradictions(read_chain(client), read_chain(server)))
+
+
+def until_told(events: Events, text: str) -> None:
+    """Read events until one has this text."""
+    for event in events:
+        if text in event.text:
+            return
+
+
+def waiting_card(fleet: Fleet, name: str) -> KeptCard:
+    """Wait for a card of which nobody has decided, and return it."""
+
+    def waiting() -> list[KeptCard]:
+        return [kept for kept in Cards(state_of(fleet, name)).all()[0] if not kept.decisions]
+
+    until(waiting)
+    return waiting()[0]
+
+
+def approve(fleet: Fleet, name: str) -> KeptCard:
+    kept = waiting_card(fleet, name)
+    return Cards(state_of(fleet, name)).decide(kept, Decision(time.time(), 0, approved=True, note="vote 7"))
+
+
+def test_a_job_waits_until_enough_sites_have_approved_it(tmp_path: Path) -> None:
+    sites = [CARDS | CHAINED] * 3
+    job = {**JOB, "rounds": 1, "min_clients": 3, "min_clients_to_aggregate": 3, "barrier_timeout_seconds": 0.5}
+    with Fleet(tmp_path, QUICK, sites) as fleet, Control(fleet.control) as control:
+        until_watching(control, 3)
+        events, told = control.events(), control.events()
+        job_id = control.start_job(job).job_id
+        until_told(told, "0 of 3 sites have approved the job")
+        approve(fleet, "client-0")
+        approve(fleet, "client-2")
+        until_told(told, "2 of 3 sites have approved the job, not yet: client-1")
+        assert "has not approved job 1" in {each.client_id: each.busy for each in control.clients()}["client-1"]
+        kept = approve(fleet, "client-1")
+        list(control.follow_job(job_id, events))
+        assert control.job(job_id).state == "completed"
+
+        run_job(control, {**job, "rounds": 2})  # a key that is free
+        changed = control.start_job({**job, "lr": 0.7}).job_id
+        again = waiting_card(fleet, "client-1")
+        assert again.card.facts["round"]["lr"] == 0.7
+        Cards(state_of(fleet, "client-1")).decide(kept, Decision(time.time(), 0, approved=False))
+        control.stop_job(changed)
+    lines = [line.facts for line in read_chain(state_of(fleet, "client-1") / FOLDER)]
+    assert "not_approved" in {facts.get("reason") for facts in lines}
+    assert {facts["card"] for facts in lines if facts["what"] == "trains"} == {kept.card.name}
