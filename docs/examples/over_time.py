@@ -17,12 +17,7 @@ TIMING = {"seconds_per_step": 0.05, "speed": {"spread": 10}, "bandwidth": {"medi
 RULES: dict[str, dict[str, Any]] = {
     "waiting for all": {"sample_clients": 10},
     "straggler_factor": {"sample_clients": 10, "straggler_factor": 1.5},
-    "over-selection": {
-        "sample_clients": 13,
-        "min_clients": 13,
-        "min_clients_to_aggregate": 10,
-        "close_at_minimum": True,
-    },
+    "over-selection": {"sample_clients": 10, "select_factor": 1.3},
 }
 
 
