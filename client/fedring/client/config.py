@@ -115,7 +115,11 @@ class ClientConfig(BaseSettings):
     evaluator: str = Field("", description="module:attribute to use instead of the job's evaluator")
 
     max_jobs: int = Field(
-        1, ge=0, le=1, description="jobs that this client takes part in at once; 0 = none: it is in session, and idle"
+        1,
+        ge=0,
+        le=64,
+        description="jobs in whose rounds this client takes part at once, training in turns; 0 = none: it is "
+        "in session, and never asked",
     )
     training: CodeLimits = Field(
         CodeLimits.model_validate({}), description="where the code of jobs runs, and what it may use"

@@ -251,10 +251,10 @@ class Federation:
     @property
     def ids(self) -> dict[str, object]:
         """The current round, if there is one, for log lines."""
+        if (task := self._task) is not None:
+            return {"round": task.round}
         current = self._link.session.inbox.current
-        if current is None or (current.end_reason and self._task is None):
-            return {}
-        return {"round": current.command.round}
+        return {"round": current.command.round} if current is not None and not current.end_reason else {}
 
     def close(self) -> None:
         """End the iteration and the current task.

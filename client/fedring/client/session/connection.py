@@ -93,7 +93,7 @@ class Connection:
         self._refused = ""  # the newest session for which the server has refused a call
         self._tls, self._token_file = config.tls, config.token_file
         self._resume, self._labels = ResumeSecret(config.state_dir), config.labels
-        self._max_jobs = config.max_jobs
+        self.max_jobs = config.max_jobs
         self._authorization: Metadata = ()
         self._small = _NO_CALL  # the metadata and the open call of small updates, while nobody uses it
         self._channels: list[aio.Channel] = []  # the newest is last; the one before it may still have calls
@@ -201,7 +201,7 @@ class Connection:
             startup_seconds=self._startup,
             resume_secret=self._resume.text,
             labels=self._labels,
-            max_jobs=self._max_jobs,
+            max_jobs=self.max_jobs,
             paced=True,
         )
         call = self.commands.Join(request, metadata=self._authorization, timeout=CALL_SECONDS, wait_for_ready=wait)

@@ -1,4 +1,4 @@
-"""The client's current work: at most one round and one evaluation.
+"""The client's current work: of each job, at most one round and one evaluation.
 
 It is the newest of each that the server has asked for.
 """
@@ -8,6 +8,9 @@ import time
 from dataclasses import dataclass
 
 from fedring.v1 import federation_pb2 as pb
+
+_KEEP = 16
+"""How many jobs that have no round open are remembered, to know a command that is sent again."""
 
 
 @dataclass(slots=True, eq=False)
@@ -72,13 +75,22 @@ class WorkInbox:
     """Queues the server's commands for the user's thread.
 
     The session owns it, and uses it on its event loop only.
+
+    Args:
+        max_jobs: Of how many jobs rounds may be open at once. A command of one more job ends the oldest of them.
     """
 
-    def __init__(self) -> None:
-        self.current: Assignment | None = None  # the newest round, whether it was handed out or not
-        self._round: Assignment | None = None  # the round to hand out next
-        self._evaluation: EvaluationOrder | None = None
+    def __init__(self, max_jobs: int = 1) -> None:
+        self._max_jobs = max(1, max_jobs)
+        self._newest: dict[tuple[str, int], Assignment] = {}  # by run and job, the newest last
+        self._queue: list[Assignment] = []  # the rounds to hand out
+        self._evaluations: dict[tuple[str, int], EvaluationOrder] = {}  # by run and job
         self._filled = asyncio.Event()
+
+    @property
+    def current(self) -> Assignment | None:
+        """The newest round, whether it was handed out or not."""
+        return next(reversed(self._newest.values()), None)
 
     def train(self, command: pb.TrainCmd, last: pb.LastAccepted) -> Assignment:
         """Take a command to train.
@@ -88,60 +100,89 @@ class WorkInbox:
             last: The newest update of this client that the server remembers to have accepted.
 
         Returns:
-            The current assignment, with its new deadline, if the command is the same; else a new assignment, which
-            replaces the current one.
+            The job's assignment, with its new deadline, if the command is the same; else a new assignment, which
+            replaces it.
         """
         deadline = time.monotonic() + command.deadline_seconds
-        current = self.current
-        if current and current.matches(command, last):
-            current.deadline = deadline
-            if current.undelivered:
-                current.undelivered = False
-                self._round = current
-                self._filled.set()
-            return current
-        if current:
-            current.end_reason = current.end_reason or "next_round"
-            current.previous = None  # Otherwise no assignment would ever be freed.
-        self.current = self._round = Assignment(command, deadline, previous=current)
-        self._filled.set()
-        return self.current
+        key = _job_key(command)
+        before = self._newest.get(key)
+        if before and before.matches(command, last):
+            before.deadline = deadline
+            if before.undelivered:
+                before.undelivered = False
+                self._hand_out(before, first=True)  # so that its update is not lost for that of another job
+            return before
+        # With one job at a time, a command follows upon the one before, whatever its job.
+        previous = before or (self.current if self._max_jobs == 1 else None)
+        if before:
+            del self._newest[key]
+            before.end_reason = before.end_reason or "next_round"
+        open_ = [each for each in self._newest.values() if not each.end_reason]
+        for oldest in open_[: len(open_) + 1 - self._max_jobs]:
+            oldest.end_reason = "next_round"
+        if previous:
+            previous.previous = None  # Otherwise no assignment would ever be freed.
+        made = self._newest[key] = Assignment(command, deadline, previous=previous)
+        ended = [name for name, each in self._newest.items() if each.end_reason]
+        for name in ended[: max(0, len(ended) - _KEEP)]:
+            del self._newest[name]
+        self._hand_out(made)
+        return made
+
+    def find(self, round_: int) -> Assignment | None:
+        """Return the newest assignment of a round, if there is one."""
+        return next((each for each in self._newest.values() if each.command.round == round_), None)
 
     async def hand_out_again(self, assignment: Assignment) -> None:
-        """Hand out an assignment once more, if it is still current."""
-        if assignment is self.current:
-            self._round = assignment
-            self._filled.set()
+        """Hand out an assignment once more, if it is still its job's."""
+        if assignment is self._newest.get(_job_key(assignment.command)):
+            self._hand_out(assignment, first=True)
 
     def evaluate(self, command: pb.EvaluateCmd) -> None:
         """Queue a command to evaluate.
 
-        It replaces one that has not been handed out.
+        It replaces one of its job that has not been handed out.
         """
-        self._evaluation = EvaluationOrder(command, time.monotonic() + command.deadline_seconds)
+        order = EvaluationOrder(command, time.monotonic() + command.deadline_seconds)
+        self._evaluations[command.run_id, command.job.job_id] = order
         self._filled.set()
 
     def end(self, round_: int, reason: str) -> None:
         """Note that a round takes no more updates, and why."""
-        if self.current and self.current.command.round == round_ and not self.current.end_reason:
-            self.current.end_reason = reason or "published"
+        for each in self._newest.values():
+            if each.command.round == round_:
+                each.end_reason = each.end_reason or reason or "published"
 
     def end_all(self, reason: str) -> None:
         """Note that no round takes updates any more, and why."""
-        if self.current and not self.current.end_reason:
-            self.current.end_reason = reason
+        for each in self._newest.values():
+            each.end_reason = each.end_reason or reason
 
     async def take(self) -> Assignment | EvaluationOrder:
         """Wait for the next piece of work that is still wanted.
 
-        Evaluations go first, because they are short.
+        Evaluations go first, because they are short. Then the rounds of several jobs have their turns, in the order of
+        their commands.
         """
         while True:
             await self._filled.wait()
-            evaluation, self._evaluation = self._evaluation, None
-            if evaluation and time.monotonic() < evaluation.deadline:
-                return evaluation
-            round_, self._round = self._round, None
-            if round_ and not round_.stop_reason:
-                return round_
+            while self._evaluations:
+                evaluation = self._evaluations.pop(next(iter(self._evaluations)))
+                if time.monotonic() < evaluation.deadline:
+                    return evaluation
+            while self._queue:
+                round_ = self._queue.pop(0)
+                if not round_.stop_reason:
+                    return round_
             self._filled.clear()
+
+    def _hand_out(self, assignment: Assignment, *, first: bool = False) -> None:
+        """Queue an assignment, of each job only the newest one."""
+        key = _job_key(assignment.command)
+        self._queue = [each for each in self._queue if _job_key(each.command) != key and not each.stop_reason]
+        self._queue.insert(0 if first else len(self._queue), assignment)
+        self._filled.set()
+
+
+def _job_key(command: pb.TrainCmd) -> tuple[str, int]:
+    return command.run_id, command.job.job_id

@@ -66,7 +66,7 @@ class ClientSession:
     """
 
     def __init__(self, connection: Connection, health: Health, *, evaluates: bool, tell: Callable[[str], None]) -> None:
-        self.inbox = WorkInbox()
+        self.inbox = WorkInbox(connection.max_jobs)
         self.unapproved: Callable[[], list[int]] = list  # returns the jobs that wait for a person at this site
         self.round_events: asyncio.Queue[pb.ServerEvent] = asyncio.Queue(_MOST_EVENTS)  # for a protection with steps
         self._connection = connection
@@ -188,8 +188,8 @@ class ClientSession:
 
     async def report_failure(self, failure: pb.Failure) -> None:
         """Report this client's failure with an immediate heartbeat."""
-        if self.inbox.current and self.inbox.current.command.round == failure.round:
-            self.inbox.current.failure = failure
+        if assignment := self.inbox.find(failure.round):
+            assignment.failure = failure
         self._failures.append(failure)
         self._wake.set()
 

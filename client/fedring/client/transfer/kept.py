@@ -78,6 +78,7 @@ class KeptFiles:
             path.unlink(missing_ok=True)
         self._spooled: KeptState | None = None  # of the update in the spool, if this process has made it
         self._cached: tuple[str, Sections] | None = None  # of one line
+        self._count = len(list(folder.glob("kept-*.safetensors")))
 
     def load(self, line: str) -> Sections:
         """Return the kept sections of a line of models; empty = none."""
@@ -99,6 +100,11 @@ class KeptFiles:
         sync(self._part)
         self._place(self._part, line)
         self._remember(line, sections)
+
+    @property
+    def has_several(self) -> bool:
+        """Whether there are files of several lines."""
+        return self._count > 1
 
     def forget(self, line: str, name: str) -> bool:
         """Drop a section of a line of models, durably.
@@ -175,6 +181,7 @@ class KeptFiles:
         others = [path for path in self._folder.glob("kept-*.safetensors") if path != placed]
         for path in sorted(others, key=lambda path: path.stat().st_mtime_ns, reverse=True)[KEEP_LINES - 1 :]:
             path.unlink()
+        self._count = 1 + min(len(others), KEEP_LINES - 1)
         sync(self._folder)
 
     def _write(self, path: Path, state: KeptState, update: str) -> None:

@@ -5,6 +5,7 @@ It outlives the process.
     update                  magic "SP" | version u8 | 0 | length u32 | UpdateOffer | payload; there is no update if the
                             first eight bytes are zeros or the file is empty
     update.payload          the payload, if the version is 5: an update of many workers, put together on the disk
+    accepted                the name of the newest accepted update, if there are several lines of models
     update.left             what the update leaves, if it leaves anything (fedring.client.transfer.kept)
     kept-….safetensors      what accepted updates have left
 
@@ -42,7 +43,8 @@ _PREFIX = struct.Struct("<2sBBI")
 _MAGIC, _VERSION, _APART = b"SP", 4, 5
 _NONE = bytes(_PREFIX.size)
 _NO_AUDIT = AuditTable.model_validate({})
-_KEPT = ("kept-*", "update", "update.*", "checkpoints")
+_KEPT = ("kept-*", "update", "update.*", "checkpoints", "accepted")
+_MOST_NAME = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +124,8 @@ class Spool:
         self._update_file, self._payload_file = folder / "update", folder / "update.payload"
         self.payload_part.unlink(missing_ok=True)  # It was being put together when the process was killed.
         close_to_others(folder, *_KEPT)  # what earlier versions have left
+        self._accepted_file = folder / "accepted"
+        self._accepted = self._accepted_before()  # the newest accepted update that this folder knows of
         self._empty = False  # whether it certainly holds no update
         self._left = True  # whether there may be a file of what an update leaves
 
@@ -243,6 +247,32 @@ class Spool:
             crashpoint("client_left_placed")
         self.drop()
         crashpoint("client_noted")
+
+    def note_accepted(self, last: pb.LastAccepted) -> None:
+        """Note the newest accepted update of all jobs.
+
+        It is on the disk only if there are several lines of models: then no kept file needs to be of that update, and
+        is valid nevertheless. If the note gets lost, what is kept of other lines is dropped, not used wrongly.
+        """
+        self._accepted = last.name
+        if self.kept.has_several:
+            part = self._accepted_file.with_suffix(".part")
+            with contextlib.suppress(OSError), open(part, "w", opener=private_opener) as file:
+                file.write(last.name)
+                part.replace(self._accepted_file)
+
+    def knows(self, last: pb.LastAccepted) -> bool:
+        """Return whether no update was accepted of which this folder does not know.
+
+        `last` is the newest accepted one by the server's word.
+        """
+        return bool(last.name) and last.name == self._accepted
+
+    def _accepted_before(self) -> str:
+        try:
+            return self._accepted_file.read_text()[:_MOST_NAME]
+        except (OSError, UnicodeDecodeError):
+            return ""
 
     def drop(self) -> None:
         """Drop the update, if there is one.
