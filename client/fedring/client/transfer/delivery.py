@@ -175,7 +175,7 @@ class Delivery:
         if (epoch, header.round) >= (known.epoch, known.round):  # If not, it is of a state folder that was restored.
             last = pb.LastAccepted(epoch=epoch, round=header.round, name=spooled.offer.name)
             self._link.connection.last_accepted = last
-            self._spool.note_accepted(last)
+        self._spool.note_accepted(self._link.connection.last_accepted)
 
     def _push(self, spooled: Spooled, ended: Callable[[], str], deadline: float) -> None:
         link = self._link

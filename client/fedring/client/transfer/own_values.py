@@ -34,8 +34,11 @@ class Line:
 
     @property
     def key(self) -> str:
-        """The name of the line's kept values at a client."""
-        return self.model.hex()
+        """The name of the line's kept values at a client.
+
+        Jobs that run at once may have the same model, and a line each.
+        """
+        return f"{self.model.hex()} {self.after[0]} {self.after[1]}"
 
 
 def line_of(command: pb.TrainCmd | pb.EvaluateCmd) -> Line:
