@@ -41,6 +41,12 @@ def kept_of(folder: Path, section: str) -> Section | None:
     return sections_in(kept_file(folder)).get(section)
 
 
+def kept_residuals(folder: Path) -> list[NDArray[np.float32]]:
+    """Return the residuals of all lines of models, [num_parameters] each."""
+    found = (sections_in(path).get("residual") for path in sorted(folder.glob("kept-*.safetensors")))
+    return [section.tensors["residual"].numpy() for section in found if section is not None]
+
+
 def kept_residual(folder: Path) -> NDArray[np.float32] | None:
     """Return the residual, [num_parameters]; None if there is none."""
     section = kept_of(folder, "residual")

@@ -86,7 +86,7 @@ def run_case(seed: int, number: int, kind: str, folder: Path, *, most: int = MOS
     case = KINDS[kind](rng)
     harms = [rng.choice(case.harms) for _ in range(min(rng.randint(FEWEST, MOST), case.most_harms, most))]
     outcome, began = Outcome(seed, number, kind, harms), time.monotonic()
-    scene = Scene(folder, case.clients, case.settings)
+    scene = Scene(folder, case.clients, case.settings, case.client)
     try:
         try:
             if "fill_disk" in harms:
@@ -118,6 +118,7 @@ def _disturb(scene: Scene, case: Case, harms: list[str], rng: Random) -> Evidenc
         return job_id
 
     job_id = start({})
+    beside = [start({"name": f"beside {number}"}) for number in range(case.beside)]
     for name in harms:
         _let_work(scene, rng)
         HARMS[name](scene, rng)
@@ -127,11 +128,11 @@ def _disturb(scene: Scene, case: Case, harms: list[str], rng: Random) -> Evidenc
         second_id = start({})
         _wait_for_end(scene, second_id)
     else:
-        done: int = scene.ask(lambda control: control.job(job_id).rounds_done)
-        enough = done + (1 if case.last_round else 0)  # now that nothing is harmed, rounds must go on
-        until(lambda: scene.ask(lambda control: control.job(job_id).rounds_done >= enough or _over(control, job_id)))
-        state, reason = scene.end_job(job_id)
-        assert state == "stopped", f"the job is {state}: {reason}"
+        for each in (job_id, *beside):
+            _let_go_on(scene, each, 1 if case.last_round else 0)  # now that nothing is harmed
+        for each in (*beside, job_id):
+            state, reason = scene.end_job(each)
+            assert state == "stopped", f"job {each} is {state}: {reason}"
     if case.last_round:
         _wait_for_end(scene, start({"rounds": 1, "start": "newest"}))
         wait_for(scene, "the clients' notes", lambda: until(lambda: not any(map(has_spooled_update, scene.folders))))
@@ -160,6 +161,12 @@ def _disturb(scene: Scene, case: Case, harms: list[str], rng: Random) -> Evidenc
         done=scene.done,
         clock=scene.clock,
     )
+
+
+def _let_go_on(scene: Scene, job_id: int, rounds: int) -> None:
+    """Wait until a job has published so many more rounds, or is over."""
+    enough = rounds + int(scene.ask(lambda control: control.job(job_id).rounds_done))
+    until(lambda: scene.ask(lambda control: control.job(job_id).rounds_done >= enough or _over(control, job_id)))
 
 
 def _wait_for_end(scene: Scene, job_id: int) -> None:

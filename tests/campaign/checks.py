@@ -17,7 +17,7 @@ from tests.campaign.evidence import Evidence
 from tests.campaign.lessons import SIZE, common_of, lesson_of, samples_of, trained_rounds
 from tests.damage import ask
 from tests.fault.residuals import check_rounds
-from tests.kept import kept_of, kept_residual
+from tests.kept import kept_of, kept_residual, kept_residuals
 from tests.ledgers import account_in
 
 _DROPPED = re.compile(r"dropped the residual of past updates: an update of round (\d+) was accepted")
@@ -114,9 +114,10 @@ def rounds_ended(evidence: Evidence, counts: Counter[str]) -> Iterator[str]:
             yield f"P3: round {round_.round} is abandoned: {round_.reason}"
         elif round_.reason in _OF_ITS_JOB and round_.round != last[round_.job_id]:
             yield f"P3: round {round_.round} is abandoned: {round_.reason}, and it was not the last of its job"
-    for one, other in pairwise(each for each in evidence.rounds if each.model):
-        if one.job_id == other.job_id and (other.base, other.model) != (one.model, one.model + 1):
-            yield f"P5: round {other.round} goes from model {other.base} to {other.model}, after model {one.model}"
+    for job_id in last:
+        for one, other in pairwise(each for each in evidence.rounds if each.model and each.job_id == job_id):
+            if other.base != one.model or other.model <= one.model:
+                yield f"P5: round {other.round} goes from model {other.base} to {other.model}, after model {one.model}"
 
 
 def logs_are_quiet(evidence: Evidence, counts: Counter[str]) -> Iterator[str]:
@@ -180,8 +181,9 @@ def mass_is_conserved(evidence: Evidence, counts: Counter[str]) -> Iterator[str]
             yield f"P6: client-{client} has dropped its residual, and nobody had touched its folder"
         begun = max(dropped, default=0)  # with a folder of before, it begins anew after the newest accepted update
         mine = [update for update in evidence.updates if update.client_index == client and update.round > begun]
-        left = kept_residual(folder)
-        total = np.zeros(SIZE, np.float64) if left is None else left.astype(np.float64)
+        total = np.zeros(SIZE, np.float64)
+        for left in kept_residuals(folder):  # one of each line of models
+            total += left
         for update in mine:
             total += update.values.astype(np.float64) - lesson_of(client, update.round)
         counts["residuals"] += 1

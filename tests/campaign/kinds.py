@@ -35,6 +35,8 @@ class Case:
         checks: what must hold, beside what holds everywhere.
         clients: how many there are.
         settings: of the server.
+        beside: how many more such jobs run at the same time.
+        client: settings of each client.
         harms: the names of those that suit the job.
         last_round: whether the clients train one more round when all harms are over, so that they learn what became
             of their last updates.
@@ -47,6 +49,8 @@ class Case:
     clients: int = 3
     settings: dict[str, Any] = field(default_factory=dict)
     harms: Sequence[str] = ANY
+    beside: int = 0
+    client: dict[str, Any] = field(default_factory=dict)
     last_round: bool = True
     to_the_end: bool = False
     most_harms: int = 9
@@ -316,3 +320,13 @@ def pipeline(rng: Random) -> Case:
     return Case(
         job, [checks.models_are_those_of_the_second_run], harms=harms, last_round=False, to_the_end=True, most_harms=5
     )
+
+
+@kind
+def several(rng: Random) -> Case:
+    """Draw sparse updates of three jobs at once, for which clients train in turns, or have all rounds at once."""
+    job = _lessons(encoding="fp32_sparse", keep_ratio=rng.choice([0.02, 0.2]))
+    harms = tuple(name for name in HARD if not name.startswith("damage"))
+    client = {"max_jobs": rng.choice([1, 3])}
+    settings = {**_LOST_AFTER, "max_running_jobs": 3}
+    return Case(job, [checks.models_are_means, checks.mass_is_conserved], 3, settings, harms, beside=2, client=client)

@@ -51,7 +51,7 @@ class Scene(FaultyFleet):
         down_seconds: in which the server did not run, though it was started before.
     """
 
-    def __init__(self, folder: Path, clients: int, settings: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, clients: int, settings: dict[str, Any], client: dict[str, Any]) -> None:
         self.done: Counter[str] = Counter()
         self.copies: list[tuple[str, Path]] = []
         self.lost: list[Path] = []
@@ -65,7 +65,7 @@ class Scene(FaultyFleet):
         self.down_seconds = 0.0
         self._killed_at: float | None = None
         self._stack = ExitStack()
-        client = {**_TRUSTED, "threads": 1}
+        client = {**_TRUSTED, "threads": 1, **client}
         env = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         super().__init__(folder, {**_TRUSTED, **_KEEP_ALL, **settings}, [client] * clients, env=env)
         give_secrets(folder, clients, SECRET)

@@ -155,7 +155,7 @@ class Answers:
 
     def _residual(self) -> Residual | None:
         line, last, kept = self._line, self._link.connection.last_accepted, self._spool.kept
-        if self._spool.knows(last):  # It may be of another line of models, of another job.
+        if self._spool.is_of_another_line(last.name, line.key):  # so it is no word on this one
             last = pb.LastAccepted()
         schema = self._protection.residual_schema(self._command.schema_hash)
         found, why = residual_in(kept.load(line.key), line.run_id, schema, last, after=line.after)

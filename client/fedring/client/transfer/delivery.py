@@ -80,7 +80,7 @@ class Delivery:
             raise
         finally:
             self._link.session.begin(pb.ACTIVITY_UNSPECIFIED)
-        self._accept(spooled, assignment)
+        self._accept(spooled, assignment, line_of(assignment.command).key)
         assignment.accepted_name = spooled.offer.name
 
     def settle(self, assignment: Assignment, *, send: bool = True) -> bool:
@@ -164,7 +164,7 @@ class Delivery:
             return None if isinstance(error, Undecided) or error.reason == "interrupted" else False
         return True
 
-    def _accept(self, spooled: Spooled, assignment: Assignment) -> None:
+    def _accept(self, spooled: Spooled, assignment: Assignment, line: str = "") -> None:
         self._spool.accept(spooled)
         connection, name = self._link.connection, spooled.offer.name
         heard = connection.audit_head if name == connection.audited else ""
@@ -175,7 +175,8 @@ class Delivery:
         if (epoch, header.round) >= (known.epoch, known.round):  # If not, it is of a state folder that was restored.
             last = pb.LastAccepted(epoch=epoch, round=header.round, name=spooled.offer.name)
             self._link.connection.last_accepted = last
-        self._spool.note_accepted(self._link.connection.last_accepted)
+            if line:
+                self._spool.note_accepted(last.name, line)
 
     def _push(self, spooled: Spooled, ended: Callable[[], str], deadline: float) -> None:
         link = self._link

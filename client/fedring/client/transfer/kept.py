@@ -78,7 +78,7 @@ class KeptFiles:
             path.unlink(missing_ok=True)
         self._spooled: KeptState | None = None  # of the update in the spool, if this process has made it
         self._cached: tuple[str, Sections] | None = None  # of one line
-        self._count = len(list(folder.glob("kept-*.safetensors")))
+        self._updates = {path: _update_in(path) for path in folder.glob("kept-*.safetensors")}
 
     def load(self, line: str) -> Sections:
         """Return the kept sections of a line of models; empty = none."""
@@ -96,15 +96,20 @@ class KeptFiles:
             OSError: If that is impossible; nothing was changed.
         """
         # The other file may hold what belongs to an update that is still to be delivered.
-        self._write(self._part, KeptState(line, sections), "")
+        update = self._updates.get(self._path(line), "")
+        self._write(self._part, KeptState(line, sections), update)
         sync(self._part)
-        self._place(self._part, line)
+        self._place(self._part, line, update)
         self._remember(line, sections)
 
-    @property
-    def has_several(self) -> bool:
-        """Whether there are files of several lines."""
-        return self._count > 1
+    def has_others(self, line: str) -> bool:
+        """Return whether there are files of other lines."""
+        return bool(self._updates.keys() - {self._path(line)})
+
+    def is_of_another(self, update: str, line: str) -> bool:
+        """Return whether an update has left the file of another line."""
+        mine = self._path(line)
+        return bool(update) and any(name == update for path, name in self._updates.items() if path != mine)
 
     def forget(self, line: str, name: str) -> bool:
         """Drop a section of a line of models, durably.
@@ -155,7 +160,7 @@ class KeptFiles:
         if state is None:
             return False
         sync(self._left_file)
-        self._place(self._left_file, state.line)
+        self._place(self._left_file, state.line, update)
         self._remember(state.line, state.sections)
         return True
 
@@ -171,7 +176,7 @@ class KeptFiles:
     def _path(self, line: str) -> Path:
         return self._folder / f"kept-{hashlib.sha256(line.encode()).hexdigest()[:16]}.safetensors"
 
-    def _place(self, written: Path, line: str) -> None:
+    def _place(self, written: Path, line: str, update: str) -> None:
         """Rename a file to its final name, durably.
 
         The oldest files of other lines are deleted.
@@ -181,7 +186,8 @@ class KeptFiles:
         others = [path for path in self._folder.glob("kept-*.safetensors") if path != placed]
         for path in sorted(others, key=lambda path: path.stat().st_mtime_ns, reverse=True)[KEEP_LINES - 1 :]:
             path.unlink()
-        self._count = 1 + min(len(others), KEEP_LINES - 1)
+            self._updates.pop(path, None)
+        self._updates[placed] = update
         sync(self._folder)
 
     def _write(self, path: Path, state: KeptState, update: str) -> None:
@@ -220,6 +226,7 @@ class KeptFiles:
         except (SafetensorError, ValueError, KeyError, AttributeError) as error:
             log.warning("dropped %s, %s: %s", path, _INSTEAD[path == self._left_file], error)
             path.unlink()
+            self._updates.pop(path, None)
             self._on_dropped()
             return None
 
@@ -232,3 +239,12 @@ def digest_of(tensors: Mapping[str, Tensor], known: Mapping[str, str]) -> str:
     for name in ordered:
         digest.update(tensors[name].detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.name
+
+
+def _update_in(path: Path) -> str:
+    """Return the name of the update that has left a file; empty = unknown."""
+    try:
+        with safe_open(path, framework="pt") as opened:
+            return str((opened.metadata() or {}).get("update", ""))
+    except (OSError, SafetensorError):  # the file is dropped when it is needed
+        return ""

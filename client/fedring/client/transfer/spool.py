@@ -5,7 +5,7 @@ It outlives the process.
     update                  magic "SP" | version u8 | 0 | length u32 | UpdateOffer | payload; there is no update if the
                             first eight bytes are zeros or the file is empty
     update.payload          the payload, if the version is 5: an update of many workers, put together on the disk
-    accepted                the name of the newest accepted update, if there are several lines of models
+    accepted                the newest accepted update and its line of models, if there are several lines
     update.left             what the update leaves, if it leaves anything (fedring.client.transfer.kept)
     kept-….safetensors      what accepted updates have left
 
@@ -44,7 +44,7 @@ _MAGIC, _VERSION, _APART = b"SP", 4, 5
 _NONE = bytes(_PREFIX.size)
 _NO_AUDIT = AuditTable.model_validate({})
 _KEPT = ("kept-*", "update", "update.*", "checkpoints", "accepted")
-_MOST_NAME = 200
+_MOST_NOTE = 1000  # characters
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,31 +248,30 @@ class Spool:
         self.drop()
         crashpoint("client_noted")
 
-    def note_accepted(self, last: pb.LastAccepted) -> None:
-        """Note the newest accepted update of all jobs.
+    def note_accepted(self, name: str, line: str) -> None:
+        """Note the newest accepted update of all jobs, and its line of models.
 
-        It is on the disk only if there are several lines of models: then no kept file needs to be of that update, and
-        is valid nevertheless. If the note gets lost, what is kept of other lines is dropped, not used wrongly.
+        It is on the disk only if there are files of other lines: they are still valid, although that update is newer.
+        If the note gets lost, they are dropped, and not used wrongly.
         """
-        self._accepted = last.name
-        if self.kept.has_several:
+        self._accepted = name, line
+        if self.kept.has_others(line):
             part = self._accepted_file.with_suffix(".part")
             with contextlib.suppress(OSError), open(part, "w", opener=private_opener) as file:
-                file.write(last.name)
+                file.write(f"{name}\n{line}")
                 part.replace(self._accepted_file)
 
-    def knows(self, last: pb.LastAccepted) -> bool:
-        """Return whether no update was accepted of which this folder does not know.
+    def is_of_another_line(self, update: str, line: str) -> bool:
+        """Return whether an accepted update is known here, and was of another line."""
+        name, other = self._accepted
+        return (bool(update) and update == name and other != line) or self.kept.is_of_another(update, line)
 
-        `last` is the newest accepted one by the server's word.
-        """
-        return bool(last.name) and last.name == self._accepted
-
-    def _accepted_before(self) -> str:
+    def _accepted_before(self) -> tuple[str, str]:
         try:
-            return self._accepted_file.read_text()[:_MOST_NAME]
+            name, _, line = self._accepted_file.read_text()[:_MOST_NOTE].partition("\n")
         except (OSError, UnicodeDecodeError):
-            return ""
+            return "", ""
+        return (name, line) if line else ("", "")
 
     def drop(self) -> None:
         """Drop the update, if there is one.

@@ -4,6 +4,7 @@ import asyncio
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -11,8 +12,10 @@ from zlib import crc32
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from tests.unit import spinning
 from tests.unit.host import SIZE, Host, running, spec
 
+from fedring.privacy.account import epsilon
 from fedring.rpc.errors import NoSuchJob, SeveralJobs
 from fedring.server.operator.client_records import why_busy
 from fedring.server.recovery import reload
@@ -45,7 +48,7 @@ class Fleet:
 
     async def answer(self, client: str, max_jobs: int | None = None) -> None:
         """Answer the commands to one client, until cancelled."""
-        session = self.host.join(client, max_jobs=max_jobs)
+        session = self.host.join(client, {"site": "fleet"}, max_jobs=max_jobs)
         while True:
             command = await self.host.command(session)
             self.rounds[command.round].append(client)
@@ -267,3 +270,76 @@ async def test_two_fresh_jobs_at_once_have_two_lines_of_models(tmp_path: Path) -
         lines = {(command.residual_after_epoch, command.residual_after) for command in commands}
         assert len(lines) == 2
         assert all(command.residual_after < command.round for command in commands)
+
+
+TRUSTED = ["fedring", "tests.unit.spinning"]
+RULE = "tests.unit.spinning:"
+
+
+@pytest.mark.parametrize("where", ["configure", "combine"])
+async def test_code_of_one_job_that_never_ends_holds_up_no_other_job(tmp_path: Path, where: str) -> None:
+    spinning.BEGAN.clear()
+    spinning.RELEASED.clear()
+    async with running(tmp_path, max_running_jobs=2, trusted=TRUSTED) as host, fleet(host, ["a", "b"]):
+        try:
+            rule = {"rule": f"{RULE}Spins", "args": {"where": where}}
+            endless, _ = await host.jobs.start(named("endless", aggregation=rule, sample_clients=1), "")
+            assert await asyncio.to_thread(spinning.BEGAN.wait, 60)
+            for number in range(2):  # they begin while the code runs, as well
+                other, _ = await host.jobs.start(named(f"other {number}", sample_clients=1), "")
+                assert await host.ended(other.job_id) == "completed"
+            assert endless.job_id in host.jobs.running
+        finally:
+            spinning.RELEASED.set()
+        assert await host.ended(endless.job_id) == "completed"
+
+
+async def test_a_failing_strategy_a_damaged_model_and_a_stop_end_one_job_each(tmp_path: Path) -> None:
+    clients = [f"c{number}" for number in range(4)]
+    expected = await alone(tmp_path, named("good", rounds=4, sample_clients=1), clients)
+    (tmp_path / "all").mkdir()
+    async with running(tmp_path / "all", max_running_jobs=4, trusted=TRUSTED) as host:
+        held = host.join("held", {"site": "held"})
+        ours: dict[str, Any] = {"clients": {"site": "fleet"}, "sample_clients": 1}
+        stopped, _ = await host.jobs.start(named("stopped", clients={"site": "held"}), "")
+        await host.command(held)
+        held = host.join("other", {"site": "other"})
+        damaged, _ = await host.jobs.start(named("damaged", max_abandoned=1, clients={"site": "other"}), "")
+        command = await host.command(held)
+        (base,) = await host.facts.db(host.store.models.newest, 1, damaged.job_id)
+        path = tmp_path / "all" / "blobs" / base.blob
+        data = path.read_bytes()
+        path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+        async with fleet(host, clients):
+            failing, _ = await host.jobs.start(
+                named("failing", aggregation={"rule": f"{RULE}Fails"}, max_abandoned=1, **ours), ""
+            )
+            good, _ = await host.jobs.start(named("good", rounds=4, **ours), "")
+            await host.offer(host.update(command, "other"))
+            assert await host.jobs.stop(stopped.job_id) == (stopped.job_id, 1)
+            states = {row.name: await host.ended(row.job_id) for row in (failing, damaged, stopped, good)}
+            assert states == {"failing": "failed", "damaged": "failed", "stopped": "stopped", "good": "completed"}
+            assert await model_of(host, good.job_id) == expected
+
+
+async def test_two_jobs_with_noise_do_not_spend_the_same_rest_of_a_budget(tmp_path: Path) -> None:
+    """Of a budget that has room for one round, two jobs at once spend one."""
+    pytest.importorskip("dp_accounting")
+    noise = {"clip": 1.0, "noise_multiplier": 4.0, "adaptive": False, "delta": 1e-5}
+    keys: dict[str, Any] = {"min_clients": 2, "min_clients_to_aggregate": 2, "weights": "uniform"}
+    async with running(tmp_path, max_running_jobs=2) as host:
+        one = epsilon([4.0], 1e-5)
+        spec_of: Callable[..., Any] = partial(named, dp={**noise, "max_epsilon": 1.2 * one}, **keys)
+        sessions = [host.join(name) for name in ("a", "b", "c", "d")]
+        first, _ = await host.jobs.start(spec_of("first", sample_clients=2), "")
+        await until(lambda: any(open_.phase is Phase.TRAINING for open_ in host.rounds))
+        second, _ = await host.jobs.start(spec_of("second", sample_clients=2), "")
+        assert await host.ended(second.job_id) == "failed"
+        row = await host.facts.db(host.store.jobs.get, second.job_id)
+        assert row is not None
+        assert "the rounds that other jobs have open" in row.reason
+        await host.jobs.stop(first.job_id)  # without a model, nothing is spent
+        assert await host.ended(first.job_id) == "stopped"
+        third, _ = await host.jobs.start(spec_of("third", sample_clients=2), "")
+        await until(lambda: host.rounds.of_job(third.job_id) is not None)
+        assert len(sessions) == 4
