@@ -87,7 +87,8 @@ FEDERATION = Dashboard(
             Panel("Clients", "short", {"": "sum(fl_server_clients_connected)"}, 4, stat=True),
             Panel("Since the newest model", "s", {"": "max(fl:round_silence:seconds)"}, 4, stat=True,
                   text="While a job runs: since its start, or since the newest model."),
-            Panel("Clients of the round", "short", {"{{state}}": "sum by (state) (fl_server_round_clients)"}),
+            Panel("Jobs", "short", {"{{state}}": "sum by (state) (fl_server_jobs)"}),
+            Panel("Clients of the rounds", "short", {"{{state}}": "sum by (state) (fl_server_round_clients)"}),
             Panel("Rounds per hour", "short", {"{{result}}": f"3600 * {rate('fl_server_rounds_total', 'result')}"}, 6),
             Panel("Clients not waited for, per hour", "short", {
                 "stalled": f"3600 * {rate('fl_server_clients_stalled_total')}",

@@ -1,4 +1,4 @@
-"""The client's current work: of each job, at most one round and one evaluation.
+"""The client's work: of each job, one round and one evaluation.
 
 It is the newest of each that the server has asked for.
 """

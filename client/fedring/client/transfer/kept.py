@@ -242,7 +242,7 @@ def digest_of(tensors: Mapping[str, Tensor], known: Mapping[str, str]) -> str:
 
 
 def _update_in(path: Path) -> str:
-    """Return the name of the update that has left a file; empty = unknown."""
+    """Return the update that has left a file; empty = unknown."""
     try:
         with safe_open(path, framework="pt") as opened:
             return str((opened.metadata() or {}).get("update", ""))

@@ -249,7 +249,7 @@ class Spool:
         crashpoint("client_noted")
 
     def note_accepted(self, name: str, line: str) -> None:
-        """Note the newest accepted update of all jobs, and its line of models.
+        """Note the newest accepted update, and its line of models.
 
         It is on the disk only if there are files of other lines: they are still valid, although that update is newer.
         If the note gets lost, they are dropped, and not used wrongly.
@@ -262,7 +262,7 @@ class Spool:
                 part.replace(self._accepted_file)
 
     def is_of_another_line(self, update: str, line: str) -> bool:
-        """Return whether an accepted update is known here, and was of another line."""
+        """Return whether an accepted update was of another line."""
         name, other = self._accepted
         return (bool(update) and update == name and other != line) or self.kept.is_of_another(update, line)
 

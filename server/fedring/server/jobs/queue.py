@@ -34,6 +34,7 @@ class Jobs:
 
     Attributes:
         running: the jobs that run, by their ids.
+        waiting: how many were in the queue at the last look.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class Jobs:
         self._stopped: set[int] = set()
         self._since: dict[int, float] = {}
         self.running: dict[int, JobRow] = {}
+        self.waiting = 0
 
     async def start(self, spec: Job, key: str) -> tuple[JobRow, bool]:
         """Queue a job.
@@ -87,7 +89,18 @@ class Jobs:
             raise NoSuchJob(f"job {job_id} is neither running nor queued" if job_id else "no job is running")
         self._stopped.add(job_id)  # its turn may come right now
         await self._facts.db(self._kept.set_state, job_id, "stopped")
+        self._moved.set()
         return job_id, 0
+
+    @property
+    def silent_since(self) -> float:
+        """Since when one of the jobs has published nothing.
+
+        It is that for which this is longest ago; it may have been taken up then. In wall-clock seconds; 0 if none runs.
+        Any thread may ask.
+        """
+        published = self._rounds.published_at
+        return min((max(at, published.get(job_id, 0.0)) for job_id, at in list(self._since.items())), default=0.0)
 
     def only(self) -> int:
         """Return the job that runs; 0 if none does.
@@ -155,5 +168,8 @@ class Jobs:
 
         Those that a restart interrupted wait for nobody.
         """
-        rows = self._kept.running() + (self._kept.queued() if len(self.running) < self.most else [])
-        return next((row for row in rows if row.job_id not in self.running), None)
+        queue = [row for row in self._kept.queued() if row.job_id not in self.running]
+        found = [row for row in self._kept.running() if row.job_id not in self.running]
+        found += queue if len(self.running) < self.most else []
+        self.waiting = len(queue) - (found[:1] == queue[:1] and bool(queue))
+        return found[0] if found else None

@@ -1,37 +1,17 @@
 """The clients that operators see and forget."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from fedring.daemon.wording import counted
 from fedring.rpc.errors import ClientInUse, NoSuchClient
 from fedring.server.operator.listings import limit_of
+from fedring.server.operator.summaries import why_busy
 from fedring.server.round.rounds import Rounds
 from fedring.server.sessions.sessions import Session, Sessions
 from fedring.server.state.facts import Facts
 from fedring.server.state.journal import Journal, printable, rfc3339
 from fedring.v1 import control_pb2 as pb
 from fedring.v1 import federation_pb2 as fed
-
-
-def why_busy(jobs: Sequence[int], max_jobs: int, unapproved: Iterable[int] = ()) -> str:
-    """Return why no other round can have a client now.
-
-    Args:
-        jobs: in whose open rounds it takes part.
-        max_jobs: its own limit.
-        unapproved: the jobs that nobody at its site has approved yet.
-
-    Returns:
-        A sentence; empty if another round can have it.
-    """
-    if not max_jobs:
-        return "it takes part in no job: its max_jobs is 0"
-    if waiting := ", ".join(map(str, sorted(unapproved))):
-        return f"its site has not approved job {waiting} yet (fl-client cards)"
-    if len(jobs) < max_jobs:
-        return ""
-    names = ", ".join(map(str, jobs))
-    return f"it takes part in a round of job {names}, and in no more at once: its max_jobs is {max_jobs}"
 
 
 class ClientRecords:

@@ -47,8 +47,14 @@ class Metrics:
 
     def _declare_jobs(self) -> None:
         new = self.registry
-        text = "When this process took up the running job; 0 = none runs."
+        text = "When this process took up the running job, of several the oldest one; 0 = none runs."
         self.job_started = new.gauge("fl_server_job_started_timestamp_seconds", text)
+        text = (
+            "When a job that runs has published last, or was taken up: of several, the one for which that is longest "
+            "ago; 0 = none runs."
+        )
+        self.job_silent_since = new.gauge("fl_server_job_silent_since_timestamp_seconds", text)
+        self.jobs = new.gauge("fl_server_jobs", "Jobs that run, and jobs in the queue.", state=("running", "queued"))
         text = (
             "Epsilon of all published rounds with [dp] together, for the delta of the newest such job; NaN = not known."
         )

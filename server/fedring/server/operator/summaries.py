@@ -4,8 +4,9 @@ docs/web.md describes them.
 """
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from math import isfinite
+from types import MappingProxyType
 from typing import Any
 
 from google.protobuf.message import Message
@@ -15,7 +16,7 @@ from fedring.server.group.rendezvous import Rendezvous
 from fedring.server.round import machine as rd
 from fedring.server.round.events import Phase, Round
 from fedring.server.round.open_round import OpenRound
-from fedring.server.round.report import PROGRESS
+from fedring.server.round.report import PROGRESS, open_message
 from fedring.server.sessions.sessions import Session, Sessions
 from fedring.server.state.journal import rfc3339
 from fedring.server.state.rows import EvaluationRow, JobRow, ModelRow, RoundRow
@@ -153,10 +154,24 @@ def event_summary(event: pb.Event) -> Summary:
     return {key: getattr(event, key) for key in _EVENT_KEYS}
 
 
-def client_summaries(sessions: Iterable[Session], updates: Mapping[str, int], round_: Round | None) -> list[Summary]:
+def client_summaries(
+    sessions: Iterable[Session],
+    updates: Mapping[str, int],
+    round_: Round | None,
+    held: Mapping[str, Sequence[int]] = MappingProxyType({}),
+    *,
+    shown_job: int = 0,
+) -> list[Summary]:
     """Summarize clients in session, and then those that are away.
 
     By name; at most MOST_CLIENTS of them.
+
+    Args:
+        sessions: of the clients.
+        updates: how many of each client were accepted.
+        round_: the round whose clients' parts are told.
+        held: the jobs in whose open rounds each client takes part.
+        shown_job: the job of that round.
     """
     here = {session.client_id: session for session in sessions}
     asked = round_.selected | round_.evaluators if round_ else frozenset()
@@ -174,10 +189,17 @@ def client_summaries(sessions: Iterable[Session], updates: Mapping[str, int], ro
             "late_round": session.work.round if session and session.late_since else 0,
             "late_job": session.work.job_id if session and session.late_since else 0,
             "late_since": rfc3339(session.late_since) if session else "",
-            "why": _why_not_ready(name, session, round_),
+            "jobs": list(held.get(name, ())),
+            "why": _why_not_ready(name, session, round_) or _why_elsewhere(held.get(name, ()), session, shown_job),
         }
         for name in [*here, *away][:MOST_CLIENTS]
     ]
+
+
+def open_round_summary(open_: OpenRound) -> Summary:
+    """Summarize an open round, with its wait, for a list of several."""
+    message = open_message(open_, clients=False)
+    return {"round": round_summary(message) if message else None, "waits_for": wait_summary(open_)}
 
 
 def wait_summary(open_: OpenRound | None) -> Summary | None:
@@ -302,6 +324,32 @@ def _why_not_ready(name: str, session: Session | None, round_: Round | None) -> 
     if rules and not match(session.labels, rules.labels):
         return f"its labels are {shown(session.labels) or 'none'}, and the job wants {shown(rules.labels)}"
     return ""
+
+
+def _why_elsewhere(jobs: Sequence[int], session: Session | None, shown: int) -> str:
+    """Return why only other rounds can have a client, or nothing."""
+    return "" if session is None or shown in jobs else why_busy(jobs, session.max_jobs)
+
+
+def why_busy(jobs: Sequence[int], max_jobs: int, unapproved: Iterable[int] = ()) -> str:
+    """Return why no other round can have a client now.
+
+    Args:
+        jobs: in whose open rounds it takes part.
+        max_jobs: its own limit.
+        unapproved: the jobs that nobody at its site has approved yet.
+
+    Returns:
+        A sentence; empty if another round can have it.
+    """
+    if not max_jobs:
+        return "it takes part in no job: its max_jobs is 0"
+    if waiting := ", ".join(map(str, sorted(unapproved))):
+        return f"its site has not approved job {waiting} yet (fl-client cards)"
+    if len(jobs) < max_jobs:
+        return ""
+    names = ", ".join(map(str, jobs))
+    return f"it takes part in a round of job {names}, and in no more at once: its max_jobs is {max_jobs}"
 
 
 def _finite(value: float) -> float | None:

@@ -18,6 +18,7 @@ from fedring.server.operator.summaries import (
     job_settings,
     job_summary,
     model_summary,
+    open_round_summary,
     privacy_summary,
     round_summary,
     wait_summary,
@@ -31,7 +32,7 @@ from fedring.server.state.rows import EvaluationRow, EventRow, JobRow, RoundRow
 from fedring.v1 import control_pb2 as pb
 
 MOST_JOBS, MOST_MODELS, MOST_EVENTS, MOST_ROUNDS = 50, 10, 50, 1000
-MOST_STORED_EVENTS = 1000
+MOST_STORED_EVENTS, MOST_OPEN = 1000, 50
 CHUNK = 10
 """Rounds that are read at once. Those of large fleets are long, and uploads wait for the same thread."""
 STORE_SECONDS = 2.0
@@ -84,8 +85,17 @@ class View:
             },
             "round": round_summary(current) if current else None,
             "waits_for": wait_summary(running),
-            "clients": client_summaries(sessions, stored.updates, running.state.round if running else None),
-            "group": group_summary(now.group, self._sessions, job) if job else None,
+            "rounds": [open_round_summary(each) for each in list(now)[-MOST_OPEN:]],
+            "clients": client_summaries(
+                sessions,
+                stored.updates,
+                running.state.round if running else None,
+                now.holders,
+                shown_job=running.row.job_id if running else 0,
+            ),
+            "group": group_summary(running.group if running and running.group else now.group, self._sessions, job)
+            if job
+            else None,
             "jobs": [job_summary(row) for row in stored.jobs],
             "models": stored.models,
             "privacy": privacy_summary(self._spent.now),

@@ -99,6 +99,7 @@ class Publisher:
         rounds = self._rounds
         open_.row, open_.made = ended, model
         rounds.learn(model)
+        rounds.published_at[model.job_id] = time.time()
         self._metrics.guarded(ended.stats)
         self._models.versions.remember(model)
         here = self._sessions.here(open_.job.clients) if open_.job.evaluate else []

@@ -52,6 +52,7 @@ class Rounds:
         latest: the newest model.
         interrupted: the rounds that a restart interrupted, and that wait to be resumed, by their numbers.
         all_resumed: set while there are none.
+        published_at: when each job that runs has published last, wall clock.
         group: the newest group of workers, which outlives its round; None if there was none.
         group_moved: set whenever the state of a group has changed; whoever waits for it clears it.
     """
@@ -62,6 +63,7 @@ class Rounds:
         self.interrupted: Mapping[int, RoundRow] = {}
         self.all_resumed = asyncio.Event()
         self.all_resumed.set()
+        self.published_at: dict[int, float] = {}
         self.group: Rendezvous | None = None
         self.group_moved = asyncio.Event()
         self._here = RoundState()  # the clients that are here, without a round
@@ -161,6 +163,7 @@ class Rounds:
     def job_ended(self, job_id: int) -> None:
         """Forget a job that has ended."""
         self._served.pop(job_id, None)
+        self.published_at.pop(job_id, None)
         self.await_resumption(row for row in self.interrupted.values() if row.job_id != job_id)
 
     def _share(self) -> None:

@@ -29,7 +29,7 @@ function show(parts) {
   const has = (...names) => names.some((name) => parts.has(name));
   if (has("server")) showServer();
   if (has("jobs", "round")) showJobs();
-  if (has("jobs", "round", "waits_for", "group", "server", "privacy")) showNow(state);
+  if (has("jobs", "round", "rounds", "waits_for", "group", "server", "privacy")) showNow(state);
   if (has("server", "jobs")) showHistory(false);
   if (has("clients", "server")) showClients(state.clients, state.server);
   if (has("group")) showGroup(state.group);

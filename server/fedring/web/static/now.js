@@ -25,7 +25,8 @@ export function showNow(state) {
   const job = presentJob(state);
   document.title = job ? `${middle(job.name)} ${job.rounds_done}/${job.rounds} – fedring` : "fedring";
   if (!job) return fill(at("now-body"), nothingYet(state));
-  const round = state.round?.job_id === job.job_id ? state.round : null;
+  const own = state.round?.job_id === job.job_id ? { round: state.round, waits_for: state.waits_for } : openRound(state, job);
+  const round = own?.round, waiting = own?.waits_for;
   const queued = state.jobs.filter((other) => other.state === "queued" && other !== job).length;
   fill(at("now-body"), h("div", { class: "now" },
     h("div", {},
@@ -35,8 +36,21 @@ export function showNow(state) {
       job.reason ? h("p", { class: job.state === "completed" ? "muted" : "bad" }, job.reason) : null,
       spentLine(job, state.privacy),
     ),
-    h("div", {}, round ? [phases(round, state.waits_for), waits(round, state), secureLine(round)] : h("p", { class: "muted" }, before(job))),
-  ));
+    h("div", {}, round ? [phases(round, waiting), waits(round, waiting, state), secureLine(round)] : h("p", { class: "muted" }, before(job))),
+  ), besides(state, job));
+}
+
+// The open round of a job, with its wait.
+const openRound = (state, job) => (state.rounds ?? []).find((open) => open.round?.job_id === job.job_id);
+
+// The other jobs that run at the same time, a line for each.
+function besides(state, shown) {
+  const others = state.jobs.filter((job) => job.state === "running" && job !== shown);
+  return others.length ? h("ul", { class: "besides number", "aria-label": "other jobs that run" }, others.map((job) => {
+    const open = openRound(state, job);
+    const now = open ? [` Round ${open.round.job_round} `, sentence(open.round, open.waits_for, null)] : [` ${before(job)}`];
+    return h("li", {}, h("strong", { title: job.name }, middle(job.name, 48)), ` ${jobLine(job)}.`, now);
+  })) : null;
 }
 
 const jobLine = (job) =>
@@ -75,9 +89,9 @@ function phases(round, open) {
     }, title)));
 }
 
-function waits(round, state) {
+function waits(round, open, state) {
   const name = h("strong", { id: "round-name", title: `number ${round.round} of the server` }, `Round ${round.job_round}`);
-  return h("p", { class: "waits number" }, name, " ", sentence(round, state.waits_for, state.group));
+  return h("p", { class: "waits number" }, name, " ", sentence(round, open, state.group));
 }
 
 function sentence(round, open, group) {

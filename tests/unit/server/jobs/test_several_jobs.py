@@ -17,7 +17,7 @@ from tests.unit.host import SIZE, Host, running, spec
 
 from fedring.privacy.account import epsilon
 from fedring.rpc.errors import NoSuchJob, SeveralJobs
-from fedring.server.operator.client_records import why_busy
+from fedring.server.operator.summaries import why_busy
 from fedring.server.recovery import reload
 from fedring.server.round.events import Phase
 from fedring.v1 import federation_pb2 as pb
