@@ -1,10 +1,10 @@
 """Measure simulated clients a second, beside others' in-process simulations of the same work, by turns.
 
-    python -m tests.bench.simulation --flower PYTHON
+    python -m tests.bench.simulation --flower PYTHON [--size cnn]
 
 PYTHON is the interpreter of an environment with `flwr[simulation]` and torch. A client does one step on 8 samples, of a
-model with 9,910 parameters, which travels as fp32. All clients take part in each round, and nothing is evaluated.
-Prints one JSON line. The seconds are those of the rounds, without the start of the processes.
+model with 9,910 parameters, which travels as fp32; `--size cnn` is the one below. All clients take part in each round,
+and nothing is evaluated. Prints one JSON line. The seconds are those of the rounds, without the start of the processes.
 
     python -m tests.bench.simulation --pfl [--size cnn]
 
@@ -184,11 +184,11 @@ def measure(job: dict[str, Any], clients: int, per_round: int) -> dict[str, Any]
     }
 
 
-def measure_flower(python: str, clients: int, rounds: int) -> dict[str, Any]:
+def measure_flower(python: str, size: str, clients: int, rounds: int) -> dict[str, Any]:
     """Simulate the same work with Flower, and return its updates a second."""
     script = Path(__file__).with_name("flower_simulation.py")
-    command = [python, str(script), str(clients), str(rounds)]
-    told = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=600).stdout
+    command = [python, str(script), size, str(clients), str(rounds)]
+    told = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=1200).stdout
     line = next(json.loads(line) for line in told.splitlines() if line.startswith('{"seconds"'))
     return {"updates_per_second": round(clients * rounds / line["seconds"], 1), "version": line["version"]}
 
@@ -197,25 +197,29 @@ def main() -> None:
     """Print one JSON line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--flower", metavar="PYTHON", default="", help="interpreter with flwr[simulation]")
-    parser.add_argument("--clients", type=int, default=100, help="clients of each round")
+    parser.add_argument("--clients", type=int, help="clients of each round; by default those of the size")
     parser.add_argument("--rounds", type=int, default=20, help="rounds of each measurement")
     parser.add_argument("--turns", type=int, default=3, help="measurements of each, of which the median counts")
     parser.add_argument("--pfl", action="store_true", help="compare with pfl, which is installed in a cache folder")
-    parser.add_argument("--size", choices=sorted(SIZES), default="tiny", help="of the work beside pfl")
+    parser.add_argument("--size", choices=sorted(SIZES), default="tiny", help="of the work beside a peer")
     parser.add_argument("--large", action="store_true", help="simulate 10,000 clients instead")
     options = parser.parse_args()
     if options.large:
         return print_line(measure(LARGE, 10_000, 100))
     if options.pfl:
         return print_line(beside_pfl(options.size, options.rounds, options.turns))
-    job = {**WORK, "rounds": options.rounds, "min_clients": options.clients}
-    ways = {"fedring": lambda: measure(job, options.clients, options.clients)}
+    work, usual = SIZES[options.size]
+    clients = options.clients or usual
+    job = {**work, "rounds": options.rounds, "min_clients": clients}
+    ways = {"fedring": lambda: measure(job, clients, clients)}
     if options.flower:
-        ways["flower"] = lambda: measure_flower(options.flower, options.clients, options.rounds)
+        ways["flower"] = lambda: measure_flower(options.flower, options.size, clients, options.rounds)
     results = alternate(ways, options.turns)
     rates = {name: median(row["updates_per_second"] for row in rows) for name, rows in results.items()}
     ratio = {"ratio": round(rates["fedring"] / rates["flower"], 2)} if "flower" in rates else {}
-    print_line({"clients": options.clients, "rounds": options.rounds, **rates, **ratio, "measurements": results})
+    print_line(
+        {"size": options.size, "clients": clients, "rounds": options.rounds, **rates, **ratio, "measurements": results}
+    )
 
 
 def _tree(pid: int) -> list[int]:
