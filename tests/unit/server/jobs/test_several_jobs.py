@@ -254,11 +254,14 @@ async def test_models_that_are_made_at_once_have_versions_of_their_own(tmp_path:
         facts = host.facts
         async with facts.new_version() as first, facts.new_version() as second:
             assert (first, second) == (1, 2)
+        drawn = []
         with pytest.raises(ValueError, match="disk"):
-            async with facts.new_version() as third:
+            async with facts.new_version() as version:
+                drawn.append(version)
                 raise ValueError("the disk refuses it")
-        async with facts.new_version() as again:
-            assert (third, again) == (3, 3)
+        async with facts.new_version() as version:
+            drawn.append(version)
+        assert drawn == [3, 3]
 
 
 async def test_two_fresh_jobs_at_once_have_two_lines_of_models(tmp_path: Path) -> None:
