@@ -2,15 +2,17 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
+from threading import RLock
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from sqlalchemy import Connection
 from tests.unit.gate import Gate
 
 from fedring.codec import Encoding, encode
@@ -55,8 +57,20 @@ class GatedStore(Store):
 
     def __init__(self, path: Path, gate: Gate) -> None:
         super().__init__(f"sqlite:///{path}")
+        self._database.__class__ = SharedDatabase
         self.rounds: RoundStore = GatedRounds(self._database, gate)
         self.updates: UpdateStore = GatedUpdates(self._database, gate)
+
+
+class SharedDatabase(Database):
+    """A database that a test may read while the store's thread has a transaction open."""
+
+    lock = RLock()
+
+    @contextmanager
+    def transaction(self) -> Iterator[Connection]:
+        with self.lock, super().transaction() as connection:
+            yield connection
 
 
 class GatedRounds(RoundStore):
