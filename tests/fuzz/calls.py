@@ -24,13 +24,13 @@ from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 
 from fedring.codec import Encoding, encode
-from fedring.codec.digest import name_of, update_name
 from fedring.rpc.contract import PROTOCOL, SESSION_KEY
 from fedring.server import main, serving
 from fedring.v1 import control_pb2, federation_pb2, rendezvous_pb2, secure_pb2
 from fedring.v1 import federation_pb2 as pb
 from tests.fuzz.mutation import mutate_bytes, mutate_message
 from tests.fuzz.target import Target
+from tests.made_updates import header_of, named_offer
 from tests.ports import free_port
 
 _SECONDS = 0.5
@@ -177,21 +177,7 @@ def run(data: bytes) -> None:
 def _update(command: pb.TrainCmd) -> list[Message]:
     """Return the messages that deliver an update of a round."""
     payload = encode(np.ones(8, np.float32), Encoding("fp32"))
-    packet = pb.Packet(
-        vector=pb.VECTOR_PARAMETERS, kind=pb.KIND_DELTA, encoding="fp32", bytes=len(payload), num_samples=1
-    )
-    header = pb.UpdateHeader(
-        run_id=command.run_id,
-        epoch=command.epoch,
-        round=command.round,
-        client_id="fuzzed",
-        base_digest=command.model_digest,
-        schema_hash=command.schema_hash,
-        packets=[packet],
-        total_bytes=len(payload),
-    ).SerializeToString()
-    digest = name_of(payload)
-    offer = pb.UpdateOffer(header=header, payload_digest=digest, name=update_name(header, digest))
+    offer = named_offer(header_of(command, "fuzzed", payload), payload)
     return [pb.ClientUpdate(offer=offer), pb.ClientUpdate(chunk=pb.Chunk(data=payload))]
 
 

@@ -11,7 +11,6 @@ import grpc
 import numpy as np
 
 from fedring.codec import Encoding, encode
-from fedring.codec.digest import name_of, update_name
 from fedring.codec.schema import Schema
 from fedring.control.failure import Failure
 from fedring.rpc.contract import PROTOCOL
@@ -22,6 +21,7 @@ from fedring.v1 import control_pb2
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1 import federation_pb2_grpc as rpc
 from tests.fleets import Control
+from tests.made_updates import header_of, named_offer
 
 SIZE = 1000
 SECONDS = 60.0
@@ -140,21 +140,7 @@ class WireClient:
 
     def header(self, command: pb.TrainCmd, payload: bytes, **changes: Any) -> pb.UpdateHeader:
         """Return a header that fits the command and the payload, with these changes."""
-        packet = pb.Packet(
-            vector=pb.VECTOR_PARAMETERS, kind=pb.KIND_DELTA, encoding="fp32", bytes=len(payload), num_samples=10
-        )
-        facts: dict[str, Any] = {
-            "run_id": command.run_id,
-            "epoch": command.epoch,
-            "round": command.round,
-            "client_id": self.client_id,
-            "base_digest": command.model_digest,
-            "schema_hash": command.schema_hash,
-            "packets": [packet],
-            "total_bytes": len(payload),
-            "train_seconds": 0.5,
-        }
-        return pb.UpdateHeader(**{**facts, **changes})
+        return header_of(command, self.client_id, payload, samples=10, **{"train_seconds": 0.5, **changes})
 
     def push(
         self, header: pb.UpdateHeader | pb.UpdateOffer, payload: bytes, *, stop_at: int | None = None
@@ -218,10 +204,7 @@ class WireClient:
 
 def offer_of(header: pb.UpdateHeader | pb.UpdateOffer, payload: bytes, digest: str = "") -> pb.UpdateOffer:
     """Return an offer of the payload; `digest` replaces its right digest. An offer is returned as it is."""
-    if isinstance(header, pb.UpdateOffer):
-        return header
-    sent, digest = header.SerializeToString(), digest or name_of(payload)
-    return pb.UpdateOffer(header=sent, payload_digest=digest, name=update_name(sent, digest))
+    return header if isinstance(header, pb.UpdateOffer) else named_offer(header, payload, digest)
 
 
 def payload_of(values: "np.ndarray[Any, np.dtype[np.float32]]", name: str = "fp32", **keys: Any) -> bytes:

@@ -4,7 +4,8 @@ import getpass
 import json
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -124,15 +125,14 @@ def revoke(
         print(f"revoked {kept.short} of {json.dumps(_name_of_job(kept))}")
 
 
-class _one_sentence:
-    """Ends the program with one sentence about a fault."""
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: object) -> None:
-        if isinstance(error, CardError | ConfigError | OSError):
-            print(f"fl-client cards: {error}", file=sys.stderr)
-            raise typer.Exit(Exit.CONFIG if isinstance(error, ConfigError) else Exit.FAILED) from None
+@contextmanager
+def _one_sentence() -> Iterator[None]:
+    """End the program with one sentence about a fault."""
+    try:
+        yield
+    except (CardError, ConfigError, OSError) as error:
+        print(f"fl-client cards: {error}", file=sys.stderr)
+        raise typer.Exit(Exit.CONFIG if isinstance(error, ConfigError) else Exit.FAILED) from None
 
 
 def _cards(config: Path | None, state_dir: Path | None) -> Cards:

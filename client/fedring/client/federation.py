@@ -19,7 +19,7 @@ from fedring.client.evaluation import Evaluation, report_of
 from fedring.client.loading import ModelLoader
 from fedring.client.metrics import ClientMetrics
 from fedring.client.policy.privacy import check_policy, failed_too_often, may_count, refusal
-from fedring.client.policy.promises import is_covered
+from fedring.client.policy.promises import is_covered, promises_of
 from fedring.client.policy.secret import kept_secret
 from fedring.client.protection import Protection
 from fedring.client.secure.client import SecureAggregationClient
@@ -222,7 +222,7 @@ class Federation:
                     elif protection.has_lost_update():
                         self._task.end.failed()
                     elif mode in self._modes:
-                        self._note("trains", work.command, card=self._consent.card(work.command))
+                        self._note("trains", work.command, card=self._consent.card)
                         self._link.session.occupy(self._task.round, self._task.job.job_id)
                         self._link.session.set_reporting(False)  # the caller's code may never call progress()
                         return self._task
@@ -328,4 +328,5 @@ class Federation:
 def _names(command: pb.TrainCmd | pb.EvaluateCmd) -> dict[str, Any]:
     """Return the names of a command for the client's log."""
     job = command.job
-    return {"job": job.job_id, "name": job.name, "round": command.round, "model": command.model_digest}
+    names = {"job": job.job_id, "name": job.name, "round": command.round, "model": command.model_digest}
+    return {**names, "promises": promises_of(job)}

@@ -4,7 +4,6 @@ from pathlib import Path
 
 from fedring.client.client_round import Answer
 from fedring.client.errors import RoundOver
-from fedring.client.policy.promises import promises_of
 from fedring.client.protection import Protection
 from fedring.client.session.inbox import Assignment
 from fedring.client.session.link import ServerLink
@@ -69,7 +68,6 @@ class RoundEnd:
         command, update = self._assignment.command, answer.update
         precious = any(name != RESIDUAL for name in answer.kept)  # they take the place of older ones
         state = KeptState(line_of(command).key, answer.kept)
-        self._seal(update.offer)
         spooled = self._spool.write(update.offer, update.parts, state, durable=precious)
         self._spool.ledger.charge(command, update.offer.name)  # which may fail; the delivery charges nothing then
         self.sent = True
@@ -87,24 +85,7 @@ class RoundEnd:
         Raises:
             OSError: If that is impossible.
         """
-        self._seal(offer)
         return self._spool.adopt(offer, path)
-
-    def _seal(self, offer: pb.UpdateOffer) -> None:
-        """Log that an update is to be sent.
-
-        The head of the log goes into its offer."""
-        header = pb.UpdateHeader.FromString(offer.header)
-        job, size, costs = self._assignment.command.job, header.total_bytes, promises_of(self._assignment.command.job)
-        offer.audit_head = self._spool.audit.note(
-            "sends",
-            client=header.client_id,
-            job=job.job_id,
-            round=header.round,
-            update=offer.name,
-            bytes=size,
-            promises=list(costs),
-        )
 
     def deliver(self, spooled: Spooled) -> None:
         """Deliver a spooled update.

@@ -25,7 +25,7 @@ from grpc import aio
 
 from fedring.client.session.retry import most_seconds
 from fedring.codec import Encoding, encode
-from fedring.codec.digest import name_of, update_name
+from fedring.codec.digest import name_of
 from fedring.ctl.admin.authority import load_authority, names_for
 from fedring.daemon.descriptors import raise_limit
 from fedring.rpc.channel import CLIENT_OPTIONS
@@ -34,6 +34,7 @@ from fedring.rpc.errors import MOST_AWAY, ComeBack, InLine, reason_of, retry_sec
 from fedring.rpc.identity import Identity, Role
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1.federation_pb2_grpc import ClientUpdateServiceStub, TrainCmdServiceStub
+from tests.made_updates import header_of, named_offer
 
 _JOIN_SECONDS = 10.0  # as fl-client waits
 _HANG_UP_SECONDS = 5.0  # as above
@@ -185,20 +186,7 @@ class Client:
 
     async def _deliver(self, command: pb.TrainCmd, metadata: Any) -> None:
         payload, digest = self._host.payload, self._host.digest
-        packet = pb.Packet(
-            vector=pb.VECTOR_PARAMETERS, kind=pb.KIND_DELTA, encoding="fp32", bytes=len(payload), num_samples=1
-        )
-        header = pb.UpdateHeader(
-            run_id=command.run_id,
-            epoch=command.epoch,
-            round=command.round,
-            client_id=self._name,
-            base_digest=command.model_digest,
-            schema_hash=command.schema_hash,
-            packets=[packet],
-            total_bytes=len(payload),
-        ).SerializeToString()
-        offer = pb.UpdateOffer(header=header, payload_digest=digest, name=update_name(header, digest))
+        offer = named_offer(header_of(command, self._name, payload), payload, digest)
         with suppress(aio.AioRpcError):  # the round may be over
             call = self._updates.PushSmallUpdates(metadata=metadata)
             await call.write(pb.SmallUpdate(offer=offer, payload=payload))

@@ -26,17 +26,16 @@ class InstalledCode:
 
     Args:
         trusted: The entries of the client's list.
+
+    Attributes:
+        facts: Versions and digests, as they stand on a card.
     """
 
     def __init__(self, trusted: Iterable[str]) -> None:
         self._roots = sorted({entry.partition(" ")[0].partition(":")[0].partition(".")[0] for entry in trusted})
         self._known: dict[str, tuple[_Stamp, str]] = {}
         self._first = self._read()
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """Versions and digests, as they stand on a card."""
-        return _facts_of(self._first)
+        self.facts = _facts_of(self._first)
 
     def changed(self) -> str:
         """Return the names of the modules that were changed, or nothing."""

@@ -4,7 +4,6 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from fedring.client.consent.approval import Approval
 from fedring.client.consent.card import MAX_CARD_BYTES, Card, card_of, job_facts
@@ -27,12 +26,16 @@ class Consent:
         state_dir: Its state folder.
         trusted: The entries of its list `trusted`.
         own: Its own names in the place of the job's, by key.
+
+    Attributes:
+        card: The name of the newest command's card; empty if nobody is asked.
     """
 
     def __init__(self, approval: Approval, state_dir: Path, trusted: Sequence[str], own: Mapping[str, str]) -> None:
         self._approval, self._cards = approval, Cards(state_dir)
         self._code = InstalledCode(trusted if approval.mode == "cards" else ())
-        self._own = {key: name for key, name in own.items() if name}
+        self._site = {"code": self._code.facts, "own": {key: name for key, name in own.items() if name}}
+        self.card = ""
         self._waiting: dict[int, Card] = {}  # by job, the card that it waits for
 
     def refusal(self, command: pb.TrainCmd) -> str:
@@ -45,7 +48,7 @@ class Consent:
         if edited := self._code.changed():
             return f"the installed source of {edited} has changed since fl-client was started: restart fl-client"
         card, job_id = card_of(command, self._site, self._approval.free), command.job.job_id
-        why = self._refusal(card)
+        self.card, why = card.name, self._refusal(card)
         self._waiting.pop(job_id, None)
         if why:
             log.warning("job %d waits: %s; show it with: fl-client cards list", job_id, why)
@@ -53,12 +56,6 @@ class Consent:
                 del self._waiting[next(iter(self._waiting))]
             self._waiting[job_id] = card
         return why
-
-    def card(self, command: pb.TrainCmd) -> str:
-        """Return the name of a command's card; empty if nobody is asked."""
-        if self._approval.mode == "off":
-            return ""
-        return card_of(command, self._site, self._approval.free).name
 
     def refusal_to_evaluate(self, command: pb.EvaluateCmd) -> str:
         """Return why this client does not evaluate a job's model.
@@ -83,10 +80,6 @@ class Consent:
         """Return the jobs that wait for an approval at this site."""
         waiting = dict(self._waiting)
         return [job_id for job_id, card in waiting.items() if self._refusal(card)]
-
-    @property
-    def _site(self) -> dict[str, Any]:
-        return {"code": self._code.facts, "own": self._own}
 
     def _refusal(self, card: Card) -> str:
         try:

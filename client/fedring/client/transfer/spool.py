@@ -196,6 +196,8 @@ class Spool:
             version: Of the file; 5 if the payload is in a file of its own.
         """
         header = pb.UpdateHeader.FromString(offer.header)
+        facts = {"client": header.client_id, "round": header.round, "update": offer.name, "bytes": header.total_bytes}
+        offer.audit_head = self.audit.note("sends", **facts)  # first: no update leaves that is not in the log
         if state is not None or self._left:
             self.drop()  # The old update must never be found together with what belongs to the new one.
         if state is not None and self.kept.spool(state, offer.name, durable=durable):

@@ -15,6 +15,7 @@ from dataclasses import replace
 from itertools import pairwise
 from math import ceil, floor, inf
 from statistics import median
+from typing import Any
 
 from fedring.server.round.events import (
     OPEN,
@@ -77,12 +78,11 @@ def apply(state: RoundState, event: Event, now: float) -> RoundState:
         case Left(client):
             return _left(state, client, now)
         case LeftBehind(client):
-            return _late(state, client, now)
+            return _changed(state, client, late=now)
         case Freed(client):
-            return _late(state, client, None)
+            return _changed(state, client, late=None)
         case Decided(client, unapproved):
-            member = state.members.get(client)
-            return state if member is None else _with(state, client, replace(member, unapproved=unapproved))
+            return _changed(state, client, unapproved=unapproved)
         case Shared(busy):
             return replace(state, busy=busy)
         case RoundOpened(number, rules, elapsed):
@@ -391,9 +391,10 @@ def _with(state: RoundState, client: str, member: Member) -> RoundState:
     return replace(state, members=state.members.having(client, member))
 
 
-def _late(state: RoundState, client: str, since: float | None) -> RoundState:
+def _changed(state: RoundState, client: str, **changes: Any) -> RoundState:
+    """Note something of a client, if it is here."""
     known = state.members.get(client)
-    return state if known is None else _with(state, client, replace(known, late=since))
+    return state if known is None else _with(state, client, replace(known, **changes))
 
 
 def _left(state: RoundState, client: str, now: float) -> RoundState:

@@ -207,8 +207,8 @@ class Rounds:
         work = session.work
         unread = session.ended > 0 and work.ended_round != session.ended
         late = (work.round > 0 and work.round not in self._open) or unread
-        if session.unapproved != session.told_unapproved:
-            session.told_unapproved = session.unapproved
+        member = self._here.members.get(session.client_id)
+        if member is not None and member.unapproved != session.unapproved:
             self.presence(Decided(session.client_id, session.unapproved))
         if late != bool(session.late_since):
             session.late_since = time.time() if late else 0.0

@@ -74,7 +74,6 @@ class Session:
     was_sent_away: bool = False  # until it has joined; it comes and goes as it was told
     paced: bool = False  # whether it beats as often as it is told, and waits for no heartbeat of the server
     unapproved: frozenset[int] = frozenset()  # jobs that nobody at its site has approved yet
-    told_unapproved: frozenset[int] = frozenset()  # those that the rounds know of
     quick: bool = True  # whether it beats as clients in rounds do
     engaged: float = field(default_factory=time.monotonic)  # when it was last seen to be in a round, or joined
     hurried: float = -inf  # when it was last told to beat quickly
