@@ -16,8 +16,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from fedring.ctl.local.rank import Rank
 from fedring.offers import named
-from fedring.pipeline.cut import balanced, cut_by_counts
-from fedring.pipeline.layers import Layers
+from fedring.pipeline.cut import cut_by_counts
 from fedring.pipeline.stage import Stage
 from fedring.pipeline.stash import WeightStashing
 from fedring.pipeline.transport import GroupTransport
@@ -93,8 +92,9 @@ def _counts(rank: Rank, model: str, sample: Tensor) -> list[int]:
     """
     counts = torch.zeros(rank.count, dtype=torch.int64)
     if rank.number == 0:
-        costs = Layers(build_model(model, {}, 0, collect(named(model=model)))).measured(sample)
-        counts = torch.tensor(balanced(costs, rank.count))
+        table = Pipeline.model_validate({"stages": rank.count, "cut": "time"})
+        network = build_model(model, {}, 0, collect(named(model=model)))
+        counts = torch.tensor(count_layers(network, table, lambda: sample))
     dist.broadcast(counts, 0)
     return counts.tolist()
 
