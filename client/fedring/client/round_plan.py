@@ -1,6 +1,7 @@
 """A client's training plan for a round, with its own seed."""
 
 import hashlib
+from dataclasses import replace
 
 from fedring.client.policy.promises import promises_of
 from fedring.client.policy.secret import TRAINING, ClientSecret
@@ -11,14 +12,15 @@ from fedring.v1 import federation_pb2 as pb
 def plan_of(command: pb.TrainCmd, client_id: str, secret: ClientSecret) -> Plan:
     """Return a client's training plan, with its own seed.
 
-    In jobs that promise to hide single clients, the seed follows from the client's secret, since anybody who knows the
-    seed can repeat the training.
-
     Raises:
         ConfigError: If the secret is needed, and cannot be read or made.
     """
+    return replace(unseeded_plan(command), seed=seed_of(command, client_id, secret))
+
+
+def unseeded_plan(command: pb.TrainCmd) -> Plan:
+    """Return the training plan of a command, with the seed 0."""
     c = command
-    seed = _number(secret.derive(c, TRAINING)) if promises_of(c.job) else own_seed(c.seed, client_id)
     return Plan(
         epochs=c.epochs,
         batch_size=c.batch_size,
@@ -26,12 +28,25 @@ def plan_of(command: pb.TrainCmd, client_id: str, secret: ClientSecret) -> Plan:
         momentum=c.momentum,
         mu=c.mu,
         subset_size=c.subset_size,
-        seed=seed,
         round=c.round,
         job_round=c.job_round,
         clip_norm=c.clip_norm,
         precision=c.precision or "fp32",
     )
+
+
+def seed_of(command: pb.TrainCmd, client_id: str, secret: ClientSecret) -> int:
+    """Return the seed of a client's training, 0 to 2^63 - 1.
+
+    In jobs that promise to hide single clients, it follows from the client's secret, since anybody who knows the seed
+    can repeat the training.
+
+    Raises:
+        ConfigError: If the secret is needed, and cannot be read or made.
+    """
+    if promises_of(command.job):
+        return _number(secret.derive(command, TRAINING))
+    return own_seed(command.seed, client_id)
 
 
 def own_seed(seed: int, client_id: str) -> int:

@@ -24,7 +24,7 @@ from torch.utils.data import Dataset
 
 from fedring.data import Samples
 from fedring.data.samples import SamplesView
-from fedring.train.batches import Inputs, cut, draw, fetch, size_of
+from fedring.train.batches import Inputs, draw, ends, fetch, size_of
 from fedring.train.errors import TrainError
 from fedring.train.loop import Loss, OptimizerFactory, add_corrections, add_proximal, precision_of
 from fedring.train.plan import Plan, TrainResult
@@ -36,7 +36,7 @@ class CohortMember:
     """One client of a cohort."""
 
     samples: Dataset[Any]
-    plan: Plan
+    seed: int  # of its samples and their order
     start: Mapping[str, Tensor]  # the values of the trained parameters that it begins with, by name
     corrections: Mapping[str, Tensor] | None = None  # added to each step's gradients
 
@@ -76,11 +76,12 @@ class Cohort:
     device: torch.device
     padded: bool
 
-    def train(self, members: Sequence[CohortMember]) -> list[Trained | None]:
+    def train(self, plan: Plan, members: Sequence[CohortMember]) -> list[Trained | None]:
         """Train clients from their starts.
 
         Args:
-            members: The clients. Their plans differ in the seed only.
+            plan: Of all of them, but for its seed.
+            members: The clients.
 
         Returns:
             Their results, in the order of the members; None for a member whose loss was not finite.
@@ -89,8 +90,8 @@ class Cohort:
             TrainError: With the reason no_data, if a member has no samples.
             Exception: The model, the loss or the samples may raise anything.
         """
-        began, plan = time.perf_counter(), members[0].plan
-        unsorted = [_Feed(member.samples, member.plan, self.device) for member in members]
+        began = time.perf_counter()
+        unsorted = [_Feed(member, plan, self.device) for member in members]
         order = sorted(range(len(members)), key=lambda index: -unsorted[index].steps)
         feeds = [unsorted[index] for index in order]
         stack, most = _Stack(self, [members[index] for index in order], plan), feeds[0].steps
@@ -159,31 +160,40 @@ class Cohort:
 class _Feed:
     """The batches of one client, in their order."""
 
-    def __init__(self, samples: Dataset[Any], plan: Plan, device: torch.device) -> None:
-        generator = torch.Generator().manual_seed(plan.seed)
+    def __init__(self, member: CohortMember, plan: Plan, device: torch.device) -> None:
+        samples, generator = member.samples, torch.Generator().manual_seed(member.seed)
         drawn = draw(size_of(samples), plan.subset_size, generator)
-        if (size := len(drawn)) == 0:
+        if (size := drawn.shape[0]) == 0:
             raise TrainError("no_data", "A client has no samples to train on.")
-        self.drawn, self._samples, self._device = size, samples, device
+        self.drawn = size
         self.source: Samples | None = None  # has all clients' samples, if those of this one are a view
         if isinstance(samples, SamplesView):
             self.source, drawn = samples.samples, samples.indices.index_select(0, drawn)
-        orders = [drawn[torch.randperm(size, generator=generator)] for _ in range(plan.epochs)]
-        epochs = [cut(order, plan.batch_size) for order in orders]
-        self.cuts = [indices for cuts in epochs for indices in cuts]
-        self.steps, self._last = len(self.cuts), len(self.cuts) - len(epochs[-1])
+        self._ends = ends(size, plan.batch_size)
+        orders = [drawn.index_select(0, torch.randperm(size, generator=generator)) for _ in range(plan.epochs)]
+        self._orders, self.steps = orders, len(self._ends) * plan.epochs
         if self.source is None:
-            self._batches = (batch for cuts in epochs for batch in fetch(samples, cuts, device))
+            batches = (self.indices(step) for step in range(self.steps))
+            self._batches = fetch(samples, list(batches), device)
             # A data set may draw random numbers, which are the same as in the loop.
-            self._random = torch.Generator().manual_seed(plan.seed).get_state()
+            self._random = torch.Generator().manual_seed(member.seed).get_state()
 
     def size(self, step: int) -> int:
         """Return the size of a batch; 0 after the last one."""
-        return len(self.cuts[step]) if step < self.steps else 0
+        if step >= self.steps:
+            return 0
+        start, end = self._span(step)
+        return end - start
+
+    def indices(self, step: int) -> Tensor:
+        """Return the places of a batch's samples, [batch] int64."""
+        start, end = self._span(step)
+        order = self._orders[step // len(self._ends)]
+        return order if end - start == self.drawn else order[start:end]
 
     def is_last(self, step: int) -> bool:
         """Return whether a step is one of the last epoch's."""
-        return self._last <= step < self.steps
+        return self.steps - len(self._ends) <= step < self.steps
 
     def next(self) -> tuple[dict[str, Tensor] | Tensor, Tensor]:
         """Return the next batch of a client whose samples are no view."""
@@ -195,6 +205,11 @@ class _Feed:
         finally:
             torch.set_rng_state(before)
         return batch
+
+    def _span(self, step: int) -> tuple[int, int]:
+        """Return where a batch begins and ends in its epoch."""
+        place = step % len(self._ends)
+        return self._ends[place - 1] if place else 0, self._ends[place]
 
 
 class _Stack:
@@ -288,7 +303,7 @@ def _together(feeds: Sequence[_Feed], step: int, device: torch.device) -> Batch:
         counts = torch.tensor(sizes)
         weights = ((torch.arange(most) < counts[:, None]) / counts[:, None]).to(device)
     if source is not None and all(feed.source is source for feed in feeds):
-        indices = torch.cat([_padded(feed.cuts[step], most) for feed in feeds])
+        indices = torch.cat([_padded(feed.indices(step), most) for feed in feeds])
         taken, labels = source.batch(indices)
         shape = (len(feeds), most)
         inputs = taken.view(*shape, *taken.shape[1:]).to(device, non_blocking=True)
@@ -307,7 +322,7 @@ def _together(feeds: Sequence[_Feed], step: int, device: torch.device) -> Batch:
 
 def _padded(rows: Tensor, most: int) -> Tensor:
     """Return rows with the first one repeated at the end."""
-    missing = most - len(rows)
+    missing = most - rows.shape[0]
     return torch.cat([rows, rows[:1].expand(missing, *rows.shape[1:])]) if missing else rows
 
 

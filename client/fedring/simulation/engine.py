@@ -8,7 +8,7 @@ import logging
 import multiprocessing
 import os
 import signal
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
@@ -34,7 +34,7 @@ OwnResult = tuple[Counts, dict[str, float]]
 log = logging.getLogger(__name__)
 
 AT_A_TIME = 4
-"""The most clients that a worker is given at a time: few, so that all workers end a round together."""
+"""The most clients that a worker is given at a time: few, so that not many updates are in memory."""
 
 TOGETHER = 128
 """The most clients that a worker is given at a time, if it trains them together."""
@@ -227,20 +227,37 @@ class Processes:
     def train(self, order: Order, turns: Iterable[Turn]) -> Iterator[Outcome]:
         for pipe in self._pipes:
             self._send(pipe, order)
-        return self._spread(turns, at_a_time(order, len(self._pipes)) if self._batched else AT_A_TIME)
+        if self._batched:
+            share = at_a_time(order, len(self._pipes))
+            return self._spread(turns, lambda left: share, order.clients)
+        return self._spread(turns, self._few, order.clients)
 
     def evaluate_own(self, clients: Iterable[Own]) -> Iterator[OwnResult]:
-        return self._spread(clients)
+        return self._spread(clients, lambda left: AT_A_TIME, 0)
 
-    def _spread(self, work: Iterable[object], most: int = AT_A_TIME) -> Iterator[Any]:
+    def _few(self, left: int) -> int:
+        """Return how many of the clients that are left a worker is given.
+
+        There are fewer at the end, so that all workers end together.
+        """
+        return max(1, min(AT_A_TIME, -(-left // (2 * len(self._pipes)))))
+
+    def _spread(self, work: Iterable[object], share: Callable[[int], int], left: int) -> Iterator[Any]:
         """Yield the workers' answers.
 
-        Each worker is given a little of the work whenever it is free, at most so much.
+        Each worker is given some of the work whenever it is free.
+
+        Args:
+            work: What is to be done.
+            share: Returns how much of what is left a worker is given.
+            left: How much there is to do.
         """
         rest, busy = iter(work), set[Connection]()
 
         def give(pipe: Connection) -> None:
-            if some := list(islice(rest, most)):
+            nonlocal left
+            if some := list(islice(rest, share(left))):
+                left -= len(some)
                 self._send(pipe, some)
                 busy.add(pipe)
 

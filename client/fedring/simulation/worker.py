@@ -24,7 +24,7 @@ from fedring.client.loading import add_left_out
 from fedring.client.policy.privacy import SitePolicy
 from fedring.client.policy.promises import is_covered
 from fedring.client.policy.secret import ClientSecret
-from fedring.client.round_plan import plan_of
+from fedring.client.round_plan import plan_of, seed_of, unseeded_plan
 from fedring.client.sample_charge import cost_of
 from fedring.client.training.local_training import LocalTraining, check_private
 from fedring.client.training.personal import figures_of
@@ -224,29 +224,33 @@ class SimulationWorker:
         Whatever goes wrong with it concerns one of them: then each is trained alone, which finds out whose fault it is.
         """
         alike, begun, alone = list[_Done](), dict[Plan, list[_Done]](), list[Turn]()
+        plan_of_all = unseeded_plan(self._told_to_all)
         self._fill()
         for turn in turns:
             self._hear(turn)
             try:
                 if self._has_shared_form(turn):
-                    plan = self._plan(turn)
-                    member = CohortMember(self._samples.train(turn.client), plan, self._start)
-                    alike.append(_Done(turn, plan, None, member))
+                    name = client_id(turn.client)
+                    seed = seed_of(self._command, name, self._secret_of(name))
+                    member = CohortMember(self._samples.train(turn.client), seed, self._start)
+                    alike.append(_Done(turn, plan_of_all, None, member))
                     continue
                 plan, round_ = self._plan(turn), self._begin(turn)
                 start = self._start if round_.start is self._base else self._trained_of(round_.start.vectors)
                 used = round_.plan(plan)
-                member = CohortMember(self._samples.train(turn.client), used, start, round_.corrections())
+                member = CohortMember(self._samples.train(turn.client), used.seed, start, round_.corrections())
             except Exception:  # the client's half of an algorithm may raise anything
                 log.debug("%s cannot begin round %d", client_id(turn.client), self._command.round, exc_info=True)
                 alone.append(turn)
             else:
                 begun.setdefault(replace(used, seed=0), []).append(_Done(turn, plan, round_, member))
         outcomes = []
-        for group in filter(None, [alike, *begun.values()]):
+        for plan, group in [(plan_of_all, alike), *begun.items()]:
+            if not group:
+                continue
             try:
                 with job_code():
-                    found = together.cohort.train([done.member for done in group])
+                    found = together.cohort.train(plan, [done.member for done in group])
             except Exception:  # the user's code may raise anything
                 log.warning("round %d: clients are trained one by one", self._command.round, exc_info=True)
                 found = [None] * len(group)

@@ -42,17 +42,22 @@ def draw(size: int, wanted: int, generator: torch.Generator) -> Tensor:
 
 
 def cut(order: Tensor, batch_size: int) -> Sequence[Tensor]:
-    """Cut the indices `order` [n] into batches of `batch_size`.
+    """Cut the indices `order` [n] into batches: see `ends`."""
+    stops = ends(len(order), batch_size)
+    return [order[start:end] for start, end in zip([0, *stops], stops, strict=False)]
+
+
+def ends(size: int, batch_size: int) -> list[int]:
+    """Return where each batch of `size` samples ends.
 
     A single sample that is left over joins the last batch, because BatchNorm fails on a batch of one.
     """
-    size = len(order)
-    ends = [*range(batch_size, size + 1, batch_size)]
-    if (rest := size % batch_size) == 1 and ends:
-        ends[-1] = size
+    stops = [*range(batch_size, size + 1, batch_size)]
+    if (rest := size % batch_size) == 1 and stops:
+        stops[-1] = size
     elif rest:
-        ends.append(size)
-    return [order[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+        stops.append(size)
+    return stops
 
 
 def fetch(samples: Dataset[Any], cuts: Sequence[Tensor], device: torch.device) -> Iterator[tuple[Inputs, Tensor]]:

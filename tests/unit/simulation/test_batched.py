@@ -142,9 +142,9 @@ def test_a_cohort_is_cut_into_chunks_that_fit_into_the_memory(
     sizes = list[int]()
     train = Cohort.train
 
-    def counted(self: Cohort, members: Any) -> Any:
+    def counted(self: Cohort, plan: Any, members: Any) -> Any:
         sizes.append(len(members))
-        return train(self, members)
+        return train(self, plan, members)
 
     monkeypatch.setattr(Cohort, "train", counted)
     keys = {"model_args": {"hidden": 1000}}
