@@ -136,6 +136,12 @@ def test_workers_that_train_clients_together_share_them_evenly() -> None:
     assert one["loss"] == pytest.approx(two["loss"], rel=1e-5)
 
 
+def test_after_twenty_rounds_the_accuracy_is_the_exact_ones(tmp_path: pathlib.Path) -> None:
+    keys = {"rounds": 20, "partition": "dirichlet", "alpha": 0.5, "momentum": 0.9, "evaluate": True}
+    _, (exact, batched) = both(tmp_path, keys)
+    assert batched["accuracy"] == pytest.approx(exact["accuracy"], abs=0.005)
+
+
 def test_a_cohort_is_cut_into_chunks_that_fit_into_the_memory(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
