@@ -17,6 +17,7 @@ from fedring.rpc.tls import Tls
 from fedring.server.config import ServerConfig
 from fedring.train.bounds import MAX_COUNT
 from fedring.train.jobs.aggregation_table import Aggregation
+from fedring.train.jobs.bounds_table import Bounds
 from fedring.train.jobs.data_parallel_table import DataParallel
 from fedring.train.jobs.hooks import DGCParameters, Int8Parameters, PowerSGDParameters, TopKParameters
 from fedring.train.jobs.job import Job
@@ -108,6 +109,12 @@ SECTIONS = (
         "characters. In tables whose content is free, lists and tables nest at most 16 deep, and numbers are finite; "
         "integers there are "
         "below 2^63. A whole job is at most 64 KiB of JSON.",
+    ),
+    (
+        "Bounds",
+        Bounds,
+        "The table `[bounds]` of a job: what may change while it runs, at sites that check its operator's signature. "
+        "See [consent.md](consent.md#what-may-change-while-the-job-runs).",
     ),
     (
         "Aggregation",

@@ -23,6 +23,10 @@ Watch = Callable[[str], Take]
 """Is called with the name of each call's method, in any thread; returns what takes the messages of that call."""
 
 
+def _leave(method: str) -> Take:
+    return lambda message: None
+
+
 class CallProxy(grpc.GenericRpcHandler):
     """Forwards all calls from `address` to a server until its `with` block ends.
 
@@ -30,13 +34,25 @@ class CallProxy(grpc.GenericRpcHandler):
         target: the server's "host:port".
         upward: takes the messages of the client, before they are passed on.
         downward: takes those of the server.
+        change: returns what is passed on in the place of a message of the server.
+        address: where to listen; "" = a port of this host.
     """
 
-    def __init__(self, target: str, upward: Watch, downward: Watch) -> None:
+    def __init__(
+        self,
+        target: str,
+        upward: Watch = _leave,
+        downward: Watch = _leave,
+        *,
+        change: Callable[[str, bytes], bytes] = lambda method, message: message,
+        address: str = "",
+    ) -> None:
         self._channel = grpc.insecure_channel(target, _OPTIONS)
         self._upward, self._downward = upward, downward
         self._server = grpc.server(ThreadPoolExecutor(_THREADS), [self], options=_OPTIONS)
-        self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+        self._change = change
+        port = self._server.add_insecure_port(address or "127.0.0.1:0")
+        self.address = address or f"127.0.0.1:{port}"
         self._server.start()
 
     def __enter__(self) -> Self:
@@ -59,7 +75,7 @@ class CallProxy(grpc.GenericRpcHandler):
             try:
                 for message in call:
                     take(message)
-                    yield message
+                    yield self._change(method, message)
             except grpc.RpcError as error:
                 context.set_trailing_metadata(_visible(error.trailing_metadata()))
                 context.abort(error.code(), error.details())

@@ -13,10 +13,10 @@ from fedring.client.training.trainer import load_job
 from fedring.control.failure import Failure
 from fedring.data import Samples
 from fedring.privacy.account import SampledSteps, sampled_epsilon
-from fedring.server.round.plan import job_spec
 from fedring.train.evaluation import run_evaluator
 from fedring.train.jobs.job import Job
 from fedring.train.names.offered import collect
+from fedring.train.orders.commands import job_spec
 from fedring.train.plan import Plan
 from fedring.train.private_loop import sampled_steps
 from tests.conftest import path_to

@@ -152,6 +152,8 @@ class ClientConfig(BaseSettings):
             raise ValueError(
                 f"partition_index={self.partition_index} must be below partition_count={self.partition_count}"
             )
+        if self.approval.allowed_operators and not self.tls.ca:
+            raise ValueError("approval.allowed_operators needs tls.ca, the authority of the operators' certificates")
         self._check_exposed()
         return self
 

@@ -14,6 +14,8 @@ from torch import nn
 
 from fedring.client.config import ClientConfig
 from fedring.client.consent.consent import Consent
+from fedring.client.consent.operators import Operators
+from fedring.client.consent.orders import Orders
 from fedring.client.errors import FederationClosed, Refused, RoundOver
 from fedring.client.evaluation import Evaluation, report_of
 from fedring.client.loading import ModelLoader
@@ -129,7 +131,7 @@ class Federation:
             self._spool = Spool(config.state_dir, config.client_id, metrics.dropped_files.inc, config.audit)
             self._secret = kept_secret(config.state_dir)
             own: dict[str, str] = {part: getattr(config, part) for part in PARTS}
-            self._consent = Consent(config.approval, config.state_dir, config.trusted, own)
+            self._consent = Consent(config.approval, config.state_dir, config.trusted, own, _orders_of(config))
             # All that may end the start comes before the session: the server would give a round to a client that ends.
             self._secure = SecureAggregationClient(config, self._spool.ledger, self._secret)
             if address := stack.enter_context(serving(config.metrics_listen, metrics.registry)):
@@ -212,8 +214,8 @@ class Federation:
                         text = f"this client keeps private = {list(private)} to itself, which the mode {mode} cannot do"
                         self._task.fail("private_tensors", text)
                     elif unapproved:
-                        self._note("refuses", work.command, reason="not_approved")
-                        self._task.fail("not_approved", unapproved)
+                        self._note("refuses", work.command, reason=unapproved.reason)
+                        self._task.fail(unapproved.reason, unapproved.text)
                     elif why:
                         self._note("refuses", work.command, reason="privacy_policy")
                         self._refuse(self._task, why)
@@ -222,7 +224,8 @@ class Federation:
                     elif protection.has_lost_update():
                         self._task.end.failed()
                     elif mode in self._modes:
-                        self._note("trains", work.command, card=self._consent.card)
+                        if not self._begin(self._task):
+                            continue
                         self._link.session.occupy(self._task.round, self._task.job.job_id)
                         self._link.session.set_reporting(False)  # the caller's code may never call progress()
                         return self._task
@@ -230,6 +233,19 @@ class Federation:
                         self._task.fail("unknown_mode", f"this client does not train in the mode {mode!r}")
         except FederationClosed:
             raise StopIteration from None
+
+    def _begin(self, task: Task) -> bool:
+        """Note that a round is trained, before its code runs.
+
+        Returns whether that was possible."""
+        try:
+            signed = self._consent.follow()
+        except OSError as error:
+            task.fail("disk_failed", f"OSError: {error}")
+            return False
+        task.permit = self._consent.permit
+        self._note("trains", task.command, card=self._consent.card, **signed)
+        return True
 
     def _task_of(self, work: Assignment, protection: Protection) -> Task:
         spool, name = self._spool, self.config.client_id
@@ -288,8 +304,8 @@ class Federation:
             if not may_count(self.config.privacy, command.job):
                 raise RoundOver("privacy_policy", "neither noise nor masks cover what this client would count")
             if unapproved := self._consent.refusal_to_evaluate(command):
-                raise RoundOver("not_approved", unapproved)
-            self._note("evaluates", command)
+                raise RoundOver(unapproved.reason, unapproved.text)
+            self._note("evaluates", command, **self._consent.follow())
             counts = self._on_evaluate(Evaluation(order, self._link, self._loader, self._spool.kept))
             staged = MODES.get(command.job.mode, TrainingMode).staged  # only the last stage of a pipeline has counts
             why = "" if staged or counts.total or counts.warnings else NO_SAMPLES
@@ -323,6 +339,15 @@ class Federation:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.close()
+
+
+def _orders_of(config: ClientConfig) -> Orders | None:
+    """Return the memory of signed jobs.
+
+    None if the site asks for no signature.
+    """
+    allowed = config.approval.allowed_operators
+    return Orders(Operators(allowed, config.tls), config.labels, config.state_dir) if allowed else None
 
 
 def _names(command: pb.TrainCmd | pb.EvaluateCmd) -> dict[str, Any]:

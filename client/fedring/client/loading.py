@@ -3,12 +3,13 @@
 The module has shared, private and frozen tensors.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 import numpy as np
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from fedring.client.errors import WrongModel
 from fedring.client.session.link import ServerLink
@@ -20,7 +21,16 @@ from fedring.codec.schema import Schema, Vectors
 from fedring.train.tensors.arrays import Arrays, as_module, copy_back
 from fedring.train.tensors.download import HeldModel
 from fedring.train.tensors.sharing import Sharing
-from fedring.train.tensors.state import Parts, fill, has_frozen, read_vectors, split, tensors_of, write_tensors
+from fedring.train.tensors.state import (
+    Parts,
+    fill,
+    has_frozen,
+    read_vectors,
+    split,
+    tensors_of,
+    values_of,
+    write_tensors,
+)
 from fedring.v1 import federation_pb2 as pb
 
 _KEPT = "private_tensors"  # the reason to refuse a job that would share what this client keeps to itself
@@ -137,6 +147,22 @@ def is_spoiled(loaded: Loaded) -> bool:
         return False
     sizes = [float(np.abs(held.vectors.parameters).max(initial=1)) for held in (loaded.base, loaded.start)]
     return not sizes[1] <= _FAR * sizes[0]  # nor if it is not finite
+
+
+def differs_from(first: Mapping[str, Tensor], base: HeldModel) -> str:
+    """Return the first shared tensor with other values than the model has.
+
+    Empty if all are the same. Processors round differently, so values need not be equal to the last bit.
+
+    Args:
+        first: The values of a model as it was built, by the tensors' names.
+        base: The model that a round starts from.
+    """
+    for entry, values in values_of(base.schema, base.vectors):
+        found = first.get(entry.name)
+        if found is None or not torch.allclose(found.double().cpu(), values.double(), rtol=1e-3, atol=1e-5):
+            return entry.name
+    return ""
 
 
 def _check_kept(model: nn.Module, shared: Schema, private: Collection[str]) -> None:

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from fedring.client.answer import Answers, StartedRound
+from fedring.client.consent.orders import Permit
 from fedring.client.errors import Refused, RoundOver, UpdateRefused, WrongModel
-from fedring.client.loading import ModelLoader, is_spoiled
+from fedring.client.loading import Loaded, ModelLoader, differs_from, is_spoiled
 from fedring.client.policy.promises import is_covered
 from fedring.client.policy.secret import ClientSecret
 from fedring.client.protection import CannotProtect, Protection
@@ -53,6 +54,9 @@ class Task:
         ledger: The account of what this client has spent of its privacy.
         charge: The charge of a training with the noise of [sample_dp].
         end: What becomes of the round here.
+        permit: The signed job that the round follows from; None if this site asks for no signature.
+        first_values: The values of the job's model as it was built here, by the tensors' names, from which the round
+            must start; None = any.
     """
 
     def __init__(
@@ -73,6 +77,8 @@ class Task:
         self._loader, self._spool, self._client_id = loader, spool, client_id
         self._secret, self._protection = secret, protection
         self._answers = Answers(assignment, link, spool, client_id, protection)
+        self.permit: Permit | None = None
+        self.first_values: Mapping[str, Tensor] | None = None
         self._started: StartedRound | None = None
         self._loaded_at = 0.0
         self._samples = 0  # that this client's updates count for, if that is known
@@ -128,6 +134,9 @@ class Task:
         except WrongModel as error:
             self.fail(error.reason, error.detail)
             raise
+        if why := self._other_than_signed(model, loaded):
+            self.end.tell("other_start", why)
+            raise WrongModel(why, "other_start")
         self._started = self._answers.begin(loaded, self.models)
         self._corrections = self._started.round_.corrections()
         self._samples = samples
@@ -242,6 +251,17 @@ class Task:
             self.end.tell(*_NO_NOISE)
         elif not self.end.sent:
             self._send_nothing(self._started, reason, noise)
+
+    def _other_than_signed(self, model: nn.Module | Arrays, loaded: Loaded) -> str:
+        """Return why no operator has signed a loaded model; or nothing."""
+        if self.first_values is not None and (name := differs_from(self.first_values, loaded.base)):
+            return f"the job was signed to start fresh, and {name} has other values than the job's seed gives"
+        if self.permit is not None and self.permit.order.job.sharing.frozen_stay and not loaded.frozen_digest:
+            # Without the digest, the server could put values of its own in the place of frozen ones.
+            frozen = (name for name, each in as_module(model).named_parameters() if not each.requires_grad)
+            if name := next(frozen, ""):
+                return f"{name} is frozen, and the server says that no tensor is"
+        return ""
 
     def _incomplete(self) -> tuple[str, str] | None:
         """Return the reason and the sentence that forbid to submit."""

@@ -20,6 +20,7 @@ from fedring.rpc.tls import PLAINTEXT, Tls
 from fedring.v1 import control_pb2 as pb
 from fedring.v1.control_pb2_grpc import ControlServiceStub
 from fedring.v1.federation_pb2 import FetchModelRequest, ModelHeader
+from fedring.v1.job_pb2 import SignedJob
 
 ENDED = frozenset({"completed", "failed", "stopped"})
 """The final states of a job."""
@@ -70,7 +71,7 @@ class Control:
         address: "host:port" of the control port.
         channel: The channel to use, which `close` closes; by default one in plaintext.
         timeout_seconds: Longest time that a call may take.
-        tls: The certificates of `channel`, with which to find out why it cannot reach the server.
+        tls: The certificates of `channel`, with which to find out why it cannot reach the server, and to sign jobs.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class Control:
         timeout_seconds: float = 10.0,
         tls: Tls = PLAINTEXT,
     ) -> None:
-        self.address = address
+        self.address, self.tls = address, tls
         self._channel = channel or open_sync_channel(address)
         self._stub = ControlServiceStub(self._channel)
         self._call = ControlCaller(address, timeout_seconds, tls)
@@ -106,6 +107,14 @@ class Control:
                 call has a new key.
         """
         request = pb.StartJobRequest(job=json.dumps(job), idempotency_key=key or str(uuid.uuid4()))
+        return _start(self, lambda: self._call(self._stub.StartJob, request, at_least_seconds=_START_SECONDS))
+
+    def start_signed(self, signed: SignedJob, *, key: str = "") -> pb.StartReply:
+        """Queue a signed job.
+
+        `key` is as in start_job.
+        """
+        request = pb.StartJobRequest(signed=signed, idempotency_key=key or str(uuid.uuid4()))
         return _start(self, lambda: self._call(self._stub.StartJob, request, at_least_seconds=_START_SECONDS))
 
     def start_round(self, overrides: Mapping[str, Any], *, key: str = "") -> pb.StartReply:

@@ -102,7 +102,14 @@ class Server:
         """End the connection, and everything that waits for it."""
         self.control.close()
 
-    def start(self, job: Mapping[str, Any] | str | Path = MappingProxyType({}), *, key: str = "", **keys: Any) -> "Job":
+    def start(
+        self,
+        job: Mapping[str, Any] | str | Path = MappingProxyType({}),
+        *,
+        key: str = "",
+        sign: bool = False,
+        **keys: Any,
+    ) -> "Job":
         """Queue a job, and return at once.
 
         Args:
@@ -110,6 +117,8 @@ class Server:
                 those that are missing. In the place of a name there may be the function or class itself, if server and
                 clients can import it.
             key: Idempotency key: the same job with the same key is queued once. By default every call has a new key.
+            sign: Whether to sign the job with the key of `tls_cert`, for clients that follow only signed jobs. None of
+                the server's defaults count then, and `start` must be "fresh" or the number of a version.
             keys: Further keys, which take precedence over those of `job`.
 
         Raises:
@@ -124,7 +133,12 @@ class Server:
             check_job(table, where="the job")
         except ConfigError as error:
             raise Failure(str(error), Exit.CONFIG) from error
-        reply = self.control.start_job(table, key=key)
+        if sign:
+            from fedring.control.signing import sign_job  # as above
+
+            reply = self.control.start_signed(sign_job(self.control, table), key=key)
+        else:
+            reply = self.control.start_job(table, key=key)
         if reply.warning:
             warnings.warn(reply.warning, stacklevel=2)
         return Job(self.control, reply.job_id)

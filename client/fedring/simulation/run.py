@@ -40,7 +40,7 @@ from fedring.server.model.testset import EvaluationFailed as ServerEvaluationFai
 from fedring.server.model.transforms.listing import transforms_of
 from fedring.server.round import machine
 from fedring.server.round.events import Phase, Round
-from fedring.server.round.plan import client_command, round_command, rules_of
+from fedring.server.round.plan import round_command, rules_of
 from fedring.server.state.failures import StorageError
 from fedring.server.state.rows import ModelRow, RoundRow
 from fedring.simulation.checks import (
@@ -72,6 +72,7 @@ from fedring.train.jobs.job import Job
 from fedring.train.jobs.override_table import overrides_of, with_overrides
 from fedring.train.jobs.sample_privacy_table import SamplePrivacy
 from fedring.train.metrics import combine, with_origin
+from fedring.train.orders.commands import client_command
 from fedring.train.plan import batches_in
 from fedring.train.tensors.files import save_vectors
 from fedring.v1 import federation_pb2 as pb

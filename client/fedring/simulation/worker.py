@@ -43,7 +43,6 @@ from fedring.rpc.errors import BadRequest, FedringError
 from fedring.server.aggregation.terms import Terms
 from fedring.server.aggregation.walk import cut
 from fedring.server.model.transforms.listing import transforms_of
-from fedring.server.round.plan import job_spec
 from fedring.server.state.rows import UpdateRow
 from fedring.server.update.admission import (
     Admission,
@@ -65,6 +64,7 @@ from fedring.train.device import pick_device
 from fedring.train.errors import SeamError, TrainError, failure_detail, failure_reason
 from fedring.train.evaluation import Counts, run_evaluator
 from fedring.train.loop import seeded, warm_up
+from fedring.train.orders.commands import job_spec
 from fedring.train.plan import Plan
 from fedring.train.tensors.download import HeldModel
 from fedring.train.tensors.state import SharedTensors, frozen_digest, has_frozen, read_tensors, values_of, write_tensors

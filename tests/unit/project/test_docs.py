@@ -30,6 +30,7 @@ from fedring.server.state.rows import JobRow
 from fedring.server.update.metrics import REJECTIONS
 from fedring.simulation.timing import Timing
 from fedring.train.jobs.aggregation_table import RULES, Aggregation
+from fedring.train.jobs.bounds_table import Bounds
 from fedring.train.jobs.data_parallel_table import HOOKS, DataParallel
 from fedring.train.jobs.job import Job
 from fedring.train.jobs.job_keys import ServerOptimizer
@@ -62,6 +63,7 @@ TABLES: dict[type[BaseModel], str] = {
     ServerOptimizer: "server_optimizer",
     Personal: "personal",
     SettingSchedule: "lr",
+    Bounds: "bounds",
 }
 SHIPPED = [
     path for path in sorted((ROOT / "deploy").rglob("*")) if path.is_file() and path.suffix not in (".json", ".pyc")

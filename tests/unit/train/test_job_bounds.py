@@ -9,11 +9,11 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from fedring.daemon.config import ConfigError, explain, parse_overrides, read_document
-from fedring.server.round.plan import job_spec, train_cmd
 from fedring.train.bounds import MAX_COUNT, MAX_DEPTH, MAX_JOB_BYTES, MAX_SAMPLES, MAX_SEED, MAX_WHOLE
 from fedring.train.jobs.data_parallel_table import DataParallel
 from fedring.train.jobs.job import Job
 from fedring.train.jobs.pipeline_table import MAX_CELLS, Pipeline
+from fedring.train.orders.commands import job_spec, train_cmd
 
 TABLES: dict[str, type[BaseModel]] = {"": Job, "data_parallel": DataParallel, "pipeline": Pipeline}
 

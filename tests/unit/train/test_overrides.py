@@ -10,10 +10,10 @@ from fedring.daemon.config import ConfigError, explain
 from fedring.privacy.account import SampledSteps
 from fedring.server.aggregation.fednova import accumulation, factors_of
 from fedring.server.model.control import ControlPlan, plan_control
-from fedring.server.round.plan import client_command, job_spec, train_cmd
 from fedring.server.state.rows import UpdateRow
 from fedring.train.jobs.job import Job
 from fedring.train.jobs.override_table import Override, no_client_has, overrides_of, unmatched, with_overrides
+from fedring.train.orders.commands import client_command, job_spec, train_cmd
 from fedring.train.plan import Plan
 from fedring.train.private_loop import sampled_steps
 from fedring.v1 import federation_pb2 as pb

@@ -23,13 +23,14 @@ from fedring.ddp.hooks.by_name import ReadyHook, hook_by_name
 from fedring.ddp.hooks.own import BadHook, OwnState, own_hook
 from fedring.ddp.hooks.plain import PlainState
 from fedring.offers import named
-from fedring.server.round.plan import group_rules, job_spec, rules_of, train_cmd
+from fedring.server.round.plan import group_rules, rules_of
 from fedring.train.dgc_optimizer import make_optimizer
 from fedring.train.errors import SeamError
 from fedring.train.jobs.data_parallel_table import HOOKS, DataParallel
 from fedring.train.jobs.job import Job
 from fedring.train.names.offered import Offered, collect
 from fedring.train.names.seam import optimizer_factory
+from fedring.train.orders.commands import job_spec, train_cmd
 from fedring.train.plan import Plan
 
 ROOT = Path(__file__).parents[3]

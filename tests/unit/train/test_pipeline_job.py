@@ -14,13 +14,14 @@ from fedring.ctl.local.presets import Dataset, Mode, preset_job
 from fedring.ctl.operate.job_control import job_of
 from fedring.offers import named
 from fedring.schedules.schedule import ScheduleError
-from fedring.server.round.plan import group_rules, job_spec, rules_of, train_cmd
+from fedring.server.round.plan import group_rules, rules_of
 from fedring.train.errors import SeamError
 from fedring.train.jobs.job import Job
 from fedring.train.jobs.pipeline_table import Pipeline
 from fedring.train.models import digits_mlp
 from fedring.train.names.offered import Offered, collect
 from fedring.train.names.seam import build_model
+from fedring.train.orders.commands import job_spec, train_cmd
 from fedring.workers.cutting import count_layers, cut_model
 from fedring.workers.shards import micro_batches
 

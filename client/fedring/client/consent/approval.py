@@ -1,10 +1,13 @@
 """The table [approval] of a client."""
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from fedring.client.consent.card import JOB_KEYS, ROUND_KEYS
+from fedring.rpc.identity import NAME
+
+_Name = Annotated[str, Field(pattern=rf"^{NAME.pattern}$")]
 
 
 class Approval(BaseModel):
@@ -24,6 +27,12 @@ class Approval(BaseModel):
         [],
         description="keys of jobs and rounds that may differ without a new approval, such as "
         '["name", "rounds", "lr", "seed"]',
+    )
+    allowed_operators: list[_Name] = Field(
+        [],
+        description="names of the only operators whose jobs this client follows: they must have signed them (flctl run "
+        "--sign), and the server can change nothing that they have not left open; needs tls.ca; empty = signatures are "
+        "not looked at",
     )
 
     @model_validator(mode="after")

@@ -8,10 +8,11 @@ from typing import Any
 from google.protobuf.json_format import MessageToDict
 
 from fedring.codec.digest import name_of
+from fedring.train.orders.signed_job import canonical
 from fedring.untrusted import parse_json
 from fedring.v1 import federation_pb2 as pb
 
-JOB_KEYS = tuple(sorted(field.name for field in pb.JobSpec.DESCRIPTOR.fields if field.name != "job_id"))
+JOB_KEYS = tuple(sorted(field.name for field in pb.JobSpec.DESCRIPTOR.fields if field.name not in ("job_id", "signed")))
 """What a command says of its job."""
 
 ROUND_KEYS = ("batch_size", "clip_norm", "encoding", "epochs", "lr", "momentum", "mu", "precision", "subset_size")
@@ -83,18 +84,6 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[tuple[st
     before, after = dict(_leaves("", old)), dict(_leaves("", new))
     keys = sorted(before.keys() | after.keys())
     return [(key, before.get(key), after.get(key)) for key in keys if before.get(key) != after.get(key)]
-
-
-def canonical(facts: Mapping[str, Any]) -> bytes:
-    """Return the canonical bytes of JSON: sorted keys, no spaces, only ASCII.
-
-    Raises:
-        ValueError: If a number is not finite, or there are too many tables in each other.
-    """
-    try:
-        return json.dumps(facts, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
-    except RecursionError:
-        raise ValueError("too many lists and tables in each other") from None
 
 
 def _facts(message: pb.JobSpec | pb.TrainCmd, keys: Collection[str]) -> dict[str, Any]:

@@ -12,8 +12,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from fedring.client.consent.card import MAX_CARD_BYTES, Card, canonical
+from fedring.client.consent.card import MAX_CARD_BYTES, Card
 from fedring.daemon.durable import create_durably, replace_with_digest, text_after_digest, with_digest
+from fedring.train.orders.signed_job import canonical
 from fedring.untrusted import parse_json
 
 FOLDER = "cards"

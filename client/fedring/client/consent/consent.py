@@ -3,17 +3,36 @@
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from fedring.client.consent.approval import Approval
 from fedring.client.consent.card import MAX_CARD_BYTES, Card, card_of, job_facts
 from fedring.client.consent.cards import CardError, Cards
 from fedring.client.consent.code import InstalledCode
+from fedring.client.consent.orders import Orders, Permit
+from fedring.train.orders.signed_job import BadOrder
 from fedring.v1 import federation_pb2 as pb
 
 log = logging.getLogger(__name__)
 
+NOT_APPROVED = "not_approved"
+"""The reason with which a client refuses a job while people at its site have to decide about it."""
+
 _MOST_WAITING = 64  # jobs that are asked about with each heartbeat
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """The reason for which a site does not follow a command.
+
+    Attributes:
+        reason: A stable word.
+        text: A sentence for people.
+    """
+
+    reason: str
+    text: str
 
 
 class Consent:
@@ -26,27 +45,46 @@ class Consent:
         state_dir: Its state folder.
         trusted: The entries of its list `trusted`.
         own: Its own names in the place of the job's, by key.
+        orders: Check the signatures of operators; None = the site asks for none.
 
     Attributes:
         card: The name of the newest command's card; empty if nobody is asked.
+        permit: What the newest command follows from; None if the site asks for no signature.
     """
 
-    def __init__(self, approval: Approval, state_dir: Path, trusted: Sequence[str], own: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        approval: Approval,
+        state_dir: Path,
+        trusted: Sequence[str],
+        own: Mapping[str, str],
+        orders: Orders | None = None,
+    ) -> None:
+        self._orders = orders
+        self.permit: Permit | None = None
         self._approval, self._cards = approval, Cards(state_dir)
         self._code = InstalledCode(trusted if approval.mode == "cards" else ())
         self._site = {"code": self._code.facts, "own": {key: name for key, name in own.items() if name}}
         self.card = ""
         self._waiting: dict[int, Card] = {}  # by job, the card that it waits for
 
-    def refusal(self, command: pb.TrainCmd) -> str:
+    def refusal(self, command: pb.TrainCmd) -> Refusal | None:
         """Return why this client does not train for a command.
 
-        Empty if it may.
+        None if it may. Nobody is asked about a job whose signature is not good.
         """
+        self.permit = None
+        try:
+            if self._orders is not None:
+                self.permit = self._orders.permit(command)
+        except BadOrder as error:
+            log.warning("job %d is refused: %s", command.job.job_id, error)
+            return Refusal(error.reason, str(error))
         if self._approval.mode == "off":
-            return ""
+            return None
         if edited := self._code.changed():
-            return f"the installed source of {edited} has changed since fl-client was started: restart fl-client"
+            text = f"the installed source of {edited} has changed since fl-client was started: restart fl-client"
+            return Refusal(NOT_APPROVED, text)
         card, job_id = card_of(command, self._site, self._approval.free), command.job.job_id
         self.card, why = card.name, self._refusal(card)
         self._waiting.pop(job_id, None)
@@ -55,26 +93,46 @@ class Consent:
             while len(self._waiting) >= _MOST_WAITING:
                 del self._waiting[next(iter(self._waiting))]
             self._waiting[job_id] = card
-        return why
+        return Refusal(NOT_APPROVED, why) if why else None
 
-    def refusal_to_evaluate(self, command: pb.EvaluateCmd) -> str:
+    def refusal_to_evaluate(self, command: pb.EvaluateCmd) -> Refusal | None:
         """Return why this client does not evaluate a job's model.
 
-        It may if a card of this job and this code is approved, whatever the settings of its rounds. Empty if it may.
+        It may if a card of this job and this code is approved, whatever the settings of its rounds. None if it may.
         """
+        self.permit = None
+        try:
+            if self._orders is not None:
+                self.permit = self._orders.permit_evaluation(command)
+        except BadOrder as error:
+            return Refusal(error.reason, str(error))
         if self._approval.mode == "off":
-            return ""
+            return None
         free = self._approval.free
         job = {key: value for key, value in job_facts(command.job).items() if key not in free}
         wanted = {"job": job, "free": sorted(free), **self._site}
         try:
             cards, _ = self._cards.all()
         except OSError as error:
-            return f"the cards of this site cannot be read: {error}"
+            return Refusal(NOT_APPROVED, f"the cards of this site cannot be read: {error}")
         alike = [kept for kept in cards if {key: kept.card.facts.get(key) for key in wanted} == wanted]
         if self._code.changed() or all(kept.refusal(time.time()) for kept in alike):
-            return "this site has approved no card of this job"
-        return ""
+            return Refusal(NOT_APPROVED, "this site has approved no card of this job")
+        return None
+
+    def follow(self) -> dict[str, str]:
+        """Note durably that the newest command is followed.
+
+        Returns:
+            Who has signed its job, and which signed job that is, for the site's log.
+
+        Raises:
+            OSError: If that is impossible. Then the command must not be followed.
+        """
+        if self._orders is None or self.permit is None:
+            return {}
+        self._orders.follow(self.permit)
+        return {"operator": self.permit.operator, "order": self.permit.nonce}
 
     def waiting(self) -> list[int]:
         """Return the jobs that wait for an approval at this site."""

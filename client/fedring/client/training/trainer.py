@@ -36,6 +36,7 @@ from fedring.train.names.offered import Offered, collect
 from fedring.train.names.seam import build_model, optimizer_factory
 from fedring.train.plan import TrainResult
 from fedring.train.tensors.skeleton import build_skeleton
+from fedring.train.tensors.state import tensors_of
 from fedring.v1 import federation_pb2 as pb
 
 if TYPE_CHECKING:
@@ -112,8 +113,11 @@ class DeclaredTrainer:
             if self._process is not None and MODES[task.job.mode].grouped:
                 text = f"this client has training.process = true, which the mode {task.job.mode} cannot do"
                 raise SeamError("unknown_mode", text)
+            before = self._loaded
             with job_code():
                 loaded = self.load(task.job, lambda: task.cancelled)
+            if loaded is not before and self._can_compare(task):
+                task.first_values = {name: tensor.detach().clone() for name, tensor in tensors_of(loaded.model)}
             where = span("train", task.command.traceparent, round=task.round, client=self._config.client_id)
             with where, job_code():
                 if MODES[task.job.mode].grouped:
@@ -149,6 +153,14 @@ class DeclaredTrainer:
             log.exception("round %d failed", task.round)
             return _Failure(failure_reason(error), failure_detail(error), type(error).__name__)
         return None
+
+    def _can_compare(self, task: Task) -> bool:
+        """Return whether a round must start from newly built values.
+
+        A worker of a pipeline builds no values, and a model of the site's own has others.
+        """
+        fresh = task.permit is not None and task.permit.starts_fresh
+        return fresh and not (self._config.model or MODES[task.job.mode].staged)
 
     def evaluate(self, evaluation: Evaluation) -> Counts:
         """Evaluate a model on this client's held-out samples.

@@ -1,7 +1,7 @@
 """flctl start-round, run and stop: start, follow and end jobs."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,6 +12,7 @@ from fedring.control import figures
 from fedring.control.calls import Control, Events, check_completed
 from fedring.control.failure import Failure, Unreachable
 from fedring.control.job_file import check_job
+from fedring.control.signing import sign_job
 from fedring.control.trackers import Log, tracker
 from fedring.ctl.access import connect
 from fedring.ctl.completion import job_ids, job_keys
@@ -79,6 +80,14 @@ def run(
     patience: Annotated[
         float, typer.Option(min=0, metavar="SECONDS", help="How long to wait for an fl-server that is starting.")
     ] = 60.0,
+    sign: Annotated[
+        bool,
+        typer.Option(
+            "--sign",
+            envvar="FLCTL_SIGN",
+            help="Sign the job with the key of --tls-key, for sites that follow only signed jobs.",
+        ),
+    ] = False,
     key: KeyOption = "",
     server: ServerOption = DEFAULT_SERVER,
     output: OutputOption = Output.TABLE,
@@ -88,6 +97,9 @@ def run(
     The job goes on if you interrupt flctl. The job starts fresh, with a new model, unless its file or the command line
     says otherwise: start=newest goes on from the newest version of its model, start=best from the best one, start=11
     from version 11.
+
+    With --sign, the job has all of its keys, and takes none of the server's defaults. Its table [bounds] says what may
+    change while it runs. It starts fresh, or from the number of a version.
     """
     job = {"start": FRESH, **job_of(job_file, overrides or [])}
     if track and not wait:
@@ -95,7 +107,7 @@ def run(
     with tracker(track) if track else nullcontext() as log:
         with connect(server) as control:
             _wait_for_server(control, patience)
-        _start(server, lambda control: control.start_job(job, key=key), wait=wait, output=output, log=log)
+        _start(server, _signed(job, key) if sign else _plain(job, key), wait=wait, output=output, log=log)
 
 
 def stop(
@@ -148,6 +160,14 @@ def job_of(path: Path | None, overrides: Sequence[str]) -> dict[str, Any]:
     except ConfigError as error:
         raise Failure(f"{error}", Exit.USAGE) from error
     return merged
+
+
+def _plain(job: Mapping[str, Any], key: str) -> Start:
+    return lambda control: control.start_job(job, key=key)
+
+
+def _signed(job: Mapping[str, Any], key: str) -> Start:
+    return lambda control: control.start_signed(sign_job(control, job), key=key)
 
 
 def _wait_for_server(control: Control, seconds: float) -> None:

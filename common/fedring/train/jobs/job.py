@@ -126,6 +126,23 @@ class Job(JobKeys):
         return self
 
     @model_validator(mode="after")
+    def _within_bounds(self) -> Self:
+        ranges = self.bounds.ranges
+        if ranges and not self.aggregation.own:
+            key = next(iter(ranges))
+            raise ValueError(f"bounds.{key} is for a strategy of the job's own, and aggregation.rule names none")
+        warmed = [schedule.warmup_rounds + 1 for schedule in self.scheduled.values()]
+        for job_round in sorted({1, self.rounds, *warmed}):  # where a schedule is lowest or highest
+            settings = self.settings_of(job_round)._asdict()
+            for key, (least, most) in ranges.items():
+                value = settings.get(key, getattr(self, key))
+                if not least <= value <= most:
+                    raise ValueError(
+                        f"{key} is {value:g} in round {job_round}, outside of bounds.{key} = [{least:g}, {most:g}]"
+                    )
+        return self
+
+    @model_validator(mode="after")
     def _fits_a_message(self) -> Self:
         size = len(self.model_dump_json())
         if size > MAX_JOB_BYTES:

@@ -18,6 +18,7 @@ from fedring.train.bounds import (
     Text,
 )
 from fedring.train.jobs.aggregation_table import Aggregation
+from fedring.train.jobs.bounds_table import Bounds
 from fedring.train.jobs.data_parallel_table import DataParallel
 from fedring.train.jobs.labels import WantedLabels
 from fedring.train.jobs.override_table import Overrides
@@ -157,6 +158,12 @@ class JobKeys(BaseModel):
         default_factory=list,
         description="other values of some of these keys for the clients with some labels; of two overrides that set "
         "the same key for a client, the later one wins (federated)",
+    )
+
+    bounds: Bounds = Field(
+        default_factory=lambda: Bounds.model_validate({}),
+        description="what may change while the job runs, at sites that check its operator's signature "
+        "(flctl run --sign)",
     )
 
     encoding: EncodingName = Field("uniform", description="how clients encode their updates")

@@ -48,19 +48,20 @@ class Jobs:
         self.running: dict[int, JobRow] = {}
         self.waiting = 0
 
-    async def start(self, spec: Job, key: str) -> tuple[JobRow, bool]:
+    async def start(self, spec: Job, key: str, signed: bytes = b"") -> tuple[JobRow, bool]:
         """Queue a job.
 
         Args:
             spec: the job.
             key: its idempotency key, or "".
+            signed: the job as an operator has signed it, serialized; b"" = nobody has.
 
         Returns:
             The job's row, and whether the key was known already: then the row is that of the job it belongs to.
         """
         open_ = {"seed"} if spec.seed_is_open else None  # it is chosen when the job starts
         stored = spec.model_dump(mode="json", exclude=open_)
-        wanted = JobRow(0, spec.name, stored, spec.rounds, time.time(), idempotency_key=key or None)
+        wanted = JobRow(0, spec.name, stored, spec.rounds, time.time(), idempotency_key=key or None, signed=signed)
         row = await self._facts.db(self._kept.create, wanted)
         self._moved.set()
         return row, row.created_at != wanted.created_at

@@ -20,6 +20,7 @@ from fedring.secure.statements import digest_of
 from fedring.server.state.rows import ModelRow
 from fedring.train.jobs.job import Job
 from fedring.train.jobs.secure_table import SecureAggregation
+from fedring.train.orders.commands import secure_settings
 from fedring.v1 import secure_pb2 as wire
 
 _HEADER = struct.Struct("<I")
@@ -85,14 +86,10 @@ def secure_round(job: Job, base: ModelRow, pace: Pace | None) -> wire.SecureRoun
     scales = table.step * expected[sent]
     flags = np.zeros(total, np.bool_)
     flags[sent] = True
-    return wire.SecureRound(
-        scales=scales.clip(_SMALLEST, _LARGEST).astype("<f4").tobytes(),
-        blocks=b"" if len(sent) == total else np.packbits(flags, bitorder="little").tobytes(),
-        block=table.block,
-        levels=table.levels,
-        max_weight=min(job.max_samples, table.max_weight) if job.weights == "samples" else 0,
-        clip=job.update_clip,
-    )
+    made = secure_settings(job)
+    made.scales = scales.clip(_SMALLEST, _LARGEST).astype("<f4").tobytes()
+    made.blocks = b"" if len(sent) == total else np.packbits(flags, bitorder="little").tobytes()
+    return made
 
 
 def pace_in(data: bytes, parameters: int, block: int) -> Pace | None:

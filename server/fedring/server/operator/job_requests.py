@@ -19,6 +19,7 @@ from fedring.train.bounds import MAX_DEPTH, MAX_JOB_BYTES, check_text
 from fedring.train.jobs.job import Job
 from fedring.train.jobs.override_table import no_client_has, unmatched
 from fedring.train.jobs.round_settings import SCHEDULED
+from fedring.train.orders.signed_job import BadOrder, read_order
 from fedring.v1 import control_pb2 as pb
 
 _ALL = 1_000_000_000
@@ -56,6 +57,9 @@ class JobRequests:
 
     async def start_job(self, request: pb.StartJobRequest) -> pb.StartReply:
         """Queue a job."""
+        if request.HasField("signed"):
+            spec = await self._facts.work(self._signed_job, request)
+            return await self._start(spec, request.idempotency_key, request.signed.SerializeToString())
         # Trying out the schedule of a long pipeline takes seconds.
         return await self._start(await self._facts.work(self._job, request.job), request.idempotency_key)
 
@@ -105,14 +109,32 @@ class JobRequests:
         except (ConfigError, ValueError) as error:
             raise BadRequest(str(error), reason="bad_job") from error
 
-    async def _start(self, spec: Job, key: str) -> pb.StartReply:
+    def _signed_job(self, request: pb.StartJobRequest) -> Job:
+        """Return the job that an operator has signed, without the defaults.
+
+        Whether the signature is good is for the clients to say, which trust this server with nothing of it.
+
+        Raises:
+            BadRequest: "bad_job", if it is no job for this server.
+        """
+        try:
+            order = read_order(request.signed)
+        except BadOrder as error:
+            raise BadRequest(str(error), reason="bad_job") from error
+        if request.job:
+            raise BadRequest("a signed job has all keys itself: send no other ones", reason="bad_job")
+        if order.run_id != self._facts.store.run_id:
+            raise BadRequest(f"the job was signed for the server {order.run_id}: sign it again", reason="bad_job")
+        return order.job
+
+    async def _start(self, spec: Job, key: str, signed: bytes = b"") -> pb.StartReply:
         _check_key(key)
         warning = ""
         if not key or await self._facts.db(self._facts.store.jobs.of_key, key) is None:  # else it was checked before
             unheard = no_client_has(unmatched(self._rounds.labels, spec.override), who="no client here")
             warning = "; ".join(filter(None, (await self._check(spec), unheard)))
-        row, already = await self._jobs.start(spec, key)
-        if already and not _is_of(row.spec, spec):
+        row, already = await self._jobs.start(spec, key, signed)
+        if already and not (_is_of(row.spec, spec) and bool(row.signed) == bool(signed)):
             raise OtherJob(
                 f"the key {row.idempotency_key!r} belongs to job {row.job_id}, another one: choose a new key"
             )

@@ -19,12 +19,12 @@ from fedring.server.model.masked_sum import GroupMasks
 from fedring.server.model.transforms.listing import RoundSteps, Transforms, transforms_of
 from fedring.server.model.transforms.transform import ClosedRound, Past
 from fedring.server.round.events import Phase, PhaseStep, RoundState, Steps
-from fedring.server.round.plan import client_command
 from fedring.server.round.trace import RoundTrace
 from fedring.server.state.rows import ModelRow, RoundRow, UpdateRow
 from fedring.train.jobs.job import Job
 from fedring.train.jobs.override_table import with_overrides
 from fedring.train.metrics import combine, with_origin
+from fedring.train.orders.commands import client_command
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1.rendezvous_pb2 import Done
 

@@ -175,6 +175,8 @@ class RoundOpener:
         if noted is not None:
             command.residual_after_epoch, command.residual_after = noted.residual_epoch, noted.residual_after
         command.job.frozen_digest = job.frozen_digest
+        if job.row.signed:
+            command.job.signed.ParseFromString(job.row.signed)
         await self._facts.heavy(self._models.maker.command, configured, command, base)
         open_ = OpenRound(row, configured, command, base, small)
         found = (kind for each in self._kinds if (kind := each.kind_of(open_)) is not None)

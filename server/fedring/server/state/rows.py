@@ -65,6 +65,7 @@ class JobRow:
     residual_after: int = 0  # clients' residuals of this round and of earlier ones belong to other models
     residual_epoch: int = 0  # the epoch of that round
     place: int = 0  # in the queue: jobs begin in the order of their places, then of their ids
+    signed: bytes = b""  # a serialised SignedJob, which clients are sent as it is; empty = nobody has signed the job
 
     @property
     def priority(self) -> int:

@@ -23,7 +23,7 @@ from fedring.client.consent.cards import (
     read_kept,
 )
 from fedring.client.consent.code import InstalledCode
-from fedring.client.consent.consent import Consent
+from fedring.client.consent.consent import Consent, Refusal
 from fedring.daemon.durable import with_digest
 from fedring.daemon.program import run
 from fedring.v1 import federation_pb2 as pb
@@ -152,44 +152,48 @@ def test_the_installed_source_is_on_the_card_by_file(tmp_path: Path, monkeypatch
     assert "site_code" not in sys.modules  # nothing is imported
 
 
+def why(refused: Refusal | None) -> str:
+    return "" if refused is None else refused.text
+
+
 def test_consent_is_asked_for_once_for_each_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = module(tmp_path, "A = 1\n")
     monkeypatch.syspath_prepend(tmp_path)
-    approval = Approval(mode="cards", free=["rounds"])
+    approval = Approval.model_validate({"mode": "cards", "free": ["rounds"]})
     consent = Consent(approval, tmp_path, ["fedring", "site_code"], {"model": ""})
     evaluation = pb.EvaluateCmd(job=command().job)
-    assert "not approved" in consent.refusal(command())
-    assert "no card" in consent.refusal_to_evaluate(evaluation)
+    assert "not approved" in why(consent.refusal(command()))
+    assert "no card" in why(consent.refusal_to_evaluate(evaluation))
     assert consent.waiting() == [1]
 
     cards = Cards(tmp_path)
     (kept,), _ = cards.all()
     cards.decide(kept, Decision(time.time(), 0, approved=True))
     assert consent.waiting() == []
-    assert consent.refusal(command(job_id=2, rounds=50)) == ""
-    assert consent.refusal_to_evaluate(evaluation) == ""
-    assert "not approved" in consent.refusal(command(lr=0.5))
+    assert why(consent.refusal(command(job_id=2, rounds=50))) == ""
+    assert why(consent.refusal_to_evaluate(evaluation)) == ""
+    assert "not approved" in why(consent.refusal(command(lr=0.5)))
     assert consent.waiting() == [1]
     file.write_text("A = 2\n")  # in mid-job
-    assert "restart fl-client" in consent.refusal(command())
+    assert "restart fl-client" in why(consent.refusal(command()))
     restarted = Consent(approval, tmp_path, ["fedring", "site_code"], {"model": ""})
-    assert "not approved" in restarted.refusal(command())
+    assert "not approved" in why(restarted.refusal(command()))
     waiting = [each for each in cards.all()[0] if each.refusal(time.time())]
     assert any(differences(kept.card.facts, each.card.facts)[0][0] == "code.site_code.digest" for each in waiting)
     another = Consent(approval, tmp_path, ["fedring", "site_code"], {"model": "site_code:other"})
-    assert "not approved" in another.refusal(command())
+    assert "not approved" in why(another.refusal(command()))
 
 
 def test_without_the_table_nobody_is_asked(tmp_path: Path) -> None:
     consent = Consent(Approval.model_validate({}), tmp_path, ["fedring"], {})
-    assert consent.refusal(command()) == ""
-    assert consent.refusal_to_evaluate(pb.EvaluateCmd(job=command().job)) == ""
+    assert why(consent.refusal(command())) == ""
+    assert why(consent.refusal_to_evaluate(pb.EvaluateCmd(job=command().job))) == ""
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_free_key_that_no_card_has_is_told() -> None:
     with pytest.raises(ValidationError, match="no card has the key 'code'"):
-        Approval(mode="cards", free=["code"])
+        Approval.model_validate({"mode": "cards", "free": ["code"]})
 
 
 def fl_client_cards(*words: str) -> int:

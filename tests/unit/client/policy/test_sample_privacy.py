@@ -17,12 +17,12 @@ from fedring.privacy.account import SampledSteps, sampled_epsilon
 from fedring.rpc.errors import BadUpdate
 from fedring.server.aggregation.terms import Terms
 from fedring.server.model.transforms.listing import transforms_of
-from fedring.server.round.plan import job_spec
 from fedring.server.update.admission import open_offer
 from fedring.simulation import simulate
 from fedring.simulation.worker import admit
 from fedring.train.jobs.job import Job
 from fedring.train.jobs.sample_privacy_table import SamplePrivacy
+from fedring.train.orders.commands import job_spec
 from fedring.train.plan import Plan
 from fedring.train.private_loop import sampled_steps
 from fedring.train.tensors.download import HeldModel

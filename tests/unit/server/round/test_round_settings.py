@@ -10,11 +10,11 @@ from tests.unit.host import running, spec
 
 from fedring.daemon.config import explain, parse_overrides
 from fedring.server.operator.job_requests import _defaults_for
-from fedring.server.round.plan import job_spec, train_cmd
 from fedring.server.round.report import round_message
 from fedring.train.bounds import MAX_COUNT
 from fedring.train.jobs.job import Job
 from fedring.train.jobs.round_settings import RoundSettings
+from fedring.train.orders.commands import job_spec, train_cmd
 
 
 def job(**keys: Any) -> Job:

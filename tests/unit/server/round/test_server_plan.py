@@ -9,8 +9,9 @@ from pydantic import ValidationError
 from fedring.client.policy.secret import ClientSecret
 from fedring.client.round_plan import plan_of
 from fedring.server.round.events import RoundRules
-from fedring.server.round.plan import job_spec, rules_of, train_cmd
+from fedring.server.round.plan import rules_of
 from fedring.train.jobs.job import Job
+from fedring.train.orders.commands import job_spec, train_cmd
 
 JOB = Job.model_validate(
     {
@@ -71,10 +72,10 @@ def test_the_rules_of_a_round_are_those_of_its_job() -> None:
 def test_clients_receive_every_key_of_a_job_that_concerns_training() -> None:
     spec = job_spec(JOB, 12)
     sent = {field.name for field, _ in spec.ListFields()}
-    # The first two are for other modes, the next ones are tables that a job may do without, and the last one depends on
-    # the model's values.
+    # The first two are for other modes, the next ones are tables that a job may do without, and the last ones
+    # depend on the model's values, and on an operator.
     others = {"data_parallel", "pipeline", "personal", "dp", "sample_dp", "secure_aggregation", "transforms"}
-    others |= {"frozen_digest"}
+    others |= {"frozen_digest", "signed"}
     assert sent == {field.name for field in spec.DESCRIPTOR.fields} - others
     assert (list(spec.shared), list(spec.private)) == (["*"], ["*.bn*"])
     assert json.loads(spec.model_args) == {"hidden": 3}

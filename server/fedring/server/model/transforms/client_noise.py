@@ -18,6 +18,7 @@ from fedring.server.model.transforms.transform import ClosedRound, Skeleton
 from fedring.server.state.rows import ModelRow
 from fedring.train.jobs.job import Job
 from fedring.train.jobs.privacy_table import ClientPrivacy
+from fedring.train.orders.commands import secure_settings
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1 import secure_pb2 as wire
 
@@ -48,7 +49,7 @@ class ClientNoise(Masked):
 
     def values(self, job: Job, base: ModelRow, files: BaseFiles) -> wire.SecureRound:
         """See Masked.values."""
-        return wire.SecureRound(clip=self.table.clip)  # the rest follows from the job and the group
+        return secure_settings(job)
 
     def width(self, command: pb.TrainCmd, length: int, members: int) -> Width:
         """See Masked.width."""
