@@ -265,7 +265,8 @@ def test_what_cannot_be_signed_is_told(operator: Control, pki: Pki) -> None:
 
 def test_a_revoked_operator_is_out_in_mid_job(fleet: Taken, operator: Control, pki: Pki) -> None:
     operator.tls = pki.tls("eve")
-    told, lock = [], threading.Lock()
+    lock = threading.Lock()
+    told: list[int] = []
 
     def revoked(event: pb.ServerEvent) -> None:
         if event.HasField("train") and event.train.job_round == 2:

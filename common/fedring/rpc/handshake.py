@@ -3,11 +3,11 @@
 gRPC only repeats the words of its TLS library, or says "Socket closed".
 """
 
-import socket
 import ssl
 from dataclasses import dataclass
 
 from fedring.rpc.channel import encrypts
+from fedring.rpc.probe import connection_to, proxy_for
 from fedring.rpc.tls import Tls
 
 _WRONG_NAME = (62, 64)  # X509_V_ERR_HOSTNAME_MISMATCH, X509_V_ERR_IP_ADDRESS_MISMATCH
@@ -50,6 +50,8 @@ def diagnose(address: str, tls: Tls, timeout_seconds: float) -> Diagnosis:
             advice = "use a name that the server's certificate has, or issue one for this name: flctl certs issue"
         else:
             advice = "set tls.ca to the ca.crt of the authority that signed the server's certificate"
+            if proxy := proxy_for(address):
+                advice += f"; if the proxy {proxy} reads what passes (TLS inspection), exempt {address} from that there"
         return Diagnosis(f"{address} shows a certificate that is not trusted: {reason}", advice)
     except (ssl.SSLError, ConnectionResetError, BrokenPipeError):
         if not encrypted:
@@ -57,6 +59,8 @@ def diagnose(address: str, tls: Tls, timeout_seconds: float) -> Diagnosis:
         return Diagnosis(f"{address} does not use TLS", "set tls.cert and tls.key of fl-server, or correct the address")
     except OSError as error:
         advice = "start fl-server, or correct the address; if there is a firewall in between, open the port"
+        if proxy := proxy_for(address):
+            advice = f"have the proxy {proxy} (https_proxy) allow CONNECT to {address}, or name the host in no_proxy"
         return Diagnosis(f"{address} is unreachable: {error.strerror or error}", advice)
     if not encrypted:
         return Diagnosis(f"{address} uses TLS", "set tls.ca, and tls.cert with tls.key if the server asks for them")
@@ -93,11 +97,10 @@ def _handshake(address: str, context: ssl.SSLContext, timeout_seconds: float, *,
         timeout_seconds: How long to wait for each step.
         read: Whether to read from the server; an OSError if it only ends the connection.
     """
-    host, _, port = address.rpartition(":")
-    host = host.strip("[]")
+    host = address.rpartition(":")[0].strip("[]")
     context.set_alpn_protocols(["h2"])
     with (
-        socket.create_connection((host, int(port)), timeout_seconds) as plain,
+        connection_to(address, timeout_seconds) as plain,
         context.wrap_socket(plain, server_hostname=host) as encrypted,
     ):
         if read and not encrypted.recv(1):

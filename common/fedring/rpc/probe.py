@@ -1,13 +1,18 @@
 """A probe of the listener at an address where no call succeeds.
 
-It finds nobody, a server that speaks TLS, or something else.
+It finds nobody, a server that speaks TLS, or something else. It takes the way that gRPC takes: through the HTTP proxy
+that `https_proxy` names, if there is one.
 """
 
+import base64
+import os
 import socket
 import ssl
 from enum import Enum, auto
+from urllib.parse import unquote, urlsplit
 
 _SECONDS = 2.0  # for each of the two attempts
+_MOST_ANSWER = 1 << 16  # bytes of a proxy's answer
 
 
 class Listener(Enum):
@@ -30,7 +35,7 @@ def listener_at(address: str) -> Listener:
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # nothing is sent, so nobody need be trusted
     context.set_alpn_protocols(["h2"])
     try:
-        with socket.create_connection((host.strip("[]"), int(port)), timeout=_SECONDS) as plain:
+        with connection_to(address, _SECONDS) as plain:
             try:
                 with context.wrap_socket(plain, server_hostname=host.strip("[]") or None):
                     return Listener.TLS
@@ -38,3 +43,56 @@ def listener_at(address: str) -> Listener:
                 return Listener.PLAINTEXT
     except OSError:
         return Listener.NOBODY
+
+
+def proxy_for(address: str) -> str:
+    """Return the "host:port" of gRPC's HTTP proxy for an address.
+
+    Empty if there is none. These are gRPC's own rules (its doc/environment_variables.md), in lower case only.
+    """
+    host = address.rpartition(":")[0].strip("[]")
+    found = next(filter(None, map(os.environ.get, ("grpc_proxy", "https_proxy", "http_proxy"))), "")
+    spared = next(filter(None, map(os.environ.get, ("no_grpc_proxy", "no_proxy"))), "")
+    if address.startswith("unix:") or any(part.strip() and host.endswith(part.strip()) for part in spared.split(",")):
+        return ""
+    try:
+        return f"{urlsplit(found).hostname}:{urlsplit(found).port or 80}" if found.startswith("http://") else ""
+    except ValueError:  # no number as its port
+        return ""
+
+
+def connection_to(address: str, timeout_seconds: float) -> socket.socket:
+    """Return a connection to an address, as gRPC makes it.
+
+    It goes through a proxy if gRPC takes one.
+
+    Raises:
+        OSError: If there is none; the text of one names the proxy that has refused it.
+    """
+    proxy = proxy_for(address)
+    host, _, port = (proxy or address).rpartition(":")
+    plain = socket.create_connection((host.strip("[]"), int(port)), timeout_seconds)
+    if not proxy:
+        return plain
+    try:
+        plain.sendall(f"CONNECT {address} HTTP/1.1\r\nHost: {address}\r\n{_proxy_login()}\r\n".encode())
+        answer = b""
+        while b"\r\n\r\n" not in answer and len(answer) < _MOST_ANSWER:
+            if not (byte := plain.recv(1)):
+                break  # byte by byte: what comes after the answer is the server's
+            answer += byte
+        status = answer.partition(b"\r\n")[0].decode("latin-1")[:200]
+        if status.split(" ")[1:2] != ["200"]:
+            raise OSError(f"the proxy {proxy} does not connect to it: {status or 'no answer'}")
+    except BaseException:
+        plain.close()
+        raise
+    return plain
+
+
+def _proxy_login() -> str:
+    """Return the header with the login in the proxy's URL, or nothing."""
+    found = next(filter(None, map(os.environ.get, ("grpc_proxy", "https_proxy", "http_proxy"))), "")
+    login = urlsplit(found).netloc.rpartition("@")[0]
+    encoded = base64.b64encode(unquote(login).encode()).decode()
+    return f"Proxy-Authorization: Basic {encoded}\r\n" if login else ""

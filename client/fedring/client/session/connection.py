@@ -24,7 +24,7 @@ from fedring.rpc.contract import PROTOCOL, SESSION_KEY
 from fedring.rpc.errors import Unavailable, reason_of, status_of
 from fedring.rpc.handshake import diagnose
 from fedring.rpc.metrics import counted
-from fedring.rpc.probe import Listener, listener_at
+from fedring.rpc.probe import Listener, listener_at, proxy_for
 from fedring.rpc.tls import read_token
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1.federation_pb2_grpc import ClientUpdateServiceStub, TrainCmdServiceStub
@@ -248,7 +248,7 @@ class Connection:
                 "it speaks plaintext, and this client uses TLS: check the addresses and the table `tls` of both sides"
             )
         # gRPC says "Socket closed" of a server that rejects a certificate.
-        if listener_at(self.address) is Listener.TLS:
+        if listener_at(self.address) is Listener.TLS or proxy_for(self.address):
             found = diagnose(self.address, self._tls, CALL_SECONDS)
             return f"{found.found}: {found.advice}"
         return details
