@@ -17,6 +17,7 @@ from fedring.rpc.tls import Tls
 from fedring.server.config import ServerConfig
 from fedring.train.bounds import MAX_COUNT
 from fedring.train.jobs.aggregation_table import Aggregation
+from fedring.train.jobs.asynchronous_table import Asynchronous
 from fedring.train.jobs.bounds_table import Bounds
 from fedring.train.jobs.data_parallel_table import DataParallel
 from fedring.train.jobs.hooks import DGCParameters, Int8Parameters, PowerSGDParameters, TopKParameters
@@ -125,6 +126,11 @@ SECTIONS = (
         "Differential privacy",
         ClientPrivacy,
         "The table `[dp]` of a federated job. See [privacy.md](privacy.md).",
+    ),
+    (
+        "Asynchronous rounds",
+        Asynchronous,
+        "The table `[asynchronous]` of a federated job. See [asynchronous.md](asynchronous.md).",
     ),
     (
         "Secure aggregation",

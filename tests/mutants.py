@@ -392,8 +392,8 @@ MUTANTS = {
     ),
     "wrong shares": Mutant(
         "server/fedring/server/round/opening.py",
-        "return replace(rules, left_out=open_.left_out, phases=open_.kind.phases, job_id=open_.row.job_id)",
-        "return rules",
+        "return open_.kind.rules(replace(rules, left_out=open_.left_out, job_id=open_.row.job_id))",
+        "return open_.kind.rules(rules)",
         "tests/fault/test_secure_liars.py",
     ),
     "digest of the account": Mutant(

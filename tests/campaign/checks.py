@@ -72,6 +72,7 @@ def updates_count_once(evidence: Evidence, counts: Counter[str]) -> Iterator[str
     for words, keys in (
         ("name", [update.name for update in evidence.updates]),
         ("place", [(update.round, update.client) for update in evidence.updates]),
+        ("buffer", [(update.buffer, update.client) for update in evidence.updates]),
         ("payload", [(jobs.get(update.round), update.client, update.digest) for update in evidence.updates]),
     ):
         for key, times in Counter(keys).items():
@@ -146,6 +147,13 @@ def deltas_are_lessons(evidence: Evidence, counts: Counter[str]) -> Iterator[str
             yield f"P5: the update of {update.client} in round {update.round} is not its lesson"
 
 
+def deltas_are_values(evidence: Evidence, counts: Counter[str]) -> Iterator[str]:
+    """P5: each accepted update is what its client has learned from the command that it answers."""
+    for update in evidence.updates:
+        if _far(update.values, lesson_of(update.client_index, update.round)):
+            yield f"P5: the update of {update.client} in round {update.round} is not its lesson"
+
+
 def models_are_means(evidence: Evidence, counts: Counter[str]) -> Iterator[str]:
     """P5: each model is the one before it plus the weighted mean of its accepted updates, byte for byte."""
     for round_ in evidence.rounds:
@@ -169,6 +177,33 @@ def models_are_means(evidence: Evidence, counts: Counter[str]) -> Iterator[str]:
             yield f"P5: model {round_.model} is not the mean of its updates; they differ by {difference:g}"
         if name_of(stored.tobytes()) != evidence.models[round_.model][0]:
             yield f"P5: model {round_.model} has another digest than its row says"
+
+
+def models_are_buffers(evidence: Evidence, counts: Counter[str]) -> Iterator[str]:
+    """P5: each version is the one before it plus a full buffer, in which old updates count less, byte for byte."""
+    table = evidence.job["asynchronous"]
+    factor = math.sqrt(1 + table["concurrency"] / table["buffer"])
+    started = {round_.round: round_.base for round_ in evidence.rounds}
+    for round_ in evidence.rounds:
+        if not round_.model:
+            continue
+        updates = evidence.by_round.get(round_.round, [])
+        versions = [each.model for each in evidence.rounds if each.job_id == round_.job_id and each.model]
+        if not 0 < len(updates) <= table["buffer"]:
+            yield f"P5: model {round_.model} is made of {len(updates)} updates"
+        base, total = evidence.values_of(round_.base), np.zeros(SIZE, np.float64)
+        for update in updates:
+            old = sum(started[update.round] < version <= round_.base for version in versions)
+            if old != update.staleness or old > table["max_staleness"]:
+                yield f"P5: {update.client} in model {round_.model} is {old} versions old, and not {update.staleness}"
+            counts["late"] += old > 0
+            total += update.values.astype(np.float64) * (1.0 / math.sqrt(1.0 + old))
+        counts["models"] += 1
+        if (
+            evidence.values_of(round_.model).tobytes()
+            != (base + total / table["buffer"] * factor).astype("<f4").tobytes()
+        ):
+            yield f"P5: model {round_.model} is not what its buffer makes"
 
 
 def mass_is_conserved(evidence: Evidence, counts: Counter[str]) -> Iterator[str]:

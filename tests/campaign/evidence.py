@@ -32,6 +32,8 @@ class AcceptedUpdate(NamedTuple):
     samples: int
     payload: bytes
     encoding: str
+    buffer: int  # the round whose model it is part of
+    staleness: int
 
     @property
     def client_index(self) -> int:
@@ -109,28 +111,30 @@ class Evidence:
     def updates_of(self, state: Path) -> list[AcceptedUpdate]:
         """Return all accepted updates of a state, by round and client."""
         query = (
-            "SELECT round, client_id, name, digest, num_samples, payload, blob, packets FROM updates "
-            "ORDER BY round, client_id"
+            "SELECT round, client_id, name, digest, num_samples, payload, blob, packets, buffer, staleness "
+            "FROM updates ORDER BY round, client_id"
         )
         found = []
-        for number, client, name, digest, samples, payload, blob, packets in ask(state, query):
+        for number, client, name, digest, samples, payload, blob, packets, *counts in ask(state, query):
             assert isinstance(number, int)
             assert isinstance(samples, int)
+            buffer, staleness = (int(str(each)) for each in counts)
             data = bytes(payload)  # type: ignore[call-overload]
             if blob:
                 data = self.originals.get(str(blob)) or (state / "blobs" / str(blob)).read_bytes()
             encoding = json.loads(str(packets))[0]
             encoding = encoding["encoding"] if isinstance(encoding, dict) else encoding[2]
-            found.append(AcceptedUpdate(number, str(client), str(name), str(digest), samples, data, encoding))
+            texts = (str(client), str(name), str(digest))
+            found.append(AcceptedUpdate(number, *texts, samples, data, encoding, buffer, staleness))
         return found
 
     @cached_property
     def by_round(self) -> dict[int, list[AcceptedUpdate]]:
-        """The accepted updates of each round, by the clients' names."""
+        """The accepted updates of each round's model, by the clients' names."""
         found: defaultdict[int, list[AcceptedUpdate]] = defaultdict(list)
         for update in self.updates:
-            found[update.round].append(update)
-        return found
+            found[update.buffer].append(update)
+        return {number: sorted(each, key=lambda update: update.client) for number, each in found.items()}
 
     @cached_property
     def rounds(self) -> list[Round]:

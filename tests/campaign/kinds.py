@@ -323,6 +323,18 @@ def pipeline(rng: Random) -> Case:
 
 
 @kind
+def asynchronous(rng: Random) -> Case:
+    """Draw updates that count in later versions than the ones that they began with, sparse or whole."""
+    table = {"concurrency": rng.choice([3, 4]), "buffer": rng.choice([1, 2]), "max_staleness": rng.choice([3, 9])}
+    encoding = {"encoding": rng.choice(["fp32", "fp32_sparse"]), "keep_ratio": 0.2}
+    job = _lessons(asynchronous=table, weights="uniform", **encoding)
+    job |= {"trainer": "tests.campaign.lessons:lesson_in_its_own_time"}
+    found = [checks.models_are_buffers]
+    found += [checks.mass_is_conserved] if job["encoding"] == "fp32_sparse" else [checks.deltas_are_values]
+    return Case(job, found, 4, _LOST_AFTER, HARD)
+
+
+@kind
 def several(rng: Random) -> Case:
     """Draw sparse updates of three jobs at once, for which clients train in turns, or have all rounds at once."""
     job = _lessons(encoding="fp32_sparse", keep_ratio=rng.choice([0.02, 0.2]))

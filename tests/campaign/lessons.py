@@ -54,6 +54,13 @@ def lesson_of_the_last_is_late(model: nn.Module, samples: Any, plan: Any) -> int
 
 
 @offers("trainer")
+def lesson_in_its_own_time(model: nn.Module, samples: Any, plan: Any) -> int:
+    """Add the lesson of this round; each client takes longer than the one before it."""
+    threading.Event().wait(0.25 * int(os.environ[CLIENT]))
+    return lesson(model, samples, plan)
+
+
+@offers("trainer")
 def whim(model: nn.Module, samples: Any, plan: Any) -> int:
     """Add another lesson in each training, so that a round that is trained twice has two updates."""
     client, number = int(os.environ[CLIENT]), _note(plan.round)

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from fedring.server.asynchronous.rounds import AsynchronousRounds
 from fedring.server.config import ServerConfig
 from fedring.server.jobs.queue import Jobs
 from fedring.server.jobs.runner import JobRunner
@@ -25,7 +26,7 @@ from fedring.server.state.journal import Journal
 from fedring.server.update.acceptance import Acceptor
 from fedring.server.update.receipts import FOLDER, Receipts
 
-KINDS = (SecureRounds,)
+KINDS = (SecureRounds, AsynchronousRounds)
 """The kinds of rounds that a server has beside the plain one."""
 
 

@@ -5,7 +5,7 @@ They go on where the last process ended.
 
 import errno
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from contextlib import ExitStack
 
 from fedring.daemon.config import ConfigError
@@ -13,12 +13,14 @@ from fedring.daemon.lock import StateLock
 from fedring.server.config import ServerConfig
 from fedring.server.model.models import Models
 from fedring.server.parts import Parts, assemble
+from fedring.server.round.events import Phase
 from fedring.server.sessions.crowd import PaceSteering
 from fedring.server.sessions.sessions import Sessions
 from fedring.server.state.facts import Facts
 from fedring.server.state.failures import StorageError, StorageFailed
 from fedring.server.state.identity import open_state
 from fedring.server.state.log_check import older
+from fedring.server.state.rows import RoundRow
 
 log = logging.getLogger(__name__)
 
@@ -97,8 +99,22 @@ async def reload(parts: Parts, *, end_orphans: bool = True) -> Collection[int]:
     rounds.last = next((row for row in newest if row.ended_at is not None), None)
     if end_orphans:
         await parts.privacy.forget(interrupted)
-    rounds.await_resumption(interrupted)
+    rounds.await_resumption([*interrupted, *await _commanded(facts)])
     return rounds.interrupted.keys()
+
+
+async def _commanded(facts: Facts) -> Iterable[RoundRow]:
+    """Return the ended rounds whose commands clients may still work on.
+
+    They wait for their jobs to go on, as interrupted rounds do.
+    """
+    clients: dict[tuple[int, int], list[str]] = {}
+    for row in await facts.db(facts.store.commands.of_running_jobs):
+        clients.setdefault((row.round, row.job_id), []).append(row.client_id)
+    return [
+        RoundRow(number, job_id, 0, Phase.PUBLISHED, 0.0, selected=tuple(names), ended_at=0.0)
+        for (number, job_id), names in clients.items()
+    ]
 
 
 async def _find_lost_models(parts: Parts, config: ServerConfig, *, accept: bool) -> None:

@@ -30,6 +30,7 @@ from fedring.server.state.rows import JobRow
 from fedring.server.update.metrics import REJECTIONS
 from fedring.simulation.timing import Timing
 from fedring.train.jobs.aggregation_table import RULES, Aggregation
+from fedring.train.jobs.asynchronous_table import Asynchronous
 from fedring.train.jobs.bounds_table import Bounds
 from fedring.train.jobs.data_parallel_table import HOOKS, DataParallel
 from fedring.train.jobs.job import Job
@@ -54,6 +55,7 @@ TABLES: dict[type[BaseModel], str] = {
     ClientPrivacy: "dp",
     SecureAggregation: "secure_aggregation",
     SamplePrivacy: "sample_dp",
+    Asynchronous: "asynchronous",
     SitePolicy: "privacy",
     CodeLimits: "training",
     Approval: "approval",

@@ -41,6 +41,10 @@ BREACHES = {
         "server/fedring/server/secure/machine.py",
         "fedring.server.secure.exchange",
     ),
+    "the modules of asynchronous import downwards only": (
+        "server/fedring/server/asynchronous/phases.py",
+        "fedring.server.asynchronous.rounds",
+    ),
     "the modules of service import downwards only": (
         "server/fedring/server/service/spans.py",
         "fedring.server.service.commands",

@@ -1,5 +1,6 @@
 """flctl status, clients, rounds and models: show fl-server's state."""
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
@@ -33,6 +34,8 @@ from fedring.daemon.wording import counted
 from fedring.train.jobs.labels import shown
 from fedring.v1 import control_pb2 as pb
 from fedring.v1 import federation_pb2 as fb
+
+_LAST, _MOST = 10, 10  # buffers, and clients that are named of them
 
 ROUND_COLUMNS = (
     "round>",
@@ -69,6 +72,7 @@ def status(server: ServerOption = DEFAULT_SERVER, output: OutputOption = Output.
         *(("round", _round_sentence(each)) for each in open_rounds),
         *([] if open_rounds else [("round", "none yet")]),
         *([("secure", _secure_sentence(now.round.secure))] if now.round.HasField("secure") else []),
+        *(("buffer", _buffer_sentence(each.asynchronous)) for each in open_rounds if each.HasField("asynchronous")),
         ("clients", f"{now.clients_watching} in session"),
         ("model", f"version {now.model_version}" if now.model_version else "none yet"),
         ("refused", ", ".join(f"{count} {reason}" for reason, count in sorted(now.refused.items()) if count) or "none"),
@@ -266,6 +270,8 @@ def rounds(
         for round_ in known
     ]
     print_table(counted(len(known), "round"), (*ROUND_COLUMNS, *(f"{name}>" for name in (*settings, *names))), rows)
+    if shares := _shares(known):
+        print(shares)
     others = sorted(set().union(*(round_.metrics for round_ in known)) - set(names) - _IN_COLUMNS)
     if others:
         stderr_console().print(f"further metrics, for --metric: {', '.join(others)}")
@@ -440,6 +446,8 @@ def _show_round(round_: pb.Round, output: Output) -> None:
         took = [f"{step} {duration(seconds)}" for step, seconds in round_.secure.seconds.items()]
         if took:
             print(f"time of its steps: {', '.join(took)}")
+    if round_.HasField("asynchronous"):
+        print(f"buffer: {_buffer_sentence(round_.asynchronous)}")
     if round_.liars:
         print(f"sent wrong shares (bad_share), and left out from now on: {', '.join(round_.liars)}")
     if round_.left_out:
@@ -464,6 +472,31 @@ def _round_sentence(round_: pb.Round) -> str:
     if round_.eval_total:
         sentence += f", {quality(figures.accuracy(round_), figures.loss(round_))}"
     return sentence + (f", {round_.reason}" if round_.reason else "")
+
+
+def _buffer_sentence(buffer: pb.AsynchronousProgress) -> str:
+    """Return the state of a buffer, and the ages of its updates."""
+    ages = Counter(buffer.staleness.values())
+    text = f"{len(buffer.staleness)} of {counted(buffer.buffer, 'update')}"
+    if ages:
+        shown = ", ".join(f"{ages[age]} of age {age}" for age in sorted(ages))
+        text += f" ({shown}, in versions)"
+    return f"{text}; {buffer.at_work} of {counted(buffer.concurrency, 'client')} at work"
+
+
+def _shares(rounds: Sequence[pb.Round]) -> str:
+    """Return each client's share of the newest buffers, or "".
+
+    Args:
+        rounds: Newest first.
+    """
+    last = [each.asynchronous for each in rounds if each.HasField("asynchronous") and each.model_version][:_LAST]
+    counts = Counter(client for each in last for client in each.staleness)
+    if not counts:
+        return ""
+    most = [f"{client} {percent(count / counts.total())}" for client, count in counts.most_common(_MOST)]
+    more = f" and {len(counts) - _MOST} more" if len(counts) > _MOST else ""
+    return f"shares of the last {counted(len(last), 'buffer')}: {', '.join(most)}{more}"
 
 
 def _secure_sentence(secure: pb.SecureProgress) -> str:

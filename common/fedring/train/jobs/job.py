@@ -216,6 +216,8 @@ class Job(JobKeys):
         """
         if self.close_at_minimum:
             return self.min_clients_to_aggregate
+        if self.asynchronous is not None:
+            return self.asynchronous.buffer
         if self.sample_clients:
             return min(self.sample_clients, self.min_clients)
         return ceil(self.sample_ratio * self.min_clients)

@@ -18,6 +18,7 @@ from fedring.train.bounds import (
     Text,
 )
 from fedring.train.jobs.aggregation_table import Aggregation
+from fedring.train.jobs.asynchronous_table import Asynchronous
 from fedring.train.jobs.bounds_table import Bounds
 from fedring.train.jobs.data_parallel_table import DataParallel
 from fedring.train.jobs.labels import WantedLabels
@@ -257,6 +258,10 @@ class JobKeys(BaseModel):
     )
     secure_aggregation: SecureAggregation | None = Field(
         None, description="the server learns sums of updates only; none = it sees each update (federated)"
+    )
+
+    asynchronous: Asynchronous | None = Field(
+        None, description="no round waits for slow clients; none = all clients of a round begin together (federated)"
     )
 
     data_parallel: DataParallel = Field(

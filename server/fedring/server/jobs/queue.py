@@ -154,7 +154,8 @@ class Jobs:
         await self._facts.keep(self._end, row.job_id, state, reason)
         del self.running[row.job_id], self._since[row.job_id]
         self._started.set(min(self._since.values(), default=0))
-        self._rounds.job_ended(row.job_id)
+        for number in self._rounds.job_ended(row.job_id):
+            await self._facts.db(self._facts.blobs.drop_partials, f"{number}-")
         verb = {"failed": "has", "stopped": "was"}.get(state, "is")
         text = f"job {row.job_id} ({row.name}) {verb} {state}" + (f": {reason}" if reason else "")
         self._journal.write("job_ended", text, job_id=row.job_id)

@@ -75,7 +75,8 @@ class JobChecks:
             if edited:
                 raise ConfigError(f"{error} ({edited})") from error
             raise
-        return edited
+        late = job.asynchronous.warning if job.asynchronous else ""
+        return "; ".join(filter(None, (late, edited)))
 
     def _check(self, job: Job, kept: Sequence[ModelRow], *, runs_next: bool) -> None:
         for key, kind, name in _names(job):
@@ -120,6 +121,11 @@ class JobChecks:
             except ValueError as error:
                 raise ConfigError(f"{where}{error}") from error
         _check_best_by(job, strategy)
+        if job.asynchronous and job.asynchronous.max_staleness >= (keep := self._config.keep_models):
+            raise ConfigError(
+                f"asynchronous.max_staleness: clients may begin with {job.asynchronous.max_staleness} versions before "
+                f"the newest, and this server keeps the newest keep_models={keep}: raise that, or lower max_staleness"
+            )
         alike = [row for row in kept if row.schema_hash == schema.hash.hex()]
         self._check_start(job, kept, alike, runs_next=runs_next)
         if job.start == BEST and runs_next and best_of(alike, job.best_by) is None:

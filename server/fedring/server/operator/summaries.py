@@ -5,7 +5,7 @@ docs/web.md describes them.
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from math import isfinite
+from math import inf, isfinite
 from types import MappingProxyType
 from typing import Any
 
@@ -213,11 +213,13 @@ def wait_summary(open_: OpenRound | None) -> Summary | None:
             what, have, need = "clients", len(rd.ready(open_.state, round_.rules)), round_.rules.min_clients
         case Phase.TRAINING:
             what, have, need = "updates", len(round_.delivered | open_.done.keys()), len(round_.selected)
+            need = round_.rules.buffer or need
         case Phase.AGGREGATING:
             return {"what": "aggregation", "have": 0, "need": 0, "clients": [], "until": ""}
         case _:
             what, have, need = "evaluations", len(round_.evaluated), len(round_.evaluators)
-    until = rfc3339(round(time.time() + rd.deadline(round_) - now))
+    ends = rd.deadline(round_)
+    until = rfc3339(round(time.time() + ends - now)) if ends < inf else ""
     return {"what": what, "have": have, "need": need, "clients": sorted(waits)[:MOST_NAMES], "until": until}
 
 

@@ -57,7 +57,7 @@ class ClientReports:
         rounds.presence(Matched(client))
         if rounds.last is not None and any(kind.outlasts(rounds.last) for kind in self._kinds):
             self._dispatch.over(rounds.last, rounds.latest, client)
-        for open_ in rounds:
+        for open_ in (*rounds, *rounds.carried()):
             self._dispatch.remind(open_, rounds.latest, client)
 
     def left(self, session: Session) -> None:
@@ -103,12 +103,14 @@ class ClientReports:
 
     def failed(self, client: str, failure: pb.Failure) -> None:
         """Note that the client cannot train in a round."""
-        open_ = self._rounds.get(failure.round)
-        if open_ is None or (before := open_.state.round) is None:
+        told = self._rounds.told(failure.round, client)
+        open_ = self._rounds.into(told) if told is not None else None
+        if told is None or open_ is None or (before := open_.state.round) is None:
             return
-        self._rounds.handle(open_, Failed(client, failure.round))
+        self._rounds.handle(open_, Failed(client, open_.row.round))
         if open_.state.round == before:
             return  # it was reported before, or the client was not asked
+        open_.kind.answered(told, client)
         reason = failure.reason if _REASON.fullmatch(failure.reason) else "bad_reason"
         # All that follows is shown to operators and to other clients, on terminals, too.
         text = f"{client} could not train: {reason}: {printable(failure.detail[:_MOST_TEXT])}"

@@ -18,12 +18,17 @@ class Dispatch:
     def __init__(self, sessions: Sessions) -> None:
         self._sessions = sessions
 
-    def train_all(self, open_: OpenRound, clients: Iterable[str]) -> None:
+    def train_all(self, open_: OpenRound, clients: Iterable[str], seconds: float | None = None) -> None:
         """Send the command to all clients.
 
         Those that do not hold the model get it with the command, if it is small.
+
+        Args:
+            open_: the round.
+            clients: that train.
+            seconds: how long they have; None = until the round's deadline.
         """
-        seconds, overrides = open_.seconds_left, open_.row.overrides
+        seconds, overrides = open_.seconds_left if seconds is None else seconds, open_.row.overrides
         made: dict[tuple[bool, tuple[int, ...]], bytes] = {}  # a command is the same for all clients, or for many
         for session in filter(None, map(self._sessions.get, sorted(clients))):
             whole = open_.model is not None and session.holds != open_.base.digest
@@ -37,7 +42,9 @@ class Dispatch:
     def remind(self, open_: OpenRound, latest: ModelRow | None, client: str) -> None:
         """Remind a client that has come back of its part."""
         round_ = open_.state.round
-        if round_ is None:
+        if client in open_.outstanding:
+            self.train(open_, client)
+        if round_ is None or open_.kind.lasting:
             return
         if round_.phase is Phase.TRAINING and client in round_.selected - round_.delivered - round_.failed:
             self.train(open_, client)
@@ -59,7 +66,7 @@ class Dispatch:
 
         It has come back, or was selected later than the others.
         """
-        self._send(client, open_.event(open_.seconds_left, overrides=open_.row.overrides.get(client, ())))
+        self._send(client, open_.event(open_.seconds_of(client), overrides=open_.row.overrides.get(client, ())))
 
     def evaluate(self, open_: OpenRound, model: ModelRow, client: str) -> None:
         """Ask the client to evaluate the new model."""

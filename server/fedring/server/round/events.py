@@ -66,6 +66,9 @@ class RoundRules:
     straggler_factor: float = 0.0  # times the median time of a delivery, after which the round ends; 0 = never
     evaluate_timeout: float = 120.0
     seed: int = 0
+    buffer: int = 0  # updates that make the model of an asynchronous round, of clients that `concurrency` limits
+    concurrency: int = 0
+    carried: frozenset[str] = frozenset()  # clients that still work on commands of its job's earlier rounds
 
 
 class Steps(Protocol):

@@ -4,6 +4,7 @@ import asyncio
 import time
 from contextlib import suppress
 from dataclasses import replace
+from math import inf
 
 from fedring.server.config import ServerConfig
 from fedring.server.model.models import Models
@@ -43,6 +44,8 @@ class Keeper:
             if round_ is None or round_.phase not in (Phase.WAITING, Phase.TRAINING):
                 continue
             left = max(0.0, rd.deadline(round_) - time.monotonic() - less)
+            if left == inf:
+                continue
             open_.row = replace(open_.row, seconds_left=left)
             with suppress(StorageError):  # the disk is full, or somebody else holds the database: the next note will do
                 await self._facts.db(self._facts.store.rounds.save_seconds_left, open_.row.round, round_.phase, left)

@@ -2,8 +2,9 @@
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import Any, ClassVar
 
 from google.protobuf.descriptor import FileDescriptor
@@ -18,7 +19,7 @@ from fedring.server.model.guards import weight_of
 from fedring.server.model.masked_sum import GroupMasks
 from fedring.server.model.transforms.listing import RoundSteps, Transforms, transforms_of
 from fedring.server.model.transforms.transform import ClosedRound, Past
-from fedring.server.round.events import Phase, PhaseStep, RoundState, Steps
+from fedring.server.round.events import Member, Phase, PhaseStep, RoundRules, RoundState, Steps
 from fedring.server.round.trace import RoundTrace
 from fedring.server.state.rows import ModelRow, RoundRow, UpdateRow
 from fedring.train.jobs.job import Job
@@ -49,6 +50,9 @@ class OpenRound:
         settling: held while a phase of the round ends, and while a batch of updates is committed.
         group: its workers, if they train together.
         kind: the differences of this round from a plain one.
+        outstanding: the clients that still work on its command, each with the end of its time, monotonic seconds; only
+            of a kind whose commands outlast their rounds.
+        carried: the clients that worked on commands of its job's earlier rounds when it was opened.
     """
 
     row: RoundRow
@@ -63,6 +67,10 @@ class OpenRound:
     trace: RoundTrace = field(default_factory=RoundTrace)
     kind: "RoundKind" = field(init=False)
     made: ModelRow | None = None  # the model that it has published
+    outstanding: dict[str, float] = field(default_factory=dict)
+    carried: frozenset[str] = frozenset()
+    absent: Mapping[str, Member] = field(default_factory=dict)  # those of them that are away
+    published: int = 0  # models that its job had published before, if its kind asks for them
     drawn: frozenset[str] = frozenset()  # clients that it takes, from before the command is noted on the disk
     started: float = 0.0  # when the command was sent, monotonic seconds; 0 = it was not yet
     accepted: dict[str, UpdateRow] = field(default_factory=dict)
@@ -119,7 +127,7 @@ class OpenRound:
         chosen = self.accepted if groups is None else [client for group in groups for client in group.clients]
         updates = [self.accepted[client] for client in sorted(chosen)]
         told = {client: with_overrides(self.job, places) for client, places in self.row.overrides.items()}
-        return ClosedRound(self.job, self.command, updates, len(self.row.selected), secret, groups, past, told)
+        return ClosedRound(self.job, self.command, updates, self.kind.expected, secret, groups, past, told)
 
     @property
     def ids(self) -> dict[str, object]:
@@ -143,7 +151,14 @@ class OpenRound:
     def members(self) -> frozenset[str]:
         """The clients that take part in it, until it ends."""
         round_ = self.state.round
-        return (self.drawn | round_.selected | round_.evaluators) - round_.failed if round_ else self.drawn
+        drawn = self.drawn | self.carried
+        return (drawn | round_.selected | round_.evaluators) - round_.failed if round_ else drawn
+
+    @property
+    def draws(self) -> bool:
+        """Whether it may take more clients now."""
+        waits = self.phase is Phase.WAITING and not self.drawn
+        return waits or (self.kind.lasting and self.phase is Phase.TRAINING)
 
     @property
     def alone(self) -> bool:
@@ -163,18 +178,25 @@ class OpenRound:
     @property
     def missing(self) -> list[str]:
         """The selected clients without a result, sorted."""
-        return sorted(set(self.row.selected) - self.accepted.keys() - self.done.keys())
+        return sorted({*self.row.selected}.difference(self.accepted, self.done, self.kind.going_on))
 
     @property
     def seconds_left(self) -> float:
         """Seconds until the deadline, above 0."""
         return max(self.job.deadline_seconds - (time.monotonic() - self.started), 0.001)
 
+    def seconds_of(self, client: str) -> float:
+        """Return the seconds until a client's own deadline, above 0."""
+        until = self.outstanding.get(client)
+        return self.seconds_left if until is None else max(until - time.monotonic(), 0.001)
+
     def ended(self, phase: Phase, *, reason: str = "", model_version: int = 0) -> RoundRow:
         """Return the row of the round as it ends."""
         stats = self.stats(time.monotonic() - self.started if self.started else 0.0)
-        now = time.time()
-        return replace(self.row, phase=phase, reason=reason, model_version=model_version, ended_at=now, stats=stats)
+        now, going_on = time.time(), self.kind.going_on
+        selected = tuple(client for client in self.row.selected if client not in going_on)
+        ended = replace(self.row, phase=phase, reason=reason, model_version=model_version, ended_at=now, stats=stats)
+        return replace(ended, selected=selected)
 
     def stats(self, seconds: float) -> dict[str, Any]:
         """Return the figures for the round's row.
@@ -231,12 +253,14 @@ class RoundKind:
         phases: that it goes through.
         tells_all: whether all its clients are told of its end, also those that have delivered.
         alone: whether its clients answer for no other round meanwhile.
+        lasting: whether its command outlasts it: clients go on, and their updates count in a later round of the job.
         recoverable: errors in making the model that `recover` may mend.
     """
 
     phases: tuple[PhaseStep, ...] = ()
     tells_all = False
     alone = False
+    lasting = False
     recoverable: tuple[type[CodecError], ...] = ()
 
     def __init__(self, open_: OpenRound) -> None:
@@ -248,8 +272,15 @@ class RoundKind:
         Nobody was told of it yet.
         """
 
-    async def start(self) -> None:
+    def rules(self, rules: RoundRules) -> RoundRules:
+        """Return the rules of the round, as the kind changes them."""
+        return replace(rules, phases=self.phases)
+
+    async def start(self, row: RoundRow) -> None:
         """Store everything that the command depends on.
+
+        Args:
+            row: the round's row with its clients, which is stored next.
 
         Raises:
             StorageFailed: if that cannot be kept.
@@ -279,6 +310,37 @@ class RoundKind:
 
     def check_update(self, client: str) -> None:
         """Check that the client may deliver an update now; UnknownRound if not."""
+
+    @property
+    def room(self) -> float:
+        """How many more updates it takes."""
+        return inf
+
+    def answered(self, told: OpenRound, client: str) -> None:
+        """Note that a client has delivered, or said that it cannot.
+
+        Args:
+            told: the round whose command it was.
+            client: the client.
+        """
+
+    @property
+    def going_on(self) -> Collection[str]:
+        """The clients that go on after the round has ended."""
+        return ()
+
+    @property
+    def expected(self) -> int:
+        """The fixed number of clients that a private mean is divided by."""
+        return len(self.open.row.selected)
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether the server evaluates the model of this round.
+
+        Only if the job asks for that at all.
+        """
+        return True
 
     def members_with(self, client: str) -> int:
         """Return the size of the client's group.

@@ -186,4 +186,4 @@ class RoundOpener:
 
     def _rules(self, open_: OpenRound) -> RoundRules:
         rules = rules_of(open_.job, grace=self._config.lost_after_seconds)
-        return replace(rules, left_out=open_.left_out, phases=open_.kind.phases, job_id=open_.row.job_id)
+        return open_.kind.rules(replace(rules, left_out=open_.left_out, job_id=open_.row.job_id))

@@ -238,7 +238,7 @@ async def evaluation(
             warnings.append(str(error) or "the server has too little memory to evaluate the model")
             tell(open_, warnings[-1])
     failed = [open_.unevaluated[client] for client in sorted(open_.unevaluated)]
-    if open_.job.evaluate_on_server:
+    if open_.job.evaluate_on_server and open_.kind.evaluates:
         figures, why = await _on_server(facts, models, open_.job, model)
         stats["metrics"] |= figures.pop("metrics", {})
         stats |= figures

@@ -7,6 +7,7 @@ their states and tells operators what changes. It performs nothing: that is `fed
 import asyncio
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from fedring.daemon.notify import sd_notify
 from fedring.daemon.wording import counted
@@ -28,6 +29,7 @@ from fedring.server.round.events import (
     LeftBehind,
     Matched,
     Phase,
+    Presence,
     Round,
     RoundState,
     Shared,
@@ -37,9 +39,11 @@ from fedring.server.round.open_round import OpenRound
 from fedring.server.round.plan import group_rules
 from fedring.server.round.report import open_message
 from fedring.server.round.sharing import holders_of, shares
+from fedring.server.sessions.members import Members
 from fedring.server.sessions.sessions import Session, Sessions
 from fedring.server.state.journal import Journal
 from fedring.server.state.rows import ModelRow, RoundRow, UpdateRow
+from fedring.v1 import federation_pb2 as pb
 
 PresenceEvent = Joined | Matched | Left | LeftBehind | Freed | Decided
 
@@ -68,6 +72,7 @@ class Rounds:
         self.group_moved = asyncio.Event()
         self._here = RoundState()  # the clients that are here, without a round
         self._open: dict[int, OpenRound] = {}
+        self._carried: dict[int, OpenRound] = {}  # rounds that have ended, while clients still work on their commands
         self._served: dict[int, int] = {}  # by job: updates since it runs, and before it those of the least served one
         self._generation = 0  # the newest of the groups of rounds that have ended
         self._sessions = sessions
@@ -92,7 +97,44 @@ class Rounds:
 
     def awaits(self, client: str) -> bool:
         """Return whether an open round waits for something from a client."""
-        return any(rd.awaits(open_.state.round, client) for open_ in self._open.values())
+        asked = any(rd.awaits(open_.state.round, client) for open_ in self._open.values())
+        return asked or any(client in told.outstanding for told in self._carried.values())
+
+    def carried(self, job_id: int = 0) -> list[OpenRound]:
+        """Return the ended rounds whose commands clients still work on.
+
+        They are those of one job, unless `job_id` is 0.
+        """
+        return [told for told in self._carried.values() if job_id in (0, told.row.job_id)]
+
+    def carry(self, told: OpenRound) -> None:
+        """Keep an ended round until its command is over for all."""
+        if told.outstanding:
+            self._carried[told.row.round] = told
+
+    def note_absent(self, open_: OpenRound) -> None:
+        """Note the absent clients that go on after the round."""
+        away = {name: each for name, each in open_.state.members.items() if each.presence is Presence.AWAY}
+        for told in (open_, *self.carried(open_.row.job_id)):
+            told.absent = {name: away[name] for name in told.outstanding if name in away}
+
+    def release(self, told: OpenRound, client: str) -> None:
+        """Note that a round's command is over for a client."""
+        told.outstanding.pop(client, None)
+        if not told.outstanding:
+            self._carried.pop(told.row.round, None)
+
+    def told(self, number: int, client: str) -> OpenRound | None:
+        """Return the round whose command a client may answer, or None."""
+        told = self._open.get(number) or self._carried.get(number)
+        return None if told is None or (told.kind.lasting and client not in told.outstanding) else told
+
+    def into(self, told: OpenRound) -> OpenRound | None:
+        """Return the open round in which answers to a command count.
+
+        None between two rounds of its job.
+        """
+        return self.of_job(told.row.job_id) if told.kind.lasting else told
 
     @property
     def gathering(self) -> bool:
@@ -136,7 +178,8 @@ class Rounds:
     def await_resumption(self, rows: Iterable[RoundRow]) -> None:
         """Note which rounds wait to be resumed."""
         self.interrupted = {row.round: row for row in rows}
-        if not self.interrupted:
+        # A round that has ended is among them if clients still work on its command: no charge is open for that.
+        if all(row.ended_at is not None for row in self.interrupted.values()):
             self.all_resumed.set()
         else:
             self.all_resumed.clear()
@@ -152,24 +195,41 @@ class Rounds:
         member = self._here.members.get(client)
         if member is None or not member.max_jobs:
             return False
-        held = holders_of(self, self.interrupted.values(), but=open_)
+        held = holders_of(self, self.interrupted.values(), self._between, but=open_)
         return not held.hold_back(client, member.max_jobs, alone=open_.alone)
 
     @property
     def holders(self) -> Mapping[str, Sequence[int]]:
         """The jobs whose rounds each client takes part in now."""
-        return holders_of(self, self.interrupted.values()).jobs
+        return holders_of(self, self.interrupted.values(), self._between).jobs
 
-    def job_ended(self, job_id: int) -> None:
-        """Forget a job that has ended."""
+    def job_ended(self, job_id: int) -> list[int]:
+        """Forget a job that has ended.
+
+        Clients that still work on its commands are told.
+
+        Returns:
+            The numbers of the rounds whose commands these were.
+        """
         self._served.pop(job_id, None)
         self.published_at.pop(job_id, None)
+        ended = self.carried(job_id)
+        for told in ended:
+            del self._carried[told.row.round]
+            for session in filter(None, map(self._sessions.get, told.outstanding)):
+                session.end(pb.RoundEnded(round=told.row.round, reason="job_ended"))
         self.await_resumption(row for row in self.interrupted.values() if row.job_id != job_id)
+        return [told.row.round for told in ended]
+
+    @property
+    def _between(self) -> list[OpenRound]:
+        """The rounds with commands whose job has no round open just now."""
+        return [told for told in self._carried.values() if self.of_job(told.row.job_id) is None]
 
     def _share(self) -> None:
         """Say to each round that waits which clients it can draw."""
-        if len(self._open) + len(self.interrupted) > 1:
-            for open_, busy in shares(tuple(self), self.interrupted.values(), self._served):
+        if len(self._open) + len(self.interrupted) + len(between := self._between) > 1:
+            for open_, busy in shares(tuple(self), self.interrupted.values(), self._served, between):
                 if busy != open_.state.busy:
                     self.handle(open_, Shared(busy))
         else:
@@ -181,14 +241,17 @@ class Rounds:
         """Take up a round that is opened or resumed by the event."""
         open_.command.traceparent = open_.trace.begin(open_.row.round, open_.row.job_id)
         open_.state = self._here
+        if open_.absent:  # they keep the time since when they are away, so that no new round waits for them anew
+            open_.state = replace(self._here, members=Members({**open_.absent, **self._here.members}.items()))
         self._served.setdefault(open_.row.job_id, min(self._served.values(), default=0))
         self._open[open_.row.round] = open_
         self.handle(open_, event)
-        self.await_resumption(row for number, row in self.interrupted.items() if number != open_.row.round)
+        self.await_resumption(row for row in self.interrupted.values() if row.job_id != open_.row.job_id)
 
     def end(self, open_: OpenRound) -> None:
         """Forget a round that has ended."""
         self._open.pop(open_.row.round, None)
+        self.carry(open_)
         self.last = open_.row
         for session in filter(None, map(self._sessions.get, open_.missing if open_.started else ())):
             self.works(session)
@@ -206,7 +269,7 @@ class Rounds:
         """
         work = session.work
         unread = session.ended > 0 and work.ended_round != session.ended
-        late = (work.round > 0 and work.round not in self._open) or unread
+        late = (work.round > 0 and self.told(work.round, session.client_id) is None) or unread
         member = self._here.members.get(session.client_id)
         if member is not None and member.unapproved != session.unapproved:
             self.presence(Decided(session.client_id, session.unapproved))
@@ -257,22 +320,35 @@ class Rounds:
             self.group_event(open_, gr.Expected(rd.pending(open_.state, time.monotonic())))
 
     def deliverable(self, run_id: str, number: int, client: str) -> OpenRound:
-        """Return a round that takes an update of the client.
+        """Return the round whose command an update of the client may answer.
 
         Raises:
-            Unavailable: if the server has just started, and the round waits to be resumed.
+            Unavailable: if the server has just started, and the round waits to be resumed; or if the command outlasts
+                its round, and none of its job takes updates just now.
             UnknownRound: if the round does not take it: see `check_eligible`.
         """
         self.check_resumed(number)
         if run_id != self._run_id:
             raise UnknownRound("the update belongs to another run")
-        open_ = self._open.get(number)
-        if open_ is None:
+        told = self._open.get(number) or self._carried.get(number)
+        if told is None:
             raise UnknownRound(f"round {number} is not open")
-        workers = open_.group.workers if open_.group is not None else None
-        check_eligible(open_.state.round, number, client, workers=workers)
-        open_.kind.check_update(client)
-        return open_
+        if told.kind.lasting:
+            self._check_lasting(told, client)
+            return told
+        workers = told.group.workers if told.group is not None else None
+        check_eligible(told.state.round, number, client, workers=workers)
+        told.kind.check_update(client)
+        return told
+
+    def _check_lasting(self, told: OpenRound, client: str) -> None:
+        """Check that a client may answer a command that outlasts its round."""
+        if client not in told.outstanding:
+            text = f"{client} has no command of round {told.row.round}, or not any more"
+            raise UnknownRound(text, reason="round_closed")
+        into = self.into(told)
+        if into is None or into.phase is not Phase.TRAINING or into.kind.room <= 0:
+            raise Unavailable(f"a version of job {told.row.job_id} is being made: try again")
 
     def check_resumed(self, number: int) -> None:
         """Check that a round does not wait to be resumed.
@@ -294,7 +370,10 @@ class Rounds:
             count = len(open_.row.selected) if open_.job.grouped else 1
             self._served[job_id] = self._served.get(job_id, 0) + count
             open_.accepted[row.client_id] = row
+            told = self.told(row.round, row.client_id)
             self.handle(open_, Delivered(row.client_id))
+            if told is not None:
+                open_.kind.answered(told, row.client_id)
         state = open_message(open_, clients=False)  # the same for all of them, since they became durable at once
         for row in rows:
             text = f"{row.client_id} delivered {counted(row.num_samples, 'sample')}, {row.total_bytes} bytes"

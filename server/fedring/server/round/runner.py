@@ -128,20 +128,20 @@ class RoundRunner:
         labels = {client: open_.state.members[client].labels for client in clients}
         # Kept with the round: whatever a client calls itself later, it is told the same again.
         overrides = overrides_of(labels, open_.job.override)
-        selected = tuple(sorted(clients))
+        selected = tuple(sorted(clients | open_.carried))
         row = replace(open_.row, phase=Phase.TRAINING, selected=selected, seconds_left=None, overrides=overrides)
         self._rounds.draw(open_, clients)  # before anything is waited for: another round could draw them, too
         try:
-            await open_.kind.start()
+            await open_.kind.start(row)
             await self._facts.db(self._facts.store.rounds.replace, row)
         except StorageFailed:
             self._rounds.draw(open_, ())
             return  # it is due again, and waits for the disk where a stop need not wait
         open_.row, open_.started = row, time.monotonic()
-        self._rounds.handle(open_, Started(clients, open_.kind.steps(clients)))
+        self._rounds.handle(open_, Started(frozenset(selected), open_.kind.steps(clients)))
         self._rounds.gather(open_)
         self._dispatch.train_all(open_, clients)
-        text = f"{open_.title} trains on {counted(len(clients), 'client')}"
+        text = f"{open_.title} trains on {counted(len(selected), 'client')}"
         self._rounds.tell(open_, "round_started", text)
 
     def _tell_missing(self, open_: OpenRound) -> None:
@@ -165,8 +165,10 @@ class RoundRunner:
             outcome = RoundResult(published=True)
             if open_.made is not None:
                 await self._publisher.evaluated(open_, open_.made)
-        await self._facts.db(self._facts.blobs.drop_partials, f"{open_.row.round}-")
+        if not open_.outstanding:
+            await self._facts.db(self._facts.blobs.drop_partials, f"{open_.row.round}-")
         await self._publisher.forget(open_)
+        rounds.note_absent(open_)
         rounds.handle(open_, Finished())
         rounds.end(open_)
         return outcome

@@ -48,13 +48,18 @@ class Holders:
 
 
 def holders_of(
-    rounds: Iterable[OpenRound], interrupted: Iterable[RoundRow], *, but: OpenRound | None = None
+    rounds: Iterable[OpenRound],
+    interrupted: Iterable[RoundRow],
+    carried: Iterable[OpenRound] = (),
+    *,
+    but: OpenRound | None = None,
 ) -> Holders:
     """Return who has which clients.
 
     Args:
         rounds: that are open.
         interrupted: that a restart has interrupted, and that are not open again yet.
+        carried: that have ended, while clients still work on their commands, and whose jobs have none open.
         but: a round that does not count.
     """
     held = Holders()
@@ -63,30 +68,36 @@ def holders_of(
             held.add(open_.row.job_id, open_.members, alone=open_.alone)
     for row in interrupted:
         held.add(row.job_id, row.selected, alone=True)  # nobody knows yet what it needs
+    for told in carried:
+        held.add(told.row.job_id, told.outstanding, alone=told.alone)
     return held
 
 
 def shares(
-    rounds: Sequence[OpenRound], interrupted: Iterable[RoundRow], served: Mapping[int, int]
+    rounds: Sequence[OpenRound],
+    interrupted: Iterable[RoundRow],
+    served: Mapping[int, int],
+    carried: Iterable[OpenRound] = (),
 ) -> list[tuple[OpenRound, frozenset[str]]]:
-    """Return the waiting rounds, each with the clients that it cannot draw.
+    """Return the drawing rounds, each with the clients of others.
 
     Args:
         rounds: that are open.
         interrupted: as in `holders_of`.
         served: how many updates each job has had.
+        carried: as in `holders_of`.
     """
-    waiting = [open_ for open_ in rounds if open_.phase is Phase.WAITING]
-    held = holders_of(rounds, interrupted)
+    drawing = [open_ for open_ in rounds if open_.draws]  # one that has drawn its clients keeps them
+    held = holders_of(rounds, interrupted, carried)
     found = []
-    for open_ in sorted(waiting, key=lambda each: (served.get(each.row.job_id, 0), each.row.round)):
+    for open_ in sorted(drawing, key=lambda each: (served.get(each.row.job_id, 0), each.row.round)):
         state, round_ = open_.state, open_.state.round
-        if round_ is None or open_.drawn:  # it has drawn its clients, which nobody takes from it
+        if round_ is None:
             continue
         here = rd.unhindered(state, round_.rules)
         members = state.members
         busy = frozenset(c for c in here if held.hold_back(c, members[c].max_jobs, alone=open_.alone))
         found.append((open_, busy))
-        if len(here) >= rd.needed(round_.rules):
+        if open_.phase is Phase.WAITING and len(here) >= rd.needed(round_.rules):
             held.add(open_.row.job_id, (c for c in here if c not in busy), alone=open_.alone)
     return found

@@ -212,11 +212,11 @@ class SecureRound(RoundKind):
         """Leave out those that have sent wrong shares before."""
         self.open.left_out = await self._facts.db(liars_before, self._facts.store.rounds, self.open.row)
 
-    async def start(self) -> None:
+    async def start(self, row: RoundRow) -> None:
         """Note the epoch of the round before its clients know it."""
         store = self._facts.store
-        row = SecureRoundRow(self.open.row.round, store.epoch, [])
-        await self._facts.db(store.kept.put, row, "secure_start")
+        begun = SecureRoundRow(row.round, store.epoch, [])
+        await self._facts.db(store.kept.put, begun, "secure_start")
 
     def steps(self, clients: frozenset[str]) -> Steps | None:
         """Return the first step: waiting for the clients' keys."""

@@ -131,7 +131,8 @@ class UploadCalls:
         if run_id != facts.store.run_id or number >= 2**63:
             return ""
         if (open_ := self._rounds.get(number)) is not None:
-            return open_.accepted[client].name if client in open_.accepted else ""
+            found = open_.accepted.get(client)
+            return found.name if found is not None and found.round == number else ""
         return await facts.db(facts.store.updates.accepted_name, number, client)
 
     async def _open(self, call: "UploadCall", effect: Open) -> int:

@@ -99,9 +99,9 @@ class RoundRow:
 
 @dataclass(frozen=True, slots=True)
 class UpdateRow:
-    """An accepted update. There is one for each round and client."""
+    """An accepted update. There is one for each command and client."""
 
-    round: int
+    round: int  # whose command it answers
     client_id: str
     digest: str  # of the payload
     name: str  # of the update: the digest of its header and of its payload's digest
@@ -117,6 +117,30 @@ class UpdateRow:
     payload: bytes = field(default=b"", metadata=UNCOVERED)
     epoch: int = 0  # in which it was accepted; its header may name one from before a restore
     control_previous: str = ""  # the update that left the client's control variate which it has used (SCAFFOLD)
+    buffer: int = 0  # the round whose model it goes into, which may be a later one; 0 is read as `round`
+    staleness: int = 0  # versions that its job had published between the two
+
+    def __post_init__(self) -> None:
+        if not self.buffer:
+            object.__setattr__(self, "buffer", self.round)
+
+
+@dataclass(frozen=True, slots=True)
+class CommandRow:
+    """A command that outlives its round, until its client has answered.
+
+    A client has one of each job at most.
+    """
+
+    job_id: int
+    client_id: str
+    round: int  # that was open when the command was given
+    job_round: int  # its number within the job
+    published: int  # models that the job had published before that round
+    base_version: int  # the model that the client starts from
+    until: float  # when its time is over, wall clock
+    overrides: list[int]  # the places of the job's overrides that hold for the client
+    command: bytes  # the TrainCmd, without its deadline
 
 
 @dataclass(frozen=True, slots=True)

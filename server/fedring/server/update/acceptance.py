@@ -8,9 +8,9 @@ after is refused.
 
 import asyncio
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from fedring.rpc.errors import FedringError, OtherUpdate, Overloaded
+from fedring.rpc.errors import FedringError, OtherUpdate, Overloaded, Unavailable
 from fedring.server.round.rounds import Rounds
 from fedring.server.state.blob_interfaces import Partial
 from fedring.server.state.facts import Facts
@@ -70,23 +70,37 @@ class Acceptor:
             while not self._offers.empty():
                 offers.append(self._offers.get_nowait())
             async with AsyncExitStack() as stack:
-                for number in sorted({offer.row.round for offer in offers}):
-                    if (open_ := self._rounds.get(number)) is not None:
-                        await stack.enter_async_context(open_.settling)
-                await self._settle([offer for offer in offers if self._in_time(offer)])
+                told = (self._rounds.told(offer.row.round, offer.row.client_id) for offer in offers)
+                into = {open_.row.round: open_ for each in told if each and (open_ := self._rounds.into(each))}
+                for number in sorted(into):
+                    await stack.enter_async_context(into[number].settling)
+                room = {number: open_.kind.room for number, open_ in into.items()}
+                await self._settle([offer for offer in offers if self._in_time(offer, room)])
 
-    def _in_time(self, offer: _Offer) -> bool:
-        """Return whether the round still takes the update.
+    def _in_time(self, offer: _Offer, room: dict[int, float]) -> bool:
+        """Return whether a round still takes the update, and note which.
 
         If not, its waiting upload gets the reason.
+
+        Args:
+            offer: the update.
+            room: how many updates each round takes whose lock is held, without those of this batch before.
         """
+        row = offer.row
         try:
-            self._rounds.deliverable(self._facts.store.run_id, offer.row.round, offer.row.client_id)
+            told = self._rounds.deliverable(self._facts.store.run_id, row.round, row.client_id)
+            open_ = self._rounds.into(told)
+            # Another round may have been opened while the lock of the one before was waited for.
+            if open_ is None or room.get(open_.row.round, 0) < 1:
+                raise Unavailable("the round has all its updates: try again")
         except FedringError as error:
             offer.partial.close()
             if not offer.done.done():
                 offer.done.set_exception(error)
             return False
+        room[open_.row.round] -= 1
+        if open_ is not told:
+            offer.row = replace(row, buffer=open_.row.round, staleness=open_.published - told.published)
         return True
 
     async def _settle(self, offers: list[_Offer]) -> None:
@@ -125,9 +139,9 @@ class Acceptor:
         except StorageError as error:
             raise RefusedCommit(str(error), reason=error.reason) from error
         fresh = [offer.row for offer, outcome in zip(offers, outcomes, strict=True) if outcome is Acceptance.NEW]
-        for number in sorted({row.round for row in fresh}):
+        for number in sorted({row.buffer for row in fresh}):
             if (open_ := self._rounds.get(number)) is not None:
-                mine = [row for row in fresh if row.round == number]
+                mine = [row for row in fresh if row.buffer == number]
                 for row in mine:
                     self._metrics.accepted(row, norm=not open_.transforms.hide_norms)
                 self._rounds.accepted(open_, mine)

@@ -36,7 +36,7 @@ export function showNow(state) {
       job.reason ? h("p", { class: job.state === "completed" ? "muted" : "bad" }, job.reason) : null,
       spentLine(job, state.privacy),
     ),
-    h("div", {}, round ? [phases(round, waiting), waits(round, waiting, state), secureLine(round)] : h("p", { class: "muted" }, before(job))),
+    h("div", {}, round ? [phases(round, waiting), waits(round, waiting, state), secureLine(round), bufferLine(round)] : h("p", { class: "muted" }, before(job))),
   ), besides(state, job));
 }
 
@@ -140,3 +140,16 @@ function quality(published, rated, job) {
 }
 
 const encodingNote = (encoding, job) => (job && encoding ? `as ${encoding === "full" ? "full models" : encoding}` : "");
+
+// How full the buffer of an asynchronous round is, how old its updates are, and who is at work; null if it has none.
+function bufferLine(round) {
+  const now = round?.asynchronous;
+  if (!now) return null;
+  const ages = {};
+  for (const age of Object.values(now.staleness)) ages[age] = (ages[age] ?? 0) + 1;
+  const shown = Object.entries(ages).map(([age, times]) => `${count(times)} of age ${age}`).join(", ");
+  const old = shown ? ` (${shown}, in versions)` : "";
+  return h("p", { id: "buffer", class: "muted number" },
+    `Buffer: ${count(Object.keys(now.staleness).length)} of ${plural(now.buffer, "update")}${old}; ` +
+    `${count(now.at_work)} of ${plural(now.concurrency, "client")} at work.`);
+}

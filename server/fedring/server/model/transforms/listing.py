@@ -24,6 +24,7 @@ from fedring.server.model.transforms.optimizing import Optimizing
 from fedring.server.model.transforms.sample_noise import SampleNoise
 from fedring.server.model.transforms.scaffold import Scaffold
 from fedring.server.model.transforms.server_noise import ServerNoise
+from fedring.server.model.transforms.staleness import Staleness
 from fedring.server.model.transforms.states import KeptStates
 from fedring.server.model.transforms.transform import Algorithm, ClosedRound, Feature, Skeleton, StatefulStep, Transform
 from fedring.server.state.rows import ChargeRow, ModelRow
@@ -31,7 +32,10 @@ from fedring.train.errors import SeamError
 from fedring.train.jobs.job import Job
 from fedring.v1 import federation_pb2 as pb
 
-_BEFORE: tuple[type[Feature], ...] = (Guards, ServerNoise, MaskedLevels, ClientNoise, SampleNoise, Scaffold)
+_BEFORE: tuple[type[Feature], ...] = (
+    *(Guards, ServerNoise, MaskedLevels, ClientNoise, SampleNoise, Scaffold),
+    Staleness,
+)
 _AFTER: tuple[type[Feature], ...] = (Optimizing, EncodedDownload)
 """The features of jobs in the order in which they take the updates of a round, before and after the job's own list."""
 

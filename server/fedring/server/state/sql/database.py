@@ -18,7 +18,7 @@ from fedring.server.state.rows import MetaRow
 from fedring.server.state.sql import sealed
 from fedring.server.state.sql.tables import METADATA, meta
 
-SCHEMA = 18
+SCHEMA = 19
 """The version of the tables. Another one is refused: until 1.0.0, no version of fedring reads another's tables."""
 
 OTHER_VERSION = ("older_state", "newer_state")

@@ -8,7 +8,7 @@ from fedring.server.state.ratings import versions_to_keep
 from fedring.server.state.rows import JobRow, ModelRow
 from fedring.server.state.sql import sealed
 from fedring.server.state.sql.blob_names import STATES
-from fedring.server.state.sql.tables import evaluations, jobs, models, rounds, updates
+from fedring.server.state.sql.tables import commands, evaluations, jobs, models, rounds, updates
 from fedring.server.state.sql.updates import remember
 from fedring.train.jobs.start import version_of
 
@@ -22,12 +22,13 @@ def remove_updates_and_rounds(connection: Connection, keep_update_rounds: int, k
     running = connection.execute(select(func.count()).where(jobs.c.state == "running")).scalar() or 0
     keep_update_rounds *= max(1, running)  # of each job that runs, since a client may ask what became of its update
     kept_rounds = ended.order_by(rounds.c.round.desc()).limit(keep_update_rounds)
-    held = rounds.c.round.in_(select(updates.c.round))  # only few rounds still hold updates
-    old = updates.c.round.in_(ended.where(held, rounds.c.round.not_in(kept_rounds.scalar_subquery())))
+    held = rounds.c.round.in_(select(updates.c.buffer))  # only few rounds still hold updates
+    old = updates.c.buffer.in_(ended.where(held, rounds.c.round.not_in(kept_rounds.scalar_subquery())))
     remember(connection, old)
     removed = connection.execute(delete(updates).where(old)).rowcount
     oldest = ended.order_by(rounds.c.round.desc()).offset(max(keep_rounds, keep_update_rounds) - 1).limit(1)
     too_old = (rounds.c.round < oldest.scalar_subquery()) & rounds.c.ended_at.is_not(None)
+    too_old &= rounds.c.round.not_in(select(updates.c.round))  # an update may answer the command of a much older round
     return removed + connection.execute(delete(rounds).where(too_old)).rowcount
 
 
@@ -48,7 +49,8 @@ def remove_models(
     Returns:
         How many models were removed.
     """
-    bases = connection.execute(select(rounds.c.base_version).where(rounds.c.ended_at.is_(None))).scalars()
+    begun = select(rounds.c.base_version).where(rounds.c.ended_at.is_(None))
+    bases = connection.execute(begun.union(select(commands.c.base_version))).scalars()
     waiting = jobs.c.state.in_(("queued", "running")) & (jobs.c.rounds_done == 0)
     starts = sealed.rows_of(connection, select(jobs).where(waiting), JobRow)
     wanted = {job.start_version or version_of(str(job.spec.get("start", ""))) for job in starts}

@@ -9,7 +9,7 @@ from fedring.server.state.rows import NOT_APPROVED, Acceptance, ChargeRow, Model
 from fedring.server.state.sql import sealed
 from fedring.server.state.sql.schema import KEPT, TABLE_OF
 from fedring.server.state.sql.sealed import Row, rows_of
-from fedring.server.state.sql.tables import charges, jobs, models, rounds
+from fedring.server.state.sql.tables import charges, commands, jobs, models, rounds
 from fedring.server.state.sql.transactions import Database
 
 
@@ -107,6 +107,7 @@ class RoundStore:
             ended = {"phase": "abandoned", "reason": "job_ended", "ended_at": time.time()}
             sealed.change(connection, RoundRow, orphans, **ended)
             _forget_ended(connection)
+            connection.execute(delete(commands).where(commands.c.job_id.not_in(running.scalar_subquery())))
 
     def save_evaluation(self, row: RoundRow) -> None:
         """Replace an evaluated round's row, and keep its metrics.

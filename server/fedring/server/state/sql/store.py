@@ -9,6 +9,7 @@ from sqlalchemy import delete, func, select, update
 from fedring.server.state.rows import KEEP_EVENTS, EventRow, MetaRow, ModelRow, Pruned, TokenRow
 from fedring.server.state.sql import sealed
 from fedring.server.state.sql.blob_names import named_blobs
+from fedring.server.state.sql.commands import CommandStore
 from fedring.server.state.sql.database import (
     EPOCH,
     LOG_BYTES,
@@ -60,6 +61,7 @@ class Store:
         self.jobs = JobStore(database)
         self.rounds = RoundStore(database)
         self.updates = UpdateStore(database)
+        self.commands = CommandStore(database)
         self.kept = KeptStore(database)
         self.models = ModelStore(database)
         self.evaluations = EvaluationStore(database)

@@ -31,6 +31,7 @@ from sqlalchemy.types import TypeEngine
 from fedring.server.state.rows import (
     ChargeRow,
     ClientRow,
+    CommandRow,
     EvaluationRow,
     EventRow,
     JobRow,
@@ -147,7 +148,15 @@ rounds = define(
     refers={"job_id": "jobs.job_id"},
     others=[Index("rounds_by_job", "job_id")],
 )
-updates = define("updates", UpdateRow, "round", "client_id", refers={"round": "rounds.round"})
+updates = define(
+    "updates",
+    UpdateRow,
+    "round",
+    "client_id",
+    refers={"round": "rounds.round", "buffer": "rounds.round"},
+    others=[Index("one_of_each_client", "buffer", "client_id", unique=True)],
+)
+commands = define("commands", CommandRow, "job_id", "client_id", refers={"job_id": "jobs.job_id"})
 models = define("models", ModelRow, "version")
 evaluations = define("evaluations", EvaluationRow, "version", "client_id")
 events = define("events", EventRow, "id", digest=False)  # they only tell people what has happened

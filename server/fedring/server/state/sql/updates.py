@@ -36,7 +36,7 @@ class UpdateStore:
     def accept(self, rows: Sequence[UpdateRow]) -> list[Acceptance]:
         """Accept updates, all in one transaction.
 
-        Of a client, only the first update for a round is accepted, also within `rows`.
+        Of a client, only the first answer to a round's command is accepted, also within `rows`.
 
         Returns:
             The outcome of each, in order.
@@ -69,7 +69,7 @@ class UpdateStore:
         return outcome
 
     def accepted_name(self, number: int, client_id: str) -> str:
-        """Return the name of a client's accepted update in a round.
+        """Return the name of a client's accepted answer to a round's command.
 
         Of pruned updates, only the newest is known.
         """
@@ -87,8 +87,8 @@ class UpdateStore:
             return _newest(kept, rows_of(connection, select(clients), ClientRow))
 
     def of_round(self, number: int) -> list[UpdateRow]:
-        """Return a round's accepted updates in client-id order."""
-        query = select(updates).where(updates.c.round == number).order_by(updates.c.client_id)
+        """Return the accepted updates of a round's model in client-id order."""
+        query = select(updates).where(updates.c.buffer == number).order_by(updates.c.client_id)
         return self._database.all(query, UpdateRow)
 
     def counts(self) -> Counter[str]:
@@ -105,7 +105,7 @@ class UpdateStore:
 
         It is as if they had never been accepted.
         """
-        theirs = (updates.c.round == number) & updates.c.client_id.in_(clients)
+        theirs = (updates.c.buffer == number) & updates.c.client_id.in_(clients)
         with self._database.transaction() as connection:
             before = named_blobs(connection)
             removed = connection.execute(delete(updates).where(theirs)).rowcount
@@ -117,7 +117,7 @@ class UpdateStore:
         Its pruned updates are forgotten, too.
         """
         ended = select(rounds.c.round).where(rounds.c.ended_at.is_not(None))
-        theirs = (updates.c.client_id == client_id) & updates.c.round.in_(ended)
+        theirs = (updates.c.client_id == client_id) & updates.c.buffer.in_(ended)
         with self._database.transaction() as connection:
             before = named_blobs(connection)
             removed = connection.execute(delete(updates).where(theirs)).rowcount

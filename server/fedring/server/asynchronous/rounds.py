@@ -1,0 +1,239 @@
+"""Asynchronous rounds, as a kind of round.
+
+A client's command is durable before the client knows it, with its deadline and the model that it begins with. It names
+the round that was open when it was given, and each client gets at most one of a round. So an answer is known by that
+number and its client, wherever it counts, and one that comes again is found.
+"""
+
+import time
+from collections import defaultdict
+from collections.abc import Collection, Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from fedring.server.asynchronous.phases import ASYNCHRONOUS, Command, Deadlines, Expire, Given, Over
+from fedring.server.round.dispatch import Dispatch
+from fedring.server.round.events import Enlisted, Failed, Phase, RoundRules, Stepped, Steps
+from fedring.server.round.open_round import KindMaker, OpenRound, RoundKind
+from fedring.server.round.opening import RECOVERY_SECONDS
+from fedring.server.round.rounds import Rounds
+from fedring.server.sessions.sessions import Sessions
+from fedring.server.state.facts import Facts
+from fedring.server.state.failures import StorageFailed
+from fedring.server.state.rows import CommandRow, RoundRow
+from fedring.train.jobs.asynchronous_table import Asynchronous
+from fedring.train.jobs.override_table import overrides_of
+from fedring.v1 import federation_pb2 as pb
+
+
+class AsynchronousRounds(KindMaker):
+    """The kind of rounds that wait for nobody."""
+
+    def __init__(
+        self, rounds: Rounds, facts: Facts, sessions: Sessions, metrics: object, authority: Path | None
+    ) -> None:
+        self._rounds, self._facts, self._sessions = rounds, facts, sessions
+
+    def kind_of(self, open_: OpenRound) -> RoundKind | None:
+        """Return the course of an asynchronous round."""
+        table = open_.job.asynchronous
+        return None if table is None else AsynchronousRound(open_, table, self._rounds, self._facts, self._sessions)
+
+
+class AsynchronousRound(RoundKind):
+    """The course of one buffer."""
+
+    phases = ASYNCHRONOUS
+    lasting = True
+
+    def __init__(self, open_: OpenRound, table: Asynchronous, rounds: Rounds, facts: Facts, sessions: Sessions) -> None:
+        super().__init__(open_)
+        self._table, self._rounds, self._facts, self._sessions = table, rounds, facts, sessions
+        self._dispatch = Dispatch(sessions)
+
+    async def prepare(self) -> None:
+        """Take over the clients that still work on commands of earlier rounds."""
+        open_, job_id = self.open, self.open.row.job_id
+        job = await self._facts.db(self._facts.store.jobs.get, job_id)
+        open_.published = job.rounds_done if job is not None else 0
+        if any(row.job_id == job_id for row in self._rounds.interrupted.values()):
+            await self._load()
+        for told in self._rounds.carried(job_id):
+            if open_.published - told.published > self._table.max_staleness:
+                for client in sorted(told.outstanding):
+                    self._end(told, client, "too_stale")
+        carried = self._rounds.carried(job_id)
+        open_.carried = frozenset(client for told in carried for client in told.outstanding)
+        open_.absent = {name: member for told in carried for name, member in told.absent.items()}
+
+    async def _load(self) -> None:
+        """Read the commands of before a restart.
+
+        One of an earlier epoch is not read: a restored server does not know what its clients were told since.
+        """
+        open_, store = self.open, self._facts.store
+        by_round: dict[int, list[CommandRow]] = defaultdict(list)
+        for row in await self._facts.db(store.commands.of_job, open_.row.job_id):
+            command = pb.TrainCmd.FromString(row.command)
+            done = await self._facts.db(store.updates.accepted_name, row.round, row.client_id)
+            if command.epoch == store.epoch and not done:
+                by_round[row.round].append(row)
+        for number, rows in sorted(by_round.items()):
+            if number != open_.row.round:
+                await self._carry(rows)
+            else:  # one that is not in the round's row was not told of its command before the kill
+                open_.outstanding.update(self._ends(row for row in rows if row.client_id in open_.row.selected))
+
+    async def _carry(self, rows: list[CommandRow]) -> None:
+        """Take up the commands of one round that had ended."""
+        first, open_ = rows[0], self.open
+        base = await self._facts.db(self._facts.store.models.get, first.base_version)
+        if base is None:
+            return
+        overrides = {row.client_id: row.overrides for row in rows}
+        ended = RoundRow(
+            first.round, first.job_id, first.job_round, Phase.PUBLISHED, 0.0, base.version, overrides=overrides
+        )
+        told = OpenRound(ended, open_.job, pb.TrainCmd.FromString(first.command), base)
+        told.kind = AsynchronousRound(told, self._table, self._rounds, self._facts, self._sessions)
+        told.published = first.published
+        told.outstanding.update(self._ends(rows))
+        self._rounds.carry(told)
+        for session in self._sessions:
+            if session.matched and session.client_id in told.outstanding:
+                self._dispatch.train(told, session.client_id)
+
+    def _ends(self, rows: Iterable[CommandRow]) -> dict[str, float]:
+        """Return the monotonic ends of commands, with time to come back."""
+        most, wall, now = self.open.job.deadline_seconds, time.time(), time.monotonic()
+        return {row.client_id: now + min(most, max(RECOVERY_SECONDS, row.until - wall)) for row in rows}
+
+    def rules(self, rules: RoundRules) -> RoundRules:
+        """See RoundKind.rules."""
+        table = self._table
+        return replace(
+            rules,
+            phases=self.phases,
+            buffer=table.buffer,
+            concurrency=table.concurrency,
+            sample_clients=table.concurrency,
+            carried=self.open.carried,
+        )
+
+    async def start(self, row: RoundRow) -> None:
+        """Store the commands of the clients that the round begins with."""
+        await self._give(row, set(row.selected) - self.open.carried)
+
+    async def _give(self, row: RoundRow, clients: Iterable[str]) -> None:
+        open_, command = self.open, self.open.command.SerializeToString()
+        until = time.time() + open_.job.deadline_seconds
+        common = (row.round, row.job_round, open_.published, row.base_version, until)
+        rows = [
+            CommandRow(row.job_id, client, *common, row.overrides.get(client, []), command)
+            for client in sorted(clients)
+        ]
+        await self._facts.db(self._facts.store.commands.give, rows, self.going_on)
+
+    def steps(self, clients: frozenset[str]) -> Steps:
+        """Return the deadlines of all commands."""
+        self.open.outstanding.update(self._until(clients))
+        return self._deadlines()
+
+    async def restore(self) -> Steps:
+        """Return the deadlines of the commands that a restart has found."""
+        return self._deadlines()
+
+    def _deadlines(self) -> Steps:
+        each = (self.open, *self._rounds.carried(self.open.row.job_id))
+        return Deadlines({client: at for told in each for client, at in told.outstanding.items()})
+
+    def _until(self, clients: Iterable[str]) -> dict[str, float]:
+        return dict.fromkeys(clients, time.monotonic() + self.open.job.deadline_seconds)
+
+    def resumed(self) -> None:
+        """Wait for no client whose command was over before the restart."""
+        open_ = self.open
+        going_on = {*open_.outstanding, *self.going_on, *open_.accepted}
+        for client in sorted(set(open_.row.selected) - going_on):
+            self._rounds.handle(open_, Failed(client, open_.row.round))
+
+    async def perform(self, effect: object) -> None:
+        """Give further commands, or end those whose time is over."""
+        match effect:
+            case Command(clients):
+                await self._command(clients)
+            case Expire(clients):
+                await self._facts.db(self._facts.store.commands.drop, self.open.row.job_id, clients)
+                for client in sorted(clients):
+                    self._rounds.handle(self.open, Failed(client, self.open.row.round))
+                    for told in (self.open, *self._rounds.carried(self.open.row.job_id)):
+                        if client in told.outstanding:
+                            self._end(told, client, "deadline")
+                    self._rounds.handle(self.open, Stepped(Over(client)))
+
+    async def _command(self, clients: frozenset[str]) -> None:
+        open_, rounds = self.open, self._rounds
+        async with open_.settling:
+            members, before = open_.state.members, open_.drawn
+            new = {name: members[name].labels for name in clients if name in members and rounds.has_room(open_, name)}
+            if open_.phase is not Phase.TRAINING or not new:
+                return
+            overrides = {**open_.row.overrides, **overrides_of(new, open_.job.override)}
+            row = replace(open_.row, selected=tuple(sorted({*open_.row.selected, *new})), overrides=overrides)
+            rounds.draw(open_, before | new.keys())
+            try:
+                await self._give(row, new)
+                await self._facts.db(self._facts.store.rounds.replace, row)
+            except StorageFailed:
+                rounds.draw(open_, before)
+                raise
+            open_.row = row
+            open_.outstanding.update(until := self._until(new))
+            for client in sorted(new):
+                rounds.handle(open_, Enlisted(client))
+            rounds.handle(open_, Stepped(Given(until)))
+        self._dispatch.train_all(open_, new, open_.job.deadline_seconds)
+
+    def _end(self, told: OpenRound, client: str, reason: str) -> None:
+        """End a client's command without an answer, and tell it."""
+        self._rounds.release(told, client)
+        self._dispatch.over(replace(told.row, reason=reason), self._rounds.latest, client)
+        text = f"the command of {client} from version {told.base.version} is over without an update: {reason}"
+        self._rounds.note(self.open, "command_over", text, client)
+
+    def answered(self, told: OpenRound, client: str) -> None:
+        """See RoundKind.answered."""
+        self._rounds.release(told, client)
+        if self.open.phase is Phase.TRAINING:
+            self._rounds.handle(self.open, Stepped(Over(client)))
+
+    @property
+    def room(self) -> float:
+        """See RoundKind.room."""
+        return self._table.buffer - len(self.open.accepted)
+
+    @property
+    def going_on(self) -> Collection[str]:
+        """See RoundKind.going_on."""
+        each = (self.open, *self._rounds.carried(self.open.row.job_id))
+        return {client for told in each for client in told.outstanding}
+
+    @property
+    def expected(self) -> int:
+        """See RoundKind.expected. A smaller buffer is divided by the same number."""
+        return self._table.buffer
+
+    def figures(self) -> dict[str, Any]:
+        """See RoundKind.figures."""
+        staleness = {client: row.staleness for client, row in sorted(self.open.accepted.items())}
+        table, at_work = self._table, len(self.going_on)
+        figures = {"buffer": table.buffer, "concurrency": table.concurrency, "at_work": at_work, "staleness": staleness}
+        return {"asynchronous": figures}
+
+    @property
+    def evaluates(self) -> bool:
+        """See RoundKind.evaluates."""
+        return self.open.row.job_round == self.open.job.rounds or not (
+            (self.open.published + 1) % self._table.evaluate_every
+        )

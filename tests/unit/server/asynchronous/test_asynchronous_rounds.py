@@ -1,0 +1,324 @@
+"""Asynchronous rounds with a real store and real blobs: who trains, what counts, and what survives."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from tests.damage import set_epoch, write
+from tests.unit.host import ONES, Host, running, spec
+
+from fedring.rpc.errors import BadUpdate, OtherUpdate, Unavailable, UnknownRound
+from fedring.server.aggregation.modelfile import ModelReader
+from fedring.server.round.events import Left, Phase
+from fedring.server.sessions.sessions import Session
+from fedring.server.state.checked import CheckedReader
+from fedring.server.state.rows import ModelRow, UpdateRow
+from fedring.train.jobs.asynchronous_table import staleness_weight
+from fedring.v1 import federation_pb2 as pb
+
+
+def buffered(concurrency: int = 3, buffer: int = 2, *, rounds: int = 3, **table: Any) -> Any:
+    """Return an asynchronous job; its mean has the factor 1 unless the table says otherwise."""
+    keys = {"concurrency": concurrency, "buffer": buffer, "scale": 1.0, **table}
+    given = {"weights": "uniform", "min_clients": concurrency, "rounds": rounds}
+    return spec(asynchronous=keys, **given)
+
+
+@pytest.fixture
+async def host(tmp_path: Path) -> AsyncIterator[Host]:
+    async with running(tmp_path) as host:
+        yield host
+
+
+async def values(host: Host, row: ModelRow | None) -> NDArray[np.float32]:
+    assert row is not None
+    with host.blobs.reader(row.blob) as blob:
+        return ModelReader(CheckedReader(blob.read, blob.size, row.blob)).vectors().parameters
+
+
+async def model_of(host: Host, number: int) -> ModelRow:
+    """Wait for the model of a round."""
+    row = None
+    async with asyncio.timeout(60):
+        async for event in host.journal.follow(1):
+            row = await host.facts.db(host.store.rounds.get, number)
+            if event.kind == "round_published" and row is not None and row.model_version:
+                break
+    assert row is not None
+    model = await host.facts.db(host.store.models.get, row.model_version)
+    assert model is not None
+    return model
+
+
+async def until_training(host: Host, number: int) -> None:
+    """Wait until a round after this one takes updates."""
+
+    def trains() -> bool:
+        return any(each.row.round > number and each.phase is Phase.TRAINING for each in host.rounds)
+
+    async with asyncio.timeout(60):
+        async for event in host.journal.follow(1):
+            if event.kind == "round_started" and trains():
+                break
+
+
+async def begin(host: Host, *names: str, **keys: Any) -> tuple[int, dict[str, Session], dict[str, pb.TrainCmd]]:
+    job, _ = await host.jobs.start(buffered(**keys), "")
+    sessions = {name: host.join(name) for name in names}
+    return job.job_id, sessions, {name: await host.command(session) for name, session in sessions.items()}
+
+
+async def test_a_slow_clients_update_counts_in_a_later_version_and_less(host: Host) -> None:
+    job_id, sessions, told = await begin(host, "a", "b", "slow")
+    first = told["a"].round
+    assert {each.round for each in told.values()} == {first}
+    for name in ("a", "b"):
+        assert not (await host.push(sessions[name], told[name], ONES)).accepted.already
+    one = await model_of(host, first)
+    second = {name: await host.command(sessions[name]) for name in ("a", "b")}
+    assert {each.model_version for each in second.values()} == {one.version}
+    # The slow one answers the first command, and a fast one the second: together they make the next version.
+    await host.push(sessions["slow"], told["slow"], 4 * ONES)
+    await host.push(sessions["a"], second["a"], 2 * ONES)
+    two = await model_of(host, second["a"].round)
+    rows = {row.client_id: row for row in await host.facts.db(host.store.updates.of_round, two.round)}
+    assert {name: (row.round, row.buffer, row.staleness) for name, row in rows.items()} == {
+        "slow": (first, two.round, 1),
+        "a": (two.round, two.round, 0),
+    }
+    base = await values(host, one)
+    mean = (2.0 * np.ones(8) + staleness_weight(1) * 4.0 * np.ones(8)) / 2.0
+    assert np.array_equal(await values(host, two), (base.astype(np.float64) + mean).astype(np.float32))
+    third = await host.command(sessions["slow"])
+    assert third.model_version == two.version
+    assert job_id
+
+
+async def test_a_repeated_update_is_known_before_and_after_its_buffer_was_made_a_model(host: Host) -> None:
+    _, sessions, told = await begin(host, "a", "b", "c")
+    await host.push(sessions["a"], told["a"], ONES)
+    assert (await host.push(sessions["a"], told["a"], ONES)).accepted.already
+    await host.push(sessions["b"], told["b"], ONES)
+    await model_of(host, told["a"].round)
+    await until_training(host, told["a"].round)
+    assert (await host.push(sessions["a"], told["a"], ONES)).accepted.already
+    with pytest.raises(OtherUpdate):
+        await host.push(sessions["a"], told["a"], 2 * ONES)
+    # The slow one's counts in the second buffer; said again, it is known there.
+    assert not (await host.push(sessions["c"], told["c"], ONES)).accepted.already
+    assert (await host.push(sessions["c"], told["c"], ONES)).accepted.already
+
+
+async def test_what_answers_no_command_of_the_client_is_refused(host: Host) -> None:
+    _, sessions, told = await begin(host, "a", "b", "c")
+    await host.push(sessions["a"], told["a"], ONES)
+    await host.push(sessions["b"], told["b"], ONES)
+    await model_of(host, told["a"].round)
+    second = await host.command(sessions["a"])
+    with pytest.raises(UnknownRound) as refused:  # "c" still has its first command
+        await host.push(sessions["c"], second, ONES)
+    assert refused.value.reason == "round_closed"
+    with pytest.raises(BadUpdate) as wrong:
+        await host.push(sessions["c"], told["c"], ONES, base_digest=second.model_digest)
+    assert wrong.value.reason == "wrong_model"
+    with pytest.raises(UnknownRound) as unknown:
+        await host.push(sessions["c"], told["c"], ONES, round=second.round + 100)
+    assert unknown.value.reason == "unknown_round"
+    late = host.join("late")
+    with pytest.raises(UnknownRound) as stranger:
+        await host.push(late, told["c"], ONES)
+    assert stranger.value.reason == "round_closed"
+
+
+async def test_a_buffer_takes_no_more_than_its_updates_even_if_they_come_at_once(host: Host) -> None:
+    _, sessions, told = await begin(host, "a", "b", "c", "d", concurrency=4)
+    host.gate.close("updates.accept")
+    offers = {name: host.offer(host.update(told[name], name)) for name in sessions}
+    host.gate.open()
+    done = await asyncio.gather(*offers.values(), return_exceptions=True)
+    refused = [name for name, each in zip(offers, done, strict=True) if isinstance(each, Unavailable)]
+    assert len(refused) == 2
+    one = await model_of(host, told["a"].round)
+    assert len(await host.facts.db(host.store.updates.of_round, one.round)) == 2
+    await until_training(host, one.round)
+    for name in refused:
+        assert not await host.offer(host.update(told[name], name))
+    two = await model_of(host, one.round + 1)
+    assert {row.client_id for row in await host.facts.db(host.store.updates.of_round, two.round)} == set(refused)
+
+
+async def test_a_client_that_comes_gets_a_place_and_one_that_goes_frees_its_own(tmp_path: Path) -> None:
+    async with running(tmp_path, heartbeat_seconds=0.1, lost_after_seconds=0.5) as host:
+        _, sessions, told = await begin(host, "a", "b", concurrency=2, buffer=2)
+        late = host.join("late")
+        await host.push(sessions["a"], told["a"], ONES)
+        command = await host.command(late)  # the place of "a", which has delivered
+        assert command.round == told["a"].round
+        third = host.join("third")
+        open_ = host.round
+        host.sessions.drop(sessions["b"])
+        host.rounds.presence(Left("b"))
+        assert (await host.command(third)).round == told["a"].round  # after its grace, nobody waits for "b"
+        assert open_.row.selected == ("a", "b", "late", "third")
+        back = host.join("b")  # it is told its command again, and may still answer it
+        again = await host.command(back)
+        assert (again.round, again.model_digest) == (told["b"].round, told["b"].model_digest)
+        assert not (await host.push(back, again, ONES)).accepted.already
+
+
+async def test_a_client_begins_anew_when_its_model_is_too_old(host: Host) -> None:
+    _, sessions, told = await begin(host, "a", "b", "slow", max_staleness=1, rounds=9)
+    for _ in range(2):
+        for name in ("a", "b"):
+            await host.push(sessions[name], told[name], ONES)
+        for name in ("a", "b"):
+            told[name] = await host.command(sessions[name])
+    newest = await host.command(sessions["slow"])
+    assert newest.model_version == told["a"].model_version
+    with pytest.raises(UnknownRound):
+        await host.push(sessions["slow"], told["slow"], ONES)
+    assert not (await host.push(sessions["slow"], newest, ONES)).accepted.already
+
+
+async def test_the_deadline_of_a_command_ends_only_that_command(host: Host) -> None:
+    job, _ = await host.jobs.start(
+        spec(
+            asynchronous={"concurrency": 2, "buffer": 1, "scale": 1.0},
+            weights="uniform",
+            min_clients=2,
+            rounds=50,
+            deadline_seconds=1.0,
+        ),
+        "",
+    )
+    fast, slow = host.join("fast"), host.join("slow")
+    command = old = await host.command(slow)
+    given = await host.command(fast)
+    async with asyncio.timeout(60):
+        while command.round == old.round:  # the job goes on, and the slow one gets a new command after its second
+            await host.push(fast, given, ONES)
+            given = await host.command(fast)
+            while not slow.outbox.empty():
+                event = pb.ServerEvent.FromString(slow.outbox.get_nowait())
+                command = event.train if event.WhichOneof("event") == "train" else command
+            await asyncio.sleep(0.05)
+    with pytest.raises(UnknownRound):
+        await host.push(slow, old, ONES)
+    await host.jobs.stop(job.job_id)
+    assert await host.ended(job.job_id) == "stopped"
+
+
+async def test_a_restarted_server_goes_on_in_the_middle_of_a_buffer(tmp_path: Path) -> None:
+    async with running(tmp_path) as host:
+        _, sessions, told = await begin(host, "a", "b", "slow")
+        for name in ("a", "b"):
+            await host.push(sessions[name], told[name], ONES)
+        second = await host.command(sessions["a"])
+        await host.push(sessions["a"], second, 2 * ONES)
+        one = await model_of(host, told["a"].round)
+    async with running(tmp_path) as host:
+        again = host.join("slow")
+        async with asyncio.timeout(60):
+            while not any(each.phase is Phase.TRAINING for each in host.rounds):
+                with pytest.raises(Unavailable):
+                    await host.push(again, told["slow"], 4 * ONES)
+                await asyncio.sleep(0.01)
+        command = await host.command(again)
+        assert (command.round, command.model_digest) == (told["slow"].round, told["slow"].model_digest)
+        assert (await host.push(host.join("a"), second, 2 * ONES)).accepted.already
+        assert not (await host.push(again, command, 4 * ONES)).accepted.already
+        two = await model_of(host, second.round)
+        base = await values(host, one)
+        mean = (2.0 * np.ones(8) + staleness_weight(1) * 4.0 * np.ones(8)) / 2.0
+        assert np.array_equal(await values(host, two), (base.astype(np.float64) + mean).astype(np.float32))
+
+
+async def test_a_server_killed_between_two_rounds_still_knows_its_commands(tmp_path: Path) -> None:
+    async with running(tmp_path) as host:
+        _, sessions, told = await begin(host, "a", "b", "slow")
+        for name in ("a", "b"):
+            await host.push(sessions[name], told[name], ONES)
+        await model_of(host, told["a"].round)
+        await until_training(host, told["a"].round)
+    async with running(tmp_path) as host:  # as if the second round had never been opened
+        numbers = {row.round for row in host.rounds.interrupted.values()}
+        assert told["slow"].round in numbers
+        again = host.join("slow")
+        command = await host.command(again)
+        assert command.round == told["slow"].round
+        assert not (await host.push(again, command, ONES)).accepted.already
+
+
+async def test_a_command_of_before_a_restore_counts_no_more(tmp_path: Path) -> None:
+    async with running(tmp_path) as host:
+        _, sessions, told = await begin(host, "a", "b", "slow")
+        for name in ("a", "b"):
+            await host.push(sessions[name], told[name], ONES)
+        await model_of(host, told["a"].round)
+        await until_training(host, told["a"].round)
+    set_epoch(tmp_path, 1)
+    async with running(tmp_path) as host:
+        again, *_ = (host.join(name) for name in ("slow", "a", "b"))
+        await until_training(host, told["a"].round + 1)
+        with pytest.raises(UnknownRound):
+            await host.push(again, told["slow"], ONES)
+
+
+async def test_the_models_of_outstanding_commands_are_kept(tmp_path: Path) -> None:
+    async with running(tmp_path, keep_models=1, keep_jobs=0) as host:
+        _, sessions, told = await begin(host, "a", "b", "slow", rounds=9)
+        for _ in range(4):
+            for name in ("a", "b"):
+                await host.push(sessions[name], told[name], ONES)
+            for name in ("a", "b"):
+                told[name] = await host.command(sessions[name])
+        kept = {row.version for row in await host.facts.db(host.store.models.newest)}
+        assert told["slow"].model_version in kept
+        assert len(kept) <= 3
+        assert not (await host.push(sessions["slow"], told["slow"], ONES)).accepted.already
+
+
+async def test_the_end_of_the_job_ends_all_commands(host: Host) -> None:
+    job_id, sessions, told = await begin(host, "a", "b", "slow", rounds=1)
+    for name in ("a", "b"):
+        await host.push(sessions[name], told[name], ONES)
+    assert await host.ended(job_id) == "completed"
+    async with asyncio.timeout(60):
+        while (event := pb.ServerEvent.FromString(await sessions["slow"].outbox.get())).WhichOneof(
+            "event"
+        ) != "round_ended":
+            pass
+    assert event.round_ended.round == told["slow"].round
+    with pytest.raises(UnknownRound):
+        await host.push(sessions["slow"], told["slow"], ONES)
+    assert await host.facts.db(host.store.commands.of_running_jobs) == []
+
+
+async def test_a_fast_client_has_at_most_one_update_in_a_buffer(host: Host) -> None:
+    _, sessions, told = await begin(host, "fast", "b", "c", rounds=4, buffer=2)
+    rows: list[UpdateRow] = []
+    for number in range(4):
+        command = told["fast"] if not number else await host.command(sessions["fast"])
+        await host.push(sessions["fast"], command, ONES)
+        await host.push(sessions["b"], told["b"] if not number else await host.command(sessions["b"]), ONES)
+        rows += await host.facts.db(host.store.updates.of_round, command.round)
+    assert sum(row.client_id == "fast" for row in rows) == 4
+    assert len(rows) == 8
+
+
+async def test_a_kill_between_a_command_and_its_rounds_row_leaves_the_client_free(tmp_path: Path) -> None:
+    async with running(tmp_path) as host:
+        _, sessions, told = await begin(host, "a", "b", concurrency=2, buffer=2)
+        await host.push(sessions["a"], told["a"], ONES)
+        await host.command(host.join("late"))
+    write(tmp_path, """UPDATE rounds SET selected = '["a","b"]' WHERE ended_at IS NULL""")
+    async with running(tmp_path) as host:
+        late = host.join("late")
+        command = await host.command(late)
+        assert not (await host.push(late, command, ONES)).accepted.already
+        model = await model_of(host, command.round)
+        assert len(await host.facts.db(host.store.updates.of_round, model.round)) == 2
