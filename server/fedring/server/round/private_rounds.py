@@ -13,7 +13,7 @@ from fedring.privacy.charges import Charge
 from fedring.server.model.transforms.listing import transforms_of
 from fedring.server.round.open_round import OpenRound
 from fedring.server.state.facts import Facts
-from fedring.server.state.noise_secret import erase_noise_secrets, noise_secret
+from fedring.server.state.noise_secret import erase_noise_secret, erase_noise_secrets, noise_secret
 from fedring.server.state.rows import ChargeRow, RoundRow
 from fedring.train.jobs.job import Job
 
@@ -108,17 +108,14 @@ class RoundPrivacy:
             return ""
         return "the server was restored, and may have published its model before, with other noise"
 
-    async def ended(self, open_: OpenRound, others: Iterable[OpenRound]) -> None:
-        """Erase the noise secret of a round that is over.
-
-        Those of the other open rounds stay.
-        """
+    async def ended(self, open_: OpenRound) -> None:
+        """Erase the noise secret of a round that is over."""
         self.release(open_.row.job_id)
         if open_.job.dp is not None:
-            await self._facts.keep(self.forget, [each.row for each in others if each is not open_])
+            await self._facts.keep(self._facts.work, erase_noise_secret, self._folder, self._name(open_.row))
 
     async def forget(self, but: Iterable[RoundRow] = ()) -> None:
-        """Erase the secrets of all rounds but some.
+        """Erase the secrets of all rounds but some, while none is open.
 
         Raises:
             StorageFailed: if that fails.

@@ -146,7 +146,7 @@ class Publisher:
 
     async def forget(self, open_: OpenRound) -> None:
         """Erase the secrets of a round that is over."""
-        await self._privacy.ended(open_, self._rounds)
+        await self._privacy.ended(open_)
 
     def end_training(self, open_: OpenRound) -> None:
         """Tell workers and clients that the round has closed."""

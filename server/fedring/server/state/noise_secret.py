@@ -7,7 +7,7 @@ draw it.
 
 import os
 from collections.abc import Container, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from fedring.daemon.durable import make_durable, replace_durably
@@ -41,10 +41,22 @@ def noise_secret(folder: Path, name: str) -> bytes:
         return secret
 
 
+def erase_noise_secret(folder: Path, name: str) -> None:
+    """Overwrite and remove the noise secret of this name.
+
+    There may be none. Other rounds keep theirs, which another thread may be writing.
+
+    Raises:
+        StorageFailed: if that fails.
+    """
+    with _as_storage_errors():
+        _erase(folder / f"{_PREFIX}{name}")
+
+
 def erase_noise_secrets(folder: Path, *, keep: Container[str] = ()) -> None:
     """Overwrite and remove a state folder's noise secrets.
 
-    Those whose names are in `keep` stay.
+    Those whose names are in `keep` stay. No round may be open.
 
     Raises:
         StorageFailed: if that fails.
@@ -52,10 +64,15 @@ def erase_noise_secrets(folder: Path, *, keep: Container[str] = ()) -> None:
     with _as_storage_errors():
         for path in folder.glob(f"{_PREFIX}*"):
             if path.name.removeprefix(_PREFIX) not in keep:
-                with path.open("r+b") as file:
-                    file.write(bytes(SECRET_BYTES))
-                    make_durable(file)
-                path.unlink()
+                _erase(path)
+
+
+def _erase(path: Path) -> None:
+    with suppress(FileNotFoundError):
+        with path.open("r+b") as file:
+            file.write(bytes(SECRET_BYTES))
+            make_durable(file)
+        path.unlink()
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from fedring.privacy.account import epsilon
 from fedring.privacy.charges import SkellamCharge
 from fedring.privacy.noise import Noise
 from fedring.server.model.private_mean import private_round
-from fedring.server.state.noise_secret import erase_noise_secrets, noise_secret
+from fedring.server.state.noise_secret import erase_noise_secret, erase_noise_secrets, noise_secret
 from fedring.server.state.rows import UpdateRow
 from fedring.simulation import simulate
 from fedring.train.jobs.job import Job
@@ -76,6 +76,17 @@ def test_the_secret_of_a_round_stays_until_it_is_erased(tmp_path: Path) -> None:
         (tmp_path / "noise-0-9").write_bytes(torn)
         assert any(noise_secret(tmp_path, "0-9"))
         assert len(noise_secret(tmp_path, "0-9")) == 32
+
+
+def test_a_round_that_ends_leaves_the_secrets_that_other_rounds_have_or_are_writing(tmp_path: Path) -> None:
+    noise_secret(tmp_path, "0-7")
+    other = noise_secret(tmp_path, "0-8")
+    begun = tmp_path / "noise-0-9.new"
+    begun.write_bytes(other)
+    erase_noise_secret(tmp_path, "0-7")
+    erase_noise_secret(tmp_path, "0-7")  # it is repeated after a failure of the disk
+    assert {path.name for path in tmp_path.iterdir()} == {"noise-0-8", begun.name}
+    assert noise_secret(tmp_path, "0-8") == begun.read_bytes() == other
 
 
 # What it costs
