@@ -1,10 +1,16 @@
 """Several jobs at once on real daemons: what clients keep of one job, such as residuals, never comes into another."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from fedring.privacy.account import epsilon
+from tests.conftest import ROOT, path_to
+from tests.damage import ask, flip
 from tests.fleets import Control, Fleet, until_watching
+from tests.ledgers import account_in
+from tests.metrics_page import Page
 
 JOBS = {
     "topk": {"encoding": "fp32_sparse", "keep_ratio": 0.05, "seed": 1},
@@ -34,12 +40,17 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> list[list[str]]:
 
 
 def finished(control: Control, job_id: int) -> int:
-    """Wait for the end of a job."""
-    for _ in control.follow_job(job_id):
-        pass
-    job = control.job(job_id)
+    """Wait for the end of a job, which completes."""
+    job = ended(control, job_id)
     assert job.state == "completed", job.reason
     return job_id
+
+
+def ended(control: Control, job_id: int) -> Any:
+    """Wait for the end of a job, and return it."""
+    for _ in control.follow_job(job_id):
+        pass
+    return control.job(job_id)
 
 
 @pytest.mark.parametrize("max_jobs", [1, 3])
@@ -52,3 +63,99 @@ def test_jobs_on_the_same_clients_make_the_models_that_each_makes_alone(
         jobs = [control.start_job(spec(name)).job_id for name in JOBS]
         fleet.restart(0)  # a client that comes back does not take what it kept of one job for old
         assert models_of(control, [finished(control, job_id) for job_id in jobs]) == alone
+
+
+def test_two_jobs_that_race_for_a_sites_epsilon_never_overspend_it(tmp_path: Path) -> None:
+    """Of a limit that has room for three rounds, two jobs at once spend three, whichever they are."""
+    limit = (epsilon([1.0] * 3, 1e-5) + epsilon([1.0] * 4, 1e-5)) / 2
+    strict = {"max_jobs": 2, "privacy": {"min_clients": 2, "min_noise_multiplier": 1.0, "max_epsilon": limit}}
+    dp = {"noise_multiplier": 1.0, "adaptive": False, "clip": 1.0}
+    job = {**COMMON, "rounds": 3, "weights": "uniform", "dp": dp, "start": "fresh", "max_abandoned": 1}
+    with Fleet(tmp_path, {"max_running_jobs": 2}, [strict] * 2) as fleet, Control(fleet.control) as control:
+        until_watching(control, 2)
+        jobs = [control.start_job({**job, "name": name}).job_id for name in ("one", "two")]
+        done = [ended(control, job_id) for job_id in jobs]
+        for client in ("client-0", "client-1"):
+            spent = account_in(tmp_path / "state" / client)["rounds"]
+            assert sum(spent.values()) <= 3, "no more than the limit has room for"
+            assert epsilon([1.0] * sum(spent.values()), 1e-5) <= limit
+        assert sum(each.rounds_done for each in done) <= 3
+        assert any("above its privacy.max_epsilon" in each.reason for each in done)
+
+
+def test_a_federated_job_runs_beside_a_data_parallel_one_on_other_clients(tmp_path: Path) -> None:
+    clients: list[dict[str, Any]] = [{"labels": {"site": "here"}}] * 2 + [{"labels": {"site": "there"}}] * 2
+    clients.append({"labels": {"site": "there"}, "max_jobs": 0})  # which no round draws
+    federated = {**spec("int8"), "rounds": 2, "clients": {"site": "here"}}
+    parallel = {"mode": "data_parallel", "min_clients": 2, "batch_size": 32, "rounds": 1, "subset_size": 256}
+    parallel |= {"name": "parallel", "start": "fresh", "seed": 1, "clients": {"site": "there"}, "evaluate": False}
+    with Fleet(tmp_path, {"keep_models": 100}, clients) as fleet, Control(fleet.control) as control:
+        until_watching(control, 5)
+        alone = models_of(
+            control, [finished(control, control.start_job(each).job_id) for each in (federated, parallel)]
+        )
+        fleet.server.settings["max_running_jobs"] = 2
+        fleet.restart_server()
+        until_watching(control, 5)
+        jobs = [control.start_job(each).job_id for each in (federated, parallel)]
+        assert models_of(control, [finished(control, job_id) for job_id in jobs]) == alone
+        both = [control.rounds(job_id=job_id) for job_id in jobs]
+        assert [{client.client_id for each in rounds for client in each.clients} for rounds in both] == [
+            {"client-0", "client-1"},
+            {"client-2", "client-3"},
+        ]
+
+
+BURNING = {"rule": "user_burning:Burns"}
+SITES = 5
+
+
+@pytest.mark.soak
+def test_ten_jobs_on_twenty_clients_make_the_models_that_each_makes_alone(tmp_path: Path) -> None:
+    """Four of the ten end badly, or burn a core of the server; nobody is lost, and the others do not notice."""
+    good = {f"good {number}": {"clients": {"site": str(number % SITES)}, "seed": number} for number in range(6)}
+    specs: dict[str, dict[str, Any]] = {
+        name: {**COMMON, "name": name, "start": "fresh", "min_clients": 4, "encoding": "int8", **keys}
+        for name, keys in good.items()
+    }
+    clients = [{"labels": {"site": str(number % SITES)}} for number in range(4 * SITES)]
+    settings = {
+        "max_running_jobs": 10,
+        "keep_models": 1000,
+        "lost_after_seconds": 10,
+        "metrics_listen": "127.0.0.1:0",
+        "trusted": ["fedring", "user_rules", "user_burning"],
+    }
+    code = path_to(ROOT / "tests" / "fixtures_user_code")
+    with (
+        Fleet(tmp_path, settings, clients, env=code) as fleet,
+        Control(fleet.control) as control,
+    ):
+        until_watching(control, 4 * SITES)
+        alone = models_of(control, [finished(control, control.start_job(each).job_id) for each in specs.values()])
+        release = tmp_path / "release"
+        bad: dict[str, dict[str, Any]] = {
+            "burning": {"clients": {"site": "1"}, "aggregation": {**BURNING, "args": {"until": str(release)}}},
+            "failing": {"clients": {"site": "2"}, "aggregation": {"rule": "user_rules:Raises"}},
+            "damaged": {"clients": {"site": "3"}, "rounds": 1000},
+            "stopped": {"clients": {"site": "4"}, "rounds": 1000},
+        }
+        common = {**COMMON, "start": "fresh", "min_clients": 2, "sample_clients": 2, "max_abandoned": 1}
+        held = {name: control.start_job({**common, "name": name, **keys}).job_id for name, keys in bad.items()}
+        jobs = [control.start_job(each).job_id for each in specs.values()]
+        models = models_of(control, [finished(control, job_id) for job_id in jobs])
+        assert models == alone
+        assert control.job(held["burning"]).state == "running", "it still burns a core"
+        control.stop_job(held["stopped"])
+        hit = set[str]()
+        while control.job(held["damaged"]).state == "running":  # a model may have been read just before it is damaged
+            digest = next(model.digest for model in control.models() if model.job_id == held["damaged"])
+            if digest not in hit:
+                flip(tmp_path / "state" / "server" / "blobs" / digest, seed=1)
+            hit.add(digest)
+        release.touch()
+        states = {name: ended(control, job_id).state for name, job_id in held.items()}
+        assert states == {"burning": "completed", "failing": "failed", "damaged": "failed", "stopped": "stopped"}
+        lags = Page(fleet.ready["metrics"]).by("le", "fl_server_event_loop_lag_seconds_bucket")
+        print("late timers of the event loop, by the most seconds:", lags)
+        assert ask(tmp_path / "state" / "server", "SELECT text FROM events WHERE kind = 'client_lost'") == []
