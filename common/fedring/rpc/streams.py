@@ -96,6 +96,24 @@ async def write(context: Any, message: Any, seconds: float) -> None:
         raise Stalled(f"the caller read nothing for {seconds:g} s") from None
 
 
+async def answer(context: Any, message: Any, seconds: float) -> None:
+    """Write a message as `write` does, where only the caller can cancel.
+
+    Then no status can follow a write that has not ended, and no task of its own is needed that finishes it.
+
+    Raises:
+        Stalled: If the caller has read nothing for `seconds`.
+        Gone: If the caller has closed the connection.
+    """
+    try:
+        async with asyncio.timeout(seconds):
+            await context.write(message)
+    except TimeoutError:
+        raise Stalled(f"the caller read nothing for {seconds:g} s") from None
+    except Exception as error:  # gRPC has no public name for a write to a stream that has ended.
+        raise Gone("the caller has closed the connection") from error
+
+
 async def finish_write(context: Any, message: Any) -> None:
     """Write a message, and finish it even if cancelled.
 

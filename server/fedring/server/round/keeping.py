@@ -18,12 +18,16 @@ _ALL = 1_000_000_000
 _PERIOD = 1.0
 """Seconds between two notes of the time. Each says what will be left at the next one: a kill gives no notice."""
 
+_PRUNE_SECONDS = 1.0
+"""Rounds may be shorter, and looking for what is old takes as long for one round as for ten."""
+
 
 class Keeper:
     """Notes the time left of open rounds; deletes old models."""
 
     def __init__(self, rounds: Rounds, facts: Facts, models: Models, config: ServerConfig) -> None:
         self._rounds, self._facts, self._models, self._config = rounds, facts, models, config
+        self._prune_at = 0.0  # monotonic seconds
 
     async def run(self) -> None:
         """Note the time left again and again, until cancelled.
@@ -50,6 +54,11 @@ class Keeper:
             with suppress(StorageError):  # the disk is full, or somebody else holds the database: the next note will do
                 await self._facts.db(self._facts.store.rounds.save_seconds_left, open_.row.round, round_.phase, left)
 
+    async def prune_now_and_then(self) -> None:
+        """Do as `prune` does, unless that was done within the last second."""
+        if time.monotonic() >= self._prune_at:
+            await self.prune()
+
     async def prune(self) -> None:
         """Delete models, updates and rounds that are older than the configuration keeps.
 
@@ -63,3 +72,4 @@ class Keeper:
         if await facts.db(facts.prune, *keep):
             kept = await facts.db(facts.store.models.newest, _ALL)
             self._models.versions.forget({row.version for row in kept} | bases)
+        self._prune_at = time.monotonic() + _PRUNE_SECONDS

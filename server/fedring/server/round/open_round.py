@@ -168,7 +168,7 @@ class OpenRound:
     def asks(self, client: str) -> bool:
         """Return whether the client was asked to train or to evaluate."""
         round_ = self.state.round
-        return round_ is not None and client in round_.selected | round_.evaluators
+        return round_ is not None and (client in round_.selected or client in round_.evaluators)
 
     @property
     def title(self) -> str:

@@ -120,7 +120,7 @@ class RoundRunner:
                     open_.failures[:0] = [why] if why else []
                     rounds.handle(open_, Abandoned(reason))
         if isinstance(effect, Start) and open_.started:
-            await self._facts.keep(self._keeper.prune)  # now, while the clients train: nobody waits for it
+            await self._facts.keep(self._keeper.prune_now_and_then)  # while the clients train: nobody waits for it
         elif isinstance(effect, Aggregate):
             self._tell_missing(open_)
 

@@ -32,6 +32,7 @@ from fedring.server.update.upload import (
     Event,
     Known,
     LookUp,
+    Offered,
     Open,
     Opened,
     Read,
@@ -93,6 +94,22 @@ class UploadCalls:
                 self._discard(call)
             raise
         return effect
+
+    async def take(self, client: str, whole: Offered) -> Effect:
+        """Perform the effects of an update that came whole.
+
+        There are many of them, and most hold nothing that must be given back but their client's place.
+        """
+        call = self.call(client)
+        if client in self._uploads:
+            async with call.stack:
+                return await self.advance(call, whole)
+        call.opened = True
+        self._uploads[client] = _this_task()
+        try:
+            return await self.advance(call, whole)
+        finally:
+            del self._uploads[client]
 
     async def _perform(self, call: "UploadCall", effect: Effect) -> Event:
         """Perform an effect of the upload, and return the resulting event."""
@@ -192,7 +209,7 @@ class UploadCalls:
             text = f"an update of {call.client} was refused: {error}"
             self._journal.write("update_refused", text, client_id=call.client)
             raise
-        return Admitted(norm, time.time(), partial.read(0, partial.size) if small else b"")
+        return Admitted(norm, time.time(), partial.payload if isinstance(partial, MemoryPartial) else b"")
 
     def _discard(self, call: "UploadCall") -> None:
         if not isinstance(call.partial, MemoryPartial):
@@ -209,14 +226,17 @@ class UploadCalls:
             await asyncio.wait([older])
         if client_id in self._uploads:
             raise Overloaded(f"an older upload of {client_id} has not ended yet")
-        task = asyncio.current_task()
-        if task is None:
-            raise RuntimeError("an upload runs in no task")
-        self._uploads[client_id] = task
+        self._uploads[client_id] = _this_task()
         try:
             yield
         finally:
             del self._uploads[client_id]
+
+
+def _this_task() -> asyncio.Task[Any]:
+    if (task := asyncio.current_task()) is None:
+        raise RuntimeError("an upload runs in no task")
+    return task
 
 
 class UploadCall:

@@ -13,7 +13,7 @@ from fedring.codec.errors import CodecError
 from fedring.rpc.boundary import require_message
 from fedring.rpc.chunks import ReceivedChunk, part_parser, serialize
 from fedring.rpc.errors import BadRequest, FedringError, Gone
-from fedring.rpc.streams import METER, TimedStream, write
+from fedring.rpc.streams import METER, TimedStream, answer
 from fedring.server.config import ServerConfig
 from fedring.server.round.client_reports import ClientReports
 from fedring.server.service.upload_calls import UploadCalls
@@ -100,7 +100,7 @@ class ClientUpdateService:
             session.hear()
             with self._counted(session, seen):
                 accepted = await self._push_small(session, require_message(request))
-            await write(context, accepted, self._config.no_progress_seconds)
+            await answer(context, accepted, self._config.no_progress_seconds)
         return True
 
     @contextmanager
@@ -147,10 +147,7 @@ class ClientUpdateService:
 
     async def _push_small(self, session: Session, update: pb.SmallUpdate) -> pb.Accepted:
         """Take an update that came in one message."""
-        call = self._calls.call(session.client_id)
-        async with call.stack:
-            effect = await self._calls.advance(call, Offered(update.offer, update.payload))
-        return self._accepted(effect)
+        return self._accepted(await self._calls.take(session.client_id, Offered(update.offer, update.payload)))
 
     def _accepted(self, effect: Effect) -> pb.Accepted:
         if not isinstance(effect, Done):

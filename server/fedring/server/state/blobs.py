@@ -92,7 +92,7 @@ class MemoryPartial:
     """
 
     def __init__(self, payload: bytes = b"") -> None:
-        self.payload = bytearray(payload)
+        self.payload = payload
 
     @property
     def size(self) -> int:
@@ -103,10 +103,10 @@ class MemoryPartial:
         return name_of(self.payload)
 
     def write(self, data: bytes | memoryview) -> None:
-        self.payload += data
+        self.payload += bytes(data)
 
     def read(self, offset: int, size: int) -> bytes:
-        return bytes(self.payload[offset : offset + size])
+        return self.payload[offset : offset + size]  # a copy only of a part
 
     def close(self) -> None:
         """Do nothing: it holds no file."""

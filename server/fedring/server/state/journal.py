@@ -47,7 +47,7 @@ def printable(text: str) -> str:
 
     Parts of the text come from clients.
     """
-    return "".join(letter if letter.isprintable() else " " for letter in text)
+    return text if text.isprintable() else "".join(letter if letter.isprintable() else " " for letter in text)
 
 
 class Journal:

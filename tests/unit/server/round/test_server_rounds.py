@@ -173,7 +173,10 @@ async def test_an_evaluation_that_arrives_while_its_round_ends_does_no_harm(host
     assert len(await host.facts.db(host.store.evaluations.of_model, 2)) == 1
 
 
-async def test_old_updates_are_deleted_while_the_clients_of_a_later_round_train(host: Host) -> None:
+async def test_old_updates_are_deleted_while_the_clients_of_a_later_round_train(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fedring.server.round.keeping._PRUNE_SECONDS", 0.0)  # rounds are short here
     session = host.join("a")
     await host.jobs.start(spec(rounds=5), "")
     first = await host.command(session)
@@ -185,6 +188,23 @@ async def test_old_updates_are_deleted_while_the_clients_of_a_later_round_train(
         while await host.facts.db(host.store.updates.of_round, first.round):
             pass
     assert host.round.row.job_round == host.config.keep_update_rounds + 2
+
+
+async def test_short_rounds_leave_old_updates_to_a_later_one_and_the_job_to_its_end(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fedring.server.round.keeping._PRUNE_SECONDS", 3600.0)
+    session = host.join("a")
+    rounds = host.config.keep_update_rounds + 3
+    job, _ = await host.jobs.start(spec(rounds=rounds), "")
+    commands = []
+    for _ in range(rounds):
+        commands.append(await host.command(session))
+        await host.offer(host.update(commands[-1], "a"))
+        assert len(await host.facts.db(host.store.updates.of_round, commands[0].round)) == 1
+    await host.ended(job.job_id)
+    held = [len(await host.facts.db(host.store.updates.of_round, command.round)) for command in commands]
+    assert held == [0] * 3 + [1] * host.config.keep_update_rounds
 
 
 async def test_a_model_whose_loss_is_not_a_number_is_published_without_an_accuracy(host: Host) -> None:
