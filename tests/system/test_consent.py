@@ -102,3 +102,37 @@ def test_a_job_waits_until_enough_sites_have_approved_it(tmp_path: Path) -> None
     lines = [line.facts for line in read_chain(state_of(fleet, "client-1") / FOLDER)]
     assert "not_approved" in {facts.get("reason") for facts in lines}
     assert {facts["card"] for facts in lines if facts["what"] == "trains"} == {kept.card.name}
+
+
+@pytest.mark.parametrize("needed", [5, 3])
+def test_of_five_sites_three_have_approved(tmp_path: Path, needed: int) -> None:
+    """The job waits for the fifth, or begins with those that have, as its min_clients says."""
+    job = {**JOB, "rounds": 1, "min_clients": needed, "min_clients_to_aggregate": 3, "barrier_timeout_seconds": 0.5}
+    with Fleet(tmp_path, QUICK, [CARDS | CHAINED] * 5) as fleet, Control(fleet.control) as control:
+        until_watching(control, 5)
+        events, told = control.events(), control.events()
+        job_id = control.start_job(job).job_id
+        until_told(told, "0 of 5 sites have approved the job")
+        for name in ("client-0", "client-2", "client-4"):
+            approve(fleet, name)
+        if needed == 5:
+            until_told(told, "3 of 5 sites have approved the job, not yet: client-1, client-3")
+            assert control.job(job_id).state == "running"
+            approve(fleet, "client-1")
+            until_told(told, "4 of 5 sites have approved the job, not yet: client-3")
+            approve(fleet, "client-3")
+        list(control.follow_job(job_id, events))
+        assert control.job(job_id).state == "completed"
+        (published,) = [row for row in control.rounds() if row.phase == "published"]
+        assert published.delivered == needed
+
+
+def test_the_log_of_a_private_job_says_what_was_spent(tmp_path: Path) -> None:
+    noise = {"dp": {"noise_multiplier": 2.0, "clip": 1.0, "adaptive": False}, "weights": "uniform", "evaluate": False}
+    with Fleet(tmp_path, None, [CHAINED, {}]) as fleet, Control(fleet.control) as control:
+        until_watching(control, 2)
+        assert run_job(control, {**JOB, **noise, "rounds": 2}).state == "completed"
+    lines = [line.facts for line in read_chain(state_of(fleet, "client-0") / FOLDER)]
+    spent = [facts["epsilon"] for facts in lines if facts["what"] == "trains"]
+    assert 0 < spent[0] < spent[1]
+    assert {facts["delta"] for facts in lines if facts["what"] == "trains"} == {1e-5}

@@ -192,6 +192,19 @@ def test_the_private_job_loses_a_client_and_leaves_no_readable_update(
     assert json.loads((tmp_path / "report.json").read_text()) == report
 
 
+def test_the_consent_job_asks_the_sites_and_finds_a_changed_log(flctl: Flctl, tmp_path: Path) -> None:
+    done = flctl("try", "consent", "--out", tmp_path, "--output", "json")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["unsigned"] == "not_signed"
+    assert (report["approved"], report["rounds"]) == (["north", "south"], 3)
+    assert report["changed"] == ["round.lr: 0.05 -> 0.5"]
+    assert "is not what was written" in report["rewritten"]
+    assert json.loads((tmp_path / "report.json").read_text()) == report
+    done = flctl("try", "consent", "lr=1", "--out", tmp_path)
+    assert (done.returncode, "lr does not belong to the job consent" in done.stderr) == (2, True)
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [

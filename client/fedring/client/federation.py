@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import ExitStack
-from math import nan
+from math import isfinite, nan
 from types import FrameType, TracebackType
 from typing import Any, Self, TypeVar
 
@@ -244,7 +244,8 @@ class Federation:
             task.fail("disk_failed", f"OSError: {error}")
             return False
         task.permit = self._consent.permit
-        self._note("trains", task.command, card=self._consent.card, **signed)
+        spent = self._epsilons(task.command)
+        self._note("trains", task.command, card=self._consent.card, **signed, **spent)
         return True
 
     def _task_of(self, work: Assignment, protection: Protection) -> Task:
@@ -321,7 +322,21 @@ class Federation:
             self._link.session.occupy()
             self._link.call(lambda: self._link.session.report_evaluation(report))
 
-    def _note(self, what: str, command: pb.TrainCmd | pb.EvaluateCmd, **facts: str) -> None:
+    def _epsilons(self, command: pb.TrainCmd) -> dict[str, float]:
+        """Return the epsilons of this client with the round, for its log.
+
+        Empty in jobs without noise, and without a log or an accountant."""
+        job, delta, ledger = command.job, self.config.privacy.delta, self._spool.ledger
+        if not (self.config.audit.chain and (job.dp or job.sample_dp)):
+            return {}
+        try:
+            spent = {"epsilon": ledger.epsilon_with(command, delta)} if job.dp else {}
+            spent |= {"sample_epsilon": ledger.sample_epsilon(delta)} if job.sample_dp else {}
+        except NoAccountant:
+            return {}
+        return {**{key: round(value, 6) for key, value in spent.items() if isfinite(value)}, "delta": delta}
+
+    def _note(self, what: str, command: pb.TrainCmd | pb.EvaluateCmd, **facts: str | float) -> None:
         self._spool.audit.try_to_note(what, **_names(command), **facts)
 
     def _tell_failure(self, error: Exception) -> None:

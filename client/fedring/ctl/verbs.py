@@ -234,6 +234,7 @@ VERBS = (
             "flctl try mnist --data-root data encoding=packed keep_ratio=0.01",
             "flctl try mode=pipeline pipeline.schedule=1f1b pipeline.micro_batches=8 --clients 4",
             "flctl try private",
+            "flctl try consent",
         ),
     ),
     Verb(

@@ -21,6 +21,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from fedring.daemon.crash import crashpoint
 from fedring.daemon.durable import make_folder, private_opener, sync
 from fedring.untrusted import parse_json
 
@@ -107,7 +108,9 @@ class Chain:
                 head = _digest(line.encode())
                 lines.append(line.encode() + b"\n")
             if lines:
+                crashpoint(f"chain_line_{number}_begun")
                 self._write(f"{now:%Y-%m}.jsonl", b"".join(lines))
+                crashpoint(f"chain_line_{number}_written")
                 self._number, self._head = number, head
             return self._head
 

@@ -38,6 +38,9 @@ DELIVERING = {
 }
 """Every crash point in fl-client: around the spooling of an update, and around the note that it was accepted."""
 
+CHAINED = ("chain_line_{}_begun", "chain_line_{}_written")
+"""The crash points around each write of a chained log; {} stands for the number of the last line that it writes."""
+
 TRAINING = {"worker_checkpoint_written"}
 """Every crash point in the training of a worker: a checkpoint is on the disk, but has not got its name."""
 

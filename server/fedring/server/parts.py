@@ -50,6 +50,7 @@ class Parts:
     starter: JobStarter
     jobs: Jobs
     acceptor: Acceptor
+    receipts: Receipts
     sweep: SessionSweep
 
 
@@ -81,7 +82,21 @@ def assemble(
     receipts = Receipts(config.state_dir / FOLDER if config.audit_chain else None, facts.store.run_id)
     acceptor = Acceptor(rounds, facts, metrics.updates, receipts)
     sweep = SessionSweep(rounds, reports, sessions, config)
-    rooms = (rounds, reports, kinds, opener, privacy, publisher, keeper, runner, starter, jobs, acceptor, sweep)
+    rooms = (
+        rounds,
+        reports,
+        kinds,
+        opener,
+        privacy,
+        publisher,
+        keeper,
+        runner,
+        starter,
+        jobs,
+        acceptor,
+        receipts,
+        sweep,
+    )
     return Parts(facts, models, sessions, journal, metrics, *rooms)
 
 

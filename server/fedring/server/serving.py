@@ -93,7 +93,7 @@ async def serve(
     metrics = parts.metrics
     metrics.rounds.min_clients.set(config.job.min_clients)
     most = shares(config, limit)
-    security = Security(config, parts.facts, stack, most)
+    security = Security(config, parts.facts, stack, most, note=parts.receipts.verb)
     await security.tokens.load()
     metrics.guard.read(security.tally)
     metrics.certificate_expiry.set_function(lambda: ends_at(config.tls) or nan)

@@ -31,8 +31,9 @@ from fedring.train.jobs.pipeline_table import Pipeline
 from fedring.train.jobs.start import FRESH
 
 PRIVATE = "private"
-BUILT_IN = (*map(str, Dataset), PRIVATE)
-"""The names of the built-in jobs. The last one shows secure aggregation, and has a course of its own."""
+CONSENT = "consent"
+BUILT_IN = (*map(str, Dataset), PRIVATE, CONSENT)
+"""The names of the built-in jobs. The last two show secure aggregation and consent, and have courses of their own."""
 
 _CLIENTS = 3  # unless the job, or the command line, says otherwise
 
@@ -79,7 +80,8 @@ def try_(
     report.json, rounds.png, and the logs and the state of all daemons.
 
     The job private shows secure aggregation: a client is killed on the way, and the server's state is searched for
-    updates. Of keys, it takes rounds only.
+    updates. Of keys, it takes rounds only. The job consent shows sites that approve jobs, an operator who signs them,
+    and logs that cannot be rewritten. It takes no keys.
     """
     name, keys, folders = sort_words(words or [], sites or [])
     if folders and clients:
@@ -94,6 +96,9 @@ def try_(
     if name == PRIVATE:
         others = {"--sites": folders, "--data-root": data_root, "--keep": keep}
         return _private(clients, job_of(None, keys), out, output, others)
+    if name == CONSENT:
+        options = {"--sites": folders, "--data-root": data_root, "--keep": keep}
+        return _consent(out, output, {**options, "--clients": clients, **dict.fromkeys(job_of(None, keys), True)})
     require("server")
     require("bench")
     experiment = _experiment(name, keys, folders, clients, data_root)
@@ -229,6 +234,17 @@ def _private(
     make_out_folder(out)
     with _reserved(out):
         private_demo(count, rounds, out, output)
+
+
+def _consent(out: Path, output: Output, others: Mapping[str, Any]) -> None:
+    from fedring.ctl.local.consent_demo import consent_demo  # imports cryptography
+
+    if wrong := next((name for name, value in others.items() if value), ""):
+        raise Failure(f"{wrong} does not belong to the job consent: leave it out", Exit.USAGE)
+    require("server")
+    make_out_folder(out)
+    with _reserved(out):
+        consent_demo(out, output, os.environ)
 
 
 def _run(experiment: Experiment, out: Path, *, label: str, keep: bool, output: Output) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+from collections.abc import Callable
 from contextlib import ExitStack
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
@@ -16,7 +17,7 @@ from fedring.rpc.channel import encrypts, is_loopback
 from fedring.rpc.revocation import Revocations
 from fedring.rpc.tls import check_tls, server_credentials
 from fedring.server.config import ServerConfig
-from fedring.server.guard.auth import Auth, AuthCounts, PortPolicy
+from fedring.server.guard.auth import REASONS, Auth, AuthCounts, PortPolicy
 from fedring.server.guard.callers import Callers
 from fedring.server.guard.descriptors import Shares
 from fedring.server.guard.entrance import Entrance
@@ -34,14 +35,22 @@ _FEW_CALLS = 48  # of one address at once; the port for flctl serves 64
 class Security:
     """Guards the ports for clients and for flctl, and counts refusals."""
 
-    def __init__(self, config: ServerConfig, facts: Facts, stack: ExitStack, most: Shares) -> None:
+    def __init__(
+        self,
+        config: ServerConfig,
+        facts: Facts,
+        stack: ExitStack,
+        most: Shares,
+        *,
+        note: Callable[[str, str, str], None] = lambda who, verb, result: None,
+    ) -> None:
         self._config = config
         self.tokens = Tokens(facts)
         self.tally = AuthCounts()
         check_tls(config.tls)
         self._revocations = Revocations(config.tls.crl, config.tls.ca)
         warn_of_insecurity(config)
-        audit = AuditLog(config.state_dir / "audit.jsonl")
+        audit = AuditLog(config.state_dir / "audit.jsonl", note)
         stack.callback(audit.close)
         # One address may have half of the calls. A port for few clients has room for more calls than it serves at once.
         self.public_entrance = self._entrance(max(2 * config.max_clients, _FEW_CALLS), most.public)
@@ -130,9 +139,14 @@ class AuditLog:
     """A log of verbs and refusals, with callers and times.
 
     Its lines go only to the file.
+
+    Args:
+        path: The file.
+        note: Is called with who has used which verb with which result. Refusals are none: strangers could cause many.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, note: Callable[[str, str, str], None] = lambda who, verb, result: None) -> None:
+        self._note = note
         try:
             os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600))
             self._handler = RotatingFileHandler(path, maxBytes=_FILE_BYTES, backupCount=_FILES, encoding="utf-8")
@@ -148,6 +162,8 @@ class AuditLog:
         """Append a line."""
         facts = {"identity": identity, "peer": peer, "verb": verb, "result": result}
         self._log.info("%s", verb, extra=facts)
+        if result not in REASONS:
+            self._note(identity, verb, result)
 
     def close(self) -> None:
         """Close the file."""
