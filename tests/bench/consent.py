@@ -8,12 +8,11 @@ first rounds are left out, in which each process loads the job.
 """
 
 import argparse
-import json
-import os
 import tempfile
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -21,6 +20,8 @@ from typing import Any
 from fedring.client.consent.cards import Cards, Decision
 from fedring.control.signing import sign_job
 from fedring.rpc.channel import open_sync_channel
+from tests.bench.lab.daemons import cpu_seconds, print_line
+from tests.bench.lab.turns import alternate
 from tests.fleets import Control, Programs, until_watching
 from tests.pki import Pki
 from tests.waiting import until
@@ -46,15 +47,18 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=5, help="pairs of jobs")
     parser.add_argument("--rounds", type=int, default=60, help="rounds that are measured in each")
     given = parser.parse_args()
-    found: dict[str, list[dict[str, float]]] = {"off": [], "on": []}
-    for turn in range(given.turns):
-        for kind in ("off", "on") if turn % 2 else ("on", "off"):
-            with tempfile.TemporaryDirectory() as folder:
-                found[kind].append(milliseconds(Path(folder), given.rounds, on=kind == "on"))
+    ways = {kind: partial(in_folder, given.rounds, on=kind == "on") for kind in ("off", "on")}
+    found = alternate(ways, given.turns)
     names = ("client", "server")
     more = {name: [on[name] - off[name] for on, off in zip(found["on"], found["off"], strict=True)] for name in names}
     shown = {f"{name} {kind}": round(median(row[name] for row in found[kind]), 2) for kind in found for name in names}
-    print(json.dumps(shown | {f"{name} more": [round(value, 2) for value in sorted(more[name])] for name in names}))
+    print_line(shown | {f"{name} more": [round(value, 2) for value in sorted(more[name])] for name in names})
+
+
+def in_folder(rounds: int, *, on: bool) -> dict[str, float]:
+    """Call milliseconds() with a folder of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        return milliseconds(Path(folder), rounds, on=on)
 
 
 def milliseconds(folder: Path, rounds: int, *, on: bool) -> dict[str, float]:
@@ -78,8 +82,8 @@ def milliseconds(folder: Path, rounds: int, *, on: bool) -> dict[str, float]:
         before, began = {}, 0.0
         for event in control.follow_job(job_id, events):
             if event.kind == "round_published" and event.state.job_round == WARM:
-                before, began = {name: used(each.pid) for name, each in processes.items()}, time.perf_counter()
-        after = {name: used(each.pid) for name, each in processes.items()}
+                before, began = {name: cpu_seconds([each.pid]) for name, each in processes.items()}, time.perf_counter()
+        after = {name: cpu_seconds([each.pid]) for name, each in processes.items()}
         state = control.job(job_id).state
     if state != "completed" or not began:
         raise SystemExit(f"the job has {state}")
@@ -91,12 +95,6 @@ def approve(state_dir: Path) -> None:
     cards = Cards(state_dir)
     until(lambda: cards.all()[0])
     cards.decide(cards.all()[0][0], Decision(time.time(), 0, approved=True))
-
-
-def used(pid: int) -> float:
-    """Return the processor time of a process with all of its threads, in seconds."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 if __name__ == "__main__":

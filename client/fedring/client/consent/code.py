@@ -1,6 +1,7 @@
 """The installed code that jobs can name, by digests of files."""
 
 import os
+import stat
 from collections.abc import Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -44,24 +45,33 @@ class InstalledCode:
 
     def _read(self) -> dict[str, dict[str, str]]:
         """Return the digest of each file, by root and relative path."""
-        return {root: {name: self._digest(path) for name, path in _files_of(root)} for root in self._roots}
+        return {root: self._digests(root) for root in self._roots}
 
-    def _digest(self, path: Path) -> str:
+    def _digests(self, root: str) -> dict[str, str]:
+        # Before each round, this looks at some hundred files: paths stay texts, and each is looked at once.
+        found = ((name, self._digest(path)) for name, path in _paths_of(root))
+        return {name: digest for name, digest in found if digest}
+
+    def _digest(self, path: str) -> str:
         """Return the digest of a file.
 
-        It is read again only if the system says that it was written."""
+        It is read again only if the system says that it was written. Empty = it is no file."""
         try:
-            facts = path.stat()
+            facts = os.stat(path)  # noqa: PTH116  # as above
             # The time of change cannot be set back, unlike the time of modification.
             stamp = (facts.st_mtime_ns, facts.st_ctime_ns, facts.st_size, facts.st_ino)
-            known = self._known.get(str(path))
+            known = self._known.get(path)
             if known is None or known[0] != stamp:
+                if not stat.S_ISREG(facts.st_mode):
+                    return ""
                 digest = Digest()
-                with path.open("rb") as file:
+                with open(path, "rb") as file:  # noqa: PTH123  # as above
                     while chunk := file.read(_CHUNK):
                         digest.update(chunk)
-                known = self._known[str(path)] = stamp, digest.name
+                known = self._known[path] = stamp, digest.name
             return known[1]
+        except FileNotFoundError:
+            return ""  # a link to nowhere, or removed meanwhile
         except OSError as error:
             return f"unreadable: {error.strerror}"
 
@@ -79,8 +89,8 @@ def _facts_of(files: Mapping[str, Mapping[str, str]]) -> dict[str, Any]:
     return facts
 
 
-def _files_of(root: str) -> list[tuple[str, Path]]:
-    """Return the files of a module or package, with names.
+def _paths_of(root: str) -> list[tuple[str, str]]:
+    """Return the paths in a module or package, with names.
 
     Nothing is imported. Bytecode is left out.
     """
@@ -91,13 +101,14 @@ def _files_of(root: str) -> list[tuple[str, Path]]:
     if spec is None:
         return []
     if not spec.submodule_search_locations:
-        return [(Path(spec.origin).name, Path(spec.origin))] if spec.origin and spec.has_location else []
+        return [(Path(spec.origin).name, spec.origin)] if spec.origin and spec.has_location else []
     found = []
     for folder in spec.submodule_search_locations:
         for where, folders, names in os.walk(folder):
-            folders[:] = sorted(name for name in folders if name != "__pycache__")
-            paths = [Path(where, name) for name in names if not name.endswith(".pyc")]
-            found += [(str(path.relative_to(folder)), path) for path in paths if path.is_file()]
+            folders[:] = [name for name in folders if name != "__pycache__"]
+            inner = where[len(folder) :].lstrip(os.sep)
+            prefix = f"{inner}/" if inner else ""
+            found += [(prefix + name, f"{where}/{name}") for name in names if not name.endswith(".pyc")]
     return sorted(found)
 
 
