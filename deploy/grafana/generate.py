@@ -125,6 +125,14 @@ FEDERATION = Dashboard(
                 "median": quantile(0.5, "fl_server_update_norm"),
                 "95 %": quantile(0.95, "fl_server_update_norm"),
             }),
+            Panel("Clients at work for asynchronous jobs", "short", {
+                "at work": "sum(fl_server_commands_at_work)",
+                "{{reason}}, per hour": f"3600 * {rate('fl_server_commands_over_total', 'reason')}",
+            }, text="By reason: commands that ended without an update."),
+            Panel("Age of updates of asynchronous jobs, in versions", "short", {
+                "mean": mean("fl_server_update_staleness_versions"),
+                "95 %": quantile(0.95, "fl_server_update_staleness_versions"),
+            }),
             Panel("Payloads of all clients", "Bps", {
                 "up": rate("fl_client_upload_bytes_total"),
                 "down": rate("fl_client_download_bytes_total"),

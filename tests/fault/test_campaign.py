@@ -31,7 +31,7 @@ from tests.power.records import build_layer
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["sparse", "noisy"])
+@pytest.mark.parametrize("kind", ["sparse", "noisy", "asynchronous"])
 def test_the_promises_hold_in_a_case(kind: str, tmp_path: Path) -> None:
     outcome = run_case(SEED, 0, kind, tmp_path / "case", most=4)
     assert outcome.problems == []

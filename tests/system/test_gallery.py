@@ -13,7 +13,13 @@ GALLERY = ROOT / "docs" / "examples" / "gallery"
 
 @pytest.mark.parametrize(
     ("task", "clients", "rounds", "at_least"),
-    [("tabular", 10, 5, 0.8), ("images", 10, 8, 0.5), ("text", 10, 5, 0.7), ("health", 5, 5, 0.9)],
+    [
+        ("tabular", 10, 5, 0.8),
+        ("images", 10, 8, 0.5),
+        ("text", 10, 5, 0.7),
+        ("health", 5, 5, 0.9),
+        ("asynchronous", 6, 20, 0.8),
+    ],
 )
 def test_a_task_trains(
     monkeypatch: pytest.MonkeyPatch, task: str, clients: int, rounds: int, at_least: float, tmp_path: Path
@@ -24,6 +30,7 @@ def test_a_task_trains(
     before, key, after = text.partition("rounds = ")
     job = tmp_path / "job.toml"
     job.write_text(f"{before}{key}{rounds}\n{after.partition(chr(10))[2]}")
-    report = simulate(job, clients=clients, workers=1, threads=1)
+    timing = {"speed": {"spread": 10}} if task == "asynchronous" else None
+    report = simulate(job, clients=clients, timing=timing, workers=1, threads=1)
     assert (len(report["rounds"]), report.get("failures", [])) == (rounds, [])
     assert report["accuracy"] >= at_least

@@ -113,6 +113,17 @@ def check_given_labels(job: Job, clients: int, labels: Sequence[Mapping[str, str
     return given
 
 
+def check_time(job: Job, *, timed: bool) -> None:
+    """Check that an asynchronous job goes by virtual time.
+
+    Raises:
+        Failure: It does not.
+    """
+    if job.asynchronous and not timed:
+        text = "without times, all clients are equally fast: give a timing, such as one with speed.spread = 10"
+        raise _wrong(f"asynchronous: {text}")
+
+
 def check_data_root(data_root: Path | None) -> None:
     """Check that the folder of the data sets is one.
 

@@ -35,7 +35,7 @@ from fedring.server.round.events import (
 from fedring.server.sessions.members import Members
 from fedring.simulation.timing import Availability, Pace
 
-_COMES, _ANSWERS, _GOES = range(3)
+_COMES, ANSWERS, _GOES = range(3)
 """The order of events at the same time: a client that goes has answered before."""
 
 
@@ -137,7 +137,7 @@ class VirtualRounds:
         number = self._state.round.number if self._state.round else 0
         for client, answer in answers.items():
             event = Delivered(client) if answer.delivers else Failed(client, number)
-            self._push(self.now + answer.seconds, _ANSWERS, client, event)
+            self._push(self.now + answer.seconds, ANSWERS, client, event)
         effect, left_out = self._next_effect(), dict[str, str]()
         round_ = self._state.round
         if round_ is None:
@@ -150,7 +150,7 @@ class VirtualRounds:
         self._end(effect)
         # Whoever was left out stops, as fl-client does as soon as it hears of the end.
         self._held.clear()
-        self._events = [each for each in self._events if each[1] != _ANSWERS]
+        self._events = [each for each in self._events if each[1] != ANSWERS]
         heapify(self._events)
         return RoundTimes(self._began, self._started, self.now, dict(self._delivered), round_.failed, left_out)
 

@@ -39,10 +39,11 @@ from fedring.server.config import ServerConfig
 from fedring.server.model.testset import EvaluationFailed as ServerEvaluationFailed
 from fedring.server.model.transforms.listing import transforms_of
 from fedring.server.round import machine
-from fedring.server.round.events import Phase, Round
+from fedring.server.round.events import Phase, Round, RoundRules
 from fedring.server.round.plan import round_command, rules_of
 from fedring.server.state.failures import StorageError
 from fedring.server.state.rows import ModelRow, RoundRow
+from fedring.simulation.buffers import VirtualBuffers
 from fedring.simulation.checks import (
     check_batch,
     check_data_root,
@@ -51,6 +52,7 @@ from fedring.simulation.checks import (
     check_given_labels,
     check_length,
     check_numbers,
+    check_time,
     job_of,
     make_folder,
 )
@@ -62,7 +64,7 @@ from fedring.simulation.report import SimulationReport, following
 from fedring.simulation.samples import Batching, Setup, client_id, labels_of_client
 from fedring.simulation.secret import secret_of_seed
 from fedring.simulation.server import RUN_ID, Row, SimulatedServer, Work
-from fedring.simulation.timing import Timing, pace_of, timing_of
+from fedring.simulation.timing import Pace, Timing, pace_of, timing_of
 from fedring.simulation.vectors import ClientSections
 from fedring.simulation.worker import Order, Outcome, Own, Turn
 from fedring.train.device import threads_for
@@ -157,6 +159,7 @@ def simulate(
     check_length(secret)
     given = check_given_labels(spec, clients, labels)
     times = None if timing is None else timing_of(timing, clients)
+    check_time(spec, timed=times is not None)
     if out:
         make_folder(Path(out))
     trusted, used = tuple(spec.code), secret_of_seed(spec.seed) if secret is None else secret
@@ -263,7 +266,8 @@ class _Run:
         self._labels = {client_id(client): labels_of_client(client, setup) for client in range(setup.clients)}
         self._rules = rules_of(setup.job, grace=0.0)
         self._paces = {name: pace_of(timing, name, setup.job.seed) for name in self._candidates if timing}
-        self._virtual = VirtualRounds(self._paces, timing.availability) if timing else None
+        self._virtual = _clock_of(setup.job, self._paces, timing) if timing else None
+        self._waiting: dict[str, Outcome] = {}  # of clients whose answers come in a later round
         self._drawn: set[str] = set()
         self._rows: list[Row] = []
         self._history = deque[PastRound](maxlen=HISTORY)
@@ -324,7 +328,8 @@ class _Run:
             row["download_bytes"] = self._download_bytes(work.command)
             abandoned = abandoned + 1 if work.reason else 0
             if not work.reason:
-                self._evaluate(row)
+                if self._is_evaluated(number):
+                    self._evaluate(row)
                 models.append(replace(self._model, metrics=row["metrics"]))
             self._rows.append(row)
             self._history.append(work.past(row))
@@ -334,6 +339,11 @@ class _Run:
                 raise Failure(f"round {number} is abandoned, because {work.why}{because}".rstrip("."))
             if not work.reason and number >= self._job.min_rounds and self._server.no_better(models):
                 return
+
+    def _is_evaluated(self, number: int) -> bool:
+        """Return whether a round's model is evaluated, if any is."""
+        table, count = self._job.asynchronous, self._model.version - 1
+        return table is None or number == self._job.rounds or count % table.evaluate_every == 0
 
     def _download_bytes(self, command: pb.TrainCmd) -> int:
         """Return the size of the round's model in full."""
@@ -388,6 +398,8 @@ class _Run:
         row = RoundRow(number, 1, number, Phase.TRAINING, 0.0)
         work.command = command = round_command(work.job, row, self._model, run_id=RUN_ID, epoch=_EPOCH, most_bytes=0)
         self._server.command(work.job, command, self._model)
+        if isinstance(self._virtual, VirtualBuffers):
+            return self._fill(self._virtual, rules, work)
         if self._virtual is None:
             # Without time nobody drops out, so that no more are drawn than are needed.
             exact = replace(rules, select_factor=1.0)
@@ -420,6 +432,33 @@ class _Run:
             self._show((number - 1 + share) / self._job.rounds, self._rows[-1] if self._rows else None)
         if self._virtual is not None:
             self._close(self._virtual, drawn, outcomes, work)
+
+    def _fill(self, virtual: VirtualBuffers, rules: RoundRules, work: Work) -> None:
+        """Let clients train until there are enough updates for the next version."""
+        number = work.number
+        for clients in virtual.fill(number, self._model.version - 1, rules):
+            names, stopped = self._those_who_go_on(sorted(clients))
+            work.failures += stopped
+            self._drawn.update(names)
+            places = overrides_of({name: self._labels[name] for name in names}, work.job.override)
+            work.told |= {name: with_overrides(work.job, each) for name, each in places.items()}
+            order = Order(work.command.SerializeToString(), self._vectors, len(names))
+            trained = {client_id(each.client): each for each in self._engine.train(order, self._turns(names, {}, work))}
+            self._waiting |= trained
+            virtual.expect({name: self._answer(name, trained.get(name), work) for name in sorted(clients)})
+            work.selected += len(clients)
+        work.times, work.reason = virtual.times, virtual.reason
+        work.why = "nobody was there, or at work, who could fill the buffer" if work.reason else ""
+        for name, staleness in virtual.staleness.items():
+            self._take(self._waiting.pop(name), work)
+            work.updates[-1] = replace(work.updates[-1], buffer=number, staleness=staleness)
+        for name in virtual.failed:
+            if name in self._waiting:
+                self._take(self._waiting.pop(name), work)
+        for name in work.times.left_out:
+            if (spent := self._waiting.pop(name).spent) is not None:
+                self._spent.setdefault(int(name.rpartition("-")[2]), []).append(spent)
+        self._show(number / self._job.rounds, self._rows[-1] if self._rows else None)
 
     def _close(self, virtual: VirtualRounds, drawn: list[str], outcomes: Mapping[str, Outcome], work: Work) -> None:
         """Let the round's rules say which outcomes count, and take them.
@@ -543,3 +582,10 @@ class _Run:
         row["accuracy"], row["loss"] = counts.accuracy, counts.loss
         for origin in origins:
             row["metrics"] |= with_origin(origin, counts.metrics, accuracy=counts.accuracy, loss=counts.loss)
+
+
+def _clock_of(job: Job, paces: Mapping[str, Pace], timing: Timing) -> VirtualRounds:
+    """Return the rounds of a job in virtual time."""
+    if job.asynchronous is not None:
+        return VirtualBuffers(paces, timing.availability, job.asynchronous)
+    return VirtualRounds(paces, timing.availability)

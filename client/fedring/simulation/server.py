@@ -37,6 +37,7 @@ from fedring.server.state.rows import ModelRow, UpdateRow
 from fedring.simulation.clock import RoundTimes
 from fedring.simulation.groups import Group
 from fedring.simulation.samples import Setup
+from fedring.train.bounds import MAX_COUNT
 from fedring.train.errors import SeamError
 from fedring.train.evaluation import Counts
 from fedring.train.jobs.job import Job
@@ -61,6 +62,7 @@ class SimulatedServer:
             data_root=setup.data_root,
             init_path=Path(job.start) if is_path(job.start) else None,
             max_clients=setup.clients,
+            keep_models=MAX_COUNT,  # clients train at once, so that no old model is needed
         )
         self._blobs = FileBlobs(folder, durable=False)
         stack.callback(self._blobs.close)
@@ -156,7 +158,7 @@ class SimulatedServer:
         """
         past = SimulatedPast(self._stats)
         closed = ClosedRound(
-            work.job, work.command, work.counted, work.selected, groups=work.sums, past=past, told=work.told
+            work.job, work.command, work.counted, work.expected, groups=work.sums, past=past, told=work.told
         )
         prepared = self._maker.prepare(closed)
         model = self._maker.next(base, prepared, base.version + 1)
@@ -221,6 +223,11 @@ class Work:
             return self.updates
         left = {client for group in self.sums for client in group.clients}
         return [update for update in self.updates if update.client_id in left]
+
+    @property
+    def expected(self) -> int:
+        """The number of clients that a private mean is divided by."""
+        return self.job.asynchronous.buffer if self.job.asynchronous else self.selected
 
     def row(self) -> Row:
         """Return the figures of the round, without those of its evaluation."""

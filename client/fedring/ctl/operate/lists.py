@@ -72,7 +72,7 @@ def status(server: ServerOption = DEFAULT_SERVER, output: OutputOption = Output.
         *(("round", _round_sentence(each)) for each in open_rounds),
         *([] if open_rounds else [("round", "none yet")]),
         *([("secure", _secure_sentence(now.round.secure))] if now.round.HasField("secure") else []),
-        *(("buffer", _buffer_sentence(each.asynchronous)) for each in open_rounds if each.HasField("asynchronous")),
+        *(("buffer", buffer_sentence(each.asynchronous)) for each in open_rounds if each.HasField("asynchronous")),
         ("clients", f"{now.clients_watching} in session"),
         ("model", f"version {now.model_version}" if now.model_version else "none yet"),
         ("refused", ", ".join(f"{count} {reason}" for reason, count in sorted(now.refused.items()) if count) or "none"),
@@ -270,8 +270,8 @@ def rounds(
         for round_ in known
     ]
     print_table(counted(len(known), "round"), (*ROUND_COLUMNS, *(f"{name}>" for name in (*settings, *names))), rows)
-    if shares := _shares(known):
-        print(shares)
+    if text := shares(known):
+        print(text)
     others = sorted(set().union(*(round_.metrics for round_ in known)) - set(names) - _IN_COLUMNS)
     if others:
         stderr_console().print(f"further metrics, for --metric: {', '.join(others)}")
@@ -447,7 +447,7 @@ def _show_round(round_: pb.Round, output: Output) -> None:
         if took:
             print(f"time of its steps: {', '.join(took)}")
     if round_.HasField("asynchronous"):
-        print(f"buffer: {_buffer_sentence(round_.asynchronous)}")
+        print(f"buffer: {buffer_sentence(round_.asynchronous)}")
     if round_.liars:
         print(f"sent wrong shares (bad_share), and left out from now on: {', '.join(round_.liars)}")
     if round_.left_out:
@@ -474,7 +474,7 @@ def _round_sentence(round_: pb.Round) -> str:
     return sentence + (f", {round_.reason}" if round_.reason else "")
 
 
-def _buffer_sentence(buffer: pb.AsynchronousProgress) -> str:
+def buffer_sentence(buffer: pb.AsynchronousProgress) -> str:
     """Return the state of a buffer, and the ages of its updates."""
     ages = Counter(buffer.staleness.values())
     text = f"{len(buffer.staleness)} of {counted(buffer.buffer, 'update')}"
@@ -484,7 +484,7 @@ def _buffer_sentence(buffer: pb.AsynchronousProgress) -> str:
     return f"{text}; {buffer.at_work} of {counted(buffer.concurrency, 'client')} at work"
 
 
-def _shares(rounds: Sequence[pb.Round]) -> str:
+def shares(rounds: Sequence[pb.Round]) -> str:
     """Return each client's share of the newest buffers, or "".
 
     Args:

@@ -15,15 +15,16 @@ from fedring.server.round.events import (
     Abandon,
     Aggregate,
     Effect,
-    Phase,
     Presence,
     Round,
+    RoundRules,
     RoundState,
     Start,
     Steps,
     TakeStep,
 )
 from fedring.server.round.machine import SYNCHRONOUS, pending, ready
+from fedring.train.jobs.asynchronous_table import Asynchronous
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,5 +141,20 @@ ASYNCHRONOUS = (
 )
 """Nobody waits for anybody: clients come and go, and the first updates make the next version."""
 
-if [step.phase for step in ASYNCHRONOUS[:2]] != [Phase.WAITING, Phase.TRAINING]:
-    raise ValueError("a synchronous round begins with waiting and training")
+
+def asynchronous_rules(rules: RoundRules, table: Asynchronous, carried: frozenset[str]) -> RoundRules:
+    """Return the rules of a round of an asynchronous job.
+
+    Args:
+        rules: of the job's rounds.
+        table: of the job.
+        carried: the clients that still work on commands of earlier rounds.
+    """
+    return replace(
+        rules,
+        phases=ASYNCHRONOUS,
+        buffer=table.buffer,
+        concurrency=table.concurrency,
+        sample_clients=table.concurrency,
+        carried=carried,
+    )

@@ -12,7 +12,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fedring.server.asynchronous.phases import ASYNCHRONOUS, Command, Deadlines, Expire, Given, Over
+from fedring.daemon.metrics import Registry
+from fedring.server.asynchronous.phases import (
+    ASYNCHRONOUS,
+    Command,
+    Deadlines,
+    Expire,
+    Given,
+    Over,
+    asynchronous_rules,
+)
 from fedring.server.round.dispatch import Dispatch
 from fedring.server.round.events import Enlisted, Failed, Phase, RoundRules, Stepped, Steps
 from fedring.server.round.open_round import KindMaker, OpenRound, RoundKind
@@ -26,19 +35,41 @@ from fedring.train.jobs.asynchronous_table import Asynchronous
 from fedring.train.jobs.override_table import overrides_of
 from fedring.v1 import federation_pb2 as pb
 
+_AGES = (0, 1, 2, 3, 5, 10, 20, 50)
+_REASONS = ("deadline", "too_stale")
+
+
+class AsynchronousMetrics:
+    """Counts commands and the ages of updates."""
+
+    def __init__(self, registry: Registry) -> None:
+        text = "Versions by which the model that an accepted update of an asynchronous job began with is older."
+        self.staleness = registry.histogram("fl_server_update_staleness_versions", text, _AGES)
+        text = "Clients that work on commands of asynchronous jobs."
+        self.at_work = registry.gauge("fl_server_commands_at_work", text)
+        text = "Commands of asynchronous jobs that ended without an update."
+        self.over = registry.counter("fl_server_commands_over_total", text, reason=_REASONS)
+
 
 class AsynchronousRounds(KindMaker):
     """The kind of rounds that wait for nobody."""
 
+    @classmethod
+    def declare(cls, registry: Registry) -> AsynchronousMetrics:
+        """See KindMaker.declare."""
+        return AsynchronousMetrics(registry)
+
     def __init__(
-        self, rounds: Rounds, facts: Facts, sessions: Sessions, metrics: object, authority: Path | None
+        self, rounds: Rounds, facts: Facts, sessions: Sessions, metrics: AsynchronousMetrics, authority: Path | None
     ) -> None:
-        self._rounds, self._facts, self._sessions = rounds, facts, sessions
+        self._rounds, self._facts, self._sessions, self._metrics = rounds, facts, sessions, metrics
+        metrics.at_work.set_function(lambda: sum(len(told.outstanding) for told in (*rounds, *rounds.carried())))
 
     def kind_of(self, open_: OpenRound) -> RoundKind | None:
         """Return the course of an asynchronous round."""
         table = open_.job.asynchronous
-        return None if table is None else AsynchronousRound(open_, table, self._rounds, self._facts, self._sessions)
+        parts = (self._rounds, self._facts, self._sessions, self._metrics)
+        return None if table is None else AsynchronousRound(open_, table, *parts)
 
 
 class AsynchronousRound(RoundKind):
@@ -47,9 +78,18 @@ class AsynchronousRound(RoundKind):
     phases = ASYNCHRONOUS
     lasting = True
 
-    def __init__(self, open_: OpenRound, table: Asynchronous, rounds: Rounds, facts: Facts, sessions: Sessions) -> None:
+    def __init__(
+        self,
+        open_: OpenRound,
+        table: Asynchronous,
+        rounds: Rounds,
+        facts: Facts,
+        sessions: Sessions,
+        metrics: AsynchronousMetrics,
+    ) -> None:
         super().__init__(open_)
         self._table, self._rounds, self._facts, self._sessions = table, rounds, facts, sessions
+        self._metrics = metrics
         self._dispatch = Dispatch(sessions)
 
     async def prepare(self) -> None:
@@ -96,7 +136,8 @@ class AsynchronousRound(RoundKind):
             first.round, first.job_id, first.job_round, Phase.PUBLISHED, 0.0, base.version, overrides=overrides
         )
         told = OpenRound(ended, open_.job, pb.TrainCmd.FromString(first.command), base)
-        told.kind = AsynchronousRound(told, self._table, self._rounds, self._facts, self._sessions)
+        parts = (self._rounds, self._facts, self._sessions, self._metrics)
+        told.kind = AsynchronousRound(told, self._table, *parts)
         told.published = first.published
         told.outstanding.update(self._ends(rows))
         self._rounds.carry(told)
@@ -111,15 +152,7 @@ class AsynchronousRound(RoundKind):
 
     def rules(self, rules: RoundRules) -> RoundRules:
         """See RoundKind.rules."""
-        table = self._table
-        return replace(
-            rules,
-            phases=self.phases,
-            buffer=table.buffer,
-            concurrency=table.concurrency,
-            sample_clients=table.concurrency,
-            carried=self.open.carried,
-        )
+        return asynchronous_rules(rules, self._table, self.open.carried)
 
     async def start(self, row: RoundRow) -> None:
         """Store the commands of the clients that the round begins with."""
@@ -198,6 +231,7 @@ class AsynchronousRound(RoundKind):
     def _end(self, told: OpenRound, client: str, reason: str) -> None:
         """End a client's command without an answer, and tell it."""
         self._rounds.release(told, client)
+        self._metrics.over.labels(reason).inc()
         self._dispatch.over(replace(told.row, reason=reason), self._rounds.latest, client)
         text = f"the command of {client} from version {told.base.version} is over without an update: {reason}"
         self._rounds.note(self.open, "command_over", text, client)
@@ -205,6 +239,8 @@ class AsynchronousRound(RoundKind):
     def answered(self, told: OpenRound, client: str) -> None:
         """See RoundKind.answered."""
         self._rounds.release(told, client)
+        if client in self.open.accepted:
+            self._metrics.staleness.observe(self.open.accepted[client].staleness)
         if self.open.phase is Phase.TRAINING:
             self._rounds.handle(self.open, Stepped(Over(client)))
 

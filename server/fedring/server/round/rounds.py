@@ -105,7 +105,7 @@ class Rounds:
 
         They are those of one job, unless `job_id` is 0.
         """
-        return [told for told in self._carried.values() if job_id in (0, told.row.job_id)]
+        return [told for told in tuple(self._carried.values()) if job_id in (0, told.row.job_id)]
 
     def carry(self, told: OpenRound) -> None:
         """Keep an ended round until its command is over for all."""

@@ -117,7 +117,8 @@ def check_offer(header: pb.UpdateHeader, terms: Terms) -> tuple[PacketSpec, ...]
         raise TooLarge(f"{header.total_bytes} bytes; the limit is {terms.most_bytes}")
     packets = check_header(header, terms.schema, terms.opaque)
     if terms.deltas_only and any(each.kind == "weights" for each in packets if each.vector == "parameters"):
-        text = "parameters as weights: a job with update_clip, update_clip_factor or dp takes differences only"
+        keys = "update_clip, update_clip_factor, dp or asynchronous"
+        text = f"parameters as weights: a job with {keys} takes differences only"
         raise BadUpdate(text, reason="bad_packets")
     control = header.control
     if control.line != terms.control_line:

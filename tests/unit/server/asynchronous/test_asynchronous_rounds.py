@@ -222,11 +222,8 @@ async def test_a_restarted_server_goes_on_in_the_middle_of_a_buffer(tmp_path: Pa
         one = await model_of(host, told["a"].round)
     async with running(tmp_path) as host:
         again = host.join("slow")
-        async with asyncio.timeout(60):
-            while not any(each.phase is Phase.TRAINING for each in host.rounds):
-                with pytest.raises(Unavailable):
-                    await host.push(again, told["slow"], 4 * ONES)
-                await asyncio.sleep(0.01)
+        with pytest.raises(Unavailable):  # the job has not gone on yet: the update may come again
+            host.rounds.deliverable(host.store.run_id, told["slow"].round, "slow")
         command = await host.command(again)
         assert (command.round, command.model_digest) == (told["slow"].round, told["slow"].model_digest)
         assert (await host.push(host.join("a"), second, 2 * ONES)).accepted.already
@@ -276,6 +273,7 @@ async def test_the_models_of_outstanding_commands_are_kept(tmp_path: Path) -> No
                 await host.push(sessions[name], told[name], ONES)
             for name in ("a", "b"):
                 told[name] = await host.command(sessions[name])
+        await host.facts.db(host.facts.prune, 1, 2, 99, 0)
         kept = {row.version for row in await host.facts.db(host.store.models.newest)}
         assert told["slow"].model_version in kept
         assert len(kept) <= 3
