@@ -18,8 +18,8 @@ class Burns:
         until: The file.
     """
 
-    def __init__(self, until: str) -> None:
-        self.until = Path(until)
+    def __init__(self, until: Path) -> None:
+        self.until = until
 
     def combine(self, deltas: Float64, weights: Float64) -> Float64:
         """Return the mean."""
