@@ -44,6 +44,7 @@ class Script:
         self.changed: list[str] = []
         self.parts: dict[int, list[dict[str, Any]]] = {}
         self.unknown: set[int] = set()  # ids of jobs
+        self.all_clients: list[dict[str, Any]] = []  # of which `now` has the first
 
     def play(self, other: "Script") -> None:
         """Take the states of another one, so that one server can serve several tests."""
@@ -60,6 +61,10 @@ class Script:
             "job": None if job_id in self.unknown else job,
             "rounds": [row | {"clients": self.parts.get(row["round"], [])} for row in rows] if clients else rows,
         }
+
+    async def clients(self, search: str, skip: int) -> Mapping[str, Any]:
+        found = [client for client in self.all_clients if search.lower() in client["client_id"]]
+        return {"clients": found[skip : skip + 200], "total": len(found)}
 
     async def events(self, after: int) -> Mapping[str, Any]:
         return {"events": []}

@@ -250,9 +250,18 @@ class TestEmpty:
         assert state["round"] is state["waits_for"] is state["group"] is None
         assert read(fleet, "/api/rounds") == {"job": None, "rounds": []}
         assert read(fleet, "/api/events") == {"events": state["events"]}
+        assert read(fleet, "/api/clients") == {"clients": [], "total": 0}
+        assert read(fleet, f"/api/clients?search=a&skip={'9' * 19}") == {"clients": [], "total": 0}
 
     @pytest.mark.parametrize(
-        "path", ["/api/rounds?job=-1", "/api/rounds?after=1e3", "/api/events?after=٣", "/api/rounds?job=" + "9" * 99]
+        "path",
+        [
+            "/api/rounds?job=-1",
+            "/api/rounds?after=1e3",
+            "/api/events?after=٣",
+            "/api/clients?skip=-1",
+            "/api/rounds?job=" + "9" * 99,
+        ],
     )
     def test_a_malformed_number_is_refused(self, fleet: Fleet, path: str) -> None:
         response, body = ask(fleet, quote(path, safe="/?=&"))
@@ -313,6 +322,11 @@ def test_the_progress_of_a_job_can_be_read_live_and_afterwards(tmp_path: Path) -
         assert {client["client_id"]: client["state"] for client in seen["clients"]} == {
             f"client-{i}": "watching" for i in range(CLIENTS)
         }
+        names = [client["client_id"] for client in read(fleet, "/api/clients?skip=1")["clients"]]
+        assert names == [f"client-{i}" for i in range(1, CLIENTS)]
+        one = read(fleet, "/api/clients?search=CLIENT-1")
+        assert ([client["updates"] for client in one["clients"]], one["total"]) == ([ROUNDS], 1)
+        assert seen["server"]["known"] == CLIENTS
         answer = read(fleet, f"/api/rounds?job={job_id}")
         assert answer["job"].pop("changed") == ["name", "rounds", "epochs"]
         assert answer["job"].pop("settings")["epochs"] == 2

@@ -103,19 +103,48 @@ def test_a_long_job_has_all_rounds_in_its_curves_and_the_newest_ones_in_its_tabl
     assert "99.00 %" in window.text("#tiles")
 
 
+CLIENT = {
+    "state": "watching",
+    "activity": "training",
+    "progress": 0.4,
+    "software": "s",
+    "address": "a",
+    "updates": 1,
+    "part": "asked",
+}
+
+
+def test_the_server_searches_and_turns_the_pages_of_very_many_clients(window: Window, script: Script) -> None:
+    script.all_clients = [CLIENT | {"client_id": f"client-{i:05}"} for i in range(10_000)]
+    server = SERVER | {"clients": 9_990, "watching": 9_990, "known": 10_000}
+    script.now |= {"server": server, "clients": script.all_clients[:200]}
+    first, rows = "document.querySelector('#clients tbody tr')?.textContent", "#clients tbody tr"
+    window.until("document.querySelector('#clients').textContent.includes('and 9,800 more')")
+    window.page.click("text=later")
+    window.until(f"{first}?.includes('client-00200')")
+    assert "and 9,600 more: flctl clients" in window.text("#clients")
+    window.page.fill("#client-search", "Client-077")
+    window.until(f"{first}?.includes('client-07700')")
+    assert window.page.locator(rows).count() == 100
+    assert window.text("#client-count") == "100 of 10,000"
+    window.page.fill("#client-search", "client-0")
+    window.until("document.querySelector('#client-count').textContent === '10,000 of 10,000'")
+    for turned in ("00200", "00400"):
+        window.page.click("text=later")
+        window.until(f"{first}?.includes('client-{turned}')")
+    window.page.click("text=earlier")
+    window.until(f"{first}?.includes('client-00200')")
+    window.page.fill("#client-search", "nobody")
+    window.until("document.querySelector('#clients').textContent.includes('No client fits the search.')")
+    window.page.fill("#client-search", "")
+    window.until(f"{first}?.includes('client-00000')")
+    assert window.complaints == []
+
+
 def test_clients_that_are_not_shown_are_counted(window: Window, script: Script) -> None:
-    client = {
-        "state": "watching",
-        "activity": "training",
-        "progress": 0.4,
-        "software": "s",
-        "address": "a",
-        "updates": 1,
-        "part": "asked",
-    }
     script.now |= {
         "server": SERVER | {"clients": 1000},
-        "clients": [client | {"client_id": f"client-{i}"} for i in range(200)],
+        "clients": [CLIENT | {"client_id": f"client-{i}"} for i in range(200)],
     }
     window.until("document.querySelectorAll('#clients tbody tr').length === 200")
     assert "and 800 more: flctl clients" in window.text("#clients")

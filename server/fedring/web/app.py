@@ -37,6 +37,13 @@ class Source(Protocol):
         """
         ...
 
+    async def clients(self, search: str, skip: int) -> Mapping[str, Any]:
+        """Return some of the clients that a search finds.
+
+        The answer has their total, too.
+        """
+        ...
+
     async def events(self, after: int) -> Mapping[str, Any]:
         """Return the events after the event `after`; 0 = the newest ones."""
         ...
@@ -55,6 +62,11 @@ def make_app(source: Source, feed: Feed, *, names: Collection[str]) -> ASGIApp:
         clients = _number(request, "clients") > 0
         return JSONResponse(await source.rounds(_number(request, "job"), _number(request, "after"), clients=clients))
 
+    async def clients(request: Request) -> Response:
+        return JSONResponse(
+            await source.clients(request.query_params.get("search", "")[:128], _number(request, "skip"))
+        )
+
     async def events(request: Request) -> Response:
         return JSONResponse(await source.events(_number(request, "after")))
 
@@ -66,6 +78,7 @@ def make_app(source: Source, feed: Feed, *, names: Collection[str]) -> ASGIApp:
         Route("/healthz", health),
         Route("/api/state", state),
         Route("/api/rounds", rounds),
+        Route("/api/clients", clients),
         Route("/api/events", events),
         Route("/api/stream", feed),
         Route("/", files.page),

@@ -32,6 +32,9 @@ class Facts:
     async def rounds(self, job_id: int, after: int, *, clients: bool = False) -> Mapping[str, Any]:
         return {}
 
+    async def clients(self, search: str, skip: int) -> Mapping[str, Any]:
+        return {}
+
     async def events(self, after: int) -> Mapping[str, Any]:
         return {}
 

@@ -154,6 +154,26 @@ def event_summary(event: pb.Event) -> Summary:
     return {key: getattr(event, key) for key in _EVENT_KEYS}
 
 
+def client_names(
+    sessions: Iterable[Session], updates: Iterable[str], round_: Round | None, search: str = ""
+) -> list[str]:
+    """Return the clients in session, and then those that are away.
+
+    Args:
+        sessions: of the clients, by name.
+        updates: the clients of whom updates were accepted.
+        round_: the round whose clients are told, too.
+        search: a part of the name, software or address of a client, in lower case; others are left out.
+    """
+    here = {session.client_id: session for session in sessions}
+    asked = round_.selected | round_.evaluators if round_ else frozenset()
+    away = sorted({*updates, *asked} - here.keys())
+    if not search:
+        return [*here, *away]
+    found = (name for name, each in here.items() if search in f"{name} {each.software} {each.address}".lower())
+    return [*found, *(name for name in away if search in name.lower())]
+
+
 def client_summaries(
     sessions: Iterable[Session],
     updates: Mapping[str, int],
@@ -161,10 +181,9 @@ def client_summaries(
     held: Mapping[str, Sequence[int]] = MappingProxyType({}),
     *,
     shown_job: int = 0,
+    names: Sequence[str] | None = None,
 ) -> list[Summary]:
-    """Summarize clients in session, and then those that are away.
-
-    By name; at most MOST_CLIENTS of them.
+    """Summarize clients, at most MOST_CLIENTS of them.
 
     Args:
         sessions: of the clients.
@@ -172,10 +191,10 @@ def client_summaries(
         round_: the round whose clients' parts are told.
         held: the jobs in whose open rounds each client takes part.
         shown_job: the job of that round.
+        names: which clients; by default all of `client_names`.
     """
     here = {session.client_id: session for session in sessions}
-    asked = round_.selected | round_.evaluators if round_ else frozenset()
-    away = sorted((updates.keys() | asked) - here.keys())
+    names = client_names(here.values(), updates, round_) if names is None else names
     return [
         {
             "client_id": name,
@@ -192,7 +211,7 @@ def client_summaries(
             "jobs": list(held.get(name, ())),
             "why": _why_not_ready(name, session, round_) or _why_elsewhere(held.get(name, ()), session, shown_job),
         }
-        for name in [*here, *away][:MOST_CLIENTS]
+        for name in names[:MOST_CLIENTS]
     ]
 
 

@@ -5,6 +5,7 @@ They are those that flctl is told, and may be sent four times a second.
 
 import asyncio
 import time
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +13,7 @@ from fedring.server.operator.privacy_spent import PrivacySpent
 from fedring.server.operator.report import event_message
 from fedring.server.operator.summaries import (
     Summary,
+    client_names,
     client_summaries,
     event_summary,
     group_summary,
@@ -25,7 +27,7 @@ from fedring.server.operator.summaries import (
 )
 from fedring.server.round.report import open_message, round_message
 from fedring.server.round.rounds import Rounds
-from fedring.server.sessions.sessions import Sessions
+from fedring.server.sessions.sessions import Session, Sessions
 from fedring.server.state.facts import Facts
 from fedring.server.state.journal import Journal, rfc3339
 from fedring.server.state.rows import EvaluationRow, EventRow, JobRow, RoundRow
@@ -74,25 +76,21 @@ class View:
         current = open_message(running) or self._last_round(stored)
         job = next((row for row in stored.jobs if current is not None and row.job_id == current.job_id), None)
         sessions = list(self._sessions)
+        names = client_names(sessions, stored.updates, running.state.round if running else None)
         return {
             "server": {
                 "version": self._version,
                 "run_id": self._store.run_id,
                 "started_at": rfc3339(self._began),
                 "clients": len(sessions),
+                "known": len(names),
                 "watching": sum(session.matched for session in sessions),
                 "model_version": latest.version if latest else 0,
             },
             "round": round_summary(current) if current else None,
             "waits_for": wait_summary(running),
             "rounds": [open_round_summary(each) for each in list(now)[-MOST_OPEN:]],
-            "clients": client_summaries(
-                sessions,
-                stored.updates,
-                running.state.round if running else None,
-                now.holders,
-                shown_job=running.row.job_id if running else 0,
-            ),
+            "clients": self._clients(names, sessions, stored),
             "group": group_summary(running.group if running and running.group else now.group, self._sessions, job)
             if job
             else None,
@@ -101,6 +99,26 @@ class View:
             "privacy": privacy_summary(self._spent.now),
             "events": self._recent(stored),
         }
+
+    async def clients(self, search: str, skip: int) -> dict[str, Any]:
+        """Return some of the clients that a search finds.
+
+        The answer has their total, too.
+
+        Args:
+            search: a part of the name, software or address of a client.
+            skip: how many of them to leave out.
+        """
+        stored, running, sessions = await self._read(), self._rounds.newest, list(self._sessions)
+        round_ = running.state.round if running else None
+        names = client_names(sessions, stored.updates, round_, search.lower())
+        return {"clients": self._clients(names[skip:], sessions, stored), "total": len(names)}
+
+    def _clients(self, names: Sequence[str], sessions: Iterable[Session], stored: _Stored) -> list[Summary]:
+        running = self._rounds.newest
+        round_, shown = (running.state.round, running.row.job_id) if running else (None, 0)
+        held = self._rounds.holders
+        return client_summaries(sessions, stored.updates, round_, held, shown_job=shown, names=names)
 
     async def rounds(self, job_id: int, after: int, *, clients: bool = False) -> dict[str, Any]:
         """Return a job with its ended rounds above `after`, oldest first.

@@ -1,12 +1,13 @@
 // The page: it listens to the server's stream, keeps the newest state, and shows what has changed.
 
 import { showCharts, showClientCurves } from "./charts.js";
+import { searchClients, showSome } from "./clients.js";
 import { at, fill, h } from "./dom.js";
 import { clock, longDuration, middle, setClock } from "./format.js";
 import { showGroup } from "./group.js";
 import { presentJob, showNow, showTiles } from "./now.js";
 import { showSettings } from "./settings.js";
-import { showClients, showEvents, showModels, showRounds } from "./tables.js";
+import { showEvents, showModels, showRounds } from "./tables.js";
 
 const SILENCE = 12_000; // milliseconds; without a message for so long, the connection counts as lost
 const state = {}; // the parts of api/state
@@ -31,7 +32,7 @@ function show(parts) {
   if (has("jobs", "round")) showJobs();
   if (has("jobs", "round", "rounds", "waits_for", "group", "server", "privacy")) showNow(state);
   if (has("server", "jobs")) showHistory(false);
-  if (has("clients", "server")) showClients(state.clients, state.server);
+  if (has("clients", "server")) showSome(state);
   if (has("group")) showGroup(state.group);
   if (has("models")) showModels(state.models);
   if (has("events") || has("jobs")) showEvents(state.events, state.jobs, numbers());
@@ -226,7 +227,8 @@ function showUnknown(id) {
 
 at("job").addEventListener("change", (event) => go(Number(event.target.value), compared().map(([id]) => id)));
 at("other").addEventListener("change", () => go(chosen, [...at("other").querySelectorAll(":checked")].map((box) => Number(box.value))));
-for (const id of ["client-search", "client-order"]) at(id).addEventListener("input", () => showClients(state.clients, state.server));
+at("client-search").addEventListener("input", () => searchClients(state));
+at("client-order").addEventListener("input", () => showSome(state));
 window.addEventListener("hashchange", follow);
 at("all-settings").addEventListener("change", () => showHistory());
 at("client-curves").addEventListener("toggle", () => refreshRounds());

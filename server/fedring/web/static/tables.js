@@ -23,14 +23,15 @@ const ORDERS = {
   "client-updates": (a, b) => b.updates - a.updates,
 };
 
-export function showClients(clients, server) {
+// `page` is what the server has found, if it was asked; `turn` shows another part.
+export function showClients(clients, server, page, turn) {
   at("clients-title").replaceChildren("Clients ", h("span", { class: "muted" }, `${count(server?.clients ?? 0)} connected`));
-  at("client-tools").hidden = !clients?.length;
-  if (!clients?.length) {
+  at("client-tools").hidden = !clients?.length && !page;
+  if (!clients?.length && !page) {
     return fill(at("clients"), empty("No client is connected. On each client's machine: ", h("code", {}, "fl-client server=HOST:PORT")));
   }
   const wanted = at("client-search").value.trim().toLowerCase();
-  const found = clients.filter((client) => !wanted || searched(client).includes(wanted)).sort(ORDERS[at("client-order").value]);
+  const found = clients.filter((client) => page || !wanted || searched(client).includes(wanted)).sort(ORDERS[at("client-order").value]);
   const columns = [["client", ""], ["state", ""], ["activity", ""], ["this round", ""], ["updates", "right"], ["software", ""], ["address", ""]];
   if (found.some((client) => client.why)) columns.splice(2, 0, ["why not ready", "why"]);
   const rows = found.map((client) => {
@@ -40,9 +41,20 @@ export function showClients(clients, server) {
     if (columns.length > cells.length) cells.splice(2, 0, client.why ? h("span", { class: "warn" }, client.why) : "–");
     return cells;
   });
-  const more = server && server.clients > clients.length ? empty(`and ${count(server.clients - clients.length)} more: flctl clients`) : null;
-  at("client-count").textContent = wanted ? `${count(found.length)} of ${count(clients.length)}` : "";
+  const skip = page?.skip ?? 0, total = page?.total ?? known(server), left = total - skip - clients.length;
+  const more = left > 0 || skip ? empty(left > 0 ? `and ${count(left)} more: flctl clients ` : "", pager("earlier", skip > 0, turn, skip - MOST_ROWS), " ", pager("later", left > 0, turn, skip + MOST_ROWS)) : null;
+  at("client-count").textContent = page ? `${count(total)} of ${count(known(server))}` : wanted ? `${count(found.length)} of ${count(clients.length)}` : "";
   fill(at("clients"), found.length ? table("clients", columns, rows) : empty("No client fits the search."), more);
+}
+
+// How many clients there are, with those that are away.
+export const known = (server) => server?.known ?? server?.clients ?? 0;
+
+function pager(word, shown, turn, skip) {
+  if (!shown) return "";
+  const button = h("button", { type: "button", class: "page" }, word);
+  button.addEventListener("click", () => turn(Math.max(0, skip)));
+  return button;
 }
 
 // A client in session that the round cannot draw is not ready for it.

@@ -10,6 +10,7 @@ from fedring.server.group import machine as gr
 from fedring.server.group.rendezvous import Rendezvous
 from fedring.server.operator.summaries import (
     activity_name,
+    client_names,
     client_summaries,
     event_summary,
     group_summary,
@@ -225,3 +226,16 @@ def test_settings_of_tables_that_a_job_may_lack_are_told_by_their_names() -> Non
     assert told["settings"]["dp.noise_multiplier"] == 2.0
     assert told["changed"] == ["dp.noise_multiplier"]
     assert told["settings"]["secure_aggregation"] is None
+
+
+def test_clients_are_found_by_name_software_and_address_and_by_name_when_they_are_away() -> None:
+    sessions = [Session("Ann", "s", "fedring/1", "ipv4:10.0.0.7", NOBODY), Session("bob", "t", "node/2", "x", NOBODY)]
+    away = {"zoe-10.0.0.7": 3, "ann": 1}
+    assert client_names(sessions, away, None) == ["Ann", "bob", "ann", "zoe-10.0.0.7"]
+    found = {word: client_names(sessions, away, None, word) for word in ("ann", "node", "10.0.0.7", "nobody")}
+    assert found == {"ann": ["Ann", "ann"], "node": ["bob"], "10.0.0.7": ["Ann", "zoe-10.0.0.7"], "nobody": []}
+    page = client_summaries(sessions, away, None, names=["zoe-10.0.0.7", "bob"])
+    assert [(one["client_id"], one["state"], one["updates"]) for one in page] == [
+        ("zoe-10.0.0.7", "away", 3),
+        ("bob", "joined", 0),
+    ]
