@@ -236,7 +236,7 @@ class Processes:
         return self._spread(clients, lambda left: AT_A_TIME, 0)
 
     def _few(self, left: int) -> int:
-        """Return how many of the clients that are left a worker is given.
+        """Return the number of waiting clients that a worker is given.
 
         There are fewer at the end, so that all workers end together.
         """
