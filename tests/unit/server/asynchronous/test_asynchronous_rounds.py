@@ -11,8 +11,10 @@ from numpy.typing import NDArray
 from tests.damage import set_epoch, write
 from tests.unit.host import ONES, Host, running, spec
 
+from fedring.daemon.config import ConfigError
 from fedring.rpc.errors import BadUpdate, OtherUpdate, Unavailable, UnknownRound
 from fedring.server.aggregation.modelfile import ModelReader
+from fedring.server.operator.job_checks import JobChecks
 from fedring.server.round.events import Left, Phase
 from fedring.server.sessions.sessions import Session
 from fedring.server.state.checked import CheckedReader
@@ -320,3 +322,12 @@ async def test_a_kill_between_a_command_and_its_rounds_row_leaves_the_client_fre
         assert not (await host.push(late, command, ONES)).accepted.already
         model = await model_of(host, command.round)
         assert len(await host.facts.db(host.store.updates.of_round, model.round)) == 2
+
+
+async def test_a_server_refuses_jobs_whose_models_it_would_not_keep_and_warns_of_large_buffers(tmp_path: Path) -> None:
+    async with running(tmp_path, keep_models=5) as host:
+        checks = JobChecks(host.config, host.parts.models.maker)
+        with pytest.raises(ConfigError, match="keep_models=5: raise that, or lower max_staleness"):
+            checks.check(buffered(max_staleness=5), [], runs_next=True)
+        assert "buffer = 2 is close to concurrency = 3" in checks.check(buffered(max_staleness=4), [], runs_next=True)
+        assert checks.check(buffered(concurrency=9, max_staleness=4), [], runs_next=True) == ""
