@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from fedring.server.state.sql.store import Store
+from tests import postgres
 
 Implementation = Callable[[Path, int], Store]
 """Makes a store in an empty folder that keeps so many events."""
@@ -17,4 +18,8 @@ def in_memory(_folder: Path, keep_events: int) -> Store:
     return Store("sqlite://", keep_events=keep_events)
 
 
-IMPLEMENTATIONS: tuple[Implementation, ...] = (in_a_file, in_memory)
+def in_postgres(_folder: Path, keep_events: int) -> Store:
+    return Store(postgres.shared().new_database(), keep_events=keep_events)
+
+
+IMPLEMENTATIONS: tuple[Implementation, ...] = (in_a_file, in_memory, in_postgres)

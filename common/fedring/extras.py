@@ -10,6 +10,7 @@ from fedring.requirements import UnfitVersionError
 
 PACKAGES = {
     "server": ("grpc_reflection", "plotly", "sqlalchemy", "starlette", "uvicorn"),
+    "ha": ("obstore", "psycopg"),
     "cli": ("rich",),
     "bench": ("matplotlib",),
 }

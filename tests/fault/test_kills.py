@@ -7,12 +7,12 @@ state is checked, and every model is recomputed.
 import random
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from fedring.codec.digest import is_called, name_of
+from fedring.codec.digest import is_called
 from tests.conftest import REPEATED, SEED
 from tests.damage import ask
+from tests.fault.counted_updates import FolderState, check_models, check_updates
 from tests.fault.faulty_fleet import FaultyFleet, wait_for
 from tests.fault.killable_clients import SIZE, KillableClients
 from tests.fault.random_kills import KEEP_ALL, LONGEST, wait
@@ -48,8 +48,8 @@ def test_each_accepted_update_counts_once_however_often_the_server_is_killed(tmp
     assert update_log.surprises == []
     assert "Traceback" not in log
     check_files(state)
-    counted = check_updates(state, update_log)
-    check_models(state, update_log, rounds)
+    counted = check_updates(FolderState(state), update_log)
+    check_models(FolderState(state), update_log, rounds)
     print(f"{kills} kills, {counted} updates in {rounds} rounds; {update_log.summary()}")
 
 
@@ -79,52 +79,3 @@ def check_files(state: Path) -> None:
         assert is_called(path.read_bytes(), name)
     # The server may be killed while it tests the disk with a file; the next start deletes that file.
     assert {path.name for path in (state / "partial").iterdir()} <= {"probe"}
-
-
-def check_updates(state: Path, update_log: UpdateLog) -> int:
-    """Assert that confirmed updates are in the database once, and refused ones are not; return how many there are."""
-    rows = ask(state, "SELECT round, client_id, digest, num_samples, length(blob) FROM updates")
-    accepted = {(number, client): digest for number, client, digest, _, _ in rows}
-    assert len(accepted) == len(rows)
-    assert {key: accepted.get(key) for key in update_log.confirmed} == update_log.confirmed
-    assert [key for key in update_log.refused if accepted.get(key[:2]) == key[2]] == []
-    for number, client, digest, samples, blob in rows:
-        offered = update_log.offered[number, client, digest]
-        assert (samples, bool(blob)) == (offered.samples, offered.large)
-    return len(rows)
-
-
-def check_models(state: Path, update_log: UpdateLog, rounds: int) -> None:
-    """Assert that each round has published one model: the previous one plus the mean of its accepted updates."""
-    ended = ask(state, "SELECT job_round, phase, base_version, model_version FROM rounds ORDER BY round")
-    assert ended == [(number, "published", number, number + 1) for number in range(1, rounds + 1)]
-    models = ask(state, "SELECT version, round, base_version, digest FROM models ORDER BY version")
-    assert [version for version, *_ in models] == list(range(1, rounds + 2))
-    before = np.zeros(SIZE, np.float32)
-    assert published(state, 1).tobytes() == before.tobytes()
-    for version, number, base, digest in models[1:]:
-        assert base == int(str(version)) - 1
-        after = published(state, int(str(version)))
-        assert after.tobytes() == recomputed(state, update_log, int(str(number)), before).tobytes(), f"model {version}"
-        assert name_of(after.tobytes()) == digest
-        before = after
-
-
-def published(state: Path, version: int) -> "np.ndarray[tuple[int], np.dtype[np.float32]]":
-    """Return the parameters in the version's file, which are its last bytes."""
-    ((blob,),) = ask(state, "SELECT blob FROM models WHERE version = ?", version)
-    return np.frombuffer((state / "blobs" / str(blob)).read_bytes()[-4 * SIZE :], "<f4")
-
-
-def recomputed(
-    state: Path, update_log: UpdateLog, number: int, base: "np.ndarray[tuple[int], np.dtype[np.float32]]"
-) -> "np.ndarray[tuple[int], np.dtype[np.float32]]":
-    """Return base + sum of n_i d_i / sum of n_i, in float64 in the order of the clients' names, rounded once."""
-    total, samples = np.zeros(SIZE, np.float64), 0
-    for client, digest in ask(
-        state, "SELECT client_id, digest FROM updates WHERE round = ? ORDER BY client_id", number
-    ):
-        offered = update_log.offered[number, str(client), str(digest)]
-        total += offered.samples * offered.values.astype(np.float64)
-        samples += offered.samples
-    return (base + total / samples).astype(np.float32)

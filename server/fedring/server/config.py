@@ -45,6 +45,12 @@ class ServerConfig(BaseSettings):
     )
     reflection: bool = Field(False, description="let callers list the services")
     state_dir: Path = Field(Path("fl-server-state"), description="folder for models, updates and the database")
+    state_url: str = Field(
+        "",
+        description="PostgreSQL database of a state that several servers share, postgresql://USER@HOST/DATABASE; empty = "
+        "the state is in state_dir",
+    )
+    blob_url: str = Field("", description="object store of that state, such as s3://BUCKET/PREFIX")
     audit_chain: bool = Field(
         False,
         description="keep a chained log of all updates in state_dir/receipts, each with the head of its client's log",
@@ -139,6 +145,8 @@ class ServerConfig(BaseSettings):
         for address in (self.listen, self.control_listen):
             if not is_loopback(address):
                 self._check_exposed(address)
+        if bool(self.state_url) != bool(self.blob_url):
+            raise ValueError("state_url and blob_url belong together: give both, or none")
         if self.tls.ca and not self.tls.cert:
             raise ValueError("tls.ca needs tls.cert and tls.key")
         return self

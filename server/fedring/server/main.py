@@ -22,7 +22,7 @@ from fedring.daemon.program import run
 from fedring.extras import missing
 from fedring.requirements import check_grpcio, check_torch
 from fedring.server.config import ServerConfig
-from fedring.server.state.failures import FsyncFailed, StorageError, StorageFailed
+from fedring.server.state.failures import Deposed, FsyncFailed, StorageError, StorageFailed
 from fedring.train.errors import SeamError
 from fedring.version import VERSION
 
@@ -99,7 +99,8 @@ def fl_server(
     except (ConfigError, StorageError, FsyncFailed, SeamError) as error:
         print(f"fl-server: {error}", file=sys.stderr)
         later = isinstance(error, StorageFailed | FsyncFailed)  # nothing is wrong with the configuration
-        raise typer.Exit(Exit.FAILED if later else Exit.CONFIG) from error
+        failed = Exit.TRY_AGAIN if isinstance(error, Deposed) else Exit.FAILED
+        raise typer.Exit(failed if later else Exit.CONFIG) from error
     raise typer.Exit(code)
 
 

@@ -21,6 +21,7 @@ from fedring.server.state.failures import StorageError, StorageFailed
 from fedring.server.state.identity import open_state
 from fedring.server.state.log_check import older
 from fedring.server.state.rows import RoundRow
+from fedring.server.state.shared.leadership import Session
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +31,13 @@ _LATER = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 
 
 async def recover(
-    config: ServerConfig, stack: ExitStack, *, sweep: bool, drop_damaged: bool = False, accept_older: bool = False
+    config: ServerConfig,
+    stack: ExitStack,
+    *,
+    sweep: bool,
+    drop_damaged: bool = False,
+    accept_older: bool = False,
+    session: Session | None = None,
 ) -> Parts:
     """Open the state folder for this process alone, and recover its parts.
 
@@ -43,6 +50,7 @@ async def recover(
             rounds of jobs that do not run; without it, this is only a look.
         drop_damaged: forget models of which a file is damaged, instead of refusing to start without the newest.
         accept_older: go on, in a new epoch, if the database has lost commits, instead of refusing to start.
+        session: with the database of a shared state, in which this server leads; None = the state is in the folder.
 
     Raises:
         ConfigError: if the folder cannot be used, is in use, holds parts of two states, or has lost commits.
@@ -51,18 +59,17 @@ async def recover(
     """
     try:
         stack.enter_context(StateLock(config.state_dir))
-        store, blobs = open_state(
-            config.state_dir, adopt=sweep, accept_older=accept_older, log_bytes=config.database_log_bytes
-        )
+        facts = _open(config, session, adopt=sweep, accept_older=accept_older)
     except StorageFailed:
         raise
     except (OSError, StorageError) as error:
         if isinstance(error, OSError) and error.errno in _LATER:
             raise StorageFailed("disk_error" if error.errno == errno.EIO else "disk_full", str(error)) from error
-        raise ConfigError(f"state_dir {config.state_dir} cannot be used: {error}") from error
-    facts = Facts(store, blobs, threads=config.threads)
+        place = f"state_dir {config.state_dir}" if session is None else "the shared state"
+        raise ConfigError(f"{place} cannot be used: {error}") from error
     # The stack closes it even when a later step fails.
     stack.callback(facts.close)
+    store, blobs = facts.store, facts.blobs
     models = Models(blobs, facts.pool, config, store.run_id)
     pace = PaceSteering(config.max_connected, stay=config.idle_seconds)
     sessions = Sessions(config.max_clients, config.lost_after_seconds, pace)
@@ -78,6 +85,17 @@ async def recover(
             log.info("put aside %d files that nothing names", swept)
         await facts.db(blobs.forget_unnamed, config.unnamed_seconds)
     return parts
+
+
+def _open(config: ServerConfig, session: Session | None, *, adopt: bool, accept_older: bool) -> Facts:
+    if session is None:
+        files = open_state(
+            config.state_dir, adopt=adopt, accept_older=accept_older, log_bytes=config.database_log_bytes
+        )
+        return Facts(*files, threads=config.threads)
+    from fedring.server.state.shared.opening import open_shared  # whose packages are an extra
+
+    return Facts(*open_shared(config.state_dir, config.blob_url, session, adopt=adopt), threads=config.threads)
 
 
 async def reload(parts: Parts, *, end_orphans: bool = True) -> Collection[int]:

@@ -30,6 +30,7 @@ from fedring.server.config import ServerConfig
 from fedring.server.guard.descriptors import Shares, check_descriptors, shares, wanted
 from fedring.server.guard.ports import Security
 from fedring.server.guard.tokens import TokenService
+from fedring.server.leading import beat, lead
 from fedring.server.operator.privacy_spent import PrivacySpent
 from fedring.server.operator.readiness import look_after_storage
 from fedring.server.operator.view import View
@@ -38,7 +39,7 @@ from fedring.server.recovery import recover
 from fedring.server.round.replacements import look_after_groups
 from fedring.server.service.spans import TraceCalls
 from fedring.server.services import CLIENT_SERVICES, add_client_services, control_service, model_streams
-from fedring.server.state.failures import FsyncFailed
+from fedring.server.state.failures import Deposed, FsyncFailed
 from fedring.v1 import control_pb2, control_pb2_grpc
 from fedring.version import SOFTWARE, VERSION
 
@@ -88,7 +89,14 @@ async def serve(
     set_up_tracing("fl-server")
     limit = raise_limit(wanted(config).total)
     refuse_failed(check_descriptors(config, limit))
-    parts = await recover(config, stack, sweep=not check_only, drop_damaged=drop_damaged, accept_older=accept_older)
+    session, stop = None, None
+    if config.state_url:
+        stop = stop_event()
+        if (session := await lead(config, stop)) is None:
+            return Exit.OK
+    parts = await recover(
+        config, stack, sweep=not check_only, drop_damaged=drop_damaged, accept_older=accept_older, session=session
+    )
     log_always(lambda: parts.rounds.newest.ids if parts.rounds.newest else {})
     metrics = parts.metrics
     metrics.rounds.min_clients.set(config.job.min_clients)
@@ -128,7 +136,7 @@ async def serve(
         stops = [*(server.stop(seconds) for server in servers), *(page.stop(seconds) for page in pages)]
         await asyncio.gather(*stops)
 
-    stop = stop_event()  # before anybody learns that this server serves
+    stop = stop or stop_event()  # before anybody learns that this server serves
     for server in servers:
         await server.start()
     # Callers are answered from here on: those of before a restart come back while what jobs need is still imported.
@@ -149,6 +157,7 @@ async def serve(
         security.look_after_connections(),
         spent.run(),
         *(page.run() for page in pages),
+        *([beat(session, parts.facts)] if session else []),
     ]
     return await _until_stopped(parts, others, stop=stop, drain=drain, drain_seconds=config.drain_seconds)
 
@@ -245,7 +254,7 @@ async def _until_stopped(
     except* FsyncFailed as group:
         # The kernel may have dropped pages. Only a restart can be trusted, since it reads the disk.
         log.critical("cannot go on: %s", group.exceptions[0])
-        code, disk_failed = Exit.FAILED, True
+        code, disk_failed = Exit.TRY_AGAIN if isinstance(group.exceptions[0], Deposed) else Exit.FAILED, True
     except* Exception as group:  # a fault, or a disk that is full: a restart recovers from what is stored
         log.critical("cannot go on: %s", group.exceptions[0], exc_info=group.exceptions[0])
         code = Exit.FAILED

@@ -47,6 +47,19 @@ class FsyncFailed(Unavailable):
         )
 
 
+class Deposed(FsyncFailed):
+    """This server leads no more, or the database cannot be reached.
+
+    Nothing that it has not been told to be committed can be trusted. The daemon must exit, and start again as a standby.
+
+    Args:
+        why: a sentence without its full stop.
+    """
+
+    def __init__(self, why: str) -> None:
+        Unavailable.__init__(self, f"{why}: the server ends, and starts again as a standby")
+
+
 class StoreError(StorageError):
     """The database cannot be used, or does not allow a change.
 

@@ -15,8 +15,15 @@ from fedring.daemon.lock import StateInUse, StateLock
 from fedring.server.state.blob_interfaces import Blobs
 from fedring.server.state.blobs import FileBlobs, MemoryPartial
 from fedring.server.state.failures import FsyncFailed, StorageError
+from fedring.server.state.shared.object_blobs import ObjectBlobs, open_objects
 
-IMPLEMENTATIONS: tuple[Callable[[Path], Blobs], ...] = (FileBlobs,)
+
+def in_objects(folder: Path) -> ObjectBlobs:
+    (folder / "objects").mkdir(exist_ok=True)
+    return ObjectBlobs(open_objects((folder / "objects").as_uri()), FileBlobs(folder / "local", durable=False), term=1)
+
+
+IMPLEMENTATIONS: tuple[Callable[[Path], Blobs], ...] = (FileBlobs, in_objects)
 
 
 @pytest.fixture(params=IMPLEMENTATIONS)

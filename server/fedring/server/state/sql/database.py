@@ -40,6 +40,7 @@ _PAGE_BYTES = 1 << 14  # with pages of 4 KiB, a small update of 40 KB would take
 _READS = {"only_reads": True}
 """Marks a connection whose transactions only read."""
 
+_FULL_STATES = ("53100", "53200")  # of PostgreSQL: the disk or the memory is full
 _FSYNC_ERRORS = ("SQLITE_IOERR_FSYNC", "SQLITE_IOERR_DIR_FSYNC")
 
 
@@ -47,20 +48,20 @@ UNREADABLE = (DBAPIError, UnicodeDecodeError)
 """What an engine raises; the second for damaged messages of SQLite."""
 
 
-def open_database(url: str, *, log_bytes: int = LOG_BYTES) -> Engine:
+def open_database(database: str | Engine, *, log_bytes: int = LOG_BYTES) -> Engine:
     """Open a database, and check it.
 
     It is created if it is empty.
 
     Args:
-        url: where it is, as SQLAlchemy writes it.
+        database: where it is, as SQLAlchemy writes it; or its engine, if it is open already.
         log_bytes: how long SQLite's log may become.
 
     Raises:
         StoreError: "older_state" or "newer_state" if another version has written it, "corrupt" if it is damaged.
         StorageFailed: if the disk is full or failed.
     """
-    engine = _engine(url, log_bytes)
+    engine = _engine(database, log_bytes) if isinstance(database, str) else database
     try:
         with engine.begin() as connection:
             found = _read_version(connection)
@@ -174,8 +175,12 @@ def translate(error: Exception) -> StorageError | FsyncFailed:
 
 def meaning_of(error: BaseException | None) -> StorageError | FsyncFailed:
     """Return the error that stands for an exception of the database's driver."""
+    if isinstance(error, FsyncFailed):  # a listener of the engine has found out more
+        return error
     if isinstance(error, UnicodeDecodeError):
         return StoreError("corrupt", f"the database is damaged ({error}): restore a backup")
+    if getattr(error, "sqlstate", "") in _FULL_STATES:
+        return StorageFailed("disk_full", str(error).strip())
     name = getattr(error, "sqlite_errorname", "")
     if name in _FSYNC_ERRORS:
         return FsyncFailed(str(error))

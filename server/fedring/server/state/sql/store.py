@@ -4,7 +4,7 @@ import sqlite3
 from collections.abc import Sequence
 from pathlib import Path
 
-from sqlalchemy import delete, func, select, update
+from sqlalchemy import Engine, delete, func, select, update
 
 from fedring.server.state.rows import KEEP_EVENTS, EventRow, MetaRow, ModelRow, Pruned, TokenRow
 from fedring.server.state.sql import sealed
@@ -47,7 +47,7 @@ class Store:
         epoch: of the rounds: 0 until the state is restored from a backup, and greater after each restore.
 
     Args:
-        url: the database: "sqlite:///path", or "sqlite://" for one in memory.
+        database: "sqlite:///path", or "sqlite://" for one in memory; or an engine, which is open already.
         keep_events: how many of the newest events are kept.
         log_bytes: how long SQLite's log may become.
 
@@ -56,6 +56,7 @@ class Store:
             damaged.
     """
 
+<<<<<<< HEAD
     def __init__(self, url: str, *, keep_events: int = KEEP_EVENTS, log_bytes: int = LOG_BYTES) -> None:
         self._database = database = Database(open_database(url, log_bytes=log_bytes))
         self.jobs = JobStore(database)
@@ -68,8 +69,26 @@ class Store:
         self.events = EventStore(database, keep_events)
         self.tokens = TokenStore(database)
         found = {row.name: row.value for row in database.all(select(meta), MetaRow)}
+=======
+    def __init__(self, database: str | Engine, *, keep_events: int = KEEP_EVENTS, log_bytes: int = LOG_BYTES) -> None:
+        self._database = opened = Database(open_database(database, log_bytes=log_bytes))
+        self.jobs = JobStore(opened)
+        self.rounds = RoundStore(opened)
+        self.updates = UpdateStore(opened)
+        self.kept = KeptStore(opened)
+        self.models = ModelStore(opened)
+        self.evaluations = EvaluationStore(opened)
+        self.events = EventStore(opened, keep_events)
+        self.tokens = TokenStore(opened)
+        found = {row.name: row.value for row in opened.all(select(meta), MetaRow)}
+>>>>>>> 9f61860f (Let two servers share a state in PostgreSQL and an object store)
         self.run_id, self.secret = found["run_id"], found[SECRET]
         self.epoch = epoch_in(found)
+
+    def state_id(self) -> str:
+        """Return the id that also lies beside the blobs; "" if there is none yet."""
+        found = {row.name: row.value for row in self._database.all(select(meta), MetaRow)}
+        return found.get("state_id", "")
 
     def set_state_id(self, state_id: str) -> None:
         """Keep the id that also lies beside the blobs.
@@ -122,6 +141,8 @@ class Store:
 
         This is called when a round has ended.
         """
+        if self._database.engine.dialect.name != "sqlite":  # PostgreSQL looks after its own
+            return
         try:
             shorten_log(self._database.engine)
         except sqlite3.Error as error:
@@ -129,6 +150,8 @@ class Store:
 
     def log_bytes(self) -> int:
         """Return how much that is now, in bytes; called from any thread."""
+        if self._database.engine.dialect.name != "sqlite":
+            return 0
         try:
             return Path(f"{self._database.engine.url.database}-wal").stat().st_size
         except OSError:  # there is none yet, or the database is in memory

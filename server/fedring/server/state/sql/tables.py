@@ -130,7 +130,9 @@ _JSON = Kind(Text, _to_json, json.loads)
 _KINDS: dict[Any, Kind] = {
     int: Kind(BigInteger().with_variant(Integer(), "sqlite"), int),  # STRICT knows INTEGER, REAL, TEXT and BLOB only
     float: Kind(Double().with_variant(REAL(), "sqlite"), _real),
-    str: Kind(Text),
+    str: Kind(
+        Text().with_variant(Text(collation="C"), "postgresql")
+    ),  # in the order of bytes, as SQLite's and Python's
     bytes: Kind(LargeBinary),
     dict: _JSON,
     list: _JSON,

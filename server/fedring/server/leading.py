@@ -1,0 +1,60 @@
+"""The wait of a server until it leads, and its beats while it does."""
+
+import asyncio
+import logging
+import socket
+from typing import NoReturn
+
+from fedring.daemon.notify import sd_notify
+from fedring.server.config import ServerConfig
+from fedring.server.state.facts import Facts
+from fedring.server.state.shared.leadership import BEAT_SECONDS, Leader, Session, attempt, open_session
+
+log = logging.getLogger(__name__)
+
+_TRY_SECONDS = 0.5
+
+
+async def lead(config: ServerConfig, stop: asyncio.Event) -> Session | None:
+    """Wait until this server leads.
+
+    Args:
+        config: Names the database.
+        stop: Ends the wait.
+
+    Returns:
+        The session that leads; None if `stop` is set before.
+
+    Raises:
+        ConfigError: The database cannot be used.
+        Deposed: It cannot be reached, or the session has ended.
+    """
+    session = await asyncio.to_thread(open_session, config.state_url)
+    name, known = f"{socket.gethostname()} ({config.listen})", ""
+    while not stop.is_set():
+        found = await asyncio.to_thread(attempt, session, name)
+        if isinstance(found, Session):
+            log.info("leads in term %d", found.term, extra={"term": found.term})
+            return found
+        if isinstance(found, Leader) and found.name != known:
+            known = found.name
+            log.info("waits as a standby: %s leads", known)
+            sd_notify(f"READY=1\nSTATUS=waits as a standby: {known} leads")
+        sd_notify("WATCHDOG=1")
+        try:
+            await asyncio.wait_for(stop.wait(), _TRY_SECONDS)
+        except TimeoutError:
+            continue
+    session.engine.dispose()
+    return None
+
+
+async def beat(session: Session, facts: Facts) -> NoReturn:
+    """Tell standbys again and again that this server is alive.
+
+    Raises:
+        Deposed: It leads no more.
+    """
+    while True:
+        await facts.db(session.beat)
+        await asyncio.sleep(BEAT_SECONDS)

@@ -1,0 +1,198 @@
+"""Which of several servers leads: the one whose session holds a lock of the database.
+
+PostgreSQL gives the lock to one session at a time, and takes it back when the session ends. All writes go over that
+session, so a server that has lost the lock cannot write: no clock decides. A *term* numbers the leaders. It is checked
+in each transaction, for the case that something between server and database has replaced the session in silence.
+"""
+
+import logging
+from dataclasses import dataclass, replace
+
+from sqlalchemy import Connection, Engine, StaticPool, create_engine, event, text
+from sqlalchemy.engine import URL, ExceptionContext, make_url
+from sqlalchemy.exc import DBAPIError
+
+from fedring.daemon.config import ConfigError
+from fedring.server.state.failures import Deposed
+from fedring.server.state.sql.database import translate
+
+log = logging.getLogger(__name__)
+
+LOCK = 0x6665_6472_696E_67  # "fedring" in ASCII
+SILENT_SECONDS = 5.0
+"""How old the leader's last beat may be, by the database's clock, before another server ends its session."""
+
+BEAT_SECONDS = 1.0
+_PATIENCE = {
+    "connect_timeout": 5,
+    "keepalives_idle": 2,
+    "keepalives_interval": 2,
+    "keepalives_count": 2,
+    "tcp_user_timeout": 8000,  # of a host that has lost its power, nothing comes, not even the end of a connection
+    "application_name": "fl-server",
+}
+_TABLES = (
+    "CREATE TABLE IF NOT EXISTS leader (only_row int PRIMARY KEY CHECK (only_row = 1), term bigint NOT NULL UNIQUE, "
+    "pid int NOT NULL, name text NOT NULL, since timestamptz NOT NULL)",
+    # A table of its own: nothing that checks the term ever waits for a beat.
+    "CREATE TABLE IF NOT EXISTS leader_beat (only_row int PRIMARY KEY CHECK (only_row = 1), at timestamptz NOT NULL)",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Leader:
+    """The server that leads, as the database has it."""
+
+    name: str
+    pid: int  # of its session
+    silent_seconds: float  # since its last beat
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Session:
+    """A session with the database, which leads once it has a term.
+
+    Attributes:
+        engine: Its only connection. When that ends, every use raises Deposed.
+        term: Above that of every earlier leader; 0 = it does not lead yet.
+    """
+
+    engine: Engine
+    term: int = 0
+
+    def beat(self) -> None:
+        """Tell other servers that this one is alive.
+
+        Raises:
+            Deposed: It no longer leads.
+        """
+        try:
+            with self.engine.begin() as connection:
+                connection.execute(text("UPDATE leader_beat SET at = clock_timestamp()"))
+        except DBAPIError as error:
+            raise translate(error) from error
+
+
+def open_session(url: str) -> Session:
+    """Open a session with a database, which does not lead yet.
+
+    Raises:
+        ConfigError: The database cannot be used: not PostgreSQL, a password in its address, or a pooler before it.
+        Deposed: It cannot be reached now.
+    """
+    address = _checked(url)
+    engine = create_engine(address, poolclass=StaticPool, connect_args=_PATIENCE)
+    event.listen(engine, "handle_error", _note_the_end)
+    try:
+        pids = set()
+        for _ in range(2):
+            with engine.begin() as connection:
+                pids.add(connection.execute(text("SELECT pg_backend_pid()")).scalar_one())
+                version = connection.execute(text("SHOW server_version_num")).scalar_one()
+    except DBAPIError as error:
+        engine.dispose()
+        raise Deposed(f"PostgreSQL at {address.render_as_string()} cannot be used: {_first_line(error)}") from error
+    if len(pids) > 1:
+        engine.dispose()
+        raise ConfigError("state_url leads to a pooler that changes sessions: give the address of PostgreSQL itself")
+    if int(version) < 120_000:
+        engine.dispose()
+        raise ConfigError(f"state_url leads to PostgreSQL {int(version) // 10_000}: fl-server needs 12 or newer")
+    return Session(engine)
+
+
+def attempt(session: Session, name: str) -> Session | Leader | None:
+    """Try to lead.
+
+    A leader that has been silent for too long is ended, so that a later attempt can succeed.
+
+    Args:
+        session: That is to lead.
+        name: Of this server, for people.
+
+    Returns:
+        The session that leads, or else the leader; None if it is not known yet.
+
+    Raises:
+        Deposed: The session has ended.
+        ConfigError: A pooler is between this server and PostgreSQL.
+    """
+    try:
+        with session.engine.begin() as connection:
+            if not connection.execute(text("SELECT pg_try_advisory_lock(:key)"), {"key": LOCK}).scalar_one():
+                return _other(connection)
+        with session.engine.begin() as connection:  # another transaction: a pooler would take another session for it
+            holder = "SELECT pid FROM pg_locks WHERE locktype = 'advisory' AND objid = :low AND classid = :high"
+            keys = {"low": LOCK & 0xFFFF_FFFF, "high": LOCK >> 32}
+            if connection.execute(text(f"{holder} AND granted AND pid = pg_backend_pid()"), keys).first() is None:
+                raise ConfigError("state_url leads to a pooler that changes sessions: give PostgreSQL's own address")
+            term = _begin_term(connection, name)
+    except DBAPIError as error:
+        raise translate(error) from error
+    leading = replace(session, term=term)
+    event.listen(session.engine, "begin", lambda connection: _check_term(connection, term))
+    return leading
+
+
+def _begin_term(connection: Connection, name: str) -> int:
+    for table in _TABLES:
+        connection.execute(text(table))
+    row = "(1, 1, pg_backend_pid(), :name, clock_timestamp())"
+    again = "term = leader.term + 1, pid = excluded.pid, name = excluded.name, since = excluded.since"
+    insert = f"INSERT INTO leader VALUES {row} ON CONFLICT (only_row) DO UPDATE SET {again} RETURNING term"
+    term = connection.execute(text(insert), {"name": name}).scalar_one()
+    beat = "INSERT INTO leader_beat VALUES (1, clock_timestamp()) ON CONFLICT (only_row) DO UPDATE SET at = excluded.at"
+    connection.execute(text(beat))
+    return int(term)
+
+
+def _other(connection: Connection) -> Leader | None:
+    """Return the server that leads, and end its session if it is silent for too long."""
+    if connection.execute(text("SELECT to_regclass('leader_beat')")).scalar_one() is None:
+        return None  # the first leader is about to make the tables
+    query = (
+        "SELECT name, pid, extract(epoch FROM clock_timestamp() - at)::float AS silent FROM leader, leader_beat "
+        # The lock may have another holder already, which has not begun its term.
+        "WHERE pid IN (SELECT pid FROM pg_locks WHERE locktype = 'advisory' AND objid = :low AND classid = :high)"
+    )
+    found = connection.execute(text(query), {"low": LOCK & 0xFFFF_FFFF, "high": LOCK >> 32}).first()
+    if found is None:
+        return None
+    leader = Leader(found.name, found.pid, found.silent)
+    if leader.silent_seconds > SILENT_SECONDS:
+        log.warning("%s leads, but has been silent for %.1f s: ending its session", leader.name, leader.silent_seconds)
+        connection.execute(text("SELECT pg_terminate_backend(:pid)"), {"pid": leader.pid})
+    return leader
+
+
+def _check_term(connection: Connection, term: int) -> None:
+    """Check in a transaction that nobody else has begun a term.
+
+    The lock of the row keeps others from beginning one before this transaction has ended.
+    """
+    query = text("SELECT 1 FROM leader WHERE term = :term FOR KEY SHARE")
+    if connection.execute(query, {"term": term}).first() is None:
+        raise Deposed("another server leads")
+
+
+def _note_the_end(context: ExceptionContext) -> None:
+    """Let no pool open another connection after the session has ended: that one would not hold the lock."""
+    if context.is_disconnect:
+        raise Deposed(f"the session with the database has ended ({_first_line(context.original_exception)})")
+
+
+def _checked(url: str) -> URL:
+    try:
+        address = make_url(url)
+        if address.get_backend_name() != "postgresql":
+            raise ValueError(f"it is {address.get_backend_name()}")
+    except Exception as error:  # SQLAlchemy's own, of several kinds
+        raise ConfigError("state_url must be postgresql://USER@HOST/DATABASE") from error
+    if address.password is not None:
+        raise ConfigError("state_url must not hold the password: use PGPASSWORD, or a file that PGPASSFILE names")
+    return address.set(drivername="postgresql+psycopg")
+
+
+def _first_line(error: BaseException) -> str:
+    cause = getattr(error, "orig", None) or error
+    return next(iter(str(cause).strip().splitlines()), type(cause).__name__)

@@ -1,0 +1,235 @@
+"""Blobs in an object store, with a copy of each in a local folder.
+
+The law: a blob is durable as an object before a row may name it. Each leader writes under its own term, so that no key
+is ever used twice: what a deposed leader still deletes is nothing that a later one has written. The local copies only
+save time. They are discarded at the start of a server.
+
+    <prefix>/state_id                the id of the state, which the database has, too
+    <prefix>/blobs/<term>/<digest>   a blob
+    <prefix>/unnamed/<digest>        one that no row named when a server started
+"""
+
+import logging
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
+from threading import Lock
+
+import obstore
+from obstore.exceptions import BaseError
+from obstore.store import ObjectStore, from_url
+
+from fedring.codec.digest import is_name
+from fedring.daemon.config import ConfigError
+from fedring.daemon.crash import crashpoint
+from fedring.server.state.blob_interfaces import BlobReader, DiskSpace, Partial
+from fedring.server.state.blobs import FileBlobs, FilePartial
+from fedring.server.state.failures import StorageError, StorageFailed
+
+log = logging.getLogger(__name__)
+
+_THREADS = 16  # requests at a time
+_PART_BYTES = 8 << 20
+_TRIES = timedelta(seconds=20)
+_PROBE_BYTES = 1 << 10
+
+
+class ObjectBlobs:
+    """Blobs in an object store, which the leader of a term uses alone.
+
+    The interface Blobs documents each method.
+
+    Args:
+        store: The object store, below whose prefix nothing else lies.
+        local: A folder of this server, for partials and copies.
+        term: The leader's.
+    """
+
+    def __init__(self, store: ObjectStore, local: FileBlobs, term: int) -> None:
+        self._store, self._local, self._term = store, local, term
+        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="objects")
+        self._fetching = Lock()
+        for name in local.unnamed(()):
+            local.delete(name)
+        self._keys = dict[str, set[str]]()  # of each blob, by its digest
+        for key in self._list("blobs/"):
+            _, written, digest = key.rsplit("/", 2)
+            if is_name(digest) and written.isdecimal():
+                self._keys.setdefault(digest, set()).add(key)
+        self._put_aside = self._list("unnamed/")
+
+    def close(self) -> None:
+        self._pool.shutdown()
+        self._local.close()
+
+    def open_partial(self, name: str, *, fresh: bool = False) -> FilePartial:
+        return self._local.open_partial(name, fresh=fresh)
+
+    def seal_many(self, partials: Sequence[Partial]) -> list[str]:
+        files = list(partials)
+        try:
+            list(self._pool.map(self._put, files))
+        except BaseException:
+            for file in files:
+                file.close()
+            raise
+        crashpoint("after_object_put")
+        return self._local.seal_many(files)
+
+    def abort(self, partial: Partial) -> None:
+        self._local.abort(partial)
+
+    def reader(self, digest: str) -> BlobReader:
+        try:
+            return self._local.reader(digest)
+        except StorageError as error:
+            if error.reason != "missing_blob" or digest not in self._keys:
+                raise
+        self._fetch(digest)
+        return self._local.reader(digest)
+
+    def range_reader(self, digest: str) -> Callable[[int, int], bytes]:
+        def read(offset: int, size: int) -> bytes:
+            with self.reader(digest) as blob:
+                return blob.read(offset, size)
+
+        return read
+
+    def delete(self, digest: str) -> None:
+        self._local.delete(digest)
+        self._remove(self._keys.pop(digest, set()))
+
+    def partials(self) -> list[str]:
+        return self._local.partials()
+
+    def drop_partials(self, prefix: str) -> None:
+        self._local.drop_partials(prefix)
+
+    def unnamed(self, keep: Collection[str]) -> list[str]:
+        return sorted(self._keys.keys() - set(keep))
+
+    def sweep(self, keep: Collection[str], keep_partials: Collection[str] = ()) -> int:
+        unnamed = self.unnamed(keep)
+        with _as_storage_errors():
+            for digest in unnamed:
+                obstore.copy(self._store, self._newest(digest), f"unnamed/{digest}")
+                self._put_aside[f"unnamed/{digest}"] = datetime.now(UTC)
+        for digest in unnamed:
+            self.delete(digest)
+        return len(unnamed) + self._local.sweep(self._local.unnamed(()), keep_partials)
+
+    def forget_unnamed(self, seconds: float) -> None:
+        limit = datetime.now(UTC) - timedelta(seconds=seconds)
+        old = {key for key, since in self._put_aside.items() if since <= limit}
+        self._remove(old)
+        for key in old:
+            del self._put_aside[key]
+
+    def probe(self, size: int) -> None:
+        self._local.probe(size)
+        with _as_storage_errors():
+            obstore.put(self._store, f"probe-{self._term}", bytes(_PROBE_BYTES))
+
+    def disk_space(self) -> DiskSpace | None:
+        return self._local.disk_space()
+
+    def _put(self, partial: Partial) -> None:
+        key, digest = f"blobs/{self._term}/{partial.digest}", partial.digest
+        with _as_storage_errors():
+            obstore.put(self._store, key, _parts(partial), chunk_size=_PART_BYTES)
+        self._keys.setdefault(digest, set()).add(key)
+
+    def _fetch(self, digest: str) -> None:
+        """Copy a blob into the local folder."""
+        with self._fetching:
+            name = f"object-{digest}"[:200]
+            partial = self._local.open_partial(name, fresh=True)
+            try:
+                with _as_storage_errors():
+                    for part in obstore.get(self._store, self._newest(digest)).stream(_PART_BYTES):
+                        partial.write(memoryview(part))
+                if partial.digest != digest:
+                    raise StorageError("unreadable", f"the object {digest} does not hold what was written to it")
+            except BaseException:
+                self._local.abort(partial)
+                raise
+            self._local.seal_many([partial])
+
+    def _newest(self, digest: str) -> str:
+        """Return the key of the latest term, as only earlier ones may still be deleted by others."""
+        return max(self._keys[digest], key=lambda key: int(key.split("/")[1]))
+
+    def _list(self, prefix: str) -> dict[str, datetime]:
+        """Return when each object below a prefix was written."""
+        with _as_storage_errors():
+            metas = [meta for batch in obstore.list(self._store, prefix) for meta in batch]
+        return {meta["path"]: meta["last_modified"] for meta in metas}
+
+    def _remove(self, keys: Collection[str]) -> None:
+        """Delete objects. One that cannot be deleted now is put aside at the next start."""
+        try:
+            if keys:
+                obstore.delete(self._store, list(keys))
+        except BaseError as error:
+            log.warning("%d objects were not deleted: %s", len(keys), _sentence(error))
+
+
+def open_objects(url: str) -> ObjectStore:
+    """Open an object store.
+
+    Args:
+        url: Such as s3://bucket/prefix; the rest comes from the variables that such stores usually have.
+
+    Raises:
+        ConfigError: There is no such store.
+    """
+    try:
+        return from_url(url, retry_config={"retry_timeout": _TRIES, "max_retries": 6})
+    except (BaseError, ValueError) as error:
+        raise ConfigError(f"blob_url {url!r} cannot be used: {_sentence(error)}") from error
+
+
+def read_object(store: ObjectStore, key: str) -> bytes:
+    """Return a small object; empty if there is none.
+
+    Raises:
+        StorageFailed: It cannot be read now.
+    """
+    try:
+        return bytes(obstore.get(store, key).bytes())
+    except FileNotFoundError:
+        return b""
+    except BaseError as error:
+        raise StorageFailed("disk_error", _sentence(error)) from error
+
+
+def write_object(store: ObjectStore, key: str, data: bytes) -> None:
+    """Write a small object.
+
+    Raises:
+        StorageFailed: It cannot be written now.
+    """
+    with _as_storage_errors():
+        obstore.put(store, key, data)
+
+
+def _parts(partial: Partial) -> Iterator[bytes]:
+    """Yield the bytes of a partial; one empty part, if it has none."""
+    for offset in range(0, max(1, partial.size), _PART_BYTES):
+        yield partial.read(offset, min(_PART_BYTES, partial.size - offset))
+
+
+@contextmanager
+def _as_storage_errors() -> Iterator[None]:
+    try:
+        yield
+    except (BaseError, FileNotFoundError) as error:
+        missing = isinstance(error, FileNotFoundError)
+        kind = StorageError if missing else StorageFailed
+        raise kind("missing_blob" if missing else "disk_error", _sentence(error)) from error
+
+
+def _sentence(error: BaseException) -> str:
+    """Return the first line of an object store's error, which may be many."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)[:300]

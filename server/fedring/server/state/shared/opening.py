@@ -1,0 +1,55 @@
+"""Opening a shared state, once this server leads."""
+
+import uuid
+from pathlib import Path
+
+from fedring.server.state.blob_interfaces import Blobs
+from fedring.server.state.blobs import FileBlobs
+from fedring.server.state.failures import StorageError
+from fedring.server.state.files import STATE_ID
+from fedring.server.state.shared.leadership import Session
+from fedring.server.state.shared.object_blobs import ObjectBlobs, open_objects, read_object, write_object
+from fedring.server.state.sql.store import Store
+
+LOCAL = "shared"
+"""The folder in a server's state folder that holds partials, and copies of objects."""
+
+_ADVICE = "Give both addresses of one state, or two new ones. Nothing was changed."
+
+
+def open_shared(folder: Path, blob_url: str, session: Session, *, adopt: bool = True) -> tuple[Store, Blobs]:
+    """Open the database and the objects of a state.
+
+    They are created if both are empty.
+
+    Args:
+        folder: this server's own state folder.
+        blob_url: of the object store.
+        session: with the database, which leads.
+        adopt: give an id to a state that has none, because it is new.
+
+    Raises:
+        StorageError: "wrong_state" if the two belong to different states; nothing was changed then. Another reason if
+            one of them cannot be used.
+        ConfigError: there is no such object store.
+        Deposed: this server leads no more.
+    """
+    objects = open_objects(blob_url)
+    beside = read_object(objects, STATE_ID).decode(errors="replace").strip()
+    store = Store(session.engine)
+    try:
+        stored = store.state_id()
+        blobs = ObjectBlobs(objects, FileBlobs(folder / LOCAL, durable=False), session.term)
+        strangers = stored != beside if beside else bool(blobs.unnamed(()) or store.named_blobs())
+        if strangers:
+            raise StorageError("wrong_state", f"state_url and blob_url belong to different states. {_ADVICE}")
+        if adopt and not beside:
+            # A start that is killed between the two is simply repeated.
+            if not stored:
+                stored = uuid.uuid4().hex
+                store.set_state_id(stored)
+            write_object(objects, STATE_ID, stored.encode())
+    except BaseException:
+        store.close()
+        raise
+    return store, blobs

@@ -1,0 +1,146 @@
+"""Two servers of one shared state: one leads, and the other takes over, whatever happens to the first."""
+
+import json
+import random
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import NullPool, create_engine, text
+
+from fedring.ctl.process import stop_all
+from fedring.daemon.exits import Exit
+from tests import postgres
+from tests.conftest import REPEATED, SEED
+from tests.fault.counted_updates import check_models, check_updates
+from tests.fault.faulty_fleet import SECONDS, FaultyFleet, StartedJob, wait_for
+from tests.fault.killable_clients import SIZE, KillableClients
+from tests.fault.random_kills import KEEP_ALL, LONGEST, wait
+from tests.fault.update_log import UpdateLog
+from tests.fleets import Control, until_watching
+from tests.system.wire import vector_job
+from tests.waiting import until
+
+FEW, MANY = 3, 25  # takeovers in `make test`, and in each repeat of `make soak`
+ROUNDS_EACH = 5
+NAMES = ("a", "b", "c", "d")
+JOB: dict[str, Any] = {"rounds": 6, "min_clients": 2, "deadline_seconds": 240, "subset_size": 20}
+
+
+class TwoServers(FaultyFleet):
+    """A fleet with a second server, which listens where the first one does, as soon as that is gone."""
+
+    def __init__(self, folder: Path, database: str, clients: Sequence[Any] = (), **settings: Any) -> None:
+        (folder / "objects").mkdir(exist_ok=True)
+        shared = {"state_url": database, "blob_url": (folder / "objects").as_uri(), **settings}
+        super().__init__(folder, shared, clients)
+        self.standby = self._process("standby", "fedring.server.main", {**self.server.settings})
+        self.standby.settings["state_dir"] = str(folder / "state" / "standby")
+
+    def start(self) -> None:
+        super().start()
+        self.standby.settings |= {"listen": self.listen, "control_listen": self.control}
+        self.standby.start()
+
+    def stop(self) -> None:
+        super().stop()
+        stop_all([self.standby], SECONDS)
+
+    def exchange(self) -> None:
+        """Kill the server that leads, wait until the other one leads, and start another standby."""
+        self.server.kill()
+        self.until_the_standby_leads()
+        self.server, self.standby = self.standby, self.server
+        self.standby.start()
+
+    def until_the_standby_leads(self) -> None:
+        ready = json.loads(wait_for(self, "the standby leads", lambda: self.standby.first_line(SECONDS)))
+        assert (ready["listen"], ready["control"]) == (self.listen, self.control)
+
+
+@pytest.fixture
+def database() -> str:
+    return postgres.shared().new_database()
+
+
+class SharedState:
+    """The state in a database and a folder of objects."""
+
+    def __init__(self, database: str, folder: Path) -> None:
+        self._engine, self._folder = create_engine(database, poolclass=NullPool), folder
+
+    def ask(self, query: str, *values: object) -> list[tuple[object, ...]]:
+        names = {f"v{number}": value for number, value in enumerate(values)}
+        for name in names:
+            query = query.replace("?", f":{name}", 1)
+        with self._engine.connect() as connection:
+            return [tuple(row) for row in connection.execute(text(query), names)]
+
+    def blob(self, digest: str) -> bytes:
+        return next(self._folder.glob(f"blobs/*/{digest}")).read_bytes()
+
+
+def ended(control: Control, job_id: int) -> Any:
+    for _ in control.follow_job(job_id):
+        pass
+    return control.job(job_id)
+
+
+def terms(database: str) -> int:
+    engine = create_engine(database)
+    with engine.begin() as connection:
+        term = connection.execute(text("SELECT term FROM leader")).scalar_one()
+    engine.dispose()
+    return int(term)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP], ids=lambda number: number.name)
+def test_the_standby_takes_over_and_the_job_goes_on(tmp_path: Path, database: str, number: signal.Signals) -> None:
+    with TwoServers(tmp_path, database, [{}, {}]) as fleet:
+        with Control(fleet.control) as control:
+            until_watching(control, 2)
+            started = StartedJob(fleet, control, JOB)
+            started.until("round_published")
+        fleet.server.send(number)
+        if number == signal.SIGSTOP:
+            # A frozen process keeps its ports, which the standby would have elsewhere.
+            until(lambda: terms(database) == 2)
+            fleet.server.send(signal.SIGCONT)
+            assert fleet.server.wait() == Exit.TRY_AGAIN
+        fleet.until_the_standby_leads()
+        with Control(fleet.control) as control:
+            job = wait_for(fleet, "the end of the job", lambda: ended(control, started.job_id))
+            assert (job.state, job.rounds_done) == ("completed", 6)
+
+
+@pytest.mark.parametrize("repeat", REPEATED)
+def test_each_accepted_update_counts_once_however_often_another_server_takes_over(
+    tmp_path: Path, database: str, repeat: int
+) -> None:
+    seed, takeovers = SEED + repeat, MANY if repeat else FEW
+    rounds, update_log = ROUNDS_EACH * takeovers, UpdateLog(seed)
+    with TwoServers(tmp_path, database, **KEEP_ALL) as fleet, KillableClients(fleet, update_log, NAMES) as clients:
+        with Control(fleet.control) as control:
+            job = vector_job(rounds=rounds, min_clients=3, model_args={"size": SIZE}, deadline_seconds=240)
+            job_id = control.start_job(job).job_id
+        for number in range(takeovers):
+            clients.allow_rounds(ROUNDS_EACH * (number + 1))
+            rng = random.Random(f"{seed} {number}")
+            wait(rng.uniform(0, LONGEST))
+            clients.server_is_up.clear()
+            fleet.exchange()
+            clients.server_is_up.set()
+        clients.allow_rounds(rounds)
+        with Control(fleet.control) as control:
+            job = wait_for(fleet, "the end of the job", lambda: ended(control, job_id))
+        clients.stop()
+        logs = [process.log.read_text() for process in (fleet.server, fleet.standby)]
+    assert (job.state, job.rounds_done, job.reason) == ("completed", rounds, "")
+    assert update_log.surprises == []
+    assert not any("Traceback" in log for log in logs)
+    state = SharedState(database, tmp_path / "objects")
+    counted = check_updates(state, update_log)
+    check_models(state, update_log, rounds)
+    print(f"{takeovers} takeovers, {counted} updates in {rounds} rounds; {update_log.summary()}")

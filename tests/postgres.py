@@ -1,0 +1,82 @@
+"""PostgreSQL for tests: one cluster for each test process, and a database for each test."""
+
+import atexit
+import os
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from itertools import count
+from pathlib import Path
+
+import psycopg
+
+_NUMBERS = count(1)
+_PLACES = "usr/lib/postgresql/*/bin"  # of Debian, which does not add them to the path
+
+
+def programs() -> Path | None:
+    """Return the folder of PostgreSQL's programs, or None if it is not installed."""
+    installed = max(Path("/").glob(_PLACES), key=lambda folder: int(folder.parent.name), default=None)
+    found = shutil.which("pg_ctl")
+    return installed or (Path(found).parent if found else None)
+
+
+class Cluster:
+    """A running cluster, which listens on a socket in its folder.
+
+    Args:
+        folder: A new one.
+        durable: Whether commits are synced, as tests that kill the cluster need.
+    """
+
+    def __init__(self, folder: Path, *, durable: bool = False) -> None:
+        self._programs, self.folder = programs(), folder
+        # PostgreSQL does not run as root; its package has made a user of its own.
+        self._user = ["setpriv", "--reuid=postgres", "--regid=postgres", "--clear-groups"] if os.getuid() == 0 else []
+        if self._user:
+            shutil.chown(folder, "postgres")
+        # The order of texts is that of a language, as in most databases, and not that of bytes.
+        order = ["-E", "UTF8", "--locale=C.UTF-8", "--locale-provider=icu", "--icu-locale=en-US"]
+        self._run("initdb", "-D", str(folder / "data"), "-A", "trust", "-U", "fedring", "--no-sync", *order)
+        with (folder / "data" / "postgresql.conf").open("a") as file:
+            file.write(
+                f"listen_addresses = ''\nunix_socket_directories = '{folder}'\nfsync = {'on' if durable else 'off'}\n"
+            )
+        self.start()
+
+    def start(self) -> None:
+        """Start it, and wait until it serves."""
+        log = str(self.folder / "log")
+        self._run("pg_ctl", "-D", str(self.folder / "data"), "-w", "-l", log, "start")
+
+    def stop(self, mode: str = "immediate") -> None:
+        """Stop it."""
+        self._run("pg_ctl", "-D", str(self.folder / "data"), "-w", "-m", mode, "stop")
+
+    def new_database(self) -> str:
+        """Return the address of a new, empty database."""
+        name = f"db{next(_NUMBERS)}"
+        with psycopg.connect(f"host={self.folder} user=fedring dbname=postgres", autocommit=True) as connection:
+            connection.execute(f"CREATE DATABASE {name}".encode())
+        return f"postgresql+psycopg://fedring@/{name}?host={self.folder}"
+
+    def _run(self, program: str, *arguments: str) -> None:
+        assert self._programs is not None
+        command = [*self._user, str(self._programs / program), *arguments]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, cwd="/", timeout=60)
+
+
+@cache
+def shared() -> Cluster:
+    """Return this process's cluster, started when first asked for."""
+    folder = Path(tempfile.mkdtemp(prefix="fedring-pg-"))
+    folder.chmod(0o755)
+    cluster = Cluster(folder)
+
+    def end() -> None:
+        cluster.stop()
+        shutil.rmtree(folder, ignore_errors=True)
+
+    atexit.register(end)
+    return cluster
