@@ -1,8 +1,11 @@
 """Two servers of one shared state: one leads, and the other takes over, whatever happens to the first."""
 
+import atexit
 import json
 import random
+import shutil
 import signal
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +15,7 @@ from sqlalchemy import NullPool, create_engine, text
 
 from fedring.ctl.process import stop_all
 from fedring.daemon.exits import Exit
+from fedring.v1 import control_pb2
 from tests import postgres
 from tests.conftest import REPEATED, SEED
 from tests.fault.counted_updates import check_models, check_updates
@@ -20,6 +24,7 @@ from tests.fault.killable_clients import SIZE, KillableClients
 from tests.fault.random_kills import KEEP_ALL, LONGEST, wait
 from tests.fault.update_log import UpdateLog
 from tests.fleets import Control, until_watching
+from tests.ports import free_port
 from tests.system.wire import vector_job
 from tests.waiting import until
 
@@ -82,7 +87,7 @@ class SharedState:
         return next(self._folder.glob(f"blobs/*/{digest}")).read_bytes()
 
 
-def ended(control: Control, job_id: int) -> Any:
+def ended(control: Control, job_id: int) -> control_pb2.Job:
     for _ in control.follow_job(job_id):
         pass
     return control.job(job_id)
@@ -115,6 +120,83 @@ def test_the_standby_takes_over_and_the_job_goes_on(tmp_path: Path, database: st
             assert (job.state, job.rounds_done) == ("completed", 6)
 
 
+def test_clients_ask_the_other_server_at_its_own_address(tmp_path: Path, database: str) -> None:
+    others = {key: f"127.0.0.1:{free_port()}" for key in ("listen", "control_listen")}
+    client = {"other_servers": [others["listen"]]}
+    with TwoServers(tmp_path, database, [client, client]) as fleet:
+        with Control(fleet.control) as control:
+            until_watching(control, 2)
+            started = StartedJob(fleet, control, JOB)
+            started.until("round_published")
+        fleet.standby.kill()
+        fleet.standby.settings |= others
+        fleet.standby.start()
+        fleet.server.kill()
+        fleet.listen, fleet.control = others["listen"], others["control_listen"]
+        fleet.until_the_standby_leads()
+        with Control(fleet.control) as control:
+            job = wait_for(fleet, "the end of the job", lambda: ended(control, started.job_id))
+    assert (job.state, job.rounds_done) == ("completed", 6)
+
+
+@pytest.mark.parametrize("address", ["sqlite:///x", "postgresql://ann:secret@db/fl", "postgresql://nowhere.invalid/fl"])
+def test_a_database_that_cannot_be_used_is_refused_with_a_sentence(tmp_path: Path, address: str) -> None:
+    fleet = TwoServers(tmp_path, address)
+    fleet.server.log.parent.mkdir()
+    fleet.server.start()
+    assert fleet.server.wait() == (Exit.TRY_AGAIN if "nowhere" in address else Exit.CONFIG)
+    said = fleet.server.log.read_text().splitlines()[-1]
+    assert said.startswith("fl-server: ")
+    assert "secret" not in said
+    fleet.stop()
+
+
+def test_a_bucket_of_another_state_is_refused(tmp_path: Path, database: str) -> None:
+    with TwoServers(tmp_path, database):
+        pass
+    objects = tmp_path / "objects"
+    (objects / "state_id").write_text("0" * 32)
+    fleet = TwoServers(tmp_path, database)
+    fleet.server.start()
+    assert fleet.server.wait() == Exit.CONFIG
+    assert "belong to different states" in fleet.server.log.read_text()
+    (objects / "state_id").unlink()
+    fleet.server.start()
+    fleet.server.first_line(SECONDS)
+    fleet.stop()
+
+
+def test_a_leader_whose_database_restarts_ends_and_can_start_again(tmp_path: Path) -> None:
+    cluster = postgres.Cluster(folder_for_anybody())
+    try:
+        with TwoServers(tmp_path, cluster.new_database()) as fleet:
+            cluster.stop("fast")
+            assert fleet.server.wait() == Exit.TRY_AGAIN
+            assert fleet.standby.wait() == Exit.TRY_AGAIN
+            cluster.start()
+            fleet.start_server()
+    finally:
+        cluster.stop()
+
+
+def test_a_leader_that_another_one_has_replaced_writes_nothing_more(tmp_path: Path, database: str) -> None:
+    with TwoServers(tmp_path, database) as fleet:
+        fleet.standby.kill()
+        engine = create_engine(database, poolclass=NullPool)
+        with engine.begin() as connection:  # as a leader would whose session a proxy has opened anew in silence
+            connection.execute(text("UPDATE leader SET term = term + 1"))
+        assert fleet.server.wait() == Exit.TRY_AGAIN
+        assert "another server leads" in fleet.server.log.read_text()
+
+
+def folder_for_anybody() -> Path:
+    """Return a folder that PostgreSQL's own user can reach."""
+    folder = Path(tempfile.mkdtemp(prefix="fedring-pg-"))
+    folder.chmod(0o755)
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
 @pytest.mark.parametrize("repeat", REPEATED)
 def test_each_accepted_update_counts_once_however_often_another_server_takes_over(
     tmp_path: Path, database: str, repeat: int
@@ -134,10 +216,10 @@ def test_each_accepted_update_counts_once_however_often_another_server_takes_ove
             clients.server_is_up.set()
         clients.allow_rounds(rounds)
         with Control(fleet.control) as control:
-            job = wait_for(fleet, "the end of the job", lambda: ended(control, job_id))
+            done = wait_for(fleet, "the end of the job", lambda: ended(control, job_id))
         clients.stop()
         logs = [process.log.read_text() for process in (fleet.server, fleet.standby)]
-    assert (job.state, job.rounds_done, job.reason) == ("completed", rounds, "")
+    assert (done.state, done.rounds_done, done.reason) == ("completed", rounds, "")
     assert update_log.surprises == []
     assert not any("Traceback" in log for log in logs)
     state = SharedState(database, tmp_path / "objects")

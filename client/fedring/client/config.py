@@ -60,6 +60,12 @@ class ClientConfig(BaseSettings):
     )
 
     server: Address = Field("127.0.0.1:8443", description="the address of fl-server, host:port")
+    other_servers: list[Address] = Field(
+        [],
+        max_length=8,
+        description="more addresses of the same server, or of servers that share its state: asked in turn while one "
+        "cannot be reached",
+    )
     insecure: bool = Field(False, description="allow plaintext to and from other hosts")
     tls: Tls = Field(Tls(), description="certificates; `ca` signs those of the server and of the other workers")
     token_file: Path | None = Field(None, description="file with a bearer token (flctl token create)")
@@ -145,6 +151,11 @@ class ClientConfig(BaseSettings):
         "info", description="the lowest level that is logged"
     )
 
+    @property
+    def servers(self) -> tuple[str, ...]:
+        """All addresses of the server."""
+        return (self.server, *self.other_servers)
+
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         check_metrics_address(self.metrics_listen, insecure=self.insecure or self.metrics_insecure)
@@ -158,13 +169,14 @@ class ClientConfig(BaseSettings):
         return self
 
     def _check_exposed(self) -> None:
-        plain = not encrypts(self.server, self.tls) and not is_loopback(self.server)
-        if plain and self.token_file:
-            raise ValueError(f"a token must not travel in plaintext to {self.server!r}: set tls.ca")
-        if plain and not self.insecure:
-            raise ValueError(
-                f"{self.server!r} is another host, and plaintext is not allowed: set tls.ca, or insecure = true"
-            )
+        for address in self.servers:
+            plain = not encrypts(address, self.tls) and not is_loopback(address)
+            if plain and self.token_file:
+                raise ValueError(f"a token must not travel in plaintext to {address!r}: set tls.ca")
+            if plain and not self.insecure:
+                raise ValueError(
+                    f"{address!r} is another host, and plaintext is not allowed: set tls.ca, or insecure = true"
+                )
         if not (is_loopback(self.peer_listen) or self.tls.mutual or self.insecure):
             raise ValueError(
                 f"{self.peer_listen!r} can be reached from other hosts in plaintext: set tls.ca, tls.cert and tls.key, "

@@ -64,7 +64,8 @@ def check_names(config: ClientConfig, job: Job | None = None) -> Iterator[Check]
 
 def warn_of_insecurity(config: ClientConfig) -> None:
     """Log a warning for everything that `insecure = true` exposes."""
-    if not (is_loopback(config.server) or encrypts(config.server, config.tls)):
-        log.warning("insecure: others on the network can read and change the traffic to and from %s", config.server)
+    for address in config.servers:
+        if not (is_loopback(address) or encrypts(address, config.tls)):
+            log.warning("insecure: others on the network can read and change the traffic to and from %s", address)
     if not (is_loopback(config.peer_listen) or config.tls.mutual):
         log.warning("insecure: anybody who can reach %s can take part in data-parallel training", config.peer_listen)

@@ -47,8 +47,8 @@ class ServerConfig(BaseSettings):
     state_dir: Path = Field(Path("fl-server-state"), description="folder for models, updates and the database")
     state_url: str = Field(
         "",
-        description="PostgreSQL database of a state that several servers share, postgresql://USER@HOST/DATABASE; empty = "
-        "the state is in state_dir",
+        description="database of a state that servers share, postgresql://USER@HOST/DATABASE; empty = the state "
+        "is in state_dir",
     )
     blob_url: str = Field("", description="object store of that state, such as s3://BUCKET/PREFIX")
     audit_chain: bool = Field(

@@ -8,6 +8,7 @@ from typing import NoReturn
 from fedring.daemon.notify import sd_notify
 from fedring.server.config import ServerConfig
 from fedring.server.state.facts import Facts
+from fedring.server.state.files import STATE_ID
 from fedring.server.state.shared.leadership import BEAT_SECONDS, Leader, Session, attempt, open_session
 
 log = logging.getLogger(__name__)
@@ -47,6 +48,20 @@ async def lead(config: ServerConfig, stop: asyncio.Event) -> Session | None:
             continue
     session.engine.dispose()
     return None
+
+
+def check_shared(config: ServerConfig) -> None:
+    """Check that the shared state can be reached, without leading.
+
+    Raises:
+        ConfigError: The database or the object store cannot be used.
+        StorageFailed: The object store cannot be reached.
+        Deposed: The database cannot be reached.
+    """
+    from fedring.server.state.shared.object_blobs import open_objects, read_object  # whose packages are an extra
+
+    open_session(config.state_url).engine.dispose()
+    read_object(open_objects(config.blob_url), STATE_ID)
 
 
 async def beat(session: Session, facts: Facts) -> NoReturn:

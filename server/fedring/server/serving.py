@@ -30,7 +30,7 @@ from fedring.server.config import ServerConfig
 from fedring.server.guard.descriptors import Shares, check_descriptors, shares, wanted
 from fedring.server.guard.ports import Security
 from fedring.server.guard.tokens import TokenService
-from fedring.server.leading import beat, lead
+from fedring.server.leading import beat, check_shared, lead
 from fedring.server.operator.privacy_spent import PrivacySpent
 from fedring.server.operator.readiness import look_after_storage
 from fedring.server.operator.view import View
@@ -90,6 +90,10 @@ async def serve(
     limit = raise_limit(wanted(config).total)
     refuse_failed(check_descriptors(config, limit))
     session, stop = None, None
+    if config.state_url and check_only:
+        await asyncio.to_thread(check_shared, config)
+        print("the configuration is good")
+        return Exit.OK
     if config.state_url:
         stop = stop_event()
         if (session := await lead(config, stop)) is None:

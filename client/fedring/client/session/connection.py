@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,9 @@ _FINAL = {
 }
 
 
+_NOBODY = (StatusCode.UNAVAILABLE, StatusCode.DEADLINE_EXCEEDED)
+
+
 @contextmanager
 def stray_cancellation() -> Iterator[None]:
     """Raise Unavailable for a cancellation that nobody has asked for.
@@ -81,7 +85,9 @@ class Connection:
     """
 
     def __init__(self, config: ClientConfig, metrics: ClientMetrics) -> None:
-        self.address = config.server
+        self._addresses = cycle(config.servers)
+        self._waits = not config.other_servers  # else another address may answer meanwhile
+        self.address = next(self._addresses)
         self.encrypted = encrypts(config.server, config.tls)
         self.client_id = config.client_id
         self.metrics = metrics
@@ -184,7 +190,8 @@ class Connection:
         """Open a session.
 
         Args:
-            wait: Whether to wait for a server that cannot be reached, up to the deadline of the call.
+            wait: Whether to wait for a server that cannot be reached, up to the deadline of the call. If it has several
+                addresses, the next one is asked instead, by the next call.
 
         Returns:
             The server's answer, which is also `session` from now on.
@@ -204,10 +211,14 @@ class Connection:
             max_jobs=self.max_jobs,
             paced=True,
         )
+        wait = wait and self._waits
         call = self.commands.Join(request, metadata=self._authorization, timeout=CALL_SECONDS, wait_for_ready=wait)
         try:
             session = await call
         except aio.AioRpcError as error:
+            if not self._waits and error.code() in _NOBODY:
+                self.address = next(self._addresses)
+                await self.hang_up()
             if exit_code := _FINAL.get(status_of(error)):
                 raise Refused(
                     f"fl-server at {self.address} refused this client ({reason_of(error)}): {error.details()}",

@@ -50,7 +50,7 @@ class FsyncFailed(Unavailable):
 class Deposed(FsyncFailed):
     """This server leads no more, or the database cannot be reached.
 
-    Nothing that it has not been told to be committed can be trusted. The daemon must exit, and start again as a standby.
+    Only what the database has said to be committed can be trusted. The daemon must exit, and start again as a standby.
 
     Args:
         why: a sentence without its full stop.

@@ -5,11 +5,13 @@ blobs/<digest>       what the database names
 blobs/state_id       the id of the state that both belong to
 partial/<name>       what is still being written
 unnamed/<name>       blobs that the database did not name at a start, and damaged logs, for some days
+shared/              instead of all these: copies of objects and partials, if the state is shared with other servers
 """
 
 from pathlib import Path
 
 FACTS, BLOBS, PARTIAL, UNNAMED, STATE_ID = "facts.sqlite", "blobs", "partial", "unnamed", "state_id"
+SHARED = "shared"
 
 
 def database_url(folder: Path) -> str:

@@ -15,7 +15,7 @@ from fedring.daemon.durable import write_durably
 from fedring.server.state.backup.exchange import refuse_pending
 from fedring.server.state.blobs import FileBlobs
 from fedring.server.state.failures import StorageError, StoreError
-from fedring.server.state.files import BLOBS, FACTS, STATE_ID, database_url
+from fedring.server.state.files import BLOBS, FACTS, SHARED, STATE_ID, database_url
 from fedring.server.state.log_check import check_at_rest, check_log, keep_log, peek
 from fedring.server.state.rows import TokenRow
 from fedring.server.state.sql.database import LOG_BYTES
@@ -93,6 +93,8 @@ def add_token_offline(folder: Path, row: TokenRow) -> None:
     """
     if not folder.is_dir():
         raise ConfigError(f"there is no folder {folder}: give the server's state_dir")
+    if (folder / SHARED).exists():
+        raise ConfigError(f"{folder} is of a server with state_url: use flctl token create without --state-dir")
     refuse_pending(folder)
     check_at_rest(folder)
     store = Store(database_url(folder))

@@ -6,13 +6,10 @@ from pathlib import Path
 from fedring.server.state.blob_interfaces import Blobs
 from fedring.server.state.blobs import FileBlobs
 from fedring.server.state.failures import StorageError
-from fedring.server.state.files import STATE_ID
+from fedring.server.state.files import SHARED, STATE_ID
 from fedring.server.state.shared.leadership import Session
 from fedring.server.state.shared.object_blobs import ObjectBlobs, open_objects, read_object, write_object
 from fedring.server.state.sql.store import Store
-
-LOCAL = "shared"
-"""The folder in a server's state folder that holds partials, and copies of objects."""
 
 _ADVICE = "Give both addresses of one state, or two new ones. Nothing was changed."
 
@@ -39,7 +36,7 @@ def open_shared(folder: Path, blob_url: str, session: Session, *, adopt: bool = 
     store = Store(session.engine)
     try:
         stored = store.state_id()
-        blobs = ObjectBlobs(objects, FileBlobs(folder / LOCAL, durable=False), session.term)
+        blobs = ObjectBlobs(objects, FileBlobs(folder / SHARED, durable=False), session.term)
         strangers = stored != beside if beside else bool(blobs.unnamed(()) or store.named_blobs())
         if strangers:
             raise StorageError("wrong_state", f"state_url and blob_url belong to different states. {_ADVICE}")

@@ -1,0 +1,70 @@
+"""An S3 server for tests: SeaweedFS, in one process."""
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import obstore
+from obstore.exceptions import BaseError
+from obstore.store import S3Store
+
+from tests.ports import free_port
+
+KEYS = {"AWS_ACCESS_KEY_ID": "fedring", "AWS_SECRET_ACCESS_KEY": "fedring-secret", "AWS_REGION": "us-east-1"}
+_PARTS = ("master", "volume", "filer", "s3", "webdav", "admin")
+_SECONDS = 120.0
+
+
+@contextmanager
+def s3_server(folder: Path, bucket: str) -> Iterator[dict[str, str]]:
+    """Run an S3 server with one bucket; provide the variables by which clients find it."""
+    ports = {part: free_port() for part in _PARTS}
+    grpc = {f"{part}.port.grpc": free_port() for part in _PARTS if part != "webdav"}
+    flags = [f"-{part}.port={port}" for part, port in ports.items()] + [f"-{key}={port}" for key, port in grpc.items()]
+    program = Path(sys.executable).with_name("weed")
+    command = [
+        str(program),
+        "mini",
+        f"-dir={folder}",
+        "-ip=127.0.0.1",
+        "-ip.bind=127.0.0.1",
+        f"-bucket={bucket}",
+        *flags,
+    ]
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen(command, env=os.environ | KEYS, stdout=log, stderr=log, cwd=folder)
+    env = {**KEYS, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{ports['s3']}", "AWS_ALLOW_HTTP": "true"}
+    try:
+        _wait(process, env, bucket, folder / "log")
+        yield env
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def _wait(process: "subprocess.Popen[bytes]", env: dict[str, str], bucket: str, log: Path) -> None:
+    """Wait until an object can be written."""
+    pause, tries = threading.Event(), int(_SECONDS / 0.2)
+    store = S3Store(
+        bucket,
+        endpoint=env["AWS_ENDPOINT_URL"],
+        access_key_id=env["AWS_ACCESS_KEY_ID"],
+        secret_access_key=env["AWS_SECRET_ACCESS_KEY"],
+        region=env["AWS_REGION"],
+        client_options={"allow_http": True},
+        retry_config={"max_retries": 0},
+    )
+    for _ in range(tries):
+        if process.poll() is not None:
+            break
+        try:
+            obstore.put(store, "probe", b"probe")
+        except BaseError:
+            pause.wait(0.2)
+        else:
+            return
+    raise TimeoutError(f"the S3 server did not start: {log.read_text()[-2000:]}")

@@ -1,0 +1,113 @@
+"""Blobs in an object store: what a leader of an earlier term deletes is nothing that a later one has written."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.s3 import s3_server
+
+from fedring.daemon.config import ConfigError
+from fedring.server.state.blobs import FileBlobs
+from fedring.server.state.failures import StorageError, StorageFailed
+from fedring.server.state.shared.object_blobs import ObjectBlobs, open_objects
+
+
+def opened(folder: Path, term: int, *, url: str = "") -> ObjectBlobs:
+    (folder / "objects").mkdir(exist_ok=True)
+    store = open_objects(url or (folder / "objects").as_uri())
+    return ObjectBlobs(store, FileBlobs(folder / f"local-{term}", durable=False), term)
+
+
+def sealed(blobs: ObjectBlobs, data: bytes) -> str:
+    partial = blobs.open_partial("some", fresh=True)
+    partial.write(data)
+    return blobs.seal_many([partial])[0]
+
+
+@pytest.fixture
+def first(tmp_path: Path) -> Iterator[ObjectBlobs]:
+    blobs = opened(tmp_path, 1)
+    yield blobs
+    blobs.close()
+
+
+def test_the_next_leader_reads_what_the_first_one_wrote(tmp_path: Path, first: ObjectBlobs) -> None:
+    digest, empty = sealed(first, b"model"), sealed(first, b"")
+    second = opened(tmp_path, 2)
+    with second.reader(digest) as blob:
+        assert blob.read(1, 3) == b"ode"
+    with second.reader(empty) as blob:
+        assert blob.size == 0
+    assert second.range_reader(digest)(0, 5) == b"model"
+    with pytest.raises(StorageError, match="missing_blob"):
+        second.reader("blake3-" + "0" * 64)
+    second.close()
+
+
+def test_a_late_deletion_of_a_deposed_leader_takes_nothing_from_the_next_one(
+    tmp_path: Path, first: ObjectBlobs
+) -> None:
+    digest = sealed(first, b"model")
+    second = opened(tmp_path, 2)
+    assert sealed(second, b"model") == digest
+    first.delete(digest)
+    third = opened(tmp_path, 3)  # has no copy of its own
+    with third.reader(digest) as blob:
+        assert blob.read(0, 5) == b"model"
+    second.close()
+    third.close()
+
+
+def test_an_object_that_was_changed_is_not_read(tmp_path: Path, first: ObjectBlobs) -> None:
+    digest = sealed(first, b"model")
+    (tmp_path / "objects" / "blobs" / "1" / digest).write_bytes(b"mOdel")
+    second = opened(tmp_path, 2)
+    with pytest.raises(StorageError, match="does not hold what was written to it"):
+        second.reader(digest)
+    second.close()
+
+
+def test_a_blob_that_no_row_names_is_put_aside_and_removed_later(tmp_path: Path, first: ObjectBlobs) -> None:
+    digest, kept = sealed(first, b"lost"), sealed(first, b"kept")
+    second = opened(tmp_path, 2)
+    assert second.unnamed({kept}) == [digest]
+    assert second.sweep({kept}) == 1
+    aside = tmp_path / "objects" / "unnamed" / digest
+    assert aside.read_bytes() == b"lost"
+    second.forget_unnamed(60.0)
+    assert aside.exists()
+    second.forget_unnamed(0.0)
+    assert not aside.exists()
+    assert second.unnamed(()) == [kept]
+    second.close()
+
+
+@pytest.mark.parametrize("url", ["nonsense://x", "s3:", "a b"])
+def test_a_store_that_there_is_not_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match="blob_url"):
+        open_objects(url)
+
+
+def test_an_s3_server_keeps_what_was_sealed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "s3"
+    folder.mkdir()
+    with s3_server(folder, "models") as env:
+        for key, value in env.items():
+            monkeypatch.setenv(key, value)
+        one, large = opened(tmp_path, 1, url="s3://models/run"), bytes(range(256)) * 80_000
+        digests = [sealed(one, b"model"), sealed(one, large), sealed(one, b"")]  # the second one in several parts
+        one.probe(100)
+        two = opened(tmp_path, 2, url="s3://models/run")
+        for digest, data in zip(digests, [b"model", large, b""], strict=True):
+            with two.reader(digest) as blob:
+                assert blob.read(0, blob.size) == data
+        assert two.sweep(digests[:1]) == 2
+        two.delete(digests[0])
+        three = opened(tmp_path, 3, url="s3://models/run")
+        assert three.unnamed(()) == []
+        three.close()
+    partial = two.open_partial("late")
+    with pytest.raises(StorageFailed):
+        two.seal_many([partial])
+    one.close()
+    two.close()
