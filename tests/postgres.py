@@ -11,6 +11,8 @@ from pathlib import Path
 
 import psycopg
 
+from tests.conftest import missing
+
 _NUMBERS = count(1)
 _PLACES = "usr/lib/postgresql/*/bin"  # of Debian, which does not add them to the path
 
@@ -31,7 +33,7 @@ class Cluster:
     """
 
     def __init__(self, folder: Path, *, durable: bool = False) -> None:
-        self._programs, self.folder = programs(), folder
+        self._programs, self.folder = programs() or missing("PostgreSQL"), folder
         # PostgreSQL does not run as root; its package has made a user of its own.
         self._user = ["setpriv", "--reuid=postgres", "--regid=postgres", "--clear-groups"] if os.getuid() == 0 else []
         if self._user:
@@ -62,7 +64,6 @@ class Cluster:
         return f"postgresql+psycopg://fedring@/{name}?host={self.folder}"
 
     def _run(self, program: str, *arguments: str) -> None:
-        assert self._programs is not None
         command = [*self._user, str(self._programs / program), *arguments]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, cwd="/", timeout=60)
 

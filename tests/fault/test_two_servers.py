@@ -37,9 +37,9 @@ JOB: dict[str, Any] = {"rounds": 6, "min_clients": 2, "deadline_seconds": 240, "
 class TwoServers(FaultyFleet):
     """A fleet with a second server, which listens where the first one does, as soon as that is gone."""
 
-    def __init__(self, folder: Path, database: str, clients: Sequence[Any] = (), **settings: Any) -> None:
+    def __init__(self, folder: Path, database: str, clients: Sequence[Any] = (), settings: Any = None) -> None:
         (folder / "objects").mkdir(exist_ok=True)
-        shared = {"state_url": database, "blob_url": (folder / "objects").as_uri(), **settings}
+        shared = {"state_url": database, "blob_url": (folder / "objects").as_uri(), **(settings or {})}
         super().__init__(folder, shared, clients)
         self.standby = self._process("standby", "fedring.server.main", {**self.server.settings})
         self.standby.settings["state_dir"] = str(folder / "state" / "standby")
@@ -57,6 +57,10 @@ class TwoServers(FaultyFleet):
         """Kill the server that leads, wait until the other one leads, and start another standby."""
         self.server.kill()
         self.until_the_standby_leads()
+        self.take_turns()
+
+    def take_turns(self) -> None:
+        """Start the server that has ended as the standby of the other one."""
         self.server, self.standby = self.standby, self.server
         self.standby.start()
 
@@ -189,6 +193,26 @@ def test_a_leader_that_another_one_has_replaced_writes_nothing_more(tmp_path: Pa
         assert "another server leads" in fleet.server.log.read_text()
 
 
+def test_a_round_whose_noise_the_other_server_has_drawn_is_abandoned(tmp_path: Path, database: str) -> None:
+    dp = {"noise_multiplier": 1.0, "clip": 0.5, "adaptive": False}
+    fleet = TwoServers(tmp_path, database, [{}, {}])
+    fleet.server.env["FL_CRASH_AT"] = "before_publish_commit"  # here a noised model is sealed that no row names yet
+    with fleet:
+        with Control(fleet.control) as control:
+            private = {"rounds": 2, "weights": "uniform", "evaluate": False, "dp": dp}
+            started = StartedJob(fleet, control, {**JOB, **private})
+            wait_for(fleet, "the crash", fleet.server.wait)
+        fleet.until_the_standby_leads()
+        with Control(fleet.control) as control:
+            job = wait_for(fleet, "the end of the job", lambda: ended(control, started.job_id))
+            rounds = control.rounds()
+    assert (job.state, job.rounds_done) == ("completed", 1)
+    assert [(row.round, row.reason) for row in rounds if row.reason] == [(1, "restored")]
+    first = {path.name for path in (tmp_path / "objects" / "blobs" / "1").iterdir()}
+    named = {name for (name,) in SharedState(database, tmp_path).ask("SELECT blob FROM models")}
+    assert len(first & named) == 1  # the model that the job began with
+
+
 def folder_for_anybody() -> Path:
     """Return a folder that PostgreSQL's own user can reach."""
     folder = Path(tempfile.mkdtemp(prefix="fedring-pg-"))
@@ -203,7 +227,10 @@ def test_each_accepted_update_counts_once_however_often_another_server_takes_ove
 ) -> None:
     seed, takeovers = SEED + repeat, MANY if repeat else FEW
     rounds, update_log = ROUNDS_EACH * takeovers, UpdateLog(seed)
-    with TwoServers(tmp_path, database, **KEEP_ALL) as fleet, KillableClients(fleet, update_log, NAMES) as clients:
+    with (
+        TwoServers(tmp_path, database, settings=KEEP_ALL) as fleet,
+        KillableClients(fleet, update_log, NAMES) as clients,
+    ):
         with Control(fleet.control) as control:
             job = vector_job(rounds=rounds, min_clients=3, model_args={"size": SIZE}, deadline_seconds=240)
             job_id = control.start_job(job).job_id

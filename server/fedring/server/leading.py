@@ -9,6 +9,7 @@ from fedring.daemon.notify import sd_notify
 from fedring.server.config import ServerConfig
 from fedring.server.state.facts import Facts
 from fedring.server.state.files import STATE_ID
+from fedring.server.state.noise_secret import erase_noise_secrets
 from fedring.server.state.shared.leadership import BEAT_SECONDS, Leader, Session, attempt, open_session
 
 log = logging.getLogger(__name__)
@@ -39,6 +40,8 @@ async def lead(config: ServerConfig, stop: asyncio.Event) -> Session | None:
             return found
         if isinstance(found, Leader) and found.name != known:
             known = found.name
+            # The rounds that this server may have begun are the other one's now, and none goes on with their noise.
+            erase_noise_secrets(config.state_dir)
             log.info("waits as a standby: %s leads", known)
             sd_notify(f"READY=1\nSTATUS=waits as a standby: {known} leads")
         sd_notify("WATCHDOG=1")

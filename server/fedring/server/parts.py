@@ -68,7 +68,12 @@ def assemble(
     own = [kind(rounds, facts, sessions, metrics.of_kinds[kind], config.tls.ca) for kind in KINDS]
     kinds = [*own, *more_kinds]
     reports = ClientReports(rounds, kinds, sessions, facts, journal, metrics.rounds)
-    privacy = RoundPrivacy(facts, config.state_dir, lambda job: models.maker.job_models.schema_of(job))
+    privacy = RoundPrivacy(
+        facts,
+        config.state_dir,
+        lambda job: models.maker.job_models.schema_of(job),
+        shared=bool(config.state_url),
+    )
     opener = RoundOpener(rounds, kinds, facts, models, privacy, sessions, config)
     publisher = Publisher(rounds, facts, models, privacy, sessions, metrics.rounds)
     keeper = Keeper(rounds, facts, models, config)

@@ -13,7 +13,12 @@ from fedring.privacy.charges import Charge
 from fedring.server.model.transforms.listing import transforms_of
 from fedring.server.round.open_round import OpenRound
 from fedring.server.state.facts import Facts
-from fedring.server.state.noise_secret import erase_noise_secret, erase_noise_secrets, noise_secret
+from fedring.server.state.noise_secret import (
+    erase_noise_secret,
+    erase_noise_secrets,
+    has_noise_secret,
+    noise_secret,
+)
 from fedring.server.state.rows import ChargeRow, RoundRow
 from fedring.train.jobs.job import Job
 
@@ -36,10 +41,11 @@ class RoundPrivacy:
         facts: hold the charges.
         folder: the state folder, which holds the secret of the noise.
         schema_of: returns the schema of a job's shared tensors.
+        shared: whether other servers may have begun the rounds that are open at the start.
     """
 
-    def __init__(self, facts: Facts, folder: Path, schema_of: Callable[[Job], Schema]) -> None:
-        self._facts, self._folder, self._schema_of = facts, folder, schema_of
+    def __init__(self, facts: Facts, folder: Path, schema_of: Callable[[Job], Schema], *, shared: bool = False) -> None:
+        self._facts, self._folder, self._schema_of, self._shared = facts, folder, schema_of, shared
         self._reserved: dict[int, _Reserved] = {}  # by job: what its next or open round costs at most
         self._one_at_a_time = asyncio.Lock()
 
@@ -104,7 +110,12 @@ class RoundPrivacy:
         "" if it can.
         """
         epoch = self._facts.store.epoch
-        if open_.job.dp is None or all(update.epoch == epoch for update in open_.accepted.values()):
+        if open_.job.dp is None:
+            return ""
+        if self._shared and not has_noise_secret(self._folder, self._name(open_.row)):
+            # Two sums of the same updates with different noise would tell more than one: see docs/availability.md.
+            return "another server may have drawn its noise"
+        if all(update.epoch == epoch for update in open_.accepted.values()):
             return ""
         return "the server was restored, and may have published its model before, with other noise"
 

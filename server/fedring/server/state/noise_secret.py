@@ -53,6 +53,11 @@ def erase_noise_secret(folder: Path, name: str) -> None:
         _erase(folder / f"{_PREFIX}{name}")
 
 
+def has_noise_secret(folder: Path, name: str) -> bool:
+    """Return whether a noise secret of this name was drawn in a state folder."""
+    return (folder / f"{_PREFIX}{name}").exists()
+
+
 def erase_noise_secrets(folder: Path, *, keep: Container[str] = ()) -> None:
     """Overwrite and remove a state folder's noise secrets.
 

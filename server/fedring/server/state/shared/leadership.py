@@ -7,6 +7,7 @@ in each transaction, for the case that something between server and database has
 
 import logging
 from dataclasses import dataclass, replace
+from typing import Any
 
 from sqlalchemy import Connection, Engine, StaticPool, create_engine, event, text
 from sqlalchemy.engine import URL, ExceptionContext, make_url
@@ -84,11 +85,8 @@ def open_session(url: str) -> Session:
     engine = create_engine(address, poolclass=StaticPool, connect_args=_PATIENCE)
     event.listen(engine, "handle_error", _note_the_end)
     try:
-        pids = set()
-        for _ in range(2):
-            with engine.begin() as connection:
-                pids.add(connection.execute(text("SELECT pg_backend_pid()")).scalar_one())
-                version = connection.execute(text("SHOW server_version_num")).scalar_one()
+        pids = {_scalar(engine, "SELECT pg_backend_pid()") for _ in range(2)}
+        version = _scalar(engine, "SHOW server_version_num")
     except DBAPIError as error:
         engine.dispose()
         raise Deposed(f"PostgreSQL at {address.render_as_string()} cannot be used: {_first_line(error)}") from error
@@ -132,6 +130,12 @@ def attempt(session: Session, name: str) -> Session | Leader | None:
     leading = replace(session, term=term)
     event.listen(session.engine, "begin", lambda connection: _check_term(connection, term))
     return leading
+
+
+def _scalar(engine: Engine, query: str) -> Any:
+    """Return the only value that a query finds, in a transaction of its own."""
+    with engine.begin() as connection:
+        return connection.execute(text(query)).scalar_one()
 
 
 def _begin_term(connection: Connection, name: str) -> int:

@@ -56,32 +56,18 @@ class Store:
             damaged.
     """
 
-<<<<<<< HEAD
-    def __init__(self, url: str, *, keep_events: int = KEEP_EVENTS, log_bytes: int = LOG_BYTES) -> None:
-        self._database = database = Database(open_database(url, log_bytes=log_bytes))
-        self.jobs = JobStore(database)
-        self.rounds = RoundStore(database)
-        self.updates = UpdateStore(database)
-        self.commands = CommandStore(database)
-        self.kept = KeptStore(database)
-        self.models = ModelStore(database)
-        self.evaluations = EvaluationStore(database)
-        self.events = EventStore(database, keep_events)
-        self.tokens = TokenStore(database)
-        found = {row.name: row.value for row in database.all(select(meta), MetaRow)}
-=======
     def __init__(self, database: str | Engine, *, keep_events: int = KEEP_EVENTS, log_bytes: int = LOG_BYTES) -> None:
         self._database = opened = Database(open_database(database, log_bytes=log_bytes))
         self.jobs = JobStore(opened)
         self.rounds = RoundStore(opened)
         self.updates = UpdateStore(opened)
+        self.commands = CommandStore(opened)
         self.kept = KeptStore(opened)
         self.models = ModelStore(opened)
         self.evaluations = EvaluationStore(opened)
         self.events = EventStore(opened, keep_events)
         self.tokens = TokenStore(opened)
         found = {row.name: row.value for row in opened.all(select(meta), MetaRow)}
->>>>>>> 9f61860f (Let two servers share a state in PostgreSQL and an object store)
         self.run_id, self.secret = found["run_id"], found[SECRET]
         self.epoch = epoch_in(found)
 
