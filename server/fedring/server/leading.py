@@ -1,4 +1,4 @@
-"""The wait of a server until it leads, and its beats while it does."""
+"""The wait of a server until it leads, and its beats."""
 
 import asyncio
 import logging
@@ -10,14 +10,14 @@ from fedring.server.config import ServerConfig
 from fedring.server.state.facts import Facts
 from fedring.server.state.files import STATE_ID
 from fedring.server.state.noise_secret import erase_noise_secrets
-from fedring.server.state.shared.leadership import BEAT_SECONDS, Leader, Session, attempt, open_session
+from fedring.server.state.shared.leadership import BEAT_SECONDS, Leader, DatabaseSession, attempt, open_session
 
 log = logging.getLogger(__name__)
 
 _TRY_SECONDS = 0.5
 
 
-async def lead(config: ServerConfig, stop: asyncio.Event) -> Session | None:
+async def lead(config: ServerConfig, stop: asyncio.Event) -> DatabaseSession | None:
     """Wait until this server leads.
 
     Args:
@@ -35,7 +35,7 @@ async def lead(config: ServerConfig, stop: asyncio.Event) -> Session | None:
     name, known = f"{socket.gethostname()} ({config.listen})", ""
     while not stop.is_set():
         found = await asyncio.to_thread(attempt, session, name)
-        if isinstance(found, Session):
+        if isinstance(found, DatabaseSession):
             log.info("leads in term %d", found.term, extra={"term": found.term})
             return found
         if isinstance(found, Leader) and found.name != known:
@@ -67,7 +67,7 @@ def check_shared(config: ServerConfig) -> None:
     read_object(open_objects(config.blob_url), STATE_ID)
 
 
-async def beat(session: Session, facts: Facts) -> NoReturn:
+async def beat(session: DatabaseSession, facts: Facts) -> NoReturn:
     """Tell standbys again and again that this server is alive.
 
     Raises:

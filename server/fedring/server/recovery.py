@@ -21,7 +21,7 @@ from fedring.server.state.failures import StorageError, StorageFailed
 from fedring.server.state.identity import open_state
 from fedring.server.state.log_check import older
 from fedring.server.state.rows import RoundRow
-from fedring.server.state.shared.leadership import Session
+from fedring.server.state.shared.leadership import DatabaseSession
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ async def recover(
     sweep: bool,
     drop_damaged: bool = False,
     accept_older: bool = False,
-    session: Session | None = None,
+    session: DatabaseSession | None = None,
 ) -> Parts:
     """Open the state folder for this process alone, and recover its parts.
 
@@ -87,7 +87,7 @@ async def recover(
     return parts
 
 
-def _open(config: ServerConfig, session: Session | None, *, adopt: bool, accept_older: bool) -> Facts:
+def _open(config: ServerConfig, session: DatabaseSession | None, *, adopt: bool, accept_older: bool) -> Facts:
     if session is None:
         files = open_state(
             config.state_dir, adopt=adopt, accept_older=accept_older, log_bytes=config.database_log_bytes

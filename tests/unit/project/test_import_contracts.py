@@ -65,6 +65,10 @@ BREACHES = {
         "server/fedring/server/state/rows.py",
         "fedring.server.state.ratings",
     ),
+    "the modules of a shared state import downwards only": (
+        "server/fedring/server/state/shared/leadership.py",
+        "fedring.server.state.shared.opening",
+    ),
     "the modules of the database import downwards only": (
         "server/fedring/server/state/sql/tables.py",
         "fedring.server.state.sql.updates",

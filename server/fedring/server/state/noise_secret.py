@@ -54,7 +54,7 @@ def erase_noise_secret(folder: Path, name: str) -> None:
 
 
 def has_noise_secret(folder: Path, name: str) -> bool:
-    """Return whether a noise secret of this name was drawn in a state folder."""
+    """Return whether a state folder has a noise secret."""
     return (folder / f"{_PREFIX}{name}").exists()
 
 

@@ -1,6 +1,6 @@
-"""Which of several servers leads: the one whose session holds a lock of the database.
+"""The session with the database of the leading server.
 
-PostgreSQL gives the lock to one session at a time, and takes it back when the session ends. All writes go over that
+It holds a lock: PostgreSQL gives the lock to one session at a time, and takes it back when the session ends. All writes go over that
 session, so a server that has lost the lock cannot write: no clock decides. A *term* numbers the leaders. It is checked
 in each transaction, for the case that something between server and database has replaced the session in silence.
 """
@@ -50,8 +50,8 @@ class Leader:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Session:
-    """A session with the database, which leads once it has a term.
+class DatabaseSession:
+    """A session with the database. With a term, it leads.
 
     Attributes:
         engine: Its only connection. When that ends, every use raises Deposed.
@@ -74,8 +74,8 @@ class Session:
             raise translate(error) from error
 
 
-def open_session(url: str) -> Session:
-    """Open a session with a database, which does not lead yet.
+def open_session(url: str) -> DatabaseSession:
+    """Open a session that does not lead yet.
 
     Raises:
         ConfigError: The database cannot be used: not PostgreSQL, a password in its address, or a pooler before it.
@@ -96,10 +96,10 @@ def open_session(url: str) -> Session:
     if int(version) < 120_000:
         engine.dispose()
         raise ConfigError(f"state_url leads to PostgreSQL {int(version) // 10_000}: fl-server needs 12 or newer")
-    return Session(engine)
+    return DatabaseSession(engine)
 
 
-def attempt(session: Session, name: str) -> Session | Leader | None:
+def attempt(session: DatabaseSession, name: str) -> DatabaseSession | Leader | None:
     """Try to lead.
 
     A leader that has been silent for too long is ended, so that a later attempt can succeed.
@@ -133,7 +133,7 @@ def attempt(session: Session, name: str) -> Session | Leader | None:
 
 
 def _scalar(engine: Engine, query: str) -> Any:
-    """Return the only value that a query finds, in a transaction of its own."""
+    """Return the only value that a query finds."""
     with engine.begin() as connection:
         return connection.execute(text(query)).scalar_one()
 
@@ -151,7 +151,10 @@ def _begin_term(connection: Connection, name: str) -> int:
 
 
 def _other(connection: Connection) -> Leader | None:
-    """Return the server that leads, and end its session if it is silent for too long."""
+    """Return the server that leads.
+
+    Its session is ended if it has been silent for too long.
+    """
     if connection.execute(text("SELECT to_regclass('leader_beat')")).scalar_one() is None:
         return None  # the first leader is about to make the tables
     query = (
@@ -180,7 +183,10 @@ def _check_term(connection: Connection, term: int) -> None:
 
 
 def _note_the_end(context: ExceptionContext) -> None:
-    """Let no pool open another connection after the session has ended: that one would not hold the lock."""
+    """Let no pool open another connection.
+
+    It would not hold the lock.
+    """
     if context.is_disconnect:
         raise Deposed(f"the session with the database has ended ({_first_line(context.original_exception)})")
 

@@ -1,4 +1,4 @@
-"""Blobs in an object store, with a copy of each in a local folder.
+"""Blobs in an object store, with local copies.
 
 The law: a blob is durable as an object before a row may name it. Each leader writes under its own term, so that no key
 is ever used twice: what a deposed leader still deletes is nothing that a later one has written. The local copies only
@@ -36,9 +36,9 @@ _PROBE_BYTES = 1 << 10
 
 
 class ObjectBlobs:
-    """Blobs in an object store, which the leader of a term uses alone.
+    """Blobs in an object store.
 
-    The interface Blobs documents each method.
+    The leader of a term uses it alone. The interface Blobs documents each method.
 
     Args:
         store: The object store, below whose prefix nothing else lies.
@@ -157,7 +157,10 @@ class ObjectBlobs:
             self._local.seal_many([partial])
 
     def _newest(self, digest: str) -> str:
-        """Return the key of the latest term, as only earlier ones may still be deleted by others."""
+        """Return the key of the latest term.
+
+        Earlier ones may still be deleted by others.
+        """
         return max(self._keys[digest], key=lambda key: int(key.split("/")[1]))
 
     def _list(self, prefix: str) -> dict[str, datetime]:
@@ -167,7 +170,10 @@ class ObjectBlobs:
         return {meta["path"]: meta["last_modified"] for meta in metas}
 
     def _remove(self, keys: Collection[str]) -> None:
-        """Delete objects. One that cannot be deleted now is put aside at the next start."""
+        """Delete objects.
+
+        One that cannot be deleted now is put aside at the next start.
+        """
         try:
             if keys:
                 obstore.delete(self._store, list(keys))
@@ -215,7 +221,10 @@ def write_object(store: ObjectStore, key: str, data: bytes) -> None:
 
 
 def _parts(partial: Partial) -> Iterator[bytes]:
-    """Yield the bytes of a partial; one empty part, if it has none."""
+    """Yield the bytes of a partial.
+
+    Without any, it yields one empty part.
+    """
     for offset in range(0, max(1, partial.size), _PART_BYTES):
         yield partial.read(offset, min(_PART_BYTES, partial.size - offset))
 
@@ -231,5 +240,5 @@ def _as_storage_errors() -> Iterator[None]:
 
 
 def _sentence(error: BaseException) -> str:
-    """Return the first line of an object store's error, which may be many."""
+    """Return the first line of an object store's error."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)[:300]

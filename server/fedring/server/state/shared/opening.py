@@ -7,14 +7,14 @@ from fedring.server.state.blob_interfaces import Blobs
 from fedring.server.state.blobs import FileBlobs
 from fedring.server.state.failures import StorageError
 from fedring.server.state.files import SHARED, STATE_ID
-from fedring.server.state.shared.leadership import Session
+from fedring.server.state.shared.leadership import DatabaseSession
 from fedring.server.state.shared.object_blobs import ObjectBlobs, open_objects, read_object, write_object
 from fedring.server.state.sql.store import Store
 
 _ADVICE = "Give both addresses of one state, or two new ones. Nothing was changed."
 
 
-def open_shared(folder: Path, blob_url: str, session: Session, *, adopt: bool = True) -> tuple[Store, Blobs]:
+def open_shared(folder: Path, blob_url: str, session: DatabaseSession, *, adopt: bool = True) -> tuple[Store, Blobs]:
     """Open the database and the objects of a state.
 
     They are created if both are empty.

@@ -72,7 +72,10 @@ class Store:
         self.epoch = epoch_in(found)
 
     def state_id(self) -> str:
-        """Return the id that also lies beside the blobs; "" if there is none yet."""
+        """Return the id that also lies beside the blobs.
+
+        It is empty if there is none yet.
+        """
         found = {row.name: row.value for row in self._database.all(select(meta), MetaRow)}
         return found.get("state_id", "")
 
