@@ -10,7 +10,7 @@ from fedring.server.config import ServerConfig
 from fedring.server.state.facts import Facts
 from fedring.server.state.files import STATE_ID
 from fedring.server.state.noise_secret import erase_noise_secrets
-from fedring.server.state.shared.leadership import BEAT_SECONDS, Leader, DatabaseSession, attempt, open_session
+from fedring.server.state.shared.leadership import BEAT_SECONDS, DatabaseSession, Leader, attempt, open_session
 
 log = logging.getLogger(__name__)
 

@@ -1,8 +1,9 @@
 """The session with the database of the leading server.
 
-It holds a lock: PostgreSQL gives the lock to one session at a time, and takes it back when the session ends. All writes go over that
-session, so a server that has lost the lock cannot write: no clock decides. A *term* numbers the leaders. It is checked
-in each transaction, for the case that something between server and database has replaced the session in silence.
+It holds a lock: PostgreSQL gives the lock to one session at a time, and takes it back when the session ends. All writes
+go over that session, so a server that has lost the lock cannot write: no clock decides. A *term* numbers the leaders.
+It is checked in each transaction, for the case that something between server and database has replaced the session in
+silence.
 """
 
 import logging
