@@ -49,7 +49,7 @@ async def lead(config: ServerConfig, stop: asyncio.Event) -> DatabaseSession | N
             await asyncio.wait_for(stop.wait(), _TRY_SECONDS)
         except TimeoutError:
             continue
-    session.engine.dispose()
+    session.close()
     return None
 
 
@@ -63,16 +63,23 @@ def check_shared(config: ServerConfig) -> None:
     """
     from fedring.server.state.shared.object_blobs import open_objects, read_object  # whose packages are an extra
 
-    open_session(config.state_url).engine.dispose()
+    open_session(config.state_url).close()
     read_object(open_objects(config.blob_url), STATE_ID)
 
 
-async def beat(session: DatabaseSession, facts: Facts) -> NoReturn:
-    """Tell standbys again and again that this server is alive.
+async def beat(session: DatabaseSession) -> NoReturn:
+    """Tell standbys again and again that this server is alive."""
+    while True:
+        await asyncio.to_thread(session.beat)
+        await asyncio.sleep(BEAT_SECONDS)
+
+
+async def look_after_lead(session: DatabaseSession, facts: Facts) -> NoReturn:
+    """Notice that this server leads no more, also while nobody writes.
 
     Raises:
-        Deposed: It leads no more.
+        Deposed: It does not.
     """
     while True:
-        await facts.db(session.beat)
+        await facts.db(session.check)
         await asyncio.sleep(BEAT_SECONDS)

@@ -30,7 +30,7 @@ from fedring.server.config import ServerConfig
 from fedring.server.guard.descriptors import Shares, check_descriptors, shares, wanted
 from fedring.server.guard.ports import Security
 from fedring.server.guard.tokens import TokenService
-from fedring.server.leading import beat, check_shared, lead
+from fedring.server.leading import beat, check_shared, lead, look_after_lead
 from fedring.server.operator.privacy_spent import PrivacySpent
 from fedring.server.operator.readiness import look_after_storage
 from fedring.server.operator.view import View
@@ -161,7 +161,7 @@ async def serve(
         security.look_after_connections(),
         spent.run(),
         *(page.run() for page in pages),
-        *([beat(session, parts.facts)] if session else []),
+        *([beat(session), look_after_lead(session, parts.facts)] if session else []),
     ]
     return await _until_stopped(parts, others, stop=stop, drain=drain, drain_seconds=config.drain_seconds)
 

@@ -60,19 +60,38 @@ class DatabaseSession:
     """
 
     engine: Engine
+    beats: Engine  # another connection: a large upload keeps the first one's thread busy for seconds
     term: int = 0
 
     def beat(self) -> None:
         """Tell other servers that this one is alive.
 
+        If that fails, it has a line in the log: the next beat may arrive.
+        """
+        mine = "EXISTS (SELECT 1 FROM leader WHERE term = :term)"
+        try:
+            with self.beats.begin() as connection:
+                query = text(f"UPDATE leader_beat SET at = clock_timestamp() WHERE {mine}")
+                connection.execute(query, {"term": self.term})
+        except DBAPIError as error:
+            log.warning("a beat has not arrived at the database: %s", _first_line(error))
+
+    def check(self) -> None:
+        """Check that this server still leads.
+
         Raises:
-            Deposed: It no longer leads.
+            Deposed: It leads no more.
         """
         try:
-            with self.engine.begin() as connection:
-                connection.execute(text("UPDATE leader_beat SET at = clock_timestamp()"))
+            with self.engine.begin():
+                pass
         except DBAPIError as error:
             raise translate(error) from error
+
+    def close(self) -> None:
+        """End the session."""
+        self.beats.dispose()
+        self.engine.dispose()
 
 
 def open_session(url: str) -> DatabaseSession:
@@ -97,7 +116,7 @@ def open_session(url: str) -> DatabaseSession:
     if int(version) < 120_000:
         engine.dispose()
         raise ConfigError(f"state_url leads to PostgreSQL {int(version) // 10_000}: fl-server needs 12 or newer")
-    return DatabaseSession(engine)
+    return DatabaseSession(engine, create_engine(address, pool_size=1, pool_pre_ping=True, connect_args=_PATIENCE))
 
 
 def attempt(session: DatabaseSession, name: str) -> DatabaseSession | Leader | None:
