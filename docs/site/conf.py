@@ -47,5 +47,6 @@ html_sidebars = {
 
 
 def setup(app: Any) -> None:
-    """Have the examples of protos/FORMATS.md shown as they are."""
-    app.add_lexer("example", TextLexer)
+    """Have text shown as it is for which there are no colours."""
+    app.add_lexer("example", TextLexer)  # of protos/FORMATS.md
+    app.add_lexer("haproxy", TextLexer)

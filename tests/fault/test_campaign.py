@@ -146,10 +146,11 @@ def lose_an_update(evidence: Evidence) -> None:
 
 def count_an_update_twice(evidence: Evidence) -> None:
     columns = [str(name) for _, name, *_ in ask(evidence.state, "PRAGMA table_info(updates)")]
-    others = ", ".join(name for name in columns if name != "round")
+    others = ", ".join(name for name in columns if name not in ("round", "buffer"))
     ask(
         evidence.state,
-        f"INSERT INTO updates (round, {others}) SELECT 1000, {others} FROM updates WHERE round = 1 LIMIT 1",
+        f"INSERT INTO updates (round, buffer, {others}) "
+        f"SELECT 1000, 1000, {others} FROM updates WHERE round = 1 LIMIT 1",
     )
 
 

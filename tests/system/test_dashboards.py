@@ -28,6 +28,13 @@ SECONDS = 120.0
 FEDERATED = {"min_clients": 2, "epochs": 1}
 PARALLEL = {"mode": "data_parallel", "min_clients": 2, "rounds": 1, "data_parallel": {"hook": "dgc", "ratio": 0.01}}
 PIPELINE = {"mode": "pipeline", "min_clients": 2, "rounds": 1, "pipeline": {"stages": 2}}
+ASYNCHRONOUS = {
+    "min_clients": 2,
+    "rounds": 4,
+    "weights": "uniform",
+    "evaluate": False,
+    "asynchronous": {"concurrency": 3, "buffer": 1},
+}
 SECURE = {
     "min_clients": 3,
     "min_clients_to_aggregate": 3,
@@ -38,7 +45,7 @@ SECURE = {
     "dp": {"noise_by": "clients", "adaptive": False, "noise_multiplier": 1.0, "clip": 0.1},
 }
 
-pytestmark = pytest.mark.timeout(900)  # the first test waits for seven jobs
+pytestmark = pytest.mark.timeout(900)  # the first test waits for eight jobs
 
 T = TypeVar("T")
 Series = list[dict[str, Any]]
@@ -99,7 +106,7 @@ def eventually(look: Callable[[], T], condition: Callable[[T], bool]) -> T:
 
 @pytest.fixture(scope="module")
 def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
-    """Run a Prometheus that has scraped daemons from their start through seven jobs, the last of which still runs."""
+    """Run a Prometheus that has scraped daemons from their start through eight jobs, the last of which still runs."""
     if shutil.which("prometheus") is None:
         missing("prometheus (Debian's package)")
     folder = tmp_path_factory.mktemp("dashboards")
@@ -126,6 +133,7 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]
             )
             assert len(seen) == 5, seen  # one for each step
             run(control, SECURE)
+            run(control, ASYNCHRONOUS)
             run(control, {**FEDERATED, "rounds": 2})
             endless = control.start_job({**FEDERATED, "rounds": 10_000}).job_id
             yield running
