@@ -19,7 +19,7 @@ from statistics import median
 from fedring.daemon.exits import Exit
 from tests import postgres
 from tests.bench.lab.daemons import print_line
-from tests.fault.test_two_servers import TwoServers, terms
+from tests.fault.two_servers import TwoServers, terms
 from tests.waiting import until
 
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP)

@@ -1,27 +1,25 @@
 """Two servers of one shared state: one leads, and the other takes over, whatever happens to the first."""
 
 import atexit
-import json
 import random
 import shutil
 import signal
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from sqlalchemy import NullPool, create_engine, text
 
-from fedring.ctl.process import stop_all
 from fedring.daemon.exits import Exit
 from fedring.v1 import control_pb2
 from tests import postgres
 from tests.conftest import REPEATED, SEED
 from tests.fault.counted_updates import check_models, check_updates
-from tests.fault.faulty_fleet import SECONDS, FaultyFleet, StartedJob, wait_for
+from tests.fault.faulty_fleet import SECONDS, StartedJob, wait_for
 from tests.fault.killable_clients import SIZE, KillableClients
 from tests.fault.random_kills import KEEP_ALL, LONGEST, wait
+from tests.fault.two_servers import TwoServers, terms
 from tests.fault.update_log import UpdateLog
 from tests.fleets import Control, until_watching
 from tests.ports import free_port
@@ -32,41 +30,6 @@ FEW, MANY = 3, 25  # takeovers in `make test`, and in each repeat of `make soak`
 ROUNDS_EACH = 5
 NAMES = ("a", "b", "c", "d")
 JOB: dict[str, Any] = {"rounds": 6, "min_clients": 2, "deadline_seconds": 240, "subset_size": 20}
-
-
-class TwoServers(FaultyFleet):
-    """A fleet with a second server, which listens where the first one does, as soon as that is gone."""
-
-    def __init__(self, folder: Path, database: str, clients: Sequence[Any] = (), settings: Any = None) -> None:
-        (folder / "objects").mkdir(exist_ok=True)
-        shared = {"state_url": database, "blob_url": (folder / "objects").as_uri(), **(settings or {})}
-        super().__init__(folder, shared, clients)
-        self.standby = self._process("standby", "fedring.server.main", {**self.server.settings})
-        self.standby.settings["state_dir"] = str(folder / "state" / "standby")
-
-    def start(self) -> None:
-        super().start()
-        self.standby.settings |= {"listen": self.listen, "control_listen": self.control}
-        self.standby.start()
-
-    def stop(self) -> None:
-        super().stop()
-        stop_all([self.standby], SECONDS)
-
-    def exchange(self) -> None:
-        """Kill the server that leads, wait until the other one leads, and start another standby."""
-        self.server.kill()
-        self.until_the_standby_leads()
-        self.take_turns()
-
-    def take_turns(self) -> None:
-        """Start the server that has ended as the standby of the other one."""
-        self.server, self.standby = self.standby, self.server
-        self.standby.start()
-
-    def until_the_standby_leads(self) -> None:
-        ready = json.loads(wait_for(self, "the standby leads", lambda: self.standby.first_line(SECONDS)))
-        assert (ready["listen"], ready["control"]) == (self.listen, self.control)
 
 
 @pytest.fixture
@@ -95,14 +58,6 @@ def ended(control: Control, job_id: int) -> control_pb2.Job:
     for _ in control.follow_job(job_id):
         pass
     return control.job(job_id)
-
-
-def terms(database: str) -> int:
-    engine = create_engine(database)
-    with engine.begin() as connection:
-        term = connection.execute(text("SELECT term FROM leader")).scalar_one()
-    engine.dispose()
-    return int(term)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP], ids=lambda number: number.name)

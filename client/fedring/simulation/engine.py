@@ -229,11 +229,11 @@ class Processes:
             self._send(pipe, order)
         if self._batched:
             share = at_a_time(order, len(self._pipes))
-            return self._spread(turns, lambda left: share, order.clients)
-        return self._spread(turns, self._few, order.clients)
+            return self._spread(turns, lambda given: share)
+        return self._spread(turns, lambda given: self._few(order.clients - given))
 
     def evaluate_own(self, clients: Iterable[Own]) -> Iterator[OwnResult]:
-        return self._spread(clients, lambda left: AT_A_TIME, 0)
+        return self._spread(clients, lambda given: AT_A_TIME)
 
     def _few(self, left: int) -> int:
         """Return the number of waiting clients that a worker is given.
@@ -242,22 +242,21 @@ class Processes:
         """
         return max(1, min(AT_A_TIME, -(-left // (2 * len(self._pipes)))))
 
-    def _spread(self, work: Iterable[object], share: Callable[[int], int], left: int) -> Iterator[Any]:
+    def _spread(self, work: Iterable[object], share: Callable[[int], int]) -> Iterator[Any]:
         """Yield the workers' answers.
 
         Each worker is given some of the work whenever it is free.
 
         Args:
             work: What is to be done.
-            share: Returns how much of what is left a worker is given.
-            left: How much there is to do.
+            share: Returns how much of it a worker is given, when so much was given before.
         """
-        rest, busy = iter(work), set[Connection]()
+        rest, busy, given = iter(work), set[Connection](), 0
 
         def give(pipe: Connection) -> None:
-            nonlocal left
-            if some := list(islice(rest, share(left))):
-                left -= len(some)
+            nonlocal given
+            if some := list(islice(rest, share(given))):
+                given += len(some)
                 self._send(pipe, some)
                 busy.add(pipe)
 

@@ -12,6 +12,7 @@ from enum import Enum, auto
 from urllib.parse import unquote, urlsplit
 
 _SECONDS = 2.0  # for each of the two attempts
+_PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")  # variables, the first one that is set counts
 _MOST_ANSWER = 1 << 16  # bytes of a proxy's answer
 
 
@@ -51,8 +52,7 @@ def proxy_for(address: str) -> str:
     Empty if there is none. These are gRPC's own rules (its doc/environment_variables.md), in lower case only.
     """
     host = address.rpartition(":")[0].strip("[]")
-    found = next(filter(None, map(os.environ.get, ("grpc_proxy", "https_proxy", "http_proxy"))), "")
-    spared = next(filter(None, map(os.environ.get, ("no_grpc_proxy", "no_proxy"))), "")
+    found, spared = _variable(*_PROXIES), _variable("no_grpc_proxy", "no_proxy")
     if address.startswith("unix:") or any(part.strip() and host.endswith(part.strip()) for part in spared.split(",")):
         return ""
     try:
@@ -90,9 +90,16 @@ def connection_to(address: str, timeout_seconds: float) -> socket.socket:
     return plain
 
 
+def _variable(*names: str) -> str:
+    """Return the first of these variables that is set.
+
+    Empty if none is.
+    """
+    return next(filter(None, map(os.environ.get, names)), "")
+
+
 def _proxy_login() -> str:
     """Return the header with the login in the proxy's URL, or nothing."""
-    found = next(filter(None, map(os.environ.get, ("grpc_proxy", "https_proxy", "http_proxy"))), "")
-    login = urlsplit(found).netloc.rpartition("@")[0]
+    login = urlsplit(_variable(*_PROXIES)).netloc.rpartition("@")[0]
     encoded = base64.b64encode(unquote(login).encode()).decode()
     return f"Proxy-Authorization: Basic {encoded}\r\n" if login else ""

@@ -78,6 +78,16 @@ class BlobReader(AbstractContextManager["BlobReader"], Protocol):
         ...
 
 
+def by_range(blobs: "Blobs", digest: str) -> Callable[[int, int], bytes]:
+    """Return a reader of a blob, opened anew for each range."""
+
+    def read(offset: int, size: int) -> bytes:
+        with blobs.reader(digest) as blob:
+            return blob.read(offset, size)
+
+    return read
+
+
 class Blobs(Protocol):
     """Bytes that are named by their digest, and unfinished partials.
 

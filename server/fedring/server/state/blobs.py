@@ -15,7 +15,7 @@ from typing import Self
 
 from fedring.codec.digest import Digest, is_name, name_of
 from fedring.daemon.crash import crashpoint
-from fedring.server.state.blob_interfaces import DiskSpace, Partial
+from fedring.server.state.blob_interfaces import DiskSpace, Partial, by_range
 from fedring.server.state.failures import FsyncFailed, StorageError, StorageFailed
 from fedring.server.state.files import BLOBS, PARTIAL, UNNAMED
 
@@ -215,11 +215,7 @@ class FileBlobs:
         return FileReader(self._path(digest))
 
     def range_reader(self, digest: str) -> Callable[[int, int], bytes]:
-        def read(offset: int, size: int) -> bytes:
-            with self.reader(digest) as blob:
-                return blob.read(offset, size)
-
-        return read
+        return by_range(self, digest)
 
     def delete(self, digest: str) -> None:
         self._path(digest).unlink(missing_ok=True)

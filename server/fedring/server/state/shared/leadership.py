@@ -33,6 +33,14 @@ _PATIENCE = {
     "tcp_user_timeout": 8000,  # of a host that has lost its power, nothing comes, not even the end of a connection
     "application_name": "fl-server",
 }
+_HOLDERS = (
+    "SELECT pid FROM pg_locks WHERE locktype = 'advisory' AND granted "
+    f"AND classid = {LOCK >> 32} AND objid = {LOCK & 0xFFFF_FFFF} "
+    # Other databases of the same PostgreSQL have locks of this key, too.
+    "AND database = (SELECT oid FROM pg_database WHERE datname = current_database())"
+)
+"""The query of the session that has the lock."""
+
 _TABLES = (
     "CREATE TABLE IF NOT EXISTS leader (only_row int PRIMARY KEY CHECK (only_row = 1), term bigint NOT NULL UNIQUE, "
     "pid int NOT NULL, name text NOT NULL, since timestamptz NOT NULL)",
@@ -140,9 +148,7 @@ def attempt(session: DatabaseSession, name: str) -> DatabaseSession | Leader | N
             if not connection.execute(text("SELECT pg_try_advisory_lock(:key)"), {"key": LOCK}).scalar_one():
                 return _other(connection)
         with session.engine.begin() as connection:  # another transaction: a pooler would take another session for it
-            holder = "SELECT pid FROM pg_locks WHERE locktype = 'advisory' AND objid = :low AND classid = :high"
-            keys = {"low": LOCK & 0xFFFF_FFFF, "high": LOCK >> 32}
-            if connection.execute(text(f"{holder} AND granted AND pid = pg_backend_pid()"), keys).first() is None:
+            if connection.execute(text(f"{_HOLDERS} AND pid = pg_backend_pid()")).first() is None:
                 raise ConfigError("state_url leads to a pooler that changes sessions: give PostgreSQL's own address")
             term = _begin_term(connection, name)
     except DBAPIError as error:
@@ -180,9 +186,9 @@ def _other(connection: Connection) -> Leader | None:
     query = (
         "SELECT name, pid, extract(epoch FROM clock_timestamp() - at)::float AS silent FROM leader, leader_beat "
         # The lock may have another holder already, which has not begun its term.
-        "WHERE pid IN (SELECT pid FROM pg_locks WHERE locktype = 'advisory' AND objid = :low AND classid = :high)"
+        f"WHERE pid IN ({_HOLDERS})"
     )
-    found = connection.execute(text(query), {"low": LOCK & 0xFFFF_FFFF, "high": LOCK >> 32}).first()
+    found = connection.execute(text(query)).first()
     if found is None:
         return None
     leader = Leader(found.name, found.pid, found.silent)

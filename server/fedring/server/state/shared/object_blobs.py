@@ -23,7 +23,7 @@ from obstore.store import ObjectStore, from_url
 from fedring.codec.digest import is_name
 from fedring.daemon.config import ConfigError
 from fedring.daemon.crash import crashpoint
-from fedring.server.state.blob_interfaces import BlobReader, DiskSpace, Partial
+from fedring.server.state.blob_interfaces import BlobReader, DiskSpace, Partial, by_range
 from fedring.server.state.blobs import FileBlobs, FilePartial
 from fedring.server.state.failures import StorageError, StorageFailed
 
@@ -90,11 +90,7 @@ class ObjectBlobs:
         return self._local.reader(digest)
 
     def range_reader(self, digest: str) -> Callable[[int, int], bytes]:
-        def read(offset: int, size: int) -> bytes:
-            with self.reader(digest) as blob:
-                return blob.read(offset, size)
-
-        return read
+        return by_range(self, digest)
 
     def delete(self, digest: str) -> None:
         self._local.delete(digest)

@@ -35,7 +35,7 @@ def open_shared(folder: Path, blob_url: str, session: DatabaseSession, *, adopt:
     beside = read_object(objects, STATE_ID).decode(errors="replace").strip()
     store = Store(session.engine)
     try:
-        stored = store.state_id()
+        stored = store.state_id
         blobs = ObjectBlobs(objects, FileBlobs(folder / SHARED, durable=False), session.term)
         strangers = stored != beside if beside else bool(blobs.unnamed(()) or store.named_blobs())
         if strangers:
@@ -43,9 +43,8 @@ def open_shared(folder: Path, blob_url: str, session: DatabaseSession, *, adopt:
         if adopt and not beside:
             # A start that is killed between the two is simply repeated.
             if not stored:
-                stored = uuid.uuid4().hex
-                store.set_state_id(stored)
-            write_object(objects, STATE_ID, stored.encode())
+                store.set_state_id(uuid.uuid4().hex)
+            write_object(objects, STATE_ID, store.state_id.encode())
     except BaseException:
         store.close()
         raise

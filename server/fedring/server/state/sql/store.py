@@ -44,6 +44,7 @@ class Store:
     Attributes:
         run_id: the id of the run, which was drawn when the database was created.
         secret: a random text that is drawn once, too, and that no client may learn.
+        state_id: the id that also lies beside the blobs; empty if there is none yet.
         epoch: of the rounds: 0 until the state is restored from a backup, and greater after each restore.
 
     Args:
@@ -69,15 +70,8 @@ class Store:
         self.tokens = TokenStore(opened)
         found = {row.name: row.value for row in opened.all(select(meta), MetaRow)}
         self.run_id, self.secret = found["run_id"], found[SECRET]
+        self.state_id = found.get("state_id", "")
         self.epoch = epoch_in(found)
-
-    def state_id(self) -> str:
-        """Return the id that also lies beside the blobs.
-
-        It is empty if there is none yet.
-        """
-        found = {row.name: row.value for row in self._database.all(select(meta), MetaRow)}
-        return found.get("state_id", "")
 
     def set_state_id(self, state_id: str) -> None:
         """Keep the id that also lies beside the blobs.
@@ -86,6 +80,7 @@ class Store:
         """
         with self._database.transaction() as connection:
             sealed.add(connection, MetaRow("state_id", state_id))
+        self.state_id = state_id
 
     def close(self) -> None:
         """Release the database. No other method may be called afterwards."""
