@@ -494,7 +494,8 @@ def shares(rounds: Sequence[pb.Round]) -> str:
     counts = Counter(client for each in last for client in each.staleness)
     if not counts:
         return ""
-    most = [f"{client} {percent(count / counts.total())}" for client, count in counts.most_common(_MOST)]
+    ranked = sorted(counts.items(), key=lambda item: (-item[1], item[0]))  # a map of the wire has no order
+    most = [f"{client} {percent(count / counts.total())}" for client, count in ranked[:_MOST]]
     more = f" and {len(counts) - _MOST} more" if len(counts) > _MOST else ""
     return f"shares of the last {counted(len(last), 'buffer')}: {', '.join(most)}{more}"
 
