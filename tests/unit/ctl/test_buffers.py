@@ -1,6 +1,6 @@
 """What flctl says of asynchronous rounds."""
 
-from fedring.ctl.operate.lists import buffer_sentence, shares
+from fedring.ctl.operate.lists import buffer_sentence, histogram, shares
 from fedring.v1 import control_pb2 as pb
 
 
@@ -20,3 +20,16 @@ def test_the_shares_are_those_of_the_newest_versions() -> None:
     opened = [pb.Round(asynchronous=buffer(d=0))]
     assert shares([*opened, *made, *old]) == "shares of the last 10 buffers: a 50.00 %, b 50.00 %"
     assert shares([pb.Round(model_version=1)]) == ""
+
+
+def test_the_ages_are_drawn_as_bars() -> None:
+    made = [
+        pb.Round(model_version=2, asynchronous=buffer(a=0, b=12)),
+        pb.Round(model_version=1, asynchronous=buffer(a=0)),
+    ]
+    assert histogram([pb.Round(asynchronous=buffer(d=3)), *made]) == [
+        "updates of the last 2 buffers by age, in versions:",
+        f"   0 {30 * '█'} 2",
+        f"  12 {15 * '█'}{15 * ' '} 1",
+    ]
+    assert histogram([pb.Round(model_version=1)]) == []

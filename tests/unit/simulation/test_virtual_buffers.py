@@ -83,9 +83,9 @@ def test_a_simulation_is_the_same_each_time_and_lets_nobody_have_more_than_its_s
     assert one["virtual_seconds"] < 12 * max(delivered[-1].values()) * 6
 
 
-def test_with_equal_speeds_and_a_buffer_for_all_it_is_the_synchronous_job_but_for_the_factor() -> None:
+def test_with_equal_speeds_and_a_buffer_for_all_it_is_the_synchronous_job() -> None:
     equal = {"speed": {"median": 1.0}}
-    table = {"concurrency": 6, "buffer": 6, "scale": 1.0}
+    table = {"concurrency": 6, "buffer": 6}
     job = {**JOB, "rounds": 4, "min_clients_to_aggregate": 1}
     plain = simulate(job, clients=6, timing=equal, workers=1)
     buffered = simulate(job, clients=6, timing=equal, workers=1, asynchronous=table)

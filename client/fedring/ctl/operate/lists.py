@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from math import ceil
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -36,6 +37,7 @@ from fedring.v1 import control_pb2 as pb
 from fedring.v1 import federation_pb2 as fb
 
 _LAST, _MOST = 10, 10  # buffers, and clients that are named of them
+_BAR = 30  # letters of the longest bar
 
 ROUND_COLUMNS = (
     "round>",
@@ -270,8 +272,8 @@ def rounds(
         for round_ in known
     ]
     print_table(counted(len(known), "round"), (*ROUND_COLUMNS, *(f"{name}>" for name in (*settings, *names))), rows)
-    if text := shares(known):
-        print(text)
+    for line in filter(None, [*histogram(known), shares(known)]):
+        print(line)
     others = sorted(set().union(*(round_.metrics for round_ in known)) - set(names) - _IN_COLUMNS)
     if others:
         stderr_console().print(f"further metrics, for --metric: {', '.join(others)}")
@@ -484,13 +486,26 @@ def buffer_sentence(buffer: pb.AsynchronousProgress) -> str:
     return f"{text}; {buffer.at_work} of {counted(buffer.concurrency, 'client')} at work"
 
 
+def histogram(rounds: Sequence[pb.Round]) -> list[str]:
+    """Draw the ages of the updates in the newest buffers, a line each.
+
+    Args:
+        rounds: Newest first.
+    """
+    last = _last_buffers(rounds)
+    ages = Counter(age for each in last for age in each.staleness.values())
+    most = max(ages.values(), default=1)
+    lines = [f"{age:4d} {'█' * ceil(_BAR * ages[age] / most):{_BAR}} {ages[age]}" for age in sorted(ages)]
+    return [f"updates of the last {counted(len(last), 'buffer')} by age, in versions:", *lines] if lines else []
+
+
 def shares(rounds: Sequence[pb.Round]) -> str:
     """Return each client's share of the newest buffers, or "".
 
     Args:
         rounds: Newest first.
     """
-    last = [each.asynchronous for each in rounds if each.HasField("asynchronous") and each.model_version][:_LAST]
+    last = _last_buffers(rounds)
     counts = Counter(client for each in last for client in each.staleness)
     if not counts:
         return ""
@@ -507,3 +522,8 @@ def _secure_sentence(secure: pb.SecureProgress) -> str:
     if secure.step != "done":
         parts.append(f"{secure.step}: {secure.answered} of {counted(secure.asked, 'client')} have answered")
     return ", ".join([*parts, f"lost {lost}" if lost else "no client lost"])
+
+
+def _last_buffers(rounds: Sequence[pb.Round]) -> list[pb.AsynchronousProgress]:
+    """Return the newest buffers that have made versions."""
+    return [each.asynchronous for each in rounds if each.HasField("asynchronous") and each.model_version][:_LAST]

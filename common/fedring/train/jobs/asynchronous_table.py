@@ -10,7 +10,7 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from fedring.train.bounds import Count, NonNegative, PositiveCount
+from fedring.train.bounds import Count, PositiveCount
 from fedring.train.jobs.aggregation_table import MEAN
 from fedring.train.jobs.algorithm_checks import check_needs, value_of
 from fedring.train.jobs.job_table import JobTable, JobView
@@ -52,11 +52,6 @@ class Asynchronous(JobTable):
         description="versions by which the model that a client began with may be older than the one that its update "
         "changes; a client that takes longer begins anew; at most keep_models of fl-server - 1",
     )
-    scale: NonNegative = Field(
-        0.0,
-        description="factor of the buffer's mean, in which an update that is t versions old counts 1 / sqrt(1 + t); "
-        "0 = sqrt(1 + concurrency / buffer), which makes up for the usual age",
-    )
     evaluate_every: PositiveCount = Field(
         1, description="versions from one evaluation on the server to the next; the last version is evaluated, too"
     )
@@ -86,15 +81,6 @@ class Asynchronous(JobTable):
                 "asynchronous: server_optimizer has momentum or adapts to each value, which late updates would bias: "
                 "leave it out, or use SGD without momentum"
             )
-
-    @property
-    def factor(self) -> float:
-        """The factor of the buffer's mean.
-
-        With M clients at work and buffers of K updates, an update is about M / K versions old when it counts. Its
-        weight is s(M / K) then, and the default factor makes up for that: a version moves about as far as a plain mean.
-        """
-        return self.scale or sqrt(1.0 + self.concurrency / self.buffer)
 
     @property
     def warning(self) -> str:

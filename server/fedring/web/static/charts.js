@@ -1,5 +1,6 @@
 // The curves and bars of a job, of two jobs that are compared, and of single clients.
 
+import { showBuffers } from "./buffers.js";
 import { at, fill, h } from "./dom.js";
 import { bestRule, bytes, duration, middle, number, percent } from "./format.js";
 import { draw, palette } from "./plots.js";
@@ -19,6 +20,7 @@ export async function showCharts({ job, rounds }, others) {
   const title = (what) => `${what} of ${named.length > 1 ? "jobs" : "job"} ${named.join(", ")}`;
   putFirst(bestRule(job, published)[1]);
   fill(at("totals"), totals(published, job));
+  showBuffers(published);
   await Promise.all([
     metric === "accuracy" ? draw("accuracy", accuracy(compared, title("accuracy")))
       : draw("accuracy", {

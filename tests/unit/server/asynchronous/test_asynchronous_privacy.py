@@ -19,7 +19,7 @@ from fedring.server.state.rows import ChargeRow, UpdateRow
 
 NOISE: dict[str, Any] = {"clip": 0.5, "noise_multiplier": 2.0, "adaptive": False, "delta": 1e-3}
 KEYS: dict[str, Any] = {"weights": "uniform", "min_clients": 2, "rounds": 3}
-TABLE = {"concurrency": 2, "buffer": 2, "scale": 1.0}
+TABLE = {"concurrency": 2, "buffer": 2}
 
 
 async def charges_of(folder: Path, **keys: Any) -> list[ChargeRow]:

@@ -25,7 +25,7 @@ from fedring.v1 import federation_pb2 as pb
 
 def buffered(concurrency: int = 3, buffer: int = 2, *, rounds: int = 3, **table: Any) -> Any:
     """Return an asynchronous job; its mean has the factor 1 unless the table says otherwise."""
-    keys = {"concurrency": concurrency, "buffer": buffer, "scale": 1.0, **table}
+    keys = {"concurrency": concurrency, "buffer": buffer, **table}
     given = {"weights": "uniform", "min_clients": concurrency, "rounds": rounds}
     return spec(asynchronous=keys, **given)
 
@@ -189,7 +189,7 @@ async def test_a_client_begins_anew_when_its_model_is_too_old(host: Host) -> Non
 async def test_the_deadline_of_a_command_ends_only_that_command(host: Host) -> None:
     job, _ = await host.jobs.start(
         spec(
-            asynchronous={"concurrency": 2, "buffer": 1, "scale": 1.0},
+            asynchronous={"concurrency": 2, "buffer": 1},
             weights="uniform",
             min_clients=2,
             rounds=50,

@@ -1,16 +1,13 @@
 """The weights of updates that began with older versions.
 
-A buffer of K updates makes w + f (1/K) sum s(t_i) d_i (FedBuff, Nguyen et al. 2022, algorithm 1), in which the update
+A buffer of K updates makes w + (1/K) sum s(t_i) d_i (FedBuff, Nguyen et al. 2022, algorithm 1), in which the update
 d_i is t_i versions old. K is the same for each version, however many updates there are, so that one update moves the
-mean by at most its clip over K. So the accountant of the table [dp] holds as it is. The factor f comes after its noise.
+mean by at most its clip over K. So the accountant of the table [dp] holds as it is.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
-
-import numpy as np
-from numpy.typing import NDArray
 
 from fedring.server.aggregation.combining import Combination
 from fedring.server.aggregation.contributions import Contribution
@@ -56,7 +53,7 @@ class Weighted(Step):
     """
 
     def __init__(self, table: Asynchronous, updates: Sequence[UpdateRow]) -> None:
-        self._buffer, self._factor = table.buffer, table.factor
+        self._buffer = table.buffer
         self._staleness: Mapping[str, int] = {row.client_id: row.staleness for row in updates}
 
     def contributions(self, given: list[Contribution], length: int) -> list[Contribution]:
@@ -66,7 +63,3 @@ class Weighted(Step):
     def combination(self, how: Combination) -> Combination:
         """See Step.combination."""
         return replace(how, divisor=float(self._buffer))
-
-    def piece(self, start: int, delta: NDArray[np.float64]) -> None:
-        """See Step.piece."""
-        delta *= self._factor
