@@ -14,6 +14,7 @@ from fedring.codec.digest import name_of, update_name
 from fedring.rpc.boundary import Boundary
 from fedring.rpc.channel import make_server
 from fedring.rpc.errors import BadRequest, DamagedOnTheWay, FedringError, NoSession, UnknownMethod
+from fedring.rpc.leader_term import TellTerm, term_text
 from fedring.train.tensors.state import read_vectors, schema_of
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1 import federation_pb2_grpc as rpc
@@ -38,6 +39,7 @@ class ScriptedServer(
         self._place.bind(("127.0.0.1", 0))
         self.port: int = self._place.getsockname()[1]
         self.run_id = RUN
+        self.term = 0  # in which it leads, when it starts; 0 = it shares its state with no other server
         self.secret = ""  # the secret in replies to Join
         self.joins: queue.Queue[pb.JoinRequest] = queue.Queue()
         self.reports: queue.Queue[pb.WatchRequest] = queue.Queue()
@@ -276,7 +278,8 @@ class ScriptedServer(
 
     async def _serve(self, started: threading.Event) -> None:
         self._loop, self._stop, self._outbox = asyncio.get_running_loop(), asyncio.Event(), asyncio.Queue()
-        server = make_server([Boundary()], max_streams=64)
+        told = [TellTerm(term_text(self.term, self.run_id))] if self.term else []
+        server = make_server([*told, Boundary()], max_streams=64)
         for add in (
             rpc.add_TrainCmdServiceServicer_to_server,
             rpc.add_ModelBlobServiceServicer_to_server,

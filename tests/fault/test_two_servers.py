@@ -8,10 +8,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 from sqlalchemy import NullPool, create_engine, text
 
+from fedring.control.failure import Failure
 from fedring.daemon.exits import Exit
+from fedring.rpc.leader_term import NewestTerm, refusing_old_terms_sync
 from fedring.v1 import control_pb2
 from tests import postgres
 from tests.conftest import REPEATED, SEED
@@ -22,7 +25,6 @@ from tests.fault.random_kills import KEEP_ALL, LONGEST, wait
 from tests.fault.two_servers import TwoServers, terms
 from tests.fault.update_log import UpdateLog
 from tests.fleets import Control, until_watching
-from tests.ports import free_port
 from tests.system.wire import vector_job
 from tests.waiting import until
 
@@ -67,10 +69,11 @@ def test_the_standby_takes_over_and_the_job_goes_on(tmp_path: Path, database: st
             until_watching(control, 2)
             started = StartedJob(fleet, control, JOB)
             started.until("round_published")
+        term = terms(database)
         fleet.server.send(number)
         if number == signal.SIGSTOP:
             # A frozen process keeps its ports, which the standby would have elsewhere.
-            until(lambda: terms(database) == 2)
+            until(lambda: terms(database) > term)
             fleet.server.send(signal.SIGCONT)
             assert fleet.server.wait() == Exit.TRY_AGAIN
         fleet.until_the_standby_leads()
@@ -80,22 +83,42 @@ def test_the_standby_takes_over_and_the_job_goes_on(tmp_path: Path, database: st
 
 
 def test_clients_ask_the_other_server_at_its_own_address(tmp_path: Path, database: str) -> None:
-    others = {key: f"127.0.0.1:{free_port()}" for key in ("listen", "control_listen")}
-    client = {"other_servers": [others["listen"]]}
-    with TwoServers(tmp_path, database, [client, client]) as fleet:
+    with TwoServers(tmp_path, database, [{}, {}], apart=True) as fleet:
         with Control(fleet.control) as control:
             until_watching(control, 2)
             started = StartedJob(fleet, control, JOB)
             started.until("round_published")
-        fleet.standby.kill()
-        fleet.standby.settings |= others
-        fleet.standby.start()
         fleet.server.kill()
-        fleet.listen, fleet.control = others["listen"], others["control_listen"]
         fleet.until_the_standby_leads()
         with Control(fleet.control) as control:
             job = wait_for(fleet, "the end of the job", lambda: ended(control, started.job_id))
     assert (job.state, job.rounds_done) == ("completed", 6)
+
+
+def test_what_a_leader_has_said_is_refused_once_another_one_leads(tmp_path: Path, database: str) -> None:
+    newest = NewestTerm()
+
+    def connected(address: str) -> Control:
+        return Control(address, channel=refusing_old_terms_sync(grpc.insecure_channel(address), newest))
+
+    with TwoServers(tmp_path, database, [{}, {}], apart=True) as fleet, connected(fleet.control) as replaced:
+        until_watching(replaced, 2)
+        unread = replaced.events()
+        started = StartedJob(fleet, replaced, JOB)
+        for _ in range(2):  # with the second one, the first has also come over the other stream
+            started.until("round_published")
+        fleet.server.send(signal.SIGSTOP)
+        fleet.until_the_standby_leads()
+        with connected(fleet.control) as control:
+            control.status()
+            with pytest.raises(Failure, match="another one has led since"):
+                next(iter(unread))
+            fleet.server.send(signal.SIGCONT)
+            assert fleet.server.wait() == Exit.TRY_AGAIN
+            job = wait_for(fleet, "the end of the job", lambda: ended(control, started.job_id))
+        files = [Path(str(client.settings["state_dir"])) / "leader_term" for client in fleet.clients]
+    assert (job.state, job.rounds_done) == ("completed", 6)
+    assert {path.read_text().partition("/")[0] for path in files} == {str(terms(database))}
 
 
 @pytest.mark.parametrize("address", ["sqlite:///x", "postgresql://ann:secret@db/fl", "postgresql://nowhere.invalid/fl"])
@@ -155,7 +178,7 @@ def test_a_round_whose_noise_the_other_server_has_drawn_is_abandoned(tmp_path: P
     with fleet:
         with Control(fleet.control) as control:
             private = {"rounds": 2, "weights": "uniform", "evaluate": False, "dp": dp}
-            started = StartedJob(fleet, control, {**JOB, **private})
+            started, first_term = StartedJob(fleet, control, {**JOB, **private}), terms(database)
             wait_for(fleet, "the crash", fleet.server.wait)
         fleet.until_the_standby_leads()
         with Control(fleet.control) as control:
@@ -163,7 +186,7 @@ def test_a_round_whose_noise_the_other_server_has_drawn_is_abandoned(tmp_path: P
             rounds = control.rounds()
     assert (job.state, job.rounds_done) == ("completed", 1)
     assert [(row.round, row.reason) for row in rounds if row.reason] == [(1, "restored")]
-    first = {path.name for path in (tmp_path / "objects" / "blobs" / "1").iterdir()}
+    first = {path.name for path in (tmp_path / "objects" / "blobs" / str(first_term)).iterdir()}
     named = {name for (name,) in SharedState(database, tmp_path).ask("SELECT blob FROM models")}
     assert len(first & named) == 1  # the model that the job began with
 

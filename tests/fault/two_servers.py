@@ -9,21 +9,31 @@ from sqlalchemy import create_engine, text
 
 from fedring.ctl.process import stop_all
 from tests.fault.faulty_fleet import SECONDS, FaultyFleet, wait_for
+from tests.ports import free_port
 
 
 class TwoServers(FaultyFleet):
-    """A fleet with a second server, which listens where the first one does, as soon as that is gone."""
+    """A fleet with a second server.
 
-    def __init__(self, folder: Path, database: str, clients: Sequence[Any] = (), settings: Any = None) -> None:
+    Args:
+        apart: It has addresses of its own, which the clients know; else it listens where the first one does, as soon
+            as that is gone.
+    """
+
+    def __init__(
+        self, folder: Path, database: str, clients: Sequence[Any] = (), settings: Any = None, *, apart: bool = False
+    ) -> None:
         (folder / "objects").mkdir(exist_ok=True)
         shared = {"state_url": database, "blob_url": (folder / "objects").as_uri(), **(settings or {})}
-        super().__init__(folder, shared, clients)
+        self._apart = {key: f"127.0.0.1:{free_port()}" for key in ("listen", "control_listen")} if apart else {}
+        others = {"other_servers": [self._apart["listen"]]} if apart else {}
+        super().__init__(folder, shared, [{**others, **each} for each in clients])
         self.standby = self._process("standby", "fedring.server.main", {**self.server.settings})
         self.standby.settings["state_dir"] = str(folder / "state" / "standby")
 
     def start(self) -> None:
         super().start()
-        self.standby.settings |= {"listen": self.listen, "control_listen": self.control}
+        self.standby.settings |= {"listen": self.listen, "control_listen": self.control, **self._apart}
         self.standby.start()
 
     def stop(self) -> None:
@@ -43,6 +53,8 @@ class TwoServers(FaultyFleet):
 
     def until_the_standby_leads(self) -> None:
         ready = json.loads(wait_for(self, "the standby leads", lambda: self.standby.first_line(SECONDS)))
+        if self._apart:
+            self.listen, self.control = self._apart["listen"], self._apart["control_listen"]
         assert (ready["listen"], ready["control"]) == (self.listen, self.control)
 
 

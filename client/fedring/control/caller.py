@@ -7,7 +7,9 @@ from typing import TypeVar
 import grpc
 from google.protobuf.message import Message
 
-from fedring.control.failure import failure_of
+from fedring.control.failure import Failure, failure_of
+from fedring.daemon.exits import Exit
+from fedring.rpc.errors import OldTerm
 from fedring.rpc.tls import PLAINTEXT, Tls
 
 _R = TypeVar("_R")
@@ -62,3 +64,5 @@ def translated(address: str, *, tls: Tls = PLAINTEXT, named: bool = True) -> Ite
         yield
     except grpc.RpcError as error:
         raise failure_of(error, address, tls=tls, named=named) from error
+    except OldTerm as error:
+        raise Failure(f"{error}: ask the one that leads", Exit.TRY_AGAIN) from error

@@ -16,6 +16,7 @@ from fedring.control.caller import ControlCaller, translated
 from fedring.control.failure import Failure, Unreachable
 from fedring.control.tokens import ControlTokens
 from fedring.rpc.channel import open_sync_channel
+from fedring.rpc.leader_term import NewestTerm, refusing_old_terms_sync
 from fedring.rpc.tls import PLAINTEXT, Tls
 from fedring.v1 import control_pb2 as pb
 from fedring.v1.control_pb2_grpc import ControlServiceStub
@@ -83,7 +84,7 @@ class Control:
         tls: Tls = PLAINTEXT,
     ) -> None:
         self.address, self.tls = address, tls
-        self._channel = channel or open_sync_channel(address)
+        self._channel = refusing_old_terms_sync(channel or open_sync_channel(address), NewestTerm())
         self._stub = ControlServiceStub(self._channel)
         self._call = ControlCaller(address, timeout_seconds, tls)
         self.tokens = ControlTokens(self._call, self._channel)

@@ -239,6 +239,15 @@ class Unavailable(FedringError):
     status, reason = StatusCode.UNAVAILABLE, "unavailable"
 
 
+class OldTerm(FedringError):
+    """The server has been replaced by another one.
+
+    It does not know that yet: its callers find it out.
+    """
+
+    status, reason = StatusCode.UNAVAILABLE, "old_term"
+
+
 def refusal_in(group: ExceptionGroup[Exception]) -> FedringError | None:
     """Return the refusal that has ended a group of tasks.
 
@@ -275,7 +284,7 @@ def reason_of(error: grpc.RpcError | FedringError) -> str:
 
 def reason_in(metadata: Sequence[tuple[str, str | bytes]] | None) -> str:
     """Return the reason in a call's trailing metadata, or ""."""
-    return _text_in(metadata, REASON_KEY)
+    return text_in(metadata, REASON_KEY)
 
 
 def retry_seconds_of(error: grpc.RpcError, *, most: float = _MOST_RETRY_SECONDS) -> float:
@@ -289,7 +298,7 @@ def retry_seconds_of(error: grpc.RpcError, *, most: float = _MOST_RETRY_SECONDS)
         The server's answer, limited to 0 to `most`; 10 if it gives no finite number.
     """
     try:
-        seconds = float(_text_in(_trailing_metadata(error), RETRY_KEY))
+        seconds = float(text_in(_trailing_metadata(error), RETRY_KEY))
     except ValueError:
         return _RETRY_SECONDS
     return min(max(seconds, 0.0), most) if isfinite(seconds) else _RETRY_SECONDS
@@ -299,7 +308,8 @@ def _trailing_metadata(error: grpc.RpcError) -> Any:
     return error.trailing_metadata() if isinstance(error, aio.AioRpcError | grpc.Call) else None
 
 
-def _text_in(metadata: Sequence[tuple[str, str | bytes]] | None, wanted: str) -> str:
+def text_in(metadata: Sequence[tuple[str, str | bytes]] | None, wanted: str) -> str:
+    """Return the value of a key in metadata, or an empty string."""
     return next((str(value) for key, value in metadata or () if key == wanted), "")
 
 

@@ -24,6 +24,7 @@ from fedring.rpc.boundary import Boundary
 from fedring.rpc.channel import make_server
 from fedring.rpc.errors import Unavailable
 from fedring.rpc.health import Health, health_port
+from fedring.rpc.leader_term import TellTerm, term_text
 from fedring.rpc.metrics import CountCalls
 from fedring.rpc.tls import ends_at
 from fedring.server.config import ServerConfig
@@ -110,7 +111,8 @@ async def serve(
     metrics.guard.read(security.tally)
     metrics.certificate_expiry.set_function(lambda: ends_at(config.tls) or nan)
     health = Health(reflection=config.reflection)
-    public, control = _servers(parts, security, config, most, lambda: health.why)
+    term = term_text(session.term, parts.facts.store.run_id) if session else ""
+    public, control = _servers(parts, security, config, most, lambda: health.why, term)
     health.serve_on(public, *CLIENT_SERVICES)
     health.serve_on(control, *_CONTROL_SERVICES)
     addresses = {
@@ -181,10 +183,10 @@ def _check_names(config: ServerConfig) -> None:
 
 
 def _servers(
-    parts: Parts, security: Security, config: ServerConfig, most: Shares, not_serving: Callable[[], str]
+    parts: Parts, security: Security, config: ServerConfig, most: Shares, not_serving: Callable[[], str], term: str
 ) -> tuple[aio.Server, aio.Server]:
     """Make the guarded servers for clients and for flctl."""
-    guards = [CountCalls(parts.metrics.calls), Boundary()]
+    guards = [CountCalls(parts.metrics.calls), *([TellTerm(term)] if term else []), Boundary()]
     # The cheapest refusal comes first: addresses, then callers. Spans come last, so a refused call leaves none.
     public = make_server(
         [*guards, security.public_entrance, security.public, TraceCalls()],

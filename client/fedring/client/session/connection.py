@@ -22,8 +22,9 @@ from fedring.daemon.tracing import trace_metadata
 from fedring.rpc.channel import encrypts, open_channel
 from fedring.rpc.chunks import part_parser, serialize
 from fedring.rpc.contract import PROTOCOL, SESSION_KEY
-from fedring.rpc.errors import Unavailable, reason_of, status_of
+from fedring.rpc.errors import OldTerm, Unavailable, reason_of, status_of
 from fedring.rpc.handshake import diagnose
+from fedring.rpc.leader_term import NewestTerm, refusing_old_terms
 from fedring.rpc.metrics import counted
 from fedring.rpc.probe import Listener, listener_at, proxy_for
 from fedring.rpc.tls import read_token
@@ -99,6 +100,7 @@ class Connection:
         self._refused = ""  # the newest session for which the server has refused a call
         self._tls, self._token_file = config.tls, config.token_file
         self._resume, self._labels = ResumeSecret(config.state_dir), config.labels
+        self._newest_term = NewestTerm(config.state_dir / "leader_term")
         self.max_jobs = config.max_jobs
         self._authorization: Metadata = ()
         self._small = _NO_CALL  # the metadata and the open call of small updates, while nobody uses it
@@ -119,7 +121,8 @@ class Connection:
         stamp = self._tls.stamp()
         opened = open_channel(self.address, self._tls, own_connection=bool(self._channels))
         self._stamp = stamp  # Only now, so that files which cannot be used yet are looked at again.
-        self.channel = channel = counted(opened, self.metrics.calls)  # for calls that only some kinds of rounds make
+        checked = refusing_old_terms(opened, self._newest_term)
+        self.channel = channel = counted(checked, self.metrics.calls)  # for calls that only some kinds of rounds make
         self._channels.append(channel)
         self.commands = TrainCmdServiceStub(channel)
         # The generated stubs are not used for these, because protobuf would copy the chunks.
@@ -198,6 +201,7 @@ class Connection:
 
         Raises:
             Refused: If the server will never give this client a session.
+            OldTerm: If the server has been replaced.
             AioRpcError: If the call failed for another reason.
         """
         await self._refresh()
@@ -215,10 +219,12 @@ class Connection:
         call = self.commands.Join(request, metadata=self._authorization, timeout=CALL_SECONDS, wait_for_ready=wait)
         try:
             session = await call
-        except aio.AioRpcError as error:
-            if not self._waits and error.code() in _NOBODY:
-                self.address = next(self._addresses)
+        except (aio.AioRpcError, OldTerm) as error:
+            if isinstance(error, OldTerm) or (not self._waits and status_of(error) in _NOBODY):
+                self.address = next(self._addresses)  # of one address, a balancer may choose another server
                 await self.hang_up()
+            if isinstance(error, OldTerm):
+                raise
             if exit_code := _FINAL.get(status_of(error)):
                 raise Refused(
                     f"fl-server at {self.address} refused this client ({reason_of(error)}): {error.details()}",

@@ -29,6 +29,7 @@ class Verdict(Enum):
 _COMMON: Mapping[StatusCode | str, Verdict] = {
     "bad_request": Verdict.AGAIN,
     "gone": Verdict.JOIN,
+    "old_term": Verdict.JOIN,  # the next Join finds the server that leads
     StatusCode.UNAVAILABLE: Verdict.LATER,
     StatusCode.RESOURCE_EXHAUSTED: Verdict.LATER,
     StatusCode.DEADLINE_EXCEEDED: Verdict.LATER,

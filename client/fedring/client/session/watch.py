@@ -22,6 +22,7 @@ from fedring.rpc.errors import (
     FedringError,
     IdInUse,
     InLine,
+    OldTerm,
     Superseded,
     Unavailable,
     UnknownMethod,
@@ -49,7 +50,13 @@ _LEAST_SHARE = 0.8  # of the period: a random part is left out, so that clients 
 _HANG_UP_SECONDS = 5.0  # away for longer than this, the client ends its connection
 _MISSED = 20  # periods without a word of the server, which repeats the period after ten
 
-POLICY = RetryPolicy({**dict.fromkeys(StatusCode, Verdict.LATER), Superseded.reason: Verdict.DROP})
+POLICY = RetryPolicy(
+    {
+        **dict.fromkeys(StatusCode, Verdict.LATER),
+        Superseded.reason: Verdict.DROP,
+        OldTerm.reason: Verdict.LATER,
+    }
+)
 """A client tries to join for ever, unless Connection.join raises Refused."""
 
 
@@ -341,6 +348,8 @@ class ClientSession:
         address = self._connection.address
         if isinstance(lost, Unavailable):
             return "closed", f"fl-server at {address} closed the session; joining again"
+        if isinstance(lost, OldTerm):
+            return "replaced", f"fl-server at {address} has been replaced ({lost}); looking for the one that leads"
         if isinstance(lost, FedringError):
             return "silent", f"fl-server at {address} does not answer ({lost}); joining again"
         if _unreachable(lost):

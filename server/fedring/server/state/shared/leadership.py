@@ -167,8 +167,12 @@ def _scalar(engine: Engine, query: str) -> Any:
 def _begin_term(connection: Connection, name: str) -> int:
     for table in _TABLES:
         connection.execute(text(table))
-    row = "(1, 1, pg_backend_pid(), :name, clock_timestamp())"
-    again = "term = leader.term + 1, pid = excluded.pid, name = excluded.name, since = excluded.since"
+    # A database that was put back counts on from an earlier term, which clients and objects have seen already. The time
+    # in seconds is above it, as long as the clocks are right; the order within a database does not depend on them.
+    now = "extract(epoch FROM clock_timestamp())::bigint"
+    row = f"(1, {now}, pg_backend_pid(), :name, clock_timestamp())"
+    term = "greatest(leader.term + 1, excluded.term)"
+    again = f"term = {term}, pid = excluded.pid, name = excluded.name, since = excluded.since"
     insert = f"INSERT INTO leader VALUES {row} ON CONFLICT (only_row) DO UPDATE SET {again} RETURNING term"
     term = connection.execute(text(insert), {"name": name}).scalar_one()
     beat = "INSERT INTO leader_beat VALUES (1, clock_timestamp()) ON CONFLICT (only_row) DO UPDATE SET at = excluded.at"
