@@ -10,22 +10,22 @@ import hashlib
 import json
 import os
 import sqlite3
-from collections.abc import Callable, Iterator
-from contextlib import closing
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import NullPool, create_engine
+from sqlalchemy import Connection, NullPool, create_engine
 
-from fedring.codec.digest import Digest, is_called, is_name
+from fedring.codec.digest import Digest, is_name
 from fedring.daemon.config import ConfigError
 from fedring.daemon.durable import create, make_durable
 from fedring.daemon.exits import Exit
 from fedring.server.state.failures import StoreError
 from fedring.server.state.files import BLOBS, FACTS
+from fedring.server.state.sql.copying import check_rows
 from fedring.server.state.sql.database import UNREADABLE, check_schema
-from fedring.server.state.sql.sealed import check_all
 from fedring.untrusted import parse_json
 
 FORMAT = 1
@@ -203,18 +203,20 @@ def check_facts(facts: Path) -> None:
             ((found,),) = connection.execute("PRAGMA integrity_check(1)")
             if found != "ok":
                 raise BackupError(f"{facts.name} is damaged ({found})")
-            rows = connection.execute("SELECT round, client_id, digest, payload FROM updates WHERE blob = ''")
-            for number, client, digest, payload in rows:
-                if not is_called(payload, digest):
-                    what = f"the update of {client} in round {number}"
-                    raise BackupError(f"{what}, in {facts.name}, does not hold what was written to it")
-        engine = create_engine("sqlite://", creator=lambda: open_copy(facts), poolclass=NullPool)
-        with engine.connect() as reader:
-            check_all(reader)
+        with read_rows(facts) as reader:
+            check_rows(reader)
     except StoreError as error:
         raise BackupError(f"{facts.name} is damaged: {error.detail}") from error
     except (sqlite3.Error, *UNREADABLE) as error:
         raise BackupError(f"{facts.name} is damaged ({error})") from error
+
+
+@contextmanager
+def read_rows(facts: Path) -> Iterator[Connection]:
+    """Open a database that nobody else uses, read-only, for SQLAlchemy."""
+    engine = create_engine("sqlite://", creator=lambda: open_copy(facts), poolclass=NullPool)
+    with engine.connect() as reader:
+        yield reader
 
 
 def copy_blob(source: Path, target: Path, blob: NamedBlob, tell: Callable[[int], None]) -> int:
@@ -230,22 +232,61 @@ def copy_blob(source: Path, target: Path, blob: NamedBlob, tell: Callable[[int],
         FileNotFoundError: if there is no such file.
         BackupError: if the file does not have the digest that it is named by, or cannot be read.
     """
-    digest, copied = Digest(like=blob.digest), 0
-    with source.open("rb", buffering=0) as file, create(target) as copy:
+    with source.open("rb", buffering=0) as file:
+        return write_blob(checked(parts_of(file.fileno(), blob), blob, tell), target)
+
+
+def write_blob(parts: Iterable[bytes], target: Path) -> int:
+    """Write a blob durably, and return its length in bytes.
+
+    The file is removed after an error.
+    """
+    copied = 0
+    with create(target) as copy:
         try:
-            while data := _read(file.fileno(), blob):
+            for data in parts:
                 copy.write(data)
-                digest.update(data)
                 copied += len(data)
-                tell(len(data))
-            if digest.name != blob.digest:
-                short = blob.size is not None and copied < blob.size
-                raise blob.damage("has been cut short" if short else "does not hold what was written to it")
             make_durable(copy)
         except BaseException:
             target.unlink(missing_ok=True)
             raise
     return copied
+
+
+def checked(parts: Iterable[bytes], blob: NamedBlob, tell: Callable[[int], None]) -> Iterator[bytes]:
+    """Yield the parts of a blob, and check it at their end.
+
+    Args:
+        parts: its bytes, in their order.
+        blob: what the database says about the blob.
+        tell: called with the number of bytes of each part.
+
+    Raises:
+        BackupError: if they do not have the digest that the blob is named by.
+    """
+    digest, size = Digest(like=blob.digest), 0
+    for data in parts:
+        digest.update(data)
+        size += len(data)
+        yield data
+        tell(len(data))
+    if digest.name != blob.digest:
+        short = blob.size is not None and size < blob.size
+        raise blob.damage("has been cut short" if short else "does not hold what was written to it")
+
+
+def parts_of(fd: int, blob: NamedBlob, step: int = _STEP) -> Iterator[bytes]:
+    """Yield the bytes of a blob's open file, so many at a time.
+
+    Raises:
+        BackupError: if it cannot be read.
+    """
+    try:
+        while data := os.read(fd, step):
+            yield data
+    except OSError as error:
+        raise blob.damage(f"cannot be read ({error.strerror})") from error
 
 
 def digest_of(path: Path) -> str:
@@ -262,10 +303,3 @@ def _named(connection: sqlite3.Connection) -> Iterator[NamedBlob]:
         if digest not in seen:
             seen.add(digest)
             yield NamedBlob(digest, owner, size)
-
-
-def _read(fd: int, blob: NamedBlob) -> bytes:
-    try:
-        return os.read(fd, _STEP)
-    except OSError as error:
-        raise blob.damage(f"cannot be read ({error.strerror})") from error

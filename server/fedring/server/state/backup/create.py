@@ -10,10 +10,11 @@ import fcntl
 import os
 import shutil
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Protocol
 
 from fedring.daemon.config import ConfigError
 from fedring.daemon.durable import create, sync, write_durably
@@ -24,6 +25,7 @@ from fedring.server.state.backup.contents import (
     BackupError,
     Contents,
     Manifest,
+    NamedBlob,
     Tell,
     check_facts,
     copy_blob,
@@ -41,14 +43,35 @@ _ATTEMPTS = 10
 _BUSY_SECONDS = 10.0
 
 
-def back_up(state_dir: Path, target: Path, tell: Tell = lambda done, total: None) -> Manifest:
+class Source(Protocol):
+    """A state, which a server may be using meanwhile."""
+
+    def snapshot(self, copy: Path) -> Contents:
+        """Write a consistent copy of the database, as one file, and read its contents."""
+        ...
+
+    def size_of(self, digest: str) -> int:
+        """Return the length of a blob in bytes; 0 if there is none."""
+        ...
+
+    def copy_blob(self, blob: NamedBlob, target: Path, tell: Callable[[int], None]) -> int:
+        """Copy a blob durably, check it, and return its length in bytes.
+
+        Raises:
+            FileNotFoundError: if there is no such blob.
+            BackupError: if it is damaged.
+        """
+        ...
+
+
+def back_up(source: Path | Source, target: Path, tell: Tell = lambda done, total: None) -> Manifest:
     """Copy a state, which a server may be using, to a folder.
 
     The folder appears when it is complete and durable. Until then everything lies in a folder beside it,
     `target`.partial.
 
     Args:
-        state_dir: the server's state folder, in which nothing is changed.
+        source: the server's state folder, or another source. Nothing is changed there.
         target: the folder to make. It must not exist, or must be empty.
         tell: called with the number of bytes of blobs that have been copied, and the number of all bytes to copy.
 
@@ -56,14 +79,17 @@ def back_up(state_dir: Path, target: Path, tell: Tell = lambda done, total: None
         What is in the backup.
 
     Raises:
-        ConfigError: if there is no state in `state_dir`, or one that this program does not understand.
+        ConfigError: if there is no state in `source`, or one that this program does not understand.
         BackupError: if `target` cannot be used, the state is damaged, or the disk failed. There is no `target` then.
     """
-    _check_state(state_dir)
-    _check_target(state_dir, target)
+    _check_target(target)
+    if isinstance(source, Path):
+        _check_outside(target, source)
+        source = FolderSource(source)
+        source.check()
     try:
         with _partial_of(target) as partial:
-            contents, size = _copy(state_dir, partial, tell)
+            contents, size = _copy(source, partial, tell)
             check_facts(partial / FACTS)
             write_durably(partial / BLOBS / STATE_ID, f"{contents.state_id}\n".encode())
             manifest = _manifest(contents, partial / FACTS, size)
@@ -77,20 +103,66 @@ def back_up(state_dir: Path, target: Path, tell: Tell = lambda done, total: None
     return manifest
 
 
-def _check_state(state_dir: Path) -> None:
-    refuse_pending(state_dir)
-    facts = state_dir / FACTS
-    if not facts.is_file() or not facts.stat().st_size:
-        raise ConfigError(f"there is no state in {state_dir}: give the server's state_dir")
-    try:
-        check_at_rest(state_dir)
-    except StorageError as error:
-        if error.reason in OTHER_VERSION:
-            raise ConfigError(error.detail) from error
-        raise BackupError(f"{facts} cannot be copied: {error}") from error
+class FolderSource:
+    """The state in a folder.
+
+    Args:
+        folder: the server's state folder.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def check(self) -> None:
+        """Check that there is a state.
+
+        Raises:
+            ConfigError: if there is none, or one that this program does not understand.
+            BackupError: if it is damaged.
+        """
+        refuse_pending(self._folder)
+        facts = self._folder / FACTS
+        if not facts.is_file() or not facts.stat().st_size:
+            raise ConfigError(f"there is no state in {self._folder}: give the server's state_dir")
+        try:
+            check_at_rest(self._folder)
+        except StorageError as error:
+            if error.reason in OTHER_VERSION:
+                raise ConfigError(error.detail) from error
+            raise BackupError(f"{facts} cannot be copied: {error}") from error
+
+    def snapshot(self, copy: Path) -> Contents:
+        copy.unlink(missing_ok=True)
+        create(copy).close()  # SQLite writes into an empty file, and keeps its mode
+        uri = f"{(self._folder / FACTS).absolute().as_uri()}?mode=ro"
+        try:
+            with closing(sqlite3.connect(uri, uri=True, timeout=_BUSY_SECONDS, isolation_level=None)) as connection:
+                connection.execute("VACUUM INTO ?", (str(copy),)).close()
+        except sqlite3.Error as error:
+            code = Exit.TRY_AGAIN if getattr(error, "sqlite_errorname", "").startswith("SQLITE_BUSY") else Exit.FAILED
+            raise BackupError(f"cannot copy {self._folder / FACTS}: {error}", code) from error
+        contents = read_contents(copy)
+        try:
+            beside = (self._folder / BLOBS / STATE_ID).read_text().strip()
+        except FileNotFoundError:
+            beside = ""
+        if not beside and not contents.state_id:
+            raise ConfigError(f"the state in {self._folder} has no id yet: start fl-server on it once")
+        if beside != contents.state_id:
+            raise ConfigError(f"{FACTS} and {BLOBS}/ in {self._folder} belong to different states: restore a backup")
+        return contents
+
+    def size_of(self, digest: str) -> int:
+        try:
+            return (self._folder / BLOBS / digest).stat().st_size
+        except FileNotFoundError:
+            return 0
+
+    def copy_blob(self, blob: NamedBlob, target: Path, tell: Callable[[int], None]) -> int:
+        return copy_blob(self._folder / BLOBS / blob.digest, target, blob, tell)
 
 
-def _check_target(state_dir: Path, target: Path) -> None:
+def _check_target(target: Path) -> None:
     why = ""
     if target.is_symlink() or (target.exists() and not target.is_dir()):
         why = "is not a folder: name another one"
@@ -98,9 +170,13 @@ def _check_target(state_dir: Path, target: Path) -> None:
         why = "is a mount point: name a folder in it" if os.path.ismount(target) else "is not empty: name another one"
     elif not target.absolute().parent.is_dir():
         why = f"cannot be made: there is no folder {target.parent}: make it, or name another one"
-    elif target.resolve().is_relative_to(state_dir.resolve()):
-        why = f"lies in the state folder {state_dir}: name a folder outside of it, best on another disk"
     if why:
+        raise BackupError(f"{target} {why}", Exit.USAGE)
+
+
+def _check_outside(target: Path, folder: Path) -> None:
+    if target.resolve().is_relative_to(folder.resolve()):
+        why = f"lies in the state folder {folder}: name a folder outside of it, best on another disk"
         raise BackupError(f"{target} {why}", Exit.USAGE)
 
 
@@ -132,7 +208,7 @@ def _partial_of(target: Path) -> Iterator[Path]:
         os.close(fd)
 
 
-def _copy(state_dir: Path, partial: Path, tell: Tell) -> tuple[Contents, int]:
+def _copy(source: Source, partial: Path, tell: Tell) -> tuple[Contents, int]:
     """Copy the database and all blobs that it names.
 
     Returns:
@@ -141,11 +217,11 @@ def _copy(state_dir: Path, partial: Path, tell: Tell) -> tuple[Contents, int]:
     copied: dict[str, int] = {}
     missing: set[str] = set()
     for _ in range(_ATTEMPTS):
-        contents = _snapshot(state_dir, partial / FACTS)
+        contents = source.snapshot(partial / FACTS)
         for blob in contents.blobs:
             if blob.digest in missing:
                 raise blob.damage("is missing")
-        missing = _copy_blobs(state_dir / BLOBS, partial / BLOBS, contents, copied, tell)
+        missing = _copy_blobs(source, partial / BLOBS, contents, copied, tell)
         if not missing:
             named = {blob.digest for blob in contents.blobs}
             for digest in copied.keys() - named:
@@ -158,7 +234,7 @@ def _copy(state_dir: Path, partial: Path, tell: Tell) -> tuple[Contents, int]:
     )
 
 
-def _copy_blobs(source: Path, target: Path, contents: Contents, copied: dict[str, int], tell: Tell) -> set[str]:
+def _copy_blobs(source: Source, target: Path, contents: Contents, copied: dict[str, int], tell: Tell) -> set[str]:
     """Copy the blobs that are not copied yet.
 
     Returns:
@@ -166,7 +242,7 @@ def _copy_blobs(source: Path, target: Path, contents: Contents, copied: dict[str
     """
     wanted = [blob for blob in contents.blobs if blob.digest not in copied]
     done = sum(copied.values())
-    total = done + sum(_size_of(source / blob.digest) for blob in wanted)
+    total = done + sum(source.size_of(blob.digest) for blob in wanted)
     missing: set[str] = set()
 
     def step(count: int) -> None:
@@ -176,43 +252,10 @@ def _copy_blobs(source: Path, target: Path, contents: Contents, copied: dict[str
 
     for blob in wanted:
         try:
-            copied[blob.digest] = copy_blob(source / blob.digest, target / blob.digest, blob, step)
+            copied[blob.digest] = source.copy_blob(blob, target / blob.digest, step)
         except FileNotFoundError:
             missing.add(blob.digest)
     return missing
-
-
-def _size_of(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:
-        return 0
-
-
-def _snapshot(state_dir: Path, copy: Path) -> Contents:
-    """Write a consistent copy of the database, and read its contents.
-
-    The server may write to the database meanwhile.
-    """
-    copy.unlink(missing_ok=True)
-    create(copy).close()  # SQLite writes into an empty file, and keeps its mode
-    uri = f"{(state_dir / FACTS).absolute().as_uri()}?mode=ro"
-    try:
-        with closing(sqlite3.connect(uri, uri=True, timeout=_BUSY_SECONDS, isolation_level=None)) as connection:
-            connection.execute("VACUUM INTO ?", (str(copy),)).close()
-    except sqlite3.Error as error:
-        code = Exit.TRY_AGAIN if getattr(error, "sqlite_errorname", "").startswith("SQLITE_BUSY") else Exit.FAILED
-        raise BackupError(f"cannot copy {state_dir / FACTS}: {error}", code) from error
-    contents = read_contents(copy)
-    try:
-        beside = (state_dir / BLOBS / STATE_ID).read_text().strip()
-    except FileNotFoundError:
-        beside = ""
-    if not beside and not contents.state_id:
-        raise ConfigError(f"the state in {state_dir} has no id yet: start fl-server on it once")
-    if beside != contents.state_id:
-        raise ConfigError(f"{FACTS} and {BLOBS}/ in {state_dir} belong to different states: restore a backup")
-    return contents
 
 
 def _manifest(contents: Contents, facts: Path, blob_bytes: int) -> Manifest:

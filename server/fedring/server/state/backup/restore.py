@@ -6,8 +6,8 @@ are the two exchanged (`fedring.server.state.backup.exchange`).
 
 import shutil
 import sqlite3
-from collections.abc import Callable, Mapping
-from contextlib import closing, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from fedring.server.state.backup import exchange
 from fedring.server.state.backup.contents import (
     MANIFEST,
     BackupError,
+    Contents,
     Manifest,
     NamedBlob,
     Tell,
@@ -93,10 +94,58 @@ def read_manifest(backup: Path) -> Manifest:
     return parse_manifest(text, path)
 
 
+def check_copy(copy: Path, manifest: Manifest, backup: Path) -> Contents:
+    """Check all of a backup, or of a copy of it, but its blobs.
+
+    Args:
+        copy: the folder to look into.
+        manifest: what must be there.
+        backup: the name of the backup, for errors.
+
+    Raises:
+        ConfigError: if another version has written it.
+        BackupError: if it is damaged.
+    """
+    facts, beside = copy / FACTS, copy / BLOBS / STATE_ID
+    for path in (facts, beside):
+        if not path.is_file():
+            raise BackupError(f"{backup / path.relative_to(copy)} is missing: use another backup")
+    if digest_of(facts) != manifest.facts_digest:
+        raise BackupError(f"{backup / FACTS} does not hold what was written to it: use another backup")
+    contents = read_contents(facts)
+    check_facts(facts)
+    if len({manifest.state_id, contents.state_id, beside.read_text(errors="replace").strip()}) > 1:
+        raise BackupError(f"{FACTS} and {BLOBS}/ in {backup} belong to different states: use another backup")
+    return contents
+
+
+def epoch_rows(manifest: Manifest, *found: Mapping[str, str]) -> tuple[MetaRow, MetaRow]:
+    """Return the rows of the table `meta` that a restore changes.
+
+    The epoch is a time, so that two restores of a backup differ.
+
+    Args:
+        manifest: of the backup.
+        found: the tables `meta` of the backup and of the state that it replaces.
+
+    Raises:
+        BackupError: if the epoch in the backup is damaged.
+    """
+    backup, *replaced = found
+    try:
+        epoch = next_epoch(backup)
+    except StoreError as error:
+        raise BackupError(f"{FACTS} in the backup is damaged, its epoch is not a number: use another backup") from error
+    for each in replaced:
+        with suppress(StoreError):  # a damaged state may be replaced
+            epoch = max(epoch, next_epoch(each))
+    return MetaRow(EPOCH, str(epoch)), MetaRow(_ORIGIN, manifest.facts_digest)
+
+
 def _restore(backup: Path, manifest: Manifest, state_dir: Path, *, replace: bool, tell: Tell) -> Restored:
     if exchange.is_pending(state_dir):
         replaced = exchange.finish(state_dir)
-        if _meta(state_dir / FACTS).get(_ORIGIN) == manifest.facts_digest:
+        if meta_of(state_dir / FACTS).get(_ORIGIN) == manifest.facts_digest:
             return Restored(manifest, replaced, finished=True)
     if exchange.is_occupied(state_dir) and not replace:
         raise ConfigError(
@@ -105,7 +154,7 @@ def _restore(backup: Path, manifest: Manifest, state_dir: Path, *, replace: bool
     draft = exchange.make_draft(state_dir)
     try:
         _stage(backup, manifest, draft, tell)
-        _begin_epoch(draft / FACTS, manifest, _meta(state_dir / FACTS))
+        _begin_epoch(draft / FACTS, manifest, meta_of(state_dir / FACTS))
         exchange.begin(state_dir)
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
@@ -116,26 +165,20 @@ def _restore(backup: Path, manifest: Manifest, state_dir: Path, *, replace: bool
 def _begin_epoch(facts: Path, manifest: Manifest, replaced: Mapping[str, str]) -> None:
     """Begin an epoch above all that clients can have seen.
 
-    The rounds of the restored database are counted in it. A backup can be restored twice. The epoch is a time, so that
-    the two restores differ.
+    The rounds of the restored database are counted in it.
     """
+    rows = epoch_rows(manifest, meta_of(facts), replaced)
     try:
-        epoch = next_epoch(_meta(facts))
-        with suppress(StoreError):  # a damaged state may be replaced
-            epoch = max(epoch, next_epoch(replaced))
-        rows = (MetaRow(EPOCH, str(epoch)), MetaRow(_ORIGIN, manifest.facts_digest))
         with closing(sqlite3.connect(facts)) as connection:
             values = [tuple(values_of(row).values()) for row in rows]
             connection.executemany("INSERT OR REPLACE INTO meta (name, value, row_digest) VALUES (?, ?, ?)", values)
             connection.commit()
-    except StoreError as error:
-        raise BackupError(f"{FACTS} in the backup is damaged, its epoch is not a number: use another backup") from error
     except sqlite3.Error as error:
         raise BackupError(f"{facts} cannot be written ({error})") from error
     sync(facts)
 
 
-def _meta(facts: Path) -> dict[str, str]:
+def meta_of(facts: Path) -> dict[str, str]:
     """Return the table `meta` of a database; empty without one.
 
     It is also empty if it cannot be read.
@@ -154,17 +197,10 @@ def _stage(backup: Path, manifest: Manifest, draft: Path, tell: Tell) -> None:
 
     It must be complete, durable, and what the backup was made of.
     """
-    facts = draft / FACTS
-    _copy(backup / FACTS, facts)
-    if digest_of(facts) != manifest.facts_digest:
-        raise BackupError(f"{backup / FACTS} does not hold what was written to it: use another backup")
-    contents = read_contents(facts)
-    check_facts(facts)
-    _copy(backup / BLOBS / STATE_ID, draft / BLOBS / STATE_ID)
-    ids = {manifest.state_id, contents.state_id, (draft / BLOBS / STATE_ID).read_text(errors="replace").strip()}
-    if len(ids) > 1:
-        raise BackupError(f"{FACTS} and {BLOBS}/ in {backup} belong to different states: use another backup")
-    done, total = 0, manifest.bytes - facts.stat().st_size
+    for name in (FACTS, f"{BLOBS}/{STATE_ID}"):
+        _copy(backup / name, draft / name)
+    contents = check_copy(draft, manifest, backup)
+    done, total = 0, manifest.bytes - (draft / FACTS).stat().st_size
 
     def step(count: int) -> None:
         nonlocal done
@@ -172,13 +208,16 @@ def _stage(backup: Path, manifest: Manifest, draft: Path, tell: Tell) -> None:
         tell(done, total)
 
     for blob in contents.blobs:
-        _copy_blob(backup, draft, blob, step)
+        with blaming(backup, blob):
+            copy_blob(backup / BLOBS / blob.digest, draft / BLOBS / blob.digest, blob, step)
     sync(draft / BLOBS)
 
 
-def _copy_blob(backup: Path, draft: Path, blob: NamedBlob, step: Callable[[int], None]) -> None:
+@contextmanager
+def blaming(backup: Path, blob: NamedBlob) -> Iterator[None]:
+    """Say that it is the backup whose blob is missing or damaged."""
     try:
-        copy_blob(backup / BLOBS / blob.digest, draft / BLOBS / blob.digest, blob, step)
+        yield
     except FileNotFoundError:
         raise BackupError(f"{backup} is damaged: {blob.damage('is missing')}: use another backup") from None
     except BackupError as error:

@@ -30,13 +30,15 @@ EPOCH = "epoch"
 SECRET = "secret"
 """The name of the run's secret there."""
 
-_VERSION = "schema_version"
+VERSION = "schema_version"
+"""The name of the version of the tables there, in databases that keep none themselves."""
+
 _EPOCH = re.compile("[0-9]{1,18}")  # it fits into a column of the database and into a message, and can still grow
 _BUSY_MILLISECONDS = 10_000
 LOG_BYTES = 4 << 20
 """How long the log beside a database may become before SQLite empties it, unless somebody reads it."""
 
-_PAGE_BYTES = 1 << 14  # with pages of 4 KiB, a small update of 40 KB would take two writes for each page
+PAGE_BYTES = 1 << 14  # of SQLite: with pages of 4 KiB, a small update of 40 KB would take two writes for each page
 _READS = {"only_reads": True}
 """Marks a connection whose transactions only read."""
 
@@ -64,11 +66,10 @@ def open_database(database: str | Engine, *, log_bytes: int = LOG_BYTES) -> Engi
     engine = _engine(database, log_bytes) if isinstance(database, str) else database
     try:
         with engine.begin() as connection:
-            found = _read_version(connection)
+            found = read_version(connection)
             if found == 0:
-                METADATA.create_all(connection)
+                make_tables(connection)
                 sealed.add(connection, MetaRow("run_id", uuid.uuid4().hex), MetaRow(SECRET, token_hex(16)))
-                _write_version(connection)
         if found:
             check_schema(found)
             _check_integrity(engine)
@@ -82,6 +83,24 @@ def open_database(database: str | Engine, *, log_bytes: int = LOG_BYTES) -> Engi
         engine.dispose()
         raise
     return engine
+
+
+def make_tables(connection: Connection) -> None:
+    """Create all tables, empty but for their version."""
+    METADATA.create_all(connection)
+    if connection.dialect.name == "sqlite":
+        connection.exec_driver_sql(f"PRAGMA user_version = {SCHEMA}")
+    else:
+        sealed.add(connection, MetaRow(VERSION, str(SCHEMA)))
+
+
+def read_version(connection: Connection) -> int:
+    """Return the version of the tables; 0 if there are none."""
+    if connection.dialect.name == "sqlite":
+        return int(connection.exec_driver_sql("PRAGMA user_version").scalar_one())
+    if not inspect(connection).has_table(meta.name):
+        return 0
+    return int(connection.execute(select(meta.c.value).where(meta.c.name == VERSION)).scalar_one())
 
 
 def check_schema(found: int) -> None:
@@ -206,7 +225,7 @@ def _engine(url: str, log_bytes: int) -> Engine:
 def _configure(connection: sqlite3.Connection, _record: object, *, log_bytes: int) -> None:
     connection.isolation_level = None  # `_begin` begins transactions: sqlite3 would leave reads outside of them
     for pragma in (
-        f"page_size = {_PAGE_BYTES}",  # it takes effect in a new database only
+        f"page_size = {PAGE_BYTES}",  # it takes effect in a new database only
         f"busy_timeout = {_BUSY_MILLISECONDS}",
         "journal_mode = WAL",
         "synchronous = FULL",  # with NORMAL a power loss may undo a commit
@@ -239,18 +258,3 @@ def _check_integrity(engine: Engine) -> None:
             raw.close()
         if found != "ok":
             raise StoreError("corrupt", f"the database is damaged ({found}): restore a backup")
-
-
-def _read_version(connection: Connection) -> int:
-    if connection.dialect.name == "sqlite":
-        return int(connection.exec_driver_sql("PRAGMA user_version").scalar_one())
-    if not inspect(connection).has_table(meta.name):
-        return 0
-    return int(connection.execute(select(meta.c.value).where(meta.c.name == _VERSION)).scalar_one())
-
-
-def _write_version(connection: Connection) -> None:
-    if connection.dialect.name == "sqlite":
-        connection.exec_driver_sql(f"PRAGMA user_version = {SCHEMA}")
-    else:
-        sealed.add(connection, MetaRow(_VERSION, str(SCHEMA)))
