@@ -301,6 +301,7 @@ VERBS = (
         examples=(
             "flctl backup /mnt/backups/fl-2026-11-21",
             "flctl backup /mnt/backups/fl-monday --state-dir /var/lib/fedring/server",
+            "flctl backup fl-backup --state-url postgresql://fedring@db/fedring --blob-url s3://models/fedring",
             "flctl backup fl-backup --output json | jq .newest_model",
         ),
     ),
@@ -312,6 +313,17 @@ VERBS = (
         examples=(
             "flctl restore /mnt/backups/fl-2026-11-21",
             "flctl restore /mnt/backups/fl-2026-11-21 --state-dir /var/lib/fedring/server --replace",
+            "flctl restore fl-backup --state-url postgresql://fedring@db/fedring --blob-url s3://models/fedring",
+        ),
+    ),
+    Verb(
+        "migrate",
+        "admin.state_backup:migrate",
+        "Move the server's state from its folder into a database and an object store.",
+        panel=BACKUP,
+        examples=(
+            "flctl migrate --state-dir /var/lib/fedring/server --state-url postgresql://fedring@db/fedring "
+            "--blob-url s3://models/fedring",
         ),
     ),
     Verb(

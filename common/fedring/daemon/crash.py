@@ -28,6 +28,17 @@ RESTORING = {
 }
 """Every crash point in `flctl restore`, one after each of its steps."""
 
+PLACING = (
+    "shared_blobs_written",
+    "shared_id_added",
+    "shared_rows_written",
+    "shared_rows_committed",
+)
+"""The crash points in `flctl restore` and `flctl migrate` into a database, in their order."""
+
+MOVING = (*PLACING, "migrate_placed", "migrate_moved_aside")
+"""The crash points in `flctl migrate`, in their order."""
+
 
 DELIVERING = {
     "client_left_spooled",

@@ -54,9 +54,13 @@ class Deposed(FsyncFailed):
 
     Args:
         why: a sentence without its full stop.
+
+    Attributes:
+        why: the same.
     """
 
     def __init__(self, why: str) -> None:
+        self.why = why
         Unavailable.__init__(self, f"{why}: the server ends, and starts again as a standby")
 
 

@@ -289,6 +289,17 @@ def parts_of(fd: int, blob: NamedBlob, step: int = _STEP) -> Iterator[bytes]:
         raise blob.damage(f"cannot be read ({error.strerror})") from error
 
 
+def advancing(tell: Tell, total: int, done: int = 0) -> Callable[[int], None]:
+    """Return a function that adds a number of bytes to those that are done, and tells."""
+
+    def step(count: int) -> None:
+        nonlocal done
+        done += count
+        tell(done, total)
+
+    return step
+
+
 def digest_of(path: Path) -> str:
     """Return the SHA-256 of a file in hex."""
     with path.open("rb") as file:

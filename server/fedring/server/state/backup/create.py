@@ -27,6 +27,7 @@ from fedring.server.state.backup.contents import (
     Manifest,
     NamedBlob,
     Tell,
+    advancing,
     check_facts,
     copy_blob,
     digest_of,
@@ -244,12 +245,7 @@ def _copy_blobs(source: Source, target: Path, contents: Contents, copied: dict[s
     done = sum(copied.values())
     total = done + sum(source.size_of(blob.digest) for blob in wanted)
     missing: set[str] = set()
-
-    def step(count: int) -> None:
-        nonlocal done
-        done += count
-        tell(done, total)
-
+    step = advancing(tell, total, done)
     for blob in wanted:
         try:
             copied[blob.digest] = source.copy_blob(blob, target / blob.digest, step)

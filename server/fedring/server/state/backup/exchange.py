@@ -20,7 +20,7 @@ from pathlib import Path
 from fedring.daemon.config import ConfigError
 from fedring.daemon.crash import crashpoint
 from fedring.daemon.durable import sync, write_durably
-from fedring.server.state.files import BLOBS, FACTS, PARTIAL, STATE_ID
+from fedring.server.state.files import BLOBS, FACTS, MOVED_TO, PARTIAL, STATE_ID
 
 DRAFT = "restoring.partial"
 _STAGED, _ASIDE = "restoring", "replaced-"
@@ -32,11 +32,16 @@ def is_pending(folder: Path) -> bool:
 
 
 def refuse_pending(folder: Path) -> None:
-    """Return if no exchange is pending in a state folder.
+    """Check that a state folder's state has not left it, and that no exchange is pending.
 
     Raises:
-        ConfigError: if one is.
+        ConfigError: if it has, or if one is.
     """
+    if (folder / MOVED_TO).exists():
+        what = f"the state in {folder} is being moved to a database, or was moved there ({folder / MOVED_TO})"
+        raise ConfigError(
+            f"{what}: repeat flctl migrate if it was interrupted, or give state_url and blob_url. Nothing was changed."
+        )
     if is_pending(folder):
         raise ConfigError(
             f"a restore into {folder} was interrupted: repeat flctl restore, which continues it. Nothing was changed."
@@ -46,7 +51,7 @@ def refuse_pending(folder: Path) -> None:
 def is_occupied(folder: Path) -> bool:
     """Return whether a folder has a state, or a part of one."""
     blobs = folder / BLOBS
-    return bool(_facts_files(folder)) or (blobs.is_dir() and any(blobs.iterdir()))
+    return bool(facts_files(folder)) or (blobs.is_dir() and any(blobs.iterdir()))
 
 
 def make_draft(folder: Path) -> Path:
@@ -100,7 +105,7 @@ def finish(folder: Path) -> Path | None:
     # A kill may have come between any two steps, so each of them does nothing if it was done before.
     if not blobs.exists():
         blobs.mkdir(mode=0o700)
-        _adopt(blobs, folder)
+        adopt(blobs, folder)
         sync(folder)
     if (new_id := staged / BLOBS / STATE_ID).exists():
         new_id.replace(blobs / STATE_ID)
@@ -118,6 +123,7 @@ def finish(folder: Path) -> Path | None:
         crashpoint("restore_blob_placed")
     sync(blobs)
     crashpoint("restore_blobs_placed")
+    (folder / MOVED_TO).unlink(missing_ok=True)  # of an earlier state
     # The database comes last: as long as it is staged, no server starts, and this can be repeated.
     (staged / FACTS).replace(folder / FACTS)
     sync(folder)
@@ -127,7 +133,7 @@ def finish(folder: Path) -> Path | None:
 
 
 def _move_aside(folder: Path, aside: Path) -> None:
-    for path in _facts_files(folder):
+    for path in facts_files(folder):
         path.rename(aside / path.name)
         sync(aside)
         sync(folder)
@@ -152,18 +158,18 @@ def _new_name(folder: Path) -> str:
     return name
 
 
-def _facts_files(folder: Path) -> list[Path]:
+def facts_files(folder: Path) -> list[Path]:
     """Return the database, then the files that SQLite keeps beside it."""
     return [path for path in [folder / FACTS, *sorted(folder.glob(f"{FACTS}-*"))] if path.exists()]
 
 
 def _adopt_all(tree: Path, folder: Path) -> None:
     for path in [tree, *tree.rglob("*")]:
-        _adopt(path, folder)
-    _adopt(folder / "lock", folder)  # which root may just have made
+        adopt(path, folder)
+    adopt(folder / "lock", folder)  # which root may just have made
 
 
-def _adopt(path: Path, folder: Path) -> None:
+def adopt(path: Path, folder: Path) -> None:
     """Give a path to the state folder's owner, if root restores.
 
     That is the server's user.

@@ -20,8 +20,8 @@ from fedring.server.state.backup.contents import (
     BackupError,
     Contents,
     Manifest,
-    NamedBlob,
     Tell,
+    advancing,
     check_facts,
     copy_blob,
     digest_of,
@@ -29,6 +29,7 @@ from fedring.server.state.backup.contents import (
     parse_manifest,
     read_contents,
 )
+from fedring.server.state.backup.departure import departure_of
 from fedring.server.state.failures import StoreError
 from fedring.server.state.files import BLOBS, FACTS, STATE_ID
 from fedring.server.state.rows import MetaRow
@@ -44,6 +45,7 @@ class Restored:
 
     manifest: Manifest  # what is in the state now
     replaced: Path | None = None  # the folder of the old state; None if there was none
+    replaced_schema: str = ""  # instead of it: what the old rows are in, in the database of a shared state
     finished: bool = False  # True if only the rest of an interrupted restore was done
 
 
@@ -147,6 +149,9 @@ def _restore(backup: Path, manifest: Manifest, state_dir: Path, *, replace: bool
         replaced = exchange.finish(state_dir)
         if meta_of(state_dir / FACTS).get(_ORIGIN) == manifest.facts_digest:
             return Restored(manifest, replaced, finished=True)
+    departure = departure_of(state_dir)
+    if departure is not None and not departure.done:
+        raise ConfigError(f"the state in {state_dir} is being moved to {departure.state_url}: repeat flctl migrate")
     if exchange.is_occupied(state_dir) and not replace:
         raise ConfigError(
             f"there is a state in {state_dir}: with --replace it is moved to a folder replaced-TIME in there"
@@ -200,26 +205,21 @@ def _stage(backup: Path, manifest: Manifest, draft: Path, tell: Tell) -> None:
     for name in (FACTS, f"{BLOBS}/{STATE_ID}"):
         _copy(backup / name, draft / name)
     contents = check_copy(draft, manifest, backup)
-    done, total = 0, manifest.bytes - (draft / FACTS).stat().st_size
-
-    def step(count: int) -> None:
-        nonlocal done
-        done += count
-        tell(done, total)
-
-    for blob in contents.blobs:
-        with blaming(backup, blob):
-            copy_blob(backup / BLOBS / blob.digest, draft / BLOBS / blob.digest, blob, step)
+    step = advancing(tell, manifest.bytes - (draft / FACTS).stat().st_size)
+    with blaming(backup):
+        for blob in contents.blobs:
+            try:
+                copy_blob(backup / BLOBS / blob.digest, draft / BLOBS / blob.digest, blob, step)
+            except FileNotFoundError:
+                raise blob.damage("is missing") from None
     sync(draft / BLOBS)
 
 
 @contextmanager
-def blaming(backup: Path, blob: NamedBlob) -> Iterator[None]:
-    """Say that it is the backup whose blob is missing or damaged."""
+def blaming(backup: Path) -> Iterator[None]:
+    """Say that it is this backup whose blob is damaged."""
     try:
         yield
-    except FileNotFoundError:
-        raise BackupError(f"{backup} is damaged: {blob.damage('is missing')}: use another backup") from None
     except BackupError as error:
         raise BackupError(f"{backup} is damaged: {error}: use another backup") from error
 

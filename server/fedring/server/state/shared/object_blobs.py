@@ -26,6 +26,7 @@ from fedring.daemon.crash import crashpoint
 from fedring.server.state.blob_interfaces import BlobReader, DiskSpace, Partial, by_range
 from fedring.server.state.blobs import FileBlobs, FilePartial
 from fedring.server.state.failures import StorageError, StorageFailed
+from fedring.server.state.files import STATE_ID
 
 log = logging.getLogger(__name__)
 
@@ -52,11 +53,7 @@ class ObjectBlobs:
         self._fetching = Lock()
         for name in local.unnamed(()):
             local.delete(name)
-        self._keys = dict[str, set[str]]()  # of each blob, by its digest
-        for key in self._list("blobs/"):
-            _, written, digest = key.rsplit("/", 2)
-            if is_name(digest) and written.isdecimal():
-                self._keys.setdefault(digest, set()).add(key)
+        self._keys = {digest: set(keys) for digest, keys in list_blobs(store).items()}
         self._put_aside = self._list("unnamed/")
 
     def close(self) -> None:
@@ -107,7 +104,7 @@ class ObjectBlobs:
 
     def sweep(self, keep: Collection[str], keep_partials: Collection[str] = ()) -> int:
         unnamed = self.unnamed(keep)
-        with _as_storage_errors():
+        with as_storage_errors():
             for digest in unnamed:
                 obstore.copy(self._store, self._newest(digest), f"unnamed/{digest}")
                 self._put_aside[f"unnamed/{digest}"] = datetime.now(UTC)
@@ -124,7 +121,7 @@ class ObjectBlobs:
 
     def probe(self, size: int) -> None:
         self._local.probe(size)
-        with _as_storage_errors():
+        with as_storage_errors():
             obstore.put(self._store, f"probe-{self._term}", bytes(_PROBE_BYTES))
 
     def disk_space(self) -> DiskSpace | None:
@@ -132,7 +129,7 @@ class ObjectBlobs:
 
     def _put(self, partial: Partial) -> None:
         key, digest = f"blobs/{self._term}/{partial.digest}", partial.digest
-        with _as_storage_errors():
+        with as_storage_errors():
             obstore.put(self._store, key, _parts(partial), chunk_size=_PART_BYTES)
         self._keys.setdefault(digest, set()).add(key)
 
@@ -142,7 +139,7 @@ class ObjectBlobs:
             name = f"object-{digest}"[:200]
             partial = self._local.open_partial(name, fresh=True)
             try:
-                with _as_storage_errors():
+                with as_storage_errors():
                     for part in obstore.get(self._store, self._newest(digest)).stream(_PART_BYTES):
                         partial.write(memoryview(part))
                 if partial.digest != digest:
@@ -153,15 +150,12 @@ class ObjectBlobs:
             self._local.seal_many([partial])
 
     def _newest(self, digest: str) -> str:
-        """Return the key of the latest term.
-
-        Earlier ones may still be deleted by others.
-        """
-        return max(self._keys[digest], key=lambda key: int(key.split("/")[1]))
+        """Return the key that a blob is read from."""
+        return newest_key(self._keys[digest])
 
     def _list(self, prefix: str) -> dict[str, datetime]:
         """Return when each object below a prefix was written."""
-        with _as_storage_errors():
+        with as_storage_errors():
             metas = [meta for batch in obstore.list(self._store, prefix) for meta in batch]
         return {meta["path"]: meta["last_modified"] for meta in metas}
 
@@ -177,6 +171,30 @@ class ObjectBlobs:
             log.warning("%d objects were not deleted: %s", len(keys), _sentence(error))
 
 
+def list_blobs(store: ObjectStore) -> dict[str, dict[str, int]]:
+    """Return the keys of each blob, by its digest, with the size of each object.
+
+    Raises:
+        StorageFailed: They cannot be listed now.
+    """
+    found = dict[str, dict[str, int]]()
+    with as_storage_errors():
+        for batch in obstore.list(store, "blobs/"):
+            for meta in batch:
+                _, written, digest = f"//{meta['path']}".rsplit("/", 2)
+                if is_name(digest) and written.isdecimal():
+                    found.setdefault(digest, {})[meta["path"]] = meta["size"]
+    return found
+
+
+def newest_key(keys: Collection[str]) -> str:
+    """Return the key of the latest term.
+
+    Earlier ones may still be deleted by others.
+    """
+    return max(keys, key=lambda key: int(key.split("/")[1]))
+
+
 def open_objects(url: str) -> ObjectStore:
     """Open an object store.
 
@@ -190,6 +208,17 @@ def open_objects(url: str) -> ObjectStore:
         return from_url(url, retry_config={"retry_timeout": _TRIES, "max_retries": 6})
     except (BaseError, ValueError) as error:
         raise ConfigError(f"blob_url {url!r} cannot be used: {_sentence(error)}") from error
+
+
+def state_ids(store: ObjectStore) -> list[str]:
+    """Return the ids of the states that the objects belong to.
+
+    There are two while one state replaces another: a commit of the database decides which of them is there.
+
+    Raises:
+        StorageFailed: They cannot be read now.
+    """
+    return read_object(store, STATE_ID).decode(errors="replace").split()
 
 
 def read_object(store: ObjectStore, key: str) -> bytes:
@@ -212,7 +241,7 @@ def write_object(store: ObjectStore, key: str, data: bytes) -> None:
     Raises:
         StorageFailed: It cannot be written now.
     """
-    with _as_storage_errors():
+    with as_storage_errors():
         obstore.put(store, key, data)
 
 
@@ -226,7 +255,8 @@ def _parts(partial: Partial) -> Iterator[bytes]:
 
 
 @contextmanager
-def _as_storage_errors() -> Iterator[None]:
+def as_storage_errors() -> Iterator[None]:
+    """Tell what an object store's errors mean."""
     try:
         yield
     except (BaseError, FileNotFoundError) as error:

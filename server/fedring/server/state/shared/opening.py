@@ -3,12 +3,13 @@
 import uuid
 from pathlib import Path
 
+from fedring.server.state.backup.exchange import is_occupied
 from fedring.server.state.blob_interfaces import Blobs
 from fedring.server.state.blobs import FileBlobs
 from fedring.server.state.failures import StorageError
 from fedring.server.state.files import SHARED, STATE_ID
 from fedring.server.state.shared.leadership import DatabaseSession
-from fedring.server.state.shared.object_blobs import ObjectBlobs, open_objects, read_object, write_object
+from fedring.server.state.shared.object_blobs import ObjectBlobs, open_objects, state_ids, write_object
 from fedring.server.state.sql.store import Store
 
 _ADVICE = "Give both addresses of one state, or two new ones. Nothing was changed."
@@ -32,15 +33,18 @@ def open_shared(folder: Path, blob_url: str, session: DatabaseSession, *, adopt:
         Deposed: this server leads no more.
     """
     objects = open_objects(blob_url)
-    beside = read_object(objects, STATE_ID).decode(errors="replace").strip()
+    beside = state_ids(objects)
     store = Store(session.engine)
     try:
         stored = store.state_id
         blobs = ObjectBlobs(objects, FileBlobs(folder / SHARED, durable=False), session.term)
-        strangers = stored != beside if beside else bool(blobs.unnamed(()) or store.named_blobs())
+        strangers = stored not in beside if beside else bool(blobs.unnamed(()) or store.named_blobs())
+        if not stored and is_occupied(folder):
+            way = "move it with flctl migrate, or give the server another state_dir"
+            raise StorageError("wrong_state", f"{folder} holds a state, and the database does not: {way}")
         if strangers:
             raise StorageError("wrong_state", f"state_url and blob_url belong to different states. {_ADVICE}")
-        if adopt and not beside:
+        if adopt and beside != [stored]:
             # A start that is killed between the two is simply repeated.
             if not stored:
                 store.set_state_id(uuid.uuid4().hex)

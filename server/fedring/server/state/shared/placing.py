@@ -1,0 +1,199 @@
+"""Putting a whole state into a database and an object store, where no server leads meanwhile.
+
+The law: one commit of the database decides which state is there. Until then the objects of the new one are named by
+nothing, and the old one is complete; from then on the new one is. A process that is killed before leaves objects
+that the next leader moves aside.
+"""
+
+import os
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from threading import Event, Thread
+
+import obstore
+from sqlalchemy import Connection, select, text
+
+from fedring.daemon.config import ConfigError
+from fedring.daemon.crash import crashpoint
+from fedring.server.state.backup.contents import NamedBlob, Tell, advancing, checked, parts_of, read_rows
+from fedring.server.state.failures import StorageError, StorageFailed
+from fedring.server.state.files import STATE_ID
+from fedring.server.state.rows import MetaRow
+from fedring.server.state.shared.leadership import BEAT_SECONDS, DatabaseSession, Leader, attempt, open_session
+from fedring.server.state.shared.object_blobs import (
+    as_storage_errors,
+    list_blobs,
+    open_objects,
+    state_ids,
+    write_object,
+)
+from fedring.server.state.shared.source import as_backup_errors
+from fedring.server.state.sql.copying import copy_tables
+from fedring.server.state.sql.database import read_version
+from fedring.server.state.sql.sealed import set_meta
+from fedring.server.state.sql.tables import METADATA, meta
+
+_PART_BYTES = 8 << 20
+_LOCK_SECONDS = 30
+
+
+class SharedPlace:
+    """A database and an object store that nobody else writes to.
+
+    Attributes:
+        objects: The object store.
+
+    Args:
+        session: With the database, which leads.
+        blob_url: Of the object store.
+    """
+
+    def __init__(self, session: DatabaseSession, blob_url: str) -> None:
+        self._session, self.objects = session, open_objects(blob_url)
+        self._prefix, self._named = f"blobs/{session.term}/", False
+
+    def meta(self) -> dict[str, str]:
+        """Return the table `meta`; empty if there is no state."""
+        with self._session.engine.begin() as connection:
+            if not read_version(connection):
+                return {}
+            return {row.name: row.value for row in connection.execute(select(meta.c.name, meta.c.value))}
+
+    def refuse_strangers(self, state_id: str) -> None:
+        """Check that the objects are not those of another state, whose database is elsewhere.
+
+        Raises:
+            ConfigError: They are.
+        """
+        if set(state_ids(self.objects)) - {state_id}:
+            raise ConfigError("blob_url holds the objects of another state: give it a prefix of its own")
+
+    def put_blobs(self, folder: Path, blobs: Sequence[NamedBlob], tell: Tell) -> None:
+        """Write blobs from a folder as objects of this session's term, and check them.
+
+        Raises:
+            BackupError: One is damaged or missing.
+            StorageFailed: The object store cannot be used now.
+        """
+        try:
+            step = advancing(tell, sum((folder / blob.digest).stat().st_size for blob in blobs))
+            sizes = {self._key_of(blob): self._put(folder, blob, step) for blob in blobs}
+        except FileNotFoundError as error:
+            missing = next(blob for blob in blobs if not (folder / blob.digest).exists())
+            raise missing.damage("is missing") from error
+        crashpoint("shared_blobs_written")
+        found = {key: size for keys in list_blobs(self.objects).values() for key, size in keys.items()}
+        for key, size in sizes.items():
+            if found.get(key) != size:
+                raise StorageFailed("disk_error", f"the object {key} has {found.get(key, 0)} bytes instead of {size}")
+
+    def discard(self) -> None:
+        """Delete the objects that were written, unless rows may name them already."""
+        if not self._named:
+            keys = [key for keys in list_blobs(self.objects).values() for key in keys if key.startswith(self._prefix)]
+            with as_storage_errors():
+                obstore.delete(self.objects, keys)
+
+    def put_rows(
+        self,
+        facts: Path,
+        state_id: str,
+        rows: Sequence[MetaRow] = (),
+        before_commit: Callable[[], None] = lambda: None,
+    ) -> str:
+        """Make the rows of a database file those of this database.
+
+        Args:
+            facts: The file, whose blobs have been written as objects.
+            state_id: Of the new state.
+            rows: What its table `meta` gets.
+            before_commit: Called when nothing but the commit is left.
+
+        Returns:
+            The name of the schema that the old rows are in now; empty if there was no state.
+        """
+        ids = state_ids(self.objects)
+        if state_id not in ids:
+            write_object(self.objects, STATE_ID, " ".join([*ids, state_id]).encode())
+        crashpoint("shared_id_added")
+        with read_rows(facts) as source, self._session.engine.begin() as connection:
+            replaced = _move_aside(connection) if read_version(connection) else ""
+            copy_tables(source, connection)
+            for row in rows:
+                set_meta(connection, row.name, row.value)
+            before_commit()
+            crashpoint("shared_rows_written")
+            self._named = True  # whether a commit that fails has been made, only the database knows
+        crashpoint("shared_rows_committed")
+        write_object(self.objects, STATE_ID, state_id.encode())
+        return replaced
+
+    def _put(self, folder: Path, blob: NamedBlob, tell: Callable[[int], None]) -> int:
+        path = folder / blob.digest
+        with path.open("rb", buffering=0) as file, as_storage_errors():
+            # An error while the parts are read, such as a wrong digest, ends the upload without an object.
+            parts = checked(parts_of(file.fileno(), blob, _PART_BYTES), blob, tell)
+            obstore.put(self.objects, self._key_of(blob), parts, chunk_size=_PART_BYTES)
+        return path.stat().st_size
+
+    def _key_of(self, blob: NamedBlob) -> str:
+        return f"{self._prefix}{blob.digest}"
+
+
+@contextmanager
+def led_place(state_url: str, blob_url: str) -> Iterator[SharedPlace]:
+    """Lead a shared state in the place of a server, which cannot do so meanwhile.
+
+    Raises:
+        ConfigError: A server leads, or one of the two cannot be used.
+        BackupError: Something is damaged, or cannot be reached now.
+    """
+    with as_backup_errors():
+        session = open_session(state_url)
+        try:
+            found = attempt(session, f"flctl on {socket.gethostname()} (process {os.getpid()})")
+            if not isinstance(found, DatabaseSession):
+                leader = f": {found.name} leads" if isinstance(found, Leader) else ""
+                raise ConfigError(f"the database that state_url names is in use{leader}: stop all its servers first")
+            place = SharedPlace(found, blob_url)
+            with _beating(found):
+                try:
+                    yield place
+                except BaseException:
+                    with suppress(StorageError):  # what stays, the next leader moves aside
+                        place.discard()
+                    raise
+        finally:
+            session.close()
+
+
+@contextmanager
+def _beating(session: DatabaseSession) -> Iterator[None]:
+    """Tell servers that wait as standbys that this session is alive."""
+    ends = Event()
+
+    def beat() -> None:
+        while not ends.is_set():
+            session.beat()
+            ends.wait(BEAT_SECONDS)
+
+    thread = Thread(target=beat, name="beats", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ends.set()
+        thread.join()
+
+
+def _move_aside(connection: Connection) -> str:
+    """Move the tables of the state that is there into a schema of its own, and return its name."""
+    connection.execute(text(f"SET LOCAL lock_timeout = '{_LOCK_SECONDS}s'"))  # somebody may read the tables for long
+    schema = f"replaced_{datetime.now(UTC):%Y%m%dt%H%M%S%f}"
+    connection.execute(text(f"CREATE SCHEMA {schema}"))
+    for table in METADATA.sorted_tables:
+        connection.execute(text(f"ALTER TABLE IF EXISTS {table.name} SET SCHEMA {schema}"))
+    return schema

@@ -1,0 +1,54 @@
+"""Making a backup the state of servers that share one."""
+
+from pathlib import Path
+
+from fedring.daemon.config import ConfigError
+from fedring.server.state.backup.contents import Tell
+from fedring.server.state.backup.restore import (
+    Restored,
+    blaming,
+    check_copy,
+    epoch_rows,
+    meta_of,
+    read_manifest,
+)
+from fedring.server.state.files import BLOBS, FACTS
+from fedring.server.state.shared.placing import led_place
+
+
+def restore_shared(
+    backup: Path, state_url: str, blob_url: str, *, replace: bool = False, tell: Tell = lambda done, total: None
+) -> Restored:
+    """Make a backup the state in a database and an object store.
+
+    Its rounds are counted in a new epoch. An interruption leaves the old state or the new one.
+
+    Args:
+        backup: A folder that `back_up` has made. It is only read.
+        state_url: Of the database.
+        blob_url: Of the object store.
+        replace: If there is a state already, move its rows to a schema `replaced_TIME` of the database. Its objects
+            are moved aside when a server starts.
+        tell: Called with the number of bytes of blobs that have been written, and the number of all bytes.
+
+    Raises:
+        ConfigError: A server leads, there is a state already, or `backup` is not a backup that this program
+            understands.
+        BackupError: The backup is damaged, or the database or the object store failed.
+    """
+    manifest = read_manifest(backup)
+    contents = check_copy(backup, manifest, backup)
+    with led_place(state_url, blob_url) as place:
+        there = place.meta()
+        if there and not replace:
+            raise ConfigError(
+                "there is a state in the database that state_url names: "
+                "with --replace it is moved to a schema replaced_TIME in there"
+            )
+        if not there:
+            place.refuse_strangers(contents.state_id)
+        rows = epoch_rows(manifest, meta_of(backup / FACTS), there)
+        with blaming(backup):
+            place.put_blobs(backup / BLOBS, contents.blobs, tell)
+        replaced = place.put_rows(backup / FACTS, contents.state_id, rows)
+    return Restored(manifest, replaced_schema=replaced)

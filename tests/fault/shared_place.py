@@ -1,0 +1,78 @@
+"""A database and an object store for copies of states, and what is in them."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import NullPool, create_engine, text
+
+from fedring.server.state.backup.create import back_up
+from fedring.server.state.shared.leadership import DatabaseSession, attempt, open_session
+from fedring.server.state.shared.opening import open_shared
+from fedring.server.state.shared.source import shared_source
+from fedring.server.state.sql.store import Store
+from tests import forks, postgres
+from tests.fault.state_folder import rows
+
+
+class Place:
+    """A new database, and an object store in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / "objects").mkdir(parents=True)
+        self.state_url, self.blob_url = postgres.shared().new_database(), (folder / "objects").as_uri()
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The options of flctl that name it."""
+        return ("--state-url", self.state_url, "--blob-url", self.blob_url)
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """The keys of fl-server that name it."""
+        return {"state_url": self.state_url, "blob_url": self.blob_url}
+
+    def ask(self, query: str) -> list[tuple[object, ...]]:
+        """Run a query, and commit what it changes."""
+        engine = create_engine(self.state_url, poolclass=NullPool)
+        with engine.begin() as connection:
+            found = connection.execute(text(query))
+            return [tuple(row) for row in found] if found.returns_rows else []
+
+    def objects(self) -> set[str]:
+        """Return the keys of all objects."""
+        root = self.folder / "objects"
+        return {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()}
+
+    def rows(self) -> dict[str, list[Any]]:
+        """Return the rows of a backup of it, by table."""
+        copy = self.folder / "examined"
+        shutil.rmtree(copy, ignore_errors=True)
+        with shared_source(self.state_url, self.blob_url) as source:
+            back_up(source, copy)
+        return rows(copy)
+
+    @contextmanager
+    def led(self) -> Iterator[Store]:
+        """Open it as the server that leads does."""
+        session = open_session(self.state_url)
+        try:
+            leading = attempt(session, "a test")
+            assert isinstance(leading, DatabaseSession)
+            store, blobs = open_shared(self.folder / "local", self.blob_url, leading)
+            blobs.close()
+            yield store
+            store.close()
+        finally:
+            session.close()
+
+
+def kill(point: str, *words: str | Path) -> None:
+    """Run flctl, which is killed at this crash point."""
+    env = os.environ | {"FL_CRASH_AT": point}
+    done = forks.run("fedring.ctl.main", *words, timeout=60, env=env)
+    assert done.returncode == 137, done.stderr

@@ -1,0 +1,275 @@
+"""flctl backup and restore of a state in a database and an object store: complete, or nothing has changed."""
+
+import json
+import os
+import shutil
+import threading
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from sqlalchemy import NullPool, create_engine, insert
+
+from fedring.codec.digest import name_of
+from fedring.daemon.config import ConfigError
+from fedring.daemon.crash import PLACING
+from fedring.daemon.exits import Exit
+from fedring.server.state.backup.contents import BackupError, Manifest, digest_of
+from fedring.server.state.backup.create import back_up
+from fedring.server.state.backup.restore import restore
+from fedring.server.state.rows import RoundRow, UpdateRow
+from fedring.server.state.shared.restoring import restore_shared
+from fedring.server.state.shared.source import shared_source, writing
+from fedring.server.state.sql.copying import copy_tables, count
+from fedring.server.state.sql.sealed import values_of
+from fedring.server.state.sql.tables import updates
+from tests import forks
+from tests.damage import flip
+from tests.fault.shared_place import Place, kill
+from tests.fault.state_folder import SIZE, make_state_with_open_round, push, rows
+from tests.fault.test_restore import check_restored
+from tests.fleets import Control, Fleet
+from tests.system.wire import WireClient, deliver, run
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Make a folder with `copy` and `other`, backups of two servers in the middle of a round."""
+    folder = tmp_path_factory.mktemp("made")
+    for name, rounds in (("copy", 2), ("other", 1)):
+        back_up(make_state_with_open_round(folder / f"of-{name}", rounds), folder / name)
+    return folder
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return Place(tmp_path / "place")
+
+
+def back_up_shared(place: Place, copy: Path) -> Manifest:
+    with shared_source(place.state_url, place.blob_url) as source:
+        return back_up(source, copy)
+
+
+def without_meta(found: dict[str, list[object]]) -> dict[str, list[object]]:
+    return {name: each for name, each in found.items() if name != "meta"}
+
+
+def test_a_state_goes_from_a_folder_to_a_database_and_back_row_by_row(made: Path, place: Place, tmp_path: Path) -> None:
+    manifest = restore_shared(made / "copy", place.state_url, place.blob_url).manifest
+    again = back_up_shared(place, tmp_path / "again")
+    assert without_meta(rows(tmp_path / "again")) == without_meta(rows(made / "copy"))
+    same = ("run_id", "state_id", "models", "newest_model", "rounds", "open_round", "blobs")
+    assert [getattr(again, name) for name in same] == [getattr(manifest, name) for name in same]
+    restore(tmp_path / "again", tmp_path / "state")
+    check_restored(tmp_path / "state", tmp_path / "again")
+
+
+def test_a_server_goes_on_with_the_round_of_a_backup_in_either_kind(made: Path, place: Place, tmp_path: Path) -> None:
+    digests = []
+    restore_shared(made / "copy", place.state_url, place.blob_url)
+    restore(made / "copy", tmp_path / "folder" / "state" / "server")
+    for name, settings in (("folder", {}), ("shared", place.settings)):
+        with (
+            Fleet(tmp_path / name, settings) as fleet,
+            Control(fleet.control) as control,
+            WireClient(fleet.listen, "b") as b,
+        ):
+            push(b, 5)
+            until_published(control, 4)
+            digests.append(control.models(limit=1)[0].digest)
+    assert digests[0] == digests[1]
+
+
+def until_published(control: Control, version: int) -> None:
+    assert next(event for event in control.events() if control.models(limit=1)[0].version == version)
+
+
+def test_a_backup_is_complete_while_the_leader_publishes_and_prunes(place: Place, tmp_path: Path) -> None:
+    settings = {"keep_models": 1, "keep_update_rounds": 1, **place.settings}
+    with Fleet(tmp_path / "one", settings) as fleet, Control(fleet.control) as control:
+        ends, accepted = threading.Event(), threading.Semaphore(0)
+        with WireClient(fleet.listen, "a") as client:
+            run(control, rounds=10_000, model_args={"size": SIZE})
+
+            def train() -> None:
+                while not ends.is_set():
+                    deliver(client, np.ones(SIZE, np.float32))
+                    accepted.release()
+
+            trainer = threading.Thread(target=train)
+            trainer.start()
+            try:
+                found = []
+                for number in range(4):
+                    accepted.acquire()  # now the server publishes a model and deletes the one before
+                    found.append(back_up_shared(place, tmp_path / f"copy-{number}"))
+            finally:
+                ends.set()
+                trainer.join()
+    newest = [manifest.newest_model for manifest in found]
+    assert newest == sorted(newest)
+    for number, manifest in enumerate(found):
+        assert restore(tmp_path / f"copy-{number}", tmp_path / f"restored-{number}").manifest == manifest
+
+
+def test_numbers_go_on_after_those_that_were_given_and_removed(made: Path, place: Place, tmp_path: Path) -> None:
+    restore_shared(made / "copy", place.state_url, place.blob_url)
+    with place.led() as store:
+        job = store.jobs.get(1)
+        assert job is not None
+        given = store.rounds.create(RoundRow(0, job.job_id, 9, "waiting", 1.0)).round
+    place.ask(f"DELETE FROM rounds WHERE round = {given}")
+    back_up_shared(place, tmp_path / "copy")
+    other = Place(tmp_path / "other")
+    restore_shared(tmp_path / "copy", other.state_url, other.blob_url)
+    with other.led() as store:
+        assert store.rounds.create(RoundRow(0, job.job_id, 9, "waiting", 1.0)).round == given + 1
+
+
+@pytest.mark.parametrize("point", PLACING)
+def test_a_killed_restore_into_an_empty_database_leaves_nothing_or_all(made: Path, place: Place, point: str) -> None:
+    kill(point, "restore", made / "copy", *place.words)
+    if point == "shared_rows_committed":
+        with place.led() as store:
+            assert store.models.newest(1)[0].version == 3
+        assert without_meta(place.rows()) == without_meta(rows(made / "copy"))
+        return
+    with pytest.raises(ConfigError, match="there is no state"):
+        place.rows()
+    restore_shared(made / "copy", place.state_url, place.blob_url)
+    assert without_meta(place.rows()) == without_meta(rows(made / "copy"))
+
+
+@pytest.mark.parametrize("point", PLACING)
+def test_a_killed_restore_leaves_the_old_state_or_the_new_one(made: Path, place: Place, point: str) -> None:
+    restore_shared(made / "other", place.state_url, place.blob_url)
+    kill(point, "restore", made / "copy", *place.words, "--replace")
+    committed = point == "shared_rows_committed"
+    there = made / ("copy" if committed else "other")
+    assert without_meta(place.rows()) == without_meta(rows(there))
+    with place.led() as store:  # a server starts on it, whichever it is
+        newest = store.models.newest(1)[0].version
+    assert newest == (3 if committed else 2)
+    done = restore_shared(made / "copy", place.state_url, place.blob_url, replace=True)
+    assert without_meta(place.rows()) == without_meta(rows(made / "copy"))
+    kept = place.ask(f"SELECT max(version) FROM {done.replaced_schema}.models")
+    assert kept == [(newest,)]
+
+
+def test_a_state_in_a_database_is_replaced_only_with_the_flag(made: Path, place: Place) -> None:
+    restore_shared(made / "copy", place.state_url, place.blob_url)
+    before = place.rows()
+    with pytest.raises(ConfigError, match="with --replace it is moved to a schema"):
+        restore_shared(made / "copy", place.state_url, place.blob_url)
+    assert place.rows() == before
+    epoch = dict(place.ask("SELECT name, value FROM meta"))["epoch"]
+    done = restore_shared(made / "copy", place.state_url, place.blob_url, replace=True)
+    meta = dict(place.ask("SELECT name, value FROM meta"))
+    assert int(str(meta["epoch"])) > int(str(epoch))
+    assert meta["restored_from"] == digest_of(made / "copy" / "facts.sqlite")
+    assert done.replaced_schema.startswith("replaced_2")
+
+
+def cut_a_blob(copy: Path) -> None:
+    path = next(path for path in sorted((copy / "blobs").iterdir()) if path.name != "state_id")
+    os.truncate(path, 100)
+
+
+def lose_a_blob(copy: Path) -> None:
+    next(path for path in sorted((copy / "blobs").iterdir()) if path.name != "state_id").unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (cut_a_blob, "is damaged: blobs/"),
+        (lose_a_blob, "is missing: use another backup"),
+        (lambda copy: flip(copy / "facts.sqlite"), "facts.sqlite does not hold what was written to it"),
+        (lambda copy: (copy / "blobs" / "state_id").unlink(), "state_id is missing"),
+    ],
+)
+def test_a_damaged_backup_changes_nothing_in_a_database(
+    damage: Callable[[Path], object], words: str, made: Path, place: Place, tmp_path: Path
+) -> None:
+    restore_shared(made / "other", place.state_url, place.blob_url)
+    before = place.rows(), place.objects()
+    shutil.copytree(made / "copy", tmp_path / "copy")
+    damage(tmp_path / "copy")
+    with pytest.raises(BackupError, match=words):
+        restore_shared(tmp_path / "copy", place.state_url, place.blob_url, replace=True)
+    assert (place.rows(), place.objects()) == before
+
+
+def object_of(place: Place, name: object) -> Path:
+    return next((place.folder / "objects").glob(f"blobs/*/{name}"))
+
+
+@pytest.mark.parametrize("how", ["flipped", "cut", "missing"])
+def test_a_backup_of_a_damaged_object_fails(how: str, made: Path, place: Place, tmp_path: Path) -> None:
+    restore_shared(made / "copy", place.state_url, place.blob_url)
+    ((name,),) = place.ask("SELECT blob FROM models WHERE version = 2")
+    file = object_of(place, name)
+    if how == "flipped":
+        flip(file)
+    elif how == "cut":
+        os.truncate(file, file.stat().st_size - 1)
+    else:
+        file.unlink()
+    with pytest.raises(BackupError, match=f"blobs/{name}, of model 2, "):
+        back_up_shared(place, tmp_path / "copy")
+    assert not list(tmp_path.glob("copy*"))
+
+
+def test_a_backup_of_a_changed_row_fails(made: Path, place: Place, tmp_path: Path) -> None:
+    restore_shared(made / "copy", place.state_url, place.blob_url)
+    place.ask("UPDATE updates SET num_samples = num_samples + 1 WHERE round = 3")
+    with pytest.raises(BackupError, match="the row of round 3, client_id 'a' in the table updates"):
+        back_up_shared(place, tmp_path / "copy")
+
+
+def test_nothing_is_restored_while_a_server_leads_or_among_the_objects_of_another_state(
+    made: Path, place: Place, tmp_path: Path
+) -> None:
+    with Fleet(tmp_path / "one", place.settings) as fleet:
+        done = forks.run("fedring.ctl.main", "restore", made / "copy", *place.words, "--replace", timeout=60)
+        assert done.returncode == Exit.CONFIG
+        assert f"({fleet.listen}) leads: stop all its servers first" in done.stderr
+    other = Place(tmp_path / "other")
+    with pytest.raises(ConfigError, match="blob_url holds the objects of another state"):
+        restore_shared(made / "copy", other.state_url, place.blob_url)
+    other.state_url = place.state_url
+    with pytest.raises(ConfigError, match="belong to different states"):
+        back_up_shared(other, tmp_path / "copy")
+
+
+def test_flctl_backs_up_and_restores_a_shared_state(made: Path, place: Place, tmp_path: Path) -> None:
+    done = forks.run("fedring.ctl.main", "restore", made / "copy", *place.words, timeout=60)
+    assert done.returncode == 0, done.stderr
+    done = forks.run("fedring.ctl.main", "backup", tmp_path / "copy", *place.words, "-o", "json", timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["open_round"] == 3
+    done = forks.run("fedring.ctl.main", "restore", made / "copy", *place.words, "--replace", "-o", "json", timeout=60)
+    assert json.loads(done.stdout)["replaced"].startswith("replaced_2")
+    for wrong in (place.words[:2], (*place.words, "--state-dir", str(tmp_path))):
+        done = forks.run("fedring.ctl.main", "backup", tmp_path / "another", *wrong, timeout=60)
+        assert done.returncode == Exit.USAGE, done.stderr
+
+
+def test_a_copy_of_many_updates_holds_few_of_them_in_memory(made: Path, place: Place, tmp_path: Path) -> None:
+    restore_shared(made / "copy", place.state_url, place.blob_url)
+    payload = bytes(60_000)
+    engine = create_engine(place.state_url, poolclass=NullPool)
+    with engine.begin() as connection:
+        for number in range(600):
+            row = UpdateRow(3, f"c{number}", name_of(payload), f"n{number}", (), 1, len(payload), 1.0, 1.0, 1.0)
+            connection.execute(insert(updates), values_of(row) | {"payload": payload})
+    with engine.connect() as source, writing(tmp_path / "facts.sqlite") as target:
+        tracemalloc.start()
+        copy_tables(source, target)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert count(target, updates) >= 600
+    assert peak < 600 * len(payload) / 2
