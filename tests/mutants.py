@@ -322,7 +322,7 @@ MUTANTS = {
     ),
     "rows of a backup": Mutant(
         "server/fedring/server/state/backup/contents.py",
-        "            check_all(reader)\n",
+        "            check_rows(reader)\n",
         "            pass\n",
         "tests/fault/test_backup.py",
     ),

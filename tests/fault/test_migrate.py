@@ -1,6 +1,7 @@
 """flctl migrate: a state moves from its folder into a database and an object store, and its job goes on."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -63,13 +64,17 @@ def starts(state: Path) -> bool:
 
 def last_model(folder: Path, place: Place | None) -> tuple[str, list[int]]:
     """Run a job whose server is stopped in mid-round, move its state to a place, and finish the job there."""
-    with Fleet(folder) as fleet, Control(fleet.control) as control:
-        with WireClient(fleet.listen, "a") as a, WireClient(fleet.listen, "b") as b:
-            job_id, _ = run(control, **JOB)
-            for number in range(2):
-                push(a, 2 * number)
-                push(b, 2 * number + 1)
-            push(a, 100)
+    with (
+        Fleet(folder) as fleet,
+        Control(fleet.control) as control,
+        WireClient(fleet.listen, "a") as a,
+        WireClient(fleet.listen, "b") as b,
+    ):
+        job_id, _ = run(control, **JOB)
+        for number in range(2):
+            push(a, 2 * number)
+            push(b, 2 * number + 1)
+        push(a, 100)
     if place:
         words = ("migrate", "--state-dir", folder / "state" / "server", *place.words, "-o", "json")
         done = forks.run("fedring.ctl.main", *words, timeout=60)
@@ -114,7 +119,7 @@ def test_a_move_takes_the_rows_as_they_are_and_leaves_what_is_the_machines_own(
     with pytest.raises(ConfigError, match="was moved there already"):
         move(state, place.state_url, place.blob_url)
     other = Place(tmp_path / "other")
-    with pytest.raises(ConfigError, match=f"was moved to {place.state_url.partition('?')[0]}"):
+    with pytest.raises(ConfigError, match=re.escape(f"was moved to {place.state_url}")):
         move(state, other.state_url, other.blob_url)
 
 

@@ -319,7 +319,7 @@ VERBS = (
     Verb(
         "migrate",
         "admin.state_backup:migrate",
-        "Move the server's state from its folder into a database and an object store.",
+        "Move the server's state into a database and an object store.",
         panel=BACKUP,
         examples=(
             "flctl migrate --state-dir /var/lib/fedring/server --state-url postgresql://fedring@db/fedring "

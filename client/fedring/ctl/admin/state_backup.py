@@ -101,7 +101,7 @@ def migrate(
     state_dir: StateDir = DEFAULT_STATE_DIR,
     output: OutputOption = Output.TABLE,
 ) -> None:
-    """Move the server's state from its folder into a database and an object store.
+    """Move the server's state into a database and an object store.
 
     The server must not run meanwhile. Jobs go on where they were, in the same round. What was in the folder is kept in
     a folder migrated-TIME there. If the move is interrupted, no server starts on the folder until you have repeated it.

@@ -277,7 +277,9 @@ def checked(parts: Iterable[bytes], blob: NamedBlob, tell: Callable[[int], None]
 
 
 def parts_of(fd: int, blob: NamedBlob, step: int = _STEP) -> Iterator[bytes]:
-    """Yield the bytes of a blob's open file, so many at a time.
+    """Yield the bytes of a blob's open file.
+
+    There are at most `step` at a time.
 
     Raises:
         BackupError: if it cannot be read.
@@ -290,7 +292,7 @@ def parts_of(fd: int, blob: NamedBlob, step: int = _STEP) -> Iterator[bytes]:
 
 
 def advancing(tell: Tell, total: int, done: int = 0) -> Callable[[int], None]:
-    """Return a function that adds a number of bytes to those that are done, and tells."""
+    """Return a function that counts bytes, and tells."""
 
     def step(count: int) -> None:
         nonlocal done

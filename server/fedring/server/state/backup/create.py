@@ -44,15 +44,18 @@ _ATTEMPTS = 10
 _BUSY_SECONDS = 10.0
 
 
-class Source(Protocol):
+class StateSource(Protocol):
     """A state, which a server may be using meanwhile."""
 
     def snapshot(self, copy: Path) -> Contents:
-        """Write a consistent copy of the database, as one file, and read its contents."""
+        """Write a consistent copy of the database.
+
+        It is one file, whose contents are returned.
+        """
         ...
 
     def size_of(self, digest: str) -> int:
-        """Return the length of a blob in bytes; 0 if there is none."""
+        """Return the length of a blob in bytes, or 0."""
         ...
 
     def copy_blob(self, blob: NamedBlob, target: Path, tell: Callable[[int], None]) -> int:
@@ -65,7 +68,7 @@ class Source(Protocol):
         ...
 
 
-def back_up(source: Path | Source, target: Path, tell: Tell = lambda done, total: None) -> Manifest:
+def back_up(source: Path | StateSource, target: Path, tell: Tell = lambda done, total: None) -> Manifest:
     """Copy a state, which a server may be using, to a folder.
 
     The folder appears when it is complete and durable. Until then everything lies in a folder beside it,
@@ -209,7 +212,7 @@ def _partial_of(target: Path) -> Iterator[Path]:
         os.close(fd)
 
 
-def _copy(source: Source, partial: Path, tell: Tell) -> tuple[Contents, int]:
+def _copy(source: StateSource, partial: Path, tell: Tell) -> tuple[Contents, int]:
     """Copy the database and all blobs that it names.
 
     Returns:
@@ -235,7 +238,7 @@ def _copy(source: Source, partial: Path, tell: Tell) -> tuple[Contents, int]:
     )
 
 
-def _copy_blobs(source: Source, target: Path, contents: Contents, copied: dict[str, int], tell: Tell) -> set[str]:
+def _copy_blobs(source: StateSource, target: Path, contents: Contents, copied: dict[str, int], tell: Tell) -> set[str]:
     """Copy the blobs that are not copied yet.
 
     Returns:

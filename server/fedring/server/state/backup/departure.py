@@ -1,4 +1,6 @@
-"""The note in a state folder whose state moves, or has moved, into a database and an object store.
+"""The note of a state folder whose state moves elsewhere.
+
+It goes into a database and an object store.
 
     moved_to             this module's Departure; as long as it is there, no server starts on the folder alone
     migrated-TIME/       the state that was in the folder, once the move is done
@@ -65,7 +67,7 @@ def note(folder: Path, departure: Departure) -> None:
 
 
 def leave(folder: Path, departure: Departure) -> Path:
-    """Move what is left of the state aside, and return the folder that takes it.
+    """Move the state's files aside, and return their new folder.
 
     It can be repeated if it was interrupted.
     """

@@ -32,7 +32,9 @@ def is_pending(folder: Path) -> bool:
 
 
 def refuse_pending(folder: Path) -> None:
-    """Check that a state folder's state has not left it, and that no exchange is pending.
+    """Check that a folder's state is in it.
+
+    It has not left, and no exchange is pending.
 
     Raises:
         ConfigError: if it has, or if one is.

@@ -97,7 +97,9 @@ def read_manifest(backup: Path) -> Manifest:
 
 
 def check_copy(copy: Path, manifest: Manifest, backup: Path) -> Contents:
-    """Check all of a backup, or of a copy of it, but its blobs.
+    """Check a backup, or a copy of it.
+
+    Its blobs are left out.
 
     Args:
         copy: the folder to look into.

@@ -1,4 +1,4 @@
-"""Moving a state from a folder into a database and an object store.
+"""Moving a state from a folder to where servers share it.
 
 Unlike a restore, it begins no new epoch: nothing is lost, and so that there are never two of it, the state leaves its
 folder (`fedring.server.state.backup.departure`).
@@ -25,14 +25,14 @@ _TOKEN = "moved_by"  # in the table `meta`: which move has brought the state
 
 
 @dataclass(frozen=True, slots=True)
-class Moved:
+class MovedState:
     """The result of a move."""
 
     aside: Path  # the folder that has what was in the state folder
     contents: Contents | None  # of the state; None if only the rest of an interrupted move was done
 
 
-def move(state_dir: Path, state_url: str, blob_url: str, tell: Tell = lambda done, total: None) -> Moved:
+def move(state_dir: Path, state_url: str, blob_url: str, tell: Tell = lambda done, total: None) -> MovedState:
     """Move the state of a server that does not run.
 
     What is its machine's own stays in the folder: noise secrets, the audit log, receipts. An interrupted move can be
@@ -59,12 +59,12 @@ def move(state_dir: Path, state_url: str, blob_url: str, tell: Tell = lambda don
             if begun.done:
                 raise ConfigError(f"the state in {state_dir} was moved there already: nothing is left to do")
             if place.meta().get(_TOKEN) == begun.token:
-                return Moved(leave(state_dir, begun), None)
+                return MovedState(leave(state_dir, begun), None)
             forget(state_dir)  # it was not committed, and no other process can do that now
         return _move(state_dir, new_departure(state_url, blob_url), place, tell)
 
 
-def _move(state_dir: Path, departure: Departure, place: SharedPlace, tell: Tell) -> Moved:
+def _move(state_dir: Path, departure: Departure, place: SharedPlace, tell: Tell) -> MovedState:
     source, draft = FolderSource(state_dir), state_dir / _DRAFT
     source.check()
     if place.meta():
@@ -83,7 +83,7 @@ def _move(state_dir: Path, departure: Departure, place: SharedPlace, tell: Tell)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     crashpoint("migrate_placed")
-    return Moved(leave(state_dir, departure), contents)
+    return MovedState(leave(state_dir, departure), contents)
 
 
 @contextmanager

@@ -172,7 +172,9 @@ class ObjectBlobs:
 
 
 def list_blobs(store: ObjectStore) -> dict[str, dict[str, int]]:
-    """Return the keys of each blob, by its digest, with the size of each object.
+    """Return the keys of each blob, by its digest.
+
+    Each key comes with the size of its object.
 
     Raises:
         StorageFailed: They cannot be listed now.
@@ -256,7 +258,7 @@ def _parts(partial: Partial) -> Iterator[bytes]:
 
 @contextmanager
 def as_storage_errors() -> Iterator[None]:
-    """Tell what an object store's errors mean."""
+    """Raise the storage errors that stand for an object store's."""
     try:
         yield
     except (BaseError, FileNotFoundError) as error:

@@ -1,4 +1,6 @@
-"""Putting a whole state into a database and an object store, where no server leads meanwhile.
+"""Putting a whole state into a database and an object store.
+
+No server leads there meanwhile.
 
 The law: one commit of the database decides which state is there. Until then the objects of the new one are named by
 nothing, and the old one is complete; from then on the new one is. A process that is killed before leaves objects
@@ -63,7 +65,9 @@ class SharedPlace:
             return {row.name: row.value for row in connection.execute(select(meta.c.name, meta.c.value))}
 
     def refuse_strangers(self, state_id: str) -> None:
-        """Check that the objects are not those of another state, whose database is elsewhere.
+        """Check that the objects are not those of another state.
+
+        Its database would be elsewhere.
 
         Raises:
             ConfigError: They are.
@@ -72,7 +76,9 @@ class SharedPlace:
             raise ConfigError("blob_url holds the objects of another state: give it a prefix of its own")
 
     def put_blobs(self, folder: Path, blobs: Sequence[NamedBlob], tell: Tell) -> None:
-        """Write blobs from a folder as objects of this session's term, and check them.
+        """Write blobs from a folder as objects, and check them.
+
+        They belong to this session's term.
 
         Raises:
             BackupError: One is damaged or missing.
@@ -91,7 +97,10 @@ class SharedPlace:
                 raise StorageFailed("disk_error", f"the object {key} has {found.get(key, 0)} bytes instead of {size}")
 
     def discard(self) -> None:
-        """Delete the objects that were written, unless rows may name them already."""
+        """Delete the objects that were written.
+
+        They stay if rows may name them already.
+        """
         if not self._named:
             keys = [key for keys in list_blobs(self.objects).values() for key in keys if key.startswith(self._prefix)]
             with as_storage_errors():
@@ -145,7 +154,9 @@ class SharedPlace:
 
 @contextmanager
 def led_place(state_url: str, blob_url: str) -> Iterator[SharedPlace]:
-    """Lead a shared state in the place of a server, which cannot do so meanwhile.
+    """Lead a shared state in the place of a server.
+
+    No server can do so meanwhile.
 
     Raises:
         ConfigError: A server leads, or one of the two cannot be used.
@@ -172,7 +183,7 @@ def led_place(state_url: str, blob_url: str) -> Iterator[SharedPlace]:
 
 @contextmanager
 def _beating(session: DatabaseSession) -> Iterator[None]:
-    """Tell servers that wait as standbys that this session is alive."""
+    """Tell standbys that this session is alive."""
     ends = Event()
 
     def beat() -> None:
@@ -190,7 +201,10 @@ def _beating(session: DatabaseSession) -> Iterator[None]:
 
 
 def _move_aside(connection: Connection) -> str:
-    """Move the tables of the state that is there into a schema of its own, and return its name."""
+    """Move the present state's tables into a schema.
+
+    Its name is returned.
+    """
     connection.execute(text(f"SET LOCAL lock_timeout = '{_LOCK_SECONDS}s'"))  # somebody may read the tables for long
     schema = f"replaced_{datetime.now(UTC):%Y%m%dt%H%M%S%f}"
     connection.execute(text(f"CREATE SCHEMA {schema}"))

@@ -1,4 +1,4 @@
-"""A shared state as the source of a backup, while servers use it."""
+"""A shared state as the source of a backup."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -35,7 +35,9 @@ _SNAPSHOT = {"isolation_level": "REPEATABLE READ", "postgresql_readonly": True}
 
 
 class SharedSource:
-    """The state in a database and an object store. The interface Source documents each method.
+    """The state in a database and an object store.
+
+    The interface StateSource documents each method.
 
     Args:
         session: With the database; it need not lead.
@@ -100,7 +102,7 @@ def shared_source(state_url: str, blob_url: str) -> Iterator[SharedSource]:
 
 @contextmanager
 def as_backup_errors() -> Iterator[None]:
-    """Tell what the errors of a shared state mean for a backup."""
+    """Raise the errors of a backup that stand for a shared state's."""
     try:
         yield
     except Deposed as error:
@@ -120,7 +122,10 @@ def as_backup_errors() -> Iterator[None]:
 
 @contextmanager
 def writing(facts: Path) -> Iterator[Connection]:
-    """Open a new database file that has no log beside it, in one transaction."""
+    """Open a new database file, in one transaction.
+
+    It has no log beside it.
+    """
     engine = create_engine(f"sqlite:///{facts}", poolclass=NullPool)
     with engine.connect() as connection:
         connection.exec_driver_sql(f"PRAGMA page_size = {PAGE_BYTES}")

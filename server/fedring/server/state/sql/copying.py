@@ -1,4 +1,6 @@
-"""Copies of all tables of a database in another one, which may be of another kind.
+"""Copies of all tables of a database in another one.
+
+It may be of another kind: SQLite or PostgreSQL.
 
 The law: each row has the same stored values in both, and so the same digest, and each counter of numbers goes on where
 the first one was: a number that was given once is never given again.
@@ -47,7 +49,9 @@ def count(connection: Connection, table: Table) -> int:
 
 
 def check_rows(connection: Connection) -> None:
-    """Check that each row holds what was written, with the payloads of small updates.
+    """Check all rows, with the payloads of small updates.
+
+    They hold the values that were written.
 
     Raises:
         StoreError: "corrupt", if one does not.
@@ -62,7 +66,7 @@ def check_rows(connection: Connection) -> None:
 
 
 def _parts(connection: Connection, query: Select[Any]) -> Iterator[list[dict[str, Any]]]:
-    """Yield the rows that a query finds, some at a time, as they are stored."""
+    """Yield the rows that a query finds, some at a time."""
     with connection.execute(query, execution_options={"yield_per": _BATCH}) as found:
         try:
             for part in found.mappings().partitions():
@@ -72,12 +76,15 @@ def _parts(connection: Connection, query: Select[Any]) -> Iterator[list[dict[str
 
 
 def _all_of(table: Table) -> Select[Any]:
-    """Return the query of all rows but that of the version, which SQLite keeps elsewhere."""
+    """Return the query of all rows but the version's.
+
+    SQLite keeps that one elsewhere.
+    """
     return select(table).where(meta.c.name != VERSION) if table is meta else select(table)
 
 
 def _last_number(connection: Connection, table: Table, column: str) -> int:
-    """Return the last number that a table's counter has given; 0 before the first."""
+    """Return the last number that a table's counter has given."""
     if connection.dialect.name == "sqlite":
         query = text("SELECT seq FROM sqlite_sequence WHERE name = :table")
         return int(connection.execute(query, {"table": table.name}).scalar() or 0)
