@@ -36,12 +36,16 @@ class Place:
         """The keys of fl-server that name it."""
         return {"state_url": self.state_url, "blob_url": self.blob_url}
 
-    def ask(self, query: str) -> list[tuple[object, ...]]:
+    def ask(self, query: str) -> list[tuple[Any, ...]]:
         """Run a query, and commit what it changes."""
         engine = create_engine(self.state_url, poolclass=NullPool)
         with engine.begin() as connection:
             found = connection.execute(text(query))
             return [tuple(row) for row in found] if found.returns_rows else []
+
+    def meta(self) -> dict[str, str]:
+        """Return the table `meta`."""
+        return {str(name): str(value) for name, value in self.ask("SELECT name, value FROM meta")}
 
     def objects(self) -> set[str]:
         """Return the keys of all objects."""

@@ -76,7 +76,14 @@ def last_model(folder: Path, place: Place | None) -> tuple[str, list[int]]:
             push(b, 2 * number + 1)
         push(a, 100)
     if place:
-        words = ("migrate", "--state-dir", folder / "state" / "server", *place.words, "-o", "json")
+        words: tuple[str | Path, ...] = (
+            "migrate",
+            "--state-dir",
+            folder / "state" / "server",
+            *place.words,
+            "-o",
+            "json",
+        )
         done = forks.run("fedring.ctl.main", *words, timeout=60)
         assert done.returncode == 0, done.stderr
         printed = json.loads(done.stdout)

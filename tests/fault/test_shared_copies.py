@@ -165,10 +165,10 @@ def test_a_state_in_a_database_is_replaced_only_with_the_flag(made: Path, place:
     with pytest.raises(ConfigError, match="with --replace it is moved to a schema"):
         restore_shared(made / "copy", place.state_url, place.blob_url)
     assert place.rows() == before
-    epoch = dict(place.ask("SELECT name, value FROM meta"))["epoch"]
+    epoch = place.meta()["epoch"]
     done = restore_shared(made / "copy", place.state_url, place.blob_url, replace=True)
-    meta = dict(place.ask("SELECT name, value FROM meta"))
-    assert int(str(meta["epoch"])) > int(str(epoch))
+    meta = place.meta()
+    assert int(meta["epoch"]) > int(epoch)
     assert meta["restored_from"] == digest_of(made / "copy" / "facts.sqlite")
     assert done.replaced_schema.startswith("replaced_2")
 
