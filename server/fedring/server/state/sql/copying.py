@@ -9,7 +9,7 @@ the first one was: a number that was given once is never given again.
 from collections.abc import Iterator
 from typing import Any
 
-from sqlalchemy import Connection, Select, Table, func, insert, select, text
+from sqlalchemy import ColumnElement, Connection, Select, Table, func, insert, select, text
 
 from fedring.codec.digest import is_called
 from fedring.server.state.failures import StoreError
@@ -57,7 +57,7 @@ def check_rows(connection: Connection) -> None:
         StoreError: "corrupt", if one does not.
     """
     sealed.check_all(connection)
-    of_payloads = (updates.c.round, updates.c.client_id, updates.c.digest, updates.c.payload)
+    of_payloads: list[ColumnElement[Any]] = [updates.c.round, updates.c.client_id, updates.c.digest, updates.c.payload]
     for part in _parts(connection, select(*of_payloads).where(updates.c.blob == "")):
         for row in part:
             if not is_called(row["payload"], row["digest"]):
