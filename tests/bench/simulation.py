@@ -22,9 +22,7 @@ import argparse
 import json
 import os
 import subprocess
-import sys
 import time
-import venv
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -36,6 +34,7 @@ from torch import nn
 from fedring.data import Samples, Split
 from fedring.simulation import simulate
 from tests.bench.lab.daemons import peak_bytes, print_line
+from tests.bench.lab.environments import PFL, environment
 from tests.bench.lab.turns import alternate
 
 WORK = {
@@ -55,7 +54,6 @@ CNN = {
 SIZES: dict[str, tuple[dict[str, Any], int]] = {"tiny": (WORK, 100), "cnn": (CNN, 10)}
 """By name, a job and its clients, all of which take part in each round."""
 
-PFL = "0.6.0"
 LARGE = {
     "model_args": {"hidden": 132},
     "data": "tests.bench.simulation:sixty_thousand",
@@ -96,21 +94,6 @@ def hundred_each(root: Path | None, download: bool) -> Split:
     return Split(Samples(inputs, labels), Samples(inputs[:10], labels[:10]), classes=10)
 
 
-def environment_of_pfl() -> str:
-    """Return the interpreter of an environment with pfl and the torch of this one, made when first asked for."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    torch_version = torch.__version__.partition("+")[0]
-    folder = cache / "fedring" / f"pfl-{PFL}-torch-{torch_version}"
-    python = folder / "bin" / "python"
-    if not (folder / "made").exists():
-        print(f"making {folder}", file=sys.stderr)
-        venv.create(folder, clear=True, with_pip=True)
-        install = [str(python), "-m", "pip", "install", "--quiet", f"torch=={torch_version}", f"pfl=={PFL}"]
-        subprocess.run(install, check=True)
-        (folder / "made").touch()
-    return str(python)
-
-
 def measure_pfl(python: str, size: str, clients: int, rounds: int) -> dict[str, Any]:
     """Simulate the same work with pfl, in one process."""
     command = [python, str(Path(__file__).with_name("pfl_simulation.py")), size, str(clients), str(rounds)]
@@ -138,7 +121,7 @@ def measure_engine(job: dict[str, Any], clients: int, engine: str, workers: int)
 
 def beside_pfl(size: str, rounds: int, turns: int) -> dict[str, Any]:
     """Compare the engines with pfl, by turns. The ratios are medians over the turns, each within one turn."""
-    python, (work, clients) = environment_of_pfl(), SIZES[size]
+    python, (work, clients) = environment(PFL), SIZES[size]
     job = {**work, "rounds": rounds + 1, "min_clients": clients}
     ways: dict[str, Callable[[], dict[str, Any]]] = {
         "pfl": lambda: measure_pfl(python, size, clients, rounds),

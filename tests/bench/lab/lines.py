@@ -54,16 +54,17 @@ class Lines:
 
 
 @contextmanager
-def lines(clients: int, rate: str) -> Iterator[Lines]:
+def lines(clients: int, rate: str, *, limited: bool = True) -> Iterator[Lines]:
     """Make a line for each client, and put this process on the server's host, which has no limit.
 
     Args:
         clients: Number of clients.
         rate: As of `networks.network`; without root there is no limit.
+        limited: Whether the clients' lines have the rate; otherwise they are as fast as this machine.
     """
     if rate:
         check_rate("--rate", rate)
-    with network(clients + 1, rate, free=1) as net:
+    with network(clients + 1, rate, free=1 if limited else clients + 1) as net:
         if net.limit != LIMITED:
             yield Lines(net)
             return

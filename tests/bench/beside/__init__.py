@@ -1,0 +1,1 @@
+"""The same federated work on fedring, Flower and NVFlare, by turns: see __main__.py."""

@@ -1,0 +1,115 @@
+"""Run the same federated work on fedring, Flower and NVFlare by turns, and show what each needs beyond the training.
+
+    python -m tests.bench.beside --data-root DIR [--cells mnist,echo-2,echo-8,small] [--turns 3] [--out DIR]
+
+Each peer has an environment of its own in a cache folder, made when first asked for, with the torch of this one;
+nothing of theirs is changed. All train the same CNN on the same samples of MNIST, one thread each ("mnist", 2 clients),
+or change one value of a model of 100 MB with 2 or 8 clients ("echo-2", "echo-8"), or of 10,000 parameters with 20
+clients ("small"). As root, each client has a network of its own without a limit, whose counters have its bytes.
+
+How each runs: Flower's SuperLink with its state in memory and no TLS, SuperNodes that start the client's app in a
+process for each message, as they do by default; NVFlare as it provisions itself, with mutual TLS, and the client's
+script in the process of its job, which stays for all rounds; fedring without TLS, everything that it accepts synced to
+the disk first. fedring runs twice: as it comes (updates as `uniform`), and with whole float32 values, as the others.
+
+Columns: seconds from the start of the first process to the first model without its training; seconds of each later
+round beyond its longest training; bytes to and from a client in a round, with everything that came before; the most
+memory of the server's processes and of one client's.
+"""
+
+import argparse
+import json
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+from fedring.ctl.output import print_table
+from tests.bench.beside.fleets import Outcome, Task
+from tests.bench.beside.ours import fedring
+from tests.bench.beside.peers import flower, nvflare
+from tests.bench.lab.environments import FLOWER, NVFLARE, environment
+from tests.bench.lab.lines import lines
+from tests.bench.lab.turns import alternate
+
+CELLS: Mapping[str, tuple[str, int, int]] = {
+    "mnist": ("mnist", 2, 10),
+    "echo-2": ("echo", 2, 5),
+    "echo-8": ("echo", 8, 4),
+    "small": ("small", 20, 10),
+}
+"""By name, the work of a client, the clients, and the rounds."""
+
+SYSTEMS: Mapping[str, Callable[[Task], Outcome]] = {
+    "fedring": fedring,
+    "fedring, fp32": partial(fedring, encoding="fp32"),
+    "Flower": flower,
+    "NVFlare": nvflare,
+}
+NEEDS = {"Flower": FLOWER, "NVFlare": NVFLARE}
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Print a table, and write beside.json."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data-root", type=Path, required=True, help="the folder of MNIST")
+    parser.add_argument("--cells", type=lambda text: text.split(","), default=list(CELLS), help=",".join(CELLS))
+    parser.add_argument("--systems", type=lambda text: text.split("/"), default=list(SYSTEMS), help="/".join(SYSTEMS))
+    parser.add_argument("--turns", type=int, default=3, help="runs of each (default: 3)")
+    parser.add_argument("--rounds", type=int, help="of each run, instead of the cells' own")
+    parser.add_argument("--out", type=Path, default=Path(), help="folder for beside.json")
+    args = parser.parse_args(words)
+    for name in args.systems:
+        if name in NEEDS:
+            environment(NEEDS[name])  # a network of its own could not reach a registry
+    found: dict[str, dict[str, list[Outcome]]] = {}
+    for cell in args.cells:
+        ways = {name: partial(_run, SYSTEMS[name], cell, args.data_root, args.rounds) for name in args.systems}
+        found[cell] = alternate(ways, args.turns)
+        _show(cell, found[cell])
+    rows = {
+        cell: {name: [asdict(each) for each in runs] for name, runs in ways.items()} for cell, ways in found.items()
+    }
+    (args.out / "beside.json").write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
+
+
+def _run(system: Callable[[Task], Outcome], cell: str, root: Path, rounds: int | None) -> Outcome:
+    work, clients, usual = CELLS[cell]
+    with (
+        tempfile.TemporaryDirectory(dir=Path.cwd(), prefix=".bench-") as folder,
+        lines(clients, "10gbit", limited=False) as there,
+    ):
+        return system(Task(work, clients, rounds or usual, str(root.absolute()), Path(folder), there))
+
+
+def _show(cell: str, found: Mapping[str, Sequence[Outcome]]) -> None:
+    base = median(_beyond(found[next(iter(found))]))
+    rows = []
+    for name, runs in found.items():
+        wire = [each.wire for each in runs if each.wire is not None]
+        right = [each.accuracy for each in runs if each.accuracy is not None]
+        beyond = median(_beyond(runs))
+        rows.append(
+            (
+                name,
+                f"{median(each.first for each in runs):.1f} s",
+                f"{beyond:.3f} s",
+                f"{beyond / base:.1f}",
+                f"{median(wire) / 1e6:.2f} MB" if wire else "-",
+                f"{median(each.server for each in runs) / 1e6:.0f} MB",
+                f"{median(each.client for each in runs) / 1e6:.0f} MB",
+                f"{100 * median(right):.2f} %" if right else "-",
+            )
+        )
+    columns = ("system", "first model>", "beyond training>", "ratio>", "a client's bytes>", "server>", "client>")
+    print_table(f"{cell}: {CELLS[cell][1]} clients", (*columns, "accuracy>"), rows)
+
+
+def _beyond(runs: Sequence[Outcome]) -> list[float]:
+    return [seconds for each in runs for seconds in each.beyond]
+
+
+if __name__ == "__main__":
+    main()

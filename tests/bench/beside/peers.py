@@ -1,0 +1,162 @@
+"""How Flower and NVFlare run a task: real servers and clients, as their own pages start them."""
+
+import json
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from tests.bench.beside import work
+from tests.bench.beside.fleets import Outcome, Task, outcome, processes, read_rounds, wait_for, watch
+from tests.bench.lab.environments import FLOWER, NVFLARE, environment
+
+_HERE = Path(__file__).parent
+_PORT = 8000
+_APP = """
+[project]
+name = "fedring-beside"
+version = "1.0.0"
+description = "the work of one client"
+license = "Apache-2.0"
+dependencies = []
+
+[tool.flwr.app]
+publisher = "fedring"
+
+[tool.flwr.app.components]
+serverapp = "fedring_beside.flower_app:server"
+clientapp = "fedring_beside.flower_app:client"
+
+[tool.flwr.app.config]
+cell = {cell}
+root = {root}
+clients = {clients}
+rounds = {rounds}
+out = {out}
+"""
+_CONNECTION = """
+[superlink]
+default = "here"
+
+[superlink.here]
+address = "127.0.0.1:8000"
+insecure = true
+"""
+_PROJECT = """
+api_version: 3
+name: beside
+description: a server and its clients
+participants:
+  - {{name: {server}, type: server, org: org, fed_learn_port: {port}}}
+{clients}
+  - {{name: admin@org.org, type: admin, org: org, role: project_admin}}
+builders:
+  - path: nvflare.lighter.impl.workspace.WorkspaceBuilder
+    args: {{template_file: [master_template.yml]}}
+  - path: nvflare.lighter.impl.static_file.StaticFileBuilder
+    args: {{config_folder: config}}
+  - path: nvflare.lighter.impl.cert.CertBuilder
+  - path: nvflare.lighter.impl.signature.SignatureBuilder
+"""
+
+
+def flower(task: Task) -> Outcome:
+    """Run a task with a SuperLink and SuperNodes, without TLS; the SuperLink keeps its state in memory."""
+    programs = Path(environment(FLOWER)).parent
+    app, home = task.folder / "app", task.folder / "home"
+    package = app / "fedring_beside"
+    package.mkdir(parents=True)
+    home.mkdir()
+    (package / "__init__.py").touch()
+    for name in ("work.py", "flower_app.py"):
+        shutil.copy(_HERE / name, package / name)
+    told = {"cell": task.cell, "root": task.root, "out": str(task.folder)}
+    keys = {name: json.dumps(value) for name, value in told.items()}
+    (app / "pyproject.toml").write_text(_APP.format(**keys, clients=task.clients, rounds=task.rounds))
+    (home / "config.toml").write_text(_CONNECTION)
+    env = {"FLWR_HOME": str(home), "FLWR_TELEMETRY_ENABLED": "0", "PATH": f"{programs}:{os.environ['PATH']}"}
+    launched = time.time()
+    with processes(task) as start:
+        link = ["flower-superlink", "--insecure", "--disable-runtime-dependency-installation", "--host", "0.0.0.0"]
+        server = start(task.server, [*link, "--port", str(_PORT)], **env)
+        clients = []
+        for part, host in enumerate(task.hosts):
+            node = ["flower-supernode", "--insecure", "--superlink", f"{task.address}:{_PORT}"]
+            own = ["--port", str(9100 + part), "--node-config", f"part={part}"]
+            clients.append(start(host, [*node, *own], **env))
+        with watch(task, [server], [[pid] for pid in clients]) as watched:
+            _submit(task, env)
+            wait_for(task, (task.folder / "done").exists, pids=[server, *clients])
+    return outcome(read_rounds(task.folder), launched, watched, _accuracy(task))
+
+
+def _submit(task: Task, env: dict[str, str]) -> None:
+    """Submit the run as soon as the SuperLink answers."""
+    command = [*task.server.prefix, "flwr", "run", str(task.folder / "app"), "here"]
+
+    def sent() -> bool:
+        done = subprocess.run(command, env=os.environ | env, capture_output=True, text=True, check=False)
+        return done.returncode == 0 and "Successfully" in done.stdout
+
+    wait_for(task, sent)
+
+
+def nvflare(task: Task) -> Outcome:
+    """Run a task with a provisioned server and clients, over mutual TLS."""
+    python = environment(NVFLARE)
+    name = "fedring-beside" if task.apart else "localhost"
+    sites = [f"site-{part + 1}" for part in range(task.clients)]
+    clients = "\n".join(f"  - {{name: {site}, type: client, org: org}}" for site in sites)
+    project = task.folder / "project.yml"
+    project.write_text(_PROJECT.format(server=name, port=_PORT + 2, clients=clients))
+    kits = task.folder / "kits" / "beside" / "prod_00"
+    provision = [
+        str(Path(python).with_name("nvflare")),
+        "provision",
+        "-p",
+        str(project),
+        "-w",
+        str(task.folder / "kits"),
+    ]
+    subprocess.run([*provision, "--force"], check=True, capture_output=True, cwd=task.folder)
+    env = {"PATH": f"{Path(python).parent}:{os.environ['PATH']}", "PYTHONPATH": str(_HERE)}
+    launched = time.time()
+    with _named(task, name), processes(task) as start:
+        run = ["bash", "startup/sub_start.sh", "--once"]
+        server = start(task.server, [run[0], str(kits / name / run[1]), run[2]], **env)
+        pids = [
+            start(host, [run[0], str(kits / site / run[1]), run[2]], **env)
+            for site, host in zip(sites, task.hosts, strict=True)
+        ]
+        with watch(task, [server], [[pid] for pid in pids]) as watched:
+            told = [task.cell, str(task.rounds), str(task.clients), task.root, str(task.folder)]
+            script = [python, str(_HERE / "nvflare_job.py"), *told, str(kits / "admin@org.org")]
+            job = start(task.server, script, **env)
+            wait_for(task, (task.folder / "done").exists, pids=[server, job, *pids])
+    return outcome(read_rounds(task.folder), launched, watched, _accuracy(task))
+
+
+@contextmanager
+def _named(task: Task, name: str) -> Iterator[None]:
+    """Let all hosts find the server by its name, which its certificate has."""
+    folders = [Path("/etc/netns") / host.prefix[-1] for host in (task.server, *task.hosts)] if task.apart else []
+    try:
+        for folder in folders:
+            folder.mkdir(parents=True)
+            (folder / "hosts").write_text(f"127.0.0.1 localhost\n{task.address} {name}\n")
+        yield
+    finally:
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _accuracy(task: Task) -> float | None:
+    if task.cell != "mnist":
+        return None
+    with np.load(task.folder / "model.npz", allow_pickle=False) as state:
+        return work.accuracy(dict(state), task.root)
