@@ -30,9 +30,11 @@ class Cluster:
     Args:
         folder: A new one.
         durable: Whether commits are synced, as tests that kill the cluster need.
+        listen: Another address of this host where it listens.
     """
 
-    def __init__(self, folder: Path, *, durable: bool = False) -> None:
+    def __init__(self, folder: Path, *, durable: bool = False, listen: str = "") -> None:
+        self._host = listen or str(folder)
         self._programs, self.folder = programs() or missing("PostgreSQL"), folder
         # PostgreSQL does not run as root; its package has made a user of its own.
         self._user = ["setpriv", "--reuid=postgres", "--regid=postgres", "--clear-groups"] if os.getuid() == 0 else []
@@ -43,8 +45,12 @@ class Cluster:
         self._run("initdb", "-D", str(folder / "data"), "-A", "trust", "-U", "fedring", "--no-sync", *order)
         with (folder / "data" / "postgresql.conf").open("a") as file:
             file.write(
-                f"listen_addresses = ''\nunix_socket_directories = '{folder}'\nfsync = {'on' if durable else 'off'}\n"
+                f"listen_addresses = '{listen}'\nunix_socket_directories = '{folder}'\n"
+                f"fsync = {'on' if durable else 'off'}\n"
             )
+        if listen:
+            with (folder / "data" / "pg_hba.conf").open("a") as file:
+                file.write("host all all samenet trust\n")
         self.start()
 
     def start(self) -> None:
@@ -61,23 +67,24 @@ class Cluster:
         name = f"db{next(_NUMBERS)}"
         with psycopg.connect(f"host={self.folder} user=fedring dbname=postgres", autocommit=True) as connection:
             connection.execute(f"CREATE DATABASE {name}".encode())
-        return f"postgresql+psycopg://fedring@/{name}?host={self.folder}"
+        return f"postgresql+psycopg://fedring@/{name}?host={self._host}"
 
     def _run(self, program: str, *arguments: str) -> None:
         command = [*self._user, str(self._programs / program), *arguments]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, cwd="/", timeout=60)
 
 
+def folder_for_anybody() -> Path:
+    """Return a folder that PostgreSQL's own user can reach; it is removed when this process ends."""
+    folder = Path(tempfile.mkdtemp(prefix="fedring-pg-"))
+    folder.chmod(0o755)
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
 @cache
 def shared() -> Cluster:
     """Return this process's cluster, started when first asked for."""
-    folder = Path(tempfile.mkdtemp(prefix="fedring-pg-"))
-    folder.chmod(0o755)
-    cluster = Cluster(folder)
-
-    def end() -> None:
-        cluster.stop()
-        shutil.rmtree(folder, ignore_errors=True)
-
-    atexit.register(end)
+    cluster = Cluster(folder_for_anybody())
+    atexit.register(cluster.stop)
     return cluster

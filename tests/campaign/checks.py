@@ -25,7 +25,7 @@ _DAMAGED = re.compile(r"dropped \S+/kept-\S+, and nothing is left of past update
 _OF_THE_DISK = re.compile(r"Traceback[^\n]*OSError: \[Errno (?:5|28)\] [^\n]*")  # a line of the log, which is JSON
 _SLACK = 12.0  # seconds, for a busy machine, and for the clients of a server that has restarted
 
-_CUT_SHORT = re.compile(  # gRPC's word for a call that came while the server ended
+CUT_SHORT = re.compile(  # gRPC's word for a call that came while the server ended
     r"Traceback [^\n]*?(?:\\n|\n)[^\n]*?_schedule_rpc_coro(?:\\n|\n)asyncio\.exceptions\.CancelledError"
 )
 _OF_ITS_JOB = ("stopped", "job_ended")
@@ -126,7 +126,7 @@ def logs_are_quiet(evidence: Evidence, counts: Counter[str]) -> Iterator[str]:
     for name, text in evidence.logs.items():
         if any(evidence.done.get(f"{harm} of {name}") for harm in _DISK_HARMS):
             # A client tells its operator why it has told the server disk_failed.
-            text = _CUT_SHORT.sub("", text) if name == "server" else _OF_THE_DISK.sub("", text)
+            text = CUT_SHORT.sub("", text) if name == "server" else _OF_THE_DISK.sub("", text)
         if "Traceback" in text:
             yield f"P4: {name} logged an error that nobody foresaw: {text[text.index('Traceback') :][:800]}"
 

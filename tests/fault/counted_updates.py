@@ -4,8 +4,11 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
+import obstore
+from sqlalchemy import NullPool, create_engine, text
 
 from fedring.codec.digest import name_of
+from fedring.server.state.shared.object_blobs import open_objects
 from tests.damage import ask
 from tests.fault.killable_clients import SIZE
 from tests.fault.update_log import UpdateLog
@@ -34,6 +37,24 @@ class FolderState:
 
     def blob(self, digest: str) -> bytes:
         return (self._folder / "blobs" / digest).read_bytes()
+
+
+class SharedState:
+    """The state in a database and an object store."""
+
+    def __init__(self, database: str, blob_url: str) -> None:
+        self._engine, self._objects = create_engine(database, poolclass=NullPool), open_objects(blob_url)
+
+    def ask(self, query: str, *values: object) -> list[tuple[object, ...]]:
+        names = {f"v{number}": value for number, value in enumerate(values)}
+        for name in names:
+            query = query.replace("?", f":{name}", 1)
+        with self._engine.connect() as connection:
+            return [tuple(row) for row in connection.execute(text(query), names)]
+
+    def blob(self, digest: str) -> bytes:
+        keys = [meta["path"] for batch in obstore.list(self._objects, "blobs/") for meta in batch]
+        return bytes(obstore.get(self._objects, next(key for key in keys if key.endswith(digest))).bytes())
 
 
 def check_updates(state: State, update_log: UpdateLog) -> int:

@@ -113,6 +113,7 @@ class KillableClients:
         self._stopped = False
         self._limit = 0
         self._raised = threading.Condition()
+        self.names = names
         self._members = {name: KillableClient(name, self) for name in names}
 
     def __enter__(self) -> Self:

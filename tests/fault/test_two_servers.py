@@ -1,10 +1,6 @@
 """Two servers of one shared state: one leads, and the other takes over, whatever happens to the first."""
 
-import atexit
-import random
-import shutil
 import signal
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -17,43 +13,18 @@ from fedring.daemon.exits import Exit
 from fedring.rpc.leader_term import NewestTerm, refusing_old_terms_sync
 from fedring.v1 import control_pb2
 from tests import postgres
-from tests.conftest import REPEATED, SEED
-from tests.fault.counted_updates import check_models, check_updates
+from tests.fault.counted_updates import SharedState
 from tests.fault.faulty_fleet import SECONDS, StartedJob, wait_for
-from tests.fault.killable_clients import SIZE, KillableClients
-from tests.fault.random_kills import KEEP_ALL, LONGEST, wait
 from tests.fault.two_servers import TwoServers, terms
-from tests.fault.update_log import UpdateLog
 from tests.fleets import Control, until_watching
-from tests.system.wire import vector_job
 from tests.waiting import until
 
-FEW, MANY = 3, 25  # takeovers in `make test`, and in each repeat of `make soak`
-ROUNDS_EACH = 5
-NAMES = ("a", "b", "c", "d")
 JOB: dict[str, Any] = {"rounds": 6, "min_clients": 2, "deadline_seconds": 240, "subset_size": 20}
 
 
 @pytest.fixture
 def database() -> str:
     return postgres.shared().new_database()
-
-
-class SharedState:
-    """The state in a database and a folder of objects."""
-
-    def __init__(self, database: str, folder: Path) -> None:
-        self._engine, self._folder = create_engine(database, poolclass=NullPool), folder
-
-    def ask(self, query: str, *values: object) -> list[tuple[object, ...]]:
-        names = {f"v{number}": value for number, value in enumerate(values)}
-        for name in names:
-            query = query.replace("?", f":{name}", 1)
-        with self._engine.connect() as connection:
-            return [tuple(row) for row in connection.execute(text(query), names)]
-
-    def blob(self, digest: str) -> bytes:
-        return next(self._folder.glob(f"blobs/*/{digest}")).read_bytes()
 
 
 def ended(control: Control, job_id: int) -> control_pb2.Job:
@@ -149,7 +120,7 @@ def test_a_bucket_of_another_state_is_refused(tmp_path: Path, database: str) -> 
 
 
 def test_a_leader_whose_database_restarts_ends_and_can_start_again(tmp_path: Path) -> None:
-    cluster = postgres.Cluster(folder_for_anybody())
+    cluster = postgres.Cluster(postgres.folder_for_anybody())
     try:
         with TwoServers(tmp_path, cluster.new_database()) as fleet:
             cluster.stop("fast")
@@ -187,47 +158,5 @@ def test_a_round_whose_noise_the_other_server_has_drawn_is_abandoned(tmp_path: P
     assert (job.state, job.rounds_done) == ("completed", 1)
     assert [(row.round, row.reason) for row in rounds if row.reason] == [(1, "restored")]
     first = {path.name for path in (tmp_path / "objects" / "blobs" / str(first_term)).iterdir()}
-    named = {name for (name,) in SharedState(database, tmp_path).ask("SELECT blob FROM models")}
+    named = {name for (name,) in SharedState(database, (tmp_path / "objects").as_uri()).ask("SELECT blob FROM models")}
     assert len(first & named) == 1  # the model that the job began with
-
-
-def folder_for_anybody() -> Path:
-    """Return a folder that PostgreSQL's own user can reach."""
-    folder = Path(tempfile.mkdtemp(prefix="fedring-pg-"))
-    folder.chmod(0o755)
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return folder
-
-
-@pytest.mark.parametrize("repeat", REPEATED)
-def test_each_accepted_update_counts_once_however_often_another_server_takes_over(
-    tmp_path: Path, database: str, repeat: int
-) -> None:
-    seed, takeovers = SEED + repeat, MANY if repeat else FEW
-    rounds, update_log = ROUNDS_EACH * takeovers, UpdateLog(seed)
-    with (
-        TwoServers(tmp_path, database, settings=KEEP_ALL) as fleet,
-        KillableClients(fleet, update_log, NAMES) as clients,
-    ):
-        with Control(fleet.control) as control:
-            job = vector_job(rounds=rounds, min_clients=3, model_args={"size": SIZE}, deadline_seconds=240)
-            job_id = control.start_job(job).job_id
-        for number in range(takeovers):
-            clients.allow_rounds(ROUNDS_EACH * (number + 1))
-            rng = random.Random(f"{seed} {number}")
-            wait(rng.uniform(0, LONGEST))
-            clients.server_is_up.clear()
-            fleet.exchange()
-            clients.server_is_up.set()
-        clients.allow_rounds(rounds)
-        with Control(fleet.control) as control:
-            done = wait_for(fleet, "the end of the job", lambda: ended(control, job_id))
-        clients.stop()
-        logs = [process.log.read_text() for process in (fleet.server, fleet.standby)]
-    assert (done.state, done.rounds_done, done.reason) == ("completed", rounds, "")
-    assert update_log.surprises == []
-    assert not any("Traceback" in log for log in logs)
-    state = SharedState(database, tmp_path / "objects")
-    counted = check_updates(state, update_log)
-    check_models(state, update_log, rounds)
-    print(f"{takeovers} takeovers, {counted} updates in {rounds} rounds; {update_log.summary()}")

@@ -15,6 +15,9 @@ REGISTERED = {
 }
 """Every crash point in fl-server; the fault tests loop over all of them."""
 
+SHARED = {"after_object_put"}
+"""Further ones of a server whose state is in a database and an object store."""
+
 RESTORING = {
     "restore_staged",
     "restore_begun",

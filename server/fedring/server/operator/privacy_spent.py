@@ -9,6 +9,7 @@ from fedring.privacy.account import NoAccountant
 from fedring.server.operator.privacy_report import privacy_message
 from fedring.server.round.rounds import Rounds
 from fedring.server.state.facts import Facts
+from fedring.server.state.failures import FsyncFailed
 from fedring.v1 import control_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -64,5 +65,7 @@ class PrivacySpent:
     async def _try(self) -> None:
         try:
             await self.refresh()
+        except FsyncFailed:
+            raise  # the server ends anyway, and says why
         except Exception:  # a figure for people must not end the rounds
             log.exception("what is spent of the clients' privacy cannot be computed")

@@ -9,6 +9,7 @@ from tests.unit.host import Host
 from fedring.privacy.account import NoAccountant
 from fedring.server.operator import privacy_spent
 from fedring.server.operator.privacy_spent import PrivacySpent
+from fedring.server.state.failures import Deposed
 from fedring.server.state.rows import ChargeRow
 
 
@@ -68,3 +69,15 @@ async def test_without_the_accountant_nothing_is_shown(spending: Spending, monke
     await spending.spent.refresh()
     assert spending.spent.now is None
     assert isnan(spending.gauge)
+
+
+async def test_a_server_that_leads_no_more_has_no_fault_to_tell(
+    spending: Spending, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def deposed() -> None:
+        raise Deposed("another server leads")
+
+    monkeypatch.setattr(spending.host.store.rounds, "charges", deposed)
+    with pytest.raises(Deposed):
+        await spending.spent.run()
+    assert not caplog.records

@@ -9,6 +9,7 @@ silence.
 import logging
 from dataclasses import dataclass, replace
 from typing import Any
+from uuid import uuid4
 
 from sqlalchemy import Connection, Engine, StaticPool, create_engine, event, text
 from sqlalchemy.engine import URL, ExceptionContext, make_url
@@ -33,6 +34,7 @@ _PATIENCE = {
     "tcp_user_timeout": 8000,  # of a host that has lost its power, nothing comes, not even the end of a connection
     "application_name": "fl-server",
 }
+_POOLER = "state_url leads to a pooler that changes sessions (PgBouncer: pool_mode): give PostgreSQL's own address"
 _HOLDERS = (
     "SELECT pid FROM pg_locks WHERE locktype = 'advisory' AND granted "
     f"AND classid = {LOCK >> 32} AND objid = {LOCK & 0xFFFF_FFFF} "
@@ -112,19 +114,19 @@ def open_session(url: str) -> DatabaseSession:
     address = _checked(url)
     engine = create_engine(address, poolclass=StaticPool, connect_args=_PATIENCE)
     event.listen(engine, "handle_error", _note_the_end)
+    session = DatabaseSession(engine, create_engine(address, pool_size=1, pool_pre_ping=True, connect_args=_PATIENCE))
     try:
-        pids = {_scalar(engine, "SELECT pg_backend_pid()") for _ in range(2)}
-        version = _scalar(engine, "SHOW server_version_num")
+        changes, version = _changes_sessions(session), _scalar(engine, "SHOW server_version_num")
     except DBAPIError as error:
-        engine.dispose()
+        session.close()
         raise Deposed(f"PostgreSQL at {address.render_as_string()} cannot be used: {_first_line(error)}") from error
-    if len(pids) > 1:
-        engine.dispose()
-        raise ConfigError("state_url leads to a pooler that changes sessions: give the address of PostgreSQL itself")
+    if changes:
+        session.close()
+        raise ConfigError(_POOLER)
     if int(version) < 120_000:
-        engine.dispose()
+        session.close()
         raise ConfigError(f"state_url leads to PostgreSQL {int(version) // 10_000}: fl-server needs 12 or newer")
-    return DatabaseSession(engine, create_engine(address, pool_size=1, pool_pre_ping=True, connect_args=_PATIENCE))
+    return session
 
 
 def attempt(session: DatabaseSession, name: str) -> DatabaseSession | Leader | None:
@@ -149,13 +151,30 @@ def attempt(session: DatabaseSession, name: str) -> DatabaseSession | Leader | N
                 return _other(connection)
         with session.engine.begin() as connection:  # another transaction: a pooler would take another session for it
             if connection.execute(text(f"{_HOLDERS} AND pid = pg_backend_pid()")).first() is None:
-                raise ConfigError("state_url leads to a pooler that changes sessions: give PostgreSQL's own address")
+                raise ConfigError(_POOLER)
             term = _begin_term(connection, name)
     except DBAPIError as error:
         raise translate(error) from error
     leading = replace(session, term=term)
     event.listen(session.engine, "begin", lambda connection: _check_term(connection, term))
     return leading
+
+
+def _changes_sessions(session: DatabaseSession) -> bool:
+    """Return whether a pooler changes sessions between transactions.
+
+    While nothing else uses such a pooler, it gives a connection the same session again and again. So another one takes
+    what it has left, and looks at it: a pooler that keeps sessions, or none, gives it another session.
+    """
+    mine = uuid4().hex
+    with session.engine.begin() as connection:
+        connection.execute(text("SELECT set_config('fedring.session', :mine, false)"), {"mine": mine})
+        before = connection.execute(text("SELECT pg_backend_pid()")).scalar_one()
+    with session.beats.begin() as other:
+        found = other.execute(text("SELECT current_setting('fedring.session', true)")).scalar_one()
+        if found == mine:
+            return True
+        return bool(_scalar(session.engine, "SELECT pg_backend_pid()") != before)
 
 
 def _scalar(engine: Engine, query: str) -> Any:
