@@ -31,9 +31,12 @@ class Cluster:
         folder: A new one.
         durable: Whether commits are synced, as tests that kill the cluster need.
         listen: Another address of this host where it listens.
+        source: Another cluster, of which this one is a replica until it is promoted.
     """
 
-    def __init__(self, folder: Path, *, durable: bool = False, listen: str = "") -> None:
+    def __init__(
+        self, folder: Path, *, durable: bool = False, listen: str = "", source: "Cluster | None" = None
+    ) -> None:
         self._host = listen or str(folder)
         self._programs, self.folder = programs() or missing("PostgreSQL"), folder
         # PostgreSQL does not run as root; its package has made a user of its own.
@@ -42,7 +45,11 @@ class Cluster:
             shutil.chown(folder, "postgres")
         # The order of texts is that of a language, as in most databases, and not that of bytes.
         order = ["-E", "UTF8", "--locale=C.UTF-8", "--locale-provider=icu", "--icu-locale=en-US"]
-        self._run("initdb", "-D", str(folder / "data"), "-A", "trust", "-U", "fedring", "--no-sync", *order)
+        data = ["-D", str(folder / "data"), "-U", "fedring", "--no-sync"]
+        if source:
+            self._run("pg_basebackup", *data, "-h", str(source.folder), "-R", "--checkpoint=fast")
+        else:
+            self._run("initdb", *data, "-A", "trust", *order)
         with (folder / "data" / "postgresql.conf").open("a") as file:
             file.write(
                 f"listen_addresses = '{listen}'\nunix_socket_directories = '{folder}'\n"
@@ -59,8 +66,19 @@ class Cluster:
         self._run("pg_ctl", "-D", str(self.folder / "data"), "-w", "-l", log, "start")
 
     def stop(self, mode: str = "immediate") -> None:
-        """Stop it."""
-        self._run("pg_ctl", "-D", str(self.folder / "data"), "-w", "-m", mode, "stop")
+        """Stop it, if it runs."""
+        if (self.folder / "data" / "postmaster.pid").exists():
+            self._run("pg_ctl", "-D", str(self.folder / "data"), "-w", "-m", mode, "stop")
+
+    def promote(self) -> None:
+        """Let a replica be a primary from now on, as a failover does."""
+        self._run("pg_ctl", "-D", str(self.folder / "data"), "-w", "promote")
+
+    def set(self, name: str, value: str) -> None:
+        """Change a setting of the running cluster."""
+        with psycopg.connect(f"host={self.folder} user=fedring dbname=postgres", autocommit=True) as connection:
+            connection.execute(f"ALTER SYSTEM SET {name} = '{value}'".encode())
+            connection.execute("SELECT pg_reload_conf()")
 
     def new_database(self) -> str:
         """Return the address of a new, empty database."""

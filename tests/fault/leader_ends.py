@@ -202,4 +202,5 @@ def die_at_each(fleet: TwoAddresses, clients: KillableClients, places: Sequence[
 def ask(database: str, query: str) -> list[tuple[object, ...]]:
     """Return the rows of a query, which is committed."""
     with create_engine(database, poolclass=NullPool).begin() as connection:
-        return [tuple(row) for row in connection.execute(text(query))]
+        found = connection.execute(text(query))
+        return [tuple(row) for row in found] if found.returns_rows else []

@@ -11,6 +11,7 @@ from fedring.server.state.facts import Facts
 from fedring.server.state.files import STATE_ID
 from fedring.server.state.noise_secret import erase_noise_secrets
 from fedring.server.state.shared.leadership import BEAT_SECONDS, DatabaseSession, Leader, attempt, open_session
+from fedring.server.state.shared.replication import WITHOUT_STANDBY, is_synchronous
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +33,8 @@ async def lead(config: ServerConfig, stop: asyncio.Event) -> DatabaseSession | N
         Deposed: It cannot be reached, or the session has ended.
     """
     session = await asyncio.to_thread(open_session, config.state_url)
+    if not await asyncio.to_thread(is_synchronous, session.engine):
+        log.warning(WITHOUT_STANDBY)
     name, known = f"{socket.gethostname()} ({config.listen})", ""
     while not stop.is_set():
         found = await asyncio.to_thread(attempt, session, name)
@@ -53,8 +56,11 @@ async def lead(config: ServerConfig, stop: asyncio.Event) -> DatabaseSession | N
     return None
 
 
-def check_shared(config: ServerConfig) -> None:
+def check_shared(config: ServerConfig) -> list[str]:
     """Check that the shared state can be reached, without leading.
+
+    Returns:
+        What could be better, as sentences.
 
     Raises:
         ConfigError: The database or the object store cannot be used.
@@ -63,8 +69,13 @@ def check_shared(config: ServerConfig) -> None:
     """
     from fedring.server.state.shared.object_blobs import open_objects, read_object  # whose packages are an extra
 
-    open_session(config.state_url).close()
+    session = open_session(config.state_url)
+    try:
+        advice = [] if is_synchronous(session.engine) else [WITHOUT_STANDBY]
+    finally:
+        session.close()
     read_object(open_objects(config.blob_url), STATE_ID)
+    return advice
 
 
 async def beat(session: DatabaseSession) -> NoReturn:

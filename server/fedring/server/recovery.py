@@ -22,12 +22,18 @@ from fedring.server.state.identity import open_state
 from fedring.server.state.log_check import older
 from fedring.server.state.rows import RoundRow
 from fedring.server.state.shared.leadership import DatabaseSession
+from fedring.server.state.shared.replication import may_have_lost_commits, note_timeline
 
 log = logging.getLogger(__name__)
 
 _ALL = 1_000_000_000
 _LATER = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 """Errors that are no fault of the configuration: another start may go well."""
+
+_FAILED_OVER = (
+    "the database has failed over without a synchronous standby, or was put back: updates that were accepted before "
+    "may be lost, so rounds are counted in a new epoch"
+)
 
 
 async def recover(
@@ -76,8 +82,15 @@ async def recover(
     parts = assemble(config, facts, models, sessions)
     if drop_damaged:
         await _drop_damaged(parts)
-    await _find_lost_models(parts, config, accept=accept_older)
+    failed_over = session is not None and await facts.db(may_have_lost_commits, session.engine)
+    if failed_over and sweep:
+        await facts.db(store.begin_epoch)
+    await _find_lost_models(parts, config, accept=accept_older or failed_over)
     open_rounds = await reload(parts, end_orphans=sweep)
+    if failed_over:
+        parts.journal.write("database_failed_over", _FAILED_OVER)
+    if session and sweep:
+        await facts.db(note_timeline, session.engine)  # only now: another start would else not begin an epoch
     # Files are put aside only now: the check for lost models reads those that nothing names.
     if sweep:
         resumable = _resumable(facts, open_rounds)

@@ -92,8 +92,8 @@ async def serve(
     refuse_failed(check_descriptors(config, limit))
     session, stop = None, None
     if config.state_url and check_only:
-        await asyncio.to_thread(check_shared, config)
-        print("the configuration is good")
+        advice = await asyncio.to_thread(check_shared, config)
+        print(*advice, "the configuration is good", sep="\n")
         return Exit.OK
     if config.state_url:
         stop = stop_event()

@@ -29,6 +29,7 @@ _LEVELS = {
     "client_refused": logging.WARNING,
     "storage_failed": logging.ERROR,
     "blob_damaged": logging.ERROR,
+    "database_failed_over": logging.ERROR,
 }
 # These events are not stored: the first is in the updates' rows, the second is soon of no interest.
 _TRANSIENT = frozenset({"update_accepted", "round_waits"})

@@ -17,6 +17,7 @@ from sqlalchemy.exc import DBAPIError
 
 from fedring.daemon.config import ConfigError
 from fedring.server.state.failures import Deposed
+from fedring.server.state.shared import replication
 from fedring.server.state.sql.database import translate
 
 log = logging.getLogger(__name__)
@@ -48,6 +49,7 @@ _TABLES = (
     "pid int NOT NULL, name text NOT NULL, since timestamptz NOT NULL)",
     # A table of its own: nothing that checks the term ever waits for a beat.
     "CREATE TABLE IF NOT EXISTS leader_beat (only_row int PRIMARY KEY CHECK (only_row = 1), at timestamptz NOT NULL)",
+    replication.TABLE,
 )
 
 
@@ -83,6 +85,7 @@ class DatabaseSession:
             with self.beats.begin() as connection:
                 query = text(f"UPDATE leader_beat SET at = clock_timestamp() WHERE {mine}")
                 connection.execute(query, {"term": self.term})
+                connection.execute(text(replication.NOTE_SYNCHRONOUS))
         except DBAPIError as error:
             log.warning("a beat has not arrived at the database: %s", _first_line(error))
 
