@@ -43,7 +43,10 @@ def main() -> None:
 def _compare(clients: int, size: int, rounds: int, *, turns: int) -> dict[str, Any]:
     """Return what a folder and a shared state need, by turns, and their ratio."""
     found: dict[str, list[dict[str, Any]]] = {"folder": [], "shared": []}
-    with tempfile.TemporaryDirectory(dir=Path.cwd(), prefix=".bench-s3-") as place, s3_server(Path(place), "bench") as env:
+    with (
+        tempfile.TemporaryDirectory(dir=Path.cwd(), prefix=".bench-s3-") as place,
+        s3_server(Path(place), "bench") as env,
+    ):
         os.environ.update(env)  # of the servers, too
         for turn in range(turns):
             shared = {"state_url": postgres.shared().new_database(), "blob_url": f"s3://bench/{clients}-{turn}"}
@@ -54,9 +57,9 @@ def _compare(clients: int, size: int, rounds: int, *, turns: int) -> dict[str, A
     return {"shared_by_folder": round(ratio, 2), "round_seconds_medians": each, **found}
 
 
-def _measure(clients: int, size: int, rounds: int, **server: Any) -> dict[str, Any]:
+def _measure(clients: int, size: int, rounds: int, **settings: Any) -> dict[str, Any]:
     job = vector_job(size, clients=clients)
-    with fleet_of([{}] * clients, **server) as (fleet, control):
+    with fleet_of([{}] * clients, **settings) as (fleet, control):
         idle = resident_bytes(fleet.server.pid)
         run_job(fleet, control, {**job, "rounds": 1})  # a warm-up of all clients
         pids = [[fleet.server.pid], [client.pid for client in fleet.clients]]

@@ -75,6 +75,6 @@ def test_an_object_store_that_is_away_loses_nothing(
             assert fleet.leaders == 1, "a standby would have the same object store"
             ENDS["killed"](fleet, clients, Random(SEED))
             job.end(fleet, clients)
-            job.check(SharedState(database, settings["blob_url"]))
+            job.check(SharedState(database, str(settings["blob_url"])))
     finally:
         store.stop()

@@ -8,7 +8,6 @@ import random
 from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,7 +15,7 @@ from tests import postgres
 from tests.campaign.checks import CUT_SHORT
 from tests.conftest import REPEATED, SEED
 from tests.fault.counted_job import NAMES, ROUNDS_EACH, SETTINGS, CountedJob
-from tests.fault.counted_updates import FolderState, SharedState
+from tests.fault.counted_updates import FolderState, SharedState, State
 from tests.fault.faulty_fleet import FaultyFleet
 from tests.fault.killable_clients import KillableClients
 from tests.fault.leader_ends import CRASH_POINTS, ENDS, TwoAddresses, die_at_each
@@ -26,7 +25,7 @@ from tests.s3 import s3_server
 FEW, MANY = len(ENDS), 25  # takeovers in `make test`, and in each repeat of `make soak`
 
 
-def digests(state: Any) -> list[tuple[object, ...]]:
+def digests(state: State) -> list[tuple[object, ...]]:
     return state.ask("SELECT version, digest FROM models ORDER BY version")
 
 
