@@ -24,7 +24,7 @@ MATRIX ?=
 PROGRAMS := $(VENV)/.programs
 STAMP := $(VENV)/.installed
 
-.PHONY: programs install wheel release site demo secure-demo private-demo test soak soak-hour power-loss fuzz campaign torch-matrix libraries outsiders image-test systemd-test check lint unit format bench clean
+.PHONY: programs install wheel release site demo secure-demo private-demo test soak soak-hour power-loss fuzz campaign torch-matrix libraries outsiders image-test systemd-test check lint unit format bench beside clean
 
 # What runs: fl-server, fl-client and flctl.
 programs: $(PROGRAMS)
@@ -149,6 +149,10 @@ format: install
 
 bench: install
 	$(BIN)/python -m tests.bench.federated $(BENCH)
+
+# The same work on Flower and NVFlare: make beside BESIDE="--data-root DIR". It installs them in a cache folder, as tests/bench/beside says.
+beside: install
+	$(BIN)/python -m tests.bench.beside $(BESIDE)
 
 clean:
 	rm -rf $(VENV) try secure-demo private-demo bench-out dist site jupyter_execute

@@ -1,8 +1,8 @@
 """Measure simulated clients a second, beside others' in-process simulations of the same work, by turns.
 
-    python -m tests.bench.simulation --flower PYTHON [--size cnn]
+    python -m tests.bench.simulation --flower [--size cnn]
 
-PYTHON is the interpreter of an environment with `flwr[simulation]` and torch. A client does one step on 8 samples, of a
+compares with Flower in its own environment, which it makes in a cache folder. A client does one step on 8 samples, of a
 model with 9,910 parameters, which travels as fp32; `--size cnn` is the one below. All clients take part in each round,
 and nothing is evaluated. Prints one JSON line. The seconds are those of the rounds, without the start of the processes.
 
@@ -34,7 +34,7 @@ from torch import nn
 from fedring.data import Samples, Split
 from fedring.simulation import simulate
 from tests.bench.lab.daemons import peak_bytes, print_line
-from tests.bench.lab.environments import PFL, environment
+from tests.bench.lab.environments import FLOWER, PFL, environment
 from tests.bench.lab.turns import alternate
 
 WORK = {
@@ -179,7 +179,9 @@ def measure_flower(python: str, size: str, clients: int, rounds: int) -> dict[st
 def main() -> None:
     """Print one JSON line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--flower", metavar="PYTHON", default="", help="interpreter with flwr[simulation]")
+    parser.add_argument(
+        "--flower", action="store_true", help="compare with Flower, which is installed in a cache folder"
+    )
     parser.add_argument("--clients", type=int, help="clients of each round; by default those of the size")
     parser.add_argument("--rounds", type=int, default=20, help="rounds of each measurement")
     parser.add_argument("--turns", type=int, default=3, help="measurements of each, of which the median counts")
@@ -196,7 +198,8 @@ def main() -> None:
     job = {**work, "rounds": options.rounds, "min_clients": clients}
     ways = {"fedring": lambda: measure(job, clients, clients)}
     if options.flower:
-        ways["flower"] = lambda: measure_flower(options.flower, options.size, clients, options.rounds)
+        python = environment(FLOWER)
+        ways["flower"] = lambda: measure_flower(python, options.size, clients, options.rounds)
     results = alternate(ways, options.turns)
     rates = {name: median(row["updates_per_second"] for row in rows) for name, rows in results.items()}
     ratio = {"ratio": round(rates["fedring"] / rates["flower"], 2)} if "flower" in rates else {}

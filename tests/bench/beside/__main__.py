@@ -1,13 +1,13 @@
 """Run the same federated work on fedring, Flower and NVFlare by turns, and show what each needs beyond the training.
 
-    python -m tests.bench.beside --data-root DIR [--cells mnist,echo-2,echo-8,small] [--turns 3] [--out DIR]
+    python -m tests.bench.beside --data-root DIR [--cells NAMES] [--turns 3] [--out DIR]
 
 Each peer has an environment of its own in a cache folder, made when first asked for, with the torch of this one;
 nothing of theirs is changed. All train the same CNN on the same samples of MNIST, one thread each ("mnist", 2 clients),
-or change one value of a model of 100 MB with 2 or 8 clients ("echo-2", "echo-8"), or of 10,000 parameters with 20
+or change one value of a model of 100 MB with 2 or 8 clients ("echo-2", "echo-8"), or of 10,000 parameters with 8
 clients ("small"). As root, each client has a network of its own without a limit, whose counters have its bytes.
 
-How each runs: Flower's SuperLink with its state in memory and no TLS, SuperNodes that start the client's app in a
+How each runs: Flower's SuperLink with its state in a file and no TLS, SuperNodes that start the client's app in a
 process for each message, as they do by default; NVFlare as it provisions itself, with mutual TLS, and the client's
 script in the process of its job, which stays for all rounds; fedring without TLS, everything that it accepts synced to
 the disk first. fedring runs twice: as it comes (updates as `uniform`), and with whole float32 values, as the others.
@@ -15,6 +15,11 @@ the disk first. fedring runs twice: as it comes (updates as `uniform`), and with
 Columns: seconds from the start of the first process to the first model without its training; seconds of each later
 round beyond its longest training; bytes to and from a client in a round, with everything that came before; the most
 memory of the server's processes and of one client's.
+
+In the cells "client-killed" and "server-killed", a process is killed (SIGKILL) one second after the third of four
+rounds has begun: a client, which stays away, or the server, which starts again at once with the state that it had.
+Shown are the seconds until the next round ended, and how many updates it has; a run without one after 600 s did not go
+on.
 """
 
 import argparse
@@ -25,9 +30,10 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from statistics import median
+from typing import Any, TypeVar
 
 from fedring.ctl.output import print_table
-from tests.bench.beside.fleets import Outcome, Task
+from tests.bench.beside.fleets import Harm, Outcome, System, Task, harm, measure
 from tests.bench.beside.ours import fedring
 from tests.bench.beside.peers import flower, nvflare
 from tests.bench.lab.environments import FLOWER, NVFLARE, environment
@@ -38,24 +44,31 @@ CELLS: Mapping[str, tuple[str, int, int]] = {
     "mnist": ("mnist", 2, 10),
     "echo-2": ("echo", 2, 5),
     "echo-8": ("echo", 8, 4),
-    "small": ("small", 20, 10),
+    "small": ("small", 8, 10),
 }
 """By name, the work of a client, the clients, and the rounds."""
 
-SYSTEMS: Mapping[str, Callable[[Task], Outcome]] = {
+SYSTEMS: Mapping[str, System] = {
     "fedring": fedring,
     "fedring, fp32": partial(fedring, encoding="fp32"),
     "Flower": flower,
     "NVFlare": nvflare,
 }
 NEEDS = {"Flower": FLOWER, "NVFlare": NVFLARE}
+KILLS: Mapping[str, str] = {"client-killed": "client", "server-killed": "server"}
+"""The cells in which somebody is killed in the third of four rounds of MNIST with two clients."""
+
+_KILLED = ("mnist", 2, 4)
+_T = TypeVar("_T")
 
 
 def main(words: Sequence[str] | None = None) -> None:
     """Print a table, and write beside.json."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data-root", type=Path, required=True, help="the folder of MNIST")
-    parser.add_argument("--cells", type=lambda text: text.split(","), default=list(CELLS), help=",".join(CELLS))
+    parser.add_argument(
+        "--cells", type=lambda text: text.split(","), default=[*CELLS, *KILLS], help=",".join([*CELLS, *KILLS])
+    )
     parser.add_argument("--systems", type=lambda text: text.split("/"), default=list(SYSTEMS), help="/".join(SYSTEMS))
     parser.add_argument("--turns", type=int, default=3, help="runs of each (default: 3)")
     parser.add_argument("--rounds", type=int, help="of each run, instead of the cells' own")
@@ -64,24 +77,28 @@ def main(words: Sequence[str] | None = None) -> None:
     for name in args.systems:
         if name in NEEDS:
             environment(NEEDS[name])  # a network of its own could not reach a registry
-    found: dict[str, dict[str, list[Outcome]]] = {}
+    found: dict[str, dict[str, list[Any]]] = {}
     for cell in args.cells:
-        ways = {name: partial(_run, SYSTEMS[name], cell, args.data_root, args.rounds) for name in args.systems}
+        call = partial(harm, whom=KILLS[cell]) if cell in KILLS else measure
+        ways = {
+            name: partial(_run, partial(call, SYSTEMS[name]), cell, args.data_root, args.rounds)
+            for name in args.systems
+        }
         found[cell] = alternate(ways, args.turns)
-        _show(cell, found[cell])
+        (_show_harms if cell in KILLS else _show)(cell, found[cell])
     rows = {
         cell: {name: [asdict(each) for each in runs] for name, runs in ways.items()} for cell, ways in found.items()
     }
     (args.out / "beside.json").write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
 
 
-def _run(system: Callable[[Task], Outcome], cell: str, root: Path, rounds: int | None) -> Outcome:
-    work, clients, usual = CELLS[cell]
+def _run(call: Callable[[Task], _T], cell: str, root: Path, rounds: int | None) -> _T:
+    work, clients, usual = CELLS.get(cell, _KILLED)
     with (
         tempfile.TemporaryDirectory(dir=Path.cwd(), prefix=".bench-") as folder,
         lines(clients, "10gbit", limited=False) as there,
     ):
-        return system(Task(work, clients, rounds or usual, str(root.absolute()), Path(folder), there))
+        return call(Task(work, clients, rounds or usual, str(root.absolute()), Path(folder), there))
 
 
 def _show(cell: str, found: Mapping[str, Sequence[Outcome]]) -> None:
@@ -105,6 +122,17 @@ def _show(cell: str, found: Mapping[str, Sequence[Outcome]]) -> None:
         )
     columns = ("system", "first model>", "beyond training>", "ratio>", "a client's bytes>", "server>", "client>")
     print_table(f"{cell}: {CELLS[cell][1]} clients", (*columns, "accuracy>"), rows)
+
+
+def _show_harms(cell: str, found: Mapping[str, Sequence[Harm]]) -> None:
+    rows = []
+    for name, runs in found.items():
+        went_on = [each for each in runs if each.seconds is not None and each.updates is not None]
+        seconds = [each.seconds for each in went_on if each.seconds is not None]
+        updates = [each.updates for each in went_on if each.updates is not None]
+        shown = (f"{median(seconds):.1f} s", f"{median(updates):.0f} of 2") if seconds else ("-", "-")
+        rows.append((name, f"{len(went_on)} of {len(runs)}", *shown))
+    print_table(cell, ("system", "runs that went on>", "the next round ended after>", "its updates>"), rows)
 
 
 def _beyond(runs: Sequence[Outcome]) -> list[float]:

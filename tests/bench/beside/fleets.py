@@ -1,4 +1,4 @@
-"""What a run of one system is given, and what is measured around it: memory and bytes on the wire."""
+"""A run of one system, and what is measured around it: times, memory, bytes on the wire, and kills."""
 
 import json
 import os
@@ -7,18 +7,21 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fedring.control.failure import Failure
 from fedring.ctl.local.ranks import Host
+from tests.bench.beside.work import accuracy
 from tests.bench.lab.lines import Lines
 from tests.bench.lab.networks import LIMITED
 
 _SAMPLE_SECONDS = 0.25
 _MOST_SECONDS = 3600.0
+_TRAINED_SECONDS = 1.0  # of the round in which somebody is killed
+_MOST_HARM_SECONDS = 600.0  # until a round has ended after that
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,27 +69,85 @@ class Outcome:
     accuracy: float | None = None
 
 
-def outcome(
-    rounds: Sequence[Mapping[str, Any]], launched: float, watched: "Watched", accuracy: float | None
-) -> Outcome:
-    """Return the outcome of a run.
+@dataclass(frozen=True, slots=True)
+class Harm:
+    """How a run has gone on after a kill."""
 
-    Args:
-        rounds: Each with `began` and `ended` by time.time(), and `train`, its longest training.
+    seconds: float | None  # from the kill to the end of the next round; None = it did not go on
+    updates: float | None  # that this round has
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run that is under way.
+
+    Attributes:
         launched: When the first process was started, by time.time().
-        watched: Memory and bytes.
-        accuracy: Of the last model.
+        server: The process of the server.
+        clients: Those of the clients.
+        rounds: Returns the rounds so far: each with `began` and, later, `ended` by time.time(), and `train`, the
+            seconds of its longest training, and `updates`, of how many clients it has them.
+        over: Returns whether all rounds have ended.
+        model: Returns the last model, by name.
+        restart: Starts the server again, with the state that it had.
     """
+
+    launched: float
+    server: int
+    clients: Sequence[int]
+    rounds: Callable[[], Sequence[Mapping[str, float]]]
+    over: Callable[[], bool]
+    model: Callable[[], dict[str, Any]]
+    restart: Callable[[], object]
+
+
+System = Callable[[Task], AbstractContextManager[Run]]
+
+
+def measure(system: System, task: Task) -> Outcome:
+    """Run a task to its end."""
+    with system(task) as run:
+        with watch(task, run) as watched:
+            wait_for(task, run.over, pids=[run.server, *run.clients])
+        rounds = run.rounds()
+        right = accuracy(run.model(), task.root) if task.cell == "mnist" else None
     one, *others = rounds
     return Outcome(
-        one["ended"] - launched - one["train"],
+        one["ended"] - run.launched - one["train"],
         [each["ended"] - each["began"] - each["train"] for each in others],
         [each["train"] for each in rounds],
         watched.wire / len(rounds) if watched.wire is not None else None,
         watched.server,
-        max(watched.clients),
-        accuracy,
+        watched.client,
+        right,
     )
+
+
+def harm(system: System, task: Task, whom: str) -> Harm:
+    """Kill a client or the server with SIGKILL in the last round but one, and see how it goes on.
+
+    Args:
+        system: Which runs the task.
+        task: With at least two rounds.
+        whom: "client", which stays away, or "server", which is started again at once.
+    """
+    with system(task) as run:
+        wait_for(task, lambda: len(run.rounds()) == task.rounds - 1 and "ended" not in run.rounds()[-1])
+        time.sleep(_TRAINED_SECONDS)
+        killed = time.time()
+        kill_tree(run.clients[-1] if whom == "client" else run.server)
+        if whom == "server":
+            run.restart()
+
+        def went_on() -> bool:
+            return any(each.get("ended", 0.0) > killed for each in run.rounds())
+
+        try:
+            wait_for(task, went_on, seconds=_MOST_HARM_SECONDS)
+        except Failure:
+            return Harm(None, None)
+        first = next(each for each in run.rounds() if each.get("ended", 0.0) > killed)
+        return Harm(first["ended"] - killed, first["updates"])
 
 
 @dataclass
@@ -94,21 +155,19 @@ class Watched:
     """What has been seen of the processes so far."""
 
     server: int = 0
-    clients: list[int] = field(default_factory=list)
+    client: int = 0  # of the largest one
     wire: float | None = None  # of one client, on the average
 
 
 @contextmanager
-def watch(task: Task, server: Sequence[int], clients: Sequence[Sequence[int]]) -> Iterator[Watched]:
-    """Watch the memory of the trees below these processes, and count the bytes of the clients' lines at the end."""
-    watched, over = Watched(clients=[0] * len(clients)), threading.Event()
+def watch(task: Task, run: Run) -> Iterator[Watched]:
+    """Watch the memory of the trees below the processes, and count the bytes of the clients' lines at the end."""
+    watched, over = Watched(), threading.Event()
 
     def look() -> None:
         while not over.wait(_SAMPLE_SECONDS):
-            watched.server = max(watched.server, sum(map(_tree_bytes, server)))
-            watched.clients = [
-                max(most, sum(map(_tree_bytes, pids))) for most, pids in zip(watched.clients, clients, strict=True)
-            ]
+            watched.server = max(watched.server, _tree_bytes(run.server))
+            watched.client = max(watched.client, *map(_tree_bytes, run.clients))
 
     looking = threading.Thread(target=look, daemon=True)
     looking.start()
@@ -143,22 +202,26 @@ def processes(task: Task) -> Iterator[Callable[..., int]]:
     try:
         yield start
     finally:
-        for number in (signal.SIGTERM, signal.SIGKILL):
+        all_of_them = [each for process in started for each in tree(process.pid)]  # some have sessions of their own
+        for process in started:
+            process.terminate()
+        with suppress(subprocess.TimeoutExpired):
             for process in started:
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, number)
-            with suppress(subprocess.TimeoutExpired):
-                for process in started:
-                    process.wait(5.0)
+                process.wait(5.0)
+        for pid in {each for process in started for each in tree(process.pid)} | set(all_of_them):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for process in started:
+            process.wait()
 
 
-def wait_for(task: Task, done: Callable[[], bool], *, pids: Sequence[int] = ()) -> None:
+def wait_for(task: Task, done: Callable[[], bool], *, pids: Sequence[int] = (), seconds: float = _MOST_SECONDS) -> None:
     """Wait until something is done.
 
     Raises:
         Failure: It takes too long, or one of the processes has ended. The sentence has the last lines of the logs.
     """
-    end = time.monotonic() + _MOST_SECONDS
+    end = time.monotonic() + seconds
     while not done():
         ended = [pid for pid in pids if not _runs(pid)]
         if ended or time.monotonic() > end:
@@ -167,10 +230,20 @@ def wait_for(task: Task, done: Callable[[], bool], *, pids: Sequence[int] = ()) 
         time.sleep(0.1)
 
 
-def read_rounds(folder: Path) -> list[dict[str, Any]]:
-    """Return the rounds that a peer has written down."""
-    rounds: list[dict[str, Any]] = json.loads((folder / "rounds.json").read_text())
-    return rounds
+def kill_tree(pid: int) -> None:
+    """Kill a process and all that it has started."""
+    for each in reversed(tree(pid)):
+        with suppress(ProcessLookupError):
+            os.kill(each, signal.SIGKILL)
+
+
+def tree(pid: int) -> list[int]:
+    """Return a process and all that it has started."""
+    found = [pid]
+    with suppress(OSError):  # it has ended
+        for children in Path(f"/proc/{pid}/task").glob("*/children"):
+            found += [each for child in children.read_text().split() for each in tree(int(child))]
+    return found
 
 
 def _runs(pid: int) -> bool:
@@ -182,11 +255,10 @@ def _runs(pid: int) -> bool:
 def _tree_bytes(pid: int) -> int:
     """Return the memory of a process and all that it has started; pages that they share count once."""
     total = 0
-    with suppress(OSError):  # it has ended
-        rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
-        total = sum(int(line.split()[1]) * 1024 for line in rollup.splitlines() if line.startswith("Pss:"))
-        for children in Path(f"/proc/{pid}/task").glob("*/children"):
-            total += sum(_tree_bytes(int(child)) for child in children.read_text().split())
+    for each in tree(pid):
+        with suppress(OSError):
+            rollup = Path(f"/proc/{each}/smaps_rollup").read_text()
+            total += sum(int(line.split()[1]) * 1024 for line in rollup.splitlines() if line.startswith("Pss:"))
     return total
 
 

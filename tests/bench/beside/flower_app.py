@@ -47,6 +47,7 @@ class Timed(strategies.FedAvg):  # type: ignore[misc]
         """Note the beginning."""
         found = list(super().configure_train(*args, **kwargs))
         self._rounds.append({"began": time.time()})
+        self._write()
         return found
 
     def aggregate_train(self, server_round: int, replies: Any) -> Any:
@@ -55,8 +56,11 @@ class Timed(strategies.FedAvg):  # type: ignore[misc]
         result = super().aggregate_train(server_round, known)
         trained = [each.content["metrics"]["seconds"] for each in known if each.has_content()]
         self._rounds[-1] |= {"ended": time.time(), "train": max(trained), "updates": len(trained)}
-        (self._folder / "rounds.json").write_text(json.dumps(self._rounds))
+        self._write()
         return result
+
+    def _write(self) -> None:
+        (self._folder / "rounds.json").write_text(json.dumps(self._rounds))
 
 
 @server.main()  # type: ignore[untyped-decorator]

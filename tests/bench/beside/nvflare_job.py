@@ -8,6 +8,7 @@ ADMIN is the folder of an administrator's startup kit. At the end, OUT has `roun
 
 import importlib
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ HERE = Path(__file__).parent
 def main(cell: str, rounds: int, clients: int, root: str, out: str, admin: str) -> None:
     """Send the job, and wait for its end."""
     job = jobs.FedAvgJob(
-        initial_model=work.network(cell), n_clients=clients, num_rounds=rounds, name=cell, min_clients=clients
+        initial_model=work.network(cell), n_clients=clients, num_rounds=rounds, name=cell, min_clients=1
     )
     job.to_server(parts.Times(out), id="times")
     told = f"{cell} {root} {clients} {out}"
@@ -34,6 +35,8 @@ def main(cell: str, rounds: int, clients: int, root: str, out: str, admin: str) 
     job.export_job(out)
     session = flare_api.new_secure_session(Path(admin).name, admin, timeout=120.0)
     try:
+        while len(session.get_connected_client_list()) < clients:
+            time.sleep(0.2)
         number = session.submit_job(str(Path(out) / cell))
         session.monitor_job(number)
         result = session.download_job_result(number)

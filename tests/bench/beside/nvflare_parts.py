@@ -31,4 +31,6 @@ class Times(component):  # type: ignore[misc]
             for path in Path(self.out).glob(f"trained-{len(self._rounds)}-*.json"):
                 trained.append(json.loads(path.read_text()))
             self._rounds[-1] |= {"ended": time.time(), "train": max(trained, default=0.0), "updates": len(trained)}
-            (Path(self.out) / "rounds.json").write_text(json.dumps(self._rounds))
+        else:
+            return
+        (Path(self.out) / "rounds.json").write_text(json.dumps(self._rounds))

@@ -1,22 +1,25 @@
 """How fedring runs a task."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from typing import Any
 
 from safetensors.torch import load_file
 
+from fedring.control.failure import Failure
 from fedring.ctl.local.presets import Dataset, preset_job
-from fedring.ctl.local.runner import run_job, running_fleet
+from fedring.ctl.local.runner import running_fleet
 from fedring.v1 import control_pb2 as pb
-from tests.bench.beside.fleets import Outcome, Task, outcome, watch
-from tests.bench.beside.work import accuracy, network
+from tests.bench.beside.fleets import Run, Task
+from tests.bench.beside.work import network
 from tests.bench.lab.daemons import ROOT, TRUSTED
 from tests.bench.lab.trainers import vector_job
 
 
-def fedring(task: Task, **keys: Any) -> Outcome:
+@contextmanager
+def fedring(task: Task, **keys: Any) -> Iterator[Run]:
     """Run a task with fl-server and fl-clients, without TLS; whatever is accepted is on the server's disk.
 
     Args:
@@ -31,22 +34,33 @@ def fedring(task: Task, **keys: Any) -> Outcome:
         fleet,
         control,
     ):
-        pids = [[client.pid] for client in fleet.clients]
-        with watch(task, [fleet.server.pid], pids) as watched:
-            rounds = run_job(fleet, control, _job(task) | keys)
-        control.export_model(rounds[-1].model_version, task.folder / "model.safetensors")
-    right = accuracy(load_file(task.folder / "model.safetensors"), task.root) if task.cell == "mnist" else None
-    return outcome([_times(each) for each in rounds], launched, watched, right)
+        number = control.start_job(_job(task) | keys).job_id
+
+        def rounds() -> list[dict[str, float]]:
+            with suppress(Failure):  # the server was killed
+                return [_times(each) for each in reversed(control.rounds(job_id=number))]
+            return []
+
+        def model() -> dict[str, Any]:
+            control.export_model(0, task.folder / "model.safetensors")
+            return load_file(task.folder / "model.safetensors")
+
+        def over() -> bool:
+            return control.job(number).state not in ("queued", "running")
+
+        pids = [client.pid for client in fleet.clients]
+        yield Run(launched, fleet.server.pid, pids, rounds, over, model, fleet.restart_server)
 
 
 def _job(task: Task) -> dict[str, Any]:
-    everybody = {"min_clients": task.clients, "min_clients_to_aggregate": task.clients, "rounds": task.rounds}
+    everybody = {"min_clients": task.clients, "min_clients_to_aggregate": 1, "rounds": task.rounds}
     if task.cell == "mnist":
         return {**preset_job(Dataset.MNIST), "evaluate": False, **everybody}
     size = sum(parameter.numel() for parameter in network(task.cell).parameters())
     return vector_job(size, clients=task.clients, **everybody)
 
 
-def _times(round_: pb.Round) -> Mapping[str, float]:
+def _times(round_: pb.Round) -> dict[str, float]:
     began = datetime.fromisoformat(round_.started_at).timestamp()
-    return {"began": began, "ended": began + round_.seconds, "train": round_.train_seconds_max}
+    ended = {"ended": began + round_.seconds} if round_.model_version else {}
+    return {"began": began, "train": round_.train_seconds_max, "updates": round_.delivered, **ended}

@@ -5,14 +5,14 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from tests.bench.beside import work
-from tests.bench.beside.fleets import Outcome, Task, outcome, processes, read_rounds, wait_for, watch
+from tests.bench.beside.fleets import Run, Task, processes, wait_for
 from tests.bench.lab.environments import FLOWER, NVFLARE, environment
 
 _HERE = Path(__file__).parent
@@ -65,8 +65,9 @@ builders:
 """
 
 
-def flower(task: Task) -> Outcome:
-    """Run a task with a SuperLink and SuperNodes, without TLS; the SuperLink keeps its state in memory."""
+@contextmanager
+def flower(task: Task) -> Iterator[Run]:
+    """Run a task with a SuperLink and SuperNodes, without TLS; the SuperLink keeps its state in a file."""
     programs = Path(environment(FLOWER)).parent
     app, home = task.folder / "app", task.folder / "home"
     package = app / "fedring_beside"
@@ -83,16 +84,15 @@ def flower(task: Task) -> Outcome:
     launched = time.time()
     with processes(task) as start:
         link = ["flower-superlink", "--insecure", "--disable-runtime-dependency-installation", "--host", "0.0.0.0"]
-        server = start(task.server, [*link, "--port", str(_PORT)], **env)
+        link += ["--port", str(_PORT), "--database", str(task.folder / "state.db")]
+        server = start(task.server, link, **env)
         clients = []
         for part, host in enumerate(task.hosts):
             node = ["flower-supernode", "--insecure", "--superlink", f"{task.address}:{_PORT}"]
             own = ["--port", str(9100 + part), "--node-config", f"part={part}"]
             clients.append(start(host, [*node, *own], **env))
-        with watch(task, [server], [[pid] for pid in clients]) as watched:
-            _submit(task, env)
-            wait_for(task, (task.folder / "done").exists, pids=[server, *clients])
-    return outcome(read_rounds(task.folder), launched, watched, _accuracy(task))
+        _submit(task, env)
+        yield _run(task, launched, server, clients, lambda: start(task.server, link, **env))
 
 
 def _submit(task: Task, env: dict[str, str]) -> None:
@@ -106,7 +106,8 @@ def _submit(task: Task, env: dict[str, str]) -> None:
     wait_for(task, sent)
 
 
-def nvflare(task: Task) -> Outcome:
+@contextmanager
+def nvflare(task: Task) -> Iterator[Run]:
     """Run a task with a provisioned server and clients, over mutual TLS."""
     python = environment(NVFLARE)
     name = "fedring-beside" if task.apart else "localhost"
@@ -133,12 +134,10 @@ def nvflare(task: Task) -> Outcome:
             start(host, [run[0], str(kits / site / run[1]), run[2]], **env)
             for site, host in zip(sites, task.hosts, strict=True)
         ]
-        with watch(task, [server], [[pid] for pid in pids]) as watched:
-            told = [task.cell, str(task.rounds), str(task.clients), task.root, str(task.folder)]
-            script = [python, str(_HERE / "nvflare_job.py"), *told, str(kits / "admin@org.org")]
-            job = start(task.server, script, **env)
-            wait_for(task, (task.folder / "done").exists, pids=[server, job, *pids])
-    return outcome(read_rounds(task.folder), launched, watched, _accuracy(task))
+        told = [task.cell, str(task.rounds), str(task.clients), task.root, str(task.folder)]
+        start(task.server, [python, str(_HERE / "nvflare_job.py"), *told, str(kits / "admin@org.org")], **env)
+        again = [run[0], str(kits / name / run[1]), run[2]]
+        yield _run(task, launched, server, pids, lambda: start(task.server, again, **env))
 
 
 @contextmanager
@@ -155,8 +154,17 @@ def _named(task: Task, name: str) -> Iterator[None]:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _accuracy(task: Task) -> float | None:
-    if task.cell != "mnist":
-        return None
-    with np.load(task.folder / "model.npz", allow_pickle=False) as state:
-        return work.accuracy(dict(state), task.root)
+def _run(task: Task, launched: float, server: int, clients: Sequence[int], restart: Callable[[], object]) -> Run:
+    """Return a run whose server writes its rounds and its model into the task's folder."""
+
+    def rounds() -> list[dict[str, float]]:
+        with suppress(OSError, ValueError):  # nothing is there yet, or not all of it
+            found: list[dict[str, float]] = json.loads((task.folder / "rounds.json").read_text())
+            return found
+        return []
+
+    def model() -> dict[str, Any]:
+        with np.load(task.folder / "model.npz", allow_pickle=False) as state:
+            return dict(state)
+
+    return Run(launched, server, clients, rounds, (task.folder / "done").exists, model, restart)
