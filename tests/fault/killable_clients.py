@@ -68,8 +68,8 @@ class KillableClient:
             if event.WhichOneof("event") is None:
                 return
             if event.HasField("train") and self._clients.may_train(event.train.job_round):
-                number = event.train.round
-                update = random_update(f"{self._update_log.seed} {self.name} {number} {self._spools_lost}", SIZE)
+                number, job_round = event.train.round, event.train.job_round  # a restart may skip a number
+                update = random_update(f"{self._update_log.seed} {self.name} {job_round} {self._spools_lost}", SIZE)
                 self._update_log.offered[number, self.name, update.digest] = update
                 self._spool = event.train, update
 

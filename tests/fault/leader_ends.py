@@ -74,10 +74,14 @@ class TwoAddresses(TwoServers):
         self.standby.start()
         del self.standby.env["FL_CRASH_AT"]
 
-    def until_the_standby_waits(self) -> None:
-        """Wait until the standby has found that the other server leads, or that one has ended."""
-        waits = b"waits as a standby"
-        until(lambda: waits in self.standby.log.read_bytes()[self._standby_log :] or not self.server.running)
+    def until_the_standby_waits(self) -> bool:
+        """Wait until the standby has found that the other server leads, or that one has ended; return which."""
+
+        def waits() -> bool:
+            return b"waits as a standby" in self.standby.log.read_bytes()[self._standby_log :]
+
+        until(lambda: waits() or not self.server.running)
+        return waits()
 
 
 End = Callable[[TwoAddresses, KillableClients, Random], None]
@@ -183,7 +187,7 @@ def die_at_each(fleet: TwoAddresses, clients: KillableClients, places: Sequence[
     """Let one leader after the other die at a crash point, while clients deliver.
 
     Returns:
-        Of each place, the seconds from the death until the other server served.
+        Of each place, the seconds from the death until the other server served; NaN if that one was just starting.
     """
     seconds = dict[str, float]()
     fleet.start_standby(places[0])
@@ -192,7 +196,7 @@ def die_at_each(fleet: TwoAddresses, clients: KillableClients, places: Sequence[
         fleet.server.kill()
     for number, place in enumerate(places):
         assert wait_for(fleet, f"the crash at {place}", fleet.server.wait) == KILLED
-        died = time.monotonic()
+        died = time.monotonic() if fleet.until_the_standby_waits() else nan
         with exchange(fleet, clients, crash_at="".join(places[number + 2 : number + 3])):
             pass
         seconds[place] = fleet.led_at - died

@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 
 _THREADS = 16  # requests at a time
 _PART_BYTES = 8 << 20
+_PARTS = 2  # of one object that are under way at a time: each is in memory, and there are as many objects as threads
 _TRIES = timedelta(seconds=20)
 _PROBE_BYTES = 1 << 10
 
@@ -130,7 +131,7 @@ class ObjectBlobs:
     def _put(self, partial: Partial) -> None:
         key, digest = f"blobs/{self._term}/{partial.digest}", partial.digest
         with as_storage_errors():
-            obstore.put(self._store, key, _parts(partial), chunk_size=_PART_BYTES)
+            obstore.put(self._store, key, _parts(partial), chunk_size=_PART_BYTES, max_concurrency=_PARTS)
         self._keys.setdefault(digest, set()).add(key)
 
     def _fetch(self, digest: str) -> None:
