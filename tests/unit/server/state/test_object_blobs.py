@@ -1,9 +1,11 @@
 """Blobs in an object store: what a leader of an earlier term deletes is nothing that a later one has written."""
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.proxy import Change, Proxy
 from tests.s3 import s3_server
 
 from fedring.daemon.config import ConfigError
@@ -111,3 +113,41 @@ def test_an_s3_server_keeps_what_was_sealed(tmp_path: Path, monkeypatch: pytest.
         two.seal_many([partial])
     one.close()
     two.close()
+
+
+def test_a_deletion_that_was_held_up_on_its_way_takes_nothing_from_the_next_leader(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, goes_on = threading.Event(), threading.Event()
+
+    def hold_deletions(number: int) -> Change:
+        def change(data: bytes) -> bytes:
+            if data.startswith(b"DELETE ") or b"?delete" in data:
+                asked.set()
+                goes_on.wait(60)
+            return data
+
+        return change
+
+    (folder := tmp_path / "s3").mkdir()
+    with s3_server(folder, "models") as env:
+        with Proxy(env["AWS_ENDPOINT_URL"].removeprefix("http://"), hold_deletions) as slow:
+            for key, value in {**env, "AWS_ENDPOINT_URL": f"http://{slow.address}"}.items():
+                monkeypatch.setenv(key, value)
+            one = opened(tmp_path, 1, url="s3://models/run")
+            monkeypatch.setenv("AWS_ENDPOINT_URL", env["AWS_ENDPOINT_URL"])
+            digest = sealed(one, b"model")
+            deletion = threading.Thread(target=one.delete, args=(digest,))
+            deletion.start()
+            assert asked.wait(60)
+            two = opened(tmp_path, 2, url="s3://models/run")
+            assert sealed(two, b"model") == digest
+            goes_on.set()
+            deletion.join()
+            one.close()
+        three = opened(tmp_path, 3, url="s3://models/run")  # has no copy of its own
+        with three.reader(digest) as blob:
+            assert blob.read(0, 5) == b"model"
+        assert three.unnamed(()) == [digest]
+        two.close()
+        three.close()

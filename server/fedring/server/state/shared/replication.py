@@ -38,7 +38,7 @@ def is_synchronous(engine: Engine) -> bool:
 
 
 def may_have_lost_commits(engine: Engine) -> bool:
-    """Return whether the database has failed over since a leader began, and without a synchronous standby."""
+    """Return whether a failover of the database may have lost commits."""
     query = f"SELECT timeline, {_TIMELINE} AS now, synchronous FROM database_timeline"
     try:
         with engine.begin() as connection:
