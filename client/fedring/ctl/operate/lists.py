@@ -487,7 +487,7 @@ def buffer_sentence(buffer: pb.AsynchronousProgress) -> str:
 
 
 def histogram(rounds: Sequence[pb.Round]) -> list[str]:
-    """Draw the ages of the updates in the newest buffers, a line each.
+    """Draw the ages of updates in the newest buffers, line by line.
 
     Args:
         rounds: Newest first.

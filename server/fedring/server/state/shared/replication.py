@@ -1,4 +1,4 @@
-"""What becomes of commits when the database itself fails over to a replica.
+"""Failovers of the database itself, which may lose commits.
 
 PostgreSQL begins a new timeline whenever a replica is promoted, or an older copy is restored. A replica has all commits
 that were confirmed only if it is a synchronous standby. So the timeline is kept, and whether there was such a standby.
