@@ -20,6 +20,9 @@ In the cells "client-killed" and "server-killed", a process is killed (SIGKILL) 
 rounds has begun: a client, which stays away, or the server, which starts again at once with the state that it had.
 Shown are the seconds until the next round ended, and how many updates it has; a run without one after 600 s did not go
 on.
+
+The cells "simulation-...", "one-process-..." and "ring-..." are the benches tests.bench.simulation and
+tests.bench.allreduce, beside Flower, pfl-research and Gloo.
 """
 
 import argparse
@@ -32,8 +35,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
 
+from fedring.ctl.local.charts import Bars, Series, plot_panels
 from fedring.ctl.output import print_table
 from tests.bench.beside.fleets import Harm, Outcome, System, Task, harm, measure
+from tests.bench.beside.others import OTHERS, Row, run_other
 from tests.bench.beside.ours import fedring
 from tests.bench.beside.peers import flower, nvflare
 from tests.bench.lab.environments import FLOWER, NVFLARE, environment
@@ -66,19 +71,22 @@ def main(words: Sequence[str] | None = None) -> None:
     """Print a table, and write beside.json."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data-root", type=Path, required=True, help="the folder of MNIST")
-    parser.add_argument(
-        "--cells", type=lambda text: text.split(","), default=[*CELLS, *KILLS], help=",".join([*CELLS, *KILLS])
-    )
+    everything = [*CELLS, *KILLS, *OTHERS]
+    parser.add_argument("--cells", type=lambda text: text.split(","), default=everything, help=",".join(everything))
     parser.add_argument("--systems", type=lambda text: text.split("/"), default=list(SYSTEMS), help="/".join(SYSTEMS))
     parser.add_argument("--turns", type=int, default=3, help="runs of each (default: 3)")
     parser.add_argument("--rounds", type=int, help="of each run, instead of the cells' own")
-    parser.add_argument("--out", type=Path, default=Path(), help="folder for beside.json")
+    parser.add_argument("--out", type=Path, default=Path(), help="folder for beside.json and beside.png")
     args = parser.parse_args(words)
     for name in args.systems:
         if name in NEEDS:
             environment(NEEDS[name])  # a network of its own could not reach a registry
     found: dict[str, dict[str, list[Any]]] = {}
+    rows: list[Row] = []
     for cell in args.cells:
+        if cell in OTHERS:
+            rows += run_other(cell)
+            continue
         call = partial(harm, whom=KILLS[cell]) if cell in KILLS else measure
         ways = {
             name: partial(_run, partial(call, SYSTEMS[name]), cell, args.data_root, args.rounds)
@@ -86,10 +94,40 @@ def main(words: Sequence[str] | None = None) -> None:
         }
         found[cell] = alternate(ways, args.turns)
         (_show_harms if cell in KILLS else _show)(cell, found[cell])
-    rows = {
-        cell: {name: [asdict(each) for each in runs] for name, runs in ways.items()} for cell, ways in found.items()
+    results = {
+        "fleets": {
+            cell: {name: list(map(asdict, runs)) for name, runs in ways.items()} for cell, ways in found.items()
+        },
+        "others": [asdict(row) for row in rows],
     }
-    (args.out / "beside.json").write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
+    (args.out / "beside.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    measured = {cell: ways for cell, ways in found.items() if cell in CELLS}
+    if measured:
+        plot_panels(_panels(measured), args.out / "beside.png", columns=3)
+    if rows:
+        cells = [(row.what, row.ours, row.peer, row.theirs, f"{row.better:.2f}") for row in rows]
+        print_table("beside others", ("what", "fedring>", "peer", "theirs>", "times as good>"), cells)
+
+
+def _panels(found: Mapping[str, Mapping[str, Sequence[Outcome]]]) -> list[Bars]:
+    """Return the charts of all cells: seconds beyond training, bytes and memory."""
+    figures: Mapping[str, tuple[str, Callable[[Sequence[Outcome]], float]]] = {
+        "a round beyond its training": ("seconds", lambda runs: median(_beyond(runs))),
+        "bytes to and from a client in a round": ("MB", lambda runs: median(each.wire or 0.0 for each in runs) / 1e6),
+        "memory of the server": ("MB", lambda runs: median(each.server for each in runs) / 1e6),
+    }
+    systems = list(next(iter(found.values())))
+    return [
+        Bars(
+            title,
+            unit,
+            list(found),
+            [Series(name, [of(ways[name]) for ways in found.values()]) for name in systems],
+            lambda value: f"{value:.3g}",
+            log=True,
+        )
+        for title, (unit, of) in figures.items()
+    ]
 
 
 def _run(call: Callable[[Task], _T], cell: str, root: Path, rounds: int | None) -> _T:
