@@ -3,7 +3,7 @@
 from datetime import datetime
 
 import pytest
-from sqlalchemy import text
+from sqlalchemy import event, text
 from tests import postgres
 
 from fedring.server.state.failures import Deposed
@@ -76,6 +76,26 @@ def test_the_session_of_a_silent_leader_is_ended(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(Deposed, match="session with the database has ended"):
         first.check()
     first.beat()
+    second.check()
+    first.close()
+    second.close()
+
+
+def test_a_leader_that_freezes_in_the_middle_of_a_beat_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    address = postgres.shared().new_database()
+    first, two = leading(open_session(address), "one"), open_session(address)
+    monkeypatch.setattr(leadership, "SILENT_SECONDS", -1.0)
+    with two.engine.begin() as connection:
+        connection.execute(text("SET lock_timeout = '5s'"))
+    successors: list[DatabaseSession] = []
+
+    def freeze(_connection: object, _cursor: object, statement: str, *_: object) -> None:
+        if "UPDATE leader_beat" in statement:
+            successors.append(leading(two, "two"))
+
+    event.listen(first.beats, "after_cursor_execute", freeze)
+    first.beat()
+    (second,) = successors
     second.check()
     first.close()
     second.close()

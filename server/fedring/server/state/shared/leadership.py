@@ -82,7 +82,10 @@ class DatabaseSession:
         """
         mine = "EXISTS (SELECT 1 FROM leader WHERE term = :term)"
         try:
-            with self.beats.begin() as connection:
+            with self.beats.connect() as connection:
+                # A server that is frozen within a transaction would keep the row, for which its successor would wait:
+                # the successor ends the session that leads, and knows of no other.
+                connection.execution_options(isolation_level="AUTOCOMMIT")
                 query = text(f"UPDATE leader_beat SET at = clock_timestamp() WHERE {mine}")
                 connection.execute(query, {"term": self.term})
                 connection.execute(text(replication.NOTE_SYNCHRONOUS))
