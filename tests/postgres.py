@@ -31,13 +31,14 @@ class Cluster:
         folder: A new one.
         durable: Whether commits are synced, as tests that kill the cluster need.
         listen: Another address of this host where it listens.
+        port: Where it listens there.
         source: Another cluster, of which this one is a replica until it is promoted.
     """
 
     def __init__(
-        self, folder: Path, *, durable: bool = False, listen: str = "", source: "Cluster | None" = None
+        self, folder: Path, *, durable: bool = False, listen: str = "", port: int = 5432, source: "Cluster | None" = None
     ) -> None:
-        self._host = listen or str(folder)
+        self._host, self._port = listen or str(folder), port
         self._programs, self.folder = programs() or missing("PostgreSQL"), folder
         # PostgreSQL does not run as root; its package has made a user of its own.
         self._user = ["setpriv", "--reuid=postgres", "--regid=postgres", "--clear-groups"] if os.getuid() == 0 else []
@@ -53,7 +54,7 @@ class Cluster:
         with (folder / "data" / "postgresql.conf").open("a") as file:
             file.write(
                 f"listen_addresses = '{listen}'\nunix_socket_directories = '{folder}'\n"
-                f"fsync = {'on' if durable else 'off'}\n"
+                f"fsync = {'on' if durable else 'off'}\nport = {port}\n"
             )
         if listen:
             with (folder / "data" / "pg_hba.conf").open("a") as file:
@@ -76,16 +77,18 @@ class Cluster:
 
     def set(self, name: str, value: str) -> None:
         """Change a setting of the running cluster."""
-        with psycopg.connect(f"host={self.folder} user=fedring dbname=postgres", autocommit=True) as connection:
+        where = f"host={self.folder} port={self._port} user=fedring dbname=postgres"
+        with psycopg.connect(where, autocommit=True) as connection:
             connection.execute(f"ALTER SYSTEM SET {name} = '{value}'".encode())
             connection.execute("SELECT pg_reload_conf()")
 
-    def new_database(self) -> str:
+    def new_database(self, name: str = "") -> str:
         """Return the address of a new, empty database."""
-        name = f"db{next(_NUMBERS)}"
-        with psycopg.connect(f"host={self.folder} user=fedring dbname=postgres", autocommit=True) as connection:
+        name = name or f"db{next(_NUMBERS)}"
+        where = f"host={self.folder} port={self._port} user=fedring dbname=postgres"
+        with psycopg.connect(where, autocommit=True) as connection:
             connection.execute(f"CREATE DATABASE {name}".encode())
-        return f"postgresql+psycopg://fedring@/{name}?host={self._host}"
+        return f"postgresql+psycopg://fedring@/{name}?host={self._host}&port={self._port}"
 
     def _run(self, program: str, *arguments: str) -> None:
         command = [*self._user, str(self._programs / program), *arguments]

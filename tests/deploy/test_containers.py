@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 import yaml
 from tests.conftest import ROOT, missing
-from tests.deploy.on_this_host import PROGRAMS, SECONDS, Running, Translator, run
+from tests.deploy.containers import DOCKER, Containers
+from tests.deploy.on_this_host import PROGRAMS, SECONDS, Running, run
 from tests.waiting import until
 
 from fedring.daemon.config import load_config
 from fedring.daemon.exits import Exit
 from fedring.server.config import ServerConfig
 
-DOCKER = ROOT / "deploy" / "docker"
 COMPOSE = DOCKER / "compose.yml"
 SERVICES: dict[str, dict[str, Any]] = yaml.safe_load(COMPOSE.read_text())["services"]
 VOLUMES: dict[str, Any] = yaml.safe_load(COMPOSE.read_text())["volumes"]
@@ -58,7 +58,10 @@ def test_the_build_context_has_only_the_files_that_the_dockerfile_copies() -> No
 
 def test_the_image_is_tagged_with_our_version() -> None:
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-    texts = [COMPOSE.read_text(), *(path.read_text() for path in (ROOT / "deploy" / "kubernetes").glob("*.yaml"))]
+    texts = [
+        *(path.read_text() for path in DOCKER.glob("*.yml")),
+        *(path.read_text() for path in (ROOT / "deploy" / "kubernetes").glob("*.yaml")),
+    ]
     assert {tag for text in texts for tag in re.findall(r"image: fedring:(\S+)", text)} == {version}
 
 
@@ -133,64 +136,14 @@ def test_no_service_sees_the_key_of_another() -> None:
                 seen.setdefault(mount["source"], set()).add(name)
     assert seen.pop("ca") == {"certs"}
     assert all(len(names - {"certs"}) == 1 for names in seen.values())
-    made = re.search(r"/certs /certs/ca (.*)$", (DOCKER / "Dockerfile").read_text(), re.M)
-    assert made is not None
     targets = {mount["target"] for mount in SERVICES["certs"]["volumes"] if mount["type"] == "volume"}
-    assert targets == {"/certs/ca", *made[1].split()}
-
-
-class Containers:
-    """Runs each service's command on this host: volumes are folders, and each container has its own paths."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.translator = folder, Translator()
-
-    def command(self, name: str, *arguments: str) -> list[str]:
-        """Return the command that the container would run."""
-        service = SERVICES[name]
-        words = [*service.get("entrypoint", []), *(arguments or service["command"])]
-        words = [str(DOCKER / word) if word == "run-daemon" else word for word in words]
-        return [self.translator.translate(word, self.paths(name), name) for word in words]
-
-    def env(self, name: str) -> dict[str, str]:
-        """Return the container's environment."""
-        given = SERVICES[name].get("environment", {})
-        return {key: self.translator.translate(value, self.paths(name), name) for key, value in given.items()}
-
-    def check(self, name: str) -> list[str]:
-        """Return the command of the container's health check."""
-        return [self.translator.translate(word, {}, name) for word in SERVICES[name]["healthcheck"]["test"][1:]]
-
-    def paths(self, name: str) -> dict[str, Path]:
-        """Create the container's files and folders; return their places on this host by the container's paths."""
-        paths = {"/certs": self.folder / "certs"} if name == "certs" else {}
-        for mount in SERVICES[name]["volumes"]:
-            if mount["type"] == "volume":
-                place = self.folder / mount["source"]
-                place.mkdir(mode=0o700, exist_ok=True)
-                if mount["target"].startswith("/certs/"):
-                    self._link(self.folder / mount["target"].removeprefix("/"), place)
-            else:
-                place = self.folder / f"{name}-{Path(mount['source']).name}"
-            paths[mount["target"]] = place
-        for mount in SERVICES[name]["volumes"]:
-            if mount["type"] == "bind":
-                text = (DOCKER / mount["source"]).read_text()
-                translated = text if mount["source"].endswith(".sh") else self.translator.translate(text, paths, name)
-                paths[mount["target"]].write_text(translated)
-        return paths
-
-    @staticmethod
-    def _link(at: Path, place: Path) -> None:
-        at.parent.mkdir(exist_ok=True)
-        if not at.exists():
-            at.symlink_to(place)
+    assert targets <= set(re.findall(r"/certs/\S+", (DOCKER / "Dockerfile").read_text()))
 
 
 @pytest.fixture(scope="module")
 def containers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Containers]:
     """Start all our services as `docker compose up` does."""
-    containers = Containers(tmp_path_factory.mktemp("compose"))
+    containers = Containers(tmp_path_factory.mktemp("compose"), SERVICES)
     logs = containers.folder
     for _ in range(2):  # the second time, nothing may be made again
         done = run(containers.command("certs"), containers.env("certs"))
