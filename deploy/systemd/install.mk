@@ -1,11 +1,13 @@
-# make install-systemd [PREFIX=/opt/fedring] [DESTDIR=] [GPU=1] [TORCH_INDEX=...] [EXTRAS=...] installs the programs, their units and
+# make install-systemd [PREFIX=/opt/fedring] [DESTDIR=] [GPU=1] [SHARED=1] [TORCH_INDEX=...] [EXTRAS=...] installs the programs, their units and
 # example configurations.
 PREFIX ?= /opt/fedring
 DESTDIR ?=
+comma := ,
 UNITS := $(DESTDIR)/etc/systemd/system
 GPU ?=
-# What is installed beside fl-client: EXTRAS=tracing is enough on a machine that has only clients, without flctl's tables.
-EXTRAS ?= server,cli,tracing
+SHARED ?=
+# What is installed beside fl-client: EXTRAS=tracing is enough on a machine that has only clients, without flctl's tables. SHARED=1 is for servers that share a state.
+EXTRAS ?= server,$(if $(SHARED),ha$(comma))cli,tracing
 
 .PHONY: install-systemd install-programs install-units
 
@@ -28,6 +30,8 @@ install-units:
 	    sed 's|/opt/fedring/|$(PREFIX)/|' "deploy/systemd/$$unit" > "$(UNITS)/$$unit" && chmod 644 "$(UNITS)/$$unit" || exit; \
 	done
 	$(if $(GPU),install -Dm644 -t '$(UNITS)/fl-client@.service.d' 'deploy/systemd/fl-client@.service.d/gpu.conf')
+	$(if $(SHARED),install -Dm644 -t '$(UNITS)/fl-server.service.d' 'deploy/systemd/fl-server.service.d/shared.conf')
+	$(if $(SHARED),[ -e '$(DESTDIR)/etc/fedring/stores.env' ] || install -m600 -t '$(DESTDIR)/etc/fedring' deploy/systemd/stores.env)
 	install -Dm644 deploy/systemd/fedring.sysusers '$(DESTDIR)/usr/lib/sysusers.d/fedring.conf'
 	install -Dm644 deploy/systemd/fedring.tmpfiles '$(DESTDIR)/usr/lib/tmpfiles.d/fedring.conf'
 	for file in server.toml client.toml; do \

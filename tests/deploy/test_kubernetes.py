@@ -120,3 +120,63 @@ def test_every_secret_and_config_map_that_a_pod_mounts_is_applied_or_made_as_the
                 assert f"create secret generic {name}" in page
             elif name := volume.get("configMap", {}).get("name"):
                 assert name in applied or f"create configmap {name}" in page
+
+
+SHARED = ROOT / "deploy" / "kubernetes-shared"
+
+
+def merged(base: Any, patch: Any) -> Any:
+    """Return what kustomize makes of a manifest and a strategic merge patch, as far as ours need it."""
+    if isinstance(base, dict) and isinstance(patch, dict):
+        kept = {key: value for key, value in base.items() if patch.get(key, "") is not None}
+        return kept | {key: merged(kept.get(key), value) for key, value in patch.items() if value is not None}
+    if isinstance(base, list) and isinstance(patch, list) and all("name" in each for each in (*base, *patch)):
+        patches = {each["name"]: each for each in patch}
+        return [merged(each, patches.pop(each["name"], {})) for each in base] + list(patches.values())
+    return patch
+
+
+def shared_manifests() -> list[dict[str, Any]]:
+    """Return the manifests of two servers that share a state."""
+    overlay = yaml.safe_load((SHARED / "kustomization.yaml").read_text())
+    found = {name_of(manifest): manifest for manifest in MANIFESTS}
+    assert overlay["resources"][0] == "../kubernetes"
+    for name in overlay["resources"][1:]:
+        found |= {name_of(each): each for each in yaml.safe_load_all((SHARED / name).read_text())}
+    for patch in (yaml.safe_load((SHARED / each["path"]).read_text()) for each in overlay["patches"]):
+        found[name_of(patch)] = merged(found[name_of(patch)], patch)
+    named = {*overlay["resources"][1:], *(each["path"] for each in overlay["patches"]), "kustomization.yaml"}
+    assert named == {path.name for path in SHARED.glob("*.yaml")}
+    return list(found.values())
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("manifest", shared_manifests(), ids=name_of)
+def test_a_manifest_of_two_servers_fits_the_schema(manifest: dict[str, Any], version: str) -> None:
+    test_a_manifest_fits_the_schema(manifest, version)
+
+
+def test_clients_are_sent_to_the_leader_alone_and_a_standby_is_left_in_peace() -> None:
+    found = {name_of(manifest): manifest for manifest in shared_manifests()}
+    servers, budget = found["StatefulSet-fl-server"], found["PodDisruptionBudget-fl-server"]
+    test_a_pod_is_restricted_limited_and_given_time_to_drain(servers)
+    labels = servers["spec"]["template"]["metadata"]["labels"]
+    assert servers["spec"]["replicas"] == 2
+    assert servers["spec"]["updateStrategy"] == {"type": "OnDelete"}  # of two pods, one is never ready
+    (container,) = containers_of(servers)
+    health = int(config_of("fl-server")["health_listen"].rpartition(":")[2])
+    assert container["readinessProbe"]["grpc"] == {"port": health}
+    assert not {"livenessProbe", "startupProbe"} & container.keys()  # a standby answers at no health port
+    assert container["image"] == containers_of(SETS[0])[0]["image"]
+    (apart,) = servers["spec"]["template"]["spec"]["affinity"]["podAntiAffinity"][
+        "requiredDuringSchedulingIgnoredDuringExecution"
+    ]
+    assert apart["topologyKey"] == "kubernetes.io/hostname"
+    assert apart["labelSelector"]["matchLabels"] == budget["spec"]["selector"]["matchLabels"] == labels
+    assert budget["spec"]["unhealthyPodEvictionPolicy"] == "AlwaysAllow"
+    assert "publishNotReadyAddresses" not in found["Service-fl-server"]["spec"]
+    ((secret,),) = (container["envFrom"],)
+    page = (ROOT / "docs" / "availability.md").read_text()
+    assert f"create secret generic {secret['secretRef']['name']}" in page
+    for variable in ("FEDRING_SERVER_STATE_URL", "FEDRING_SERVER_BLOB_URL", "PGPASSWORD"):
+        assert variable in page

@@ -21,9 +21,11 @@ from tests.deploy.units import UNITS, Unit
 from fedring.daemon.exits import Exit
 from fedring.rpc.certificates import load_authorities
 from fedring.rpc.handshake import shown_at
+from fedring.server.config import ServerConfig
 
 SERVER, CLIENT = UNITS / "fl-server.service", UNITS / "fl-client@.service"
 GPU = UNITS / "fl-client@.service.d" / "gpu.conf"
+SHARED = UNITS / "fl-server.service.d" / "shared.conf"
 BEAT_SECONDS = 0.2
 
 
@@ -58,7 +60,7 @@ def test_the_check_finds_a_mistake_in_a_unit(analyze: str, runnable: Path) -> No
     assert "strct" in run([analyze, "verify", "--man=no", str(unit)]).stderr
 
 
-@pytest.mark.parametrize("drop_in", [None, GPU], ids=["without", "with-gpu"])
+@pytest.mark.parametrize("drop_in", [None, GPU, SHARED], ids=["without", "with-gpu", "with-shared"])
 @pytest.mark.parametrize("unit", [SERVER, CLIENT], ids=lambda unit: unit.name)
 def test_the_units_are_hardened(analyze: str, runnable: Path, unit: Path, drop_in: Path | None) -> None:
     file = runnable / unit.name.replace("@", "@a")
@@ -107,6 +109,33 @@ def test_make_install_units_puts_all_files_where_systemd_finds_them(analyze: str
         "etc/fedring/client.toml",
     }
     assert Unit(units / "fl-server.service")["ExecStart"].startswith("/srv/fl/bin/fl-server /etc/fedring/server.toml ")
+
+
+def test_servers_that_share_a_state_are_installed_with_their_secrets(analyze: str, tmp_path: Path) -> None:
+    for _ in range(2):  # the second time over existing files
+        done = run(["make", "--directory", str(ROOT), "install-units", f"DESTDIR={tmp_path}", "SHARED=1"])
+        assert done.returncode == 0, done.stderr
+        secrets = tmp_path / "etc" / "fedring" / "stores.env"
+        assert secrets.stat().st_mode & 0o777 == 0o600
+        secrets.write_text("PGPASSWORD=x\n")
+    assert secrets.read_text() == "PGPASSWORD=x\n"
+    unit = tmp_path / "etc" / "systemd" / "system" / "fl-server.service"
+    drop_in = tmp_path / "etc" / "systemd" / "system" / "fl-server.service.d" / "shared.conf"
+    assert Unit(drop_in)["EnvironmentFile"] == "/etc/fedring/stores.env"
+    assert str(int(Exit.TRY_AGAIN)) not in Unit(unit)["RestartPreventExitStatus"].split()
+    unit.write_text(unit.read_text().replace("/opt/fedring/bin/fl-server ", "/bin/true "))
+    done = run([analyze, "verify", "--man=no", str(unit)])
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_the_example_of_a_shared_state_is_accepted() -> None:
+    text = (UNITS / "server.toml").read_text()
+    shown = {key: f'{key} = "' for key in ("state_url", "blob_url")}
+    for line in shown.values():
+        assert f"# {line}" in text
+        text = text.replace(f"# {line}", line)
+    given = ServerConfig.model_validate(tomllib.loads(text) | {"state_dir": "x", "insecure": True})
+    assert (given.state_url, given.blob_url) == ("postgresql://fedring@db.example.org/fedring", "s3://models/fedring")
 
 
 def test_the_user_of_the_units_is_created(tmp_path: Path) -> None:
