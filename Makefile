@@ -24,7 +24,7 @@ MATRIX ?=
 PROGRAMS := $(VENV)/.programs
 STAMP := $(VENV)/.installed
 
-.PHONY: programs install wheel release site demo secure-demo private-demo test soak soak-hour power-loss fuzz campaign torch-matrix libraries outsiders image-test systemd-test check lint unit format bench beside clean
+.PHONY: programs install wheel release site demo secure-demo private-demo ha-demo test soak soak-hour power-loss fuzz campaign torch-matrix libraries outsiders image-test systemd-test check lint unit format bench beside clean
 
 # What runs: fl-server, fl-client and flctl.
 programs: $(PROGRAMS)
@@ -70,6 +70,10 @@ secure-demo: programs
 private-demo: programs
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[all,privacy]'
 	$(BIN)/flctl try private --out private-demo
+
+# Two servers with PostgreSQL and an S3 server, of which the leader is killed. It needs PostgreSQL from the system.
+ha-demo: install
+	$(BIN)/python -m tests.ha_demo
 
 test: install
 	$(PYTEST) $(TOGETHER) -m "not alone and not soak"

@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +110,7 @@ def test_the_services_train_on_when_a_server_is_killed(stores: tuple[Containers,
             if name == "server-1":
                 running[name].first_line()
             elif name == "server-2":
-                until(lambda log=log: "waits as a standby" in log.read_text())
+                until(partial(_waits, log))
         for server in ("server-1", "server-2"):
             env = containers.env("flctl")
             env["FLCTL_SERVER"] = containers.translator.translate(f"{server}:8444", {})
@@ -119,3 +120,7 @@ def test_the_services_train_on_when_a_server_is_killed(stores: tuple[Containers,
             if server == "server-1":
                 running[server].__exit__(None, None, None)  # SIGKILL
                 running["server-2"].first_line()
+
+
+def _waits(log: Path) -> bool:
+    return "waits as a standby" in log.read_text()

@@ -112,10 +112,10 @@ def test_make_install_units_puts_all_files_where_systemd_finds_them(analyze: str
 
 
 def test_servers_that_share_a_state_are_installed_with_their_secrets(analyze: str, tmp_path: Path) -> None:
+    secrets = tmp_path / "etc" / "fedring" / "stores.env"
     for _ in range(2):  # the second time over existing files
         done = run(["make", "--directory", str(ROOT), "install-units", f"DESTDIR={tmp_path}", "SHARED=1"])
         assert done.returncode == 0, done.stderr
-        secrets = tmp_path / "etc" / "fedring" / "stores.env"
         assert secrets.stat().st_mode & 0o777 == 0o600
         secrets.write_text("PGPASSWORD=x\n")
     assert secrets.read_text() == "PGPASSWORD=x\n"
