@@ -14,7 +14,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -106,22 +106,32 @@ def _until_mid_round(fleet: TwoServers, told: Told, clients: int, rounds: int) -
         spec = {**_JOB, "rounds": rounds, "min_clients": clients}
         job_id, last = control.start_job(spec).job_id, f"client-{clients - 1}"
         told.note(f"job {job_id} starts: {rounds} rounds, {clients} clients")
-        for event in map(told.hear, events):
-            if event.kind == "round_published":
-                told.note(f"round {event.round} has ended")
-            elif event.kind == "job_ended":
-                raise RuntimeError("the job ended before a client could be frozen: give it more rounds")
-            elif event.kind == "round_started" and event.round > 1:
-                fleet.clients[-1].send(signal.SIGSTOP)
-            elif event.kind == "update_accepted" and event.client_id == last:
-                fleet.clients[-1].send(signal.SIGCONT)  # it was too late to freeze it in this round
-            here = {client for number, client in told.accepted if number == event.round}
-            if event.round > 1 and len(here) == clients - 1 and last not in here:
-                break
+        here = _freeze(fleet, told, map(told.hear, events), last)
         fleet.server.kill()
         told.killed = time.monotonic()
-        told.note(f"the leader gets SIGKILL: {len(here)} of {clients} updates of round {event.round} are accepted")
+        told.note(f"the leader gets SIGKILL: {here[1]} of {clients} updates of round {here[0]} are accepted")
         return job_id
+
+
+def _freeze(fleet: TwoServers, told: Told, events: Iterable[pb.Event], last: str) -> tuple[int, int]:
+    """Freeze the last client in a round for which all others have delivered.
+
+    Returns:
+        The round, and how many have delivered.
+    """
+    for event in events:
+        if event.kind == "round_published":
+            told.note(f"round {event.round} has ended")
+        elif event.kind == "round_started" and event.round > 1:
+            fleet.clients[-1].send(signal.SIGSTOP)
+        elif event.kind == "update_accepted" and event.client_id == last:
+            fleet.clients[-1].send(signal.SIGCONT)  # it was too late to freeze it in this round
+        here = {client for number, client in told.accepted if number == event.round}
+        if event.round > 1 and len(here) == len(fleet.clients) - 1 and last not in here:
+            return event.round, len(here)
+        if event.kind == "job_ended":
+            break
+    raise RuntimeError("the job ended before a client could be frozen: give it more rounds")
 
 
 def _let_the_other_one_lead(fleet: TwoServers, told: Told, job_id: int) -> None:

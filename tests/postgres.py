@@ -36,7 +36,13 @@ class Cluster:
     """
 
     def __init__(
-        self, folder: Path, *, durable: bool = False, listen: str = "", port: int = 5432, source: "Cluster | None" = None
+        self,
+        folder: Path,
+        *,
+        durable: bool = False,
+        listen: str = "",
+        port: int = 5432,
+        source: "Cluster | None" = None,
     ) -> None:
         self._host, self._port = listen or str(folder), port
         self._programs, self.folder = programs() or missing("PostgreSQL"), folder
