@@ -55,6 +55,9 @@ promtool test rules deploy/prometheus/tests/alerts.yml
 | `FlCertificateExpires` | a certificate ends within 14 days |
 | `FlClientDown` | Prometheus cannot read the metrics of an fl-client that it knows |
 | `FlDown` | Prometheus cannot read the metrics of fl-server |
+| `FlNoLeader` | of the servers that share a state, none leads |
+| `FlLeaderChanges` | another server has begun to lead more than three times within an hour |
+| `FlNoStandby` | a server that shares its state leads, and no other one waits |
 
 ## Grafana
 

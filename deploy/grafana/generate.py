@@ -202,6 +202,10 @@ PROCESS = Dashboard(
     {
         "Processes": (
             Panel("Up", "short", {"{{job}} {{instance}}": 'up{job=~"fl-server|fl-client"}'}, 6, stat=True),
+            Panel("Leads", "short", {
+                "{{instance}}": "fl_server_leads",
+                "{{instance}}: standbys": "fl_server_standbys",
+            }, 6, stat=True, text="1 = this server leads, or has its state for itself; 0 = it waits as a standby."),
             Panel("Version", "short", {"{{instance}} {{version}}": "fl_build_info"}, 6, stat=True),
             Panel("Processor", "percentunit",
                   {"{{instance}}": "rate(process_cpu_seconds_total{job=~\"fl-.*\"}[$__rate_interval])"}, 6),

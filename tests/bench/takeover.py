@@ -4,9 +4,8 @@
 
 Two servers share a database of PostgreSQL and a folder of objects. By turns, the leader is killed with SIGKILL, stopped
 with SIGTERM, and frozen with SIGSTOP, which ends its session once it has been silent for some seconds. Prints one JSON
-line with the median seconds from the signal until the other server has printed that it serves. Of a frozen leader, they
-end when the other one leads, since nobody else can have its ports on the same machine. Both have imported all that they
-need before.
+line with the median seconds from the signal until the other server, which answers reads until then, has printed that it
+serves. Both have imported all that they need before.
 
 With --crash-points, the leader dies instead at each of its crash points, in the middle of the rounds of four clients,
 and the seconds are those from its death. A place is left out where the other server was just starting itself.
@@ -21,32 +20,30 @@ from pathlib import Path
 from statistics import median
 
 from fedring.daemon.exits import Exit
+from fedring.rpc.probe import Listener, listener_at
 from tests import postgres
 from tests.bench.lab.daemons import print_line
 from tests.fault.counted_job import NAMES, SETTINGS, CountedJob
 from tests.fault.killable_clients import KillableClients
 from tests.fault.leader_ends import CRASH_POINTS, TwoAddresses, die_at_each
-from tests.fault.two_servers import TwoServers, terms
+from tests.fault.two_servers import TwoServers
 from tests.waiting import until
 
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP)
 
 
-def measure(fleet: TwoServers, database: str, number: signal.Signals) -> float:
+def measure(fleet: TwoServers, number: signal.Signals) -> float:
     """Return the seconds of one takeover; another standby waits afterwards."""
-    term, began = terms(database), time.monotonic()
+    answering = str(fleet.standby.settings["control_listen"])
+    until(lambda: listener_at(answering) is Listener.PLAINTEXT)
+    began = time.monotonic()
     fleet.server.send(number)
+    fleet.until_the_standby_leads()
+    seconds = time.monotonic() - began
     if number == signal.SIGSTOP:
-        until(lambda: terms(database) > term)
-        seconds = time.monotonic() - began
         fleet.server.send(signal.SIGCONT)
-        if fleet.server.wait() != Exit.TRY_AGAIN:
-            raise RuntimeError("the frozen leader goes on")
-        fleet.until_the_standby_leads()
-    else:
-        fleet.until_the_standby_leads()
-        seconds = time.monotonic() - began
-        fleet.server.wait()
+    if fleet.server.wait() != Exit.TRY_AGAIN and number == signal.SIGSTOP:
+        raise RuntimeError("the frozen leader goes on")
     fleet.take_turns()
     return seconds
 
@@ -64,10 +61,10 @@ def main() -> None:
 def after_signals(turns: int) -> dict[str, list[float]]:
     """Return the seconds after each signal."""
     database, found = postgres.shared().new_database(), {number.name: list[float]() for number in SIGNALS}
-    with tempfile.TemporaryDirectory() as folder, TwoServers(Path(folder), database) as fleet:
+    with tempfile.TemporaryDirectory() as folder, TwoServers(Path(folder), database, apart=True) as fleet:
         for _ in range(turns):
             for number in SIGNALS:
-                found[number.name].append(round(measure(fleet, database, number), 2))
+                found[number.name].append(round(measure(fleet, number), 2))
     return found
 
 

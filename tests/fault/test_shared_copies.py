@@ -236,7 +236,7 @@ def test_nothing_is_restored_while_a_server_leads_or_among_the_objects_of_anothe
     with Fleet(tmp_path / "one", place.settings) as fleet:
         done = forks.run("fedring.ctl.main", "restore", made / "copy", *place.words, "--replace", timeout=60)
         assert done.returncode == Exit.CONFIG
-        assert f"({fleet.listen}) leads: stop all its servers first" in done.stderr
+        assert f"{fleet.listen} leads: stop all its servers first" in done.stderr
     other = Place(tmp_path / "other")
     with pytest.raises(ConfigError, match="blob_url holds the objects of another state"):
         restore_shared(made / "copy", other.state_url, place.blob_url)

@@ -29,7 +29,7 @@ class TwoServers(FaultyFleet):
         others = {"other_servers": [self._apart["listen"]]} if apart else {}
         super().__init__(folder, shared, [{**others, **each} for each in clients])
         self.standby = self._process("standby", "fedring.server.main", {**self.server.settings})
-        self.standby.settings["state_dir"] = str(folder / "state" / "standby")
+        self.standby.settings |= {"state_dir": str(folder / "state" / "standby"), "name": "standby"}
 
     def start(self) -> None:
         super().start()
@@ -53,8 +53,7 @@ class TwoServers(FaultyFleet):
 
     def until_the_standby_leads(self) -> None:
         ready = json.loads(wait_for(self, "the standby leads", lambda: self.standby.first_line(SECONDS)))
-        if self._apart:
-            self.listen, self.control = self._apart["listen"], self._apart["control_listen"]
+        self.listen, self.control = (str(self.standby.settings[key]) for key in ("listen", "control_listen"))
         assert (ready["listen"], ready["control"]) == (self.listen, self.control)
 
 

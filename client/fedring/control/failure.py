@@ -8,7 +8,7 @@ from grpc import StatusCode
 
 from fedring.daemon.exits import Exit
 from fedring.rpc.channel import encrypts
-from fedring.rpc.errors import reason_of, status_of
+from fedring.rpc.errors import Standby, leader_in, reason_of, status_of
 from fedring.rpc.handshake import diagnose
 from fedring.rpc.probe import Listener, listener_at
 from fedring.rpc.tls import PLAINTEXT, Tls
@@ -68,6 +68,10 @@ def failure_of(error: grpc.RpcError, address: str, *, tls: Tls = PLAINTEXT, name
     match status:
         case StatusCode.UNAVAILABLE if "WRONG_VERSION_NUMBER" in details:
             return Unreachable(f"{address} speaks plaintext, and flctl was told to use TLS: leave out --tls-ca")
+        case StatusCode.UNAVAILABLE if reason_of(error) == Standby.reason:
+            return Failure(
+                f"fl-server at {address} waits as a standby: give --server {leader_in(error)}", Exit.UNAVAILABLE
+            )
         case StatusCode.UNAVAILABLE:
             return Unreachable(f"cannot reach fl-server's control port at {address}: {_obstacle(address, tls)}")
         case StatusCode.UNIMPLEMENTED:

@@ -14,9 +14,6 @@ SESSION_KEY = "fl-session"
 TERM_KEY = "fl-term"
 """The metadata key with which a server that shares its state begins each answer: its term, a slash, the run's id."""
 
-LEADER_KEY = "fl-leader"
-"""The key in the trailing metadata of a standby's refusal whose value is the address of the server that leads."""
-
 RESUME_SECRET = re.compile(r"[0-9a-f]{32}")
 """The form of a resume secret: 128 random bits in hexadecimal (JoinReply.resume_secret)."""
 

@@ -13,6 +13,9 @@ from grpc import StatusCode, aio
 
 REASON_KEY = "fl-reason"
 
+LEADER_KEY = "fl-leader"
+"""The key in the trailing metadata of a standby's refusal whose value is the address of the server that leads."""
+
 RETRY_KEY = "fl-retry-seconds"
 """The key in the trailing metadata whose value is a number of seconds.
 
@@ -239,6 +242,20 @@ class Unavailable(FedringError):
     status, reason = StatusCode.UNAVAILABLE, "unavailable"
 
 
+class Standby(FedringError):
+    """The server waits as a standby; another one leads.
+
+    Args:
+        leader: The address at which that one answers the call.
+    """
+
+    status, reason = StatusCode.UNAVAILABLE, "standby"
+
+    def __init__(self, leader: str) -> None:
+        super().__init__(f"this server waits as a standby, and {leader} leads: ask it there")
+        self.metadata = ((LEADER_KEY, leader),)
+
+
 class OldTerm(FedringError):
     """The server has been replaced by another one.
 
@@ -311,6 +328,14 @@ def _trailing_metadata(error: grpc.RpcError) -> Any:
 def text_in(metadata: Sequence[tuple[str, str | bytes]] | None, wanted: str) -> str:
     """Return the value of a key in metadata, or an empty string."""
     return next((str(value) for key, value in metadata or () if key == wanted), "")
+
+
+def leader_in(error: grpc.RpcError) -> str:
+    """Return the address of the server that leads, or an empty string.
+
+    Only a standby's refusal names it.
+    """
+    return text_in(_trailing_metadata(error), LEADER_KEY)
 
 
 def status_of(error: grpc.RpcError | FedringError) -> StatusCode:

@@ -50,6 +50,11 @@ class ServerConfig(BaseSettings):
         description="database of a state that servers share, postgresql://USER@HOST/DATABASE; empty = the state "
         "is in state_dir",
     )
+    name: HostName | Literal[""] = Field(
+        "",
+        description="name or address by which others reach this server, of those that share a state; empty = the host "
+        "of listen, or the name of this machine",
+    )
     blob_url: str = Field("", description="object store of that state, such as s3://BUCKET/PREFIX")
     audit_chain: bool = Field(
         False,

@@ -3,27 +3,42 @@
 import asyncio
 import logging
 import socket
-from typing import NoReturn
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import suppress
+from typing import Any, NoReturn
 
+from fedring.daemon.config import ConfigError
 from fedring.daemon.notify import sd_notify
 from fedring.server.config import ServerConfig
 from fedring.server.state.facts import Facts
 from fedring.server.state.files import STATE_ID
+from fedring.server.state.lead import Lead
 from fedring.server.state.noise_secret import erase_noise_secrets
-from fedring.server.state.shared.leadership import BEAT_SECONDS, DatabaseSession, Leader, attempt, open_session
+from fedring.server.state.shared.leadership import (
+    BEAT_SECONDS,
+    DatabaseSession,
+    Leader,
+    attempt,
+    open_session,
+    wait_beside,
+)
 from fedring.server.state.shared.replication import WITHOUT_STANDBY, is_synchronous
 
 log = logging.getLogger(__name__)
 
 _TRY_SECONDS = 0.5
+_ANY = ("0.0.0.0", "[::]", "::", "*", "")  # hosts of which nobody else can make an address
 
 
-async def lead(config: ServerConfig, stop: asyncio.Event) -> DatabaseSession | None:
+async def lead(
+    config: ServerConfig, stop: asyncio.Event, meanwhile: Callable[[Lead], Coroutine[Any, Any, None]]
+) -> DatabaseSession | None:
     """Wait until this server leads.
 
     Args:
         config: Names the database.
         stop: Ends the wait.
+        meanwhile: Makes the work of a server that waits, of who leads now. It is cancelled when this one leads.
 
     Returns:
         The session that leads; None if `stop` is set before.
@@ -35,25 +50,60 @@ async def lead(config: ServerConfig, stop: asyncio.Event) -> DatabaseSession | N
     session = await asyncio.to_thread(open_session, config.state_url)
     if not await asyncio.to_thread(is_synchronous, session.engine):
         log.warning(WITHOUT_STANDBY)
-    name, known = f"{socket.gethostname()} ({config.listen})", ""
-    while not stop.is_set():
-        found = await asyncio.to_thread(attempt, session, name)
-        if isinstance(found, DatabaseSession):
-            log.info("leads in term %d", found.term, extra={"term": found.term})
-            return found
-        if isinstance(found, Leader) and found.name != known:
-            known = found.name
-            # The rounds that this server may have begun are the other one's now, and none goes on with their noise.
-            erase_noise_secrets(config.state_dir)
-            log.info("waits as a standby: %s leads", known)
-            sd_notify(f"READY=1\nSTATUS=waits as a standby: {known} leads")
-        sd_notify("WATCHDOG=1")
-        try:
-            await asyncio.wait_for(stop.wait(), _TRY_SECONDS)
-        except TimeoutError:
-            continue
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            waiting: asyncio.Task[None] | None = None
+            async for other in _wait(config, session, stop):
+                if isinstance(other, DatabaseSession):
+                    session = other
+                else:
+                    waiting = waiting or tasks.create_task(meanwhile(other))
+            if waiting:
+                waiting.cancel()
+    except ExceptionGroup as group:
+        session.close()
+        raise group.exceptions[0] from None
+    if session.term:
+        log.info("leads in term %d", session.term, extra={"term": session.term})
+        return session
     session.close()
     return None
+
+
+async def _wait(
+    config: ServerConfig, session: DatabaseSession, stop: asyncio.Event
+) -> AsyncIterator[Lead | DatabaseSession]:
+    """Try again and again to lead.
+
+    Yields:
+        Who leads, always the same object, after each attempt; at last the session that leads.
+
+    Raises:
+        ConfigError: Another server has the same name.
+    """
+    (name, control), heard = addresses_of(config), (0, 0.0)
+    lead = Lead(here=False, leader="")
+    while not stop.is_set():
+        found = await asyncio.to_thread(attempt, session, name, control)
+        if isinstance(found, DatabaseSession):
+            yield found
+            return
+        if isinstance(found, Leader):
+            if found.name == name:  # it may be this server's own session of before, which does not beat any more
+                if heard[0] == found.pid and heard[1] != found.beat:
+                    raise ConfigError(f"another server that is called {name} leads: give each a name of its own (name)")
+                heard = found.pid, found.beat
+            if found.name != lead.leader:
+                # The rounds that this server may have begun are the other one's now, and none goes on with their noise.
+                erase_noise_secrets(config.state_dir)
+                log.info("waits as a standby: %s leads", found.name)
+                sd_notify(f"READY=1\nSTATUS=waits as a standby: {found.name} leads")
+            lead.leader, lead.control, lead.term, lead.since = found.name, found.control, found.term, found.since
+            await asyncio.to_thread(wait_beside, session, name)
+            yield lead
+        sd_notify("WATCHDOG=1")
+        with suppress(TimeoutError):
+            await asyncio.wait_for(stop.wait(), _TRY_SECONDS)
 
 
 def check_shared(config: ServerConfig) -> list[str]:
@@ -78,10 +128,32 @@ def check_shared(config: ServerConfig) -> list[str]:
     return advice
 
 
-async def beat(session: DatabaseSession) -> NoReturn:
+def addresses_of(config: ServerConfig) -> tuple[str, str]:
+    """Return the addresses at which clients and operators reach this server.
+
+    The first one is its name.
+    """
+    return _reachable(config.listen, config.name), _reachable(config.control_listen, config.name)
+
+
+def _reachable(listen: str, name: str) -> str:
+    host, _, port = listen.rpartition(":")
+    if listen.startswith("unix:"):
+        return listen
+    return f"{name or (socket.gethostname() if host in _ANY else host)}:{port}"
+
+
+def led_here(config: ServerConfig, session: DatabaseSession) -> Lead:
+    """Return the lead of this server."""
+    return Lead(True, *addresses_of(config), session.term, session.since)
+
+
+async def beat(session: DatabaseSession, facts: Facts) -> NoReturn:
     """Tell standbys again and again that this server is alive."""
     while True:
-        await asyncio.to_thread(session.beat)
+        standbys = await asyncio.to_thread(session.beat)
+        if facts.lead and standbys is not None:
+            facts.lead.standbys = standbys
         await asyncio.sleep(BEAT_SECONDS)
 
 

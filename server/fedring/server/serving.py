@@ -7,49 +7,31 @@ import logging
 import signal
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import ExitStack
-from math import nan
-from typing import TYPE_CHECKING, Any
-
-from grpc import aio
+from typing import Any
 
 from fedring.daemon.checks import refuse_failed
 from fedring.daemon.config import ConfigError, Loaded
 from fedring.daemon.descriptors import raise_limit
 from fedring.daemon.exits import Exit
 from fedring.daemon.logs import log_always
-from fedring.daemon.metrics import serving
 from fedring.daemon.notify import sd_notify, watchdog
 from fedring.daemon.tracing import set_up_tracing
-from fedring.rpc.boundary import Boundary
-from fedring.rpc.channel import make_server
 from fedring.rpc.errors import Unavailable
-from fedring.rpc.health import Health, health_port
+from fedring.rpc.health import health_port
 from fedring.rpc.leader_term import TellTerm, term_text
-from fedring.rpc.metrics import CountCalls
-from fedring.rpc.tls import ends_at
 from fedring.server.config import ServerConfig
-from fedring.server.guard.descriptors import Shares, check_descriptors, shares, wanted
-from fedring.server.guard.ports import Security
-from fedring.server.guard.tokens import TokenService
-from fedring.server.leading import beat, check_shared, lead, look_after_lead
-from fedring.server.operator.privacy_spent import PrivacySpent
+from fedring.server.guard.descriptors import check_descriptors, shares, wanted
+from fedring.server.leading import beat, check_shared, lead, led_here, look_after_lead
+from fedring.server.listening import listen
 from fedring.server.operator.readiness import look_after_storage
-from fedring.server.operator.view import View
 from fedring.server.parts import Parts
 from fedring.server.recovery import recover
 from fedring.server.round.replacements import look_after_groups
-from fedring.server.service.spans import TraceCalls
-from fedring.server.services import CLIENT_SERVICES, add_client_services, control_service, model_streams
+from fedring.server.standby import stand_by
 from fedring.server.state.failures import Deposed, FsyncFailed
-from fedring.v1 import control_pb2, control_pb2_grpc
-from fedring.version import SOFTWARE, VERSION
-
-if TYPE_CHECKING:
-    from fedring.web.serve import WebServer
+from fedring.version import SOFTWARE
 
 log = logging.getLogger(__name__)
-
-_CONTROL_SERVICES = tuple(service.full_name for service in control_pb2.DESCRIPTOR.services_by_name.values())
 
 
 def _stop_on_signals() -> asyncio.Event:
@@ -97,38 +79,21 @@ async def serve(
         return Exit.OK
     if config.state_url:
         stop = stop_event()
-        if (session := await lead(config, stop)) is None:
+        if (session := await lead(config, stop, lambda other: stand_by(config, other, shares(config, limit)))) is None:
             return Exit.OK
     parts = await recover(
         config, stack, sweep=not check_only, drop_damaged=drop_damaged, accept_older=accept_older, session=session
     )
+    parts.facts.lead = led_here(config, session) if session else None
     log_always(lambda: parts.rounds.newest.ids if parts.rounds.newest else {})
     metrics = parts.metrics
     metrics.rounds.min_clients.set(config.job.min_clients)
-    most = shares(config, limit)
-    security = Security(config, parts.facts, stack, most, note=parts.receipts.verb)
-    await security.tokens.load()
-    metrics.guard.read(security.tally)
-    metrics.certificate_expiry.set_function(lambda: ends_at(config.tls) or nan)
-    health = Health(reflection=config.reflection)
     term = term_text(session.term, parts.facts.store.run_id) if session else ""
-    public, control = _servers(parts, security, config, most, lambda: health.why, term)
-    health.serve_on(public, *CLIENT_SERVICES)
-    health.serve_on(control, *_CONTROL_SERVICES)
-    addresses = {
-        "listen": security.bind_public(public),
-        "control": security.bind_control(control),
-    }
-    if metrics_address := stack.enter_context(serving(config.metrics_listen, metrics.registry)):
-        addresses["metrics"] = metrics_address
-    servers = [control, public]
+    ports = await listen(config, parts, stack, shares(config, limit), [TellTerm(term)] if term else [])
+    health, servers, pages, addresses = ports.health, ports.servers, ports.pages, ports.addresses
     if config.health_listen:
         server, addresses["health"] = health_port(config.health_listen, health)
         servers.append(server)
-    spent = PrivacySpent(parts.facts, parts.rounds, metrics.epsilon)
-    pages = _pages(parts, config, stack, spent)
-    for page in pages:
-        addresses["web"] = page.url
     if check_only:
         print(*parts.models.maker.offered.lines(), "the configuration is good", sep="\n")
         return Exit.OK
@@ -159,11 +124,8 @@ async def serve(
     print(json.dumps(addresses), flush=True)
     others = [
         look_after_storage(parts.facts, parts.rounds, parts.journal, health),
-        security.look_after_revocations(),
-        security.look_after_connections(),
-        spent.run(),
-        *(page.run() for page in pages),
-        *([beat(session), look_after_lead(session, parts.facts)] if session else []),
+        *ports.works(),
+        *([beat(session, parts.facts), look_after_lead(session, parts.facts)] if session else []),
     ]
     return await _until_stopped(parts, others, stop=stop, drain=drain, drain_seconds=config.drain_seconds)
 
@@ -180,45 +142,6 @@ def _check_names(config: ServerConfig) -> None:
     from fedring.server.startup_checks import check  # imports torch: seconds
 
     check(config)
-
-
-def _servers(
-    parts: Parts, security: Security, config: ServerConfig, most: Shares, not_serving: Callable[[], str], term: str
-) -> tuple[aio.Server, aio.Server]:
-    """Make the guarded servers for clients and for flctl."""
-    guards = [CountCalls(parts.metrics.calls), *([TellTerm(term)] if term else []), Boundary()]
-    # The cheapest refusal comes first: addresses, then callers. Spans come last, so a refused call leaves none.
-    public = make_server(
-        [*guards, security.public_entrance, security.public, TraceCalls()],
-        max_streams=4 * config.max_clients,
-        tls=config.tls,
-        max_connections=most.public,
-    )
-    control = make_server(
-        [*guards, security.control_entrance, security.control, TraceCalls()],
-        max_streams=64,
-        tls=config.tls,
-        max_connections=most.control,
-    )
-    streams = model_streams(parts)
-    add_client_services(public, parts, streams, config)
-    operate = control_service(parts, streams, config, refused=security.tally.counts, not_serving=not_serving)
-    control_pb2_grpc.add_ControlServiceServicer_to_server(operate, control)
-    tokens = TokenService(security.tokens, parts.sessions, taken=config.tokens)
-    control_pb2_grpc.add_TokenServiceServicer_to_server(tokens, control)
-    return public, control
-
-
-def _pages(parts: Parts, config: ServerConfig, stack: ExitStack, spent: PrivacySpent) -> "list[WebServer]":
-    """Make the page, if it is wanted."""
-    if config.web_port is None:
-        return []
-    from fedring.web.serve import WebServer  # imports a web server
-
-    view = View(parts.rounds, parts.sessions, parts.journal, parts.facts, VERSION, spent)
-    page = WebServer(view, config.web_host, config.web_port, names=config.web_allowed_hosts)
-    stack.enter_context(page.socket)
-    return [page]
 
 
 async def _until_stopped(

@@ -22,7 +22,7 @@ from fedring.daemon.tracing import trace_metadata
 from fedring.rpc.channel import encrypts, open_channel
 from fedring.rpc.chunks import part_parser, serialize
 from fedring.rpc.contract import PROTOCOL, SESSION_KEY
-from fedring.rpc.errors import OldTerm, Unavailable, reason_of, status_of
+from fedring.rpc.errors import OldTerm, Standby, Unavailable, leader_in, reason_of, status_of
 from fedring.rpc.handshake import diagnose
 from fedring.rpc.leader_term import NewestTerm, refusing_old_terms
 from fedring.rpc.metrics import counted
@@ -86,7 +86,7 @@ class Connection:
     """
 
     def __init__(self, config: ClientConfig, metrics: ClientMetrics) -> None:
-        self._addresses = cycle(config.servers)
+        self._servers, self._addresses = config.servers, cycle(config.servers)
         self._waits = not config.other_servers  # else another address may answer meanwhile
         self.address = next(self._addresses)
         self.encrypted = encrypts(config.server, config.tls)
@@ -220,8 +220,10 @@ class Connection:
         try:
             session = await call
         except (aio.AioRpcError, OldTerm) as error:
-            if isinstance(error, OldTerm) or (not self._waits and status_of(error) in _NOBODY):
-                self.address = next(self._addresses)  # of one address, a balancer may choose another server
+            # Of one address, a balancer may choose another server.
+            replaced = reason_of(error) in (OldTerm.reason, Standby.reason)
+            if replaced or (not self._waits and status_of(error) in _NOBODY):
+                self.address = self._next_address(error)
                 await self.hang_up()
             if isinstance(error, OldTerm):
                 raise
@@ -239,6 +241,11 @@ class Connection:
             self._watch_channel = self._channels[-1]
             self._changed.notify_all()
         return session
+
+    def _next_address(self, error: aio.AioRpcError | OldTerm) -> str:
+        """Return the address to ask next: the leader's, if it is known."""
+        named = leader_in(error) if isinstance(error, aio.AioRpcError) else ""
+        return named if named in self._servers else next(self._addresses)
 
     @property
     def metadata(self) -> Metadata:

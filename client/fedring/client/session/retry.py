@@ -29,7 +29,8 @@ class Verdict(Enum):
 _COMMON: Mapping[StatusCode | str, Verdict] = {
     "bad_request": Verdict.AGAIN,
     "gone": Verdict.JOIN,
-    "old_term": Verdict.JOIN,  # the next Join finds the server that leads
+    "standby": Verdict.JOIN,  # the next Join finds the server that leads
+    "old_term": Verdict.JOIN,
     StatusCode.UNAVAILABLE: Verdict.LATER,
     StatusCode.RESOURCE_EXHAUSTED: Verdict.LATER,
     StatusCode.DEADLINE_EXCEEDED: Verdict.LATER,

@@ -23,10 +23,12 @@ from fedring.rpc.errors import (
     IdInUse,
     InLine,
     OldTerm,
+    Standby,
     Superseded,
     Unavailable,
     UnknownMethod,
     UnknownRound,
+    leader_in,
     reason_of,
     retry_seconds_of,
     status_of,
@@ -54,6 +56,7 @@ POLICY = RetryPolicy(
     {
         **dict.fromkeys(StatusCode, Verdict.LATER),
         Superseded.reason: Verdict.DROP,
+        Standby.reason: Verdict.LATER,
         OldTerm.reason: Verdict.LATER,
     }
 )
@@ -352,6 +355,11 @@ class ClientSession:
             return "replaced", f"fl-server at {address} has been replaced ({lost}); looking for the one that leads"
         if isinstance(lost, FedringError):
             return "silent", f"fl-server at {address} does not answer ({lost}); joining again"
+        if _is(lost, Standby):
+            return (
+                "standby",
+                f"fl-server at {address} waits as a standby; looking for {leader_in(lost) or 'the leader'}",
+            )
         if _unreachable(lost):
             return "unreachable", f"cannot reach fl-server at {address}; still trying: {obstacle}"
         if _is(lost, IdInUse):
@@ -386,7 +394,5 @@ def _is(lost: Lost, kind: type[FedringError]) -> bool:
 
 
 def _unreachable(lost: Lost) -> bool:
-    return isinstance(lost, aio.AioRpcError) and status_of(lost) in (
-        StatusCode.UNAVAILABLE,
-        StatusCode.DEADLINE_EXCEEDED,
-    )
+    nobody = (StatusCode.UNAVAILABLE, StatusCode.DEADLINE_EXCEEDED)
+    return isinstance(lost, aio.AioRpcError) and status_of(lost) in nobody and not _is(lost, Standby)

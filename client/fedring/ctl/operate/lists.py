@@ -65,8 +65,10 @@ def status(server: ServerOption = DEFAULT_SERVER, output: OutputOption = Output.
     queued = counted(now.jobs_queued, "job")
     if now.jobs_queued and now.max_running_jobs:
         queued += f", as at most {now.max_running_jobs} run at once"
+    leads = now.leadership.here or not now.HasField("leadership")
     rows = [
         ("server", f"{now.version}, run {now.run_id}, up {duration(now.uptime_seconds)}"),
+        *([("leads", _lead_sentence(now.leadership))] if now.HasField("leadership") else []),
         ("serves", f"no: {now.not_serving}" if now.not_serving else "yes"),
         *(("job", _job_sentence(job)) for job in running),
         *([] if running else [("job", "none is running")]),
@@ -75,11 +77,18 @@ def status(server: ServerOption = DEFAULT_SERVER, output: OutputOption = Output.
         *([] if open_rounds else [("round", "none yet")]),
         *([("secure", _secure_sentence(now.round.secure))] if now.round.HasField("secure") else []),
         *(("buffer", buffer_sentence(each.asynchronous)) for each in open_rounds if each.HasField("asynchronous")),
-        ("clients", f"{now.clients_watching} in session"),
+        ("clients", f"{now.clients_watching} in session" if leads else "known to the leader"),
         ("model", f"version {now.model_version}" if now.model_version else "none yet"),
         ("refused", ", ".join(f"{count} {reason}" for reason, count in sorted(now.refused.items()) if count) or "none"),
     ]
     print_table(f"fl-server at {server}", ("what", "now"), rows)
+
+
+def _lead_sentence(lead: pb.Leadership) -> str:
+    sentence = f"{lead.leader}, since {lead.since}, term {lead.term}"
+    if lead.here:
+        return f"{sentence}; waiting: {', '.join(lead.standbys) or 'no other server'}"
+    return f"{sentence}; flctl starts and stops there: --server {lead.control}"
 
 
 def _job_sentence(job: pb.Job) -> str:

@@ -10,6 +10,7 @@ from fedring.server.round.rounds import Rounds
 from fedring.server.sessions.sessions import Session, Sessions
 from fedring.server.state.facts import Facts
 from fedring.server.state.journal import Journal, printable, rfc3339
+from fedring.server.state.lead import absent
 from fedring.v1 import control_pb2 as pb
 from fedring.v1 import federation_pb2 as fed
 
@@ -32,7 +33,8 @@ class ClientRecords:
         gone = counts.keys() - {each.client_id for each in sessions.open} if request.state in ("", "away") else ()
         names = [name for name in (*here, *sorted(gone)) if search in name]
         page = names[request.skip : request.skip + limit_of(request)]
-        rows = [_row(sessions.get(name), name, counts.get(name, 0), held.get(name, ())) for name in page]
+        gone_as = absent(self._facts.lead)
+        rows = [_row(sessions.get(name), name, counts.get(name, 0), held.get(name, ()), gone_as) for name in page]
         return pb.ClientList(clients=rows, total=len(names))
 
     async def forget(self, request: pb.ForgetClientRequest) -> pb.ForgottenClient:
@@ -62,9 +64,9 @@ def _state_of(session: Session) -> str:
     return "watching" if session.matched else "joined"
 
 
-def _row(session: Session | None, name: str, updates: int, held: Sequence[int]) -> pb.Client:
+def _row(session: Session | None, name: str, updates: int, held: Sequence[int], absent_as: str) -> pb.Client:
     if session is None:
-        return pb.Client(client_id=name, state="away", updates=updates)
+        return pb.Client(client_id=name, state=absent_as, updates=updates)
     return pb.Client(
         client_id=name,
         state=_state_of(session),

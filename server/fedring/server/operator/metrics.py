@@ -77,6 +77,14 @@ class Metrics:
         self._failing = new.gauge("fl_server_storage_failing", text)
         text = "Length of the database's log, which is emptied after rounds and from database_log_bytes on."
         self._log_bytes = new.gauge("fl_server_database_log_bytes", text)
+        text = "1 while this server leads, or has its state for itself; 0 while it waits as a standby."
+        self._leads = new.gauge("fl_server_leads", text)
+        text = "The term in which this server leads, or that of the leader for which it waits; 0 = it shares no state."
+        self._term = new.gauge("fl_server_leader_term", text)
+        text = "When that term began, by the database's clock; 0 = it shares no state."
+        self._since = new.gauge("fl_server_leader_since_timestamp_seconds", text)
+        text = "Servers that wait to lead, as the leader knows; 0 on a standby."
+        self._standbys = new.gauge("fl_server_standbys", text)
         text = "What the newest commit of accepted updates took to be on the disk."
         self._fsync = new.gauge("fl_server_last_fsync_seconds", text)
 
@@ -91,6 +99,10 @@ class Metrics:
         self._failing.set_function(lambda: bool(facts.storage.fault))
         self._disk_free.set_function(partial(_disk, facts, "free"))
         self._disk_size.set_function(partial(_disk, facts, "total"))
+        self._leads.set_function(lambda: facts.lead is None or facts.lead.here)
+        self._term.set_function(lambda: facts.lead.term if facts.lead else 0)
+        self._since.set_function(lambda: facts.lead.since if facts.lead else 0)
+        self._standbys.set_function(lambda: len(facts.lead.standbys) if facts.lead and facts.lead.here else 0)
 
     async def measure_lag(self) -> None:
         """Measure again and again how late the event loop is, until cancelled."""

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from fedring.server.round.report import round_message
 from fedring.server.state.journal import rfc3339
+from fedring.server.state.lead import Lead
 from fedring.server.state.rows import EvaluationRow, EventRow, JobRow, ModelRow, RoundRow
 from fedring.train.jobs.start import NEWEST, spelled
 from fedring.v1 import control_pb2 as pb
@@ -28,6 +29,20 @@ def job_message(row: JobRow, place: int = 0) -> pb.Job:
         start_version=row.start_version,
         place=place,
         priority=row.priority,
+    )
+
+
+def lead_message(lead: Lead | None) -> pb.Leadership | None:
+    """Return which server leads, as a message."""
+    if lead is None:
+        return None
+    return pb.Leadership(
+        leader=lead.leader,
+        control=lead.control,
+        term=lead.term,
+        since=rfc3339(lead.since),
+        here=lead.here,
+        standbys=lead.standbys,
     )
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from fedring.server.jobs.queue import Jobs
 from fedring.server.operator.listings import MOST_ROWS
-from fedring.server.operator.report import job_message
+from fedring.server.operator.report import job_message, lead_message
 from fedring.server.round.report import open_message, round_message
 from fedring.server.round.rounds import Rounds
 from fedring.server.sessions.sessions import Sessions
@@ -65,4 +65,5 @@ class StatusReport:
             running=running,
             rounds=[message for each in self._rounds if (message := open_message(each, clients=False))],
             max_running_jobs=self._jobs.most,
+            leadership=lead_message(self._facts.lead),
         )

@@ -19,6 +19,7 @@ from fedring.server.round.open_round import OpenRound
 from fedring.server.round.report import PROGRESS, open_message
 from fedring.server.sessions.sessions import Session, Sessions
 from fedring.server.state.journal import rfc3339
+from fedring.server.state.lead import Lead
 from fedring.server.state.rows import EvaluationRow, JobRow, ModelRow, RoundRow
 from fedring.train.jobs.job import Job
 from fedring.train.jobs.labels import match, shown
@@ -42,6 +43,19 @@ _DEFAULTS = Job.model_validate({}).model_dump(mode="json")
 _WHOLE = ("model_args", "optimizer_args", "clients", "aggregation", "personal")
 """The keys of a job whose tables are shown as one value."""
 _EVENT_KEYS = ("id", "at", "kind", "job_id", "round", "client_id", "text")
+
+
+def lead_summary(lead: Lead | None) -> Summary | None:
+    """Return which server leads; None if nobody shares the state."""
+    if lead is None:
+        return None
+    return {
+        "leader": lead.leader,
+        "term": lead.term,
+        "since": rfc3339(lead.since),
+        "here": lead.here,
+        "standbys": list(lead.standbys),
+    }
 
 
 def job_summary(row: JobRow) -> Summary:
@@ -182,6 +196,7 @@ def client_summaries(
     *,
     shown_job: int = 0,
     names: Sequence[str] | None = None,
+    absent_as: str = "away",
 ) -> list[Summary]:
     """Summarize clients, at most MOST_CLIENTS of them.
 
@@ -192,13 +207,14 @@ def client_summaries(
         held: the jobs in whose open rounds each client takes part.
         shown_job: the job of that round.
         names: which clients; by default all of `client_names`.
+        absent_as: the state of a client without a session.
     """
     here = {session.client_id: session for session in sessions}
     names = client_names(here.values(), updates, round_) if names is None else names
     return [
         {
             "client_id": name,
-            "state": "away" if (session := here.get(name)) is None else "watching" if session.matched else "joined",
+            "state": absent_as if (session := here.get(name)) is None else "watching" if session.matched else "joined",
             "activity": activity_name(session.activity) if session else "",
             "progress": _finite(session.progress) if session else None,
             "software": session.software if session else "",

@@ -19,6 +19,7 @@ from fedring.server.operator.summaries import (
     group_summary,
     job_settings,
     job_summary,
+    lead_summary,
     model_summary,
     open_round_summary,
     privacy_summary,
@@ -30,6 +31,7 @@ from fedring.server.round.rounds import Rounds
 from fedring.server.sessions.sessions import Session, Sessions
 from fedring.server.state.facts import Facts
 from fedring.server.state.journal import Journal, rfc3339
+from fedring.server.state.lead import absent
 from fedring.server.state.rows import EvaluationRow, EventRow, JobRow, RoundRow
 from fedring.v1 import control_pb2 as pb
 
@@ -86,6 +88,7 @@ class View:
                 "known": len(names),
                 "watching": sum(session.matched for session in sessions),
                 "model_version": latest.version if latest else 0,
+                "leadership": lead_summary(self._facts.lead),
             },
             "round": round_summary(current) if current else None,
             "waits_for": wait_summary(running),
@@ -118,7 +121,8 @@ class View:
         running = self._rounds.newest
         round_, shown = (running.state.round, running.row.job_id) if running else (None, 0)
         held = self._rounds.holders
-        return client_summaries(sessions, stored.updates, round_, held, shown_job=shown, names=names)
+        state = absent(self._facts.lead)
+        return client_summaries(sessions, stored.updates, round_, held, shown_job=shown, names=names, absent_as=state)
 
     async def rounds(self, job_id: int, after: int, *, clients: bool = False) -> dict[str, Any]:
         """Return a job with its ended rounds above `after`, oldest first.

@@ -16,6 +16,7 @@ from fedring.job_code import job_code
 from fedring.server.state.blob_interfaces import Blobs, Partial
 from fedring.server.state.blobs import MemoryPartial
 from fedring.server.state.failures import FsyncFailed, StorageError, StorageFailed
+from fedring.server.state.lead import Lead
 from fedring.server.state.rows import Acceptance, EventRow, LastAccepted, Pruned, UpdateRow
 from fedring.server.state.sql.store import Store
 
@@ -96,11 +97,13 @@ class Facts:
         pool: the threads of `work`.
         waiting: pieces of work that threads are doing, or that wait for a thread.
         commit_seconds: how long the newest commit of updates took.
+        lead: which server leads, of those that share the state; None = nobody shares it.
         last_accepted: each client's newest accepted update, in memory, so that clients can join while the disk is slow.
     """
 
     def __init__(self, store: Store, blobs: Blobs, *, threads: int) -> None:
         self.store, self.blobs = store, blobs
+        self.lead: Lead | None = None
         self.storage = Storage()
         self.waiting = 0
         self.commit_seconds = 0.0

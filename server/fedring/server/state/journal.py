@@ -98,6 +98,17 @@ class Journal:
             text=text,
             state=state,
         )
+        self._send(event)
+        if kind not in _TRANSIENT and len(self._unsaved) < RECENT:
+            self._unsaved.append(EventRow(event.id, at, kind, text, job_id, number, client_id))
+            self._to_save.set()
+
+    def repeat(self, event: pb.Event) -> None:
+        """Send an event to watchers that another process has stored."""
+        self._last_id = max(self._last_id, event.id)
+        self._send(event)
+
+    def _send(self, event: pb.Event) -> None:
         self._recent.append(event)
         for queue in list(self._watchers):
             # A watcher that reads too slowly is dropped: it must hold up neither the round nor others.
@@ -105,9 +116,6 @@ class Journal:
                 self._watchers.discard(queue)
             else:
                 queue.put_nowait(event)
-        if kind not in _TRANSIENT and len(self._unsaved) < RECENT:
-            self._unsaved.append(EventRow(event.id, at, kind, text, job_id, number, client_id))
-            self._to_save.set()
 
     @property
     def last_id(self) -> int:

@@ -41,7 +41,14 @@ function show(parts) {
 
 function showServer() {
   const up = state.server ? ` · up ${longDuration((Date.now() - Date.parse(state.server.started_at)) / 1000)}` : "";
-  at("server").textContent = state.server ? `fl-server ${state.server.version}${up}` : "";
+  at("server").textContent = state.server ? `fl-server ${state.server.version}${up}${leads(state.server.leadership)}` : "";
+}
+
+function leads(lead) {
+  if (!lead) return "";
+  const since = `${new Date(lead.since).toLocaleString()}, term ${lead.term}`;
+  if (!lead.here) return ` · a standby: ${lead.leader} leads since ${since}`;
+  return ` · leads since ${since} · ${lead.standbys.length ? `waiting: ${lead.standbys.join(", ")}` : "no other server waits"}`;
 }
 
 function showJobs() {

@@ -46,10 +46,11 @@ _HOLDERS = (
 
 _TABLES = (
     "CREATE TABLE IF NOT EXISTS leader (only_row int PRIMARY KEY CHECK (only_row = 1), term bigint NOT NULL UNIQUE, "
-    "pid int NOT NULL, name text NOT NULL, since timestamptz NOT NULL)",
+    "pid int NOT NULL, name text NOT NULL, control text NOT NULL, since timestamptz NOT NULL)",
     # A table of its own: nothing that checks the term ever waits for a beat.
     "CREATE TABLE IF NOT EXISTS leader_beat (only_row int PRIMARY KEY CHECK (only_row = 1), at timestamptz NOT NULL)",
     replication.TABLE,
+    "CREATE TABLE IF NOT EXISTS standby (pid int PRIMARY KEY, name text NOT NULL, at timestamptz NOT NULL)",
 )
 
 
@@ -58,8 +59,12 @@ class Leader:
     """The server that leads, as the database has it."""
 
     name: str
+    control: str  # its address for flctl
+    term: int
+    since: float  # when that began, in seconds since 1970, by the database's clock
     pid: int  # of its session
-    silent_seconds: float  # since its last beat
+    beat: float  # when it was heard last, in the same way
+    silent_seconds: float  # since then
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,19 +73,26 @@ class DatabaseSession:
 
     Attributes:
         engine: Its only connection. When that ends, every use raises Deposed.
+        beats: Another connection.
         term: Above that of every earlier leader; 0 = it does not lead yet.
+        since: When that began, by the database's clock, in seconds since 1970.
     """
 
     engine: Engine
     beats: Engine  # another connection: a large upload keeps the first one's thread busy for seconds
     term: int = 0
+    since: float = 0.0
 
-    def beat(self) -> None:
+    def beat(self) -> tuple[str, ...] | None:
         """Tell other servers that this one is alive.
 
         If that fails, it has a line in the log: the next beat may arrive.
+
+        Returns:
+            The names of the servers that wait; None if that is not known now.
         """
         mine = "EXISTS (SELECT 1 FROM leader WHERE term = :term)"
+        waiting = f"SELECT name FROM standby WHERE at > clock_timestamp() - interval '{SILENT_SECONDS} s' ORDER BY name"
         try:
             with self.beats.connect() as connection:
                 # A server that is frozen within a transaction would keep the row, for which its successor would wait:
@@ -89,8 +101,10 @@ class DatabaseSession:
                 query = text(f"UPDATE leader_beat SET at = clock_timestamp() WHERE {mine}")
                 connection.execute(query, {"term": self.term})
                 connection.execute(text(replication.NOTE_SYNCHRONOUS))
+                return tuple(connection.execute(text(waiting)).scalars())
         except DBAPIError as error:
             log.warning("a beat has not arrived at the database: %s", _first_line(error))
+            return None
 
     def check(self) -> None:
         """Check that this server still leads.
@@ -135,14 +149,36 @@ def open_session(url: str) -> DatabaseSession:
     return session
 
 
-def attempt(session: DatabaseSession, name: str) -> DatabaseSession | Leader | None:
+def open_reader(url: str) -> Engine | None:
+    """Open a connection that cannot write, for a standby.
+
+    Returns:
+        None if there are no tables yet.
+
+    Raises:
+        Deposed: The database cannot be reached now.
+    """
+    only_reads = {"postgresql_readonly": True}
+    engine = create_engine(_checked(url), poolclass=StaticPool, connect_args=_PATIENCE, execution_options=only_reads)
+    event.listen(engine, "handle_error", _note_the_end)
+    try:
+        if _scalar(engine, "SELECT to_regclass('meta')") is not None:
+            return engine
+    except DBAPIError as error:
+        raise translate(error) from error
+    engine.dispose()
+    return None
+
+
+def attempt(session: DatabaseSession, name: str, control: str = "") -> DatabaseSession | Leader | None:
     """Try to lead.
 
     A leader that has been silent for too long is ended, so that a later attempt can succeed.
 
     Args:
         session: That is to lead.
-        name: Of this server, for people.
+        name: Of this server: the address at which clients reach it.
+        control: Its address for flctl.
 
     Returns:
         The session that leads, or else the leader; None if it is not known yet.
@@ -158,10 +194,10 @@ def attempt(session: DatabaseSession, name: str) -> DatabaseSession | Leader | N
         with session.engine.begin() as connection:  # another transaction: a pooler would take another session for it
             if connection.execute(text(f"{_HOLDERS} AND pid = pg_backend_pid()")).first() is None:
                 raise ConfigError(_POOLER)
-            term = _begin_term(connection, name)
+            term, since = _begin_term(connection, name, control)
     except DBAPIError as error:
         raise translate(error) from error
-    leading = replace(session, term=term)
+    leading = replace(session, term=term, since=since)
     event.listen(session.engine, "begin", lambda connection: _check_term(connection, term))
     return leading
 
@@ -183,26 +219,45 @@ def _changes_sessions(session: DatabaseSession) -> bool:
         return bool(_scalar(session.engine, "SELECT pg_backend_pid()") != before)
 
 
+def wait_beside(session: DatabaseSession, name: str) -> None:
+    """Tell the leader, once a second, that this server waits.
+
+    Raises:
+        Deposed: The session has ended.
+    """
+    row = "INSERT INTO standby VALUES (pg_backend_pid(), :name, clock_timestamp()) ON CONFLICT (pid) "
+    later = f"WHERE standby.at < clock_timestamp() - interval '{BEAT_SECONDS} s'"
+    try:
+        with session.engine.begin() as connection:
+            connection.execute(
+                text(f"{row} DO UPDATE SET at = excluded.at, name = excluded.name {later}"), {"name": name}
+            )
+    except DBAPIError as error:
+        raise translate(error) from error
+
+
 def _scalar(engine: Engine, query: str) -> Any:
     """Return the only value that a query finds."""
     with engine.begin() as connection:
         return connection.execute(text(query)).scalar_one()
 
 
-def _begin_term(connection: Connection, name: str) -> int:
+def _begin_term(connection: Connection, name: str, control: str) -> tuple[int, float]:
     for table in _TABLES:
         connection.execute(text(table))
     # A database that was put back counts on from an earlier term, which clients and objects have seen already. The time
     # in seconds is above it, as long as the clocks are right; the order within a database does not depend on them.
     now = "extract(epoch FROM clock_timestamp())::bigint"
-    row = f"(1, {now}, pg_backend_pid(), :name, clock_timestamp())"
+    row = f"(1, {now}, pg_backend_pid(), :name, :control, clock_timestamp())"
     term = "greatest(leader.term + 1, excluded.term)"
-    again = f"term = {term}, pid = excluded.pid, name = excluded.name, since = excluded.since"
-    insert = f"INSERT INTO leader VALUES {row} ON CONFLICT (only_row) DO UPDATE SET {again} RETURNING term"
-    term = connection.execute(text(insert), {"name": name}).scalar_one()
+    changed = ", ".join(f"{column} = excluded.{column}" for column in ("pid", "name", "control", "since"))
+    again = f"ON CONFLICT (only_row) DO UPDATE SET term = {term}, {changed}"
+    insert = f"INSERT INTO leader VALUES {row} {again} RETURNING term, extract(epoch FROM since)::float AS since"
+    begun = connection.execute(text(insert), {"name": name, "control": control}).one()
     beat = "INSERT INTO leader_beat VALUES (1, clock_timestamp()) ON CONFLICT (only_row) DO UPDATE SET at = excluded.at"
     connection.execute(text(beat))
-    return int(term)
+    connection.execute(text("DELETE FROM standby"))  # those that still wait say so again
+    return int(begun.term), begun.since
 
 
 def _other(connection: Connection) -> Leader | None:
@@ -210,17 +265,18 @@ def _other(connection: Connection) -> Leader | None:
 
     Its session is ended if it has been silent for too long.
     """
-    if connection.execute(text("SELECT to_regclass('leader_beat')")).scalar_one() is None:
+    if connection.execute(text("SELECT to_regclass('standby')")).scalar_one() is None:
         return None  # the first leader is about to make the tables
     query = (
-        "SELECT name, pid, extract(epoch FROM clock_timestamp() - at)::float AS silent FROM leader, leader_beat "
+        "SELECT name, control, term, extract(epoch FROM since)::float, pid, extract(epoch FROM at)::float, "
+        "extract(epoch FROM clock_timestamp() - at)::float FROM leader, leader_beat "
         # The lock may have another holder already, which has not begun its term.
         f"WHERE pid IN ({_HOLDERS})"
     )
     found = connection.execute(text(query)).first()
     if found is None:
         return None
-    leader = Leader(found.name, found.pid, found.silent)
+    leader = Leader(*found)
     if leader.silent_seconds > SILENT_SECONDS:
         log.warning("%s leads, but has been silent for %.1f s: ending its session", leader.name, leader.silent_seconds)
         connection.execute(text("SELECT pg_terminate_backend(:pid)"), {"pid": leader.pid})

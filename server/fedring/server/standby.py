@@ -1,0 +1,156 @@
+"""A server that waits to lead, and answers reads meanwhile.
+
+For all else it names the leader. It reads the state that the leader writes, over a connection of its own that cannot
+write. Its ports are those of a leader, with a gate before them, and its parts are those of a leader, in which nothing
+runs: instead, the newest facts are read again and again.
+"""
+
+import asyncio
+import gc
+import logging
+from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import grpc
+from grpc import aio
+
+from fedring.daemon.config import ConfigError
+from fedring.daemon.lock import StateLock
+from fedring.rpc.errors import Standby
+from fedring.server.config import ServerConfig
+from fedring.server.guard.descriptors import Shares
+from fedring.server.listening import Ports, listen
+from fedring.server.model.models import Models
+from fedring.server.operator.listings import MAX_ID, Listings
+from fedring.server.parts import Parts, assemble
+from fedring.server.sessions.sessions import Sessions
+from fedring.server.state.blobs import FileBlobs
+from fedring.server.state.facts import Facts
+from fedring.server.state.failures import Deposed, StorageError
+from fedring.server.state.files import SHARED
+from fedring.server.state.lead import Lead
+from fedring.server.state.shared.leadership import open_reader
+from fedring.server.state.sql.store import Store
+
+log = logging.getLogger(__name__)
+
+_LOOK_SECONDS = 1.0
+_READS = frozenset(
+    f"/fedring.v1.{call}"
+    for call in (
+        *(f"ControlService/{name}" for name in ("GetStatus", "ListJobs", "ListRounds", "ListClients", "ListModels")),
+        *("ControlService/GetPrivacy", "ControlService/WatchEvents", "TokenService/ListTokens"),
+    )
+)
+"""The calls that a standby answers."""
+
+
+async def stand_by(config: ServerConfig, lead: Lead, most: Shares) -> None:
+    """Answer reads, until cancelled.
+
+    Args:
+        config: Of the server. Its port for health checks stays closed, by which a balancer may know the leader.
+        lead: Who leads, kept up to date by the caller.
+        most: How many connections each port takes.
+
+    Raises:
+        ConfigError: The state is another version's, or the folder is in use.
+        Deposed: The database cannot be read any more.
+    """
+    quiet = config.model_copy(update={"audit_chain": False})
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(StateLock(config.state_dir))
+        except OSError as error:
+            raise ConfigError(f"state_dir {config.state_dir} cannot be used: {error}") from error
+        parts = await _open(quiet, stack, lead)
+        try:
+            ports = await listen(quiet, parts, stack, most, last=[Gate(lead)])
+        except ConfigError as error:  # as on one machine, where the leader has these addresses
+            log.warning("answers nothing while it waits: %s", error)
+            gc.collect()  # of what was bound already
+            return
+        await _serve(parts, ports, lead)
+
+
+async def _open(config: ServerConfig, stack: ExitStack, lead: Lead) -> Parts:
+    while True:
+        if (reader := await asyncio.to_thread(open_reader, config.state_url)) is not None:
+            break
+        await asyncio.sleep(_LOOK_SECONDS)  # the first leader is about to make the tables
+    stack.callback(reader.dispose)
+    try:
+        store = await asyncio.to_thread(Store, reader)
+    except StorageError as error:
+        raise ConfigError(f"the shared state cannot be used: {error}") from error
+    facts = Facts(store, FileBlobs(config.state_dir / SHARED, durable=False), threads=1)
+    stack.callback(facts.close)
+    facts.lead = lead
+    models = Models(facts.blobs, facts.pool, config, store.run_id)
+    return assemble(config, facts, models, Sessions(config.max_clients, config.lost_after_seconds))
+
+
+async def _serve(parts: Parts, ports: Ports, lead: Lead) -> None:
+    try:
+        for server in ports.servers:
+            await server.start()
+        await ports.health.set(serving=False, why=f"it waits as a standby: {lead.leader} leads")
+        log.info("answers what can be read at %s", ports.addresses["control"], extra=ports.addresses)
+        async with asyncio.TaskGroup() as tasks:
+            for work in (*ports.works(), _follow(parts, ports)):
+                tasks.create_task(work)
+    except ExceptionGroup as group:
+        raise group.exceptions[0] from None
+    finally:
+        parts.journal.close()
+        await asyncio.gather(*(server.stop(None) for server in ports.servers), *(page.stop(0) for page in ports.pages))
+
+
+async def _follow(parts: Parts, ports: Ports) -> NoReturn:
+    """Read the newest facts again and again.
+
+    Raises:
+        Deposed: The database cannot be read any more.
+    """
+    facts, store, rounds, jobs = parts.facts, parts.facts.store, parts.rounds, parts.jobs
+    listings = Listings(facts)
+    try:
+        parts.journal.begin(await facts.db(store.events.last_id))
+        while True:
+            rounds.latest = next(iter(await facts.db(store.models.newest, 1)), None)
+            rounds.last = next(iter(await facts.db(store.rounds.newest, 1)), None)
+            jobs.running = {row.job_id: row for row in await facts.db(store.jobs.running)}
+            jobs.waiting = len(await facts.db(store.jobs.queued))
+            for event in await listings.events(parts.journal.last_id, MAX_ID):
+                parts.journal.repeat(event)
+            await ports.security.tokens.load()
+            await asyncio.sleep(_LOOK_SECONDS)
+    except StorageError as error:
+        raise Deposed(f"the shared state cannot be read: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Gate(aio.ServerInterceptor):
+    """Lets only those calls pass that a standby answers.
+
+    Attributes:
+        lead: Who answers the others.
+    """
+
+    lead: Lead
+
+    async def intercept_service(self, continuation: Callable[..., Awaitable[Any]], handler_call_details: Any) -> Any:
+        method = handler_call_details.method
+        handler = await continuation(handler_call_details)
+        if handler is None or method in _READS or not method.startswith("/fedring."):
+            return handler
+        service = method.rpartition("/")[0].rpartition(".")[2]
+        lead = self.lead
+
+        async def refuse(request: Any, context: Any) -> None:
+            where = lead.control if service in ("ControlService", "TokenService") else lead.leader
+            raise Standby(where)
+
+        return grpc.stream_stream_rpc_method_handler(refuse)

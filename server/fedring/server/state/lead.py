@@ -1,0 +1,32 @@
+"""Which of the servers that share a state leads."""
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class Lead:
+    """The server that leads, as far as this one knows.
+
+    Attributes:
+        here: Whether it is this one.
+        leader: The address at which clients reach it, which is its name.
+        control: Its address for flctl.
+        term: The number of its term.
+        since: When that began, by the database's clock, in seconds since 1970.
+        standbys: The names of the servers that wait to lead.
+    """
+
+    here: bool
+    leader: str
+    control: str = ""
+    term: int = 0
+    since: float = 0.0
+    standbys: tuple[str, ...] = ()
+
+
+def absent(lead: Lead | None) -> str:
+    """Return the state of a client without a session here.
+
+    A standby has no sessions, so it does not know.
+    """
+    return "away" if lead is None or lead.here else "unknown"
