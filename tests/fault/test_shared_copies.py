@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import shutil
 import threading
 import tracemalloc
@@ -16,10 +17,11 @@ from fedring.codec.digest import name_of
 from fedring.daemon.config import ConfigError
 from fedring.daemon.crash import PLACING
 from fedring.daemon.exits import Exit
-from fedring.server.state.backup.contents import BackupError, Manifest, digest_of
+from fedring.server.state.backup.contents import BackupError, Manifest, NamedBlob, digest_of
 from fedring.server.state.backup.create import back_up
 from fedring.server.state.backup.restore import restore
 from fedring.server.state.rows import RoundRow, UpdateRow
+from fedring.server.state.shared.placing import led_place
 from fedring.server.state.shared.restoring import restore_shared
 from fedring.server.state.shared.source import shared_source, writing
 from fedring.server.state.sql.copying import copy_tables, count
@@ -31,6 +33,7 @@ from tests.fault.shared_place import Place, kill
 from tests.fault.state_folder import SIZE, make_state_with_open_round, push, rows
 from tests.fault.test_restore import check_restored
 from tests.fleets import Control, Fleet
+from tests.s3 import s3_server
 from tests.system.wire import WireClient, deliver, run
 
 
@@ -256,6 +259,29 @@ def test_flctl_backs_up_and_restores_a_shared_state(made: Path, place: Place, tm
     for wrong in (place.words[:2], (*place.words, "--state-dir", str(tmp_path))):
         done = forks.run("fedring.ctl.main", "backup", tmp_path / "another", *wrong, timeout=60)
         assert done.returncode == Exit.USAGE, done.stderr
+
+
+def test_a_backup_is_restored_into_a_bucket_and_comes_back_from_it(
+    made: Path, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "weed").mkdir()
+    large = random.randbytes(20 << 20)  # in several parts
+    with s3_server(tmp_path / "weed", "bucket") as keys:
+        for name, value in keys.items():
+            monkeypatch.setenv(name, value)
+        place.blob_url = "s3://bucket/state"
+        restore_shared(made / "copy", place.state_url, place.blob_url)
+        back_up_shared(place, tmp_path / "again")
+        (tmp_path / "large").mkdir()
+        blob = NamedBlob(name_of(large), "model 9", len(large))
+        (tmp_path / "large" / blob.digest).write_bytes(large)
+        with led_place(place.state_url, place.blob_url) as led:
+            led.put_blobs(tmp_path / "large", [blob], lambda done, total: None)
+        with shared_source(place.state_url, place.blob_url) as source:
+            source.snapshot(tmp_path / "facts.sqlite")
+            assert source.copy_blob(blob, tmp_path / "copied", lambda count: None) == len(large)
+    assert without_meta(rows(tmp_path / "again")) == without_meta(rows(made / "copy"))
+    assert (tmp_path / "copied").read_bytes() == large
 
 
 def test_a_copy_of_many_updates_holds_few_of_them_in_memory(made: Path, place: Place, tmp_path: Path) -> None:

@@ -103,8 +103,9 @@ class SharedPlace:
         """
         if not self._named:
             keys = [key for keys in list_blobs(self.objects).values() for key in keys if key.startswith(self._prefix)]
-            with as_storage_errors():
-                obstore.delete(self.objects, keys)
+            if keys:
+                with as_storage_errors():
+                    obstore.delete(self.objects, keys)
 
     def put_rows(
         self,
