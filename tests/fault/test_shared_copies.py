@@ -29,12 +29,14 @@ from fedring.server.state.sql.sealed import values_of
 from fedring.server.state.sql.tables import updates
 from tests import forks
 from tests.damage import flip
+from tests.fault.faulty_fleet import SECONDS
 from tests.fault.shared_place import Place, kill
 from tests.fault.state_folder import SIZE, make_state_with_open_round, push, rows
 from tests.fault.test_restore import check_restored
 from tests.fleets import Control, Fleet
 from tests.s3 import s3_server
 from tests.system.wire import WireClient, deliver, run
+from tests.waiting import until
 
 
 @pytest.fixture(scope="module")
@@ -246,6 +248,30 @@ def test_nothing_is_restored_while_a_server_leads_or_among_the_objects_of_anothe
     other.state_url = place.state_url
     with pytest.raises(ConfigError, match="belong to different states"):
         back_up_shared(other, tmp_path / "copy")
+
+
+@pytest.mark.parametrize("replace", [False, True], ids=["empty", "replace"])
+def test_a_server_that_starts_during_a_restore_waits_and_then_leads(
+    replace: bool, made: Path, place: Place, tmp_path: Path
+) -> None:
+    if replace:
+        restore_shared(made / "other", place.state_url, place.blob_url)
+    fleet = Fleet(tmp_path / "one", place.settings)
+    for name in ("logs", "state"):
+        (fleet.directory / name).mkdir(parents=True)
+
+    def begin(done: int, total: int) -> None:
+        if not fleet.server.running:
+            fleet.server.start()
+            until(lambda: "waits as a standby: flctl on" in fleet.server.log.read_text())
+
+    try:
+        restore_shared(made / "copy", place.state_url, place.blob_url, replace=replace, tell=begin)
+        fleet.server.first_line(SECONDS)
+        with Control(str(fleet.server.settings["control_listen"])) as control:
+            assert control.models(limit=1)[0].version == 3
+    finally:
+        fleet.stop()
 
 
 def test_flctl_backs_up_and_restores_a_shared_state(made: Path, place: Place, tmp_path: Path) -> None:
