@@ -8,7 +8,7 @@ the same virtual seconds: a round waits for all ("all"), goes on after twice the
 takes the first 15 ("over-selection"), or is a buffer of 5 ("asynchronous") or 10. All clients have samples of all
 labels, except in the cell "apart", where the six slowest ones own the labels 7 to 9. Shows the virtual seconds to
 97 % on the test samples ("apart": 90 %), and the accuracies at the end, of all labels and of 7 to 9; asynchronous.png
-has the accuracy over virtual time with the first seed.
+has the errors over virtual time with the first seed.
 """
 
 import argparse
@@ -153,13 +153,13 @@ def run(cell: str, way: str, root: Path, seconds: float, seed: int) -> dict[str,
 
 
 def _panel(cell: str, found: Sequence[Mapping[str, Any]]) -> Curves:
-    """Return the accuracies of a cell over virtual time, with the first seed."""
+    """Return the errors of a cell over virtual time, with the first seed."""
     mine = [each for each in found if each["cell"] == cell and each["seed"] == 0]
     series = [
-        Series(each["way"], [100 * accuracy for _, accuracy in each["curve"]], xs=[at for at, _ in each["curve"]])
+        Series(each["way"], [100 - 100 * accuracy for _, accuracy in each["curve"]], xs=[at for at, _ in each["curve"]])
         for each in mine
     ]
-    return Curves(cell, "virtual seconds", "accuracy, %", series)
+    return Curves(cell, "virtual seconds", "wrong of the test samples, %", series, log_y=True)
 
 
 def main(words: Sequence[str] | None = None) -> None:

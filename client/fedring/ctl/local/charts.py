@@ -20,6 +20,7 @@ BLUE, ORANGE, GREY, INK = "#0072B2", "#E69F00", "#B8BDC4", "#24292F"
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 ERRORS: Mapping[str, Any] = {"ecolor": INK, "capsize": 3, "elinewidth": 1}
 _HATCHES = ("", "//", "..", "xx", "\\\\", "++", "oo")
+_NAMES_IN_A_ROW = 4  # of a legend
 _DPI = 160
 
 
@@ -201,9 +202,10 @@ def finish(axes: Axes, title: str, unit: str, *, reference: tuple[float, str] | 
     axes.grid(axis="y", color=GREY, alpha=0.4, linewidth=0.6)
     _set_title(axes, title)
     if legend or reference:
-        axes.set_title(title, loc="left", fontsize=11, color=INK, pad=26)
+        rows = -(-len(axes.get_legend_handles_labels()[1]) // _NAMES_IN_A_ROW)
+        axes.set_title(title, loc="left", fontsize=11, color=INK, pad=12 + 14 * rows)
         place: Any = {"loc": "lower left", "bbox_to_anchor": (-0.02, 0.99)}
-        axes.legend(frameon=False, fontsize=8.5, ncols=4, labelcolor=INK, columnspacing=1.2, **place)
+        axes.legend(frameon=False, fontsize=8.5, ncols=_NAMES_IN_A_ROW, labelcolor=INK, columnspacing=1.2, **place)
 
 
 def _annotate(axes: Axes, text: str, x: float, y: float, *, above: float, points: float) -> None:
