@@ -1,5 +1,6 @@
 """Clients of the wire contract that deliver known updates round after round while they and their server are killed."""
 
+import queue
 import random
 import threading
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from tests.fault.update_log import Update, UpdateLog, random_update
 from tests.fleets import Fleet
 from tests.system.wire import Refused, WireClient
 
+_SILENT = 40.0  # seconds; servers beat at least every 30
 SIZE = 17_000  # of the model: its values in full are too large for a row of the database
 _RETRYABLE = (
     grpc.StatusCode.UNAVAILABLE,
@@ -64,7 +66,10 @@ class KillableClient:
     def _serve(self, connection: _Connection) -> None:
         """Deliver the update in the spool, then one for each command, until the connection ends."""
         while self._spool is None or self._deliver(connection, *self._spool):
-            event = connection.events.get(timeout=faulty_fleet.SECONDS)
+            try:
+                event = connection.events.get(timeout=_SILENT)
+            except queue.Empty:  # not even a heartbeat: join again, as fl-client does
+                return
             if event.WhichOneof("event") is None:
                 return
             if event.HasField("train") and self._clients.may_train(event.train.job_round):
