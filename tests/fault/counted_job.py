@@ -46,6 +46,6 @@ class CountedJob:
 
     def check(self, state: State) -> int:
         """Assert that each confirmed update counts once; return how many there are."""
-        assert self.update_log.surprises == []
+        assert self.update_log.surprises == [], self.update_log.surprises
         check_models(state, self.update_log, self.rounds)
         return check_updates(state, self.update_log)

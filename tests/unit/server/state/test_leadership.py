@@ -99,3 +99,11 @@ def test_a_leader_that_freezes_in_the_middle_of_a_beat_keeps_nobody_waiting(monk
     second.check()
     first.close()
     second.close()
+
+
+def test_a_session_that_is_about_to_end_has_ended() -> None:
+    session = leading(open_session(postgres.shared().new_database()), "one")
+    query = "DO $$ BEGIN RAISE EXCEPTION 'shutting down' USING ERRCODE = '57P01'; END $$"
+    with pytest.raises(Deposed, match="shutting down"), session.engine.begin() as connection:
+        connection.execute(text(query))
+    session.close()

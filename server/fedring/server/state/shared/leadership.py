@@ -36,6 +36,9 @@ _PATIENCE = {
     "application_name": "fl-server",
 }
 _POOLER = "state_url leads to a pooler that changes sessions (PgBouncer: pool_mode): give PostgreSQL's own address"
+_ENDS = ("57P01", "57P02", "57P03", "57P05", "25P03")
+"""What PostgreSQL says when it ends a session: because of an administrator, a crash, its start, or a limit of time."""
+
 _HOLDERS = (
     "SELECT pid FROM pg_locks WHERE locktype = 'advisory' AND granted "
     f"AND classid = {LOCK >> 32} AND objid = {LOCK & 0xFFFF_FFFF} "
@@ -298,7 +301,8 @@ def _note_the_end(context: ExceptionContext) -> None:
 
     It would not hold the lock.
     """
-    if context.is_disconnect:
+    # The database may have said that the session ends before its end has been read.
+    if context.is_disconnect or getattr(context.original_exception, "sqlstate", "") in _ENDS:
         raise Deposed(f"the session with the database has ended ({_first_line(context.original_exception)})")
 
 
