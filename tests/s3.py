@@ -28,12 +28,13 @@ class S3Server:
     Args:
         folder: Where it keeps its objects, and its log.
         bucket: The bucket's name.
+        more: Further flags of the program.
 
     Attributes:
         env: The variables by which clients find it.
     """
 
-    def __init__(self, folder: Path, bucket: str) -> None:
+    def __init__(self, folder: Path, bucket: str, *more: str) -> None:
         self._folder, self._bucket = folder, bucket
         ports = {part: free_port() for part in _PARTS}
         grpc = {f"{part}.port.grpc": free_port() for part in _PARTS if part != "webdav"}
@@ -41,7 +42,7 @@ class S3Server:
         flags += [f"-{key}={port}" for key, port in grpc.items()]
         places = [f"-dir={folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", f"-bucket={bucket}"]
         program = str(Path(sys.executable).with_name("weed"))
-        self._command = [program, "mini", *places, *flags, *_ALONE]
+        self._command = [program, "mini", *places, *flags, *_ALONE, *more]
         self.env = {**KEYS, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{ports['s3']}", "AWS_ALLOW_HTTP": "true"}
 
     def start(self) -> None:
@@ -67,9 +68,9 @@ class S3Server:
 
 
 @contextmanager
-def s3_server(folder: Path, bucket: str) -> Iterator[dict[str, str]]:
+def s3_server(folder: Path, bucket: str, *more: str) -> Iterator[dict[str, str]]:
     """Run an S3 server with one bucket; provide the variables by which clients find it."""
-    server = S3Server(folder, bucket)
+    server = S3Server(folder, bucket, *more)
     server.start()
     try:
         yield server.env

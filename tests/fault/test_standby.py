@@ -1,14 +1,17 @@
 """A server that waits: everybody sees who leads and who waits, and what cannot work is refused with a sentence."""
 
 import json
+import re
 import urllib.request
 from pathlib import Path
 from typing import Any
 
 import grpc
+import obstore
 import pytest
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
+from sqlalchemy import NullPool, create_engine, text
 
 from fedring.client import connect
 from fedring.control.failure import Failure
@@ -17,6 +20,7 @@ from fedring.daemon.exits import Exit
 from fedring.rpc.contract import PROTOCOL
 from fedring.rpc.errors import leader_in, reason_of, status_of
 from fedring.rpc.probe import Listener, listener_at
+from fedring.server.state.shared.object_blobs import open_objects
 from fedring.v1.federation_pb2 import JoinRequest
 from fedring.v1.federation_pb2_grpc import TrainCmdServiceStub
 from tests import postgres
@@ -25,6 +29,7 @@ from tests.fault.two_servers import TwoServers, terms
 from tests.fleets import Control, until_watching
 from tests.metrics_page import Page
 from tests.ports import free_port
+from tests.s3 import KEYS, s3_server
 from tests.waiting import until
 
 JOB: dict[str, Any] = {"rounds": 6, "min_clients": 2, "deadline_seconds": 240, "subset_size": 20}
@@ -136,3 +141,80 @@ def test_a_standby_answers_nothing_where_the_leader_has_its_addresses(tmp_path: 
         until(lambda: "answers nothing while it waits" in fleet.standby.log.read_text())
         fleet.server.kill()
         fleet.until_the_standby_leads()
+
+
+def refused(fleet: TwoServers, **settings: object) -> str:
+    """Return the sentence with which the standby refuses to start with other settings."""
+    fleet.standby.kill()
+    fleet.standby.settings |= settings
+    fleet.standby.start()
+    assert fleet.standby.wait() == Exit.CONFIG
+    return fleet.standby.log.read_text().splitlines()[-1].removeprefix("fl-server: ")
+
+
+def changed(database: str, statement: str) -> None:
+    engine = create_engine(database, poolclass=NullPool)
+    with engine.begin() as connection:
+        connection.execute(text(statement))
+
+
+def test_a_role_that_may_not_end_the_leaders_session_is_refused(tmp_path: Path, database: str) -> None:
+    changed(database, "CREATE ROLE weak LOGIN")
+    weak = database.replace("fedring@", "weak@")
+    with TwoServers(tmp_path, database) as fleet:
+        said = refused(fleet, state_url=weak)
+    changed(database, "DROP ROLE weak")
+    assert said == (
+        "the role weak may not end the session of fedring, whose server leads: give both servers one role in "
+        "state_url, or grant pg_signal_backend to weak"
+    )
+
+
+@pytest.mark.parametrize("what", ["a newer schema", "another run's objects"])
+def test_what_belongs_to_others_is_refused_before_anything_is_written(tmp_path: Path, database: str, what: str) -> None:
+    with TwoServers(tmp_path, database) as fleet:
+        term = terms(database)
+        (other := tmp_path / "other").mkdir()
+        (other / "state_id").write_text("0" * 32)
+        if what == "a newer schema":
+            fleet.standby.kill()
+            fleet.server.kill()
+            changed(database, "UPDATE meta SET value = '999' WHERE name = 'schema_version'")
+            assert "the state was written by a newer version: schema 999" in refused(fleet)
+        else:
+            assert "belong to different states" in refused(fleet, blob_url=other.as_uri())
+    assert terms(database) == term
+    assert [path.name for path in other.iterdir()] == ["state_id"]
+
+
+def test_a_bucket_that_may_not_be_written_is_refused(
+    tmp_path: Path, database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "s3").mkdir()
+    rights = {"reader": ["Read", "List"], KEYS["AWS_ACCESS_KEY_ID"]: ["Admin", "Read", "List", "Write"]}
+    identities = [
+        {
+            "name": name,
+            "actions": actions,
+            "credentials": [{"accessKey": name, "secretKey": KEYS["AWS_SECRET_ACCESS_KEY"]}],
+        }
+        for name, actions in rights.items()
+    ]
+    (tmp_path / "identities.json").write_text(json.dumps({"identities": identities}))
+    with s3_server(tmp_path / "s3", "models", f"-s3.config={tmp_path / 'identities.json'}") as env:
+        fleet = TwoServers(tmp_path, database, settings={"blob_url": "s3://models/fedring"})
+        fleet.server.env |= env | {"AWS_ACCESS_KEY_ID": "reader"}
+        fleet.server.log.parent.mkdir(exist_ok=True)
+        fleet.server.start()
+        assert fleet.server.wait() == Exit.CONFIG
+        said = fleet.server.log.read_text().splitlines()[-1]
+        assert said.startswith("fl-server: blob_url s3://models/fedring may not be written with these keys: ")
+        fleet.server.env |= env
+        fleet.server.start()
+        fleet.server.first_line(SECONDS)
+        for name, value in env.items():
+            monkeypatch.setenv(name, value)
+        kept = [meta["path"] for batch in obstore.list(open_objects("s3://models/fedring")) for meta in batch]
+        fleet.stop()
+    assert "state_id" in kept
+    assert not [path for path in kept if re.fullmatch("probe-[0-9a-f]{32}", path)]

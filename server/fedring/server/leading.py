@@ -11,7 +11,7 @@ from fedring.daemon.config import ConfigError
 from fedring.daemon.notify import sd_notify
 from fedring.server.config import ServerConfig
 from fedring.server.state.facts import Facts
-from fedring.server.state.files import STATE_ID
+from fedring.server.state.failures import StorageFailed
 from fedring.server.state.lead import Lead
 from fedring.server.state.noise_secret import erase_noise_secrets
 from fedring.server.state.shared.leadership import (
@@ -19,6 +19,7 @@ from fedring.server.state.shared.leadership import (
     DatabaseSession,
     Leader,
     attempt,
+    check_role,
     open_session,
     wait_beside,
 )
@@ -44,12 +45,19 @@ async def lead(
         The session that leads; None if `stop` is set before.
 
     Raises:
-        ConfigError: The database cannot be used.
+        ConfigError: The database or the object store cannot be used.
+        StorageError: The two belong to different states, or to another version.
         Deposed: It cannot be reached, or the session has ended.
     """
     session = await asyncio.to_thread(open_session, config.state_url)
-    if not await asyncio.to_thread(is_synchronous, session.engine):
-        log.warning(WITHOUT_STANDBY)
+    try:
+        for advice in await asyncio.to_thread(_check_both, config, session):
+            log.warning(advice)
+    except StorageFailed as error:  # it may work again when this server leads, which looks again
+        log.warning("the object store cannot be reached now: %s", error)
+    except BaseException:
+        session.close()
+        raise
     try:
         async with asyncio.TaskGroup() as tasks:
             waiting: asyncio.Task[None] | None = None
@@ -114,17 +122,27 @@ def check_shared(config: ServerConfig) -> list[str]:
 
     Raises:
         ConfigError: The database or the object store cannot be used.
+        StorageError: The two belong to different states, or to another version.
         StorageFailed: The object store cannot be reached.
         Deposed: The database cannot be reached.
     """
-    from fedring.server.state.shared.object_blobs import open_objects, read_object  # whose packages are an extra
-
     session = open_session(config.state_url)
     try:
-        advice = [] if is_synchronous(session.engine) else [WITHOUT_STANDBY]
+        return _check_both(config, session)
     finally:
         session.close()
-    read_object(open_objects(config.blob_url), STATE_ID)
+
+
+def _check_both(config: ServerConfig, session: DatabaseSession) -> list[str]:
+    """Check the needs of a leader, before anything is written."""
+    from fedring.server.state.shared.object_blobs import check_writable, open_objects  # whose packages are an extra
+    from fedring.server.state.shared.opening import check_same_state
+
+    check_role(session)
+    advice = [] if is_synchronous(session.engine) else [WITHOUT_STANDBY]
+    objects = open_objects(config.blob_url)
+    check_same_state(session, objects)
+    check_writable(objects, config.blob_url)
     return advice
 
 

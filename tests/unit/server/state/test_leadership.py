@@ -1,5 +1,6 @@
 """Leadership: one session leads, a silent one is ended, and one that beats is left alone, however busy it is."""
 
+import time
 from datetime import datetime
 
 import pytest
@@ -107,3 +108,21 @@ def test_a_session_that_is_about_to_end_has_ended() -> None:
     with pytest.raises(Deposed, match="shutting down"), session.engine.begin() as connection:
         connection.execute(text(query))
     session.close()
+
+
+def test_the_clock_of_a_server_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    address, right = postgres.shared().new_database(), time.time()
+    first = leading(open_session(address), "one")
+    two = open_session(address)
+    for wrong in (right - 3600, right + 3600):
+        monkeypatch.setattr(time, "time", lambda wrong=wrong: wrong)
+        first.beat()
+        found = attempt(two, "two")
+        assert isinstance(found, Leader)
+        assert found.silent_seconds < 60
+        assert abs(found.since - right) < 60
+        first.check()
+    first.close()
+    second = leading(two, "two")
+    assert 0 < second.term - first.term < 60
+    second.close()

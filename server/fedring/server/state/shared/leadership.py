@@ -152,6 +152,29 @@ def open_session(url: str) -> DatabaseSession:
     return session
 
 
+def check_role(session: DatabaseSession) -> None:
+    """Check that this server's role may end the session that leads.
+
+    Raises:
+        ConfigError: It may not, so a leader that stands still would lead for ever.
+        Deposed: The session has ended.
+    """
+    query = (
+        "SELECT current_user AS mine, usename AS other FROM pg_stat_activity JOIN pg_roles ON pg_roles.oid = usesysid "
+        f"WHERE pid IN ({_HOLDERS}) AND NOT (SELECT rolsuper FROM pg_roles WHERE rolname = current_user) "
+        "AND (rolsuper OR NOT (pg_has_role(usesysid, 'USAGE') OR pg_has_role('pg_signal_backend', 'USAGE')))"
+    )
+    try:
+        with session.engine.begin() as connection:
+            found = connection.execute(text(query)).first()
+    except DBAPIError as error:
+        raise translate(error) from error
+    if found is not None:
+        what = f"the role {found.mine} may not end the session of {found.other}, whose server leads"
+        way = f"give both servers one role in state_url, or grant pg_signal_backend to {found.mine}"
+        raise ConfigError(f"{what}: {way}")
+
+
 def open_reader(url: str) -> Engine | None:
     """Open a connection that cannot write, for a standby.
 

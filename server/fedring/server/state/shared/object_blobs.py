@@ -10,6 +10,7 @@ save time. They are discarded at the start of a server.
 """
 
 import logging
+import uuid
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from datetime import UTC, datetime, timedelta
 from threading import Lock
 
 import obstore
-from obstore.exceptions import BaseError
+from obstore.exceptions import BaseError, PermissionDeniedError, UnauthenticatedError
 from obstore.store import ObjectStore, from_url
 
 from fedring.codec.digest import is_name
@@ -222,6 +223,27 @@ def state_ids(store: ObjectStore) -> list[str]:
         StorageFailed: They cannot be read now.
     """
     return read_object(store, STATE_ID).decode(errors="replace").split()
+
+
+def check_writable(store: ObjectStore, url: str) -> None:
+    """Check that objects may be written and deleted.
+
+    Nothing is left behind.
+
+    Raises:
+        ConfigError: They may not.
+        StorageFailed: The object store cannot be reached now.
+    """
+    key = f"probe-{uuid.uuid4().hex}"
+    try:
+        with as_storage_errors():
+            obstore.put(store, key, b"fl-server")
+            obstore.delete(store, key)
+    except StorageError as error:
+        if isinstance(error.__cause__, PermissionDeniedError | UnauthenticatedError):
+            text = f"blob_url {url} may not be written with these keys: {error}"
+            raise ConfigError(f"{text}; allow reading, listing, writing and deleting") from error
+        raise
 
 
 def read_object(store: ObjectStore, key: str) -> bytes:

@@ -3,6 +3,9 @@
 import uuid
 from pathlib import Path
 
+from obstore.store import ObjectStore
+from sqlalchemy import select
+
 from fedring.server.state.backup.exchange import is_occupied
 from fedring.server.state.blob_interfaces import Blobs
 from fedring.server.state.blobs import FileBlobs
@@ -10,9 +13,33 @@ from fedring.server.state.failures import StorageError
 from fedring.server.state.files import SHARED, STATE_ID
 from fedring.server.state.shared.leadership import DatabaseSession
 from fedring.server.state.shared.object_blobs import ObjectBlobs, open_objects, state_ids, write_object
+from fedring.server.state.sql.database import UNREADABLE, check_schema, read_version, translate
 from fedring.server.state.sql.store import Store
+from fedring.server.state.sql.tables import meta
 
 _ADVICE = "Give both addresses of one state, or two new ones. Nothing was changed."
+
+
+def check_same_state(session: DatabaseSession, objects: ObjectStore) -> None:
+    """Check that a database and objects may be of one state.
+
+    Nothing is changed.
+
+    Raises:
+        StorageError: "wrong_state" if they are not, "older_state" or "newer_state" if another version has written it.
+    """
+    try:
+        with session.engine.begin() as connection:
+            version = read_version(connection)
+            if version:
+                check_schema(version)
+            query = select(meta.c.value).where(meta.c.name == STATE_ID)
+            stored = connection.execute(query).scalar() if version else None
+    except UNREADABLE as error:
+        raise translate(error) from error
+    beside = state_ids(objects)
+    if beside and stored not in beside:
+        raise StorageError("wrong_state", f"state_url and blob_url belong to different states. {_ADVICE}")
 
 
 def open_shared(folder: Path, blob_url: str, session: DatabaseSession, *, adopt: bool = True) -> tuple[Store, Blobs]:
