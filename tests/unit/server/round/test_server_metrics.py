@@ -67,6 +67,8 @@ OTHERS |= {
     "stalled",
     "unavailable",
     "damaged",
+    "standby",
+    "old_term",
 }  # after these, the upload continues
 
 
