@@ -38,11 +38,12 @@ class Cnn(nn.Module):
 
 
 class Vector(nn.Module):
-    """A model that is one vector."""
+    """A model that is one vector of random values, since Flower compresses what it sends."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
-        self.values = nn.Parameter(torch.zeros(size))
+        self.size = size  # NVFlare reads it, to build the model elsewhere
+        self.values = nn.Parameter(torch.randn(size))
 
 
 def network(cell: str) -> nn.Module:
