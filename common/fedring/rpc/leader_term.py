@@ -10,7 +10,6 @@ import inspect
 import logging
 import re
 import threading
-import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -19,6 +18,8 @@ from typing import Any
 import grpc
 from grpc import StatusCode, aio
 
+from fedring.daemon.durable import replace_with_digest, text_after_digest
+from fedring.rpc.channel import with_calls
 from fedring.rpc.contract import TERM_KEY
 from fedring.rpc.errors import OldTerm, text_in
 from fedring.rpc.handlers import FACTORY
@@ -26,7 +27,7 @@ from fedring.rpc.handlers import FACTORY
 log = logging.getLogger(__name__)
 
 _FORM = re.compile(r"([1-9][0-9]{0,17})/([0-9A-Za-z-]{1,64})")
-_MOST_BYTES = 128  # how much of a file is read; a valid one is shorter
+_MOST_BYTES = 256  # how much of a file is read; a valid one is shorter
 _NONE = (0, "")
 
 
@@ -68,11 +69,8 @@ class NewestTerm:
     def _keep(self) -> None:
         if self._file is None:
             return
-        new = self._file.with_name(f"{self._file.name}.new")
         try:
-            text = term_text(*self._seen)
-            new.write_text(f"{text} {_check_of(text)}\n")
-            new.replace(self._file)
+            replace_with_digest(self._file, term_text(*self._seen).encode())
         except OSError as error:
             log.warning("%s cannot be written, so a restart forgets which server leads: %s", self._file, error)
 
@@ -84,21 +82,12 @@ def _read(file: Path) -> tuple[int, str]:
     """
     try:
         with file.open("rb") as opened:
-            text, _, check = opened.read(_MOST_BYTES).decode(errors="replace").removesuffix("\n").partition(" ")
-        return _parsed(text) if check == _check_of(text) else _NONE
-    except FileNotFoundError:
+            return _parsed(text_after_digest(opened.read(_MOST_BYTES)).decode())
+    except (FileNotFoundError, ValueError):
         return _NONE
     except OSError as error:
         log.warning("%s cannot be read: %s", file, error)
         return _NONE
-
-
-def _check_of(text: str) -> str:
-    """Return the checksum of a term.
-
-    With a damaged one, a client could refuse the server that leads.
-    """
-    return f"{zlib.crc32(text.encode(errors='replace')):08x}"
 
 
 def _parsed(text: str) -> tuple[int, str]:
@@ -130,7 +119,7 @@ class TellTerm(aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None:
             return None
-        kind, factory = FACTORY[handler.request_streaming, handler.response_streaming]
+        kind, _ = FACTORY[handler.request_streaming, handler.response_streaming]
         inner, pair = getattr(handler, kind), self._pair
 
         async def call(request: Any, context: Any) -> Any:
@@ -145,11 +134,7 @@ class TellTerm(aio.ServerInterceptor):
                 await telling.tell()
                 yield response
 
-        return factory(
-            generate if inspect.isasyncgenfunction(inner) else call,
-            request_deserializer=handler.request_deserializer,
-            response_serializer=handler.response_serializer,
-        )
+        return handler._replace(**{kind: generate if inspect.isasyncgenfunction(inner) else call})
 
 
 class _Telling:
@@ -174,7 +159,7 @@ class _Telling:
         if not self._told:
             with suppress(
                 Exception
-            ):  # The caller has gone, for which gRPC has no public name: what follows fails, too.
+            ):  # Its caller has gone, for which gRPC has no public name: what follows fails, too.
                 await self.send_initial_metadata(())
 
     async def write(self, message: Any) -> None:
@@ -192,39 +177,13 @@ def refusing_old_terms(channel: aio.Channel, newest: NewestTerm) -> aio.Channel:
     """Return a channel whose calls raise OldTerm for a replaced server.
 
     Nothing else of such a server reaches the caller: no message, and no refusal.
-
-    Interceptors are not used for this: those of grpc.aio put a queue between a stream and its writer.
-    """
-    wrapped: Any = _RefusingChannel(channel, newest)  # It has the part of a channel that stubs use.
-    return wrapped  # type: ignore[no-any-return]  # see above
-
-
-class _RefusingChannel:
-    """The part of a channel that stubs use.
-
-    The methods are those of aio.Channel.
     """
 
-    def __init__(self, channel: aio.Channel, newest: NewestTerm) -> None:
-        self._channel, self._newest = channel, newest
+    def checking(make: Callable[..., Callable[..., Any]], *args: Any, **options: Any) -> Callable[..., Any]:
+        start = make(*args, **options)
+        return lambda *given, **named: _CheckedCall(start(*given, **named), newest)
 
-    def unary_unary(self, *args: Any, **options: Any) -> Any:
-        return self._refusing(self._channel.unary_unary(*args, **options))
-
-    def unary_stream(self, *args: Any, **options: Any) -> Any:
-        return self._refusing(self._channel.unary_stream(*args, **options))
-
-    def stream_unary(self, *args: Any, **options: Any) -> Any:
-        return self._refusing(self._channel.stream_unary(*args, **options))
-
-    def stream_stream(self, *args: Any, **options: Any) -> Any:
-        return self._refusing(self._channel.stream_stream(*args, **options))
-
-    async def close(self) -> None:
-        await self._channel.close()
-
-    def _refusing(self, start: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args, **kwargs: _CheckedCall(start(*args, **kwargs), self._newest)
+    return with_calls(channel, checking)
 
 
 class _CheckedCall:

@@ -15,7 +15,7 @@ from grpc import StatusCode, aio
 from prometheus_client import Counter, Gauge, Histogram
 
 from fedring.daemon.metrics import Registry
-from fedring.rpc.channel import is_loopback
+from fedring.rpc.channel import is_loopback, with_calls
 from fedring.rpc.chunks import serialize
 from fedring.rpc.handlers import FACTORY, around
 from fedring.rpc.streams import GRPC_PREFIX
@@ -225,49 +225,19 @@ async def _counted(method: MethodMetrics, context: Any) -> AsyncIterator[_Status
 def counted(channel: aio.Channel, calls: CallMetrics) -> aio.Channel:
     """Return a channel whose calls are counted.
 
-    Interceptors are not used for this: those of grpc.aio put a queue between a stream and its writer.
-
     Args:
         channel: The channel over which calls go.
         calls: Where they are counted.
     """
-    wrapped: Any = _CountedChannel(channel, calls)  # It has the part of a channel that stubs use.
-    return wrapped  # type: ignore[no-any-return]  # see above
 
-
-class _CountedChannel:
-    """The part of a channel that stubs use.
-
-    The methods are those of aio.Channel.
-    """
-
-    def __init__(self, channel: aio.Channel, calls: CallMetrics) -> None:
-        self._channel, self._calls = channel, calls
-
-    def unary_unary(self, path: str, *args: Any, **options: Any) -> Any:
-        return self._counting(self._channel.unary_unary, path, *args, **options)
-
-    def unary_stream(self, path: str, *args: Any, **options: Any) -> Any:
-        return self._counting(self._channel.unary_stream, path, *args, **options)
-
-    def stream_unary(self, path: str, *args: Any, **options: Any) -> Any:
-        return self._counting(self._channel.stream_unary, path, *args, **options)
-
-    def stream_stream(self, path: str, *args: Any, **options: Any) -> Any:
-        return self._counting(self._channel.stream_stream, path, *args, **options)
-
-    async def close(self) -> None:
-        await self._channel.close()
-
-    def _counting(
-        self,
+    def counting(
         make: Callable[..., Callable[..., Any]],
         path: str,
         request_serializer: Any = None,
         response_deserializer: Any = None,
         **options: Any,
     ) -> Callable[..., Any]:
-        method = self._calls.of(path)
+        method = calls.of(path)
         start = make(path, method.sending(request_serializer), method.receiving(response_deserializer), **options)
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -277,6 +247,8 @@ class _CountedChannel:
             return begun
 
         return call
+
+    return with_calls(channel, counting)
 
 
 def _code_of(call: Any) -> str:

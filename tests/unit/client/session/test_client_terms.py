@@ -104,7 +104,7 @@ def test_no_flipped_bit_makes_a_term_of_another_one(tmp_path: Path) -> None:
     file = tmp_path / "leader_term"
     NewestTerm(file).check((7, RUN))
     data = file.read_bytes()
-    for bit in range(8 * len(data) - 8):  # the end of the line means nothing
+    for bit in range(8 * len(data)):
         flipped = bytearray(data)
         flipped[bit // 8] ^= 1 << bit % 8
         file.write_bytes(flipped)
