@@ -11,6 +11,9 @@ from typing import Annotated
 
 from pydantic import AfterValidator
 
+ANY_HOST = frozenset({"0.0.0.0", "[::]", "::", "*", ""})
+"""Hosts to listen at that stand for all addresses of a machine, so that nobody can call them."""
+
 _LARGEST_PORT = 65535
 _LONGEST_HOST = 253
 _IPV6 = re.compile(r"\[[0-9A-Fa-f:.]+(%[A-Za-z0-9_.-]+)?\]")

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 from fedring.daemon.config import ConfigError
 from fedring.daemon.notify import sd_notify
+from fedring.rpc.address import ANY_HOST
 from fedring.server.config import ServerConfig
 from fedring.server.state.facts import Facts
 from fedring.server.state.failures import StorageFailed
@@ -28,7 +29,6 @@ from fedring.server.state.shared.replication import WITHOUT_STANDBY, is_synchron
 log = logging.getLogger(__name__)
 
 _TRY_SECONDS = 0.5
-_ANY = ("0.0.0.0", "[::]", "::", "*", "")  # hosts of which nobody else can make an address
 
 
 async def lead(
@@ -158,7 +158,7 @@ def _reachable(listen: str, name: str) -> str:
     host, _, port = listen.rpartition(":")
     if listen.startswith("unix:"):
         return listen
-    return f"{name or (socket.gethostname() if host in _ANY else host)}:{port}"
+    return f"{name or (socket.gethostname() if host in ANY_HOST else host)}:{port}"
 
 
 def led_here(config: ServerConfig, session: DatabaseSession) -> Lead:

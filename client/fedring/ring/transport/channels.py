@@ -18,7 +18,7 @@ import grpc
 from fedring.ring.errors import RingError
 from fedring.ring.options import RingOptions
 from fedring.ring.transport.frames import MAX_MESSAGE
-from fedring.rpc.address import check_peer_address
+from fedring.rpc.address import ANY_HOST, check_peer_address
 from fedring.rpc.errors import status_of
 
 EXCHANGE = "/fedring.v1.PeerService/Exchange"
@@ -38,7 +38,7 @@ def advertised(options: RingOptions, port: int) -> str:
     host, _, given = (options.advertise or options.listen).rpartition(":")
     if options.advertise and not given.isdecimal():
         host, given = options.advertise, ""
-    if host in ("0.0.0.0", "[::]", "*"):
+    if host in ANY_HOST:
         host = socket.getfqdn()
     tcp = f"{host}:{int(given or 0) or port}" if options.advertise else f"{host}:{port}"
     return f"{tcp};{_host_id()};" if options.local_transport else tcp

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from math import inf
 
 from fedring.daemon.wording import counted
+from fedring.rpc.address import ANY_HOST
 from fedring.server.round import machine as rd
 from fedring.server.round.events import Phase, RoundRules, RoundState
 from fedring.server.round.open_round import OpenRound
@@ -103,7 +104,7 @@ def _to_start(count: int, rules: RoundRules, listen: str) -> str:
     These are clients that the server has never seen; empty if there are enough.
     """
     host, _, port = listen.rpartition(":")
-    address = f"HOST:{port}" if host in ("0.0.0.0", "[::]") else listen
+    address = f"HOST:{port}" if host in ANY_HOST else listen
     server = "ADDRESS" if port == "0" else address
     who = "one more client is" if count == 1 else f"{count} more clients are"
     values = {name: value if isinstance(value, str) else value[0] for name, value in rules.labels.items()}
