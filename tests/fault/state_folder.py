@@ -3,7 +3,8 @@
 import hashlib
 import shutil
 import sqlite3
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -12,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from fedring.codec.digest import is_called
-from fedring.server.state.backup.contents import read_contents
+from fedring.server.state.backup.contents import Manifest, read_contents
 from tests.fleets import Control, Fleet
-from tests.system.wire import WireClient, payload_of, run
+from tests.system.wire import WireClient, deliver, payload_of, run
 
 SIZE = 50_000  # of the model: an update of it is too large for a row of the database
 JOB: dict[str, Any] = {
@@ -45,6 +46,32 @@ def make_state_with_open_round(folder: Path, rounds: int = 2) -> Path:
             push(a, 100)
         fleet.server.kill()
     return folder / "state" / "server"
+
+
+def made_while_publishing(
+    fleet: Fleet, control: Control, count: int, back_up: Callable[[int], Manifest]
+) -> list[Manifest]:
+    """Make so many backups, each while the server publishes a model and deletes the one before."""
+    ends, accepted = threading.Event(), threading.Semaphore(0)
+    with WireClient(fleet.listen, "a") as client:
+        run(control, rounds=10_000, model_args={"size": SIZE})
+
+        def train() -> None:
+            while not ends.is_set():
+                deliver(client, np.ones(SIZE, np.float32))
+                accepted.release()
+
+        trainer = threading.Thread(target=train)
+        trainer.start()
+        try:
+            made = []
+            for number in range(count):
+                accepted.acquire()
+                made.append(back_up(number))
+        finally:
+            ends.set()
+            trainer.join()
+    return made
 
 
 def files(folder: Path) -> dict[str, str]:

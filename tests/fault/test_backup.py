@@ -7,10 +7,8 @@ import random
 import re
 import shutil
 import stat
-import threading
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from fedring.codec.digest import name_of
@@ -24,9 +22,18 @@ from fedring.server.state.sql.store import Store
 from fedring.server.state.sql.tables import METADATA
 from tests import forks
 from tests.damage import ask, flip, model_file, write
-from tests.fault.state_folder import JOB, SIZE, blob_kinds, is_complete, make_state_with_open_round, push, rows
+from tests.fault.state_folder import (
+    JOB,
+    SIZE,
+    blob_kinds,
+    is_complete,
+    made_while_publishing,
+    make_state_with_open_round,
+    push,
+    rows,
+)
 from tests.fleets import Control, Fleet
-from tests.system.wire import WireClient, deliver, parameters, run
+from tests.system.wire import WireClient, parameters, run
 
 
 @pytest.fixture(scope="module")
@@ -80,25 +87,8 @@ def test_a_server_on_a_backup_of_a_running_server_goes_on_with_its_round(tmp_pat
 def test_a_backup_is_complete_while_the_server_publishes_and_prunes(tmp_path: Path) -> None:
     settings = {"keep_models": 1, "keep_update_rounds": 1}
     with Fleet(tmp_path / "one", settings) as fleet, Control(fleet.control) as control:
-        state, ends, accepted = fleet.directory / "state" / "server", threading.Event(), threading.Semaphore(0)
-        with WireClient(fleet.listen, "a") as client:
-            run(control, rounds=10_000, model_args={"size": SIZE})
-
-            def train() -> None:
-                while not ends.is_set():
-                    deliver(client, np.ones(SIZE, np.float32))
-                    accepted.release()
-
-            trainer = threading.Thread(target=train)
-            trainer.start()
-            try:
-                found = []
-                for number in range(6):
-                    accepted.acquire()  # now the server publishes a model and deletes the one before
-                    found.append(back_up(state, tmp_path / f"copy-{number}"))
-            finally:
-                ends.set()
-                trainer.join()
+        state = fleet.directory / "state" / "server"
+        found = made_while_publishing(fleet, control, 6, lambda number: back_up(state, tmp_path / f"copy-{number}"))
     newest = [manifest.newest_model for manifest in found]
     assert newest == sorted(newest)
     assert newest[-1] >= 5

@@ -4,16 +4,15 @@ import json
 import os
 import random
 import shutil
-import threading
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 from sqlalchemy import NullPool, create_engine, insert
 
 from fedring.codec.digest import name_of
+from fedring.control.calls import Events
 from fedring.daemon.config import ConfigError
 from fedring.daemon.crash import PLACING
 from fedring.daemon.exits import Exit
@@ -31,11 +30,11 @@ from tests import forks
 from tests.damage import flip
 from tests.fault.faulty_fleet import SECONDS
 from tests.fault.shared_place import Place, kill
-from tests.fault.state_folder import SIZE, make_state_with_open_round, push, rows
+from tests.fault.state_folder import made_while_publishing, make_state_with_open_round, push, rows
 from tests.fault.test_restore import check_restored
 from tests.fleets import Control, Fleet
 from tests.s3 import s3_server
-from tests.system.wire import WireClient, deliver, run
+from tests.system.wire import WireClient
 from tests.waiting import until
 
 
@@ -82,38 +81,23 @@ def test_a_server_goes_on_with_the_round_of_a_backup_in_either_kind(made: Path, 
             Control(fleet.control) as control,
             WireClient(fleet.listen, "b") as b,
         ):
+            events = control.events()
             push(b, 5)
-            until_published(control, 4)
+            until_published(control, events, 4)
             digests.append(control.models(limit=1)[0].digest)
     assert digests[0] == digests[1]
 
 
-def until_published(control: Control, version: int) -> None:
-    assert next(event for event in control.events() if control.models(limit=1)[0].version == version)
+def until_published(control: Control, events: Events, version: int) -> None:
+    assert next(event for event in events if control.models(limit=1)[0].version == version)
 
 
 def test_a_backup_is_complete_while_the_leader_publishes_and_prunes(place: Place, tmp_path: Path) -> None:
     settings = {"keep_models": 1, "keep_update_rounds": 1, **place.settings}
     with Fleet(tmp_path / "one", settings) as fleet, Control(fleet.control) as control:
-        ends, accepted = threading.Event(), threading.Semaphore(0)
-        with WireClient(fleet.listen, "a") as client:
-            run(control, rounds=10_000, model_args={"size": SIZE})
-
-            def train() -> None:
-                while not ends.is_set():
-                    deliver(client, np.ones(SIZE, np.float32))
-                    accepted.release()
-
-            trainer = threading.Thread(target=train)
-            trainer.start()
-            try:
-                found = []
-                for number in range(4):
-                    accepted.acquire()  # now the server publishes a model and deletes the one before
-                    found.append(back_up_shared(place, tmp_path / f"copy-{number}"))
-            finally:
-                ends.set()
-                trainer.join()
+        found = made_while_publishing(
+            fleet, control, 4, lambda number: back_up_shared(place, tmp_path / f"copy-{number}")
+        )
     newest = [manifest.newest_model for manifest in found]
     assert newest == sorted(newest)
     for number, manifest in enumerate(found):
