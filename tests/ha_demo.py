@@ -23,7 +23,6 @@ from typing import Any, ClassVar
 import numpy as np
 import obstore
 from numpy.typing import NDArray
-from obstore.store import S3Store
 from sqlalchemy import NullPool, create_engine, text
 
 from fedring.codec.digest import name_of
@@ -186,14 +185,7 @@ def _check(database: str, keys: dict[str, str], told: Told) -> bool:
 
 def _objects(keys: dict[str, str]) -> dict[str, bytes]:
     """Return all objects of the bucket, by the digest that ends their keys."""
-    store = S3Store(
-        _BUCKET,
-        endpoint=keys["AWS_ENDPOINT_URL"],
-        access_key_id=keys["AWS_ACCESS_KEY_ID"],
-        secret_access_key=keys["AWS_SECRET_ACCESS_KEY"],
-        region=keys["AWS_REGION"],
-        client_options={"allow_http": True},
-    )
+    store = s3.store_at(keys, _BUCKET)
     found = [meta["path"] for batch in obstore.list(store, "state/blobs/") for meta in batch]
     return {key.rpartition("/")[2]: bytes(obstore.get(store, key).bytes()) for key in found}
 

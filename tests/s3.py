@@ -4,9 +4,10 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import obstore
 from obstore.exceptions import BaseError
@@ -78,18 +79,23 @@ def s3_server(folder: Path, bucket: str, *more: str) -> Iterator[dict[str, str]]
         server.stop()
 
 
-def _wait(process: "subprocess.Popen[bytes]", env: dict[str, str], bucket: str, log: Path) -> None:
-    """Wait until an object can be written."""
-    pause, tries = threading.Event(), int(_SECONDS / 0.2)
-    store = S3Store(
+def store_at(env: Mapping[str, str], bucket: str, **more: Any) -> S3Store:
+    """Return a bucket of the server that these variables name."""
+    return S3Store(
         bucket,
         endpoint=env["AWS_ENDPOINT_URL"],
         access_key_id=env["AWS_ACCESS_KEY_ID"],
         secret_access_key=env["AWS_SECRET_ACCESS_KEY"],
         region=env["AWS_REGION"],
         client_options={"allow_http": True},
-        retry_config={"max_retries": 0},
+        **more,
     )
+
+
+def _wait(process: "subprocess.Popen[bytes]", env: dict[str, str], bucket: str, log: Path) -> None:
+    """Wait until an object can be written."""
+    pause, tries = threading.Event(), int(_SECONDS / 0.2)
+    store = store_at(env, bucket, retry_config={"max_retries": 0})
     for _ in range(tries):
         if process.poll() is not None:
             break

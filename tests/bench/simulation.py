@@ -36,6 +36,7 @@ from fedring.simulation import simulate
 from tests.bench.lab.daemons import peak_bytes, print_line
 from tests.bench.lab.environments import FLOWER, PFL, environment
 from tests.bench.lab.turns import alternate
+from tests.processes import tree_of
 
 WORK = {
     "model_args": {"hidden": 132},
@@ -154,7 +155,7 @@ def measure(job: dict[str, Any], clients: int, per_round: int) -> dict[str, Any]
 
     def show(share: float, row: dict[str, Any] | None) -> None:
         if share == 1.0:  # the workers still run
-            peaks.append(sum(peak_bytes(pid) for pid in _tree(os.getpid())))
+            peaks.append(sum(peak_bytes(pid) for pid in tree_of(os.getpid())))
 
     report = simulate(job, clients=clients, per_round=per_round, show=show)
     return {
@@ -206,11 +207,6 @@ def main() -> None:
     print_line(
         {"size": options.size, "clients": clients, "rounds": options.rounds, **rates, **ratio, "measurements": results}
     )
-
-
-def _tree(pid: int) -> list[int]:
-    children = [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    return [pid, *(other for child in children for other in _tree(child))]
 
 
 if __name__ == "__main__":

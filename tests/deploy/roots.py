@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from tests.conftest import ROOT, missing
+from tests.processes import children_of
 
 SUITE = "bookworm"
 SECONDS = 900.0
@@ -116,21 +117,16 @@ class Container:
     @property
     def first(self) -> int:
         """The process id, on this host, of the container's process 1."""
-        return children(self.process.pid)[0]
+        return children_of(self.process.pid)[0]
 
     @property
     def command(self) -> int:
         """The process id, on this host, of the command that the container's own process 1 runs."""
-        return children(self.first)[0]
+        return children_of(self.first)[0]
 
     def text(self) -> str:
         """Return what was written so far."""
         return self.log.read_text(errors="replace")
-
-
-def children(pid: int) -> list[int]:
-    """Return the process ids of a process's children."""
-    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 @contextmanager

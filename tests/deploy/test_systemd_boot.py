@@ -17,6 +17,7 @@ from tests.conftest import ROOT
 from tests.deploy import roots
 from tests.deploy.roots import Container
 from tests.pages import Page
+from tests.processes import children_of
 from tests.waiting import until
 
 from fedring.daemon.exits import Exit
@@ -40,7 +41,7 @@ class Machine:
     def _boot(self) -> Container:
         options = ["--boot", "--private-network", f"--bind-ro={self._wheels}:/wheels"]
         container = self._stack.enter_context(Container(self._root, options, self._root.with_suffix(".log")))
-        until(lambda: roots.children(container.process.pid))
+        until(lambda: children_of(container.process.pid))
         return container
 
     def reboot(self) -> None:

@@ -12,6 +12,7 @@ from fedring.v1 import control_pb2 as pb
 from tests.conftest import ROOT, path_to
 from tests.fault.faulty_fleet import FaultyFleet, wait_for
 from tests.fleets import Control, run_job, until_watching
+from tests.processes import children_of, lives
 
 HERE = Path(__file__).parent
 TRUSTED = ["fedring", "user_processes", "user_trainers"]
@@ -25,15 +26,7 @@ CODE = Path(f"{HERE}{os.pathsep}{ROOT}")
 
 def processes_of(fleet: FaultyFleet, client: int = 0) -> list[int]:
     """Return the processes that a client has started."""
-    pid = fleet.clients[client].pid
-    return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def lives(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+    return children_of(fleet.clients[client].pid)
 
 
 def until(happened: Any) -> None:

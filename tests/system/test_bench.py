@@ -22,6 +22,7 @@ from fedring.ctl.output import Output
 from tests import forks
 from tests.bench import ddp, hooks, pipeline
 from tests.bench.lab import networks
+from tests.processes import children_of
 
 SHAPED = os.geteuid() == 0 and shutil.which("tc") is not None
 PNG = b"\x89PNG"
@@ -217,11 +218,10 @@ def test_a_bench_that_is_terminated_leaves_no_namespace_and_no_rank(tmp_path: Pa
 
 def children(pid: int) -> list[int]:
     """Return the ranks that a process has started."""
-    found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [int(child) for child in found if b"local.rank" in command_of(child)]
+    return [child for child in children_of(pid) if b"local.rank" in command_of(child)]
 
 
-def command_of(pid: str) -> bytes:
+def command_of(pid: int) -> bytes:
     """Return the command line of a process; empty if it has ended meanwhile."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes()

@@ -13,6 +13,7 @@ import pytest
 
 from tests.forks import Fork
 from tests.ports import free_port
+from tests.processes import children_of
 from tests.system.ring_scripts import ranks
 
 SCRIPT = str(Path(__file__).parent / "ring_scripts" / "restarted.py")
@@ -111,8 +112,7 @@ class Agent:
 
     def kill(self) -> None:
         """Kill the agent and its worker."""
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        for pid in [*map(int, children), self.process.pid]:
+        for pid in [*children_of(self.process.pid), self.process.pid]:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 

@@ -20,6 +20,7 @@ from fedring.simulation import simulate
 from tests.conftest import ROOT
 from tests.damage import write
 from tests.fleets import PATIENCE, Control, Fleet, run_job, until_watching
+from tests.processes import tree_of
 from tests.waiting import until
 
 CODE = ROOT / "tests" / "fixtures_user_code"
@@ -241,14 +242,9 @@ def test_a_signal_ends_the_simulation_with_its_workers_and_leaves_no_files(numbe
     command = [sys.executable, "-m", "fedring.ctl.main", "simulate", str(job), "--clients", "50", "--workers", "2"]
     with subprocess.Popen([*command, "--out", str(out)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as run:
         until(lambda: run.poll() is not None or list(out.glob(".simulation-*/kept")))  # the first model is made
-        children = _descendants(run.pid)
+        children = tree_of(run.pid)[1:]
         run.send_signal(number)
         assert run.wait(PATIENCE) != 0
     assert len(children) >= 3  # two workers, and the process that has forked them
     until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in children))
     assert list(out.iterdir()) == []
-
-
-def _descendants(pid: int) -> list[int]:
-    children = [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    return [*children, *(other for child in children for other in _descendants(child))]

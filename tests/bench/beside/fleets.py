@@ -17,6 +17,7 @@ from fedring.ctl.local.ranks import Host
 from tests.bench.beside.work import accuracy
 from tests.bench.lab.lines import Lines
 from tests.bench.lab.networks import LIMITED
+from tests.processes import lives, tree_of
 
 _SAMPLE_SECONDS = 0.25
 _MOST_SECONDS = 3600.0
@@ -202,13 +203,13 @@ def processes(task: Task) -> Iterator[Callable[..., int]]:
     try:
         yield start
     finally:
-        all_of_them = [each for process in started for each in tree(process.pid)]  # some have sessions of their own
+        all_of_them = [each for process in started for each in tree_of(process.pid)]  # some have sessions of their own
         for process in started:
             process.terminate()
         with suppress(subprocess.TimeoutExpired):
             for process in started:
                 process.wait(5.0)
-        for pid in {each for process in started for each in tree(process.pid)} | set(all_of_them):
+        for pid in {each for process in started for each in tree_of(process.pid)} | set(all_of_them):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         for process in started:
@@ -223,7 +224,7 @@ def wait_for(task: Task, done: Callable[[], bool], *, pids: Sequence[int] = (), 
     """
     end = time.monotonic() + seconds
     while not done():
-        ended = [pid for pid in pids if not _runs(pid)]
+        ended = [pid for pid in pids if not lives(pid)]
         if ended or time.monotonic() > end:
             tails = [f"{log.name}: {log.read_text(errors='replace')[-1500:]}" for log in task.folder.glob("*.log")]
             raise Failure("the run of a peer did not end well:\n" + "\n".join(tails))
@@ -232,30 +233,15 @@ def wait_for(task: Task, done: Callable[[], bool], *, pids: Sequence[int] = (), 
 
 def kill_tree(pid: int) -> None:
     """Kill a process and all that it has started."""
-    for each in reversed(tree(pid)):
+    for each in reversed(tree_of(pid)):
         with suppress(ProcessLookupError):
             os.kill(each, signal.SIGKILL)
-
-
-def tree(pid: int) -> list[int]:
-    """Return a process and all that it has started."""
-    found = [pid]
-    with suppress(OSError):  # it has ended
-        for children in Path(f"/proc/{pid}/task").glob("*/children"):
-            found += [each for child in children.read_text().split() for each in tree(int(child))]
-    return found
-
-
-def _runs(pid: int) -> bool:
-    with suppress(OSError):
-        return "(zombie)" not in Path(f"/proc/{pid}/status").read_text()
-    return False
 
 
 def _tree_bytes(pid: int) -> int:
     """Return the memory of a process and all that it has started; pages that they share count once."""
     total = 0
-    for each in tree(pid):
+    for each in tree_of(pid):
         with suppress(OSError):
             rollup = Path(f"/proc/{each}/smaps_rollup").read_text()
             total += sum(int(line.split()[1]) * 1024 for line in rollup.splitlines() if line.startswith("Pss:"))

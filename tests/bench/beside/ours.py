@@ -13,7 +13,7 @@ from fedring.ctl.local.presets import Dataset, preset_job
 from fedring.ctl.local.runner import running_fleet
 from fedring.v1 import control_pb2 as pb
 from tests.bench.beside.fleets import Run, Task
-from tests.bench.beside.work import network
+from tests.bench.beside.work import PARAMETERS
 from tests.bench.lab.daemons import ROOT, TRUSTED
 from tests.bench.lab.trainers import vector_job
 
@@ -56,8 +56,7 @@ def _job(task: Task) -> dict[str, Any]:
     everybody = {"min_clients": task.clients, "min_clients_to_aggregate": 1, "rounds": task.rounds}
     if task.cell == "mnist":
         return {**preset_job(Dataset.MNIST), "evaluate": False, **everybody}
-    size = sum(parameter.numel() for parameter in network(task.cell).parameters())
-    return vector_job(size, clients=task.clients, **everybody)
+    return vector_job(PARAMETERS[task.cell], clients=task.clients, **everybody)
 
 
 def _times(round_: pb.Round) -> dict[str, float]:

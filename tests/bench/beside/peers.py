@@ -116,28 +116,16 @@ def nvflare(task: Task) -> Iterator[Run]:
     project = task.folder / "project.yml"
     project.write_text(_PROJECT.format(server=name, port=_PORT + 2, clients=clients))
     kits = task.folder / "kits" / "beside" / "prod_00"
-    provision = [
-        str(Path(python).with_name("nvflare")),
-        "provision",
-        "-p",
-        str(project),
-        "-w",
-        str(task.folder / "kits"),
-    ]
-    subprocess.run([*provision, "--force"], check=True, capture_output=True, cwd=task.folder)
+    provision = [python, "-m", "nvflare.cli", "provision", "--force", "-p", str(project), "-w", "kits"]
+    subprocess.run(provision, check=True, capture_output=True, cwd=task.folder)
     env = {"PATH": f"{Path(python).parent}:{os.environ['PATH']}", "PYTHONPATH": str(_HERE)}
-    launched = time.time()
+    commands = {kit: ["bash", str(kits / kit / "startup" / "sub_start.sh"), "--once"] for kit in (name, *sites)}
+    places, launched = (task.server, *task.hosts), time.time()
     with _named(task, name), processes(task) as start:
-        run = ["bash", "startup/sub_start.sh", "--once"]
-        server = start(task.server, [run[0], str(kits / name / run[1]), run[2]], **env)
-        pids = [
-            start(host, [run[0], str(kits / site / run[1]), run[2]], **env)
-            for site, host in zip(sites, task.hosts, strict=True)
-        ]
+        server, *pids = (start(host, run, **env) for run, host in zip(commands.values(), places, strict=True))
         told = [task.cell, str(task.rounds), str(task.clients), task.root, str(task.folder)]
         start(task.server, [python, str(_HERE / "nvflare_job.py"), *told, str(kits / "admin@org.org")], **env)
-        again = [run[0], str(kits / name / run[1]), run[2]]
-        yield _run(task, launched, server, pids, lambda: start(task.server, again, **env))
+        yield _run(task, launched, server, pids, lambda: start(task.server, commands[name], **env))
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional
 
 CELLS = ("mnist", "echo", "small")
-_PARAMETERS = {"echo": 25_000_000, "small": 10_000}
+PARAMETERS = {"echo": 25_000_000, "small": 10_000}
 _SUBSET, _BATCH, _LR, _MOMENTUM = 6000, 64, 0.05, 0.9
 
 
@@ -49,7 +49,7 @@ class Vector(nn.Module):
 def network(cell: str) -> nn.Module:
     """Return the model of a cell."""
     torch.manual_seed(0)
-    return Cnn() if cell == "mnist" else Vector(_PARAMETERS[cell])
+    return Cnn() if cell == "mnist" else Vector(PARAMETERS[cell])
 
 
 def images(root: str, kind: str) -> tuple[torch.Tensor, torch.Tensor]:

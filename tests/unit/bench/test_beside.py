@@ -12,8 +12,9 @@ import pytest
 import torch
 from tests.bench.beside import __main__ as beside
 from tests.bench.beside import fleets, work
-from tests.bench.beside.fleets import Run, Task, harm, kill_tree, measure, processes, tree, wait_for
+from tests.bench.beside.fleets import Run, Task, harm, kill_tree, measure, processes, wait_for
 from tests.bench.lab.lines import lines
+from tests.processes import lives, tree_of
 
 from fedring.control.failure import Failure
 from fedring.train.models import mnist_cnn
@@ -31,10 +32,6 @@ def task(tmp_path: Path) -> Iterator[Task]:
         yield Task("small", 1, 4, "", tmp_path, there)
 
 
-def alive(pid: int) -> bool:
-    return fleets._runs(pid)
-
-
 def begin(task: Task, start: object) -> list[int]:
     """Start PARENT, and return both processes."""
     pid = start(task.server, [sys.executable, "-c", PARENT])  # type: ignore[operator]
@@ -45,17 +42,17 @@ def begin(task: Task, start: object) -> list[int]:
 def test_all_that_was_started_ends_also_in_sessions_of_its_own(task: Task) -> None:
     with processes(task) as start:
         pids = begin(task, start)
-        assert tree(pids[0]) == pids
+        assert tree_of(pids[0]) == pids
         assert fleets._tree_bytes(pids[0]) > fleets._tree_bytes(pids[1]) > 1_000_000
-    assert not alive(pids[0])
-    wait_for(task, lambda: not alive(pids[1]))
+    assert not lives(pids[0])
+    wait_for(task, lambda: not lives(pids[1]))
 
 
 def test_a_process_is_killed_with_all_that_it_has_started(task: Task) -> None:
     with processes(task) as start:
         pids = begin(task, start)
         kill_tree(pids[0])
-        wait_for(task, lambda: not any(map(alive, pids)))
+        wait_for(task, lambda: not any(map(lives, pids)))
         with pytest.raises(Failure, match=r"did not end well"):
             wait_for(task, lambda: False, pids=[pids[0]])
 
@@ -86,7 +83,7 @@ def test_a_harm_is_timed_until_the_next_round_has_ended(task: Task, monkeypatch:
             pids = begin(given, start)
 
             def restart() -> None:
-                wait_for(given, lambda: not any(map(alive, pids)))
+                wait_for(given, lambda: not any(map(lives, pids)))
                 rounds.append({"began": 3.0, "ended": time.time() + 5.0, "updates": 1})
 
             yield Run(0.0, pids[0], [pids[0]], lambda: rounds, lambda: False, dict, restart)
