@@ -20,6 +20,8 @@ def test_the_shares_are_those_of_the_newest_versions() -> None:
     opened = [pb.Round(asynchronous=buffer(d=0))]
     assert shares([*opened, *made, *old]) == "shares of the last 10 buffers: a 50.00 %, b 50.00 %"
     assert shares([pb.Round(model_version=1)]) == ""
+    equal = pb.Round(model_version=1, asynchronous=buffer(**dict.fromkeys("hgfedcba", 0)))
+    assert shares([equal]) == f"shares of the last 1 buffer: {', '.join(f'{name} 12.50 %' for name in 'abcdefgh')}"
 
 
 def test_the_ages_are_drawn_as_bars() -> None:
