@@ -11,7 +11,7 @@ from tests.s3 import s3_server
 from fedring.daemon.config import ConfigError
 from fedring.server.state.blobs import FileBlobs
 from fedring.server.state.failures import StorageError, StorageFailed
-from fedring.server.state.shared.object_blobs import ObjectBlobs, open_objects
+from fedring.server.state.shared.object_blobs import ObjectBlobs, open_objects, state_ids
 
 
 def opened(folder: Path, term: int, *, url: str = "") -> ObjectBlobs:
@@ -67,6 +67,12 @@ def test_an_object_that_was_changed_is_not_read(tmp_path: Path, first: ObjectBlo
     with pytest.raises(StorageError, match="does not hold what was written to it"):
         second.reader(digest)
     second.close()
+
+
+def test_an_id_that_is_no_small_object_is_not_read(tmp_path: Path, first: ObjectBlobs) -> None:
+    (tmp_path / "objects" / "state_id").write_bytes(bytes(5000))
+    with pytest.raises(StorageError, match="the object state_id has 5000 bytes, which no fl-server has written"):
+        state_ids(open_objects((tmp_path / "objects").as_uri()))
 
 
 def test_a_blob_that_no_row_names_is_put_aside_and_removed_later(tmp_path: Path, first: ObjectBlobs) -> None:

@@ -36,6 +36,7 @@ _PART_BYTES = 8 << 20
 _PARTS = 2  # of one object that are under way at a time: each is in memory, and there are as many objects as threads
 _TRIES = timedelta(seconds=20)
 _PROBE_BYTES = 1 << 10
+_MOST_SMALL_BYTES = 1 << 12
 
 
 class ObjectBlobs:
@@ -250,10 +251,14 @@ def read_object(store: ObjectStore, key: str) -> bytes:
     """Return a small object; empty if there is none.
 
     Raises:
+        StorageError: "unreadable" if it is not small, so it is none of ours.
         StorageFailed: It cannot be read now.
     """
     try:
-        return bytes(obstore.get(store, key).bytes())
+        found = obstore.get(store, key)
+        if (size := found.meta["size"]) > _MOST_SMALL_BYTES:
+            raise StorageError("unreadable", f"the object {key} has {size} bytes, which no fl-server has written")
+        return bytes(found.bytes())
     except FileNotFoundError:
         return b""
     except BaseError as error:
