@@ -6,6 +6,7 @@ import random
 import shutil
 import tracemalloc
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ from fedring.server.state.shared.restoring import restore_shared
 from fedring.server.state.shared.source import shared_source, writing
 from fedring.server.state.sql.copying import copy_tables, count
 from fedring.server.state.sql.sealed import values_of
-from fedring.server.state.sql.tables import updates
+from fedring.server.state.sql.tables import METADATA, updates
 from tests import forks
 from tests.damage import flip
 from tests.fault.faulty_fleet import SECONDS
@@ -36,6 +37,9 @@ from tests.fleets import Control, Fleet
 from tests.s3 import s3_server
 from tests.system.wire import WireClient
 from tests.waiting import until
+
+MOVES = ("ALTER TABLE", "LOCK TABLE", "ROLLBACK TO SAVEPOINT")
+"""How the queries begin by which the present tables are moved aside."""
 
 
 @pytest.fixture(scope="module")
@@ -256,6 +260,22 @@ def test_a_server_that_starts_during_a_restore_waits_and_then_leads(
             assert control.models(limit=1)[0].version == 3
     finally:
         fleet.stop()
+
+
+def test_a_restore_and_a_reader_of_all_tables_do_not_block_each_other(made: Path, place: Place) -> None:
+    restore_shared(made / "other", place.state_url, place.blob_url)
+    here = "SELECT query FROM pg_stat_activity WHERE datname = current_database()"
+    engine = create_engine(place.state_url, poolclass=NullPool)
+    with ThreadPoolExecutor(1) as threads, engine.connect() as reader:
+        count(reader, METADATA.sorted_tables[-1])
+        restored = threads.submit(restore_shared, made / "copy", place.state_url, place.blob_url, replace=True)
+        until(lambda: any(query.startswith(MOVES) for (query,) in place.ask(here)))
+        for table in METADATA.sorted_tables:
+            count(reader, table)
+        assert not restored.done()
+        reader.rollback()
+        assert restored.result().replaced_schema
+    assert without_meta(place.rows()) == without_meta(rows(made / "copy"))
 
 
 def test_flctl_backs_up_and_restores_a_shared_state(made: Path, place: Place, tmp_path: Path) -> None:

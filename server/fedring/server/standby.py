@@ -84,6 +84,8 @@ async def _open(config: ServerConfig, stack: ExitStack, lead: Lead) -> Parts:
     try:
         store = await asyncio.to_thread(Store, reader)
     except StorageError as error:
+        if error.reason == "database":  # as when it is restarted at this moment
+            raise Deposed(f"the shared state cannot be read: {error}") from error
         raise ConfigError(f"the shared state cannot be used: {error}") from error
     facts = Facts(store, FileBlobs(config.state_dir / SHARED, durable=False), threads=1)
     stack.callback(facts.close)

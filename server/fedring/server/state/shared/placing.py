@@ -9,6 +9,7 @@ that the next leader moves aside.
 
 import os
 import socket
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
@@ -16,7 +17,8 @@ from pathlib import Path
 from threading import Event, Thread
 
 import obstore
-from sqlalchemy import Connection, select, text
+from sqlalchemy import Connection, inspect, select, text
+from sqlalchemy.exc import OperationalError
 
 from fedring.daemon.config import ConfigError
 from fedring.daemon.crash import crashpoint
@@ -40,6 +42,7 @@ from fedring.server.state.sql.tables import METADATA, meta
 
 _PART_BYTES = 8 << 20
 _LOCK_SECONDS = 30
+_LOCK_AGAIN_SECONDS = 0.02
 
 
 class SharedPlace:
@@ -205,10 +208,32 @@ def _move_aside(connection: Connection) -> str:
     """Move the present state's tables into a schema.
 
     Its name is returned.
+
+    Raises:
+        OperationalError: Somebody reads the tables for too long.
     """
-    connection.execute(text(f"SET LOCAL lock_timeout = '{_LOCK_SECONDS}s'"))  # somebody may read the tables for long
+    names = [table.name for table in METADATA.sorted_tables if inspect(connection).has_table(table.name)]
+    _lock(connection, names)
     schema = f"replaced_{datetime.now(UTC):%Y%m%dt%H%M%S%f}"
     connection.execute(text(f"CREATE SCHEMA {schema}"))
-    for table in METADATA.sorted_tables:
-        connection.execute(text(f"ALTER TABLE IF EXISTS {table.name} SET SCHEMA {schema}"))
+    for name in names:
+        connection.execute(text(f"ALTER TABLE {name} SET SCHEMA {schema}"))
     return schema
+
+
+def _lock(connection: Connection, names: Sequence[str]) -> None:
+    """Lock all tables or none, again and again until nobody reads one.
+
+    A standby may read them one by one, in any order: whoever holds some while waiting for others would block it, and
+    be blocked by it.
+    """
+    end = time.monotonic() + _LOCK_SECONDS
+    while True:
+        try:
+            with connection.begin_nested():
+                connection.execute(text(f"LOCK TABLE {', '.join(names)} IN ACCESS EXCLUSIVE MODE NOWAIT"))
+            return
+        except OperationalError:
+            if time.monotonic() > end:
+                raise
+        time.sleep(_LOCK_AGAIN_SECONDS)
