@@ -302,14 +302,20 @@ MUTANTS = {
         "                pass\n",
         "tests/unit/server/state/test_server_checked.py",
     ),
+    "old digests before a migration": Mutant(
+        "server/fedring/server/state/sql/migrations/__init__.py",
+        "if not layout.is_sound(row[ROW_DIGEST], row):",
+        "if False:",
+        "tests/fault/test_migrations.py",
+    ),
     "digest of a row": Mutant(
-        "server/fedring/server/state/sql/sealed.py",
-        "return digest == _digest(form, stored)",
+        "server/fedring/server/state/sql/layout.py",
+        "return digest == self.digest(stored)",
         "return bool(digest)",
         "tests/unit/server/state/test_store_sqlite.py",
     ),
     "type in the digest of a row": Mutant(
-        "server/fedring/server/state/sql/sealed.py",
+        "server/fedring/server/state/sql/layout.py",
         "2 * len(part) + isinstance(text, str)",
         "2 * len(part)",
         "tests/unit/server/state/test_store_sqlite.py",

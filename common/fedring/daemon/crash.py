@@ -18,6 +18,9 @@ REGISTERED = {
 SHARED = {"after_object_put"}
 """Further ones of a server whose state is in a database and an object store."""
 
+MIGRATING = ("migration_checked", "migration_made", "migration_committed")
+"""The crash points in the migration of an older version's tables, in their order."""
+
 RESTORING = {
     "restore_staged",
     "restore_begun",

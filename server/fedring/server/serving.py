@@ -28,7 +28,8 @@ from fedring.server.parts import Parts
 from fedring.server.recovery import recover
 from fedring.server.round.replacements import look_after_groups
 from fedring.server.standby import stand_by
-from fedring.server.state.failures import Deposed, FsyncFailed
+from fedring.server.state.failures import Deposed, FsyncFailed, StorageError
+from fedring.server.state.log_check import migrated_at_start
 from fedring.version import SOFTWARE
 
 log = logging.getLogger(__name__)
@@ -76,6 +77,9 @@ async def serve(
     if config.state_url and check_only:
         advice = await asyncio.to_thread(check_shared, config)
         print(*advice, "the configuration is good", sep="\n")
+        return Exit.OK
+    if check_only and (older := await asyncio.to_thread(_migrated, config)):
+        print(f"the state of fedring {older} is migrated at the next start", "the configuration is good", sep="\n")
         return Exit.OK
     if config.state_url:
         stop = stop_event()
@@ -136,6 +140,13 @@ def _names_something(config: ServerConfig) -> bool:
     They may be missing here. Without any, torch is not imported before the first job needs it.
     """
     return bool({"trusted", "init_path"} & config.model_fields_set or config.job.model_fields_set)
+
+
+def _migrated(config: ServerConfig) -> str:
+    try:
+        return migrated_at_start(config.state_dir)
+    except StorageError as error:
+        raise ConfigError(f"state_dir {config.state_dir} cannot be used: {error}") from error
 
 
 def _check_names(config: ServerConfig) -> None:

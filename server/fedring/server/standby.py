@@ -77,21 +77,35 @@ async def stand_by(config: ServerConfig, lead: Lead, most: Shares) -> None:
 
 async def _open(config: ServerConfig, stack: ExitStack, lead: Lead) -> Parts:
     while True:
-        if (reader := await asyncio.to_thread(open_reader, config.state_url)) is not None:
+        if (store := await asyncio.to_thread(_open_store, config.state_url, lead)) is not None:
             break
-        await asyncio.sleep(_LOOK_SECONDS)  # the first leader is about to make the tables
-    stack.callback(reader.dispose)
-    try:
-        store = await asyncio.to_thread(Store, reader)
-    except StorageError as error:
-        if error.reason == "database":  # as when it is restarted at this moment
-            raise Deposed(f"the shared state cannot be read: {error}") from error
-        raise ConfigError(f"the shared state cannot be used: {error}") from error
+        await asyncio.sleep(_LOOK_SECONDS)
+    stack.callback(store.close)
     facts = Facts(store, FileBlobs(config.state_dir / SHARED, durable=False), threads=1)
     stack.callback(facts.close)
     facts.lead = lead
     models = Models(facts.blobs, facts.pool, config, store.run_id)
     return assemble(config, facts, models, Sessions(config.max_clients, config.lost_after_seconds))
+
+
+def _open_store(url: str, lead: Lead) -> Store | None:
+    """Return the facts that the leader writes.
+
+    It is None if this program does not read them yet.
+    """
+    reader = open_reader(url)
+    if reader is None:  # the first leader is about to make the tables
+        return None
+    try:
+        return Store(reader)
+    except StorageError as error:
+        reader.dispose()
+        if error.reason == "older_state":  # this server migrates it, once it leads
+            log.debug("answers nothing while %s leads: %s", lead.leader, error)
+            return None
+        if error.reason == "database":  # as when it is restarted at this moment
+            raise Deposed(f"the shared state cannot be read: {error}") from error
+        raise ConfigError(f"the shared state cannot be used: {error}") from error
 
 
 async def _serve(parts: Parts, ports: Ports, lead: Lead) -> None:

@@ -33,7 +33,7 @@ def open_state(
 ) -> tuple[Store, FileBlobs]:
     """Open a state folder's database and blobs.
 
-    They are created in an empty folder.
+    They are created in an empty folder, and those of an older version are migrated.
 
     Args:
         folder: the state folder, which the caller has locked (StateLock).
@@ -65,7 +65,7 @@ def open_state(
             what = f"{BLOBS}/ is missing or belongs to another state"
         raise StorageError("wrong_state", f"{what}. {_ADVICE}")
     files = FileBlobs(folder)
-    store = Store(database_url(folder), log_bytes=log_bytes)
+    store = Store(database_url(folder), log_bytes=log_bytes, migrates=True)
     if lost:
         store.begin_epoch()  # a start that is killed before this finds the damage again
     if adopt and not beside:

@@ -11,7 +11,7 @@ from pathlib import Path
 from fedring.server.state.blobs import storage_error
 from fedring.server.state.failures import StoreError
 from fedring.server.state.files import FACTS, UNNAMED
-from fedring.server.state.sql.database import check_schema, meaning_of
+from fedring.server.state.sql.database import RELEASED, SCHEMA, check_released, check_schema, meaning_of
 from fedring.server.state.wal import scan
 
 ACCEPT_OLDER = "fl-server --accept-older"
@@ -57,7 +57,21 @@ def check_at_rest(folder: Path) -> None:
         StorageError: if not. Nothing was changed.
     """
     check_log_at_rest(folder)
-    peek(folder / FACTS)
+    version, _ = peek(folder / FACTS)
+    if version:
+        check_schema(version)
+
+
+def migrated_at_start(folder: Path) -> str:
+    """Return the older version that wrote a state folder.
+
+    The next start migrates it. The text is empty if this version, or nobody, has written it.
+
+    Raises:
+        StorageError: if this program cannot read it.
+    """
+    version, _ = peek(folder / FACTS)
+    return RELEASED[version] if 0 < version < SCHEMA else ""
 
 
 def peek(facts: Path) -> tuple[int, str]:
@@ -73,7 +87,7 @@ def peek(facts: Path) -> tuple[int, str]:
         with closing(sqlite3.connect(f"{facts.absolute().as_uri()}?mode=ro{alone}", uri=True)) as connection:
             version = int(connection.execute("PRAGMA user_version").fetchone()[0])
             if version:
-                check_schema(version)
+                check_released(version)
             row = connection.execute("SELECT value FROM meta WHERE name = 'state_id'").fetchone() if version else None
     except (sqlite3.Error, UnicodeDecodeError) as error:  # the second is raised for damaged error messages
         raise meaning_of(error) from error

@@ -20,12 +20,19 @@ from sqlalchemy import Connection, NullPool, create_engine
 
 from fedring.codec.digest import Digest, is_name
 from fedring.daemon.config import ConfigError
-from fedring.daemon.durable import create, make_durable
+from fedring.daemon.durable import create, make_durable, sync
 from fedring.daemon.exits import Exit
-from fedring.server.state.failures import StoreError
+from fedring.server.state.failures import StorageError, StoreError
 from fedring.server.state.files import BLOBS, FACTS
 from fedring.server.state.sql.copying import check_rows
-from fedring.server.state.sql.database import UNREADABLE, check_schema
+from fedring.server.state.sql.database import (
+    OTHER_VERSION,
+    SCHEMA,
+    UNREADABLE,
+    check_released,
+    check_schema,
+    open_database,
+)
 from fedring.untrusted import parse_json
 
 FORMAT = 1
@@ -188,6 +195,29 @@ def schema_version(connection: sqlite3.Connection) -> int:
     except StoreError as error:
         raise ConfigError(error.detail) from error
     return int(found)
+
+
+def migrate_copy(facts: Path) -> None:
+    """Make a copied database of an older version one of this version.
+
+    Raises:
+        ConfigError: if a version has written it that this program does not read.
+        BackupError: if it is damaged.
+    """
+    try:
+        with closing(open_copy(facts)) as connection:
+            ((found,),) = connection.execute("PRAGMA user_version")
+        if found == SCHEMA:
+            return
+        check_released(found)
+        open_database(f"sqlite:///{facts.absolute()}", migrates=True).dispose()
+    except sqlite3.Error as error:
+        raise BackupError(f"{facts.name} is damaged ({error})") from error
+    except StorageError as error:
+        if error.reason in OTHER_VERSION:
+            raise ConfigError(error.detail) from error
+        raise BackupError(f"{facts.name} is damaged: {error.detail}") from error
+    sync(facts)
 
 
 def check_facts(facts: Path) -> None:

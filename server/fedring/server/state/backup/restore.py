@@ -25,6 +25,7 @@ from fedring.server.state.backup.contents import (
     check_facts,
     copy_blob,
     digest_of,
+    migrate_copy,
     open_copy,
     parse_manifest,
     read_contents,
@@ -96,26 +97,26 @@ def read_manifest(backup: Path) -> Manifest:
     return parse_manifest(text, path)
 
 
-def check_copy(copy: Path, manifest: Manifest, backup: Path) -> Contents:
-    """Check a backup, or a copy of it.
+def stage_facts(backup: Path, manifest: Manifest, draft: Path) -> Contents:
+    """Copy a backup's database, and check the copy.
 
-    Its blobs are left out.
+    It is migrated if an older version has written it. Blobs are left out.
 
     Args:
-        copy: the folder to look into.
+        backup: the backup, which is only read.
         manifest: what must be there.
-        backup: the name of the backup, for errors.
+        draft: the folder to copy to, which has a folder for the blobs.
 
     Raises:
-        ConfigError: if another version has written it.
+        ConfigError: if a version has written it that this program does not read.
         BackupError: if it is damaged.
     """
-    facts, beside = copy / FACTS, copy / BLOBS / STATE_ID
+    facts, beside = draft / FACTS, draft / BLOBS / STATE_ID
     for path in (facts, beside):
-        if not path.is_file():
-            raise BackupError(f"{backup / path.relative_to(copy)} is missing: use another backup")
+        _copy(backup / path.relative_to(draft), path)
     if digest_of(facts) != manifest.facts_digest:
         raise BackupError(f"{backup / FACTS} does not hold what was written to it: use another backup")
+    migrate_copy(facts)
     contents = read_contents(facts)
     check_facts(facts)
     if len({manifest.state_id, contents.state_id, beside.read_text(errors="replace").strip()}) > 1:
@@ -204,9 +205,7 @@ def _stage(backup: Path, manifest: Manifest, draft: Path, tell: Tell) -> None:
 
     It must be complete, durable, and what the backup was made of.
     """
-    for name in (FACTS, f"{BLOBS}/{STATE_ID}"):
-        _copy(backup / name, draft / name)
-    contents = check_copy(draft, manifest, backup)
+    contents = stage_facts(backup, manifest, draft)
     step = advancing(tell, manifest.bytes - (draft / FACTS).stat().st_size)
     with blaming(backup):
         for blob in contents.blobs:

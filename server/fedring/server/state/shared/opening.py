@@ -13,7 +13,7 @@ from fedring.server.state.failures import StorageError
 from fedring.server.state.files import SHARED, STATE_ID
 from fedring.server.state.shared.leadership import DatabaseSession
 from fedring.server.state.shared.object_blobs import ObjectBlobs, open_objects, state_ids, write_object
-from fedring.server.state.sql.database import UNREADABLE, check_schema, read_version, translate
+from fedring.server.state.sql.database import UNREADABLE, check_released, read_version, translate
 from fedring.server.state.sql.store import Store
 from fedring.server.state.sql.tables import meta
 
@@ -32,7 +32,7 @@ def check_same_state(session: DatabaseSession, objects: ObjectStore) -> None:
         with session.engine.begin() as connection:
             version = read_version(connection)
             if version:
-                check_schema(version)
+                check_released(version)
             query = select(meta.c.value).where(meta.c.name == STATE_ID)
             stored = connection.execute(query).scalar() if version else None
     except UNREADABLE as error:
@@ -45,7 +45,7 @@ def check_same_state(session: DatabaseSession, objects: ObjectStore) -> None:
 def open_shared(folder: Path, blob_url: str, session: DatabaseSession, *, adopt: bool = True) -> tuple[Store, Blobs]:
     """Open the database and the objects of a state.
 
-    They are created if both are empty.
+    They are created if both are empty, and those of an older version are migrated.
 
     Args:
         folder: this server's own state folder.
@@ -61,7 +61,7 @@ def open_shared(folder: Path, blob_url: str, session: DatabaseSession, *, adopt:
     """
     objects = open_objects(blob_url)
     beside = state_ids(objects)
-    store = Store(session.engine)
+    store = Store(session.engine, migrates=True)
     try:
         stored = store.state_id
         blobs = ObjectBlobs(objects, FileBlobs(folder / SHARED, durable=False), session.term)

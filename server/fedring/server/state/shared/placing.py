@@ -9,7 +9,6 @@ that the next leader moves aside.
 
 import os
 import socket
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
@@ -17,8 +16,7 @@ from pathlib import Path
 from threading import Event, Thread
 
 import obstore
-from sqlalchemy import Connection, inspect, select, text
-from sqlalchemy.exc import OperationalError
+from sqlalchemy import Connection, select, text
 
 from fedring.daemon.config import ConfigError
 from fedring.daemon.crash import crashpoint
@@ -36,13 +34,11 @@ from fedring.server.state.shared.object_blobs import (
 )
 from fedring.server.state.shared.source import as_backup_errors
 from fedring.server.state.sql.copying import copy_tables
-from fedring.server.state.sql.database import read_version
+from fedring.server.state.sql.database import lock_tables, read_version
 from fedring.server.state.sql.sealed import set_meta
 from fedring.server.state.sql.tables import METADATA, meta
 
 _PART_BYTES = 8 << 20
-_LOCK_SECONDS = 30
-_LOCK_AGAIN_SECONDS = 0.02
 
 
 class SharedPlace:
@@ -212,28 +208,9 @@ def _move_aside(connection: Connection) -> str:
     Raises:
         OperationalError: Somebody reads the tables for too long.
     """
-    names = [table.name for table in METADATA.sorted_tables if inspect(connection).has_table(table.name)]
-    _lock(connection, names)
+    lock_tables(connection)
     schema = f"replaced_{datetime.now(UTC):%Y%m%dt%H%M%S%f}"
     connection.execute(text(f"CREATE SCHEMA {schema}"))
-    for name in names:
-        connection.execute(text(f"ALTER TABLE {name} SET SCHEMA {schema}"))
+    for table in METADATA.sorted_tables:
+        connection.execute(text(f"ALTER TABLE IF EXISTS {table.name} SET SCHEMA {schema}"))
     return schema
-
-
-def _lock(connection: Connection, names: Sequence[str]) -> None:
-    """Lock all tables or none, again and again until nobody reads one.
-
-    A standby may read them one by one, in any order: whoever holds some while waiting for others would block it, and
-    be blocked by it.
-    """
-    end = time.monotonic() + _LOCK_SECONDS
-    while True:
-        try:
-            with connection.begin_nested():
-                connection.execute(text(f"LOCK TABLE {', '.join(names)} IN ACCESS EXCLUSIVE MODE NOWAIT"))
-            return
-        except OperationalError:
-            if time.monotonic() > end:
-                raise
-        time.sleep(_LOCK_AGAIN_SECONDS)

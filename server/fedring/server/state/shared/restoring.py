@@ -1,16 +1,17 @@
 """Making a backup the state of servers that share one."""
 
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from fedring.daemon.config import ConfigError
 from fedring.server.state.backup.contents import Tell
 from fedring.server.state.backup.restore import (
     Restored,
     blaming,
-    check_copy,
     epoch_rows,
     meta_of,
     read_manifest,
+    stage_facts,
 )
 from fedring.server.state.files import BLOBS, FACTS
 from fedring.server.state.shared.placing import led_place
@@ -37,8 +38,10 @@ def restore_shared(
         BackupError: The backup is damaged, or the database or the object store failed.
     """
     manifest = read_manifest(backup)
-    contents = check_copy(backup, manifest, backup)
-    with led_place(state_url, blob_url) as place:
+    with TemporaryDirectory(prefix="fedring-") as folder, led_place(state_url, blob_url) as place:
+        draft = Path(folder)
+        (draft / BLOBS).mkdir()
+        contents = stage_facts(backup, manifest, draft)
         there = place.meta()
         if there and not replace:
             raise ConfigError(
@@ -47,8 +50,8 @@ def restore_shared(
             )
         if not there:
             place.refuse_strangers(contents.state_id)
-        rows = epoch_rows(manifest, meta_of(backup / FACTS), there)
+        rows = epoch_rows(manifest, meta_of(draft / FACTS), there)
         with blaming(backup):
             place.put_blobs(backup / BLOBS, contents.blobs, tell)
-        replaced = place.put_rows(backup / FACTS, contents.state_id, rows)
+        replaced = place.put_rows(draft / FACTS, contents.state_id, rows)
     return Restored(manifest, replaced_schema=replaced)

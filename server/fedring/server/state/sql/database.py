@@ -1,5 +1,6 @@
 """The connection to the server's database, which is opened, checked, and created."""
 
+import logging
 import re
 import sqlite3
 import time
@@ -11,15 +12,21 @@ from secrets import token_hex
 
 from sqlalchemy import Connection, Engine, StaticPool, create_engine, event, inspect, select
 from sqlalchemy.engine import make_url
-from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import DBAPIError, OperationalError
 
+from fedring.daemon.crash import crashpoint
 from fedring.server.state.failures import FsyncFailed, StorageError, StorageFailed, StoreError
 from fedring.server.state.rows import MetaRow
 from fedring.server.state.sql import sealed
 from fedring.server.state.sql.tables import METADATA, meta
 
+log = logging.getLogger(__name__)
+
 SCHEMA = 19
-"""The version of the tables. Another one is refused: until 1.0.0, no version of fedring reads another's tables."""
+"""The version of the tables."""
+
+RELEASED = {15: "0.2.0", SCHEMA: "1.0.0"}
+"""By the version of the tables, the fedring that first had it. A server migrates these, and no others."""
 
 OTHER_VERSION = ("older_state", "newer_state")
 """The reasons of a StoreError that another version's tables lead to."""
@@ -35,6 +42,7 @@ VERSION = "schema_version"
 
 _EPOCH = re.compile("[0-9]{1,18}")  # it fits into a column of the database and into a message, and can still grow
 _BUSY_MILLISECONDS = 10_000
+_LOCK_SECONDS, _LOCK_AGAIN_SECONDS = 30.0, 0.02
 LOG_BYTES = 4 << 20
 """How long the log beside a database may become before SQLite empties it, unless somebody reads it."""
 
@@ -50,7 +58,7 @@ UNREADABLE = (DBAPIError, UnicodeDecodeError)
 """What an engine raises; the second for damaged messages of SQLite."""
 
 
-def open_database(database: str | Engine, *, log_bytes: int = LOG_BYTES) -> Engine:
+def open_database(database: str | Engine, *, log_bytes: int = LOG_BYTES, migrates: bool = False) -> Engine:
     """Open a database, and check it.
 
     It is created if it is empty.
@@ -58,6 +66,7 @@ def open_database(database: str | Engine, *, log_bytes: int = LOG_BYTES) -> Engi
     Args:
         database: where it is, as SQLAlchemy writes it; or its engine, if it is open already.
         log_bytes: how long SQLite's log may become.
+        migrates: make the tables of an older version those of this one. Nobody else writes to them.
 
     Raises:
         StoreError: "older_state" or "newer_state" if another version has written it, "corrupt" if it is damaged.
@@ -70,8 +79,14 @@ def open_database(database: str | Engine, *, log_bytes: int = LOG_BYTES) -> Engi
             if found == 0:
                 make_tables(connection)
                 sealed.add(connection, MetaRow("run_id", uuid.uuid4().hex), MetaRow(SECRET, token_hex(16)))
+            elif migrates:
+                check_released(found)
+                _migrate(connection, found)
+            else:
+                check_schema(found)
+        if migrates and 0 < found < SCHEMA:
+            crashpoint("migration_committed")
         if found:
-            check_schema(found)
             _check_integrity(engine)
             # A reader does not block a server, which may be using the database now.
             with engine.connect().execution_options(**_READS) as connection:
@@ -88,10 +103,7 @@ def open_database(database: str | Engine, *, log_bytes: int = LOG_BYTES) -> Engi
 def make_tables(connection: Connection) -> None:
     """Create all tables, empty but for their version."""
     METADATA.create_all(connection)
-    if connection.dialect.name == "sqlite":
-        connection.exec_driver_sql(f"PRAGMA user_version = {SCHEMA}")
-    else:
-        sealed.add(connection, MetaRow(VERSION, str(SCHEMA)))
+    _note_version(connection)
 
 
 def read_version(connection: Connection) -> int:
@@ -104,7 +116,25 @@ def read_version(connection: Connection) -> int:
 
 
 def check_schema(found: int) -> None:
-    """Return if this program reads tables of the version `found`.
+    """Return if tables are those of this program.
+
+    Args:
+        found: their version.
+
+    Raises:
+        StoreError: "older_state" or "newer_state", if not.
+    """
+    check_released(found)
+    if found < SCHEMA:
+        text = f"the state was written by fedring {RELEASED[found]} (schema {found})"
+        raise StoreError("older_state", f"{text}: start this version's fl-server on it once, which migrates it")
+
+
+def check_released(found: int) -> None:
+    """Return if a server can migrate tables.
+
+    Args:
+        found: their version, which may be this program's own.
 
     Raises:
         StoreError: "older_state" or "newer_state", if not.
@@ -114,10 +144,35 @@ def check_schema(found: int) -> None:
             f"the state was written by a newer version: schema {found}, this program knows {SCHEMA}: use that version"
         )
         raise StoreError("newer_state", text)
-    if found < SCHEMA:
-        text = f"the state was written by fedring 0.1.0 or before (schema {found}), which this program does not read"
-        way = "go on with fedring 0.1.0, or give the server an empty folder"
+    if found not in RELEASED:
+        before = "fedring 0.1.0 or before" if found < min(RELEASED) else "a version that was not released"
+        text = f"the state was written by {before} (schema {found}), which this program does not read"
+        way = f"go on with {'fedring 0.1.0' if found < min(RELEASED) else 'it'}, or give the server an empty folder"
         raise StoreError("older_state", f"{text}: {way}; nothing was changed")
+
+
+def lock_tables(connection: Connection) -> None:
+    """Let nobody else read or write the tables until the transaction ends.
+
+    All are locked at once or none, again and again until nobody reads one: a standby may read them one by one, in any
+    order, and whoever holds some while waiting for others would block it, and be blocked by it.
+
+    Raises:
+        OperationalError: Somebody uses them for too long.
+    """
+    if connection.dialect.name == "sqlite":  # whose transactions that write are alone
+        return
+    names = [table.name for table in METADATA.sorted_tables if inspect(connection).has_table(table.name)]
+    end = time.monotonic() + _LOCK_SECONDS
+    while True:
+        try:
+            with connection.begin_nested():
+                connection.exec_driver_sql(f"LOCK TABLE {', '.join(names)} IN ACCESS EXCLUSIVE MODE NOWAIT")
+            return
+        except OperationalError:
+            if time.monotonic() > end:
+                raise
+        time.sleep(_LOCK_AGAIN_SECONDS)
 
 
 def backup(engine: Engine, path: Path) -> None:
@@ -211,6 +266,26 @@ def meaning_of(error: BaseException | None) -> StorageError | FsyncFailed:
     if name in ("SQLITE_NOTADB", "SQLITE_CORRUPT") or str(error).startswith("no such "):
         return StoreError("corrupt", f"the database is damaged ({error}): restore a backup (flctl restore)")
     return StoreError("database", str(error))
+
+
+def _migrate(connection: Connection, found: int) -> None:
+    """Make tables of a released version those of this program."""
+    if found == SCHEMA:
+        return
+    from fedring.server.state.sql.migrations import migrate  # Alembic, which few starts need
+
+    log.info("migrates the state of fedring %s (schema %d to %d)", RELEASED[found], found, SCHEMA)
+    lock_tables(connection)
+    migrate(connection, found)
+    _note_version(connection)
+    crashpoint("migration_made")
+
+
+def _note_version(connection: Connection) -> None:
+    if connection.dialect.name == "sqlite":
+        connection.exec_driver_sql(f"PRAGMA user_version = {SCHEMA}")
+    else:
+        sealed.set_meta(connection, VERSION, str(SCHEMA))
 
 
 def _engine(url: str, log_bytes: int) -> Engine:

@@ -9,27 +9,23 @@ Every row is written by `values_of` and read by `rows_of`. What changes a row re
 damaged row gets a new digest.
 """
 
-import math
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from operator import attrgetter
 from typing import Any, TypeVar, get_type_hints
 
-from blake3 import blake3
 from sqlalchemy import ColumnElement, Connection, Select, and_, delete, insert, select, update
 from sqlalchemy.exc import OperationalError
 
 from fedring.server.state.failures import StoreError
 from fedring.server.state.files import FACTS
 from fedring.server.state.rows import JobRow, MetaRow, RoundRow
+from fedring.server.state.sql.layout import Layout, layout_of
 from fedring.server.state.sql.schema import TABLE_OF
-from fedring.server.state.sql.tables import ROW_DIGEST, Convert, kind_of
+from fedring.server.state.sql.tables import ROW_DIGEST, UNCOVERED_COLUMNS, Convert, kind_of
 
 Row = TypeVar("Row")
 Numbered = TypeVar("Numbered", JobRow, RoundRow)
-
-_DIGEST_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +36,7 @@ class _Form:
     names: tuple[str, ...]  # of all fields
     values: Convert  # from a row to the values of all fields
     covered: tuple[str, ...]  # the fields that the digest covers; empty for a table without digests
-    numbers: tuple[str, ...]  # those of them that are numbers
-    texts: tuple[str, ...]  # the others, text or bytes
-    layout: struct.Struct  # of the numbers, and of the lengths of the texts
+    layout: Layout
     to_stored: tuple[tuple[str, Convert], ...]  # by name, what makes a field's value one that a column gives back
     from_stored: tuple[tuple[str, Convert], ...]
 
@@ -54,7 +48,7 @@ def values_of(row: Any) -> dict[str, Any]:
     for name, convert in form.to_stored:
         stored[name] = convert(stored[name])
     if form.covered:
-        stored[ROW_DIGEST] = _digest(form, stored)
+        stored[ROW_DIGEST] = form.layout.digest(stored)
     return stored
 
 
@@ -80,7 +74,7 @@ def rows_of(
         raise _damaged(kind) from error
     for values in found:
         stored = dict(zip(names, values, strict=True))
-        if form.covered and not _is_sound(form, stored.pop(ROW_DIGEST), stored):
+        if form.covered and not form.layout.is_sound(stored.pop(ROW_DIGEST), stored):
             raise _damaged(kind, stored)
         rows.append(row_of(kind, stored))
     return rows
@@ -161,38 +155,16 @@ def check_all(connection: Connection) -> None:
             rows_of(connection, covered(kind), kind)
 
 
-def _is_sound(form: _Form, digest: bytes, stored: Mapping[str, Any]) -> bool:
-    try:
-        return digest == _digest(form, stored)
-    except (struct.error, TypeError):  # a value of another type than its column's: SQLite keeps both
-        return False
-
-
-def _digest(form: _Form, stored: Mapping[str, Any]) -> bytes:
-    # Binary, because to write numbers as text would take several times as long. No column holds a NaN: it is NULL here.
-    numbers = [math.nan if stored[name] is None else stored[name] for name in form.numbers]
-    texts = [stored[name] for name in form.texts]
-    parts = [text.encode() if isinstance(text, str) else text or b"" for text in texts]
-    # SQLite tells text from bytes by one bit, which may flip, too.
-    lengths = [
-        -1 if text is None else 2 * len(part) + isinstance(text, str) for text, part in zip(texts, parts, strict=True)
-    ]
-    head = form.layout.pack(*numbers, *lengths)
-    return blake3(b"".join((form.table.encode(), head, *parts))).digest(_DIGEST_BYTES)
-
-
 def _form(kind: type[Any]) -> _Form:
     hints, own, table = get_type_hints(kind), fields(kind), TABLE_OF[kind]
     names = tuple(field.name for field in own)
-    covered = tuple(field.name for field in own if field.metadata.get("covered", True))
+    covered = tuple(name for name in names if name not in table.info[UNCOVERED_COLUMNS])
     kinds = {name: kind_of(hints[name])[0] for name in names}
     to_stored = tuple((name, kind.to_stored) for name, kind in kinds.items() if kind.to_stored)
     from_stored = tuple((name, kind.from_stored) for name, kind in kinds.items() if kind.from_stored)
-    codes = {name: {int: "q", float: "d"}.get(table.c[name].type.python_type, "") for name in covered}
-    numbers, texts = (tuple(name for name in covered if bool(codes[name]) is wanted) for wanted in (True, False))
-    layout = struct.Struct(f"<{''.join(codes[name] for name in numbers)}{len(texts)}q")
+    layout = layout_of(table, covered)
     covered = covered if ROW_DIGEST in table.c else ()
-    return _Form(table.name, names, attrgetter(*names), covered, numbers, texts, layout, to_stored, from_stored)
+    return _Form(table.name, names, attrgetter(*names), covered, layout, to_stored, from_stored)
 
 
 _FORMS = {kind: _form(kind) for kind in TABLE_OF}

@@ -51,14 +51,22 @@ class Store:
         database: "sqlite:///path", or "sqlite://" for one in memory; or an engine, which is open already.
         keep_events: how many of the newest events are kept.
         log_bytes: how long SQLite's log may become.
+        migrates: make the tables of an older version those of this one. Nobody else writes to them.
 
     Raises:
         StoreError: "older_state" or "newer_state" if another version has written the database, "corrupt" if it is
             damaged.
     """
 
-    def __init__(self, database: str | Engine, *, keep_events: int = KEEP_EVENTS, log_bytes: int = LOG_BYTES) -> None:
-        self._database = opened = Database(open_database(database, log_bytes=log_bytes))
+    def __init__(
+        self,
+        database: str | Engine,
+        *,
+        keep_events: int = KEEP_EVENTS,
+        log_bytes: int = LOG_BYTES,
+        migrates: bool = False,
+    ) -> None:
+        self._database = opened = Database(open_database(database, log_bytes=log_bytes, migrates=migrates))
         self.jobs = JobStore(opened)
         self.rounds = RoundStore(opened)
         self.updates = UpdateStore(opened)

@@ -46,6 +46,9 @@ from fedring.server.state.rows import (
 ROW_DIGEST = "row_digest"
 """The column of a row's own digest (`fedring.server.state.sql.sealed`)."""
 
+UNCOVERED_COLUMNS = "uncovered"
+"""The name, in a table's `info`, of the columns that the digest does not cover."""
+
 Convert = Callable[[Any], Any]
 
 
@@ -89,6 +92,7 @@ def define(name: str, row: type, *keys: str, digest: bool = True, numbered: bool
         columns.append(Column(ROW_DIGEST, LargeBinary, nullable=False))
     table = Table(name, METADATA, *columns, *parts.get("others", ()), sqlite_strict=True, sqlite_autoincrement=numbered)
     table.info["row"] = row
+    table.info[UNCOVERED_COLUMNS] = [field.name for field in fields(row) if not field.metadata.get("covered", True)]
     return table
 
 

@@ -1,0 +1,67 @@
+"""The step from the tables of 0.2.0 to those of 1.0.0."""
+
+from alembic.operations import Operations
+from sqlalchemy import (
+    REAL,
+    BigInteger,
+    Column,
+    Double,
+    ForeignKey,
+    Integer,
+    LargeBinary,
+    Text,
+    text,
+)
+from sqlalchemy.types import TypeEngine
+
+_WHOLE = BigInteger().with_variant(Integer(), "sqlite")
+_REAL: TypeEngine[float] = Double().with_variant(REAL(), "sqlite")
+_TEXT = Text().with_variant(Text(collation="C"), "postgresql")
+_KEPT = (
+    "round, client_id, digest, name, packets, num_samples, total_bytes, train_seconds, norm, accepted_at, metrics, "
+    "blob, payload, epoch, control_previous"
+)
+"""The columns that the updates of 0.2.0 have."""
+
+
+def upgrade(op: Operations) -> None:
+    """Add signed jobs and their order, overrides, and commands that outlive rounds."""
+    empty = text("x''" if op.get_context().dialect.name == "sqlite" else "''")
+    op.add_column("jobs", Column("place", _WHOLE, nullable=False, server_default="0"))
+    op.add_column("jobs", Column("signed", LargeBinary, nullable=False, server_default=empty))
+    op.add_column("rounds", Column("overrides", Text, nullable=False, server_default="{}"))
+    # In SQLite a new column that refers to a table can only be NULL, so this table is made anew.
+    op.rename_table("updates", "updates_before")
+    op.create_table(
+        "updates",
+        Column("round", _WHOLE, ForeignKey("rounds.round"), primary_key=True, autoincrement=False),
+        Column("client_id", _TEXT, primary_key=True),
+        *(Column(name, _TEXT, nullable=False) for name in ("digest", "name")),
+        Column("packets", Text, nullable=False),
+        *(Column(name, _WHOLE, nullable=False) for name in ("num_samples", "total_bytes")),
+        *(Column(name, _REAL, nullable=False) for name in ("train_seconds", "norm", "accepted_at")),
+        Column("metrics", Text, nullable=False),
+        Column("blob", _TEXT, nullable=False),
+        Column("payload", LargeBinary, nullable=False),
+        Column("epoch", _WHOLE, nullable=False),
+        Column("control_previous", _TEXT, nullable=False),
+        Column("buffer", _WHOLE, ForeignKey("rounds.round"), nullable=False),
+        Column("staleness", _WHOLE, nullable=False),
+        Column("row_digest", LargeBinary, nullable=False),
+        sqlite_strict=True,
+    )
+    columns = f"{_KEPT}, row_digest"  # the digests are those of before, until all steps are made
+    op.execute(f"INSERT INTO updates ({columns}, buffer, staleness) SELECT {columns}, round, 0 FROM updates_before")
+    op.drop_table("updates_before")
+    op.create_index("one_of_each_client", "updates", ["buffer", "client_id"], unique=True)
+    op.create_table(
+        "commands",
+        Column("job_id", _WHOLE, ForeignKey("jobs.job_id"), primary_key=True, autoincrement=False),
+        Column("client_id", _TEXT, primary_key=True),
+        *(Column(name, _WHOLE, nullable=False) for name in ("round", "job_round", "published", "base_version")),
+        Column("until", _REAL, nullable=False),
+        Column("overrides", Text, nullable=False),
+        Column("command", LargeBinary, nullable=False),
+        Column("row_digest", LargeBinary, nullable=False),
+        sqlite_strict=True,
+    )
