@@ -7,6 +7,7 @@ A step is a module whose `upgrade` gets Alembic's operations. Only tables of rel
 CONTRIBUTING.md says how to add one.
 """
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,6 +20,8 @@ from fedring.server.state.failures import StoreError
 from fedring.server.state.sql.layout import Layout, layout_of
 from fedring.server.state.sql.migrations import to_19
 from fedring.server.state.sql.tables import METADATA, ROW_DIGEST, UNCOVERED_COLUMNS
+
+logging.getLogger("alembic").setLevel(logging.WARNING)  # it would tell operators about its parts
 
 STEPS: Mapping[int, Callable[[Operations], None]] = {19: to_19.upgrade}
 """By the version of the tables that a step makes, from those of the one before."""
@@ -39,7 +42,7 @@ def migrate(connection: Connection, found: int) -> None:
     for layout, table in _layouts(connection):
         _check(connection, layout, table)
     crashpoint("migration_checked")
-    operations = Operations(MigrationContext.configure(connection))
+    operations = Operations(MigrationContext.configure(connection, opts={"transactional_ddl": True}))
     for version, upgrade in sorted(STEPS.items()):
         if version > found:
             upgrade(operations)
