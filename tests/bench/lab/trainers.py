@@ -26,9 +26,12 @@ def vector_job(size: int, *, clients: int = 1, **keys: Any) -> dict[str, Any]:
 
 @offers("trainer")
 def barely_changed(model: nn.Module, samples: Any, plan: Any) -> int:
-    """Change one value of the model: nobody would fetch a model that is the same again."""
+    """Change one value of the model, each client by another step.
+
+    Nobody would fetch a model that is the same again, and equal updates would share one file on the server.
+    """
     with torch.no_grad():
-        next(model.parameters()).view(-1)[0] += 1.0
+        next(model.parameters()).view(-1)[0] += 1.0 + plan.seed % 1024 / 1024
     return 1
 
 
