@@ -17,6 +17,8 @@ ARRIVING = 256
 """Clients that may have joined without having been greeted; others get a place in the line."""
 
 _WINDOW = 5.0  # seconds over which the rate of arrivals is measured
+_LEAST_SEEN = 0.2  # of these seconds, from which a rate is told
+_EAGER = 1.3  # places are given for more than were greeted, so that the server never waits for the next one
 _LEAST_RATE = 50.0  # arrivals in a second, from which the first places are given
 _MOST_KNOWN = 1_000_000  # clients that are away; names are short, and these take some 200 MB
 _LONGEST_LINE = 120.0  # seconds
@@ -28,21 +30,33 @@ class Line:
 
     def __init__(self) -> None:
         self._recent, self._since = 0.0, 0.0  # arrivals, of which older ones count less and less
+        self._began = 0.0  # when they began, after nobody had come for long
         self._last = 0.0  # the time of the last place in the line
 
     def arrived(self, now: float) -> None:
         """Note that the server has greeted a client."""
-        self._recent, self._since = self._recent * exp((self._since - now) / _WINDOW) + 1.0, now
+        before = self._recent * exp((self._since - now) / _WINDOW)
+        if before < 1.0:
+            self._began = now
+        self._recent, self._since = before + 1.0, now
 
     def place(self, now: float) -> float:
         """Return in how many seconds one more client shall come back."""
-        rate = max(_LEAST_RATE, self._recent * exp((self._since - now) / _WINDOW) / _WINDOW)
-        self._last = max(self._last, now + 1.0) + 1.0 / rate
+        self._last = max(self._last, now + 1.0) + 1.0 / max(_LEAST_RATE, _EAGER * self._rate(now))
         if self._last - now <= _LONGEST_LINE:
             return self._last - now
         # Whoever calls again and again must not make the line longer and longer.
         self._last = now + _LONGEST_LINE
         return random.uniform(0.5, 1.0) * _LONGEST_LINE
+
+    def _rate(self, now: float) -> float:
+        """Return the arrivals in a second of late.
+
+        Nearly all of a crowd gets its places in the first seconds, so these count as what they are, and not as a part
+        of a window that was empty before.
+        """
+        seen = max(now - self._began, _LEAST_SEEN)
+        return self._recent * exp((self._since - now) / _WINDOW) / (_WINDOW * (1.0 - exp(-seen / _WINDOW)))
 
 
 class PaceSteering:

@@ -2,12 +2,13 @@
 
 import heapq
 import random
+from collections import deque
 from itertools import pairwise
 
 import pytest
 
 from fedring.rpc.errors import MOST_AWAY
-from fedring.server.sessions.crowd import Line, PaceSteering
+from fedring.server.sessions.crowd import ARRIVING, Line, PaceSteering
 
 REGISTERED, MOST, STAY = 100_000, 1000, 30.0
 
@@ -19,10 +20,32 @@ def test_clients_that_come_at_once_get_places_as_far_apart_as_the_server_greets_
     places = [quick.place(1005) for _ in range(1000)]
     assert places == sorted(places)
     gaps = [later - earlier for earlier, later in pairwise(places)]
-    assert max(gaps) == pytest.approx(min(gaps)) == pytest.approx(1 / 250, rel=0.3)
+    assert max(gaps) == pytest.approx(min(gaps)) == pytest.approx(1 / (1.3 * 400), rel=0.05)
     assert [slow.place(5) for _ in range(100)][-1] == pytest.approx(1 + 100 / 50)
     assert slow.place(50) < 1.1  # the line is empty again
     assert max(slow.place(50) for _ in range(100_000)) <= 120  # also if somebody calls again and again
+
+
+@pytest.mark.parametrize("rate", [60, 230, 600])
+def test_a_crowd_is_greeted_as_fast_as_the_server_can(rate: int) -> None:
+    """10,000 clients call within two seconds; the server greets `rate` in a second, one after the other."""
+    line, drawn = Line(), random.Random(3)
+    calls = [(drawn.uniform(0, 2), client) for client in range(10_000)]
+    heapq.heapify(calls)
+    joined: deque[float] = deque()  # when each client that has joined will be greeted
+    free, refused = 0.0, 0
+    while calls:
+        now, client = heapq.heappop(calls)
+        while joined and joined[0] <= now:
+            line.arrived(joined.popleft())
+        if len(joined) < ARRIVING:
+            free = max(free, now) + 1 / rate
+            joined.append(free)
+        else:
+            refused += 1
+            heapq.heappush(calls, (now + line.place(now), client))
+    assert free < 1.25 * 10_000 / rate
+    assert refused < 2.5 * 10_000
 
 
 def test_of_a_hundred_thousand_clients_few_are_connected_and_no_stampede_forms() -> None:
