@@ -61,7 +61,8 @@ def split_sizes(
     ring = join_groups(rank).fedring
     inputs, targets = torch.randn(*shape), torch.randint(10, (shape[0],))
     counts = _counts(rank, model, inputs[: min(splits)])
-    ours, theirs = _ours(rank, _stage(rank, model, counts), ring), _torch(rank, _stage(rank, model, counts))
+    ours = our_steps(rank, _stage(rank, model, counts), ring)
+    theirs = torch_steps(rank, _stage(rank, model, counts))
     ways: dict[tuple[str, int], Step] = {(ALONE, shape[0]): _alone(rank, model, inputs, targets)}
     for split in splits:
         ways[FEDRING, split] = ours(torch.split(inputs, split), torch.split(targets, split))
@@ -120,10 +121,10 @@ def _alone(rank: Rank, name: str, inputs: Tensor, targets: Tensor) -> Step:
     return step
 
 
-def _ours(
+def our_steps(
     rank: Rank, module: nn.Module, group: dist.ProcessGroup
 ) -> Callable[[Sequence[Tensor], Sequence[Tensor]], Step]:
-    """Return a maker of steps of this rank's stage over the ring.
+    """Return a maker of steps of this rank's stage with our pipeline.
 
     It makes a step from micro-batches.
     """
@@ -142,15 +143,17 @@ def _ours(
     return make
 
 
-def _torch(rank: Rank, module: nn.Module) -> Callable[[Tensor, Tensor, int], Step]:
-    """Return a maker of steps of this rank's stage over Gloo.
+def torch_steps(
+    rank: Rank, module: nn.Module, group: dist.ProcessGroup | None = None
+) -> Callable[[Tensor, Tensor, int], Step]:
+    """Return a maker of steps of this rank's stage with torch.distributed.pipelining.
 
-    It uses torch.distributed.pipelining, and makes a step from a batch.
+    It makes a step from a batch, over the default group if none is given.
     """
     optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
 
     def make(inputs: Tensor, targets: Tensor, count: int) -> Step:
-        stage = PipelineStage(module, rank.number, rank.count, torch.device("cpu"))
+        stage = PipelineStage(module, rank.number, rank.count, torch.device("cpu"), group=group)
         schedule: Any = Schedule1F1B(stage, count, cross_entropy)
 
         def step() -> None:

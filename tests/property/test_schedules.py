@@ -1,5 +1,6 @@
 """Properties of schedules for any number of stages and micro-batches: they end, are complete, and keep their bounds."""
 
+from collections import Counter
 from dataclasses import replace
 from math import lcm
 
@@ -24,7 +25,7 @@ from fedring.schedules.schedule import (
     pipedream,
 )
 from fedring.schedules.simulation import Costs, Needs, check, simulate
-from fedring.schedules.traffic import Traffic
+from fedring.schedules.traffic import Lane, Traffic
 
 STAGES, MICRO_BATCHES = st.integers(1, 6), st.integers(1, 24)
 ONE = Costs(forward=1.0, backward=1.0)
@@ -183,6 +184,75 @@ def test_a_lane_over_several_stages_has_credits_for_the_micro_batches_on_their_w
     assert set(lanes.values()) == {12}
     free, tight = (simulate(traffic.schedule, ONE, routes=routes, credits=credits) for credits in (0, 1))
     assert tight.makespan == free.makespan  # the skip does not hold the first stage up
+
+
+def most_ahead(traffic: Traffic, credits: int, order: list[int]) -> int:
+    """Return by how many messages a lane exceeds its credits at most, if only receipts hold its sender back.
+
+    Of all workers that could go on, the first one in `order` does.
+    """
+    lanes = {lane for worker in order for lane in traffic.lanes(worker)}
+    limits = {lane: traffic.credits(lane, credits) for lane in lanes}
+    receipts = {lane: traffic.receipts(lane, limits[lane]) for lane in lanes}
+    sent, taken, arrived = Counter[Lane](), Counter[Lane](), set[tuple[Lane, int]]()
+    position, unsent = dict.fromkeys(order, 0), {worker: list[tuple[Lane, int]]() for worker in order}
+    worst = 0
+
+    def goes_on(worker: int) -> bool:
+        nonlocal worst
+        if unsent[worker]:
+            lane, micro_batch = unsent[worker][0]
+            freed = sent[lane] - limits.get(lane, 0)  # the message whose credit this one uses
+            if lane in lanes and freed in receipts[lane] and taken[lane] <= freed:
+                return False
+            unsent[worker].pop(0)
+            arrived.add((lane, micro_batch))
+            sent[lane] += 1
+            if lane in lanes:
+                worst = max(worst, sent[lane] - taken[lane] - limits[lane])
+            return True
+        if position[worker] == len(traffic.schedule.workers[worker]):
+            return False
+        action = traffic.schedule.workers[worker][position[worker]]
+        into = [traffic.lane(action.kind, edge, action.micro_batch) for edge in traffic.received(action)]
+        if not all((lane, action.micro_batch) in arrived for lane in into):
+            return False
+        taken.update(into)
+        position[worker] += 1
+        for edge in traffic.sent(action):
+            unsent[worker].append((traffic.lane(action.kind, edge, action.micro_batch), action.micro_batch))
+        return True
+
+    while any(goes_on(worker) for worker in order):
+        pass
+    assert all(position[worker] == len(traffic.schedule.workers[worker]) for worker in order)
+    return worst
+
+
+@given(st.integers(2, 4), MICRO_BATCHES, st.integers(1, 5), st.booleans(), st.data())
+def test_messages_without_a_receipt_never_exceed_the_credits(
+    stages: int, count: int, credits: int, skips: bool, data: st.DataObject
+) -> None:
+    sources = [dict(inputs) for inputs in chain(stages).sources]
+    if skips:
+        sources[-1]["skip"] = 0
+    replicas = data.draw(st.lists(st.integers(1, 3), min_size=stages, max_size=stages))
+    schedules = [gpipe(stages, count), pipedream(stages, count), one_forward_one_backward(stages, count)]
+    schedules += [one_forward_one_backward(stages, count, replicas=replicas), interleaved(2 * stages, 4, workers=2)]
+    for schedule in schedules:
+        traffic = Traffic(schedule, Routes(tuple(sources)) if schedule.stages == stages else chain(2 * stages))
+        order = data.draw(st.permutations(range(len(schedule.workers))))
+        assert most_ahead(traffic, credits, order) <= 0
+
+
+def test_receipts_are_for_messages_whose_answers_come_too_late() -> None:
+    both = [Lane(Kind.FORWARD, 0, 0, 1), Lane(Kind.BACKWARD, 0, 1, 0)]
+    in_turn, flushed = (Traffic(make(name, 2, 8), chain(2)) for name in ("1f1b", "gpipe"))
+    assert [in_turn.receipts(lane, 2) for lane in both] == [frozenset(), frozenset()]
+    assert [in_turn.receipts(lane, 1) for lane in both] == [frozenset(range(7)), frozenset(range(7))]
+    assert [flushed.receipts(lane, 2) for lane in both] == [frozenset(range(6)), frozenset(range(6))]
+    without_answers = Traffic(forwards(in_turn.schedule, 8), chain(2))
+    assert without_answers.receipts(both[0], 2) == frozenset(range(6))
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fedring.pipeline.stage import Stage
+from fedring.pipeline.stash import WeightStashing
 from fedring.pipeline.transport import GroupTransport
 from fedring.pipeline.worker import LocalPipeline, Worker
 from fedring.ring import total_traffic
@@ -122,6 +124,14 @@ def test_a_model_that_no_worker_holds_can_be_evaluated_between_runs(backend: str
     assert "stage 0 needs the inputs of 8 micro-batches, and got 0" in first["wrong"]["text"]
 
 
+def wait_for_the_socket() -> None:
+    """Exchange frames until all ranks of this host have agreed on a socket, for which they need some."""
+    moved = torch.zeros(1)
+    while not moved:
+        moved.fill_(total_traffic().socket_frames > 0)
+        dist.all_reduce(moved, dist.ReduceOp.MIN)
+
+
 def count_frames(rank: int, size: int) -> list[int]:
     """Count the frames that this rank sends in each of several runs, with 3 and 8 micro-batches by turns."""
     schedules = {count: make("1f1b", size, count) for count in (3, 8)}
@@ -129,10 +139,7 @@ def count_frames(rank: int, size: int) -> list[int]:
     transport = GroupTransport(credits=2)
     workers = {count: Worker({rank: stage}, schedule, transport) for count, schedule in schedules.items()}
     (data,) = batches(1, 19)  # a size that neither 3 nor 8 divides
-    moved = torch.zeros(1)
-    while not moved:  # first, ranks of one host exchange frames to agree on a socket
-        moved.fill_(total_traffic().socket_frames > 0)
-        dist.all_reduce(moved, dist.ReduceOp.MIN)
+    wait_for_the_socket()
     frames = []
     for count in (3, 8, 3, 8, 3, 0, 3):
         before = total_traffic().sent_frames
@@ -146,12 +153,37 @@ def count_frames(rank: int, size: int) -> list[int]:
     return frames
 
 
-def test_a_message_of_known_size_is_one_frame_and_gets_a_receipt_only_if_its_credit_is_needed(
-    tmp_path: Path,
-) -> None:
-    three, eight = 3 + 1, 8 + 6  # messages, and receipts for those whose credit a later message needs
+def test_a_message_of_known_size_is_one_frame_and_no_message_of_1f1b_needs_a_receipt(tmp_path: Path) -> None:
+    three, eight = 3, 8  # messages
     for frames in ranks.run(count_frames, 2, tmp_path):
         assert frames == [three + 3, eight + 8, three, eight, three, frames[5], three]
+
+
+class Order(nn.Module):
+    """Makes whole numbers, which have no gradients."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs.argsort(1)
+
+
+def count_frames_without_gradients(rank: int, size: int) -> int:
+    """Count the frames that this rank sends in a run whose first stage gets no answers."""
+    schedule = make("1f1b", size, 8)
+    module = nn.Sequential(nn.Embedding(5, 3), nn.Flatten(), nn.Linear(15, 3)).double() if rank else Order()
+    stash = WeightStashing(torch.optim.SGD([{"params": list(module.parameters())}], lr=0.1))
+    stage = Stage(module, stash, loss=nn.functional.cross_entropy if rank else None)
+    worker = Worker({rank: stage}, schedule, GroupTransport(credits=2))
+    (data,) = batches(1, 16)
+    wait_for_the_socket()
+    counts = [total_traffic().sent_frames]
+    for _ in range(2):
+        worker.run(data[0].chunk(8) if rank == 0 else None, data[1].chunk(8) if rank else None)
+        counts.append(total_traffic().sent_frames)
+    return counts[2] - counts[1]
+
+
+def test_a_message_without_gradients_gets_a_receipt_if_its_credit_is_needed(tmp_path: Path) -> None:
+    assert ranks.run(count_frames_without_gradients, 2, tmp_path) == [8, 6]
 
 
 def _compare(results: list[dict[str, Any]], parts: list[torch.nn.Module], stages: int) -> None:

@@ -278,6 +278,10 @@ def test_tensors_go_straight_to_the_stages_that_use_them(name: str, workers: int
         assert [result["sent"] for result in results] == sent
 
 
+def as_tensor(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
 def receive_from_an_older_release(rank: int, size: int) -> dict[str, Any]:
     """Rank 1 is a stage; rank 0 sends the first frame that a stage of an older release would send."""
     schedule = make("1f1b", 2, 2)
@@ -285,7 +289,7 @@ def receive_from_an_older_release(rank: int, size: int) -> dict[str, Any]:
         stage = Stage(layers()[1], WeightStashing(torch.optim.SGD([{"params": []}], lr=0.1)), loss=cross_entropy)
         worker = Worker({1: stage}, schedule, GroupTransport())
         return ranks.error_of(lambda: worker.run(None, [torch.zeros(1, dtype=torch.int64)] * 2))
-    frame = header(StageMessage(Key(0, Kind.FORWARD, 0, 0), 0, torch.ones(1, 8)))
+    frame = as_tensor(header(StageMessage(Key(0, Kind.FORWARD, 0, 0), 0, torch.ones(1, 8)))).view(torch.int64)
     frame[0], frame[3] = 0x46524E47, 1  # the older magic number, and the stage that receives the message
     assert frame.nbytes == HEADER_BYTES
     torch.distributed.send(frame.view(torch.uint8), 1, tag=6)
@@ -311,7 +315,7 @@ def receive_bytes_that_are_no_booleans(rank: int, size: int) -> list[int]:
     """Rank 0 sends a mask of bytes of any value; rank 1 returns the bytes of the mask that it gets."""
     key, given = Key(0, Kind.FORWARD, 0, 0), torch.tensor([0, 1, 2, 255], dtype=torch.uint8)
     if rank == 0:
-        torch.distributed.send(header(StageMessage(key, 0, given.bool())).view(torch.uint8), 1, tag=6)
+        torch.distributed.send(as_tensor(header(StageMessage(key, 0, given.bool()))), 1, tag=6)
         torch.distributed.send(given, 1, tag=8)
         return []
     transport = GroupTransport()

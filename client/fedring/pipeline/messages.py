@@ -6,6 +6,7 @@ The header describes the tensor, so shapes may change from one micro-batch to th
 An empty tensor [0] says that there is no gradient. The magic number changes with the meaning of the header.
 """
 
+import struct
 from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
@@ -18,14 +19,20 @@ from fedring.schedules.schedule import Kind
 
 HEADER_WORDS = 16
 HEADER_BYTES = 8 * HEADER_WORDS
-_MAGIC = 0x46524E32  # "FRN2"
-_OLDER = (0x46524E47,)  # "FRNG": the third number was the stage that receives the message
+_MAGIC = 0x46524E33  # "FRN3"
+_OLDER = (
+    0x46524E47,  # "FRNG": the third number was the stage that receives the message
+    0x46524E32,  # "FRN2": more messages had receipts
+)
 _FIXED, _DIMENSIONS = 8, 8
 _KINDS = (Kind.FORWARD, Kind.BACKWARD)
 _DTYPES = (
     torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.int32, torch.uint8,
     torch.bool, torch.int16, torch.int8,
 )  # fmt: skip
+_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
+_WORDS = struct.Struct(f"<{HEADER_WORDS}q")
+_NO_SHAPE = (0,) * _DIMENSIONS
 
 NO_GRADIENT = torch.empty(0)
 """Is sent instead of a gradient if the later stage's outputs do not depend on the tensor."""
@@ -52,37 +59,50 @@ class StageMessage:
     tensor: Tensor  # [batch, ...]
 
 
-def header(message: StageMessage) -> Tensor:
-    """Return the header of a message, [16] int64.
+class Described(NamedTuple):
+    """A message as its header describes it, without its data."""
+
+    key: Key
+    version: int
+    dtype: torch.dtype
+    shape: list[int]
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the tensor."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+def header(message: StageMessage) -> bytes:
+    """Return the header of a message, HEADER_BYTES bytes.
 
     Raises:
         PipelineError: If the tensor's dtype or its number of dimensions cannot be sent.
     """
     key, tensor = message.key, message.tensor
-    if tensor.dtype not in _DTYPES or tensor.dim() > _DIMENSIONS:
+    code, shape = _CODES.get(tensor.dtype), tensor.shape
+    if code is None or len(shape) > _DIMENSIONS:
         raise PipelineError(
             f"stages cannot send a tensor of {tensor.dtype} with {tensor.dim()} dimensions: at most {_DIMENSIONS} "
             f"dimensions are possible, of {', '.join(map(str, _DTYPES))}"
         )
-    code = _DTYPES.index(tensor.dtype)
-    words = [_MAGIC, key.step, _KINDS.index(key.kind), key.edge, key.micro_batch, message.version, code, tensor.dim()]
-    words += [*tensor.shape, *[0] * (_DIMENSIONS - tensor.dim())]
-    return torch.tensor(words, dtype=torch.int64)
+    numbers = _MAGIC, key.step, _KINDS.index(key.kind), key.edge, key.micro_batch, message.version, code, len(shape)
+    return _WORDS.pack(*numbers, *shape, *_NO_SHAPE[len(shape) :])
 
 
-def parse(words: Tensor, *, max_bytes: int) -> StageMessage:
-    """Parse a header into a message without data.
-
-    The message's tensor is on the device "meta", which has no memory.
+def parse(data: bytes | memoryview, *, max_bytes: int) -> Described:
+    """Parse a header.
 
     Args:
-        words: The header, [16] int64.
+        data: The header, HEADER_BYTES bytes.
         max_bytes: The largest tensor to accept.
 
     Raises:
         PipelineError: If the header is not valid, or the tensor is too large.
     """
-    magic, step, kind, edge, micro_batch, version, code, dimensions, *shape = words.tolist()
+    if len(data) != HEADER_BYTES:
+        raise PipelineError(f"a peer sent {len(data)} bytes where a header of {HEADER_BYTES} bytes belongs")
+    magic, step, kind, edge, micro_batch, version, code, dimensions, *shape = _WORDS.unpack(data)
     if magic in _OLDER:
         raise PipelineError("a peer runs an older release of fedring: all workers of a pipeline need the same one")
     if magic != _MAGIC or not 0 <= kind < len(_KINDS) or not 0 <= code < len(_DTYPES):
@@ -94,5 +114,4 @@ def parse(words: Tensor, *, max_bytes: int) -> StageMessage:
     size = prod(max(1, width) for width in shape[:dimensions]) * dtype.itemsize
     if size > max_bytes:
         raise PipelineError(f"a message has {size} bytes, more than max_message_bytes={max_bytes}")
-    key = Key(step, _KINDS[kind], edge, micro_batch)
-    return StageMessage(key, version, torch.empty(shape[:dimensions], dtype=dtype, device="meta"))
+    return Described(Key(step, _KINDS[kind], edge, micro_batch), version, dtype, shape[:dimensions])

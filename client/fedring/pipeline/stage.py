@@ -82,6 +82,9 @@ class Stage:
         self.module, self.stash = module, stash
         self.output = "output"
         self._loss, self._recompute, self.average = loss, recompute, average
+        self._first = next(
+            module.parameters(), None
+        )  # looked for once: a search of all modules takes as long as a layer
         self._arguments = set(inspect.signature(module.forward).parameters)
         names = {id(parameter): name for name, parameter in module.named_parameters()}
         unknown = sum(id(parameter) not in names for parameter in stash.parameters)
@@ -95,7 +98,7 @@ class Stage:
     @property
     def device(self) -> torch.device:
         """The device that inputs are moved to, that of the first parameter."""
-        return next((parameter.device for parameter in self.module.parameters()), torch.device("cpu"))
+        return torch.device("cpu") if self._first is None else self._first.device
 
     def forward(
         self,
@@ -271,16 +274,19 @@ class Stage:
     def _outputs(
         self, weights: Sequence[Tensor], inputs: Mapping[str, Tensor], buffers: Mapping[str, Tensor] | None = None
     ) -> dict[str, Tensor]:
-        tensors = dict(zip(self._names, weights, strict=True)) | dict(buffers or {})
         named = inputs.keys() <= self._arguments
         if not named and len(inputs) != 1:
             raise PipelineError(
                 f"the forward of {type(self.module).__name__} must have the arguments {', '.join(sorted(inputs))}"
             )
         changes = [tensor._version for tensor in inputs.values()]  # how often autograd saw it changed
-        output: object = functional_call(
-            self.module, tensors, () if named else tuple(inputs.values()), dict(inputs) if named else {}
-        )
+        positional, keywords = (() if named else tuple(inputs.values())), (dict(inputs) if named else {})
+        output: object
+        if self.stash.is_plain and buffers is None:  # the module has these weights
+            output = self.module(*positional, **keywords)
+        else:
+            tensors = dict(zip(self._names, weights, strict=True)) | dict(buffers or {})
+            output = functional_call(self.module, tensors, positional, keywords)
         for (name, tensor), before in zip(inputs.items(), changes, strict=True):
             if tensor._version != before:
                 raise PipelineError(f"the stage changed its input {name!r} in place: use operations that return copies")

@@ -4,7 +4,7 @@ The method is that of PipeDream (Narayanan et al. 2019, section 3.3).
 
 A version is a list of leaf tensors over the parameters' storage. Before an update, if the old version is still needed,
 the parameters move to new storage and the old storage stays as it is. So only weights are kept twice, never the state
-of the optimizer.
+of the optimizer. If there is never a second version, as with synchronous schedules, the parameters are the version.
 """
 
 from collections.abc import Collection, Sequence
@@ -25,6 +25,7 @@ class WeightStashing:
         bound: The largest number of versions that may exist.
         compute_dtype: The dtype of the versions if they are copies; the optimizer's parameters keep their own.
         loss_scale: The divisor of gradients as they are added.
+        is_plain: Whether the only version is the parameters themselves, and autograd adds their gradients.
         version: The number of the newest version.
         skipped: The number of updates that were skipped because a scaled gradient had overflowed.
         most_kept: The largest number of versions that existed.
@@ -45,6 +46,10 @@ class WeightStashing:
         self.bound = bound
         self.loss_scale = loss_scale
         self.compute_dtype = compute_dtype
+        # A step has no micro-batch in flight then, whose backward would miss the weights as they were.
+        self.is_plain = (
+            bound == 1 and compute_dtype is None and loss_scale == 1 and all(p.requires_grad for p in self.parameters)
+        )
         self.version = 0
         self.skipped = 0
         self.most_kept = 1
@@ -114,6 +119,8 @@ class WeightStashing:
         self._kept = {self.version: self._leaves()}
 
     def _leaves(self) -> list[Tensor]:
+        if self.is_plain:
+            return self.parameters
         # A leaf from detach() would share autograd's version counter with its parameter, and a later step would make it
         # unusable for backwards. A leaf from `data` has its own counter.
         leaves = [p.data.to(self.compute_dtype or p.dtype).requires_grad_() for p in self.parameters]

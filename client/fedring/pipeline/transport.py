@@ -7,6 +7,8 @@ edge have tags of their own. A sender waits while as many messages of the lane a
 and the receiver posts as many receives in advance, so that the workers need no other threads. Messages are found by
 their key, not by the order of arrival.
 
+Only messages that the schedule does not already tell the sender to be taken get a receipt (`Traffic.receipts`).
+
 A header and its tensor travel together in a frame whose size both ends know: the size of the same message in the lane's
 previous run with as many micro-batches. A tensor of another size follows its frame separately; in a first run, all do.
 """
@@ -146,6 +148,7 @@ class GroupTransport:
         self.sent_bytes = 0
         self._box = Mailbox()
         self._traffic: Traffic | None = None
+        self._plan: list[_Plan] = []  # of the lanes in that traffic
         self._in: dict[Lane, _InLane] = {}
         self._out: dict[Lane, _OutLane] = {}
         self._sizes: dict[tuple[str, int, Lane], list[int]] = {}  # in the newest run of each schedule
@@ -162,12 +165,14 @@ class GroupTransport:
                 f"rank {rank} of {dist.get_world_size(self.group)} cannot be worker {worker} of "
                 f"{len(schedule.workers)}: use a group whose ranks are the schedule's workers"
             )
+        if traffic is not self._traffic:
+            self._plan = [_planned(traffic, name, count, self.credits) for name, count in traffic.lanes(worker).items()]
         self._box, self._traffic = Mailbox(), traffic
         self._in, self._out = {}, {}
-        for name, count in traffic.lanes(worker).items():
+        for plan in self._plan:
             # The sizes of the last run with the same schedule are the frames' sizes in this one.
-            place = schedule.name, schedule.micro_batches, name
-            lane = _Lane(name, step, count, traffic.credits(name, self.credits), self._sizes.get(place, ()))
+            name, place = plan.name, (schedule.name, schedule.micro_batches, plan.name)
+            lane = _Lane(plan, step, self._sizes.get(place, ()))
             self._sizes[place] = lane.sizes
             if worker == name.receiver:
                 self._in[name] = _InLane(self, lane)
@@ -194,7 +199,7 @@ class GroupTransport:
                 raise PipelineError(f"{key} was not sent: the schedule is wrong")
             self._box.put(lane.next())
         if lane is not None:
-            lane.taken()
+            lane.taken(answered=message.tensor.is_floating_point())
         return message
 
     def close(self) -> None:
@@ -229,20 +234,29 @@ def tag_of(kind: Kind, edge: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class _Plan:
+    """The messages of a lane in every run of a schedule."""
+
+    name: Lane
+    count: int  # of messages
+    credits: int
+    receipts: frozenset[int]  # the messages whose receipt the sender needs, if tensors have gradients
+    tag: int  # of frames
+
+
+def _planned(traffic: Traffic, name: Lane, count: int, credits: int) -> _Plan:
+    many = traffic.credits(name, credits)
+    return _Plan(name, count, many, traffic.receipts(name, many), tag_of(name.kind, name.edge))
+
+
+@dataclass(frozen=True, slots=True)
 class _Lane:
     """The messages of a lane in one run."""
 
-    name: Lane
+    plan: _Plan
     step: int
-    count: int  # of messages
-    credits: int
     known: Sequence[int]  # the bytes of each message's tensor in the previous run
     sizes: list[int] = field(default_factory=list)  # the bytes of each message's tensor in this run, so far
-
-    @property
-    def tag(self) -> int:
-        """The tag of its frames."""
-        return tag_of(self.name.kind, self.name.edge)
 
     def expected(self, number: int) -> int:
         """Return the bytes of a frame that hold its tensor.
@@ -251,12 +265,16 @@ class _Lane:
         """
         return self.known[number] if number < len(self.known) else 0
 
-    def needs_receipt(self, number: int) -> bool:
+    def needs_receipt(self, number: int, *, answered: bool) -> bool:
         """Return whether the sender waits for a message's receipt.
 
-        It does if a later message needs the credit.
+        It does if a later message needs the credit, and nothing else tells that the message was taken.
+
+        Args:
+            number: The message's place in the lane.
+            answered: Whether its tensor has gradients. Both ends know, and it is so for all messages of a lane.
         """
-        return number + self.credits < self.count
+        return number in self.plan.receipts if answered else number + self.plan.credits < self.plan.count
 
 
 class _InLane:
@@ -268,7 +286,7 @@ class _InLane:
     """
 
     def __init__(self, transport: GroupTransport, lane: _Lane) -> None:
-        self._group, self._peer, self._lane = transport.group, lane.name.sender, lane
+        self._group, self._peer, self._lane = transport.group, lane.plan.name.sender, lane
         self._limit = transport.max_message_bytes
         self._begun = self._taken = 0  # receives that were posted, and messages that were taken
         self._posted: deque[tuple[Any, Tensor]] = deque()
@@ -277,28 +295,29 @@ class _InLane:
     def next(self) -> StageMessage:
         """Wait for the lane's next message, and return it."""
         self._post()
+        lane, plan = self._lane, self._lane.plan
         if not self._posted:
-            raise PipelineError(f"all {self._lane.count} messages of a lane have arrived: the schedule is wrong")
+            raise PipelineError(f"all {plan.count} messages of a lane have arrived: the schedule is wrong")
         work, frame = self._posted.popleft()
         work.wait()
-        message = parse(frame[:HEADER_BYTES].view(torch.int64), max_bytes=self._limit)
-        key, tensor, lane = message.key, message.tensor, self._lane
-        if (key.step, key.kind, key.edge) != (lane.step, lane.name.kind, lane.name.edge):
-            raise PipelineError(f"{key} arrived in step {lane.step} on edge {lane.name.edge}")
-        lane.sizes.append(tensor.nbytes)
+        found = parse(frame.numpy().data[:HEADER_BYTES], max_bytes=self._limit)
+        key, dtype = found.key, found.dtype
+        if (key.step, key.kind, key.edge) != (lane.step, plan.name.kind, plan.name.edge):
+            raise PipelineError(f"{key} arrived in step {lane.step} on edge {plan.name.edge}")
+        lane.sizes.append(found.nbytes)
         body = frame[HEADER_BYTES:]
-        if tensor.nbytes != len(body):
-            body = torch.empty(tensor.nbytes, dtype=torch.uint8)
-            dist.recv(body, group=self._group, group_src=self._peer, tag=lane.tag + 2)
+        if found.nbytes != body.numel():
+            body = torch.empty(found.nbytes, dtype=torch.uint8)
+            dist.recv(body, group=self._group, group_src=self._peer, tag=plan.tag + 2)
         self._post()
-        values = body.ne(0) if tensor.dtype is torch.bool else body.view(tensor.dtype)  # other bytes are no booleans
-        return StageMessage(key, message.version, values.reshape(tensor.shape))
+        values = body.ne(0) if dtype is torch.bool else body.view(dtype)  # other bytes are no booleans
+        return StageMessage(key, found.version, values.view(found.shape))
 
-    def taken(self) -> None:
+    def taken(self, *, answered: bool) -> None:
         """Return a credit to the sender, if it needs one."""
-        if self._lane.needs_receipt(self._taken):
+        if self._lane.needs_receipt(self._taken, answered=answered):
             receipt = torch.zeros(1, dtype=torch.uint8)
-            work = dist.isend(receipt, group=self._group, group_dst=self._peer, tag=self._lane.tag + 1)
+            work = dist.isend(receipt, group=self._group, group_dst=self._peer, tag=self._lane.plan.tag + 1)
             self._receipts.append((work, receipt))
         self._taken += 1
 
@@ -309,9 +328,9 @@ class _InLane:
         self._receipts.clear()
 
     def _post(self) -> None:
-        while len(self._posted) < self._lane.credits and self._begun < self._lane.count:
+        while len(self._posted) < self._lane.plan.credits and self._begun < self._lane.plan.count:
             frame = torch.empty(HEADER_BYTES + self._lane.expected(self._begun), dtype=torch.uint8)
-            work = dist.irecv(frame, group=self._group, group_src=self._peer, tag=self._lane.tag)
+            work = dist.irecv(frame, group=self._group, group_src=self._peer, tag=self._lane.plan.tag)
             self._posted.append((work, frame))
             self._begun += 1
 
@@ -320,30 +339,32 @@ class _OutLane:
     """The sending end of a lane."""
 
     def __init__(self, transport: GroupTransport, lane: _Lane) -> None:
-        self._group, self._peer, self._lane = transport.group, lane.name.receiver, lane
+        self._group, self._peer, self._lane = transport.group, lane.plan.name.receiver, lane
         self._waiting: deque[tuple[list[Any], list[Tensor]]] = deque()  # messages not known to be sent and taken
 
     def send(self, message: StageMessage) -> None:
         """Send a message, once a credit is free."""
-        lane, body = self._lane, message.tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        if len(self._waiting) >= lane.credits:
+        lane, plan, tensor = self._lane, self._lane.plan, message.tensor.detach()
+        if len(self._waiting) >= plan.credits:
             self._wait()
-        number = len(lane.sizes)
-        frame = torch.empty(HEADER_BYTES + lane.expected(number), dtype=torch.uint8)
-        frame[:HEADER_BYTES] = header(message).view(torch.uint8)
-        parts = [(frame, lane.tag)]
-        if len(body) == len(frame) - HEADER_BYTES:
-            frame[HEADER_BYTES:] = body
+        body = tensor.cpu().contiguous().view(-1).view(torch.uint8)
+        number, size = len(lane.sizes), body.numel()
+        expected = lane.expected(number)
+        frame = torch.empty(HEADER_BYTES + expected, dtype=torch.uint8)
+        frame.numpy().data[:HEADER_BYTES] = header(message)
+        parts = [(frame, plan.tag)]
+        if size == expected:
+            frame[HEADER_BYTES:].copy_(body)
         else:
-            frame[HEADER_BYTES:] = 0
-            parts.append((body, lane.tag + 2))
+            frame[HEADER_BYTES:].zero_()
+            parts.append((body, plan.tag + 2))
         # The frame told the receiver the tensor's size, so both ends now expect the same in the next run.
-        lane.sizes.append(len(body))
+        lane.sizes.append(size)
         works = [dist.isend(part, group=self._group, group_dst=self._peer, tag=tag) for part, tag in parts]
         kept = [part for part, _ in parts]
-        if lane.needs_receipt(number):
+        if lane.needs_receipt(number, answered=tensor.is_floating_point()):
             kept.append(torch.empty(1, dtype=torch.uint8))
-            works.append(dist.irecv(kept[-1], group=self._group, group_src=self._peer, tag=lane.tag + 1))
+            works.append(dist.irecv(kept[-1], group=self._group, group_src=self._peer, tag=plan.tag + 1))
         self._waiting.append((works, kept))
 
     def drain(self) -> None:

@@ -26,6 +26,8 @@ class Kind(StrEnum):
     BACKWARD = "B"
     UPDATE = "U"
 
+    __hash__ = str.__hash__  # Enum's is Python code, and all messages are found by their kind
+
 
 class Versions(StrEnum):
     """The weights that the forwards of an asynchronous schedule use.

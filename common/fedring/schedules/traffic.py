@@ -88,6 +88,43 @@ class Traffic:
                 counts[self.lane(action.kind, edge, action.micro_batch)] += 1
         return {lane: count for lane, count in counts.items() if lane.sender != lane.receiver}
 
+    def receipts(self, lane: Lane, credits: int) -> frozenset[int]:
+        """Return the messages of a lane whose sender needs a receipt.
+
+        Message n + credits waits until message n was taken. The lane that carries the answers of the same tensor, its
+        gradients or the tensors that they belong to, often tells that: an answer that was sent after message n was
+        taken, and that the schedule has the sender take before it sends message n + credits. Such a message needs no
+        receipt. This holds only if each tensor is answered, so for no tensor without gradients.
+
+        Args:
+            lane: The lane.
+            credits: How many of its messages may be sent before the first of them is taken.
+
+        Returns:
+            The numbers of the messages, in the order in which the receiver takes them.
+        """
+        heard, answered = self._answers_before(lane.sender, lane), self._answers_before(lane.receiver, lane)
+        waiting = range(len(heard) - credits)
+        return frozenset(number for number in waiting if heard[number + credits] <= answered[number])
+
+    def _answers_before(self, worker: int, lane: Lane) -> list[int]:
+        """Count the answers before each message of a lane, at one end.
+
+        They are those that the worker has taken, if it sends the messages, or has sent, if it takes them.
+        """
+        kind = Kind.BACKWARD if lane.kind is Kind.FORWARD else Kind.FORWARD
+        back = Lane(kind, lane.edge, lane.receiver, lane.sender)
+        found, answers = [], 0
+        for action in self.schedule.workers[worker]:
+            # An action takes all of its messages before it sends its results.
+            for edge in (*self.received(action), *self.sent(action)):
+                if edge == lane.edge:
+                    passed = self.lane(action.kind, edge, action.micro_batch)
+                    answers += passed == back
+                    if passed == lane:
+                        found.append(answers)
+        return found
+
     def credits(self, lane: Lane, credits: int) -> int:
         """Return the number of messages that a lane can hold.
 

@@ -1,12 +1,14 @@
 """Messages between stages, which are checked and found by their keys; and the search for a number of micro-batches."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from fedring.pipeline.errors import PipelineError
-from fedring.pipeline.messages import HEADER_WORDS, Key, StageMessage, header, parse
+from fedring.pipeline.messages import HEADER_BYTES, HEADER_WORDS, Key, StageMessage, header, parse
 from fedring.pipeline.search import Curve, Point, search_micro_batches
 from fedring.pipeline.transport import LocalTransport, Mailbox
 from fedring.schedules.schedule import Kind
@@ -20,6 +22,10 @@ def message(micro_batch: int = 0) -> StageMessage:
     return StageMessage(Key(3, Kind.FORWARD, 1, micro_batch), 7, torch.full((2, micro_batch + 1), float(micro_batch)))
 
 
+def words_of_a_header() -> NDArray[np.int64]:
+    return np.frombuffer(header(message()), np.int64).copy()
+
+
 @given(KINDS, st.tuples(NUMBERS, NUMBERS, NUMBERS, NUMBERS), st.lists(st.integers(0, 3), max_size=8))
 def test_a_header_describes_its_message(kind: Kind, numbers: tuple[int, int, int, int], shape: list[int]) -> None:
     step, stage, micro_batch, version = numbers
@@ -27,25 +33,39 @@ def test_a_header_describes_its_message(kind: Kind, numbers: tuple[int, int, int
         sent = StageMessage(Key(step, kind, stage, micro_batch), version, torch.zeros(shape, dtype=dtype))
         found = parse(header(sent), max_bytes=LIMIT)
         assert (found.key, found.version) == (sent.key, version)
-        assert (found.tensor.shape, found.tensor.dtype) == (sent.tensor.shape, dtype)
+        assert (found.shape, found.dtype, found.nbytes) == (shape, dtype, sent.tensor.nbytes)
 
 
 @given(st.integers(0, HEADER_WORDS - 1), st.integers(-(1 << 63), (1 << 63) - 1))
 def test_a_wrong_header_is_refused_or_allocates_no_more_than_the_limit(place: int, value: int) -> None:
-    words = header(message())
+    words = words_of_a_header()
     words[place] = value
     try:
-        found = parse(words, max_bytes=LIMIT)
+        found = parse(words.tobytes(), max_bytes=LIMIT)
     except PipelineError:
         return
-    assert found.tensor.nbytes <= LIMIT
+    assert found.nbytes <= LIMIT
 
 
 def test_a_huge_shape_without_elements_is_refused() -> None:
-    words = header(message())
-    words[7:] = torch.tensor([3, 1 << 40, 1 << 40, 0, 0, 0, 0, 0, 0])
+    words = words_of_a_header()
+    words[7:] = [3, 1 << 40, 1 << 40, 0, 0, 0, 0, 0, 0]
     with pytest.raises(PipelineError, match="more than"):
-        parse(words, max_bytes=LIMIT)
+        parse(words.tobytes(), max_bytes=LIMIT)
+
+
+@pytest.mark.parametrize("length", [0, HEADER_BYTES - 1, HEADER_BYTES + 1])
+def test_a_header_of_another_length_is_refused(length: int) -> None:
+    with pytest.raises(PipelineError, match=f"sent {length} bytes"):
+        parse(header(message()).ljust(HEADER_BYTES + 1, b"\0")[:length], max_bytes=LIMIT)
+
+
+@pytest.mark.parametrize("magic", [0x46524E47, 0x46524E32])
+def test_a_header_of_an_older_release_is_refused_as_such(magic: int) -> None:
+    words = words_of_a_header()
+    words[0] = magic
+    with pytest.raises(PipelineError, match="runs an older release"):
+        parse(words.tobytes(), max_bytes=LIMIT)
 
 
 def test_tensors_that_a_header_cannot_describe_are_not_sent() -> None:

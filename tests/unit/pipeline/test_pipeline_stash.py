@@ -106,6 +106,49 @@ def _step(stage: Stage, inputs: Tensor, targets: Tensor) -> float:
     return loss.item()
 
 
+class Tied(nn.Module):
+    """Uses one weight twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.second.weight = self.first.weight
+        self.norm = nn.BatchNorm1d(6)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        found: Tensor = self.second(self.norm(torch.tanh(self.first(inputs))))
+        return found
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_stage_with_one_version_trains_its_own_parameters_to_the_same_bits(recompute: bool) -> None:
+    states = []
+    for bound in (1, 2):
+        torch.manual_seed(0)
+        module = Tied()
+        stash = WeightStashing(torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9), bound=bound)
+        assert (stash.weights()[0] is module.first.weight) is (bound == 1)
+        stage = Stage(module, stash, loss=nn.functional.mse_loss, recompute=recompute)
+        for seed in range(4):
+            inputs, targets = torch.randn(2, 3, 8, 6, generator=torch.Generator().manual_seed(seed))
+            for micro_batch in range(3):
+                stage.forward(micro_batch, {"inputs": inputs[micro_batch]}, target=targets[micro_batch], share=1 / 3)
+            for micro_batch in range(3):
+                stage.backward(micro_batch, {})
+            stage.update()
+            assert module.first.weight.grad is None
+        states.append(module.state_dict())
+    torch.testing.assert_close(*states, rtol=0, atol=0)
+
+
+def test_a_frozen_parameter_of_the_optimizer_is_stepped_with_any_bound() -> None:
+    module = nn.Linear(3, 2)
+    module.bias.requires_grad = False
+    stash = WeightStashing(torch.optim.SGD(module.parameters(), lr=1.0))
+    assert not stash.is_plain
+    assert all(weight.requires_grad for weight in stash.weights())
+
+
 def test_an_update_is_skipped_if_a_scaled_gradient_overflows() -> None:
     module, stash = stash_of(loss_scale=2.0)
     before = module.weight.detach().clone()
