@@ -116,11 +116,11 @@ def _rows(metrics: list[Metric]) -> str:
 
 def _row(metric: Metric) -> str:
     suffix = {"counter": "_total", "info": "_info"}.get(metric.type, "")
-    labels = ", ".join(f"`{label}`" for label in _labels(metric))
-    return f"| `{metric.name}{suffix}` | {metric.type} | {labels} | {metric.documentation} |"
+    names = ", ".join(f"`{label}`" for label in labels(metric))
+    return f"| `{metric.name}{suffix}` | {metric.type} | {names} | {metric.documentation} |"
 
 
-def _labels(metric: Metric) -> Iterator[str]:
+def labels(metric: Metric) -> Iterator[str]:
     """Yield the labels of the declaration, or of the samples if the declaration does not keep them."""
     declared = getattr(metric, "_labelnames", None)
     found = {label: None for sample in metric.samples for label in sample.labels}
