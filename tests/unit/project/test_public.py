@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from tests.conftest import ROOT
 
 DOCS = ROOT / "docs"
@@ -24,7 +23,7 @@ NAMES = [
 
 
 def run(docs: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, docs / "public.py", *words]
+    command = [sys.executable, str(docs / "public.py"), *words]
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
 
 
