@@ -49,9 +49,12 @@ class Events:
     def __iter__(self) -> Iterator[pb.Event]:
         try:
             with translated(self._address):
-                for event in self._call:
-                    self.last = event.id
-                    yield event
+                for first in self._call:
+                    later = list(first.later)
+                    del first.later[:]
+                    for event in (first, *later):
+                        self.last = event.id
+                        yield event
         except Unreachable:
             return
 
@@ -256,7 +259,7 @@ class Control:
 
         No event is missed that happens after this method has returned.
         """
-        call = self._stub.WatchEvents(pb.WatchEventsRequest(after=after))
+        call = self._stub.WatchEvents(pb.WatchEventsRequest(after=after, gathered=True))
         call.initial_metadata()  # waits until the server has received the call
         self.status()  # waits until the server has subscribed the call; raises if there is no server
         return Events(call, self.address, after)

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Iterator
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +166,32 @@ async def test_a_client_is_forgotten_once_it_is_away_and_its_round_has_ended(tmp
         assert (forgotten.client_id, forgotten.text) == ("a", "a was forgotten, with 1 update")
         with pytest.raises(NoSuchClient):
             await control.ForgetClient(request, None)
+
+
+class Watching:
+    """The context of a call that watches."""
+
+    async def send_initial_metadata(self, metadata: object) -> None:
+        """Do nothing: nobody is there."""
+
+
+async def test_events_come_together_only_for_a_caller_who_asks(tmp_path: Path) -> None:
+    host = Host(tmp_path)
+    control = control_of(host.parts, host.config)
+    for text in ("0", "1", "2"):
+        host.journal.write("job_started", text)
+
+    async def came(request: pb.WatchEventsRequest) -> pb.Event:
+        async with asyncio.timeout(60), aclosing(control.WatchEvents(request, Watching())) as events:  # type: ignore[type-var]
+            return await anext(events)
+
+    alone = await came(pb.WatchEventsRequest(after=1))
+    together = await came(pb.WatchEventsRequest(after=1, gathered=True))
+    assert (alone.text, [*alone.later]) == ("0", [])
+    assert [event.text for event in (together, *together.later)] == ["0", "1", "2"]
+    del together.later[:]
+    assert together == alone
+    host.facts.close()
 
 
 async def first_event(host: Host, kind: str) -> pb.Event:

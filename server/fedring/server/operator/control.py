@@ -76,12 +76,19 @@ class ControlService(rpc.ControlServiceServicer):
         if 0 < after < oldest:
             replayed = await self._listings.events(after, oldest)
             after = oldest - 1
-        news = self._journal.follow(after)
+        news = self._journal.follow_gathered(after)
         await context.send_initial_metadata(())  # tells the caller that it misses nothing from now on
         for event in replayed:
             yield event
-        async for event in news:
-            yield event
+        async with aclosing(news):
+            async for events in news:
+                if request.gathered and len(events) > 1:
+                    together = pb.Event(later=events[1:])
+                    together.MergeFrom(events[0])
+                    yield together
+                    continue
+                for event in events:
+                    yield event
 
     async def ExportModel(self, request: fed.FetchModelRequest, context: Any) -> AsyncIterator[Any]:
         async with aclosing(self._streams.messages(request)) as messages:

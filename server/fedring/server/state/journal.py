@@ -7,7 +7,8 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import aclosing
 from datetime import UTC, datetime
 
 from fedring.rpc.errors import Overloaded
@@ -18,6 +19,9 @@ log = logging.getLogger(__name__)
 
 RECENT = 4096
 """How many of the newest events are in memory, so that watchers can still read them."""
+
+TOGETHER, TOGETHER_BYTES = 64, 1 << 16
+"""The most events that a watcher is given together, and their most bytes."""
 
 _GATHER_SECONDS = 0.2  # events of this time share a commit
 _LEVELS = {
@@ -135,9 +139,14 @@ class Journal:
         return self._recent[0].id if self._recent else self._last_id + 1
 
     def follow(self, after: int) -> AsyncIterator[pb.Event]:
+        """Watch events one by one: see `follow_gathered`."""
+        return _each(self.follow_gathered(after))
+
+    def follow_gathered(self, after: int) -> AsyncGenerator[Sequence[pb.Event]]:
         """Watch events: known ones above `after`, then all new ones.
 
-        The known ones are those in memory. New are those written from this call on.
+        The known ones are those in memory. New are those written from this call on. Those that wait to be read at the
+        same time come together, as far as they are small.
 
         Args:
             after: an event's id; 0 for new events only.
@@ -150,14 +159,20 @@ class Journal:
         self._watchers.add(queue)
         return self._watch(known, queue)
 
-    async def _watch(self, known: list[pb.Event], queue: asyncio.Queue[pb.Event | None]) -> AsyncIterator[pb.Event]:
+    async def _watch(
+        self, known: list[pb.Event], queue: asyncio.Queue[pb.Event | None]
+    ) -> AsyncGenerator[Sequence[pb.Event]]:
         try:
-            for event in known:
-                yield event
+            for group in _groups(known):
+                yield group
             while queue in self._watchers:
-                if (news := await queue.get()) is None:
+                news = [await queue.get()]
+                while len(news) < TOGETHER and not queue.empty():
+                    news.append(queue.get_nowait())
+                for group in _groups(event for event in news if event is not None):
+                    yield group
+                if news[-1] is None:
                     return
-                yield news
             raise Overloaded(f"the watcher reads too slowly: {RECENT} events wait for it; watch again")
         finally:
             self._watchers.discard(queue)
@@ -186,3 +201,26 @@ class Journal:
             await asyncio.sleep(_GATHER_SECONDS)
             self._to_save.clear()
             await append(self.unsaved())
+
+
+def _groups(events: Iterable[pb.Event]) -> Iterator[Sequence[pb.Event]]:
+    """Divide events into groups that may come together.
+
+    A round of many clients may make an event as long as a message may be, so a large one comes alone.
+    """
+    group, size = list[pb.Event](), 0
+    for event in events:
+        size += event.ByteSize()
+        if group and (len(group) == TOGETHER or size > TOGETHER_BYTES):
+            yield group
+            group, size = [], event.ByteSize()
+        group.append(event)
+    if group:
+        yield group
+
+
+async def _each(groups: AsyncGenerator[Sequence[pb.Event]]) -> AsyncIterator[pb.Event]:
+    async with aclosing(groups):
+        async for group in groups:
+            for event in group:
+                yield event

@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from fedring.rpc.errors import Overloaded
-from fedring.server.state.journal import RECENT, Journal, rfc3339
+from fedring.server.state.journal import RECENT, TOGETHER, TOGETHER_BYTES, Journal, rfc3339
 from fedring.server.state.rows import EventRow
 from fedring.v1 import control_pb2 as pb
 
@@ -55,6 +55,21 @@ async def test_a_watcher_of_new_events_gets_no_earlier_ones() -> None:
     events = journal.follow(0)
     journal.write("job_started", "new")
     assert await some(events, 1) == ["new"]
+
+
+async def test_events_that_wait_come_together_but_large_ones_alone() -> None:
+    journal = Journal()
+    groups = journal.follow_gathered(0)
+    large = "x" * TOGETHER_BYTES
+    for text in ("0", "1", large, "2", "3", *["4"] * TOGETHER):
+        journal.write("job_started", text)
+    journal.close()
+    came = [[event.text for event in group] async for group in groups]
+    assert came[:2] == [["0", "1"], [large]]
+    assert [text for group in came[2:] for text in group] == ["2", "3", *["4"] * TOGETHER]
+    assert all(len(group) <= TOGETHER for group in came)
+    again = journal.follow_gathered(1)
+    assert [[event.text for event in await anext(again)] for _ in range(2)] == came[:2]
 
 
 async def test_a_watcher_that_reads_too_slowly_gets_an_error_and_delays_nobody() -> None:
