@@ -2,8 +2,7 @@
 
 import re
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from math import inf
 
 from fedring.rpc.errors import ComeBack
@@ -155,21 +154,31 @@ class ClientReports:
                 self._rounds.handle(open_, Moved(client))
                 self._rounds.note(open_, "client_moves", f"{client} makes progress again", client, clients=True)
 
-    @contextmanager
-    def transfer(self, session: Session) -> Iterator[None]:
+    def transfer(self, session: Session) -> "Transfer":
         """Count an upload or a download of the client.
 
         While one is in progress, the client is not stalled.
         """
-        self.moved(session.client_id)
-        session.transfers += 1
-        try:
-            yield
-        finally:
-            session.transfers -= 1
-            session.moved = time.monotonic()
+        return Transfer(self, session)
 
     def traffic(self, client: str) -> ClientTraffic:
         """Return the counters of the client's traffic."""
         open_ = self._rounds.of_client(client)
         return open_.traffic.setdefault(client, ClientTraffic()) if open_ else ClientTraffic()
+
+
+class Transfer:
+    """An upload or a download that is in progress within `with`."""
+
+    __slots__ = ("_reports", "_session")
+
+    def __init__(self, reports: ClientReports, session: Session) -> None:
+        self._reports, self._session = reports, session
+
+    def __enter__(self) -> None:
+        self._reports.moved(self._session.client_id)
+        self._session.transfers += 1
+
+    def __exit__(self, kind: object, error: object, tb: object) -> None:
+        self._session.transfers -= 1
+        self._session.moved = time.monotonic()

@@ -85,6 +85,7 @@ class OpenRound:
     making: bool = False  # whether its model is made right now, and is published in a moment
     retryable: bool = True  # False if the job's next rounds would end as this one does
     transforms: Transforms = field(init=False)  # of the job
+    _terms: dict[int, Terms] = field(default_factory=dict)  # by the size of the client's group
 
     def __post_init__(self) -> None:
         self.transforms = transforms_of(self.job)
@@ -113,8 +114,11 @@ class OpenRound:
         Raises:
             UnknownRound: "not_selected", if the client is in no group of a round that has groups.
         """
-        terms = Terms(self.base.digest, self.command.max_update_bytes, schema)
-        return self.transforms.terms(terms, self.command, self.kind.members_with(client))
+        members = self.kind.members_with(client)
+        if (known := self._terms.get(members)) is None:
+            terms = Terms(self.base.digest, self.command.max_update_bytes, schema)
+            known = self._terms[members] = self.transforms.terms(terms, self.command, members)
+        return known
 
     def closed(self, secret: str, past: Past) -> ClosedRound:
         """Return the round as it is when it takes no more updates.

@@ -2,13 +2,15 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from typing import Any
 
 from fedring.codec.errors import CodecError
+from fedring.codec.schema import Schema
 from fedring.rpc.chunks import ReceivedChunk
 from fedring.rpc.errors import FedringError, Overloaded, UnknownRound
+from fedring.server.aggregation.terms import OpaqueForm, Terms
 from fedring.server.aggregation.versions import ModelVersions
 from fedring.server.round.rounds import Rounds
 from fedring.server.state.blob_interfaces import Partial
@@ -16,8 +18,17 @@ from fedring.server.state.blobs import MemoryPartial
 from fedring.server.state.facts import Facts
 from fedring.server.state.failures import StorageError
 from fedring.server.state.journal import Journal
+from fedring.server.state.rows import PacketSpec
 from fedring.server.update.acceptance import Acceptor
-from fedring.server.update.admission import check_payload
+from fedring.server.update.admission import (
+    Admission,
+    accepted_before,
+    check_payload,
+    check_sender,
+    check_whole,
+    open_offer,
+    row_of,
+)
 from fedring.server.update.upload import (
     Accept,
     Accepted,
@@ -32,7 +43,6 @@ from fedring.server.update.upload import (
     Event,
     Known,
     LookUp,
-    Offered,
     Open,
     Opened,
     Read,
@@ -69,19 +79,14 @@ class UploadCalls:
         self._slots = asyncio.Semaphore(most)
         self._uploads: dict[str, asyncio.Task[Any]] = {}
 
-    def call(self, client: str, messages: AsyncIterator[pb.ClientUpdate | ReceivedChunk] | None = None) -> "UploadCall":
-        """Return a call of a client; its stack must be entered.
-
-        Without messages, the payload comes with its offer.
-        """
+    def call(self, client: str, messages: AsyncIterator[pb.ClientUpdate | ReceivedChunk]) -> "UploadCall":
+        """Return a call of a client; its stack must be entered."""
         return UploadCall(client, Upload(client, self._facts.store.epoch), messages)
 
     async def advance(self, call: "UploadCall", event: Event) -> Effect:
         """Perform the upload's effects until one must be sent, or none remains.
 
         Returns the effect to send, or the end.
-
-        This is no generator: small updates are many, and have nothing to send before they are done.
         """
         upload = call.upload
         try:
@@ -95,21 +100,50 @@ class UploadCalls:
             raise
         return effect
 
-    async def take(self, client: str, whole: Offered) -> Effect:
-        """Perform the effects of an update that came whole.
+    async def take(self, client: str, offer: pb.UpdateOffer, payload: bytes) -> Done:
+        """Accept an update that came in one message.
 
-        There are many of them, and most hold nothing that must be given back but their client's place.
+        It passes the checks of `Upload` in a straight line, because there is nothing to wait for between them, and such
+        updates are many.
+
+        Args:
+            client: that makes the call.
+            offer: of the update.
+            payload: all of it.
+
+        Returns:
+            The end of the upload.
+
+        Raises:
+            FedringError, CodecError: if the update is refused.
         """
-        call = self.call(client)
         if client in self._uploads:
-            async with call.stack:
-                return await self.advance(call, whole)
-        call.opened = True
+            async with self._only_one(client):
+                return await self._take(client, offer, payload)
         self._uploads[client] = _this_task()
         try:
-            return await self.advance(call, whole)
+            return await self._take(client, offer, payload)
         finally:
             del self._uploads[client]
+
+    async def _take(self, client: str, offer: pb.UpdateOffer, payload: bytes) -> Done:
+        decoded = open_offer(offer)
+        header = decoded.header
+        check_sender(header, client)
+        if accepted_before(decoded, await self._accepted_name(header.run_id, header.round, client)):
+            return Done(already=True)
+        terms = self._terms(header.run_id, header.round, client)
+        packets, partial = check_whole(decoded, payload, terms), MemoryPartial(payload)
+        norm = await self._check(client, partial, packets, terms.schema, exact=terms.bare, opaque=terms.opaque)
+        found = Admission(packets, norm, time.time())
+        row = row_of(decoded, terms, found, payload, epoch=self._facts.store.epoch)
+        try:
+            return Done(*await self._acceptor.accept(partial, row, decoded.audit_head))
+        except UnknownRound:
+            # An attempt of the same client before this one may have ended its round.
+            if accepted_before(decoded, await self._accepted_name(header.run_id, header.round, client)):
+                return Done(already=True)
+            raise
 
     async def _perform(self, call: "UploadCall", effect: Effect) -> Event:
         """Perform an effect of the upload, and return the resulting event."""
@@ -119,8 +153,7 @@ class UploadCalls:
                 case LookUp(run_id, number):
                     return Known(await self._accepted_name(run_id, number, client))
                 case AskRound(run_id, number):
-                    open_ = self._rounds.deliverable(run_id, number, client)
-                    return open_.terms(client, self._versions.schema_of(open_.base))
+                    return self._terms(run_id, number, client)
                 case Open():
                     return Opened(await self._open(call, effect))
                 case Read():
@@ -138,6 +171,10 @@ class UploadCalls:
         except UnknownRound as error:
             return TooLate(error)
         raise TypeError(f"{effect} is no effect of an upload")
+
+    def _terms(self, run_id: str, number: int, client: str) -> Terms:
+        open_ = self._rounds.deliverable(run_id, number, client)
+        return open_.terms(client, self._versions.schema_of(open_.base))
 
     async def _accepted_name(self, run_id: str, number: int, client: str) -> str:
         """Return the name of a client's accepted update in the round.
@@ -159,13 +196,12 @@ class UploadCalls:
         """
         if not call.opened:
             call.opened = True
-            if call.messages is not None:
-                await call.stack.enter_async_context(self._slots)
+            await call.stack.enter_async_context(self._slots)
             await call.stack.enter_async_context(self._only_one(call.client))
             call.stack.enter_context(call.undo)
         if not effect.name:  # a small payload is handled in memory, in this thread: another would cost more
-            call.partial = MemoryPartial(effect.payload or b"")
-            return call.partial.size
+            call.partial = MemoryPartial()
+            return 0
 
         def open_() -> None:  # all of it in the thread: the call may have ended when the file is open
             call.undo.close()
@@ -179,7 +215,7 @@ class UploadCalls:
         return call.partial.size
 
     async def _read(self, call: "UploadCall", effect: Read) -> Event:
-        message = call.newest = await anext(call.messages, None) if call.messages is not None else None
+        message = call.newest = await anext(call.messages, None)
         if message is None:
             return Ended()
         self._rounds.deliverable(effect.run_id, effect.round, call.client)  # an upload does not outlive its round
@@ -196,20 +232,33 @@ class UploadCalls:
             raise Overloaded(str(error), reason=error.reason) from error
 
     async def _admit(self, call: "UploadCall", effect: Admit) -> Admitted:
-        """Check every byte of the payload."""
-        partial, schema, packets = call.partial, effect.schema, effect.packets
+        partial = call.partial
+        norm = await self._check(
+            call.client, partial, effect.packets, effect.schema, exact=effect.exact, opaque=effect.opaque
+        )
+        return Admitted(norm, time.time(), partial.payload if isinstance(partial, MemoryPartial) else b"")
+
+    async def _check(
+        self,
+        client: str,
+        partial: Partial,
+        packets: Sequence[PacketSpec],
+        schema: Schema,
+        *,
+        exact: bool,
+        opaque: OpaqueForm | None,
+    ) -> float:
+        """Check every byte of a payload, and return the norm."""
         small = isinstance(partial, MemoryPartial)
         try:
             # How long the check takes depends on the model: a few bytes can stand for many values.
             if small and len(packets) * (schema.num_parameters + schema.num_buffers) <= _AT_ONCE:
-                norm = check_payload(partial.read, packets, schema, effect.exact, effect.opaque)
-            else:
-                norm = await self._facts.work(check_payload, partial.read, packets, schema, effect.exact, effect.opaque)
+                return check_payload(partial.read, packets, schema, exact, opaque)
+            return await self._facts.work(check_payload, partial.read, packets, schema, exact, opaque)
         except CodecError as error:
-            text = f"an update of {call.client} was refused: {error}"
-            self._journal.write("update_refused", text, client_id=call.client)
+            text = f"an update of {client} was refused: {error}"
+            self._journal.write("update_refused", text, client_id=client)
             raise
-        return Admitted(norm, time.time(), partial.payload if isinstance(partial, MemoryPartial) else b"")
 
     def _discard(self, call: "UploadCall") -> None:
         if not isinstance(call.partial, MemoryPartial):
@@ -242,11 +291,8 @@ def _this_task() -> asyncio.Task[Any]:
 class UploadCall:
     """The state of one call that uploads."""
 
-    def __init__(
-        self, client: str, upload: Upload, messages: AsyncIterator[pb.ClientUpdate | ReceivedChunk] | None
-    ) -> None:
-        self.client, self.upload = client, upload
-        self.messages = messages  # None if the payload came with its offer
+    def __init__(self, client: str, upload: Upload, messages: AsyncIterator[pb.ClientUpdate | ReceivedChunk]) -> None:
+        self.client, self.upload, self.messages = client, upload, messages
         self.partial: Partial = MemoryPartial()
         self.stack = AsyncExitStack()  # gives back what the call holds while its upload is open
         self.undo = ExitStack()  # closes the partial

@@ -2,9 +2,10 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
-from contextlib import aclosing, contextmanager
-from typing import Any
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+from types import TracebackType
+from typing import Any, Self
 
 import grpc
 from grpc import aio
@@ -99,35 +100,13 @@ class ClientUpdateService:
                 raise Gone("the session was closed")
             session.hear()
             with self._counted(session, seen):
-                accepted = await self._push_small(session, require_message(request))
+                update = require_message(request)
+                accepted = self._accepted(await self._calls.take(session.client_id, update.offer, update.payload))
             await answer(context, accepted, self._config.no_progress_seconds)
         return True
 
-    @contextmanager
-    def _counted(self, session: Session, counted: int) -> Iterator[Callable[[], None]]:
-        """Count the call's bytes and seconds as the client's in this round.
-
-        Bytes up to the first `counted` are left out.
-        """
-        traffic, meter = self._reports.traffic(session.client_id), METER.get()
-        began = time.monotonic()
-
-        def count() -> None:
-            nonlocal began, counted
-            now, received = time.monotonic(), meter.received
-            traffic.upload_bytes += received - counted
-            traffic.upload_seconds += now - began
-            began, counted = now, received
-
-        try:
-            with self._reports.transfer(session):
-                yield count
-        except (CodecError, FedringError, asyncio.CancelledError) as error:
-            self._metrics.refused(error)
-            raise
-        finally:
-            # Bytes of a refused or broken upload have crossed the network, too.
-            count()
+    def _counted(self, session: Session, counted: int) -> "_Counted":
+        return _Counted(session, counted, self._reports, self._metrics)
 
     async def _push(self, session: Session, messages: _Messages) -> AsyncGenerator[pb.UpdateReply, None]:
         """Receive an update in chunks, and yield the answers.
@@ -145,16 +124,49 @@ class ClientUpdateService:
                 effect = await self._calls.advance(call, ReplySent())
         yield pb.UpdateReply(accepted=self._accepted(effect))
 
-    async def _push_small(self, session: Session, update: pb.SmallUpdate) -> pb.Accepted:
-        """Take an update that came in one message."""
-        return self._accepted(await self._calls.take(session.client_id, Offered(update.offer, update.payload)))
-
     def _accepted(self, effect: Effect) -> pb.Accepted:
         if not isinstance(effect, Done):
             raise TypeError(f"an upload ends with {effect}")
         if effect.already:
             self._metrics.repeated()
         return pb.Accepted(already=effect.already, audit_head=effect.head)
+
+
+class _Counted:
+    """Counts a call's bytes and seconds as the client's in this round.
+
+    It is a context manager of its own, since one from a generator takes three times as long, and updates are many.
+
+    Args:
+        session: of the client.
+        counted: how many of the call's bytes are left out, because they were counted before.
+        reports: keep the counters.
+        metrics: are told of an upload that is refused or interrupted within.
+    """
+
+    __slots__ = ("_began", "_counted", "_meter", "_metrics", "_traffic", "_transfer")
+
+    def __init__(self, session: Session, counted: int, reports: ClientReports, metrics: UpdateMetrics) -> None:
+        self._traffic, self._transfer = reports.traffic(session.client_id), reports.transfer(session)
+        self._counted, self._metrics, self._meter = counted, metrics, METER.get()
+        self._began = time.monotonic()
+
+    def __call__(self) -> None:
+        """Count up to now."""
+        now, received = time.monotonic(), self._meter.received
+        self._traffic.upload_bytes += received - self._counted
+        self._traffic.upload_seconds += now - self._began
+        self._began, self._counted = now, received
+
+    def __enter__(self) -> Self:
+        self._transfer.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._transfer.__exit__(kind, error, tb)
+        if isinstance(error, CodecError | FedringError | asyncio.CancelledError):
+            self._metrics.refused(error)
+        self()  # bytes of a refused or broken upload have crossed the network, too
 
 
 async def _end(closed: asyncio.Event, at_work: asyncio.Lock) -> None:

@@ -13,11 +13,11 @@ import numpy as np
 from google.protobuf.message import DecodeError
 
 from fedring.codec import BUFFERS, DELTA_ONLY, NAMES, Decoder, Reader
-from fedring.codec.digest import is_blake3, update_name
+from fedring.codec.digest import is_blake3, name_of, update_name
 from fedring.codec.errors import CodecError
 from fedring.codec.schema import Schema
-from fedring.rpc.contract import MAX_HEADER_BYTES
-from fedring.rpc.errors import BadUpdate, DamagedOnTheWay, NotAllowed, TooLarge
+from fedring.rpc.contract import MAX_HEADER_BYTES, SMALL_BYTES
+from fedring.rpc.errors import BadRequest, BadUpdate, DamagedOnTheWay, NotAllowed, OtherUpdate, TooLarge
 from fedring.server.aggregation.contributions import open_packet, values_at_a_time
 from fedring.server.aggregation.terms import OpaqueForm, Terms
 from fedring.server.aggregation.walk import cut, tiles
@@ -85,6 +85,48 @@ def open_offer(offer: pb.UpdateOffer) -> DecodedOffer:
     except DecodeError:
         raise BadUpdate("the header is not an UpdateHeader", reason="bad_header") from None
     return DecodedOffer(header, offer.payload_digest, offer.name, offer.audit_head)
+
+
+def accepted_before(offer: DecodedOffer, name: str) -> bool:
+    """Return whether the offered update is the one that was accepted before.
+
+    Args:
+        offer: the update.
+        name: of the client's accepted update for the same round; empty if there is none.
+
+    Raises:
+        OtherUpdate: it is another one.
+    """
+    if name and name != offer.name:
+        text = f"another update of {offer.header.client_id} was accepted for round {offer.header.round}"
+        raise OtherUpdate(text)
+    return bool(name)
+
+
+def check_whole(offer: DecodedOffer, payload: bytes, terms: Terms) -> tuple[PacketSpec, ...]:
+    """Check an update that came in one message, except for its values.
+
+    Args:
+        offer: its header and names.
+        payload: all of it.
+        terms: the demands of its round.
+
+    Returns:
+        The packets.
+
+    Raises:
+        BadUpdate, TooLarge, CodecError: if the header does not fit.
+        BadRequest: "bad_chunk", if the payload has another length than the header says, or a message cannot carry it.
+        DamagedOnTheWay: if the payload is not that of the offer.
+    """
+    packets = check_offer(offer.header, terms)
+    declared = offer.header.total_bytes
+    if not len(payload) == declared <= SMALL_BYTES:
+        text = f"{len(payload)} bytes, not the declared {declared}, or more than {SMALL_BYTES}"
+        raise BadRequest(text, reason="bad_chunk")
+    if name_of(payload) != offer.digest:
+        raise DamagedOnTheWay("the payload is not what its digest says: send it again")
+    return packets
 
 
 def check_sender(header: pb.UpdateHeader, client_id: str) -> None:

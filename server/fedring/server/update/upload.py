@@ -8,9 +8,9 @@ performs it (`fedring.server.service.uploads`) reports the result as the next ev
      ┌───────────────────────────────────────────────────────────────────────┘
      └► Read ► Chunk ► Write ► Written ► Read ... TakeDigest ► Digested ► Admit ► Admitted ► Accept ► Accepted ► Done
 
-An update that comes in one message has its payload at hand: it goes from Opened to TakeDigest. If the round refuses the
-update after it was opened (TooLate), the machine looks once more whether it was accepted: an attempt of the same client
-before this one may have ended its round.
+If the round refuses the update after it was opened (TooLate), the machine looks once more whether it was accepted: an
+attempt of the same client before this one may have ended its round. An update that comes in one message needs no
+machine: there is nothing to wait for between its checks (`fedring.server.service.upload_calls`).
 """
 
 from dataclasses import dataclass
@@ -23,25 +23,20 @@ from fedring.rpc.errors import (
     BadRequest,
     Damaged,
     DamagedOnTheWay,
-    OtherUpdate,
     TooLarge,
     UnknownRound,
 )
 from fedring.server.aggregation.terms import OpaqueForm, Terms
 from fedring.server.state.rows import PacketSpec, UpdateRow
-from fedring.server.update.admission import Admission, check_offer, check_sender, open_offer, row_of
+from fedring.server.update.admission import Admission, accepted_before, check_offer, check_sender, open_offer, row_of
 from fedring.v1 import federation_pb2 as pb
 
 
 @dataclass(frozen=True, slots=True)
 class Offered:
-    """The client has offered an update.
-
-    `payload` is None if it is to follow in chunks.
-    """
+    """The client has offered an update."""
 
     offer: pb.UpdateOffer
-    payload: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +142,6 @@ class Open:
     """
 
     name: str
-    payload: bytes | None  # all of it, if it came with the offer
     fresh: bool = False  # forget what the file holds
 
 
@@ -247,8 +241,8 @@ class Upload:
             FedringError, CodecError: if the update is refused; `spoilt` then says what to do with its bytes.
         """
         match event:
-            case Offered(offer, payload):
-                return self._offered(offer, payload)
+            case Offered(offer):
+                return self._offered(offer)
             case Known(name):
                 return self._known(name)
             case Terms():
@@ -277,9 +271,9 @@ class Upload:
             case TooLate(error):
                 return self._too_late(error)
 
-    def _offered(self, offer: pb.UpdateOffer, payload: bytes | None) -> Effect:
+    def _offered(self, offer: pb.UpdateOffer) -> Effect:
         self._offer = open_offer(offer)
-        self._header, self._payload = self._offer.header, payload
+        self._header = self._offer.header
         check_sender(self._header, self._client_id)
         return self._look_up()
 
@@ -287,9 +281,7 @@ class Upload:
         return LookUp(self._header.run_id, self._header.round)
 
     def _known(self, name: str) -> Effect:
-        if name and name != self._offer.name:
-            raise OtherUpdate(f"another update of {self._client_id} was accepted for round {self._header.round}")
-        if name:
+        if accepted_before(self._offer, name):
             return Done(already=True)
         if self._late is not None:
             raise self._late
@@ -300,22 +292,16 @@ class Upload:
         header = self._header
         self._packets = check_offer(header, terms)
         self._terms = terms
-        if self._payload is not None and not len(self._payload) == header.total_bytes <= SMALL_BYTES:
-            text = f"{len(self._payload)} bytes, not the declared {header.total_bytes}, or more than {SMALL_BYTES}"
-            raise BadRequest(text, reason="bad_chunk")
         if header.total_bytes <= SMALL_BYTES:  # its row will keep it
-            return Open("", self._payload)
+            return Open("")
         # One file for each client and round, whatever the digest: a client cannot fill the disk with beginnings.
         self._place = f"{header.round}-{name_of(header.client_id.encode())[-32:]}"
-        return Open(self._place, None)
+        return Open(self._place)
 
     def _opened(self, size: int) -> Effect:
         if size > self._header.total_bytes:
-            return Open(self._place, None, fresh=True)
-        self._size = size
-        if self._payload is not None:
-            return TakeDigest()
-        self._resumed = size
+            return Open(self._place, fresh=True)
+        self._size = self._resumed = size
         return Send(size)
 
     def _chunk(self, offset: int, data: bytes | memoryview) -> Write:

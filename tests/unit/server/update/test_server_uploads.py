@@ -13,7 +13,7 @@ from tests.unit.host import ONES, Call, Host, running, spec
 
 from fedring.codec import Encoding, encode
 from fedring.codec.digest import name_of, update_name
-from fedring.rpc.errors import DamagedOnTheWay, Gone, NotAllowed, OtherUpdate, TooLarge, UnknownRound
+from fedring.rpc.errors import DamagedOnTheWay, FedringError, Gone, NotAllowed, OtherUpdate, TooLarge, UnknownRound
 from fedring.rpc.streams import METER, CallMeter
 from fedring.server.service import upload_calls
 from fedring.server.services import update_service
@@ -188,3 +188,47 @@ async def test_a_small_update_that_is_refused_ends_its_call_and_the_next_call_is
     await host.uploads.PushSmallUpdates(iter(()), call)  # type: ignore[arg-type]
     assert await host.ended(job.job_id) == "completed"
     assert counted(host) == {"accepted": 1, "duplicate": 0, "rejected": 2, "interrupted": 0}
+
+
+@pytest.mark.parametrize(
+    ("payload", "reason"),
+    [
+        (PAYLOAD[:-1], "bad_chunk"),
+        (b"", "bad_chunk"),
+        (PAYLOAD[:-1] + bytes([PAYLOAD[-1] ^ 1]), "digest_mismatch"),
+    ],
+)
+async def test_a_small_update_with_another_payload_than_its_offer_says_is_refused(
+    host: Host, payload: bytes, reason: str
+) -> None:
+    METER.set(CallMeter())
+    session = host.join("a")
+    await host.jobs.start(spec(), "")
+    call, update = SmallCall(session), small(await host.command(session), "a", PAYLOAD)
+    update.payload = payload
+    call.requests.put_nowait(update)
+    with pytest.raises(FedringError) as refused:
+        await host.uploads.PushSmallUpdates(iter(()), call)  # type: ignore[arg-type]
+    assert refused.value.reason == reason
+    assert counted(host) == {"accepted": 0, "duplicate": 0, "rejected": 1, "interrupted": 0}
+
+
+async def test_a_small_update_whose_first_attempt_was_being_accepted_counts_once(host: Host) -> None:
+    METER.set(CallMeter())
+    session = host.join("a")
+    job, _ = await host.jobs.start(spec(), "")
+    update, calls = small(await host.command(session), "a", PAYLOAD), [SmallCall(session), SmallCall(session)]
+    host.gate.close("updates.accept")
+    calls[0].requests.put_nowait(update)
+    first = asyncio.create_task(host.uploads.PushSmallUpdates(iter(()), calls[0]))  # type: ignore[arg-type]
+    await host.gate.reached()
+    calls[1].requests.put_nowait(update)
+    calls[1].requests.put_nowait(aio.EOF)
+    second = asyncio.create_task(host.uploads.PushSmallUpdates(iter(()), calls[1]))  # type: ignore[arg-type]
+    await asyncio.wait([first])
+    assert first.cancelled()
+    host.gate.open()
+    assert (await calls[1].replies.get()).already
+    await second
+    assert await host.ended(job.job_id) == "completed"
+    assert counted(host)["accepted"] == 1

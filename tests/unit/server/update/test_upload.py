@@ -113,23 +113,6 @@ def test_a_payload_that_was_received_already_is_not_requested_again() -> None:
     assert after(*RECEIVED[:3], Opened(len(PAYLOAD)), ReplySent()) == TakeDigest()
 
 
-def test_a_payload_that_came_with_its_offer_is_kept_in_memory_and_stored_in_the_row() -> None:
-    small = Schema((Entry("weight", (8,), "float32", "parameter"),))
-    payload = encode(np.ones(8, np.float32), Encoding("fp32"))
-    packet = pb.Packet(vector=pb.VECTOR_PARAMETERS, kind=pb.KIND_DELTA, encoding="fp32", bytes=len(payload))
-    packet.num_samples = 1
-    header = pb.UpdateHeader(run_id="run", round=7, client_id="a", packets=[packet], total_bytes=len(payload))
-    header.base_digest, header.schema_hash = TERMS.base_digest, small.hash
-    data, digest = header.SerializeToString(), name_of(payload)
-    offered = Offered(pb.UpdateOffer(header=data, payload_digest=digest, name=update_name(data, digest)), payload)
-    upload = Upload("a", epoch=0)
-    assert after(offered, Known(""), replace(TERMS, schema=small), upload=upload) == Open("", payload)
-    assert upload.handle(Opened(len(payload))) == TakeDigest()
-    accept = after(Digested(digest), Admitted(1.0, 1.0, payload), upload=upload)
-    assert isinstance(accept, Accept)
-    assert (accept.row.blob, accept.row.payload) == ("", payload)
-
-
 def test_an_update_that_was_accepted_before_is_done_at_once() -> None:
     assert after(Offered(offer()), Known(offer().name)) == Done(already=True)
 
@@ -143,7 +126,6 @@ def test_an_update_that_was_accepted_before_is_done_at_once() -> None:
         ([Offered(offer(base_digest="another")), Known(""), TERMS], "wrong_model", False),
         ([Offered(offer()), Known(""), replace(TERMS, most_bytes=9)], "too_large", False),
         ([Offered(offer(schema_hash=b"x" * 32)), Known(""), TERMS], "wrong_schema", False),
-        ([Offered(offer(), PAYLOAD[:-1]), Known(""), TERMS], "bad_chunk", False),
         ([*RECEIVED[:5], Chunk(1, b"x")], "bad_chunk", False),
         ([*RECEIVED[:5], Chunk(0, b"")], "bad_chunk", False),
         ([*RECEIVED[:5], Chunk(0, bytes(CHUNK_BYTES + 1))], "bad_chunk", False),
@@ -189,8 +171,9 @@ def test_what_the_client_says_of_its_data_is_not_kept_in_a_round_with_secure_agg
     payload = b"".join(masked_packet(np.zeros(SIZE, np.uint8), 7))
     sent = offer(payload, "masked", total_bytes=width.bytes, train_seconds=2.5)
     upload, terms = Upload("a", 0), replace(TERMS, bare=True, opaque=MaskedForm(Width(SIZE, 7)))
-    for event in (Offered(sent, payload), Known(""), terms, Opened(0)):
+    for event in (Offered(sent), Known(""), terms, Opened(0), ReplySent(), Chunk(0, payload)):
         upload.handle(event)
+    assert upload.handle(Written()) == TakeDigest()
     admit = upload.handle(Digested(name_of(payload)))
     assert isinstance(admit, Admit)
     assert admit.opaque == MaskedForm(width)
