@@ -113,10 +113,12 @@ class Publisher:
 
     async def evaluated(self, open_: OpenRound, model: ModelRow) -> None:
         """Note the figures of the model that a round has published."""
-        stats, summed = await evaluation(self._facts, self._models, open_, model, self._tell_failed)
+        stats, summed = open_.row.stats, None
+        if _is_evaluated_by_any(open_.job):  # else the row is on the disk as it is
+            stats, summed = await evaluation(self._facts, self._models, open_, model, self._tell_failed)
+            open_.row = replace(open_.row, stats=stats)
+            await self._facts.keep(self._facts.db, self._facts.store.rounds.save_evaluation, open_.row)
         self._metrics.evaluated(stats)
-        open_.row = replace(open_.row, stats=stats)
-        await self._facts.keep(self._facts.db, self._facts.store.rounds.save_evaluation, open_.row)
         job, rule, sentence = open_.job, open_.job.best_by, f"{open_.title} is evaluated"
         if summed is not None and summed.total:
             known = summed.accuracy is not None
@@ -271,6 +273,11 @@ async def _on_server(facts: Facts, models: Models, job: Job, model: ModelRow) ->
     figures = {"server_accuracy": counts.accuracy, "server_loss": counts.loss, "metrics": means}
     lacks = " ".join(counts.warnings)
     return figures, f"the server has evaluated model {model.version}, but: {lacks}" if lacks else ""
+
+
+def _is_evaluated_by_any(job: Job) -> bool:
+    """Return whether clients, the server or a strategy evaluate the models of a job."""
+    return job.evaluate or job.evaluate_on_server or bool(job.aggregation.own)
 
 
 def _silent(open_: OpenRound) -> list[str]:

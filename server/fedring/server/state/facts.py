@@ -149,8 +149,9 @@ class Facts:
 
         Several may be in the making, each with a version of its own. One that fails leaves its version to the next.
         """
-        least = await self.db(self.store.models.next_version)
-        version = max(least, self._made + 1, *(each + 1 for each in self._making))
+        if not self._made:  # what the store has then is never above what was made here since
+            self._made = await self.db(self.store.models.next_version) - 1
+        version = max(self._made, *self._making, 0) + 1
         self._making.add(version)
         try:
             yield version

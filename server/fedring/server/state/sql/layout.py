@@ -36,16 +36,20 @@ class Layout:
         """Return the digest of a row's stored values."""
         # Binary, because to write numbers as text would take several times as long. No column holds a NaN: here, it
         # is NULL.
-        numbers = [math.nan if stored[name] is None else stored[name] for name in self.numbers]
-        texts = [stored[name] for name in self.texts]
-        parts = [text.encode() if isinstance(text, str) else text or b"" for text in texts]
-        # SQLite tells text from bytes by one bit, which may flip, too.
-        lengths = [
-            -1 if text is None else 2 * len(part) + isinstance(text, str)
-            for text, part in zip(texts, parts, strict=True)
-        ]
-        head = self.head.pack(*numbers, *lengths)
-        return blake3(b"".join((self.table.encode(), head, *parts))).digest(_DIGEST_BYTES)
+        figures = [math.nan if (number := stored[name]) is None else number for name in self.numbers]
+        parts = [b"", b""]
+        for name in self.texts:
+            text = stored[name]
+            if isinstance(text, str):  # SQLite tells text from bytes by one bit, which may flip, too.
+                parts.append(part := text.encode())
+                figures.append(2 * len(part) + 1)
+            elif text is None:
+                figures.append(-1)
+            else:
+                parts.append(text)
+                figures.append(2 * len(text))
+        parts[:2] = self.table.encode(), self.head.pack(*figures)
+        return blake3(b"".join(parts)).digest(_DIGEST_BYTES)
 
     def is_sound(self, digest: bytes, stored: Mapping[str, Any]) -> bool:
         """Return whether stored values have a digest."""

@@ -12,6 +12,9 @@ from fedring.server.state.sql.sealed import Row, rows_of
 from fedring.server.state.sql.tables import charges, commands, jobs, models, rounds
 from fedring.server.state.sql.transactions import Database
 
+_OPENED = select(rounds.c.round).where(rounds.c.ended_at.is_(None))
+_FORGET_ENDED = [delete(table).where(table.c.round.not_in(_OPENED)) for table in KEPT]
+
 
 class RoundStore:
     """The rounds of a run."""
@@ -192,6 +195,5 @@ def replace_round(connection: Connection, row: RoundRow) -> None:
 
 
 def _forget_ended(connection: Connection) -> None:
-    opened = select(rounds.c.round).where(rounds.c.ended_at.is_(None))
-    for table in KEPT:
-        connection.execute(delete(table).where(table.c.round.not_in(opened)))
+    for statement in _FORGET_ENDED:
+        connection.execute(statement)

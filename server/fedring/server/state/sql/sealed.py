@@ -11,10 +11,11 @@ damaged row gets a new digest.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from operator import attrgetter
 from typing import Any, TypeVar, get_type_hints
 
-from sqlalchemy import ColumnElement, Connection, Select, and_, delete, insert, select, update
+from sqlalchemy import ColumnElement, Connection, Insert, Select, Update, bindparam, delete, insert, select, update
 from sqlalchemy.exc import OperationalError
 
 from fedring.server.state.failures import StoreError
@@ -26,6 +27,8 @@ from fedring.server.state.sql.tables import ROW_DIGEST, UNCOVERED_COLUMNS, Conve
 
 Row = TypeVar("Row")
 Numbered = TypeVar("Numbered", JobRow, RoundRow)
+
+_KEY = "key_"  # begins the names of the parameters that say which row is replaced
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +65,20 @@ def rows_of(
     Raises:
         StoreError: "corrupt", if one is not what was written.
     """
-    form, rows = _FORMS[kind], []
+    return [row_of(kind, stored) for stored in stored_of(connection, query, kind, parameters)]
+
+
+def stored_of(
+    connection: Connection, query: Select[Any], kind: type[Any], parameters: Mapping[str, Any] | None = None
+) -> list[dict[str, Any]]:
+    """Return the values of the rows that a query finds, as they are stored, but checked.
+
+    To make a row of them takes as long again, for who needs only a few of its fields.
+
+    Raises:
+        StoreError: "corrupt", if one is not what was written.
+    """
+    form, rows = _FORMS[kind], list[dict[str, Any]]()
     try:
         result = connection.execute(query, parameters)
         names, found = tuple(result.keys()), result.all()
@@ -76,7 +92,7 @@ def rows_of(
         stored = dict(zip(names, values, strict=True))
         if form.covered and not form.layout.is_sound(stored.pop(ROW_DIGEST), stored):
             raise _damaged(kind, stored)
-        rows.append(row_of(kind, stored))
+        rows.append(stored)
     return rows
 
 
@@ -98,7 +114,7 @@ def row_of(kind: type[Row], stored: Mapping[str, Any]) -> Row:
 
 def add(connection: Connection, *rows: Any) -> None:
     """Insert rows, which are of one kind."""
-    connection.execute(insert(TABLE_OF[type(rows[0])]), [values_of(row) for row in rows])
+    connection.execute(_insertion(type(rows[0])), [values_of(row) for row in rows])
 
 
 def add_numbered(connection: Connection, row: Numbered, key: str) -> Numbered:
@@ -137,10 +153,23 @@ def put(connection: Connection, row: Any) -> None:
     Raises:
         StoreError: "corrupt", if there is none: it was there, and nothing that is replaced is ever removed.
     """
-    table, values = TABLE_OF[type(row)], values_of(row)
-    same = and_(*(column == values[column.name] for column in table.primary_key))
-    if not connection.execute(update(table).where(same).values(values)).rowcount:
+    values = values_of(row)
+    keys = {f"{_KEY}{column.name}": values[column.name] for column in TABLE_OF[type(row)].primary_key}
+    if not connection.execute(_replacement(type(row)), values | keys).rowcount:
         raise _damaged(type(row), values, "is missing")
+
+
+# To write a statement down takes longer than to execute it, so each is written once.
+@cache
+def _insertion(kind: type[Any]) -> Insert:
+    return insert(TABLE_OF[kind])
+
+
+@cache
+def _replacement(kind: type[Any]) -> Update:
+    table = TABLE_OF[kind]
+    same = (column == bindparam(f"{_KEY}{column.name}", type_=column.type) for column in table.primary_key)
+    return update(table).where(*same).values({column.name: bindparam(column.name) for column in table.c})
 
 
 def check_all(connection: Connection) -> None:

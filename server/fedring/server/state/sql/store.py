@@ -167,7 +167,10 @@ class EventStore:
     """The newest events."""
 
     def __init__(self, database: Database, keep: int) -> None:
-        self._database, self._keep = database, keep
+        self._database = database
+        newest = select(events.c.id).order_by(events.c.id.desc())
+        first_of_old = newest.offset(keep).limit(1).scalar_subquery()
+        self._remove_old = delete(events).where(events.c.id <= first_of_old)
 
     def append(self, rows: Sequence[EventRow]) -> None:
         """Add events, and remove the oldest above KEEP_EVENTS.
@@ -177,9 +180,7 @@ class EventStore:
         if rows:
             with self._database.transaction() as connection:
                 sealed.add(connection, *rows)
-                newest = select(events.c.id).order_by(events.c.id.desc())
-                first_of_old = newest.offset(self._keep).limit(1).scalar_subquery()
-                connection.execute(delete(events).where(events.c.id <= first_of_old))
+                connection.execute(self._remove_old)
 
     def after(self, event_id: int, limit: int = 1000) -> list[EventRow]:
         """Return the events with greater ids, oldest first."""

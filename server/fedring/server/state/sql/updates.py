@@ -6,7 +6,8 @@ client's newest accepted update stays known until the client is forgotten.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, bindparam, delete, func, select
 
@@ -14,7 +15,7 @@ from fedring.daemon.crash import crashpoint
 from fedring.server.state.rows import Acceptance, ClientRow, LastAccepted, Pruned, UpdateRow
 from fedring.server.state.sql import sealed
 from fedring.server.state.sql.blob_names import named_blobs
-from fedring.server.state.sql.sealed import covered, rows_of
+from fedring.server.state.sql.sealed import covered, rows_of, stored_of
 from fedring.server.state.sql.tables import clients, evaluations, rounds, updates
 from fedring.server.state.sql.transactions import Database
 
@@ -83,7 +84,7 @@ class UpdateStore:
     def last_accepted(self) -> dict[str, LastAccepted]:
         """Return each client's newest accepted update, kept or pruned, by client id."""
         with self._database.transaction() as connection:
-            kept = rows_of(connection, covered(UpdateRow), UpdateRow)
+            kept = stored_of(connection, covered(UpdateRow), UpdateRow)
             return _newest(kept, rows_of(connection, select(clients), ClientRow))
 
     def of_round(self, number: int) -> list[UpdateRow]:
@@ -131,10 +132,10 @@ def remember(connection: Connection, old: ColumnElement[bool]) -> None:
 
     This comes before the updates that match `old` are deleted.
     """
-    lost = rows_of(connection, covered(UpdateRow).where(old), UpdateRow)
+    lost = stored_of(connection, covered(UpdateRow).where(old), UpdateRow)
     if not lost:
         return
-    pruned = Counter(row.client_id for row in lost)
+    pruned = Counter(stored["client_id"] for stored in lost)
     theirs = clients.c.client_id.in_(pruned)
     before = rows_of(connection, select(clients).where(theirs), ClientRow)
     counts = pruned + Counter({row.client_id: row.pruned_updates for row in before})
@@ -146,9 +147,14 @@ def remember(connection: Connection, old: ColumnElement[bool]) -> None:
     sealed.add(connection, *rows)
 
 
-def _newest(kept: Iterable[UpdateRow], pruned: Iterable[ClientRow]) -> dict[str, LastAccepted]:
-    """Return each client's newest accepted update, by client id."""
-    found = [(row.client_id, LastAccepted(row.epoch, row.round, row.name)) for row in kept]
+def _newest(kept: Iterable[Mapping[str, Any]], pruned: Iterable[ClientRow]) -> dict[str, LastAccepted]:
+    """Return each client's newest accepted update, by client id.
+
+    Args:
+        kept: the stored values of updates.
+        pruned: the clients whose updates were pruned.
+    """
+    found = [(row["client_id"], LastAccepted(row["epoch"], row["round"], row["name"])) for row in kept]
     found += [
         (row.client_id, LastAccepted(row.last_epoch, row.last_round, row.last_name)) for row in pruned if row.last_name
     ]
