@@ -316,8 +316,8 @@ MUTANTS = {
     ),
     "type in the digest of a row": Mutant(
         "server/fedring/server/state/sql/layout.py",
-        "2 * len(part) + isinstance(text, str)",
-        "2 * len(part)",
+        "figures.append(2 * len(part) + 1)",
+        "figures.append(2 * len(part))",
         "tests/unit/server/state/test_store_sqlite.py",
     ),
     "row that is to be replaced": Mutant(

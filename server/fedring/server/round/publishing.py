@@ -276,7 +276,7 @@ async def _on_server(facts: Facts, models: Models, job: Job, model: ModelRow) ->
 
 
 def _is_evaluated_by_any(job: Job) -> bool:
-    """Return whether clients, the server or a strategy evaluate the models of a job."""
+    """Return whether anybody evaluates the models of a job."""
     return job.evaluate or job.evaluate_on_server or bool(job.aggregation.own)
 
 

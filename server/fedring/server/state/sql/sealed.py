@@ -11,11 +11,21 @@ damaged row gets a new digest.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from functools import cache
 from operator import attrgetter
 from typing import Any, TypeVar, get_type_hints
 
-from sqlalchemy import ColumnElement, Connection, Insert, Select, Update, bindparam, delete, insert, select, update
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    Select,
+    Table,
+    Update,
+    bindparam,
+    delete,
+    insert,
+    select,
+    update,
+)
 from sqlalchemy.exc import OperationalError
 
 from fedring.server.state.failures import StoreError
@@ -71,9 +81,9 @@ def rows_of(
 def stored_of(
     connection: Connection, query: Select[Any], kind: type[Any], parameters: Mapping[str, Any] | None = None
 ) -> list[dict[str, Any]]:
-    """Return the values of the rows that a query finds, as they are stored, but checked.
+    """Return the stored values of the rows that a query finds, checked.
 
-    To make a row of them takes as long again, for who needs only a few of its fields.
+    Making rows of them takes as long again, so this is for callers who need only a few fields.
 
     Raises:
         StoreError: "corrupt", if one is not what was written.
@@ -114,14 +124,14 @@ def row_of(kind: type[Row], stored: Mapping[str, Any]) -> Row:
 
 def add(connection: Connection, *rows: Any) -> None:
     """Insert rows, which are of one kind."""
-    connection.execute(_insertion(type(rows[0])), [values_of(row) for row in rows])
+    connection.execute(_INSERT[type(rows[0])], [values_of(row) for row in rows])
 
 
 def add_numbered(connection: Connection, row: Numbered, key: str) -> Numbered:
     """Insert a row, and return it with its new number."""
     values = values_of(row)
     del values[key]
-    (given,) = connection.execute(insert(TABLE_OF[type(row)]), values).inserted_primary_key or (0,)
+    (given,) = connection.execute(_INSERT[type(row)], values).inserted_primary_key or (0,)
     changes: dict[str, Any] = {key: given}
     numbered = replace(row, **changes)
     put(connection, numbered)  # The digest covers the number, which the database has just chosen.
@@ -155,21 +165,8 @@ def put(connection: Connection, row: Any) -> None:
     """
     values = values_of(row)
     keys = {f"{_KEY}{column.name}": values[column.name] for column in TABLE_OF[type(row)].primary_key}
-    if not connection.execute(_replacement(type(row)), values | keys).rowcount:
+    if not connection.execute(_REPLACE[type(row)], values | keys).rowcount:
         raise _damaged(type(row), values, "is missing")
-
-
-# To write a statement down takes longer than to execute it, so each is written once.
-@cache
-def _insertion(kind: type[Any]) -> Insert:
-    return insert(TABLE_OF[kind])
-
-
-@cache
-def _replacement(kind: type[Any]) -> Update:
-    table = TABLE_OF[kind]
-    same = (column == bindparam(f"{_KEY}{column.name}", type_=column.type) for column in table.primary_key)
-    return update(table).where(*same).values({column.name: bindparam(column.name) for column in table.c})
 
 
 def check_all(connection: Connection) -> None:
@@ -196,7 +193,15 @@ def _form(kind: type[Any]) -> _Form:
     return _Form(table.name, names, attrgetter(*names), covered, layout, to_stored, from_stored)
 
 
+def _replacement(table: Table) -> Update:
+    same = (column == bindparam(f"{_KEY}{column.name}", type_=column.type) for column in table.primary_key)
+    return update(table).where(*same).values({column.name: bindparam(column.name) for column in table.c})
+
+
 _FORMS = {kind: _form(kind) for kind in TABLE_OF}
+# To write such a statement down takes longer than to execute it.
+_INSERT = {kind: insert(table) for kind, table in TABLE_OF.items()}
+_REPLACE = {kind: _replacement(table) for kind, table in TABLE_OF.items()}
 
 
 def _damaged(
