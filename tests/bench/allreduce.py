@@ -1,9 +1,11 @@
 """Compare all-reduce over fedring's ring with Gloo, by turns in one run.
 
     python -m tests.bench.allreduce [--ranks 2] [--rate 1gbit] [--sizes 4096,65536,...] [--tls] [--streams-only]
+                                    [--outstanding 8]
 
 Prints one JSON line for each size: the median milliseconds of both on rank 0, their ratio, the processor time of one
-operation, and the bytes that the ring's counters add for it on rank 0. Without --rate all ranks share one host. With it
+operation, and the bytes that the ring's counters add for it on rank 0. With --outstanding, one operation is so many
+all-reduces, all of which are started before the first is waited for. Without --rate all ranks share one host. With it
 each rank has a network namespace behind a link of that rate, which needs root.
 """
 
@@ -40,10 +42,12 @@ def main() -> None:
     parser.add_argument("--rate", default="", help="rate of each rank's link, such as 100mbit or 1gbit")
     parser.add_argument("--sizes", default=_SIZES, help="bytes of the tensors, separated by commas")
     parser.add_argument("--repeats", type=int, default=200, help="most operations of one size")
+    parser.add_argument("--outstanding", type=int, default=1, help="all-reduces that are started at once")
     parser.add_argument("--tls", action="store_true", help="use mutual TLS")
     parser.add_argument("--streams-only", action="store_true", help="use gRPC streams only; always so with --rate")
     args = parser.parse_args()
-    settings = {"sizes": [int(size) for size in args.sizes.split(",")], "most": args.repeats}
+    sizes = [int(size) for size in args.sizes.split(",")]
+    settings = {"sizes": sizes, "most": args.repeats, "outstanding": args.outstanding}
     with (
         tempfile.TemporaryDirectory() as folder,
         network(args.ranks, args.rate, shared_memory=not args.streams_only) as net,
@@ -55,17 +59,19 @@ def main() -> None:
             print_line({"bench": "allreduce", **place, "tls": args.tls, **facts})
 
 
-def measure(rank: Rank, sizes: list[int], most: int) -> list[dict[str, float]]:
-    """Return the facts of each size in bytes, measured at most so many times."""
+def measure(rank: Rank, sizes: list[int], most: int, outstanding: int) -> list[dict[str, float]]:
+    """Return the facts of each size in bytes, measured at most so many times with so many all-reduces at once."""
     groups = join_groups(rank)
     lines = []
     for size in sizes:
-        repeats = max(5, min(most, _TOTAL // size // rank.count))
+        repeats = max(5, min(most, _TOTAL // size // rank.count // outstanding))
         before = sent_bytes(groups.fedring)
-        facts = _compare(groups._asdict(), torch.empty(size // 4), repeats)
+        facts = _compare(groups._asdict(), [torch.empty(size // 4) for _ in range(outstanding)], repeats)
         sent = (sent_bytes(groups.fedring) - before) / (_WARM_UP + repeats)
         ratio = round(facts["fedring_ms"] / facts["gloo_ms"], 3)
-        lines.append({"bytes": size, **facts, "ratio": ratio, "fedring_sent_bytes": round(sent)})
+        lines.append(
+            {"bytes": size, "outstanding": outstanding, **facts, "ratio": ratio, "fedring_sent_bytes": round(sent)}
+        )
     rank.leave()
     return lines
 
@@ -82,10 +88,10 @@ def _write_certificates(folder: Path) -> dict[str, str]:
     }
 
 
-def _compare(groups: dict[str, dist.ProcessGroup], tensor: Tensor, repeats: int) -> dict[str, float]:
-    """Return the median milliseconds and the mean processor milliseconds of an all-reduce in each group."""
+def _compare(groups: dict[str, dist.ProcessGroup], tensors: list[Tensor], repeats: int) -> dict[str, float]:
+    """Return the median milliseconds and the mean processor milliseconds of all-reduces at once in each group."""
     ways: dict[str, Callable[[], tuple[float, float]]] = {
-        name: partial(time_all_reduce, tensor, group) for name, group in groups.items()
+        name: partial(time_all_reduce, tensors, group) for name, group in groups.items()
     }
     times = alternate(ways, repeats, warm_up=_WARM_UP)
     medians = {

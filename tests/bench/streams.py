@@ -89,7 +89,7 @@ def measure(
         if addresses:
             listen, dialled = addresses[place][rank.number]
             options = options.model_copy(update={"listen": listen, "advertise": dialled})
-        ways[str(number)] = partial(time_all_reduce, tensor, make_group("fedring", options))
+        ways[str(number)] = partial(time_all_reduce, [tensor], make_group("fedring", options))
     times = alternate(ways, repeats, warm_up=_WARM_UP)
     medians = {name: statistics.median(seconds for seconds, _ in pairs) for name, pairs in times.items()}
     rank.leave()

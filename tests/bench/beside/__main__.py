@@ -22,7 +22,8 @@ Shown are the seconds until the next round ended, and how many updates it has; a
 on.
 
 The cells "simulation-...", "one-process-..." and "ring-..." are the benches tests.bench.simulation and
-tests.bench.allreduce, beside Flower, pfl-research and Gloo.
+tests.bench.allreduce, beside Flower, pfl-research and Gloo. "pipelining" is tests.bench.small_stages, beside
+torch.distributed.pipelining over Gloo, and "hooks..." is tests.bench.torch_hooks, beside torch's hooks over Gloo.
 """
 
 import argparse

@@ -43,11 +43,41 @@ def _one_process(lines: Sequence[Facts], size: str) -> list[Row]:
 def _ring(lines: Sequence[Facts], place: str) -> list[Row]:
     return [
         Row(
-            f"all-reduce of {line['bytes']:,} bytes, {line['ranks']} ranks, {place}",
+            f"{_all_reduces(line)} of {line['bytes']:,} bytes, {line['ranks']} ranks, {place}",
             "Gloo",
             f"{line['fedring_ms']:.2f} ms",
             f"{line['gloo_ms']:.2f} ms",
             1 / line["ratio"],
+        )
+        for line in lines
+    ]
+
+
+def _all_reduces(line: Facts) -> str:
+    return "all-reduce" if line["outstanding"] == 1 else f"{line['outstanding']} all-reduces at once"
+
+
+def _pipelines(lines: Sequence[Facts]) -> list[Row]:
+    return [
+        Row(
+            f"pipeline of {line['stages']} small stages, {line['micro_batches']} micro-batches of {line['samples']}",
+            "torch.distributed.pipelining, Gloo",
+            f"{line['fedring_ms']:.2f} ms",
+            f"{line['torch_ms']:.2f} ms",
+            line["better"],
+        )
+        for line in lines
+    ]
+
+
+def _hooks(lines: Sequence[Facts], place: str) -> list[Row]:
+    return [
+        Row(
+            f"a step of DDP with the hook {line['hook']}, {line['ranks']} ranks, {place}",
+            "torch's hook, Gloo",
+            f"{line['fedring_ms']:.1f} ms",
+            f"{line['torch_ms']:.1f} ms",
+            line["better"],
         )
         for line in lines
     ]
@@ -66,8 +96,15 @@ OTHERS: Mapping[str, tuple[Sequence[str], Callable[[Sequence[Facts]], list[Row]]
     ),
     "ring-2": (("allreduce", "--ranks", "2"), partial(_ring, place="one host")),
     "ring-4": (("allreduce", "--ranks", "4"), partial(_ring, place="one host")),
+    "ring-outstanding": (
+        ("allreduce", "--outstanding", "8", "--sizes", "4096,65536"),
+        partial(_ring, place="one host"),
+    ),
     "ring-streams": (("allreduce", "--streams-only"), partial(_ring, place="loopback")),
     "ring-1gbit": (("allreduce", "--rate", "1gbit", "--repeats", "20"), partial(_ring, place="lines of 1 Gbit/s")),
+    "pipelining": (("small_stages",), _pipelines),
+    "hooks": (("torch_hooks",), partial(_hooks, place="one host")),
+    "hooks-100mbit": (("torch_hooks", "--rate", "100mbit"), partial(_hooks, place="lines of 100 Mbit/s")),
 }
 """By the cell's name, the words of a command of tests.bench, and its rows. Gloo has no TLS, so no cell has it."""
 

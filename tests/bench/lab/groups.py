@@ -1,6 +1,7 @@
 """Groups of a measurement's ranks over several backends."""
 
 import time
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -53,10 +54,17 @@ def largest(value: float) -> float:
     return found.item()
 
 
-def time_all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup) -> tuple[float, float]:
-    """Return the seconds and the processor seconds of one all-reduce."""
-    tensor.fill_(1e-6)
+def time_all_reduce(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> tuple[float, float]:
+    """Return the seconds and the processor seconds of all-reduces, all of which start before the first wait."""
+    for tensor in tensors:
+        tensor.fill_(1e-6)
     dist.barrier()
     used, began = time.process_time(), time.perf_counter()
-    dist.all_reduce(tensor, group=group)
+    if len(tensors) == 1:
+        dist.all_reduce(tensors[0], group=group)
+    else:
+        works = [dist.all_reduce(tensor, group=group, async_op=True) for tensor in tensors]
+        for work in works:
+            assert work is not None  # a rank of the group gets one
+            work.wait()
     return time.perf_counter() - began, time.process_time() - used

@@ -163,7 +163,7 @@ class Endpoint:
         if peer in self._peers.left:
             detail = f"{self._peers.name(peer)} has left, and there is more for it"
             self.fail(PeerLost(detail, rank=self._peers.ranks.get(peer)))
-        elif link := self._link(peer):
+        elif link := self._links.get(peer) or self._link(peer):
             link.send(frame)
             if link.is_closed:
                 self._lost(peer, "its stream has ended")

@@ -54,7 +54,9 @@ class EarlyFrames(Generic[Key, Sender]):
 
     def take(self, key: Key) -> list[tuple[Sender, Frame]]:
         """Remove and return the frames of a key, in order of arrival."""
-        frames = self._frames.pop(key, [])
+        if key not in self._frames:
+            return []
+        frames = self._frames.pop(key)
         self._bytes -= sum(frame.cost for _, frame in frames)
         return frames
 

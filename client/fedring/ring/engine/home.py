@@ -37,7 +37,7 @@ class Home:
         Raises:
             Forked: It is a fork.
         """
-        if not self.is_here:
+        if self._process != _here:  # asked for each message, so without a call
             raise Forked(
                 f"process {_here} is a fork of process {self._process}, which has used the ring: only that one can "
                 "use it. Start processes that need a group of their own by spawn or forkserver, and not by fork"

@@ -136,14 +136,16 @@ class Operation:
         self._count = threading.Lock()
         self._unsent = 1  # the program itself counts as one, until it ends
         self._abandoned: RingError | None = None
-        self._done = threading.Event()
+        self._has_ended = False
+        self._running = threading.Lock()  # held until the end: it wakes those who wait at a third of an Event's cost
+        self._running.acquire()
         self._callbacks: list[Callable[[], None]] = []
         self._ending = ending
 
     @property
     def done(self) -> bool:
         """Whether it has ended, with or without an error."""
-        return self._done.is_set()
+        return self._has_ended
 
     @property
     def waiting_for(self) -> int | None:
@@ -230,7 +232,9 @@ class Operation:
             Forked: This process is a fork of the worker.
         """
         self._carrier.home.check()
-        if not self._done.wait(timeout):
+        if not self._has_ended and self._running.acquire(timeout=-1 if timeout is None else max(0.0, timeout)):
+            self._running.release()  # for others who wait
+        if not self._has_ended:
             return False
         if self.error:
             self.stop(self.error)
@@ -243,7 +247,7 @@ class Operation:
         It is called on the thread that brings the end, and must not wait.
         """
         with self._count:
-            if not self._done.is_set():
+            if not self._has_ended:
                 self._callbacks.append(callback)
                 return
         callback()
@@ -276,7 +280,7 @@ class Operation:
         The caller holds the lock.
         """
         stepper = self._stepper
-        while not self.done:  # its end may be a failure, after which the tensors are the caller's again
+        while not self._has_ended:  # its end may be a failure, after which the tensors are the caller's again
             if (waiting := stepper.waiting) is not None:
                 if not stepper.has_what_it_waits_for:
                     self._begin_to_wait(waiting)
@@ -304,12 +308,13 @@ class Operation:
 
     def _end(self, error: RingError | None) -> None:
         with self._count:
-            if self._done.is_set():
+            if self._has_ended:
                 return
             self.error = error
             if self._ending is not None:
                 self._ending()
-            self._done.set()
+            self._has_ended = True
+            self._running.release()
             callbacks, self._callbacks = self._callbacks, []
         self._carrier.ended(self)
         for callback in callbacks:

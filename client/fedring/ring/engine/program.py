@@ -15,6 +15,8 @@ from typing import NamedTuple
 from fedring.ring.errors import BadFrame, Mismatch
 from fedring.ring.transport.frames import Bytes, Frame
 
+_NOWHERE = (-1, 0, 0)  # a place of no rank, at which nothing arrives
+
 
 class Send(NamedTuple):
     """Give `data`, at most MAX_PAYLOAD bytes, to a rank."""
@@ -65,6 +67,7 @@ class Stepper:
 
     def __init__(self, program: Program, *, what: str, key: str, rank: int, signature: int) -> None:
         self.waiting: Receive | None = None  # what the program waits for
+        self._place = _NOWHERE  # of what it waits for
         self.ended = False
         self._program = program
         self._what, self._key, self._rank, self._signature = what, key, rank, signature
@@ -73,7 +76,7 @@ class Stepper:
     @property
     def has_what_it_waits_for(self) -> bool:
         """Whether the program waits for something, and that is there."""
-        return self.waiting is not None and self.waiting.place in self._inbox
+        return self._place in self._inbox
 
     def keep(self, source: int, frame: Frame) -> None:
         """Keep a frame until the program asks for it.
@@ -104,14 +107,14 @@ class Stepper:
         """
         answer: memoryview | None = None  # a generator takes None first, and after a Send
         if (waited := self.waiting) is not None:
-            answer = self._inbox.pop(waited.place)
+            answer = self._inbox.pop((waited.source, waited.tag, waited.part))
             if 0 <= waited.size != len(answer):
                 raise Mismatch(
                     f"rank {waited.source} sent {len(answer)} bytes where {self._what} has {waited.size} "
                     f"(key {self._key})",
                     rank=waited.source,
                 )
-            self.waiting = None
+            self.waiting, self._place = None, _NOWHERE
         try:
             step = self._program.send(answer)  # type: ignore[arg-type]  # None first, see above
         except StopIteration:
@@ -119,14 +122,14 @@ class Stepper:
             return None
         if isinstance(step, Send):
             return step
-        self.waiting = step
+        self.waiting, self._place = step, step.place
         return None
 
     def close(self) -> None:
         """End the program, and release the memory of its tensors."""
         self._program.close()
         self._inbox.clear()
-        self.waiting, self.ended = None, True
+        self.waiting, self._place, self.ended = None, _NOWHERE, True
 
     def without_frames(self, ranks: Iterable[int]) -> list[int]:
         """Return those of `ranks` that have sent no unread frame."""
