@@ -16,6 +16,7 @@ from tests.conftest import ROOT, missing
 from tests.processes import children_of
 
 SUITE = "bookworm"
+EXTRAS = "server,ha,cli,tracing"  # all that the image and the units install
 SECONDS = 900.0
 
 _CGROUPS = Path("/sys/fs/cgroup")
@@ -55,7 +56,7 @@ def wheels(folder: Path) -> Path:
     """
     needed = ["hatchling", "grpcio-tools==1.76.0", "mypy-protobuf==5.1.0", "pip", "setuptools"]
     pip: list[str | Path] = [sys.executable, "-m", "pip", "wheel", "--quiet", "--constraint", ROOT / "constraints.txt"]
-    run(*pip, "--wheel-dir", folder, f"{ROOT}[tracing]", *needed)
+    run(*pip, "--wheel-dir", folder, f"{ROOT}[{EXTRAS}]", *needed)
     for own in folder.glob("fedring-*.whl"):
         own.unlink()
     return folder
