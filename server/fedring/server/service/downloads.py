@@ -2,21 +2,124 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from contextlib import ExitStack, aclosing, contextmanager
 from typing import Any
 
-from fedring.rpc.chunks import CHUNK_BYTES, chunks
-from fedring.rpc.errors import BadRequest
+from fedring.codec.digest import name_of
+from fedring.rpc.chunks import CHUNK_BYTES, chunk_message, chunks
+from fedring.rpc.errors import BadRequest, Unavailable
 from fedring.rpc.streams import METER, write
 from fedring.server.config import ServerConfig
-from fedring.server.model.downloads import Downloads
+from fedring.server.model.downloads import Download, Downloads
 from fedring.server.round.client_reports import ClientReports
 from fedring.server.sessions.sessions import Sessions
 from fedring.server.state.facts import Facts
 from fedring.server.state.failures import DamagedModel
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1 import federation_pb2_grpc as rpc
+
+_KEPT = 32
+"""Chunks that are kept for calls that send the same payload, and are a little behind."""
+
+
+class _Payload:
+    """The chunks of a payload that several calls send at the same time.
+
+    The first call that comes to a chunk reads and digests it, and those that come soon after send the same bytes. A
+    call that comes too late reads the chunk by itself, and compares it with a digest of what the others have sent.
+
+    Args:
+        download: reads the chunks, in order.
+        files: closed when the last call has left.
+
+    Attributes:
+        places: how far each call has come, in bytes.
+        most: chunks to keep.
+    """
+
+    def __init__(self, download: Download, files: ExitStack) -> None:
+        self.download, self.files, self.most = download, files, _KEPT
+        self.places: dict[object, int] = {}
+        self._made = 0  # bytes of the payload that are in messages by now
+        self._kept: dict[int, bytes] = {}  # the newest messages, by offset
+        self._digests: dict[int, str] = {}  # of messages that are kept no more, and that a call has still to send
+
+    @property
+    def begins(self) -> bool:
+        """Whether a further call would still find the first chunk."""
+        return not self._made or 0 in self._kept
+
+    def message(self, call: object) -> bytes | None:
+        """Return the message of the chunk that a call is to send now; None if it is kept no more.
+
+        Raises:
+            DamagedModel, Unavailable, StorageFailed: as `Download.read`.
+        """
+        offset = self.places[call]
+        if offset == self._made:
+            self._kept[offset] = _message(self.download, offset)
+            self._made += CHUNK_BYTES
+            self._shorten()
+        return self._kept.get(offset)
+
+    def is_same(self, call: object, message: bytes) -> bool:
+        """Return whether a call that comes late has read the same chunk as the others."""
+        return self._digests.get(self.places[call]) == name_of(message)
+
+    def _shorten(self) -> None:
+        """Forget messages that no call needs any more, and the oldest of too many."""
+        slowest = min(self.places.values())
+        while len(self._kept) > 1 and (len(self._kept) > self.most or not self.begins):
+            oldest = next(iter(self._kept))
+            if oldest >= slowest:
+                if len(self._kept) <= self.most:
+                    return
+                self._digests[oldest] = name_of(self._kept[oldest])
+            del self._kept[oldest]
+
+
+class _SharedPayloads:
+    """Lets calls that begin at about the same time send one payload together.
+
+    One payload at a time keeps chunks for others, so that all of them take at most _KEPT chunks of memory.
+    """
+
+    def __init__(self) -> None:
+        self._open: _Payload | None = None  # the one that can be joined
+
+    @contextmanager
+    def join(self, call: object, files: ExitStack, download: Download) -> Iterator[_Payload]:
+        """Provide the payload of a download for a call, which sends it from its start.
+
+        Args:
+            call: any object that no other call has.
+            files: closed as soon as no call needs the download.
+            download: what the call would read by itself.
+        """
+        payload = self._open
+        if payload is not None and payload.begins and payload.download.header == download.header:
+            files.close()
+        else:
+            payload = self._replace(_Payload(download, files))
+        payload.places[call] = 0
+        try:
+            yield payload
+        finally:
+            del payload.places[call]
+            if not payload.places:
+                payload.files.close()
+                self._open = None if self._open is payload else self._open
+
+    def _replace(self, payload: _Payload) -> _Payload:
+        """Let others join the new payload, unless several calls share the present one."""
+        if self._open is not None and len(self._open.places) > 1:
+            payload.most = 1
+            return payload
+        if self._open is not None:
+            self._open.most = 1
+        self._open = payload
+        return payload
 
 
 class ModelStreams:
@@ -30,6 +133,7 @@ class ModelStreams:
 
     def __init__(self, downloads: Downloads, facts: Facts, damaged: Callable[[DamagedModel], Awaitable[None]]) -> None:
         self._downloads, self._facts, self._damaged = downloads, facts, damaged
+        self._shared = _SharedPayloads()
 
     async def messages(self, request: pb.FetchModelRequest) -> AsyncGenerator[Any, None]:
         """Yield the header and the chunks, as bytes, that answer `request`.
@@ -44,21 +148,47 @@ class ModelStreams:
         try:
             # Ranges are digested when they are opened, which takes long.
             open_ = self._downloads.open
-            opened = await self._facts.work(open_, request) if request.ranges else open_(request)
-            with opened as download:
-                start, total = _start_of(request, download.header), download.header.total_bytes
-                yield pb.ModelBlob(header=download.header)
+            download = await self._facts.work(open_, request) if request.ranges else open_(request)
+            header, total = download.header, download.header.total_bytes
+            with ExitStack() as files:
+                files.enter_context(download)
+                start = _start_of(request, header)
+                yield pb.ModelBlob(header=header)
+                if not start:
+                    call = object()
+                    payload = files.enter_context(self._shared.join(call, files.pop_all(), download))
+                    async with aclosing(self._together(request, call, payload)) as messages:
+                        async for message in messages:
+                            yield message
+                    return
                 for offset, message in chunks(download.read, start=start, total=total):
                     if offset + CHUNK_BYTES >= total:
-                        # What was read from the start of the payload is digested already; reading the rest takes long.
-                        if start:
-                            await self._facts.work(download.check)
-                        else:
-                            download.check()
+                        await self._facts.work(download.check)  # reads all that came before
                     yield message
         except DamagedModel as error:
             await self._damaged(error)
             raise
+
+    async def _together(
+        self, request: pb.FetchModelRequest, call: object, payload: _Payload
+    ) -> AsyncGenerator[bytes, None]:
+        """Yield all chunks of a payload that other calls may send at the same time."""
+        header = payload.download.header
+        with ExitStack() as files:
+            own: Download | None = None
+            while (offset := payload.places[call]) < header.total_bytes:
+                message = payload.message(call)
+                if message is None:  # the others are too far ahead
+                    if own is None:
+                        own = files.enter_context(self._downloads.open(request))
+                    message = _message(own, offset) if own.header == header else b""
+                    if not payload.is_same(call, message):
+                        await self._facts.work(own.check)  # raises the error of a damaged model
+                        raise Unavailable(f"model {header.version} has changed while it was sent: ask again")
+                if offset + CHUNK_BYTES >= header.total_bytes:
+                    payload.download.check()  # quick: all of it was digested on the way
+                yield message
+                payload.places[call] = offset + CHUNK_BYTES
 
 
 class ModelBlobService(rpc.ModelBlobServiceServicer):
@@ -87,6 +217,11 @@ class ModelBlobService(rpc.ModelBlobServiceServicer):
         finally:
             traffic.download_bytes += meter.sent
             traffic.download_seconds += time.monotonic() - began
+
+
+def _message(download: Download, offset: int) -> bytes:
+    """Return the message of the chunk at an offset."""
+    return chunk_message(offset, download.read(offset, min(CHUNK_BYTES, download.header.total_bytes - offset)))
 
 
 def _start_of(request: pb.FetchModelRequest, header: pb.ModelHeader) -> int:
