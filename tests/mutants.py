@@ -292,9 +292,21 @@ MUTANTS = {
     ),
     "proof of a download": Mutant(
         "server/fedring/server/service/downloads.py",
-        "                        download.check()\n",
-        "                        pass\n",
+        "                    payload.download.check()",
+        "                    pass",
         "tests/fault/test_damage.py",
+    ),
+    "proof of a download that has fallen behind": Mutant(
+        "server/fedring/server/service/downloads.py",
+        "if not payload.is_same(call, message):",
+        "if False:",
+        "tests/unit/server/model/test_model_streams.py",
+    ),
+    "chunks that wait": Mutant(
+        "server/fedring/server/service/upload_calls.py",
+        "            call.stack.push_async_callback(self._keep_waiting, call)\n",
+        "",
+        "tests/unit/server/update/test_server_uploads.py",
     ),
     "proof of what was read twice": Mutant(
         "server/fedring/server/state/checked.py",

@@ -17,7 +17,7 @@ from tests.unit.gate import Gate
 
 from fedring.codec import Encoding, encode
 from fedring.codec.digest import name_of, update_name
-from fedring.rpc.chunks import ReceivedChunk
+from fedring.rpc.chunks import CHUNK_BYTES, ReceivedChunk
 from fedring.rpc.contract import SESSION_KEY
 from fedring.rpc.identity import IDENTITY, LOCAL
 from fedring.rpc.streams import METER, CallMeter
@@ -226,6 +226,7 @@ class Host:
         *,
         after: asyncio.Event | None = None,
         damage: Callable[[bytes], bytes] = lambda payload: payload,
+        chunk: int = CHUNK_BYTES,
         **changes: Any,
     ) -> pb.UpdateReply:
         """Upload an update through the upload service.
@@ -237,6 +238,7 @@ class Host:
             name: The encoding.
             after: The payload is sent when this event is set; None = immediately after the offer.
             damage: Changes the payload in transit.
+            chunk: Bytes of a chunk.
             changes: Fields of the header that differ from what they should be.
 
         Returns:
@@ -258,7 +260,9 @@ class Host:
             yield pb.ClientUpdate(offer=offer)
             if after is not None:
                 await after.wait()
-            yield ReceivedChunk(0, memoryview(damage(payload)))
+            sent = memoryview(damage(payload))
+            for offset in range(0, len(sent), chunk):
+                yield ReceivedChunk(offset, sent[offset : offset + chunk])
 
         return [reply async for reply in self.uploads.PushUpdate(messages(), Call(session))][-1]
 

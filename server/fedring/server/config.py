@@ -102,7 +102,7 @@ class ServerConfig(BaseSettings):
         "proxies, sites behind one address, load tests",
     )
     max_transfers: PositiveInt = Field(
-        128, description="uploads, and as many downloads, at once; at most 4 MiB of memory each"
+        128, description="uploads, and as many downloads, at once; at most 8 MiB of memory each"
     )
     max_update_bytes: NonNegativeInt = Field(0, description="longest update; 0 = twice the dense model")
     threads: PositiveInt = Field(2, description="threads for checking and adding updates")

@@ -24,7 +24,7 @@ _KEPT = 32
 
 
 class _Payload:
-    """The chunks of a payload that several calls send at the same time.
+    """A payload that several calls send at the same time.
 
     The first call that comes to a chunk reads and digests it, and those that come soon after send the same bytes. A
     call that comes too late reads the chunk by itself, and compares it with a digest of what the others have sent.
@@ -51,7 +51,9 @@ class _Payload:
         return not self._made or 0 in self._kept
 
     def message(self, call: object) -> bytes | None:
-        """Return the message of the chunk that a call is to send now; None if it is kept no more.
+        """Return the message of a call's next chunk, or None.
+
+        None if the other calls are so far ahead that it is kept no more.
 
         Raises:
             DamagedModel, Unavailable, StorageFailed: as `Download.read`.
@@ -64,11 +66,11 @@ class _Payload:
         return self._kept.get(offset)
 
     def is_same(self, call: object, message: bytes) -> bool:
-        """Return whether a call that comes late has read the same chunk as the others."""
+        """Return whether a late call has read the same as others."""
         return self._digests.get(self.places[call]) == name_of(message)
 
     def _shorten(self) -> None:
-        """Forget messages that no call needs any more, and the oldest of too many."""
+        """Forget messages that no call needs, and the oldest of too many."""
         slowest = min(self.places.values())
         while len(self._kept) > 1 and (len(self._kept) > self.most or not self.begins):
             oldest = next(iter(self._kept))
@@ -80,7 +82,7 @@ class _Payload:
 
 
 class _SharedPayloads:
-    """Lets calls that begin at about the same time send one payload together.
+    """Lets calls that begin together send one payload.
 
     One payload at a time keeps chunks for others, so that all of them take at most _KEPT chunks of memory.
     """
@@ -90,7 +92,9 @@ class _SharedPayloads:
 
     @contextmanager
     def join(self, call: object, files: ExitStack, download: Download) -> Iterator[_Payload]:
-        """Provide the payload of a download for a call, which sends it from its start.
+        """Provide the payload of a download for a call.
+
+        The call sends it from its start.
 
         Args:
             call: any object that no other call has.
@@ -112,7 +116,7 @@ class _SharedPayloads:
                 self._open = None if self._open is payload else self._open
 
     def _replace(self, payload: _Payload) -> _Payload:
-        """Let others join the new payload, unless several calls share the present one."""
+        """Let others join the new payload, unless several share the present one."""
         if self._open is not None and len(self._open.places) > 1:
             payload.most = 1
             return payload
@@ -172,7 +176,7 @@ class ModelStreams:
     async def _together(
         self, request: pb.FetchModelRequest, call: object, payload: _Payload
     ) -> AsyncGenerator[bytes, None]:
-        """Yield all chunks of a payload that other calls may send at the same time."""
+        """Yield all chunks of a payload, which other calls may send, too."""
         header = payload.download.header
         with ExitStack() as files:
             own: Download | None = None

@@ -3,12 +3,12 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
 from typing import Any
 
 from fedring.codec.errors import CodecError
 from fedring.codec.schema import Schema
-from fedring.rpc.chunks import ReceivedChunk
+from fedring.rpc.chunks import CHUNK_BYTES, ReceivedChunk
 from fedring.rpc.errors import FedringError, Overloaded, UnknownRound
 from fedring.server.aggregation.terms import OpaqueForm, Terms
 from fedring.server.aggregation.versions import ModelVersions
@@ -57,6 +57,8 @@ from fedring.v1 import federation_pb2 as pb
 
 _PAUSES = (Send, Done)  # effects that are not performed, but answered
 _AT_ONCE = 1 << 18  # so many values are checked sooner than a thread could be found for it
+_WRITE_BYTES = 4 * CHUNK_BYTES
+"""Bytes of an upload that are written together: to hand a chunk to a thread costs a tenth of receiving it."""
 
 
 class UploadCalls:
@@ -159,9 +161,10 @@ class UploadCalls:
                 case Read():
                     return await self._read(call, effect)
                 case Write(data):
-                    await self._write(call.partial, data)
+                    await self._write(call, data)
                     return Written()
                 case TakeDigest():
+                    await self._write_waiting(call)
                     return Digested(call.partial.digest)
                 case Admit():
                     return await self._admit(call, effect)
@@ -199,6 +202,7 @@ class UploadCalls:
             await call.stack.enter_async_context(self._slots)
             await call.stack.enter_async_context(self._only_one(call.client))
             call.stack.enter_context(call.undo)
+            call.stack.push_async_callback(self._keep_waiting, call)
         if not effect.name:  # a small payload is handled in memory, in this thread: another would cost more
             call.partial = MemoryPartial()
             return 0
@@ -222,14 +226,36 @@ class UploadCalls:
         chunk = message if isinstance(message, ReceivedChunk) else message.chunk
         return Chunk(chunk.offset, chunk.data)
 
-    async def _write(self, partial: Partial, data: bytes | memoryview) -> None:
-        try:
-            if isinstance(partial, MemoryPartial):
+    async def _write(self, call: "UploadCall", data: bytes | memoryview) -> None:
+        if isinstance(call.partial, MemoryPartial):
+            call.partial.write(data)
+            return
+        call.waiting.append(data)
+        if sum(map(len, call.waiting)) >= _WRITE_BYTES:
+            await self._write_waiting(call)
+
+    async def _write_waiting(self, call: "UploadCall") -> None:
+        """Write the chunks that wait to be written."""
+        if not call.waiting:
+            return
+        waiting, call.waiting = call.waiting, []
+
+        def write(partial: Partial) -> None:
+            for data in waiting:
                 partial.write(data)
-            else:
-                await self._facts.work(partial.write, data)
+
+        try:
+            await self._facts.work(write, call.partial)
         except StorageError as error:
             raise Overloaded(str(error), reason=error.reason) from error
+
+    async def _keep_waiting(self, call: "UploadCall") -> None:
+        """Write the chunks of an upload that has ended early.
+
+        Its client goes on from there.
+        """
+        with suppress(Overloaded):
+            await self._write_waiting(call)
 
     async def _admit(self, call: "UploadCall", effect: Admit) -> Admitted:
         partial = call.partial
@@ -261,6 +287,7 @@ class UploadCalls:
             raise
 
     def _discard(self, call: "UploadCall") -> None:
+        call.waiting.clear()
         if not isinstance(call.partial, MemoryPartial):
             self._facts.blobs.abort(call.partial)
 
@@ -297,6 +324,7 @@ class UploadCall:
         self.stack = AsyncExitStack()  # gives back what the call holds while its upload is open
         self.undo = ExitStack()  # closes the partial
         self.opened = False
+        self.waiting: list[bytes | memoryview] = []  # chunks that have not been written yet
         # The newest message is kept until the next one is here. If its memory were free meanwhile, the C library would
         # give it back to the system, and ask for it again: 7 % of the server's CPU in a round of large updates.
         self.newest: pb.ClientUpdate | ReceivedChunk | None = None

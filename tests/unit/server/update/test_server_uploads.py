@@ -13,7 +13,16 @@ from tests.unit.host import ONES, Call, Host, running, spec
 
 from fedring.codec import Encoding, encode
 from fedring.codec.digest import name_of, update_name
-from fedring.rpc.errors import DamagedOnTheWay, FedringError, Gone, NotAllowed, OtherUpdate, TooLarge, UnknownRound
+from fedring.rpc.errors import (
+    BadRequest,
+    DamagedOnTheWay,
+    FedringError,
+    Gone,
+    NotAllowed,
+    OtherUpdate,
+    TooLarge,
+    UnknownRound,
+)
 from fedring.rpc.streams import METER, CallMeter
 from fedring.server.service import upload_calls
 from fedring.server.services import update_service
@@ -117,6 +126,35 @@ async def test_a_file_that_holds_more_than_the_payload_is_closed_and_begun_anew(
     with_more.write(bytes(5 * LARGE.size))
     with_more.close()
     assert not (await host.push(session, command, LARGE)).accepted.already
+    assert await host.ended(job.job_id) == "completed"
+
+
+async def test_chunks_of_an_upload_that_breaks_off_are_kept(host: Host) -> None:
+    session = host.join("a")
+    await host.jobs.start(spec(model_args={"size": LARGE.size}), "")
+    command = await host.command(session)
+    with pytest.raises(BadRequest, match=r"ended at 30000 of"):
+        await host.push(session, command, LARGE, damage=lambda payload: payload[:30_000], chunk=10_000)
+    (name,) = host.blobs.partials()
+    partial = host.blobs.open_partial(name)
+    assert (partial.size, partial.digest) == (30_000, name_of(encode(LARGE, Encoding("fp32"))[:30_000]))
+    partial.close()
+
+
+async def test_chunks_are_written_together(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = host.join("a")
+    job, _ = await host.jobs.start(spec(model_args={"size": LARGE.size}), "")
+    command = await host.command(session)
+    facts, jobs = host.parts.facts, list[str]()
+    run = facts.work
+
+    async def work(function: Any, *args: Any) -> Any:
+        jobs.append(function.__name__)
+        return await run(function, *args)
+
+    monkeypatch.setattr(facts, "work", work)
+    assert not (await host.push(session, command, LARGE, chunk=10_000)).accepted.already
+    assert jobs.count("write") == 1
     assert await host.ended(job.job_id) == "completed"
 
 
