@@ -294,7 +294,7 @@ class _InLane:
 
     def next(self) -> StageMessage:
         """Wait for the lane's next message, and return it."""
-        self._post()
+        self._post()  # here, before the wait, and not after it: whoever waits for the message can then go on at once
         lane, plan = self._lane, self._lane.plan
         if not self._posted:
             raise PipelineError(f"all {plan.count} messages of a lane have arrived: the schedule is wrong")
@@ -309,7 +309,6 @@ class _InLane:
         if found.nbytes != body.numel():
             body = torch.empty(found.nbytes, dtype=torch.uint8)
             dist.recv(body, group=self._group, group_src=self._peer, tag=plan.tag + 2)
-        self._post()
         values = body.ne(0) if dtype is torch.bool else body.view(dtype)  # other bytes are no booleans
         return StageMessage(key, found.version, values.view(found.shape))
 
