@@ -69,6 +69,11 @@ class _Payload:
         """Return whether a late call has read the same as others."""
         return self._digests.get(self.places[call]) == name_of(message)
 
+    def keep_one(self) -> None:
+        """Keep only the newest message from now on."""
+        self.most = 1
+        self._shorten()
+
     def _shorten(self) -> None:
         """Forget messages that no call needs, and the oldest of too many."""
         slowest = min(self.places.values())
@@ -116,12 +121,16 @@ class _SharedPayloads:
                 self._open = None if self._open is payload else self._open
 
     def _replace(self, payload: _Payload) -> _Payload:
-        """Let others join the new payload, unless several share the present one."""
-        if self._open is not None and len(self._open.places) > 1:
-            payload.most = 1
-            return payload
-        if self._open is not None:
-            self._open.most = 1
+        """Let others join the new payload, unless several share the same one.
+
+        Calls that still send another one are slow, and may go on alone.
+        """
+        present = self._open
+        if present is not None:
+            if len(present.places) > 1 and present.download.header == payload.download.header:
+                payload.most = 1
+                return payload
+            present.keep_one()
         self._open = payload
         return payload
 

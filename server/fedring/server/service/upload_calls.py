@@ -8,7 +8,7 @@ from typing import Any
 
 from fedring.codec.errors import CodecError
 from fedring.codec.schema import Schema
-from fedring.rpc.chunks import CHUNK_BYTES, ReceivedChunk
+from fedring.rpc.chunks import ReceivedChunk
 from fedring.rpc.errors import FedringError, Overloaded, UnknownRound
 from fedring.server.aggregation.terms import OpaqueForm, Terms
 from fedring.server.aggregation.versions import ModelVersions
@@ -57,8 +57,8 @@ from fedring.v1 import federation_pb2 as pb
 
 _PAUSES = (Send, Done)  # effects that are not performed, but answered
 _AT_ONCE = 1 << 18  # so many values are checked sooner than a thread could be found for it
-_WRITE_BYTES = 4 * CHUNK_BYTES
-"""Bytes of an upload that are written together: to hand a chunk to a thread costs a tenth of receiving it."""
+_TOGETHER = 4
+"""Chunks of an upload that are written together: to hand one to a thread costs a tenth of receiving it."""
 
 
 class UploadCalls:
@@ -231,7 +231,7 @@ class UploadCalls:
             call.partial.write(data)
             return
         call.waiting.append(data)
-        if sum(map(len, call.waiting)) >= _WRITE_BYTES:
+        if len(call.waiting) == _TOGETHER:
             await self._write_waiting(call)
 
     async def _write_waiting(self, call: "UploadCall") -> None:

@@ -53,11 +53,11 @@ class Server:
     def __init__(self, root: Path) -> None:
         self.blobs = CountedBlobs(root)
         self.facts = Facts(Store("sqlite://"), self.blobs, threads=1)
-        schema = schema_of(vector(VALUES))
-        values = np.arange(VALUES, dtype=np.float32)
-        self.row = store_model(schema, Vectors(values, np.empty(0)), self.blobs, {}).row(schema, version=1, number=0)
-        versions = ModelVersions(self.blobs)
-        versions.remember(self.row)
+        schema, versions = schema_of(vector(VALUES)), ModelVersions(self.blobs)
+        for version in (2, 1):
+            values = Vectors(np.arange(version, VALUES + version, dtype=np.float32), np.empty(0))
+            self.row = store_model(schema, values, self.blobs, {}).row(schema, version=version, number=0)
+            versions.remember(self.row)
         self.path = root / "blobs" / self.row.blob
         self.told: list[DamagedModel] = []
         self.streams = ModelStreams(Downloads(self.blobs, "run-1", versions), self.facts, self._tell)
@@ -65,8 +65,8 @@ class Server:
     async def _tell(self, error: DamagedModel) -> None:
         self.told.append(error)
 
-    def call(self, **keys: Any) -> AsyncGenerator[Any, None]:
-        return self.streams.messages(pb.FetchModelRequest(version=1, **keys))
+    def call(self, version: int = 1, **keys: Any) -> AsyncGenerator[Any, None]:
+        return self.streams.messages(pb.FetchModelRequest(version=version, **keys))
 
 
 @pytest.fixture
@@ -195,6 +195,29 @@ def test_a_call_that_begins_later_does_not_end_what_others_share(
     sent = asyncio.run(run())
     assert all(messages[1:] == sent[0][1:] for messages in sent)
     assert len(sent[2]) == 1 + CHUNKS
+
+
+def test_slow_calls_keep_no_others_from_sharing_the_next_model(server: Server) -> None:
+    async def run() -> tuple[list[bytes], list[bytes], list[bytes]]:
+        slow, stuck = server.call(), server.call()
+        sent = await some(slow, 5)
+        await some(stuck, 2)
+        server.blobs.reads.clear()
+        first, second = server.call(2), server.call(2)
+        await some(first, 1)
+        await some(second, 1)
+        for _ in range(CHUNKS):
+            assert await some(first, 1) == await some(second, 1)
+        reads = list(server.blobs.reads)
+        whole = await rest(server.call())
+        sent += await rest(slow)
+        behind = await rest(stuck)
+        assert len(reads) == len(set(reads)) == CHUNKS - 1
+        return whole, sent, behind
+
+    whole, sent, behind = asyncio.run(run())
+    assert sent[1:] == whole[1:]
+    assert behind == whole[2:]
 
 
 def test_a_call_that_resumes_sends_the_rest(server: Server) -> None:
