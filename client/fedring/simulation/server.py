@@ -70,11 +70,8 @@ class SimulatedServer:
         self._job, self._stats = job, dict[str, Any]()  # the figures of the last round that has published a model
         try:
             offered = setup.offered()
-            # Updates do not leave the memory of this process, so nothing can have damaged them.
             versions = ModelVersions(self._blobs)
-            self._maker = ModelMaker(
-                self._blobs, executor, config, RUN_ID, versions, offered=offered, check_updates=False
-            )
+            self._maker = ModelMaker(self._blobs, executor, config, RUN_ID, versions, offered=offered)
         except SeamError as error:  # something that the job names cannot be imported
             raise Failure(str(error).rstrip("."), Exit.CONFIG) from error
         self._checks = JobChecks(config, self._maker)
@@ -157,8 +154,9 @@ class SimulatedServer:
                 torch's.
         """
         past = SimulatedPast(self._stats)
+        sums, told, here = work.sums, work.told, frozenset(row.client_id for row in work.counted)
         closed = ClosedRound(
-            work.job, work.command, work.counted, work.expected, groups=work.sums, past=past, told=work.told
+            work.job, work.command, work.counted, work.expected, groups=sums, past=past, told=told, in_memory=here
         )
         prepared = self._maker.prepare(closed)
         model = self._maker.next(base, prepared, base.version + 1)

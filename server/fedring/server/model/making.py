@@ -53,8 +53,6 @@ class ModelMaker:
         run_id: goes into the model files, for people.
         versions: the versions that are available.
         offered: what jobs may name; None = what the configuration trusts, which is imported.
-        check_updates: whether updates are digested as they are read, since a disk may have damaged them; False = their
-            rows have all payloads.
 
     Attributes:
         offered: what jobs may name here.
@@ -74,9 +72,7 @@ class ModelMaker:
         versions: ModelVersions,
         *,
         offered: Offered | None = None,
-        check_updates: bool = True,
     ) -> None:
-        self._check_updates = check_updates
         self._blobs, self._executor, self._config, self._run_id = blobs, executor, config, run_id
         self._versions = versions
         self.offered = offered or collect(config.trusted, root=config.data_root, download=config.download)
@@ -189,11 +185,14 @@ class ModelMaker:
             )
             reader = ModelReader(files.open(base.blob))
             checked: list[tuple[UpdateRow, CheckedReader]] = []
-            if self._check_updates:
-                readers = [(row, self._payload(row)) for row in updates]
-                checked = [(row, CheckedReader(read, row.total_bytes, row.digest, files.room)) for row, read in readers]
-            payloads: list[Reader] = [sent.read for _, sent in checked]
-            payloads = payloads or [_in_memory(row.payload) for row in updates]
+            payloads: list[Reader] = []
+            for row in updates:
+                if row.client_id in closed.in_memory:  # it was checked when it came, and was on no disk since
+                    payloads.append(_in_memory(row.payload))
+                    continue
+                sent = CheckedReader(self._payload(row), row.total_bytes, row.digest, files.room)
+                checked.append((row, sent))
+                payloads.append(sent.read)
 
             def check() -> None:
                 for damage in find_damage(files.opened):

@@ -74,6 +74,7 @@ class OpenRound:
     drawn: frozenset[str] = frozenset()  # clients that it takes, from before the command is noted on the disk
     started: float = 0.0  # when the command was sent, monotonic seconds; 0 = it was not yet
     accepted: dict[str, UpdateRow] = field(default_factory=dict)
+    in_memory: set[str] = field(default_factory=set)  # clients whose accepted payloads were never read from the disk
     traffic: dict[str, ClientTraffic] = field(default_factory=dict)
     done: dict[str, Done] = field(default_factory=dict)  # reports of a group's workers
     stragglers: frozenset[str] = frozenset()  # clients that straggler_factor or select_factor has left out
@@ -131,7 +132,8 @@ class OpenRound:
         chosen = self.accepted if groups is None else [client for group in groups for client in group.clients]
         updates = [self.accepted[client] for client in sorted(chosen)]
         told = {client: with_overrides(self.job, places) for client, places in self.row.overrides.items()}
-        return ClosedRound(self.job, self.command, updates, self.kind.expected, secret, groups, past, told)
+        shown = (self.kind.expected, secret, groups, past, told)
+        return ClosedRound(self.job, self.command, updates, *shown, in_memory=frozenset(self.in_memory))
 
     @property
     def ids(self) -> dict[str, object]:

@@ -370,6 +370,8 @@ class Rounds:
             count = len(open_.row.selected) if open_.job.grouped else 1
             self._served[job_id] = self._served.get(job_id, 0) + count
             open_.accepted[row.client_id] = row
+            if row.payload:
+                open_.in_memory.add(row.client_id)
             told = self.told(row.round, row.client_id)
             self.handle(open_, Delivered(row.client_id))
             if told is not None:

@@ -2,7 +2,7 @@
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, Self, TypeVar
 
@@ -85,6 +85,7 @@ class ClosedRound:
     groups: Sequence[GroupMasks] | None = None  # whose sums alone are known, with all their updates; None = no groups
     past: Past = field(default_factory=NoPast)
     told: Mapping[str, Job] = field(default_factory=dict)  # the jobs of clients for which overrides hold, by client id
+    in_memory: Collection[str] = frozenset()  # clients whose payloads lie in their rows since they were checked
 
     @property
     def count(self) -> int:

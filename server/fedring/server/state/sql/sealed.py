@@ -9,7 +9,7 @@ Every row is written by `values_of` and read by `rows_of`. What changes a row re
 damaged row gets a new digest.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from operator import attrgetter
 from typing import Any, TypeVar, get_type_hints
@@ -17,6 +17,7 @@ from typing import Any, TypeVar, get_type_hints
 from sqlalchemy import (
     ColumnElement,
     Connection,
+    Dialect,
     Select,
     Table,
     Update,
@@ -124,14 +125,31 @@ def row_of(kind: type[Row], stored: Mapping[str, Any]) -> Row:
 
 def add(connection: Connection, *rows: Any) -> None:
     """Insert rows, which are of one kind."""
-    connection.execute(_INSERT[type(rows[0])], [values_of(row) for row in rows])
+    # Their values are what the driver takes: to go through their types once more would take as long as the digests.
+    statement, names = _insertion(type(rows[0]), connection.dialect)
+    stored = map(values_of, rows)
+    connection.exec_driver_sql(statement, [tuple(map(each.__getitem__, names)) if names else each for each in stored])
+
+
+def _insertion(kind: type[Any], dialect: Dialect) -> tuple[str, Sequence[str]]:
+    """Return the insertion of a kind, and the order of its parameters.
+
+    The order is empty if the driver takes them by their names.
+    """
+    if (known := _INSERTIONS.get((kind, dialect.name))) is None:
+        table = TABLE_OF[kind]
+        values = {column.name: bindparam(column.name, type_=column.type) for column in table.c}
+        compiled = insert(table).values(values).compile(dialect=dialect)
+        known = str(compiled), tuple(getattr(compiled, "positiontup", None) or ())
+        _INSERTIONS[kind, dialect.name] = known
+    return known
 
 
 def add_numbered(connection: Connection, row: Numbered, key: str) -> Numbered:
     """Insert a row, and return it with its new number."""
     values = values_of(row)
     del values[key]
-    (given,) = connection.execute(_INSERT[type(row)], values).inserted_primary_key or (0,)
+    (given,) = connection.execute(insert(TABLE_OF[type(row)]), values).inserted_primary_key or (0,)
     changes: dict[str, Any] = {key: given}
     numbered = replace(row, **changes)
     put(connection, numbered)  # The digest covers the number, which the database has just chosen.
@@ -200,7 +218,7 @@ def _replacement(table: Table) -> Update:
 
 _FORMS = {kind: _form(kind) for kind in TABLE_OF}
 # To write such a statement down takes longer than to execute it.
-_INSERT = {kind: insert(table) for kind, table in TABLE_OF.items()}
+_INSERTIONS: dict[tuple[type[Any], str], tuple[str, Sequence[str]]] = {}  # by the kind of rows and the dialect
 _REPLACE = {kind: _replacement(table) for kind, table in TABLE_OF.items()}
 
 
