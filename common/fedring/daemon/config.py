@@ -12,13 +12,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import UnionType
-from typing import Any, Generic, TypeVar, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
-from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsError
 
 from fedring.daemon.wording import either, given, word
+
+if TYPE_CHECKING:
+    from pydantic_settings import BaseSettings
 
 COMMAND_LINE = "the command line"
 _NEAR = 0.7  # how similar a key must be to be suggested, from 0 to 1
@@ -31,7 +33,7 @@ class ConfigError(Exception):
     """
 
 
-C = TypeVar("C", bound=BaseSettings)
+C = TypeVar("C", bound="BaseSettings")
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,47 +246,20 @@ def describe(loaded: Loaded[C]) -> str:
     return "\n".join(rows)
 
 
-def _environment(model: type[BaseSettings]) -> dict[str, Any]:
+def _environment(model: "type[BaseSettings]") -> dict[str, Any]:
+    from pydantic_settings import SettingsError  # takes long to import, and flctl needs it hardly ever
+
+    from fedring.daemon.variables import Variables
+
     prefix = model.model_config.get("env_prefix", "").lower()
     for name in os.environ:
         if name.lower().startswith(prefix):  # as pydantic-settings looks for them
             key = name.lower().removeprefix(prefix).partition("__")[0]
             check_keys(model, {key: None}, where=f"environment variable {name}")
     try:
-        return _Variables(model)()
+        return Variables(model)()
     except SettingsError as error:
         raise ConfigError(str(error.__cause__ or error)) from error
-
-
-class _Variables(EnvSettingsSource):
-    """The environment variables of a configuration.
-
-    A value that must be JSON and is not is a SettingsError.
-    """
-
-    def decode_complex_value(self, field_name: str, field: FieldInfo, value: Any) -> Any:
-        """Parse a value that must be JSON.
-
-        Raises:
-            ValueError: if it is not JSON, with a sentence for people.
-        """
-        try:
-            return super().decode_complex_value(field_name, field, value)
-        except ValueError as error:
-            listed = bool(field) and get_origin(field.annotation) is list  # a value inside a table has no field
-            wanted = 'a list such as ["a", "b"]' if listed else 'a table such as {"key": "value"}'
-            raise ValueError(f"environment variable {self._name(field_name, value)} must be JSON, {wanted}") from error
-
-    def _name(self, field_name: str, value: str) -> str:
-        """Return the variable's name as it was written in the environment.
-
-        pydantic-settings tells only its lower-case form.
-        """
-        start, end = self.env_prefix.lower(), field_name.lower()
-        for name, text in os.environ.items():
-            if text == value and name.lower().startswith(start) and name.lower().endswith(end):
-                return name
-        return field_name
 
 
 def _leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

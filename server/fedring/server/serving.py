@@ -169,8 +169,6 @@ async def _until_stopped(
     """
     sd_notify("READY=1")
     gc.freeze()  # these objects stay, so no collection need look at them again
-    # A batch of updates makes thousands of objects that die together. A look after every 700 would find them alive.
-    gc.set_threshold(5000, 20, 20)
     works = [
         parts.jobs.run(),
         parts.acceptor.run(),
