@@ -213,7 +213,7 @@ class Stage:
         torch.autograd.backward(
             [outputs[name] for name in roots],
             [given[name] for name in roots],
-            inputs=[*kept.weights, *differentiable.values()],
+            inputs=[*filter(_has_gradient, kept.weights), *differentiable.values()],
         )
         return {name: leaf.grad for name, leaf in differentiable.items() if leaf.grad is not None}
 
@@ -338,6 +338,10 @@ def repeating(states: Mapping[torch.device, Tensor]) -> Iterator[None]:
                 stack.enter_context(torch.random.fork_rng([device], device_type=device.type))
                 torch.get_device_module(device).set_rng_state(state, device)
         yield
+
+
+def _has_gradient(weight: Tensor) -> bool:
+    return weight.requires_grad  # unless it was frozen since the stage was made
 
 
 def _fitted(gradient: Tensor, name: str, outputs: Mapping[str, Tensor]) -> Tensor:

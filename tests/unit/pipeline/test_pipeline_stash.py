@@ -141,6 +141,17 @@ def test_a_stage_with_one_version_trains_its_own_parameters_to_the_same_bits(rec
     torch.testing.assert_close(*states, rtol=0, atol=0)
 
 
+def test_a_parameter_that_is_frozen_during_the_training_keeps_its_value() -> None:
+    module, stash = stash_of(bound=1)
+    stage = Stage(module, stash, loss=nn.functional.mse_loss)
+    _step(stage, torch.ones(4, 3), torch.zeros(4, 2))
+    module.bias.requires_grad = False
+    weight, bias = module.weight.detach().clone(), module.bias.detach().clone()
+    _step(stage, torch.ones(4, 3), torch.zeros(4, 2))
+    assert torch.equal(module.bias, bias)
+    assert not torch.equal(module.weight, weight)
+
+
 def test_a_frozen_parameter_of_the_optimizer_is_stepped_with_any_bound() -> None:
     module = nn.Linear(3, 2)
     module.bias.requires_grad = False
