@@ -63,7 +63,7 @@ def _beside_bare(clients: int, size: int, rounds: int, *, turns: int) -> dict[st
     }
     found = alternate(ways, turns)
     cost = {
-        way: statistics.median(turn["server_cpu_seconds_per_round"] for turn in found[way])
+        way: round(statistics.median(turn["server_cpu_seconds_per_round"] for turn in found[way]), 3)
         for way in ("fedring", "bare", "bare_with_mean")
     }
     return {
