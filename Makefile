@@ -52,7 +52,7 @@ release: install
 	$(BIN)/python deploy/release.py $(DRAFT)
 
 # The pages as a site, in site/; open site/index.html. Nothing is downloaded while it is built.
-# VERSIONS="v0.3.0 v0.2.0" builds those commits beside each other, with a menu of versions.
+# VERSIONS="v1.0.0 v0.2.0" builds those commits beside each other, with a menu of versions.
 site: install
 ifdef VERSIONS
 	$(BIN)/python docs/site/versions.py site $(VERSIONS)

@@ -24,6 +24,8 @@ from tests.deploy import roots
 from tests.deploy.roots import Container, Network
 from tests.waiting import until
 
+from fedring.version import VERSION
+
 DOCKER = ROOT / "deploy" / "docker"
 SERVICES: dict[str, dict[str, Any]] = yaml.safe_load((DOCKER / "compose.yml").read_text())["services"]
 DAEMONS = ("server", "client-1", "client-2")
@@ -159,7 +161,7 @@ def compose(image: Image, tmp_path: Path) -> Iterator[Compose]:
 def test_the_image_has_the_programs_a_health_check_and_a_user(image: Image, compose: Compose) -> None:
     for program in ("fl-server", "fl-client", "flctl"):
         code, output = compose.run("certs", program, "--version")
-        assert (code, output.splitlines()[0].endswith("0.2.0")) == (0, True)  # systemd-nspawn may say more
+        assert (code, output.splitlines()[0].endswith(VERSION)) == (0, True)  # systemd-nspawn may say more
     assert image.config["User"] == f"{USER}:{USER}"
     assert image.config["StopSignal"] == "SIGTERM"
     assert image.config["Healthcheck"]["Test"][0] == "CMD"
