@@ -5,6 +5,7 @@ The verbs of flctl and tests use it.
 
 import json
 import uuid
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -43,18 +44,23 @@ class Events:
     def __init__(self, call: Any, address: str, after: int) -> None:
         self._call = call  # a gRPC stream of Event
         self._address = address
+        self._waiting: deque[pb.Event] = deque()  # that came together with the last one
         self.last = after
         """Id of the last event that was read, or the one after which the stream began."""
 
     def __iter__(self) -> Iterator[pb.Event]:
         try:
             with translated(self._address):
-                for first in self._call:
-                    later = list(first.later)
-                    del first.later[:]
-                    for event in (first, *later):
+                while True:
+                    while self._waiting:  # also those that an iteration before this one has left
+                        event = self._waiting.popleft()
                         self.last = event.id
                         yield event
+                    if (first := next(self._call, None)) is None:
+                        return
+                    later = list(first.later)
+                    del first.later[:]
+                    self._waiting.extend((first, *later))
         except Unreachable:
             return
 
