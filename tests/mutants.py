@@ -304,7 +304,7 @@ MUTANTS = {
     ),
     "chunks that wait": Mutant(
         "server/fedring/server/service/upload_calls.py",
-        "            call.stack.push_async_callback(self._keep_waiting, call)\n",
+        "            call.stack.callback(self._keep_waiting, call)\n",
         "",
         "tests/unit/server/update/test_server_uploads.py",
     ),

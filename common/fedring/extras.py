@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from fedring.requirements import UnfitVersionError
 
 PACKAGES = {
-    "server": ("grpc_reflection", "plotly", "sqlalchemy", "starlette", "uvicorn"),
+    "server": ("alembic", "grpc_reflection", "plotly", "sqlalchemy", "starlette", "uvicorn"),
     "ha": ("obstore", "psycopg"),
     "cli": ("rich",),
     "bench": ("matplotlib",),

@@ -202,7 +202,7 @@ class UploadCalls:
             await call.stack.enter_async_context(self._slots)
             await call.stack.enter_async_context(self._only_one(call.client))
             call.stack.enter_context(call.undo)
-            call.stack.push_async_callback(self._keep_waiting, call)
+            call.stack.callback(self._keep_waiting, call)
         if not effect.name:  # a small payload is handled in memory, in this thread: another would cost more
             call.partial = MemoryPartial()
             return 0
@@ -249,13 +249,15 @@ class UploadCalls:
         except StorageError as error:
             raise Overloaded(str(error), reason=error.reason) from error
 
-    async def _keep_waiting(self, call: "UploadCall") -> None:
+    def _keep_waiting(self, call: "UploadCall") -> None:
         """Write the chunks of an upload that has ended early.
 
-        Its client goes on from there.
+        Its client goes on from there. They are few, and are written at once: when a server ends, its threads end before
+        its calls do.
         """
-        with suppress(Overloaded):
-            await self._write_waiting(call)
+        with suppress(StorageError):
+            for data in call.waiting:
+                call.partial.write(data)
 
     async def _admit(self, call: "UploadCall", effect: Admit) -> Admitted:
         partial = call.partial
