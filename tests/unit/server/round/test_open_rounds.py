@@ -162,3 +162,15 @@ async def test_the_groups_of_two_rounds_form_for_themselves(host: Host) -> None:
     assert [group.state.phase for group in groups] == [gr.GroupPhase.RUNNING, gr.GroupPhase.GATHERING]
     assert groups[0].view("a").WhichOneof("message") == "start"
     assert groups[1].view("a").ended.reason == "too_late"  # whoever has entered one group is not in the other
+
+
+async def test_the_traffic_of_a_client_is_shown_in_no_round_of_another_job(both: tuple[Host, list[OpenRound]]) -> None:
+    host, (first, second) = both
+    europe = [host.join(name, EU) for name in ("a", "b")]
+    run = asyncio.create_task(host.parts.runner.run(first))
+    async with asyncio.timeout(60):
+        await trained(host, first, europe, 1.0)
+        assert (await run).published
+    host.parts.reports.traffic("a").download_bytes += 1  # as of a download that ends late
+    assert host.rounds.newest is second
+    assert dict(second.traffic) == {}
