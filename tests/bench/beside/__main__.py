@@ -64,6 +64,8 @@ NEEDS = {"Flower": FLOWER, "NVFlare": NVFLARE}
 KILLS: Mapping[str, str] = {"client-killed": "client", "server-killed": "server"}
 """The cells in which somebody is killed in the third of four rounds of MNIST with two clients."""
 
+_FAR = 20  # times, from which on values would not be seen beside each other
+
 _KILLED = ("mnist", 2, 4)
 _T = TypeVar("_T")
 
@@ -117,18 +119,21 @@ def _panels(found: Mapping[str, Mapping[str, Sequence[Outcome]]]) -> list[Bars]:
         "bytes to and from a client in a round": ("MB", lambda runs: median(each.wire or 0.0 for each in runs) / 1e6),
         "memory of the server": ("MB", lambda runs: median(each.server for each in runs) / 1e6),
     }
-    systems = list(next(iter(found.values())))
-    return [
-        Bars(
-            title,
-            unit,
-            list(found),
-            [Series(name, [of(ways[name]) for ways in found.values()]) for name in systems],
-            lambda value: f"{value:.3g}",
-            log=True,
-        )
-        for title, (unit, of) in figures.items()
-    ]
+    return [_bars(found, title, unit, of) for title, (unit, of) in figures.items()]
+
+
+def _bars(
+    found: Mapping[str, Mapping[str, Sequence[Outcome]]],
+    title: str,
+    unit: str,
+    of: Callable[[Sequence[Outcome]], float],
+) -> Bars:
+    """Return a chart of one figure, by powers of ten if its values lie far apart."""
+    rows = {name: [of(ways[name]) for ways in found.values()] for name in next(iter(found.values()))}
+    values = [value for row in rows.values() for value in row]
+    series = [Series(name, row) for name, row in rows.items()]
+    far = max(values) > _FAR * min(values) > 0
+    return Bars(title, unit, list(found), series, lambda value: f"{value:.3g}", log=far)
 
 
 def _run(call: Callable[[Task], _T], cell: str, root: Path, rounds: int | None) -> _T:
