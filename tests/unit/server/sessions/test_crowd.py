@@ -21,7 +21,7 @@ def test_clients_that_come_at_once_get_places_as_far_apart_as_the_server_greets_
     assert places == sorted(places)
     gaps = [later - earlier for earlier, later in pairwise(places)]
     assert max(gaps) == pytest.approx(min(gaps)) == pytest.approx(1 / (1.3 * 400), rel=0.05)
-    assert [slow.place(5) for _ in range(100)][-1] == pytest.approx(1 + 100 / 50)
+    assert [slow.place(5) for _ in range(100)][-1] == pytest.approx(1 + 100 / 150)
     assert slow.place(50) < 1.1  # the line is empty again
     assert max(slow.place(50) for _ in range(100_000)) <= 120  # also if somebody calls again and again
 
@@ -45,7 +45,7 @@ def test_a_crowd_is_greeted_as_fast_as_the_server_can(rate: int) -> None:
             refused += 1
             heapq.heappush(calls, (now + line.place(now), client))
     assert free < 1.25 * 10_000 / rate
-    assert refused < 2.5 * 10_000
+    assert refused < 3 * 10_000
 
 
 def test_of_a_hundred_thousand_clients_few_are_connected_and_no_stampede_forms() -> None:
