@@ -19,9 +19,7 @@ ARRIVING = 256
 _WINDOW = 5.0  # seconds over which the rate of arrivals is measured
 _LEAST_SEEN = 0.2  # of these seconds, from which a rate is told
 _EAGER = 1.3  # places are given for more than were greeted, so that the server never waits for the next one
-_LEAST_RATE = (
-    150.0  # arrivals in a second, from which places are given: a server that first sends thousands away greets few
-)
+_LEAST_RATE = 150.0  # arrivals in a second; a server that sends thousands away greets few meanwhile
 _MOST_KNOWN = 1_000_000  # clients that are away; names are short, and these take some 200 MB
 _LONGEST_LINE = 120.0  # seconds
 _SPREAD = 0.5  # of the time away, both ways
