@@ -41,16 +41,15 @@ def _one_process(lines: Sequence[Facts], size: str) -> list[Row]:
 
 
 def _ring(lines: Sequence[Facts], place: str) -> list[Row]:
-    return [
-        Row(
-            f"{_all_reduces(line)} of {line['bytes']:,} bytes, {line['ranks']} ranks, {place}",
-            "Gloo",
-            f"{line['fedring_ms']:.2f} ms",
-            f"{line['gloo_ms']:.2f} ms",
-            1 / line["ratio"],
-        )
-        for line in lines
-    ]
+    def what(line: Facts) -> str:
+        return f"{_all_reduces(line)} of {line['bytes']:,} bytes, {line['ranks']} ranks, {place}"
+
+    return [_timed(what(line), "Gloo", line, "gloo_ms", 1 / line["ratio"]) for line in lines]
+
+
+def _timed(what: str, peer: str, line: Facts, theirs: str, better: float, digits: int = 2) -> Row:
+    """Return the row of a line that has milliseconds of both."""
+    return Row(what, peer, f"{line['fedring_ms']:.{digits}f} ms", f"{line[theirs]:.{digits}f} ms", better)
 
 
 def _all_reduces(line: Facts) -> str:
@@ -58,29 +57,18 @@ def _all_reduces(line: Facts) -> str:
 
 
 def _pipelines(lines: Sequence[Facts]) -> list[Row]:
-    return [
-        Row(
-            f"pipeline of {line['stages']} small stages, {line['micro_batches']} micro-batches of {line['samples']}",
-            "torch.distributed.pipelining, Gloo",
-            f"{line['fedring_ms']:.2f} ms",
-            f"{line['torch_ms']:.2f} ms",
-            line["better"],
-        )
-        for line in lines
-    ]
+    def what(line: Facts) -> str:
+        return f"pipeline of {line['stages']} small stages, {line['micro_batches']} micro-batches of {line['samples']}"
+
+    peer = "torch.distributed.pipelining, Gloo"
+    return [_timed(what(line), peer, line, "torch_ms", line["better"]) for line in lines]
 
 
 def _hooks(lines: Sequence[Facts], place: str) -> list[Row]:
-    return [
-        Row(
-            f"a step of DDP with the hook {line['hook']}, {line['ranks']} ranks, {place}",
-            "torch's hook, Gloo",
-            f"{line['fedring_ms']:.1f} ms",
-            f"{line['torch_ms']:.1f} ms",
-            line["better"],
-        )
-        for line in lines
-    ]
+    def what(line: Facts) -> str:
+        return f"a step of DDP with the hook {line['hook']}, {line['ranks']} ranks, {place}"
+
+    return [_timed(what(line), "torch's hook, Gloo", line, "torch_ms", line["better"], digits=1) for line in lines]
 
 
 OTHERS: Mapping[str, tuple[Sequence[str], Callable[[Sequence[Facts]], list[Row]]]] = {

@@ -162,19 +162,12 @@ class ClientReports:
         return Transfer(self, session)
 
     def traffic(self, client: str) -> ClientTraffic:
-        """Return the counters of a client's traffic.
+        """Return the counters of the client's traffic.
 
-        They are those of the round that it works in, or has just worked in, and nobody's for a client of another job.
+        They are those of its round, or nobody's if it has none.
         """
         open_ = self._rounds.of_client(client)
-        if open_ is None or not self._works_in(open_, client):
-            return ClientTraffic()
-        return open_.traffic.setdefault(client, ClientTraffic())
-
-    def _works_in(self, open_: OpenRound, client: str) -> bool:
-        told = self._rounds.carried(open_.row.job_id)
-        asked = open_.asks(client) or client in open_.row.selected
-        return asked or any(client in each.outstanding for each in told)
+        return open_.traffic.setdefault(client, ClientTraffic()) if open_ else ClientTraffic()
 
 
 class Transfer:

@@ -91,9 +91,17 @@ class Rounds:
         return next((open_ for open_ in self if open_.row.job_id == job_id), None)
 
     def of_client(self, client: str) -> OpenRound | None:
-        """Return a client's open round, else the newest one."""
-        mine = (open_ for open_ in self if open_.asks(client))
-        return next(mine, self.newest)
+        """Return the open round that a client works in.
+
+        Else it is the newest one, if the client has just worked in it, or is late with an earlier one of its job. A
+        client of another job has none.
+        """
+        if (mine := next((open_ for open_ in self if open_.asks(client)), None)) is not None:
+            return mine
+        if (newest := self.newest) is None:
+            return None
+        late = any(client in told.outstanding for told in self.carried(newest.row.job_id))
+        return newest if late or client in newest.row.selected else None
 
     def awaits(self, client: str) -> bool:
         """Return whether an open round waits for something from a client."""

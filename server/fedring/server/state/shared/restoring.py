@@ -1,10 +1,11 @@
 """Making a backup the state of servers that share one."""
 
+from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from fedring.daemon.config import ConfigError
-from fedring.server.state.backup.contents import Tell
+from fedring.server.state.backup.contents import BackupError, Tell
 from fedring.server.state.backup.restore import (
     Restored,
     blaming,
@@ -38,10 +39,14 @@ def restore_shared(
         BackupError: The backup is damaged, or the database or the object store failed.
     """
     manifest = read_manifest(backup)
-    with TemporaryDirectory(prefix="fedring-") as folder, led_place(state_url, blob_url) as place:
-        draft = Path(folder)
+    with ExitStack() as stack:
+        draft = Path(stack.enter_context(TemporaryDirectory(prefix="fedring-")))
         (draft / BLOBS).mkdir()
-        contents = stage_facts(backup, manifest, draft)
+        try:
+            contents = stage_facts(backup, manifest, draft)
+        except OSError as error:
+            raise BackupError(f"cannot copy {FACTS} of {backup} to {draft}: {error.strerror or error}") from error
+        place = stack.enter_context(led_place(state_url, blob_url))  # only now: a damaged backup holds up no server
         there = place.meta()
         if there and not replace:
             raise ConfigError(

@@ -1,5 +1,7 @@
 """The step from the tables of 0.2.0 to those of 1.0.0."""
 
+from typing import Any
+
 from alembic.operations import Operations
 from sqlalchemy import (
     REAL,
@@ -36,18 +38,18 @@ def upgrade(op: Operations) -> None:
         "updates",
         Column("round", _WHOLE, ForeignKey("rounds.round"), primary_key=True, autoincrement=False),
         Column("client_id", _TEXT, primary_key=True),
-        *(Column(name, _TEXT, nullable=False) for name in ("digest", "name")),
-        Column("packets", Text, nullable=False),
-        *(Column(name, _WHOLE, nullable=False) for name in ("num_samples", "total_bytes")),
-        *(Column(name, _REAL, nullable=False) for name in ("train_seconds", "norm", "accepted_at")),
-        Column("metrics", Text, nullable=False),
-        Column("blob", _TEXT, nullable=False),
-        Column("payload", LargeBinary, nullable=False),
-        Column("epoch", _WHOLE, nullable=False),
-        Column("control_previous", _TEXT, nullable=False),
+        *_columns(_TEXT, "digest", "name"),
+        *_columns(Text(), "packets"),
+        *_columns(_WHOLE, "num_samples", "total_bytes"),
+        *_columns(_REAL, "train_seconds", "norm", "accepted_at"),
+        *_columns(Text(), "metrics"),
+        *_columns(_TEXT, "blob"),
+        *_columns(LargeBinary(), "payload"),
+        *_columns(_WHOLE, "epoch"),
+        *_columns(_TEXT, "control_previous"),
         Column("buffer", _WHOLE, ForeignKey("rounds.round"), nullable=False),
-        Column("staleness", _WHOLE, nullable=False),
-        Column("row_digest", LargeBinary, nullable=False),
+        *_columns(_WHOLE, "staleness"),
+        *_columns(LargeBinary(), "row_digest"),
         sqlite_strict=True,
     )
     columns = f"{_KEPT}, row_digest"  # the digests are those of before, until all steps are made
@@ -58,10 +60,13 @@ def upgrade(op: Operations) -> None:
         "commands",
         Column("job_id", _WHOLE, ForeignKey("jobs.job_id"), primary_key=True, autoincrement=False),
         Column("client_id", _TEXT, primary_key=True),
-        *(Column(name, _WHOLE, nullable=False) for name in ("round", "job_round", "published", "base_version")),
-        Column("until", _REAL, nullable=False),
-        Column("overrides", Text, nullable=False),
-        Column("command", LargeBinary, nullable=False),
-        Column("row_digest", LargeBinary, nullable=False),
+        *_columns(_WHOLE, "round", "job_round", "published", "base_version"),
+        *_columns(_REAL, "until"),
+        *_columns(Text(), "overrides"),
+        *_columns(LargeBinary(), "command", "row_digest"),
         sqlite_strict=True,
     )
+
+
+def _columns(kind: TypeEngine[Any], *names: str) -> list[Column[Any]]:
+    return [Column(name, kind, nullable=False) for name in names]
