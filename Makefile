@@ -24,7 +24,7 @@ MATRIX ?=
 PROGRAMS := $(VENV)/.programs
 STAMP := $(VENV)/.installed
 
-.PHONY: programs install wheel release site demo secure-demo private-demo ha-demo test soak soak-hour power-loss fuzz campaign torch-matrix libraries outsiders image-test systemd-test check lint unit format bench beside clean
+.PHONY: programs install wheel release site demo secure-demo private-demo ha-demo test soak soak-hour power-loss fuzz campaign torch-matrix gpu-test libraries outsiders image-test systemd-test check lint unit format bench beside clean
 
 # What runs: fl-server, fl-client and flctl.
 programs: $(PROGRAMS)
@@ -103,6 +103,14 @@ torch-matrix: install
 libraries: install
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group libraries
 	$(PYTEST) --timeout 1200 -m soak tests/system/test_ring_other_libraries.py tests/system/test_lora.py
+
+# The tests whose daemons and ranks compute on a GPU where there is one; it needs one, and a torch for CUDA.
+GPU_TESTS = tests/system/test_gpu.py tests/unit/ring/test_ring_backend.py tests/unit/compress tests/unit/train tests/unit/simulation $(addprefix tests/system/test_,$(addsuffix .py, \
+	simulation jobs strategies personal own_noise sample_privacy secure_rounds several_jobs restart asynchronous_fleet \
+	data_parallel dgc_ddp hooks pipeline_mode pipeline_errors lora try examples))
+gpu-test: install
+	$(BIN)/python -c 'from fedring.train.device import pick_device; pick_device("cuda")'
+	$(PYTEST) $(GPU_TESTS)
 
 # What tests.bench.heart and tests.bench.agreement need beside `make install`: see docs/experiments.md.
 outsiders: install

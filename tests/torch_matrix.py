@@ -25,7 +25,8 @@ from tests.conftest import ROOT
 VERSIONS = ("2.15.0", "2.4.1")
 FOLDER = ROOT / ".torch-matrix"
 JOBS = ("tests/system/test_jobs.py", "tests/system/test_second_runs.py")
-FEDERATED = ("tests/unit/train", "tests/unit/simulation", *JOBS)
+WORKERS = ("tests/system/test_data_parallel.py", "tests/system/test_pipeline_mode.py")
+FEDERATED = ("tests/unit/train", "tests/unit/simulation", *JOBS, *WORKERS)
 RING = ("tests/unit/ring", "tests/unit/ddp", "tests/system/test_ring_ddp.py", "tests/system/test_ring_collectives.py")
 
 

@@ -11,6 +11,7 @@ from fedring.train.plan import Plan
 
 def train(model: nn.Module, samples: Dataset[Any], plan: Plan) -> dict[str, float]:
     """Train `model` in place on `samples`. Return the number of samples, and the mean loss of the last epoch."""
+    device = next(model.parameters()).device  # fl-client has put it on its GPU, if there is one
     optimizer = torch.optim.AdamW(model.parameters(), lr=plan.lr / 10)
     criterion = nn.CrossEntropyLoss()
     total, loss_sum = 0, 0.0
@@ -18,7 +19,7 @@ def train(model: nn.Module, samples: Dataset[Any], plan: Plan) -> dict[str, floa
         total, loss_sum = 0, 0.0
         for inputs, labels in DataLoader(samples, plan.batch_size, shuffle=True):
             optimizer.zero_grad()
-            loss = criterion(model(inputs), labels)
+            loss = criterion(model(inputs.to(device)), labels.to(device))
             loss.backward()
             optimizer.step()
             total += len(labels)

@@ -35,6 +35,11 @@ class OneClient(ResidualFleet):
         super().__init__(folder)
         self.remove_gate()
 
+    def wait_until_gone(self) -> None:
+        """Wait until the server has noticed that the client is dead, so that no round begins with it."""
+        with Control(self.control) as control:
+            until(lambda: all(client.state == "away" for client in control.clients()))
+
 
 def run_round(fleet: Fleet) -> tuple[str, list[str]]:
     """Let the only client train one round; return the state of that job, and the texts of its events."""
@@ -74,6 +79,7 @@ def test_a_residual_that_makes_an_update_too_long_costs_one_round(tmp_path: Path
         train_once(fleet)
         fleet.wait_until_known()
         fleet.kill(0)
+        fleet.wait_until_gone()
         assert residual_of(fleet.folders[0], SMALL).any()
         put_into_residual(fleet.folders[0], {3: LARGE, 7: -LARGE})
         fleet.clients[0].start()
@@ -129,11 +135,13 @@ def test_a_client_goes_on_whose_disk_could_not_note_an_accepted_update(tmp_path:
         train_once(fleet)
         client = fleet.clients[0]
         fleet.kill(0)
+        fleet.wait_until_gone()
         client.env["FL_CRASH_AT"] = "client_accepted"
         client.start()
         del client.env["FL_CRASH_AT"]
         train_once(fleet)
         assert client.wait(SECONDS) == KILLED
+        fleet.wait_until_gone()
         client.start()
         with Control(fleet.control) as control:
             until_watching(control, 1)

@@ -93,7 +93,7 @@ def _sampled_floor(entries: Entries, numel: int, count: int, config: DGC, step: 
         places = slice(step % stride, None, stride)
         samples = len(range(*places.indices(numel)))
     else:
-        places = torch.randint(numel, (wanted,), generator=torch.Generator().manual_seed(step))
+        places = torch.randint(numel, (wanted,), generator=torch.Generator().manual_seed(step), device="cpu")
         samples = wanted
     expected = samples * count / numel
     # Two standard deviations more, so that one pass finds enough in most steps; the largest of them are kept.

@@ -52,7 +52,7 @@ def evaluate_together(
         raise ValueError("evaluate_together needs a process group: call torch.distributed.init_process_group first")
     module = model.module if isinstance(model, DistributedDataParallel) else model
     device = next((tensor.device for tensor in module.parameters()), torch.device("cpu"))
-    mine = torch.arange(group.rank(), size_of(samples), group.size())
+    mine = torch.arange(group.rank(), size_of(samples), group.size(), device="cpu")
     before = [buffer.clone() for buffer in module.buffers()]
     first = dist.get_process_group_ranks(group)[0]
     try:

@@ -34,7 +34,7 @@ _CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
 _WORDS = struct.Struct(f"<{HEADER_WORDS}q")
 _NO_SHAPE = (0,) * _DIMENSIONS
 
-NO_GRADIENT = torch.empty(0)
+NO_GRADIENT = torch.empty(0, device="cpu")
 """Is sent instead of a gradient if the later stage's outputs do not depend on the tensor."""
 
 

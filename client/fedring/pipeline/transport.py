@@ -307,7 +307,7 @@ class _InLane:
         lane.sizes.append(found.nbytes)
         body = frame[HEADER_BYTES:]
         if found.nbytes != body.numel():
-            body = torch.empty(found.nbytes, dtype=torch.uint8)
+            body = torch.empty(found.nbytes, dtype=torch.uint8, device="cpu")
             dist.recv(body, group=self._group, group_src=self._peer, tag=plan.tag + 2)
         values = body.ne(0) if dtype is torch.bool else body.view(dtype)  # other bytes are no booleans
         return StageMessage(key, found.version, values.view(found.shape))
@@ -315,7 +315,7 @@ class _InLane:
     def taken(self, *, answered: bool) -> None:
         """Return a credit to the sender, if it needs one."""
         if self._lane.needs_receipt(self._taken, answered=answered):
-            receipt = torch.zeros(1, dtype=torch.uint8)
+            receipt = torch.zeros(1, dtype=torch.uint8, device="cpu")
             work = dist.isend(receipt, group=self._group, group_dst=self._peer, tag=self._lane.plan.tag + 1)
             self._receipts.append((work, receipt))
         self._taken += 1
@@ -328,7 +328,7 @@ class _InLane:
 
     def _post(self) -> None:
         while len(self._posted) < self._lane.plan.credits and self._begun < self._lane.plan.count:
-            frame = torch.empty(HEADER_BYTES + self._lane.expected(self._begun), dtype=torch.uint8)
+            frame = torch.empty(HEADER_BYTES + self._lane.expected(self._begun), dtype=torch.uint8, device="cpu")
             work = dist.irecv(frame, group=self._group, group_src=self._peer, tag=self._lane.plan.tag)
             self._posted.append((work, frame))
             self._begun += 1
@@ -349,7 +349,7 @@ class _OutLane:
         body = tensor.cpu().contiguous().view(-1).view(torch.uint8)
         number, size = len(lane.sizes), body.numel()
         expected = lane.expected(number)
-        frame = torch.empty(HEADER_BYTES + expected, dtype=torch.uint8)
+        frame = torch.empty(HEADER_BYTES + expected, dtype=torch.uint8, device="cpu")
         frame.numpy().data[:HEADER_BYTES] = header(message)
         parts = [(frame, plan.tag)]
         if size == expected:
@@ -362,7 +362,7 @@ class _OutLane:
         works = [dist.isend(part, group=self._group, group_dst=self._peer, tag=tag) for part, tag in parts]
         kept = [part for part, _ in parts]
         if lane.needs_receipt(number, answered=tensor.is_floating_point()):
-            kept.append(torch.empty(1, dtype=torch.uint8))
+            kept.append(torch.empty(1, dtype=torch.uint8, device="cpu"))
             works.append(dist.irecv(kept[-1], group=self._group, group_src=self._peer, tag=plan.tag + 1))
         self._waiting.append((works, kept))
 

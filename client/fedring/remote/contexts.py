@@ -47,7 +47,7 @@ class Context:
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.anchor = torch.empty(0, requires_grad=True)
+        self.anchor = torch.empty(0, requires_grad=True, device="cpu")
         self.retain_graph = False
         self.lock = threading.Lock()
         self._ended = False

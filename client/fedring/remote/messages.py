@@ -204,7 +204,9 @@ def decode(data: bytes, *, max_bytes: int) -> Message:
     if total > max_bytes:
         raise BadMessage(f"the tensors of a message have {total} bytes, more than max_message_bytes={max_bytes}")
     # Allocate only now, when the sum of the sizes is known to be within the limit.
-    tensors = [torch.empty(described.shape, dtype=_DTYPES[described.dtype]) for described in header.tensors]
+    tensors = [
+        torch.empty(described.shape, dtype=_DTYPES[described.dtype], device="cpu") for described in header.tensors
+    ]
     parts = list(_parts(tensors))
     held = sum(map(len, parts))
     expected = (len(parts), 0) if held > SMALL else (0, held)

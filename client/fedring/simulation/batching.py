@@ -138,8 +138,10 @@ def _probe(
     batch = Batch(_twice(inputs), labels.expand(2, *labels.shape), weights)
     losses, _ = cohort.losses(stacked, batch, plan)
     found = torch.autograd.grad(losses.sum(), list(stacked.values()), allow_unused=True)
+    largest = max((float(each.abs().max()) for each in wanted if each is not None), default=0.0)
+    least = max(1e-6, 1e-3 * largest)  # of a gradient that is zero, only the rounding errors could be compared
     for name, one, two in zip(named, wanted, found, strict=True):
-        if (one is None) != (two is None) or (one is not None and two is not None and _differ(one, two, plan)):
+        if (one is None) != (two is None) or (one is not None and two is not None and _differ(one, two, plan, least)):
             raise _cannot(f"the gradient of {name} is another one if two clients are trained at once")
     return cohort
 
@@ -209,9 +211,10 @@ def _twice(inputs: Inputs) -> Inputs:
     return inputs.expand(2, *inputs.shape)
 
 
-def _differ(one: Tensor, two: Tensor, plan: Plan) -> bool:
+def _differ(one: Tensor, two: Tensor, plan: Plan, least: float = 1e-6) -> bool:
+    """Return whether values differ by a share of the largest, or `least`."""
     one, two = one.detach().double(), two.detach().double()
-    return not bool(((one - two).abs() <= _FAR[plan.precision] * one.abs().max().clamp(min=1e-6)).all())
+    return not bool(((one - two).abs() <= _FAR[plan.precision] * one.abs().max().clamp(min=least)).all())
 
 
 def _why(error: Exception) -> str:

@@ -18,8 +18,8 @@ def pick_device(name: str) -> torch.device:
     """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    kind, _, number = name.partition(":")
-    if kind not in ("cpu", "cuda") or (number and not number.isdecimal()) or (kind == "cpu" and number):
+    kind, colon, number = name.partition(":")
+    if kind not in ("cpu", "cuda") or (colon and (kind == "cpu" or not number.isdecimal())):
         raise SeamError("no_device", f"There is no device {name!r}: use auto, cpu, cuda or cuda:NUMBER.")
     if kind == "cuda" and int(number or 0) >= torch.cuda.device_count():
         raise SeamError("no_device", f"There is no device {name}: {_reason()}; use auto or cpu.")

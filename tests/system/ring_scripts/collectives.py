@@ -24,9 +24,12 @@ DTYPES = (
 
 
 def make(rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return a rank's tensor: small whole numbers, which every dtype adds exactly, different on each rank."""
+    """Return a rank's tensor: small whole numbers, which every dtype adds exactly, different on each rank.
+
+    It is on the default device.
+    """
     generator = torch.Generator().manual_seed(rank + 1)
-    return torch.randint(0, 4, shape, generator=generator).to(dtype)
+    return torch.randint(0, 4, shape, generator=generator, device="cpu").to(torch.get_default_device(), dtype)
 
 
 def all_of(size: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -35,7 +38,7 @@ def all_of(size: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor
 
 
 def check_equal(tensor: Tensor, wanted: Tensor) -> None:
-    torch.testing.assert_close(tensor, wanted.to(tensor.dtype), rtol=0, atol=0)
+    torch.testing.assert_close(tensor, wanted.to(tensor.device, tensor.dtype), rtol=0, atol=0)
 
 
 def started(work: dist.Work | None) -> dist.Work:
@@ -68,7 +71,7 @@ def all_reduce_of_every_kind(rank: int, size: int) -> None:
             work = started(dist.all_reduce(tensor, kind, async_op=True))
             assert work.wait()
             assert work.is_success()
-            check_equal(tensor, wanted(all_of(size, count)))
+            check_equal(tensor, wanted(all_of(size, count).cpu()))  # as the ring computes: a GPU divides otherwise
     bits = {dist.ReduceOp.BAND: torch.bitwise_and, dist.ReduceOp.BOR: torch.bitwise_or}
     for kind, combine in (bits | {dist.ReduceOp.BXOR: torch.bitwise_xor}).items():
         tensor = make(rank, 9, dtype=torch.int32)

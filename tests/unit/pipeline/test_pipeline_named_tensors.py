@@ -229,6 +229,7 @@ def test_the_generators_of_all_devices_of_a_stage_are_repeated(monkeypatch: pyte
     monkeypatch.setattr(
         torch, "get_device_module", lambda device=None: devices if "xpu" in str(device) else ask(device)
     )
+    monkeypatch.setattr(torch, "xpu", devices)  # where older versions of torch look
     states = generator_states([torch.device("xpu", 0), torch.device("xpu", 2), torch.device("cpu")])
     assert set(states) == {torch.device("cpu"), torch.device("xpu", 0), torch.device("xpu", 2)}
     first, second = devices.draw(), devices.draw()

@@ -70,7 +70,7 @@ def test_reading_a_job_does_not_import_torch() -> None:
 def test_devices_are_checked_before_they_are_used() -> None:
     assert pick_device("cpu") == torch.device("cpu")
     assert pick_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
-    for name in ("gpu", "cuda:", "cuda:99", "cpu:0", ""):
+    for name in ("gpu", "cuda:", "cuda:99", "cpu:", "cpu:0", ""):
         with pytest.raises(SeamError) as caught:
             pick_device(name)
         assert caught.value.reason == "no_device"

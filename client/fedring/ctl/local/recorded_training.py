@@ -27,7 +27,7 @@ def train(model: nn.Module, samples: Dataset[Any], plan: Plan) -> int:
     Returns:
         The number of samples.
     """
-    before = read_vectors(model).parameters
+    before, device = read_vectors(model).parameters, next(model.parameters()).device
     optimizer = torch.optim.SGD(model.parameters(), plan.lr, plan.momentum)
     criterion = nn.CrossEntropyLoss()
     total = 0
@@ -35,7 +35,7 @@ def train(model: nn.Module, samples: Dataset[Any], plan: Plan) -> int:
         total = 0
         for inputs, labels in DataLoader(samples, plan.batch_size, shuffle=True):
             optimizer.zero_grad()
-            criterion(model(inputs), labels).backward()
+            criterion(model(inputs.to(device)), labels.to(device)).backward()
             optimizer.step()
             total += len(labels)
     folder = Path(os.environ[RECORDS])

@@ -180,11 +180,11 @@ def _batches(state: PowerSGDState, keys: Sequence[list[str]], matrices: Sequence
         if len(right) == len(some):
             first = torch.stack(right).to(stacked)
         elif state.draws_by_name:
-            drawn = [torch.randn(columns, rank, generator=state.generator_of(key)) for key in some]
+            drawn = [torch.randn(columns, rank, generator=state.generator_of(key), device="cpu") for key in some]
             first = torch.stack(drawn).to(stacked)
         else:
             generator = generator or state.generator()
-            first = torch.randn(len(some), columns, rank, generator=generator).to(stacked)
+            first = torch.randn(len(some), columns, rank, generator=generator, device="cpu").to(stacked)
         orthonormalise(first, state.orthogonalization_epsilon)
         batches.append(_Batch(some, stacked, left_factor(stacked, first), first))
     return batches

@@ -181,7 +181,7 @@ class PowerSGDState(HookState):
         Factors of whole buckets are not among them, since DDP makes other buckets in every new group.
         """
         counted = self._counted or self._contents()
-        shared = {_RANDOM: torch.cat([counted["rng"], torch.tensor([counted["rng_position"]])])}
+        shared = {_RANDOM: torch.cat([counted["rng"], torch.tensor([counted["rng_position"]], device="cpu")])}
         for name, parameter in self.parameters.items():
             rows, columns = as_matrix(parameter.shape)
             rank = min(rows, columns, self.matrix_approximation_rank)

@@ -150,7 +150,7 @@ def _in_place(memory: memoryview, dtype: torch.dtype) -> Tensor:
 
     The memory may be empty, which torch.frombuffer refuses.
     """
-    return torch.frombuffer(memory, dtype=dtype) if memory else torch.empty(0, dtype=dtype)
+    return torch.frombuffer(memory, dtype=dtype) if memory else torch.empty(0, dtype=dtype, device="cpu")
 
 
 def _tensor(data: memoryview, dtype: torch.dtype) -> Tensor:

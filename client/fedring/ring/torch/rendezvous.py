@@ -285,7 +285,8 @@ def _form(store: Store, seat: Seat, *, rank: int, timeout: timedelta) -> None:
         dist.init_process_group(
             "fedring", store=store, rank=rank, world_size=len(seat.members), timeout=timeout, pg_options=seat
         )
-        dist.barrier(timeout=timedelta(seconds=seat.timeout))
+        group: Any = dist.group.WORLD  # whose method takes a timeout, as dist.barrier() does from torch 2.13 on only
+        group.barrier(timeout=timedelta(seconds=seat.timeout)).wait()
     except BaseException:
         leave()
         raise

@@ -297,7 +297,8 @@ class SparseSum:
         count, rest = divmod(len(message), self._width)
         if rest:
             raise BadFrame(f"rank {rank} sent {len(message)} bytes, of entries of {self._width} bytes", rank=rank)
-        data = torch.frombuffer(bytearray(message), dtype=torch.uint8) if message else torch.empty(0, dtype=torch.uint8)
+        none = torch.empty(0, dtype=torch.uint8, device="cpu")  # whatever the script's default device is
+        data = torch.frombuffer(bytearray(message), dtype=torch.uint8) if message else none
         places, values = data.tensor_split((_INDEX * self._dimensions * count,))
         shape = (count, *self._dense)
         return places.view(torch.int64).view(self._dimensions, count), values.clone().view(self._dtype).view(shape)
