@@ -15,8 +15,9 @@ from fedring.privacy.rotation import Rotation
 from fedring.secure import keys, masks, shamir
 from fedring.secure.levels import to_integers
 from fedring.secure.limits import bits_of_sum
+from fedring.secure.roster import roster_digest, survivors_statement
 from fedring.secure.sealing import seal, share_digests
-from fedring.secure.statements import CONTEXT, roster_digest, survivors_statement, task_digest
+from fedring.signatures.digests import CONTEXT, task_digest
 from fedring.train.jobs.privacy_table import ClientPrivacy
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1 import secure_pb2 as wire

@@ -18,11 +18,11 @@ from fedring.privacy.integers import encode_private
 from fedring.secure.keys import draw_secrets, own_seed, pair_seed, share_key
 from fedring.secure.levels import bits_of, open_blocks, to_integers
 from fedring.secure.masks import mask, wrap
-from fedring.secure.roster import Roster, check_roster, signed_keys
+from fedring.secure.roster import Roster, check_roster, signed_keys, survivors_statement
 from fedring.secure.sealing import seal, share_digests, unseal
 from fedring.secure.shamir import split
-from fedring.secure.signing import Proof, public_bytes, sign
-from fedring.secure.statements import survivors_statement, task_digest
+from fedring.signatures.digests import task_digest
+from fedring.signatures.proofs import Proof, public_bytes, sign
 from fedring.train.jobs.privacy_table import ClientPrivacy
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1 import secure_pb2 as wire

@@ -9,7 +9,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, generate_private_key
 from numpy.typing import NDArray
 
-from fedring.client.secure.identity import Signer
+from fedring.client.policy.identity import Signer
 from fedring.client.secure.participant import ClientIdentity, SecureParticipant
 from fedring.client.secure.state import SecureState
 from fedring.codec.masked import Words
@@ -18,7 +18,7 @@ from fedring.secure.keys import own_seed, pair_seed
 from fedring.secure.masks import mask, unwrap
 from fedring.secure.roster import Roster, check_roster
 from fedring.secure.shamir import combine
-from fedring.secure.signing import Proof, public_bytes
+from fedring.signatures.proofs import Proof, public_bytes
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1 import secure_pb2 as wire
 

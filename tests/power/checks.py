@@ -13,9 +13,9 @@ from typing import Any
 
 from safetensors import safe_open
 
+from fedring.client.policy.identity import KEY_FILE, check_own_key
 from fedring.client.policy.ledger import LEDGER, Ledger
 from fedring.client.policy.secret import SECRET_FILE, kept_secret
-from fedring.client.secure.identity import KEY_FILE, check_own_key
 from fedring.client.secure.state import RoundName, RoundRecord, SecureState
 from fedring.client.transfer.kept import KeptFiles
 from fedring.client.transfer.spool import Spool

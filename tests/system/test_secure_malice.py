@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedring.client.secure.identity import load_signer
+from fedring.client.policy.identity import load_signer
 from fedring.rpc.identity import Role
 from fedring.rpc.tls import PLAINTEXT
 from fedring.secure.keys import own_seed

@@ -84,7 +84,7 @@ def command(
             print(describe(loaded))
             raise typer.Exit
         if fingerprint:
-            from fedring.client.secure.identity import load_signer  # imports cryptography
+            from fedring.client.policy.identity import load_signer  # imports cryptography
 
             print(load_signer(loaded.config.tls, loaded.config.state_dir).fingerprint)
             raise typer.Exit

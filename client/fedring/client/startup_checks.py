@@ -4,8 +4,8 @@ import logging
 from collections.abc import Iterator
 
 from fedring.client.config import ClientConfig
+from fedring.client.policy.identity import load_signer
 from fedring.client.policy.privacy import check_policy
-from fedring.client.secure.identity import load_signer
 from fedring.client.training.trainer import offered_by
 from fedring.daemon.checks import Check, Level, check_data_root, check_writable, refuse_failed
 from fedring.offers import PARTS

@@ -64,7 +64,7 @@ def signed_by(order: JobOrder, tls: Tls) -> job_pb2.SignedJob:
 
     from fedring.rpc.certificates import check_dates, identity_of, load_pair
     from fedring.rpc.identity import Role
-    from fedring.secure.signing import BadProof, PrivateKey, Proof, sign
+    from fedring.signatures.proofs import BadProof, PrivateKey, Proof, sign
 
     if tls.cert is None or tls.key is None:
         raise ConfigError("only a certificate signs jobs: give --tls-cert and --tls-key, or tls_cert and tls_key")

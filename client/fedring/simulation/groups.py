@@ -21,8 +21,8 @@ from fedring.secure.errors import SecureError
 from fedring.secure.levels import bits_of
 from fedring.secure.limits import fewest_survivors, group_count, threshold
 from fedring.secure.masks import wrap
-from fedring.secure.statements import task_digest
 from fedring.server.model.masked_sum import GroupMasks, PrivateIntegers
+from fedring.signatures.digests import task_digest
 from fedring.train.jobs.job import Job
 from fedring.train.tensors.download import HeldModel
 from fedring.v1 import federation_pb2 as pb

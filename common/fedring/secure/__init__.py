@@ -1,12 +1,11 @@
 """Secure aggregation: the server learns only the sum of updates.
 
 The sum is that of a group of clients. Nothing else of their updates is learned. The protocol is that of Bonawitz et al.
-(2017), with the complete graph and against an active server, among at most 100 clients a group. `statements` has the
-texts that clients sign, `signing` proves who signed, `roster` is a group that a client has checked, `keys` derives
-every secret from a client's own, `sealing` hides shares from the server, `shamir` makes them, `masks` hides the values,
-and `levels` makes integers of an update.
+(2017), with the complete graph and against an active server, among at most 100 clients a group. `roster` is a checked
+group, with the statements that its members sign, `keys` derives every secret from a client's own, `sealing` hides
+shares from the server, `shamir` makes them, `masks` hides the values, and `levels` makes integers of an update.
 
-The package is pure: it reads no file and no clock, and sends nothing. It may import `fedring.codec`. FORMATS.md,
-"Secure aggregation", describes all bytes. Clients run the protocol in `fedring.client.secure`, the server in
-`fedring.server.secure`.
+The package is pure: it reads no file and no clock, and sends nothing. It may import `fedring.codec` and
+`fedring.signatures`. FORMATS.md, "Secure aggregation", describes all bytes. Clients run the protocol in
+`fedring.client.secure`, the server in `fedring.server.secure`.
 """

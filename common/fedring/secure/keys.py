@@ -11,7 +11,7 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from fedring.secure.errors import SecureError
-from fedring.secure.statements import CONTEXT, digest_of
+from fedring.signatures.digests import CONTEXT, digest_of
 
 SECRET_BYTES = 32
 

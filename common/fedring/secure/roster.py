@@ -1,6 +1,6 @@
 """A group of clients whose keys were checked.
 
-It has the statements of all members, and a digest that names the group.
+It has the statements of all members, and a digest that names the group. Members sign a set of survivors, too.
 """
 
 import re
@@ -13,8 +13,8 @@ from google.protobuf.message import DecodeError
 from fedring.secure.errors import SecureError
 from fedring.secure.keys import SECRET_BYTES, RoundSecrets, commitment, public_key
 from fedring.secure.limits import MAX_GROUP, MIN_GROUP, threshold
-from fedring.secure.signing import BadProof, PrivateKey, Proof, PublicKey, sign, verify
-from fedring.secure.statements import CONTEXT, roster_digest, task_digest
+from fedring.signatures.digests import CONTEXT, digest_of, task_digest
+from fedring.signatures.proofs import BadProof, PrivateKey, Proof, PublicKey, sign, verify
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1 import secure_pb2 as wire
 
@@ -172,3 +172,24 @@ def check_roster(message: wire.SecureRoster, command: pb.TrainCmd, check_identit
     if names != sorted(set(names)) or len(keys) != 2 * count:
         raise SecureError("bad_roster", "the clients of a group are not in order, or two have the same keys")
     return Roster(members)
+
+
+def roster_digest(statements: Sequence[bytes]) -> bytes:
+    """Return the digest that names a group, 32 bytes.
+
+    Args:
+        statements: of its members, in rising order of client id.
+    """
+    return digest_of("roster", statements)
+
+
+def survivors_statement(roster: bytes, peers: Sequence[str], survivors: Sequence[str]) -> bytes:
+    """Return the statement that a client signs before helping to unmask.
+
+    Args:
+        roster: the digest of its group.
+        peers: all members whose shares have come in time, with itself, in the roster's order.
+        survivors: those of them whose updates count, in the roster's order.
+    """
+    names = [wire.SecureSurvivors(client_ids=ids).SerializeToString(deterministic=True) for ids in (peers, survivors)]
+    return digest_of("survivors", [roster, *names])

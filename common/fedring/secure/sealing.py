@@ -8,7 +8,7 @@ from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 
 from fedring.secure.errors import SecureError
 from fedring.secure.shamir import SHARE_BYTES
-from fedring.secure.statements import digest_of
+from fedring.signatures.digests import digest_of
 
 SEALED_BYTES = 2 * SHARE_BYTES + 16
 DIGEST_BYTES = 32

@@ -17,10 +17,11 @@ from fedring.secure.errors import SecureError
 from fedring.secure.keys import RoundSecrets, commitment, draw_secrets, own_seed, pair_seed, public_key, share_key
 from fedring.secure.limits import bits_of_sum, threshold
 from fedring.secure.masks import GROUP, mask, pack, packed_size, unpack, unwrap, word_type, wrap
-from fedring.secure.roster import Roster, check_member, check_roster, signed_keys
+from fedring.secure.roster import Roster, check_member, check_roster, signed_keys, survivors_statement
 from fedring.secure.sealing import SEALED_BYTES, seal, unseal
 from fedring.secure.shamir import SHARE_BYTES, BadShares, combine, split
-from fedring.secure.signing import (
+from fedring.signatures.digests import task_digest
+from fedring.signatures.proofs import (
     BadProof,
     PrivateKey,
     Proof,
@@ -30,7 +31,6 @@ from fedring.secure.signing import (
     sign,
     verify,
 )
-from fedring.secure.statements import survivors_statement, task_digest
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1 import secure_pb2 as wire
 

@@ -12,7 +12,7 @@ from fedring.rpc.certificates import check_dates, identity_of, load_authorities
 from fedring.rpc.identity import Role
 from fedring.rpc.revocation import Revocations, serial_of
 from fedring.rpc.tls import Tls
-from fedring.secure.signing import BadProof, Proof, check_chain, verify
+from fedring.signatures.proofs import BadProof, Proof, check_chain, verify
 from fedring.train.orders.signed_job import PREFIX, BadOrder, JobOrder, read_order
 from fedring.v1 import federation_pb2 as pb
 

@@ -16,7 +16,7 @@ from typing import Any
 from fedring.client.consent.operators import Operators
 from fedring.daemon.config import ConfigError
 from fedring.daemon.durable import replace_with_digest, text_after_digest
-from fedring.secure.statements import task_digest
+from fedring.signatures.digests import task_digest
 from fedring.train.jobs.start import FRESH
 from fedring.train.orders.checks import check_evaluate, check_train
 from fedring.train.orders.signed_job import BadOrder, JobOrder

@@ -1,4 +1,4 @@
-"""Privacy policies of sites: demands, accounts and secrets.
+"""Privacy policies of sites: demands, accounts, keys and secrets.
 
 Of the client, it imports nothing.
 """

@@ -22,7 +22,7 @@ from fedring.daemon.config import ConfigError
 from fedring.daemon.durable import create_durably, replace_with_digest, text_after_digest, with_digest
 from fedring.privacy.keystream import SECRET_BYTES
 from fedring.rpc.certificates import read_secretly
-from fedring.secure.statements import digest_of
+from fedring.signatures.digests import digest_of
 from fedring.v1 import federation_pb2 as pb
 
 SECRET_FILE = "secret"

@@ -14,7 +14,7 @@ from fedring.secure.masks import mask, wrap
 from fedring.secure.roster import Roster
 from fedring.secure.sealing import SEALED_BYTES, seal, share_digests, unseal
 from fedring.secure.shamir import split
-from fedring.secure.signing import BadProof, verify
+from fedring.signatures.proofs import BadProof, verify
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1 import secure_pb2 as wire
 

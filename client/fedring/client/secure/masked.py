@@ -20,7 +20,7 @@ from fedring.privacy.integers import RoundingFailed, encode_private
 from fedring.privacy.keystream import SECRET_BYTES
 from fedring.secure.errors import SecureError
 from fedring.secure.levels import shorten, to_integers, zero_integers
-from fedring.secure.statements import task_digest
+from fedring.signatures.digests import task_digest
 from fedring.train.tensors.download import HeldModel
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1 import secure_pb2 as wire

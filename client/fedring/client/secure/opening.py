@@ -5,7 +5,7 @@ import logging
 from google.protobuf.message import DecodeError
 
 from fedring.client.config import ClientConfig
-from fedring.client.secure.identity import PeerCheck, check_own_key, load_signer
+from fedring.client.policy.identity import PeerCheck, check_own_key, load_signer
 from fedring.client.secure.participant import ClientIdentity, SecureParticipant
 from fedring.client.secure.state import RoundName, SecureState, name_of
 from fedring.rpc.revocation import Revocations

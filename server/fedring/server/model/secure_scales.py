@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from fedring.secure.levels import Blocks, blocks_of
 from fedring.secure.masks import mask
-from fedring.secure.statements import digest_of
 from fedring.server.state.rows import ModelRow
+from fedring.signatures.digests import digest_of
 from fedring.train.jobs.job import Job
 from fedring.train.jobs.secure_table import SecureAggregation
 from fedring.train.orders.commands import secure_settings

@@ -9,11 +9,9 @@ from fedring.rpc.errors import BadRequest, UnknownRound
 from fedring.secure.errors import SecureError
 from fedring.secure.keys import draw_secrets, pair_seed
 from fedring.secure.levels import bits_of
-from fedring.secure.roster import CheckIdentity, Member, Roster, check_member
+from fedring.secure.roster import CheckIdentity, Member, Roster, check_member, survivors_statement
 from fedring.secure.sealing import DIGEST_BYTES, SEALED_BYTES
 from fedring.secure.shamir import SHARE_BYTES
-from fedring.secure.signing import BadProof, verify
-from fedring.secure.statements import survivors_statement, task_digest
 from fedring.server.model.masked_sum import PrivateIntegers
 from fedring.server.round.machine import IllegalEvent
 from fedring.server.round.open_round import OpenRound
@@ -23,6 +21,8 @@ from fedring.server.secure.combining import Agreed
 from fedring.server.secure.events import SecureStep
 from fedring.server.secure.steps import SecureSteps
 from fedring.server.state.secure_rows import SecureMessageRow, SecureRoundRow
+from fedring.signatures.digests import task_digest
+from fedring.signatures.proofs import BadProof, verify
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1 import secure_pb2 as wire
 

@@ -20,7 +20,6 @@ from fedring.rpc.errors import BadRequest, UnknownRound
 from fedring.rpc.identity import Role
 from fedring.secure.errors import SecureError
 from fedring.secure.roster import Member
-from fedring.secure.signing import BadProof, Proof, check_chain
 from fedring.server.model.masked_sum import BadSum, GroupMasks
 from fedring.server.round.dispatch import Dispatch
 from fedring.server.round.events import OPEN, Closed, Failed, Phase, Stepped, Steps
@@ -41,6 +40,7 @@ from fedring.server.state.facts import Facts
 from fedring.server.state.rows import Acceptance, ChargeRow, RoundRow
 from fedring.server.state.secure_rows import SecureMessageRow, SecureRoundRow
 from fedring.server.state.sql.rounds import RoundStore
+from fedring.signatures.proofs import BadProof, Proof, check_chain
 from fedring.v1 import secure_pb2 as wire
 from fedring.v1.secure_pb2_grpc import add_SecureAggregationServiceServicer_to_server
 

@@ -14,7 +14,7 @@ from fedring.client.policy.secret import SECRET_FILE, ClientSecret, kept_secret
 from fedring.client.round_plan import own_seed, plan_of
 from fedring.daemon.config import ConfigError
 from fedring.daemon.durable import text_after_digest
-from fedring.secure.statements import CONTEXT
+from fedring.signatures.digests import CONTEXT
 from fedring.simulation import client_secret, simulate
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1 import secure_pb2 as wire

@@ -9,8 +9,8 @@ from tests.pki import Pki
 
 from fedring.rpc.certificates import load_authorities
 from fedring.rpc.identity import Role
-from fedring.secure.signing import BadProof, Proof, public_bytes
 from fedring.server.secure.rounds import check_identity
+from fedring.signatures.proofs import BadProof, Proof, public_bytes
 
 
 @pytest.fixture(scope="module")

@@ -15,15 +15,15 @@ from tests.pki import Pki
 from tests.secure_sums import command_of, new_signer
 
 from fedring.client.main import app
+from fedring.client.policy.identity import KEY_FILE, PeerCheck, Signer, check_own_key, load_signer
 from fedring.client.policy.ledger import Ledger
 from fedring.client.policy.privacy import SitePolicy, refusal
-from fedring.client.secure.identity import KEY_FILE, PeerCheck, Signer, check_own_key, load_signer
 from fedring.daemon.config import ConfigError
 from fedring.daemon.durable import text_after_digest
 from fedring.rpc.identity import Role, uri_of
 from fedring.rpc.revocation import Revocations
 from fedring.rpc.tls import PLAINTEXT, Tls
-from fedring.secure.signing import BadProof, Proof, fingerprint, public_bytes, sign, verify
+from fedring.signatures.proofs import BadProof, Proof, fingerprint, public_bytes, sign, verify
 from fedring.v1 import federation_pb2 as pb
 
 Call = Callable[..., tuple[int, str, str]]

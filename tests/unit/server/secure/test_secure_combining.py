@@ -17,9 +17,9 @@ from fedring.secure.masks import mask, unwrap, wrap
 from fedring.secure.roster import Roster, check_member, signed_keys
 from fedring.secure.sealing import share_digests
 from fedring.secure.shamir import PRIME, SHARE_BYTES, split
-from fedring.secure.signing import Proof, public_bytes
 from fedring.server.secure import combining
 from fedring.server.secure.combining import Agreed, Unmasking, unmask
+from fedring.signatures.proofs import Proof, public_bytes
 from fedring.v1 import federation_pb2 as pb
 
 VALUES, LEVELS = 37, 7

@@ -12,7 +12,6 @@ from tests.unit.host import SIZE, Host, running, spec
 from fedring.rpc.errors import UnknownRound
 from fedring.secure.keys import draw_secrets
 from fedring.secure.roster import signed_keys
-from fedring.secure.signing import Proof, public_bytes
 from fedring.server.round.events import Delayed, Phase, Round, RoundRules, RoundState
 from fedring.server.round.open_round import OpenRound
 from fedring.server.secure.events import Group, ProtocolState, SecureRules, SecureStep, SignersChosen
@@ -22,6 +21,7 @@ from fedring.server.secure.steps import SecureSteps
 from fedring.server.sessions.sessions import Session
 from fedring.server.state.rows import ModelRow, RoundRow, UpdateRow
 from fedring.server.state.secure_rows import SecureMessageRow
+from fedring.signatures.proofs import Proof, public_bytes
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1 import secure_pb2 as wire
 

@@ -22,7 +22,7 @@ from fedring.rpc.certificates import identity_of, load_authorities, load_pair, r
 from fedring.rpc.identity import Role
 from fedring.rpc.revocation import Revocations, serial_of
 from fedring.rpc.tls import Tls
-from fedring.secure.signing import BadProof, PrivateKey, Proof, check_chain, fingerprint, public_bytes
+from fedring.signatures.proofs import BadProof, PrivateKey, Proof, check_chain, fingerprint, public_bytes
 
 KEY_FILE = "signing.key"
 
@@ -154,5 +154,5 @@ def _private_key(pem: bytes, path: Path) -> PrivateKey:
             f"{path} holds no private key in PEM without a password: restore it; other sites may have pinned it"
         ) from error
     if not isinstance(key, PrivateKey):
-        raise ConfigError(f"{path} holds a key that cannot sign for secure aggregation: use ECDSA, RSA or Ed25519")
+        raise ConfigError(f"{path} holds a key that cannot sign: use ECDSA, RSA or Ed25519")
     return key
