@@ -85,10 +85,9 @@ def _check_keys(loaded: LoadedJob, job: Job) -> None:
     """Check the keys of a job, and the layers of its model."""
     if loaded.trainer is not None:
         raise _cannot("its trainer is a loop of its own")
-    if job.sample_dp is not None:
-        raise _cannot("sample_dp trains in a loop of its own")
-    if job.personal is not None:
-        raise _cannot("its clients train models of their own, as [personal] says")
+    for table in job.tables.values():
+        if table.alone:
+            raise _cannot(table.alone)
     for name, module in loaded.model.train().named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
             raise _cannot(f"{name or 'the model'} is a {type(module).__name__}, whose statistics change in training")

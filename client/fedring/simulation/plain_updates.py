@@ -2,8 +2,8 @@
 
 A round of a small model is over within milliseconds. Then much of its time would go into headers, digests and checks
 that say the same of each update. Here their common form is worked out once, and each client adds its difference. The
-rows are those that `worker.admit` returns, but for the names of updates and payloads, which nobody asks for without
-secure aggregation, noise, SCAFFOLD and residuals.
+rows are those that `worker.admit` returns, but for the names of updates and payloads, which nobody asks for in a job
+whose updates have such a form.
 """
 
 import time

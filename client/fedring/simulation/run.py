@@ -358,15 +358,15 @@ class _Run:
         Raises:
             Failure: It would end before its first round.
         """
-        privacy = self._job.dp
-        if privacy is None or not privacy.max_epsilon:
+        budget = self._job.budget
+        if budget is None or not budget.max_epsilon:
             return False
         most = transforms_of(self._job).most_charged(self._job, self._schema.num_parameters)
-        spent = epsilon([most] * rounds, privacy.delta)
-        if spent > privacy.max_epsilon and not self._rows:
-            text = f"dp.max_epsilon = {privacy.max_epsilon:g} is less than {spent:.3g}, the epsilon of one round"
+        spent = epsilon([most] * rounds, budget.delta)
+        if spent > budget.max_epsilon and not self._rows:
+            text = f"dp.max_epsilon = {budget.max_epsilon:g} is less than {spent:.3g}, the epsilon of one round"
             raise Failure(text, Exit.CONFIG)
-        return spent > privacy.max_epsilon
+        return spent > budget.max_epsilon
 
     def _work(self, number: int) -> Work:
         """Run a round, and make its model if possible."""

@@ -33,11 +33,7 @@ _NEEDS: Mapping[str, tuple[object, str]] = {
 }
 """The demands of the table [asynchronous], with reasons."""
 
-_APART: Mapping[str, str] = {
-    "secure_aggregation": "the clients of a sum exchange keys within one round",
-    "transforms": "these algorithms assume that all clients of a round begin with the same model",
-}
-"""What a job with the table [asynchronous] cannot have at all."""
+_TRANSFORMS = "these algorithms assume that all clients of a round begin with the same model"
 
 
 class Asynchronous(JobTable):
@@ -68,9 +64,11 @@ class Asynchronous(JobTable):
     def check(self, job: JobView) -> None:
         """See JobTable."""
         check_needs(job, "asynchronous", _NEEDS, "", "")
-        for key, why in _APART.items():
-            if value_of(job, key, None):
-                raise ValueError(f"asynchronous does not go with {key}: {why}: leave one of the two out")
+        apart = {key: table.at_once for key, table in job.tables.items() if table.at_once}
+        if value_of(job, "transforms", None):
+            apart["transforms"] = _TRANSFORMS
+        for key, why in apart.items():
+            raise ValueError(f"asynchronous does not go with {key}: {why}: leave one of the two out")
         if job.min_clients_to_aggregate > self.buffer:
             raise ValueError(
                 f"asynchronous: min_clients_to_aggregate is {job.min_clients_to_aggregate}, and must be at most "

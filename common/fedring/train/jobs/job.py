@@ -14,7 +14,7 @@ from fedring.train.bounds import MAX_JOB_BYTES
 from fedring.train.jobs.aggregation_table import MEAN
 from fedring.train.jobs.algorithm_checks import BUILT_IN_LOOP, SCAFFOLD, check_keys
 from fedring.train.jobs.job_keys import JobKeys
-from fedring.train.jobs.job_table import JobTable, TrainingMode
+from fedring.train.jobs.job_table import Budget, JobTable, TrainingMode
 from fedring.train.jobs.round_settings import SCHEDULED, RoundSettings, SettingSchedule, check_schedules, settings_of
 from fedring.train.tensors.sharing import Sharing
 
@@ -36,7 +36,7 @@ class Job(JobKeys):
     @model_validator(mode="after")
     def _results_are_known(self) -> Self:
         by_training = " train/" in self.best_by or (self.aggregation.own and " server/" in self.best_by)
-        if self.patience and not (self.evaluate or self.evaluate_on_server or by_training):
+        if self.patience and not (self.evaluates or by_training):
             raise ValueError("patience compares results: it needs evaluate = true or evaluate_on_server = true")
         if (self.min_delta or self.min_rounds) and not self.patience:
             raise ValueError("min_delta and min_rounds belong to patience: set it, or leave them out")
@@ -221,6 +221,16 @@ class Job(JobKeys):
         if self.sample_clients:
             return min(self.sample_clients, self.min_clients)
         return ceil(self.sample_ratio * self.min_clients)
+
+    @property
+    def budget(self) -> Budget | None:
+        """What its rounds may cost, if the server keeps an account of them."""
+        return next((budget for table in self.tables.values() if (budget := table.budget) is not None), None)
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether its models are evaluated, by clients or by the server."""
+        return self.evaluate or self.evaluate_on_server
 
     @property
     def sharing(self) -> Sharing:

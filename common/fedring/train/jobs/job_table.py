@@ -3,10 +3,17 @@
 A table has keys, and demands of other keys. The tables of modes also say how clients train together.
 """
 
-from collections.abc import Iterator, Sequence
-from typing import ClassVar, Literal, Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from typing import ClassVar, Literal, NamedTuple, Protocol
 
 from pydantic import BaseModel, ConfigDict
+
+
+class Budget(NamedTuple):
+    """The most that all rounds of a server may cost together."""
+
+    max_epsilon: float  # 0 = no limit
+    delta: float
 
 
 class JobView(Protocol):
@@ -30,6 +37,8 @@ class JobView(Protocol):
     def min_clients_to_aggregate(self) -> int: ...
     @property
     def fewest_updates(self) -> int: ...
+    @property
+    def tables(self) -> Mapping[str, "JobTable"]: ...
 
 
 class JobTable(BaseModel):
@@ -45,6 +54,17 @@ class JobTable(BaseModel):
 
     opens_seed: ClassVar[bool] = False
     """Whether fl-server chooses the seed of a job that sets none: two jobs with one seed begin with the same model."""
+
+    alone: ClassVar[str] = ""
+    """Why a simulation cannot train several clients as one computation, as a clause."""
+
+    at_once: ClassVar[str] = ""
+    """Why all clients of a round must begin together, as a clause."""
+
+    @property
+    def budget(self) -> Budget | None:
+        """What rounds may cost, if the server keeps an account of them."""
+        return None
 
     def updates_of(self, clients: int) -> tuple[int, str]:
         """Return how many updates a rule gets of a round.

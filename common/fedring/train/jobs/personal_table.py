@@ -3,7 +3,7 @@
 Each client also trains a model of its own.
 """
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -17,6 +17,8 @@ class Personal(JobTable):
 
     Each client trains a model of its own, which never leaves it.
     """
+
+    alone: ClassVar[str] = "its clients train models of their own, as [personal] says"
 
     method: Literal["ditto", "fine_tuning"] = Field(
         "ditto",

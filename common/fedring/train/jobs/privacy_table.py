@@ -16,7 +16,7 @@ from fedring.privacy.integer_plan import IntegerPlan, fewest_bits, integer_plan
 from fedring.secure.limits import honest_survivors
 from fedring.train.bounds import NonNegative
 from fedring.train.jobs.algorithm_checks import PRIVATE, check_needs, check_private, value_of
-from fedring.train.jobs.job_table import JobTable, JobView
+from fedring.train.jobs.job_table import Budget, JobTable, JobView
 
 COUNT_NOISE = 20
 """The standard deviation of the noise on the number of updates within the clip is clients / COUNT_NOISE (Andrew et al.
@@ -86,6 +86,11 @@ class ClientPrivacy(JobTable):
         self.sum_multiplier(job.fewest_updates)
         if self.delta * job.fewest_updates >= 1:
             raise ValueError(f"dp.delta = {self.delta:g} must be below 1 / {job.fewest_updates} clients")
+
+    @property
+    def budget(self) -> Budget:
+        """See JobTable."""
+        return Budget(self.max_epsilon, self.delta)
 
     @property
     def by_clients(self) -> bool:

@@ -16,6 +16,7 @@ class SamplePrivacy(JobTable):
     """All settings of DP-SGD (Abadi et al. 2016) at the clients."""
 
     hides: ClassVar[bool] = True
+    alone: ClassVar[str] = "sample_dp trains in a loop of its own"
 
     noise_multiplier: float = Field(
         ge=1e-9,

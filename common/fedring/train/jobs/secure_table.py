@@ -39,6 +39,7 @@ class SecureAggregation(JobTable):
     """All settings of secure aggregation."""
 
     hides: ClassVar[bool] = True
+    at_once: ClassVar[str] = "the clients of a sum exchange keys within one round"
     opens_seed: ClassVar[bool] = True
     """Clients help to unmask different sums of updates to one model only if these differ by several clients."""
 

@@ -62,9 +62,7 @@ class RoundOpener:
 
         "" if it may.
         """
-        if job.spec.dp is not None:
-            await self._rounds.all_resumed.wait()  # what other jobs' interrupted rounds may spend is reserved then
-        return await self._privacy.spent(job.row.job_id, job.spec)
+        return await self._privacy.spent(job.row.job_id, job.spec, self._rounds.all_resumed)
 
     async def open(self, job: RunningJob, job_round: int, base: ModelRow) -> OpenRound:
         """Open the next round of a job, from the model `base`.

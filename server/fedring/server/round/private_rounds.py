@@ -33,7 +33,7 @@ class _Reserved(NamedTuple):
 
 
 class RoundPrivacy:
-    """The privacy budget and the noise of jobs with `dp`.
+    """The privacy budget and the noise of jobs that have a budget.
 
     For other jobs, its methods do nothing.
 
@@ -49,40 +49,46 @@ class RoundPrivacy:
         self._reserved: dict[int, _Reserved] = {}  # by job: what its next or open round costs at most
         self._one_at_a_time = asyncio.Lock()
 
-    async def spent(self, job_id: int, job: Job) -> str:
+    async def spent(self, job_id: int, job: Job, all_resumed: asyncio.Event) -> str:
         """Return why the job may not open another round.
 
         "" if it may: then the cost of that round is reserved until it has ended, and other jobs cannot spend it.
+
+        Args:
+            job_id: of the job.
+            job: the job.
+            all_resumed: is set once the cost of the rounds that a restart has interrupted is reserved.
         """
-        privacy = job.dp
-        if privacy is None:
+        budget = job.budget
+        if budget is None:
             return ""
+        await all_resumed.wait()
         most = await self._most_charged(job)
         async with self._one_at_a_time:  # so that two jobs do not find room for one round both
             rows = await self._reserve(job_id, most)
-            if not privacy.max_epsilon:
+            if not budget.max_epsilon:
                 return ""
             # The budget must hold after the next round, and after those that other jobs have open, so their largest
             # possible charges are added beforehand.
             counts = Counter(row.job_id for row in rows)
             pending = [each.most for job, each in self._reserved.items() if counts[job] == each.charged_before]
             try:
-                total = await self._facts.heavy(epsilon, [*(row.cost for row in rows), *pending], privacy.delta)
+                total = await self._facts.heavy(epsilon, [*(row.cost for row in rows), *pending], budget.delta)
             except NoAccountant as error:
                 self.release(job_id)
                 return f"dp.max_epsilon cannot be kept: {error}"
-            if total <= privacy.max_epsilon:
+            if total <= budget.max_epsilon:
                 return ""
             self.release(job_id)
         others = "" if len(pending) == 1 else ", with the rounds that other jobs have open"
         return (
-            f"one more round would take epsilon to {total:.3g} for delta = {privacy.delta:g}{others}, above "
-            f"dp.max_epsilon = {privacy.max_epsilon:g}"
+            f"one more round would take epsilon to {total:.3g} for delta = {budget.delta:g}{others}, above "
+            f"dp.max_epsilon = {budget.max_epsilon:g}"
         )
 
     async def resumed(self, row: RoundRow, job: Job) -> None:
         """Reserve the cost of a round that a restart has interrupted."""
-        if job.dp is not None:
+        if job.budget is not None:
             rows = await self._reserve(row.job_id, await self._most_charged(job))
             if any(each.round == row.round for each in rows):  # it has let a sum be seen, and was charged
                 self.release(row.job_id)
@@ -110,7 +116,7 @@ class RoundPrivacy:
         "" if it can.
         """
         epoch = self._facts.store.epoch
-        if open_.job.dp is None:
+        if open_.job.budget is None:
             return ""
         if self._shared and not has_noise_secret(self._folder, self._name(open_.row)):
             # Two sums of the same updates with different noise would tell more than one: see docs/availability.md.
@@ -122,7 +128,7 @@ class RoundPrivacy:
     async def ended(self, open_: OpenRound) -> None:
         """Erase the noise secret of a round that is over."""
         self.release(open_.row.job_id)
-        if open_.job.dp is not None:
+        if open_.job.budget is not None:
             await self._facts.keep(self._facts.work, erase_noise_secret, self._folder, self._name(open_.row))
 
     async def forget(self, but: Iterable[RoundRow] = ()) -> None:

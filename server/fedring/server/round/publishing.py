@@ -123,7 +123,7 @@ class Publisher:
         if summed is not None and summed.total:
             known = summed.accuracy is not None
             sentence += f": accuracy {summed.accuracy:.4f}" if known else f": loss {summed.loss:.4f}"
-        elif (job.evaluate or job.evaluate_on_server) and not is_evaluated(stats["metrics"]):
+        elif job.evaluates and not is_evaluated(stats["metrics"]):
             sentence = f"{open_.title} was not evaluated"
         if rule and not result_of(stats["metrics"], rule):
             sentence += f"; it has no {rule.split()[1]}, so best_by cannot choose its model"
@@ -277,7 +277,7 @@ async def _on_server(facts: Facts, models: Models, job: Job, model: ModelRow) ->
 
 def _is_evaluated_by_any(job: Job) -> bool:
     """Return whether anybody evaluates the models of a job."""
-    return job.evaluate or job.evaluate_on_server or bool(job.aggregation.own)
+    return job.evaluates or bool(job.aggregation.own)
 
 
 def _silent(open_: OpenRound) -> list[str]:
