@@ -8,6 +8,7 @@ from typing import Any
 from google.protobuf.json_format import MessageToDict
 
 from fedring.codec.digest import name_of
+from fedring.train.orders.commands import TABLES
 from fedring.train.orders.signed_job import canonical
 from fedring.untrusted import parse_json
 from fedring.v1 import federation_pb2 as pb
@@ -22,12 +23,7 @@ MAX_CARD_BYTES = 1 << 20
 
 _FORMAT = 1
 _DEPTH = 8  # tables in each other whose keys are told apart
-_TABLES = frozenset(
-    {
-        *("model_args", "optimizer_args", "data_parallel", "pipeline", "personal"),
-        *("dp", "secure_aggregation", "sample_dp", "transforms"),
-    }
-)
+_TEXTS = TABLES | {"model_args", "optimizer_args", "transforms"}
 """Keys of jobs whose text is JSON: how it is spaced does not matter."""
 
 
@@ -73,7 +69,7 @@ def card_of(command: pb.TrainCmd, site: Mapping[str, Any], free: Collection[str]
 def job_facts(job: pb.JobSpec) -> dict[str, Any]:
     """Return the facts in a command about its job, by key."""
     facts = _facts(job, JOB_KEYS)
-    return {key: _parsed(value) if key in _TABLES else value for key, value in facts.items()}
+    return {key: _parsed(value) if key in _TEXTS else value for key, value in facts.items()}
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:

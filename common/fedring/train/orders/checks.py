@@ -6,11 +6,11 @@ twice. What the server alone can know is bounded by `Bounds`, or left to it: doc
 
 from collections.abc import Mapping
 
-from fedring.codec.masked import MASKED
 from fedring.train.jobs.job import Job
 from fedring.train.jobs.override_table import overrides_for, with_overrides
-from fedring.train.orders.commands import job_spec, secure_settings, train_cmd, training_of
+from fedring.train.orders.commands import job_spec, train_cmd, training_of
 from fedring.train.orders.signed_job import BadOrder, JobOrder
+from fedring.train.orders.sums import add_sums
 from fedring.v1 import federation_pb2 as pb
 
 _FOLLOWING = ("seed", "encoding", "without_evaluation")
@@ -18,6 +18,13 @@ _FOLLOWING = ("seed", "encoding", "without_evaluation")
 
 _SERVERS = ("frozen_digest", "signed")
 """The fields of a job in a command that do not follow from the signed job."""
+
+_PARTS = tuple(
+    field.name
+    for field in pb.TrainCmd.DESCRIPTOR.fields
+    if field.message_type is not None and field.name not in ("job", "encoding", "model")
+)
+"""The messages in a command that algorithms add."""
 
 
 def check_train(order: JobOrder, command: pb.TrainCmd, labels: Mapping[str, str]) -> None:
@@ -38,15 +45,16 @@ def check_train(order: JobOrder, command: pb.TrainCmd, labels: Mapping[str, str]
     places = overrides_for(labels, job.override)
     own = with_overrides(job, places)
     expected = train_cmd(own, command.job, number=command.round, job_round=command.job_round)
-    if job.secure_aggregation is not None:
-        expected.encoding.name = MASKED
+    add_sums(job, expected, command)
+    if job.scaffold:  # only the server knows its control variate
+        expected.control.CopyFrom(command.control)
     for key in _FOLLOWING:
         if getattr(command, key) != getattr(expected, key):
             raise _changed(key, getattr(command, key), getattr(expected, key))
     laid = {key for place in places for key in job.override[place].values}
     for key, wanted in training_of(own, command.job_round).items():
         _check_setting(job, key, getattr(command, key), wanted, fixed=key in laid)
-    _check_parts(job, command)
+    _check_parts(expected, command)
     if job.bounds.start_model and command.job_round == 1 and command.model_digest != job.bounds.start_model:
         text = f"the job was signed to start from {job.bounds.start_model}, and the server says {command.model_digest}"
         raise BadOrder("other_start", text)
@@ -84,20 +92,15 @@ def _check_setting(job: Job, key: str, told: float | str, wanted: float | str, *
         raise BadOrder("changed_command", f"{key} is {told}, outside of the signed bounds [{pair[0]:g}, {pair[1]:g}]")
 
 
-def _check_parts(job: Job, command: pb.TrainCmd) -> None:
+def _check_parts(expected: pb.TrainCmd, command: pb.TrainCmd) -> None:
     """Check which algorithms a command asks for, and their settings."""
-    for key, wanted in (("control", job.scaffold), ("secure", job.secure_aggregation is not None)):
-        if command.HasField(key) != wanted:  # type: ignore[arg-type]  # both are fields
-            raise _changed(key, command.HasField(key), wanted)  # type: ignore[arg-type]  # as above
-    if job.secure_aggregation is not None:
-        secure = secure_settings(job)
-        for field in secure.DESCRIPTOR.fields:
-            key = field.name
-            # The steps of the levels, and the blocks, follow from past rounds; with [dp] there are none.
-            if job.dp is None and key in ("scales", "blocks"):
-                continue
-            if getattr(command.secure, key) != getattr(secure, key):
-                raise _changed(f"secure.{key}", getattr(command.secure, key), getattr(secure, key))
+    for key in _PARTS:
+        if command.HasField(key) != expected.HasField(key):  # type: ignore[arg-type]  # all are fields
+            raise _changed(key, command.HasField(key), expected.HasField(key))  # type: ignore[arg-type]  # as above
+        told, wanted = getattr(command, key), getattr(expected, key)
+        for field in wanted.DESCRIPTOR.fields:
+            if getattr(told, field.name) != getattr(wanted, field.name):
+                raise _changed(f"{key}.{field.name}", getattr(told, field.name), getattr(wanted, field.name))
 
 
 def _changed(key: str, told: object, wanted: object) -> BadOrder:

@@ -8,11 +8,19 @@ from pydantic import BaseModel
 
 from fedring.codec.encoding import Encoding
 from fedring.train.jobs.job import Job
+from fedring.train.jobs.job_table import JobTable
 from fedring.v1 import federation_pb2 as pb
-from fedring.v1 import secure_pb2 as wire
 
 _ON_WIRE = set(pb.JobSpec.DESCRIPTOR.fields_by_name) - set(get_args(Job.model_fields["mode"].annotation))
 """The fields of a job that clients know, whatever its mode."""
+
+TABLES = frozenset(
+    key
+    for key, field in Job.model_fields.items()
+    for kind in (field.annotation, *get_args(field.annotation))
+    if key in pb.JobSpec.DESCRIPTOR.fields_by_name and isinstance(kind, type) and issubclass(kind, JobTable)
+)
+"""The tables of algorithms that clients know, which travel as JSON."""
 
 
 def job_spec(job: Job, job_id: int) -> pb.JobSpec:
@@ -97,21 +105,3 @@ def training_of(job: Job, job_round: int) -> dict[str, Any]:
         "clip_norm": job.clip_norm,
         "precision": job.precision,
     }
-
-
-def secure_settings(job: Job) -> wire.SecureRound:
-    """Return the fields of secure aggregation that follow from a job.
-
-    Without [dp], the steps of the levels and the blocks that are sent follow from past rounds, too.
-    """
-    table = job.secure_aggregation
-    if table is None:
-        raise ValueError("the job has no secure aggregation")
-    if job.dp is not None:
-        return wire.SecureRound(clip=job.dp.clip)  # the rest follows from the job and the group
-    return wire.SecureRound(
-        block=table.block,
-        levels=table.levels,
-        max_weight=min(job.max_samples, table.max_weight) if job.weights == "samples" else 0,
-        clip=job.update_clip,
-    )

@@ -20,7 +20,7 @@ from fedring.server.state.rows import ModelRow
 from fedring.signatures.digests import digest_of
 from fedring.train.jobs.job import Job
 from fedring.train.jobs.secure_table import SecureAggregation
-from fedring.train.orders.commands import secure_settings
+from fedring.train.orders.sums import secure_settings
 from fedring.v1 import secure_pb2 as wire
 
 _HEADER = struct.Struct("<I")

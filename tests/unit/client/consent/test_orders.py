@@ -25,8 +25,9 @@ from fedring.server.round.plan import round_command
 from fedring.server.state.rows import ModelRow, RoundRow
 from fedring.train.jobs.job import Job
 from fedring.train.jobs.override_table import overrides_for, with_overrides
-from fedring.train.orders.commands import client_command, secure_settings
+from fedring.train.orders.commands import client_command
 from fedring.train.orders.signed_job import MAX_TEXT_BYTES, BadOrder, JobOrder, order_of
+from fedring.train.orders.sums import secure_settings
 from fedring.v1 import federation_pb2 as pb
 
 RUN = "run-1"

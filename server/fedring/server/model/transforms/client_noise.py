@@ -18,7 +18,7 @@ from fedring.server.model.transforms.transform import ClosedRound, Skeleton
 from fedring.server.state.rows import ModelRow
 from fedring.train.jobs.job import Job
 from fedring.train.jobs.privacy_table import ClientPrivacy
-from fedring.train.orders.commands import secure_settings
+from fedring.train.orders.sums import secure_settings
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1 import secure_pb2 as wire
 
