@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import ExitStack
-from math import isfinite, nan
+from math import nan
 from types import FrameType, TracebackType
 from typing import Any, Self, TypeVar
 
@@ -244,7 +244,7 @@ class Federation:
             task.fail("disk_failed", f"OSError: {error}")
             return False
         task.permit = self._consent.permit
-        spent = self._epsilons(task.command)
+        spent = self._spool.ledger.epsilons(task.command, self.config.privacy.delta) if self.config.audit.chain else {}
         self._note("trains", task.command, card=self._consent.card, **signed, **spent)
         return True
 
@@ -321,20 +321,6 @@ class Federation:
             self._link.metrics.evaluated(report.total > 0)
             self._link.session.occupy()
             self._link.call(lambda: self._link.session.report_evaluation(report))
-
-    def _epsilons(self, command: pb.TrainCmd) -> dict[str, float]:
-        """Return the epsilons of this client with the round, for its log.
-
-        Empty in jobs without noise, and without a log or an accountant."""
-        job, delta, ledger = command.job, self.config.privacy.delta, self._spool.ledger
-        if not (self.config.audit.chain and (job.dp or job.sample_dp)):
-            return {}
-        try:
-            spent = {"epsilon": ledger.epsilon_with(command, delta)} if job.dp else {}
-            spent |= {"sample_epsilon": ledger.sample_epsilon(delta)} if job.sample_dp else {}
-        except NoAccountant:
-            return {}
-        return {**{key: round(value, 6) for key, value in spent.items() if isfinite(value)}, "delta": delta}
 
     def _note(self, what: str, command: pb.TrainCmd | pb.EvaluateCmd, **facts: str | float) -> None:
         self._spool.audit.try_to_note(what, **_names(command), **facts)

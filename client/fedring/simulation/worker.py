@@ -161,8 +161,7 @@ class SimulationWorker:
             job.seed, self._device
         ):  # so that a data callable that draws samples draws the same ones everywhere
             self._loaded = load_job(spec, config, offered, self._device, ClientPart(0, setup.clients, client_id(0)))
-        if job.sample_dp is not None:
-            check_private(self._loaded, self._loaded.split.train, self._device)
+        check_private(spec, self._loaded, self._loaded.split.train, self._device)
         warm_up(self._device)
         data = offered.get("data", job.data)
         self._samples: ClientSamples = (

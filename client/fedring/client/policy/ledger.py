@@ -2,13 +2,14 @@
 
 import json
 from collections.abc import Mapping
+from math import isfinite
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from fedring.client.policy.promises import dp_of
 from fedring.daemon.config import ConfigError
 from fedring.daemon.durable import replace_with_digest, text_after_digest
-from fedring.privacy.account import SampledSteps, epsilon, sampled_epsilon
+from fedring.privacy.account import NoAccountant, SampledSteps, epsilon, sampled_epsilon
 from fedring.privacy.charges import Charge, SkellamCharge, charge_of
 from fedring.train.bounds import MAX_COUNT
 from fedring.train.jobs.privacy_table import ClientPrivacy
@@ -118,6 +119,27 @@ class Ledger:
             known = self._last == (_name_of(command, update) if charge else _name_of(command, f"{cost} {update}"))
         more = [] if known or cost is None else [cost]
         return epsilon([*(each for each, count in self._counts.items() for _ in range(count)), *more], delta)
+
+    def epsilons(self, command: pb.TrainCmd, delta: float) -> dict[str, float]:
+        """Return the epsilons of this client with a round, by name.
+
+        They are those of the kinds of noise that the round's job has. Empty in jobs without noise, or without an
+        accountant.
+
+        Args:
+            command: of the round.
+            delta: the probability that epsilon may fail, which comes with them.
+        """
+        spent: dict[str, float] = {}
+        try:
+            if command.job.dp:
+                spent["epsilon"] = self.epsilon_with(command, delta)
+            if command.job.sample_dp:
+                spent["sample_epsilon"] = self.sample_epsilon(delta)
+        except NoAccountant:
+            return {}
+        known = {key: round(value, 6) for key, value in spent.items() if isfinite(value)}
+        return {**known, "delta": delta} if spent else {}
 
     def charge(self, command: pb.TrainCmd, update: str) -> None:
         """Charge durably an update that the server adds noise to.

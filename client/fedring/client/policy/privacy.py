@@ -151,15 +151,13 @@ def refusal(policy: SitePolicy, ledger: Ledger, command: pb.TrainCmd, *, update:
         update: The name of the update that would be sent; empty = it is not made yet.
     """
     job = command.job
-    privacy = dp_of(job)
+    privacy, sample = dp_of(job), sample_dp_of(job)
     if why := failed_too_often(policy, ledger, command):
         return why
     # A promise that this client cannot read protects nobody, so it is refused without any demand of the site's.
-    if job.dp and privacy is None:
-        return f"this client does not understand the job's dp = {job.dp[:200]}: it may be too old for it"
-    sample = sample_dp_of(job)
-    if job.sample_dp and sample is None:
-        return f"this client does not understand the job's sample_dp = {job.sample_dp[:200]}: it may be too old for it"
+    for key, told, understood in (("dp", job.dp, privacy), ("sample_dp", job.sample_dp, sample)):
+        if told and understood is None:
+            return f"this client does not understand the job's {key} = {told[:200]}: it may be too old for it"
     if sample is not None and job.mode != "federated":
         return f"the job has sample_dp, but in the mode {job.mode} other workers see this client's gradients"
     if privacy is not None and privacy.by_clients != command.HasField("secure"):

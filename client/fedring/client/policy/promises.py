@@ -32,13 +32,17 @@ def promises_of(job: pb.JobSpec) -> tuple[str, ...]:
     return tuple(table for table in (job.secure_aggregation, job.dp, job.sample_dp) if table)
 
 
+def has_noise(job: pb.JobSpec) -> bool:
+    """Return whether noise covers the models that a job makes."""
+    return bool(job.dp or job.sample_dp)
+
+
 def is_covered(command: pb.TrainCmd) -> bool:
     """Return whether masks or noise cover a round.
 
     Failures of such a round are not told.
     """
-    job = command.job
-    return job.mode == "federated" and (command.HasField("secure") or bool(job.dp) or bool(job.sample_dp))
+    return command.job.mode == "federated" and (command.HasField("secure") or has_noise(command.job))
 
 
 def _table(kind: type[Table], text: str) -> Table | None:

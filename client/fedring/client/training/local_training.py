@@ -41,13 +41,14 @@ class LoadedJob:
     divided: bool = False  # whether the split has this client's samples already
 
 
-def check_private(loaded: LoadedJob, samples: Dataset[Any], device: torch.device) -> None:
-    """Check that a job with [sample_dp] can be trained here.
+def check_private(job: pb.JobSpec, loaded: LoadedJob, samples: Dataset[Any], device: torch.device) -> None:
+    """Check that a job can be trained here, if it has [sample_dp].
 
     This comes before the server's values are loaded, and is told to the server.
 
     Args:
-        loaded: The job.
+        job: The job.
+        loaded: All that it names.
         samples: The samples of a client; if there are none, the training says so.
         device: Where to train.
 
@@ -55,6 +56,8 @@ def check_private(loaded: LoadedJob, samples: Dataset[Any], device: torch.device
         SeamError: If it cannot, for a reason that does not depend on what the samples say.
         TrainError: If the first sample is not what a data set must hold.
     """
+    if not job.sample_dp:
+        return
     if loaded.trainer is not None:
         raise SeamError(UNFIT, "A trainer does not go with the job's [sample_dp].")
     if size_of(samples):
@@ -175,19 +178,7 @@ class LocalTraining:
             raise SeamError(
                 "no_personal", "A trainer does not train a client's own model, as the job's [personal] asks."
             )
-        return train_own(
-            self.loaded.model,
-            self.samples,
-            plan,
-            personal_of(self.command.job),
-            loss=self.loaded.loss,
-            optimizer_factory=self.loaded.optimizer,
-            schema=schema,
-            start=start(),
-            device=self.device,
-            progress=lambda share: self.progress(share / 2),
-            stopped=self.stopped,
-        )
+        return self._train_own(plan, schema, start(), lambda share: self.progress(share / 2))
 
     def train(self, plan: Plan, corrections: Mapping[str, Tensor] | None) -> TrainResult:
         """Train the round's model: see `train_locally`."""
@@ -218,6 +209,23 @@ class LocalTraining:
         except Exception:  # the user's optimizer may raise anything
             log.exception("round %d: a training without samples failed, too", self.command.round)
             return False
+
+    def _train_own(
+        self, plan: Plan, schema: Schema, start: Mapping[str, Tensor] | None, progress: Callable[[float], None]
+    ) -> dict[str, Tensor] | None:
+        return train_own(
+            self.loaded.model,
+            self.samples,
+            plan,
+            personal_of(self.command.job),
+            loss=self.loaded.loss,
+            optimizer_factory=self.loaded.optimizer,
+            schema=schema,
+            start=start,
+            device=self.device,
+            progress=progress,
+            stopped=self.stopped,
+        )
 
     def _train(
         self,

@@ -42,7 +42,7 @@ from fedring.client.training.frames import (
 from fedring.client.training.local_training import LoadedJob, LocalTraining
 from fedring.codec.schema import Schema
 from fedring.data import Split
-from fedring.train.errors import SeamError, TrainError, TrainingStopped
+from fedring.train.errors import TrainError, TrainingStopped
 from fedring.train.evaluation import Counts, counts_of
 from fedring.train.metrics import sendable_metrics
 from fedring.train.plan import Plan, TrainResult
@@ -255,19 +255,12 @@ class RemoteTraining(LocalTraining):
 
     process: CodeProcess = field(kw_only=True)
 
-    def train_own(
-        self, plan: Plan, schema: Schema, start: Callable[[], Mapping[str, Tensor] | None]
+    def _train_own(
+        self, plan: Plan, schema: Schema, start: Mapping[str, Tensor] | None, progress: Callable[[float], None]
     ) -> dict[str, Tensor] | None:
-        """See `LocalTraining.train_own`."""
-        if not self.command.job.personal:
-            return None
-        if self.loaded.trainer is not None:
-            raise SeamError(
-                "no_personal", "A trainer does not train a client's own model, as the job's [personal] asks."
-            )
-        model, began = values_of(self.loaded.model), start()
-        asked: Message = {"plan": asdict(plan), "names": sorted(schema.names), "started": began is not None}
-        values = pack({**model, **{OWN + name: tensor for name, tensor in (began or {}).items()}})
+        model = values_of(self.loaded.model)
+        asked: Message = {"plan": asdict(plan), "names": sorted(schema.names), "started": start is not None}
+        values = pack({**model, **{OWN + name: tensor for name, tensor in (start or {}).items()}})
         answer, found = self.process.call(
             "own",
             self.command.job,
@@ -275,7 +268,7 @@ class RemoteTraining(LocalTraining):
             values,
             most=size_of_values(model),
             stopped=self.stopped,
-            progress=lambda share: self.progress(share / 2),
+            progress=progress,
         )
         if not answer.get("own"):
             return None

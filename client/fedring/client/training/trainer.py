@@ -327,8 +327,7 @@ class DeclaredTrainer:
         split, shared = whole.split, MODES[job.mode].grouped
         if whole.divided:
             log.info("loaded %s samples of %s", _size(split.train), part_of)
-            if job.sample_dp:
-                check_private(whole, split.train, self._device)
+            check_private(job, whole, split.train, self._device)
             return whole
         part = load_part(
             split,
@@ -342,8 +341,8 @@ class DeclaredTrainer:
         if shared:  # Each worker of a group takes its share of all samples.
             part = Split(split.train, part.test, split.classes)
         log.info("loaded %s samples of the data set (partition_count=%s)", _size(part.train), config.partition_count)
-        if job.sample_dp:  # not with the part, whose first sample the server chooses
-            check_private(whole, split.train, self._device)
+        # Not with the part, whose first sample the server chooses.
+        check_private(job, whole, split.train, self._device)
         return replace(whole, split=part)
 
 

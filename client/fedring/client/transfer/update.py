@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from fedring.client.policy.promises import has_noise
 from fedring.codec import BUFFERS, CodecError, Encoding, Vectors, encode_buffers
 from fedring.codec.dense import dense_header
 from fedring.codec.digest import name_of, update_name
@@ -113,7 +114,7 @@ def header_of(
     command: pb.TrainCmd, client_id: str, packets: Sequence[pb.Packet], training: TrainingReport
 ) -> pb.UpdateHeader:
     """Return the header of an update with these packets."""
-    if command.job.dp or command.job.sample_dp:  # the noise on the model does not cover what a client says of its data
+    if has_noise(command.job):  # the noise on the model does not cover what a client says of its data
         training = TrainingReport(samples=1)
     for packet in packets:
         packet.num_samples = training.samples
