@@ -1,6 +1,6 @@
 """What flctl says of asynchronous rounds."""
 
-from fedring.ctl.operate.lists import buffer_sentence, histogram, shares
+from fedring.ctl.operate.round_kinds import buffer_sentence, histogram, shares
 from fedring.v1 import control_pb2 as pb
 
 

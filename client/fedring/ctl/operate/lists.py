@@ -1,8 +1,6 @@
 """flctl status, clients, rounds and models: show fl-server's state."""
 
-from collections import Counter
 from collections.abc import Sequence
-from math import ceil
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -16,6 +14,7 @@ from fedring.ctl.completion import client_ids, job_ids, model_versions, round_na
 from fedring.ctl.operate.job_names import HELP as JOB
 from fedring.ctl.operate.job_names import find_job
 from fedring.ctl.operate.model_names import HELP, find_version
+from fedring.ctl.operate.round_kinds import histogram, outcome_of, progress_of, shares
 from fedring.ctl.operate.round_names import find_round, round_name
 from fedring.ctl.options import DEFAULT_SERVER, LimitOption, OutputOption, ServerOption, check_out_file
 from fedring.ctl.output import (
@@ -35,9 +34,6 @@ from fedring.daemon.wording import counted
 from fedring.train.jobs.labels import shown
 from fedring.v1 import control_pb2 as pb
 from fedring.v1 import federation_pb2 as fb
-
-_LAST, _MOST = 10, 10  # buffers, and clients that are named of them
-_BAR = 30  # letters of the longest bar
 
 ROUND_COLUMNS = (
     "round>",
@@ -75,8 +71,7 @@ def status(server: ServerOption = DEFAULT_SERVER, output: OutputOption = Output.
         ("queued", queued),
         *(("round", _round_sentence(each)) for each in open_rounds),
         *([] if open_rounds else [("round", "none yet")]),
-        *([("secure", _secure_sentence(now.round.secure))] if now.round.HasField("secure") else []),
-        *(("buffer", buffer_sentence(each.asynchronous)) for each in open_rounds if each.HasField("asynchronous")),
+        *(row for each in open_rounds for row in progress_of(each).items()),
         ("clients", f"{now.clients_watching} in session" if leads else "known to the leader"),
         ("model", f"version {now.model_version}" if now.model_version else "none yet"),
         ("refused", ", ".join(f"{count} {reason}" for reason, count in sorted(now.refused.items()) if count) or "none"),
@@ -452,13 +447,8 @@ def _show_round(round_: pb.Round, output: Output) -> None:
         print(f"shortened to a norm of {round_.update_clip:.6g}: {', '.join(round_.clipped)}")
     for warning in round_.warnings:
         print(f"warning: {warning}")
-    if round_.HasField("secure"):
-        print(f"secure aggregation: {_secure_sentence(round_.secure)}")
-        took = [f"{step} {duration(seconds)}" for step, seconds in round_.secure.seconds.items()]
-        if took:
-            print(f"time of its steps: {', '.join(took)}")
-    if round_.HasField("asynchronous"):
-        print(f"buffer: {buffer_sentence(round_.asynchronous)}")
+    for line in outcome_of(round_):
+        print(line)
     if round_.liars:
         print(f"sent wrong shares (bad_share), and left out from now on: {', '.join(round_.liars)}")
     if round_.left_out:
@@ -483,56 +473,3 @@ def _round_sentence(round_: pb.Round) -> str:
     if round_.eval_total:
         sentence += f", {quality(figures.accuracy(round_), figures.loss(round_))}"
     return sentence + (f", {round_.reason}" if round_.reason else "")
-
-
-def buffer_sentence(buffer: pb.AsynchronousProgress) -> str:
-    """Return the state of a buffer, and the ages of its updates."""
-    ages = Counter(buffer.staleness.values())
-    text = f"{len(buffer.staleness)} of {counted(buffer.buffer, 'update')}"
-    if ages:
-        shown = ", ".join(f"{ages[age]} of age {age}" for age in sorted(ages))
-        text += f" ({shown}, in versions)"
-    return f"{text}; {buffer.at_work} of {counted(buffer.concurrency, 'client')} at work"
-
-
-def histogram(rounds: Sequence[pb.Round]) -> list[str]:
-    """Draw the ages of updates in the newest buffers, line by line.
-
-    Args:
-        rounds: Newest first.
-    """
-    last = _last_buffers(rounds)
-    ages = Counter(age for each in last for age in each.staleness.values())
-    most = max(ages.values(), default=1)
-    lines = [f"{age:4d} {'█' * ceil(_BAR * ages[age] / most):{_BAR}} {ages[age]}" for age in sorted(ages)]
-    return [f"updates of the last {counted(len(last), 'buffer')} by age, in versions:", *lines] if lines else []
-
-
-def shares(rounds: Sequence[pb.Round]) -> str:
-    """Return each client's share of the newest buffers, or "".
-
-    Args:
-        rounds: Newest first.
-    """
-    last = _last_buffers(rounds)
-    counts = Counter(client for each in last for client in each.staleness)
-    if not counts:
-        return ""
-    ranked = sorted(counts.items(), key=lambda item: (-item[1], item[0]))  # a map of the wire has no order
-    most = [f"{client} {percent(count / counts.total())}" for client, count in ranked[:_MOST]]
-    more = f" and {len(counts) - _MOST} more" if len(counts) > _MOST else ""
-    return f"shares of the last {counted(len(last), 'buffer')}: {', '.join(most)}{more}"
-
-
-def _secure_sentence(secure: pb.SecureProgress) -> str:
-    """Return the progress or outcome of a round's secure aggregation."""
-    lost = ", ".join(f"{count} in {step}" for step, count in secure.lost.items() if count)
-    parts = [counted(secure.groups, "group")] if secure.groups else []
-    if secure.step != "done":
-        parts.append(f"{secure.step}: {secure.answered} of {counted(secure.asked, 'client')} have answered")
-    return ", ".join([*parts, f"lost {lost}" if lost else "no client lost"])
-
-
-def _last_buffers(rounds: Sequence[pb.Round]) -> list[pb.AsynchronousProgress]:
-    """Return the newest buffers that have made versions."""
-    return [each.asynchronous for each in rounds if each.HasField("asynchronous") and each.model_version][:_LAST]
