@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from sqlalchemy import Connection
+from tests.journal_events import each_event
 from tests.unit.gate import Gate
 
 from fedring.codec import Encoding, encode
@@ -279,7 +280,7 @@ class Host:
     async def ended(self, job_id: int) -> str:
         """Wait for the end of a job, and return the state in which it ended."""
         async with asyncio.timeout(60):
-            async for event in self.journal.follow(1):
+            async for event in each_event(self.journal, 1):
                 if event.kind == "job_ended" and event.job_id == job_id:
                     break
         row = await self.facts.db(self.store.jobs.get, job_id)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.journal_events import each_event
 from tests.unit.host import Host, running, spec
 
 from fedring.daemon.config import merge
@@ -197,7 +198,7 @@ async def test_events_come_together_only_for_a_caller_who_asks(tmp_path: Path) -
 async def first_event(host: Host, kind: str) -> pb.Event:
     """Wait for the first event of this kind, and return it."""
     async with asyncio.timeout(60):
-        return await anext(event async for event in host.journal.follow(1) if event.kind == kind)
+        return await anext(event async for event in each_event(host.journal, 1) if event.kind == kind)
 
 
 @pytest.mark.parametrize("name", ["", "nobody", "x" * 1000, "\x1b[2J"])

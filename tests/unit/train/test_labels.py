@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
+from tests.journal_events import each_event
 from tests.opened_rounds import opened
 from tests.unit.host import Host, running, spec
 
@@ -165,7 +166,7 @@ def test_labels_are_read_from_the_command_line() -> None:
 async def told(host: Host, kind: str) -> None:
     """Wait until the journal has told an event of this kind."""
     async with asyncio.timeout(60):
-        async for event in host.journal.follow(1):
+        async for event in each_event(host.journal, 1):
             if event.kind == kind:
                 return
 

@@ -76,7 +76,7 @@ class ControlService(rpc.ControlServiceServicer):
         if 0 < after < oldest:
             replayed = await self._listings.events(after, oldest)
             after = oldest - 1
-        news = self._journal.follow_gathered(after)
+        news = self._journal.follow(after)
         await context.send_initial_metadata(())  # tells the caller that it misses nothing from now on
         for event in replayed:
             yield event

@@ -7,8 +7,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 
 from fedring.rpc.errors import Overloaded
@@ -138,11 +137,7 @@ class Journal:
         """
         return self._recent[0].id if self._recent else self._last_id + 1
 
-    def follow(self, after: int) -> AsyncIterator[pb.Event]:
-        """Watch events one by one: see `follow_gathered`."""
-        return _each(self.follow_gathered(after))
-
-    def follow_gathered(self, after: int) -> AsyncGenerator[Sequence[pb.Event]]:
+    def follow(self, after: int) -> AsyncGenerator[Sequence[pb.Event]]:
         """Watch events: known ones above `after`, then all new ones.
 
         The known ones are those in memory. New are those written from this call on. Those that wait to be read at the
@@ -217,10 +212,3 @@ def _groups(events: Iterable[pb.Event]) -> Iterator[Sequence[pb.Event]]:
         group.append(event)
     if group:
         yield group
-
-
-async def _each(groups: AsyncGenerator[Sequence[pb.Event]]) -> AsyncIterator[pb.Event]:
-    async with aclosing(groups):
-        async for group in groups:
-            for event in group:
-                yield event

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from tests.closed_rounds import closed_round
+from tests.journal_events import each_event
 from tests.unit.host import SIZE, Host, running, spec
 from torch import nn
 
@@ -119,7 +120,7 @@ async def test_a_round_that_waits_for_clients_keeps_its_settings_too(tmp_path: P
     calls = tmp_path / "calls"
     async with running(tmp_path) as host:
         await host.jobs.start(spec(**table("Recorded", file="calls")), "")
-        async for event in host.journal.follow(1):
+        async for event in each_event(host.journal, 1):
             if event.kind == "round_waits":
                 break
     async with running(tmp_path) as host:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from tests.damage import set_epoch, write
+from tests.journal_events import each_event
 from tests.unit.host import ONES, Host, running, spec
 
 from fedring.daemon.config import ConfigError
@@ -46,7 +47,7 @@ async def model_of(host: Host, number: int) -> ModelRow:
     """Wait for the model of a round."""
     row = None
     async with asyncio.timeout(60):
-        async for event in host.journal.follow(1):
+        async for event in each_event(host.journal, 1):
             row = await host.facts.db(host.store.rounds.get, number)
             if event.kind == "round_published" and row is not None and row.model_version:
                 break
@@ -63,7 +64,7 @@ async def until_training(host: Host, number: int) -> None:
         return any(each.row.round > number and each.phase is Phase.TRAINING for each in host.rounds)
 
     async with asyncio.timeout(60):
-        async for event in host.journal.follow(1):
+        async for event in each_event(host.journal, 1):
             if event.kind == "round_started" and trains():
                 break
 

@@ -5,6 +5,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from tests.journal_events import each_event
 from tests.unit.host import Host, running, spec
 
 from fedring.server.config import ServerConfig
@@ -47,7 +48,7 @@ async def test_a_job_that_is_stopped_just_before_its_turn_does_not_run(tmp_path:
     facts = Facts(store, blobs, threads=1)
     models = Models(blobs, facts.pool, config, store.run_id)
     parts = assemble(config, facts, models, Sessions(1))
-    jobs, events = parts.jobs, parts.journal.follow(0)
+    jobs, events = parts.jobs, each_event(parts.journal, 0)
     job, _ = await jobs.start(Job.model_validate({"model": "fedring.train.models:digits_mlp"}), "")
     stop = asyncio.create_task(jobs.stop(job.job_id))
     await asyncio.to_thread(store.slow.asked.wait, 60)  # `stop` has asked the store for the job, which is queued

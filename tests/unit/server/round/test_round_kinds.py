@@ -7,6 +7,7 @@ from math import inf
 from pathlib import Path
 
 import pytest
+from tests.journal_events import each_event
 from tests.unit.host import Host, running, spec
 
 from fedring.server.round.dispatch import Dispatch
@@ -119,7 +120,7 @@ async def test_a_plain_round_beside_it_still_has_its_barrier(host: Host) -> None
     job, _ = await host.jobs.start(spec(min_clients=2), "")
     first = host.join("a")
     async with asyncio.timeout(60):
-        async for event in host.journal.follow(1):
+        async for event in each_event(host.journal, 1):
             if event.kind == "round_waits":
                 break
     assert (host.round.phase, host.round.kind.phases) == (Phase.WAITING, ())

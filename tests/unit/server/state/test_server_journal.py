@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from itertools import pairwise
 
 import pytest
+from tests.journal_events import each_event
 
 from fedring.rpc.errors import Overloaded
 from fedring.server.state.journal import RECENT, TOGETHER, TOGETHER_BYTES, Journal, rfc3339
@@ -41,7 +42,7 @@ async def test_a_watcher_gets_earlier_and_later_events_without_a_gap() -> None:
     for number in range(3):
         journal.write("job_started", f"{number}")
 
-    events = journal.follow(journal.oldest)
+    events = each_event(journal, journal.oldest)
     journal.write("job_started", "3")  # before the first is read
     assert await some(events, 3) == ["1", "2", "3"]
     journal.write("job_started", "4")
@@ -52,14 +53,14 @@ async def test_a_watcher_of_new_events_gets_no_earlier_ones() -> None:
     journal = Journal()
     journal.write("job_started", "old")
 
-    events = journal.follow(0)
+    events = each_event(journal, 0)
     journal.write("job_started", "new")
     assert await some(events, 1) == ["new"]
 
 
 async def test_events_that_wait_come_together_but_large_ones_alone() -> None:
     journal = Journal()
-    groups = journal.follow_gathered(0)
+    groups = journal.follow(0)
     large = "x" * TOGETHER_BYTES
     for text in ("0", "1", large, "2", "3", *["4"] * TOGETHER):
         journal.write("job_started", text)
@@ -68,13 +69,13 @@ async def test_events_that_wait_come_together_but_large_ones_alone() -> None:
     assert came[:2] == [["0", "1"], [large]]
     assert [text for group in came[2:] for text in group] == ["2", "3", *["4"] * TOGETHER]
     assert all(len(group) <= TOGETHER for group in came)
-    again = journal.follow_gathered(1)
+    again = journal.follow(1)
     assert [[event.text for event in await anext(again)] for _ in range(2)] == came[:2]
 
 
 async def test_a_watcher_that_reads_too_slowly_gets_an_error_and_delays_nobody() -> None:
     journal = Journal()
-    events = journal.follow(0)
+    events = each_event(journal, 0)
     first = asyncio.create_task(some(events, 1))
     await asyncio.sleep(0)  # it watches now
     for number in range(RECENT + 2):
