@@ -224,7 +224,7 @@ class Job(JobKeys):
 
     @property
     def budget(self) -> Budget | None:
-        """What its rounds may cost, if the server keeps an account of them."""
+        """The privacy budget of its rounds, if the server charges them."""
         return next((budget for table in self.tables.values() if (budget := table.budget) is not None), None)
 
     @property

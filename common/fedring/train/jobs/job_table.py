@@ -63,7 +63,7 @@ class JobTable(BaseModel):
 
     @property
     def budget(self) -> Budget | None:
-        """What rounds may cost, if the server keeps an account of them."""
+        """The privacy budget of rounds, if the server charges them."""
         return None
 
     def updates_of(self, clients: int) -> tuple[int, str]:

@@ -1,4 +1,4 @@
-"""The fields of a command for updates of which only sums are opened.
+"""Commands of jobs whose updates are opened only as sums.
 
 These jobs have the table [secure_aggregation].
 """
@@ -28,7 +28,7 @@ def secure_settings(job: Job) -> wire.SecureRound:
 
 
 def add_sums(job: Job, expected: pb.TrainCmd, told: pb.TrainCmd) -> None:
-    """Add to a command that is made of a job, if only sums are opened.
+    """Complete the command of a job, if only sums are opened.
 
     Args:
         job: The job.

@@ -357,7 +357,7 @@ def _why_not_ready(name: str, session: Session | None, round_: Round | None) -> 
         jobs = ", ".join(map(str, sorted(session.unapproved)))
         return f"its site has not approved job {jobs} yet: see fl-client cards there"
     if rules and name in rules.left_out:
-        return "an earlier round has proved its shares of secure aggregation wrong"
+        return "an earlier round has proved that it sent wrong shares (bad_share)"
     if rules and not match(session.labels, rules.labels):
         return f"its labels are {shown(session.labels) or 'none'}, and the job wants {shown(rules.labels)}"
     return ""
