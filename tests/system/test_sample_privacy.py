@@ -8,7 +8,7 @@ import torch
 
 from fedring.client.config import ClientConfig
 from fedring.client.policy.ledger import LEDGER
-from fedring.client.training.local_training import train_locally
+from fedring.client.training.local_training import PrivateLoop
 from fedring.client.training.trainer import load_job
 from fedring.control.failure import Failure
 from fedring.data import Samples
@@ -123,7 +123,7 @@ def test_mnist_is_learned_well_with_a_small_epsilon(data_root: Path) -> None:
     assert isinstance(samples, Samples)
     assert job.sample_dp is not None
     epsilon = sampled_epsilon([sampled_steps(plan, job.sample_dp, len(samples))], 1e-5)
-    result = train_locally(loaded, samples, plan, device=cpu, private=job.sample_dp)
+    result = PrivateLoop(job.sample_dp).train(loaded, samples, plan, device=cpu)
     accuracy = run_evaluator(None, loaded.model, loaded.split.test, loss=loaded.loss, device=cpu).accuracy
     print(f"accuracy {accuracy:.4f}, epsilon {epsilon:.3f}, {result.steps} steps, {result.seconds:.0f} s")
     assert len(samples) == 60_000

@@ -26,7 +26,7 @@ from fedring.client.policy.promises import is_covered
 from fedring.client.policy.secret import ClientSecret
 from fedring.client.round_plan import plan_of, seed_of, unseeded_plan
 from fedring.client.sample_charge import cost_of
-from fedring.client.training.local_training import LocalTraining, check_private
+from fedring.client.training.local_training import LocalTraining, loop_of
 from fedring.client.training.personal import figures_of
 from fedring.client.training.trainer import load_job
 from fedring.client.transfer.own_values import PERSONAL, line_of, section_of, values_in
@@ -161,7 +161,7 @@ class SimulationWorker:
             job.seed, self._device
         ):  # so that a data callable that draws samples draws the same ones everywhere
             self._loaded = load_job(spec, config, offered, self._device, ClientPart(0, setup.clients, client_id(0)))
-        check_private(spec, self._loaded, self._loaded.split.train, self._device)
+        loop_of(spec).check(self._loaded, self._loaded.split.train, self._device)
         warm_up(self._device)
         data = offered.get("data", job.data)
         self._samples: ClientSamples = (

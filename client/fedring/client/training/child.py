@@ -18,7 +18,6 @@ from pathlib import Path
 from torch import Tensor
 
 from fedring.client.config import ClientConfig
-from fedring.client.policy.promises import sample_dp_of
 from fedring.client.training.frames import (
     CORRECTION,
     OWN,
@@ -30,7 +29,7 @@ from fedring.client.training.frames import (
     put,
     values_of,
 )
-from fedring.client.training.local_training import LoadedJob, train_locally
+from fedring.client.training.local_training import LoadedJob, loop_of
 from fedring.client.training.personal import personal_of, train_own
 from fedring.client.training.trainer import DeclaredTrainer, prepare
 from fedring.daemon.logs import set_up_logs
@@ -92,7 +91,7 @@ class JobProcess:
         job = pb.JobSpec.FromString(bytes.fromhex(asked["job"]))
         rest = put(values, values_of(loaded.model))
         corrections = _below(CORRECTION, rest) if asked["corrected"] else None
-        result = train_locally(
+        result = loop_of(job).train(
             loaded,
             loaded.split.train,
             Plan(**asked["plan"]),
@@ -100,7 +99,6 @@ class JobProcess:
             progress=self._progress(),
             stopped=self._stopped,
             corrections=corrections,
-            private=sample_dp_of(job),
             on_nothing=asked["on_nothing"],
         )
         told = {"num_samples": result.num_samples, "seconds": result.seconds, "metrics": result.metrics}

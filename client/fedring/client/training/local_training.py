@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -41,70 +41,125 @@ class LoadedJob:
     divided: bool = False  # whether the split has this client's samples already
 
 
-def check_private(job: pb.JobSpec, loaded: LoadedJob, samples: Dataset[Any], device: torch.device) -> None:
-    """Check that a job can be trained here, if it has [sample_dp].
+class Loop:
+    """The loop of a job that does not protect single samples."""
 
-    This comes before the server's values are loaded, and is told to the server.
+    noisy: ClassVar[bool] = False
+    """Whether it can train with noise alone, in the place of a training that has failed."""
 
-    Args:
-        job: The job.
-        loaded: All that it names.
-        samples: The samples of a client; if there are none, the training says so.
-        device: Where to train.
+    def check(self, loaded: LoadedJob, samples: Dataset[Any], device: torch.device) -> None:
+        """Check that a job can be trained here.
 
-    Raises:
-        SeamError: If it cannot, for a reason that does not depend on what the samples say.
-        TrainError: If the first sample is not what a data set must hold.
-    """
-    if not job.sample_dp:
-        return
-    if loaded.trainer is not None:
-        raise SeamError(UNFIT, "A trainer does not go with the job's [sample_dp].")
-    if size_of(samples):
-        check_private_training(loaded.model, samples, loss=loaded.loss, device=device)
+        This comes before the server's values are loaded, and is told to the server.
+
+        Args:
+            loaded: The job.
+            samples: The samples of a client; if there are none, the training says so.
+            device: Where to train.
+
+        Raises:
+            SeamError: If it cannot, for a reason that does not depend on what the samples say.
+            TrainError: If the first sample is not what a data set must hold.
+        """
+
+    def drawn(self, size: int, subset_size: int) -> int:
+        """Return the most samples of a client that a round draws.
+
+        Args:
+            size: The number of its samples.
+            subset_size: The same key of the command.
+        """
+        return min(size, subset_size or size)
+
+    def train(
+        self,
+        loaded: LoadedJob,
+        samples: Dataset[Any],
+        plan: Plan,
+        *,
+        device: torch.device,
+        progress: Callable[[float], None] = lambda share: None,
+        stopped: Callable[[], bool] = lambda: False,
+        corrections: Mapping[str, Tensor] | None = None,
+        on_nothing: bool = False,
+    ) -> TrainResult:
+        """Train the loaded model in place on one client's samples.
+
+        This uses the built-in loop or the user's trainer.
+
+        Args:
+            loaded: The job; its model holds the values that the round starts from.
+            samples: The samples of the client.
+            plan: How the job wants the model trained.
+            device: Where to train.
+            progress: As for `fedring.train.loop.train`; a user's trainer cannot report how far it is.
+            stopped: As for `fedring.train.loop.train`; a user's trainer does not ask.
+            corrections: As for `fedring.train.loop.train`; None = the gradients are not corrected.
+            on_nothing: Whether to train with the noise alone, if the loop is noisy.
+
+        Raises:
+            TrainingStopped: If `stopped` returned True.
+            TrainError: If there are no samples, the training diverged, or the user's trainer reports nonsense.
+            SeamError: If a user's trainer would have to correct the gradients, or something does not fit the loop.
+        """
+        if on_nothing:
+            raise SeamError(UNFIT, "A loop without noise does not train on nothing.")
+        if loaded.trainer is None:
+            return train(
+                loaded.model,
+                samples,
+                plan,
+                loss=loaded.loss,
+                optimizer_factory=loaded.optimizer,
+                device=device,
+                progress=progress,
+                stopped=stopped,
+                corrections=corrections or {},
+            )
+        if corrections is not None:
+            raise SeamError("no_correction", "A trainer does not correct its gradients, as the job asks.")
+        return run_trainer(loaded.trainer, loaded.model, samples, plan, device=device)
 
 
-def train_locally(
-    loaded: LoadedJob,
-    samples: Dataset[Any],
-    plan: Plan,
-    *,
-    device: torch.device,
-    progress: Callable[[float], None] = lambda share: None,
-    stopped: Callable[[], bool] = lambda: False,
-    corrections: Mapping[str, Tensor] | None = None,
-    private: SamplePrivacy | None = None,
-    on_nothing: bool = False,
-) -> TrainResult:
-    """Train the loaded model in place on one client's samples.
+@dataclass(frozen=True, slots=True)
+class PrivateLoop(Loop):
+    """The loop of a job with [sample_dp], which is DP-SGD."""
 
-    This uses the built-in loop or the user's trainer.
+    noisy: ClassVar[bool] = True
 
-    Args:
-        loaded: The job; its model holds the values that the round starts from.
-        samples: The samples of the client.
-        plan: How the job wants the model trained.
-        device: Where to train.
-        progress: As for `fedring.train.loop.train`; a user's trainer cannot report how far it is.
-        stopped: As for `fedring.train.loop.train`; a user's trainer does not ask.
-        corrections: As for `fedring.train.loop.train`; None = the gradients are not corrected.
-        private: The noise of DP-SGD, for which check_private() has accepted the job; None = single samples are not
-            protected.
-        on_nothing: With `private`: whether to train with the noise alone, in the place of a training that has failed.
+    privacy: SamplePrivacy
 
-    Raises:
-        TrainingStopped: If `stopped` returned True.
-        TrainError: If there are no samples, the training diverged, or the user's trainer reports nonsense.
-        SeamError: If a user's trainer would have to correct the gradients, or something does not fit DP-SGD.
-    """
-    if private is not None:
+    def check(self, loaded: LoadedJob, samples: Dataset[Any], device: torch.device) -> None:
+        """See Loop."""
+        if loaded.trainer is not None:
+            raise SeamError(UNFIT, "A trainer does not go with the job's [sample_dp].")
+        if size_of(samples):
+            check_private_training(loaded.model, samples, loss=loaded.loss, device=device)
+
+    def drawn(self, size: int, subset_size: int) -> int:
+        """See Loop."""
+        return size
+
+    def train(
+        self,
+        loaded: LoadedJob,
+        samples: Dataset[Any],
+        plan: Plan,
+        *,
+        device: torch.device,
+        progress: Callable[[float], None] = lambda share: None,
+        stopped: Callable[[], bool] = lambda: False,
+        corrections: Mapping[str, Tensor] | None = None,
+        on_nothing: bool = False,
+    ) -> TrainResult:
+        """See Loop."""
         if corrections is not None:
             raise SeamError(UNFIT, "Corrections of gradients do not go with the job's [sample_dp].")
         return train_privately(
             loaded.model,
             samples,
             plan,
-            private,
+            self.privacy,
             loss=loaded.loss,
             optimizer_factory=loaded.optimizer,
             device=device,
@@ -112,21 +167,12 @@ def train_locally(
             stopped=stopped,
             on_nothing=on_nothing,
         )
-    if corrections is not None and loaded.trainer is not None:
-        raise SeamError("no_correction", "A trainer does not correct its gradients, as the job asks.")
-    if loaded.trainer is not None:
-        return run_trainer(loaded.trainer, loaded.model, samples, plan, device=device)
-    return train(
-        loaded.model,
-        samples,
-        plan,
-        loss=loaded.loss,
-        optimizer_factory=loaded.optimizer,
-        device=device,
-        progress=progress,
-        stopped=stopped,
-        corrections=corrections or {},
-    )
+
+
+def loop_of(job: pb.JobSpec) -> Loop:
+    """Return the loop that trains a job's models."""
+    privacy = sample_dp_of(job)
+    return Loop() if privacy is None else PrivateLoop(privacy)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -140,8 +186,8 @@ class LocalTraining:
     loaded: LoadedJob  # its model holds the values that the round starts from
     samples: Dataset[Any]  # of the client
     device: torch.device
-    progress: Callable[[float], None] = lambda share: None  # as for `train_locally`
-    stopped: Callable[[], bool] = lambda: False  # as for `train_locally`
+    progress: Callable[[float], None] = lambda share: None  # as for `Loop.train`
+    stopped: Callable[[], bool] = lambda: False  # as for `Loop.train`
 
     def counted(self, size: int, known: int) -> int:
         """Return for how many samples the client counts, also if it fails.
@@ -150,7 +196,7 @@ class LocalTraining:
             size: The number of its samples.
             known: How many its last update counted for, if a user's trainer decides that; 0 = nobody knows.
         """
-        drawn = size if self.command.job.sample_dp else min(size, self.command.subset_size or size)
+        drawn = loop_of(self.command.job).drawn(size, self.command.subset_size)
         return known or drawn if self.loaded.trainer is not None else drawn
 
     def train_own(
@@ -172,21 +218,21 @@ class LocalTraining:
             TrainingStopped: If `stopped` returned True.
             SeamError: If a user's trainer would have to do this.
         """
-        if not self.command.job.personal:
+        if not self._own_share:
             return None
         if self.loaded.trainer is not None:
             raise SeamError(
                 "no_personal", "A trainer does not train a client's own model, as the job's [personal] asks."
             )
-        return self._train_own(plan, schema, start(), lambda share: self.progress(share / 2))
+        return self._train_own(plan, schema, start(), lambda share: self.progress(self._own_share * share))
 
     def train(self, plan: Plan, corrections: Mapping[str, Tensor] | None) -> TrainResult:
-        """Train the round's model: see `train_locally`."""
-        begun = 0.5 if self.command.job.personal else 0.0  # by the client's own model
+        """Train the round's model: see `Loop.train`."""
+        begun = self._own_share
         return self._train(plan, lambda share: self.progress(begun + (1 - begun) * share), corrections)
 
     def train_on_noise(self, plan: Plan, reason: str, restore: Callable[[], None]) -> bool:
-        """Train on the noise of [sample_dp] alone, after a failure.
+        """Train on the noise of the job's loop alone, after a failure.
 
         A training diverges by its noise and its learning rate, whatever the samples are: then this one would, too.
 
@@ -198,7 +244,7 @@ class LocalTraining:
         Returns:
             Whether the model was trained so.
         """
-        if sample_dp_of(self.command.job) is None or reason == "diverged":
+        if not loop_of(self.command.job).noisy or reason == "diverged":
             return False
         try:
             restore()
@@ -209,6 +255,11 @@ class LocalTraining:
         except Exception:  # the user's optimizer may raise anything
             log.exception("round %d: a training without samples failed, too", self.command.round)
             return False
+
+    @property
+    def _own_share(self) -> float:
+        """The own model's share of the work; 0 = there is none."""
+        return 0.5 if self.command.job.personal else 0.0
 
     def _train_own(
         self, plan: Plan, schema: Schema, start: Mapping[str, Tensor] | None, progress: Callable[[float], None]
@@ -236,7 +287,7 @@ class LocalTraining:
         on_nothing: bool = False,
     ) -> TrainResult:
         with job_code():
-            return train_locally(
+            return loop_of(self.command.job).train(
                 self.loaded,
                 self.samples,
                 plan,
@@ -244,6 +295,5 @@ class LocalTraining:
                 progress=progress,
                 stopped=self.stopped,
                 corrections=corrections,
-                private=sample_dp_of(self.command.job),
                 on_nothing=on_nothing,
             )

@@ -17,7 +17,7 @@ from fedring.client.errors import Refused, RoundOver, WrongModel
 from fedring.client.evaluation import Evaluation
 from fedring.client.policy.promises import is_covered
 from fedring.client.task import Task
-from fedring.client.training.local_training import LoadedJob, LocalTraining, check_private
+from fedring.client.training.local_training import LoadedJob, LocalTraining, loop_of
 from fedring.client.training.personal import with_own
 from fedring.client.training.process import CodeFailed, CodeProcess, RemoteTraining, evaluate_remote, load_remote
 from fedring.daemon.tracing import span
@@ -327,7 +327,7 @@ class DeclaredTrainer:
         split, shared = whole.split, MODES[job.mode].grouped
         if whole.divided:
             log.info("loaded %s samples of %s", _size(split.train), part_of)
-            check_private(job, whole, split.train, self._device)
+            loop_of(job).check(whole, split.train, self._device)
             return whole
         part = load_part(
             split,
@@ -342,7 +342,7 @@ class DeclaredTrainer:
             part = Split(split.train, part.test, split.classes)
         log.info("loaded %s samples of the data set (partition_count=%s)", _size(part.train), config.partition_count)
         # Not with the part, whose first sample the server chooses.
-        check_private(job, whole, split.train, self._device)
+        loop_of(job).check(whole, split.train, self._device)
         return replace(whole, split=part)
 
 
