@@ -8,11 +8,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from fedring.client.training.local_training import LoadedJob, loop_of
 from fedring.data import Samples, digits
 from fedring.train.errors import SeamError, TrainError
 from fedring.train.losses import cross_entropy
 from fedring.train.models import digits_mlp
+from fedring.train.optimizers import sgd
+from fedring.train.plan import Plan
 from fedring.train.private_check import check_private_training
+from fedring.v1 import federation_pb2 as pb
 
 CPU = torch.device("cpu")
 
@@ -164,3 +168,10 @@ def test_what_nobody_can_compare_is_refused() -> None:
             check(digits_mlp(), digits().train, loss=lambda outputs, labels: cross_entropy(outputs, labels) * factor)  # noqa: B023
     with pytest.raises(TrainError, match="A sample must be a pair"):
         check(digits_mlp(), Listed("Jane Doe"))
+
+
+def test_a_loop_without_noise_does_not_train_on_nothing() -> None:
+    split = digits()
+    loaded = LoadedJob(digits_mlp(), split, cross_entropy, sgd, None, None)
+    with pytest.raises(SeamError, match="without noise"):
+        loop_of(pb.JobSpec()).train(loaded, split.train, Plan(), device=CPU, on_nothing=True)
