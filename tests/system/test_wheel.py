@@ -31,6 +31,7 @@ PARTS = (
         "schedules",
         "secure",
         "server",
+        "signatures",
         "simulation",
         "train",
         "v1",
