@@ -105,7 +105,7 @@ class VirtualBuffers(VirtualRounds):
     def expect(self, answers: Mapping[str, TimedAnswer]) -> None:
         """Note the answers of clients that have just got commands."""
         for client, answer in answers.items():
-            event: Event = Delivered(client) if answer.delivers else Failed(client, self._number)
+            event: Event = Delivered({client}) if answer.delivers else Failed(client, self._number)
             self._push(self.now + answer.seconds, ANSWERS, client, event)
 
     @property

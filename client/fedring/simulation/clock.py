@@ -136,7 +136,7 @@ class VirtualRounds:
         """
         number = self._state.round.number if self._state.round else 0
         for client, answer in answers.items():
-            event = Delivered(client) if answer.delivers else Failed(client, number)
+            event = Delivered({client}) if answer.delivers else Failed(client, number)
             self._push(self.now + answer.seconds, ANSWERS, client, event)
         effect, left_out = self._next_effect(), dict[str, str]()
         round_ = self._state.round

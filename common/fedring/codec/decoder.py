@@ -35,6 +35,16 @@ class Decoder(ABC):
             CodecError: If the bytes of the range are not valid.
         """
 
+    def square(self, start: int, stop: int) -> float:
+        """Return the sum of the squared entries of a range, in their own type.
+
+        It is infinite if it does not fit. Every byte of the range was checked.
+
+        Raises:
+            CodecError: If the bytes of the range are not valid.
+        """
+        return square_of(self.decode(start, stop))
+
     def add(self, start: int, stop: int, out: NDArray[np.float64], weight: float) -> None:
         """Add the entries start..stop, times `weight`, to `out`.
 
@@ -80,3 +90,9 @@ class SparseDecoder(Decoder):
         """See Decoder.add; costs only as much as the entries carried."""
         positions, values = self.entries(start, stop)
         out[positions] += np.multiply(values, weight, dtype=np.float64)
+
+
+def square_of(values: NDArray[np.floating]) -> float:
+    """Return the sum of the squared values, in their own type; infinite if it does not fit."""
+    with np.errstate(over="ignore"):
+        return float(np.dot(values, values))

@@ -7,13 +7,14 @@ fp16 and bf16 round to nearest, ties to even. Finite values stay finite: those b
 largest.
 """
 
+from math import isfinite
 from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedring.codec.chunks import dequantise, quantised_blocks
-from fedring.codec.decoder import Decoder
+from fedring.codec.decoder import Decoder, square_of
 from fedring.codec.errors import CodecError
 from fedring.codec.source import HEADER, VERSION, Source, check_chunk, check_finite, check_length, read_only
 
@@ -75,6 +76,19 @@ class DenseDecoder(Decoder):
 
     def decode(self, start: int, stop: int) -> NDArray[np.floating]:
         """See Decoder.decode; "non_finite" if a value is NaN or infinite."""
+        values = self._values(start, stop)
+        check_finite(values)
+        return values
+
+    def square(self, start: int, stop: int) -> float:
+        """See Decoder.square; "non_finite" if a value is NaN or infinite."""
+        values = self._values(start, stop)
+        if not isfinite(square := square_of(values)):  # as it never is with a NaN or an infinity
+            check_finite(values)
+        return square
+
+    def _values(self, start: int, stop: int) -> NDArray[np.floating]:
+        """Return a range of values that may not be finite."""
         width = self._dtype.itemsize
         data = self._source.piece(HEADER.size + width * start, width * (stop - start))
         stored = np.frombuffer(data, self._dtype)
@@ -86,7 +100,6 @@ class DenseDecoder(Decoder):
                     values = stored.astype(np.float32)
             case _:
                 values = read_only(stored)
-        check_finite(values)
         return values
 
 

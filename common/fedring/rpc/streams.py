@@ -91,7 +91,7 @@ async def write(context: Any, message: Any, seconds: float) -> None:
     """
     try:
         async with asyncio.timeout(seconds):
-            await finish_write(context, message)
+            await _finish_write(context, message)
     except TimeoutError:
         raise Stalled(f"the caller read nothing for {seconds:g} s") from None
 
@@ -107,14 +107,34 @@ async def answer(context: Any, message: Any, seconds: float) -> None:
     """
     try:
         async with asyncio.timeout(seconds):
-            await context.write(message)
+            await write_whole(context, message)
     except TimeoutError:
         raise Stalled(f"the caller read nothing for {seconds:g} s") from None
+
+
+async def write_whole(context: Any, message: Any) -> None:
+    """Write a message, where nobody cancels a write that has begun.
+
+    Raises:
+        Gone: If the caller has closed the connection.
+    """
+    try:
+        await context.write(message)
     except Exception as error:  # gRPC has no public name for a write to a stream that has ended.
         raise Gone("the caller has closed the connection") from error
 
 
-async def finish_write(context: Any, message: Any) -> None:
+async def after_write(writing: asyncio.Lock) -> None:
+    """Take the lock under which a stream is written to, so that a status may follow.
+
+    gRPC loses a status that is sent before a write has ended. One that takes longer than half a second is given up.
+    """
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_WRITE_GRACE):
+            await writing.acquire()
+
+
+async def _finish_write(context: Any, message: Any) -> None:
     """Write a message, and finish it even if cancelled.
 
     A write that has begun gets half a second to end.

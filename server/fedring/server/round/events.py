@@ -3,7 +3,7 @@
 Nothing here computes. `fedring.server.round.machine` says what follows from an event, and when.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
@@ -240,9 +240,9 @@ class Enlisted:
 
 @dataclass(frozen=True, slots=True)
 class Delivered:
-    """An update of the client was accepted."""
+    """Updates of these clients were accepted together."""
 
-    client: str
+    clients: Set[str]
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 from math import ceil, floor, inf
+from operator import itemgetter
 from statistics import median
 from typing import Any
 
@@ -114,11 +115,11 @@ def apply(state: RoundState, event: Event, now: float) -> RoundState:
 def _apply_to_round(round_: Round, event: Event, now: float) -> Round:
     match event:
         # An upload may be repeated; only its first delivery counts for the median time.
-        case Delivered(client) if round_.phase is Phase.TRAINING and client in round_.selected:
-            if client in round_.delivered:
+        case Delivered(clients) if round_.phase is Phase.TRAINING and clients <= round_.selected:
+            if not (fresh := frozenset(clients) - round_.delivered):
                 return round_
-            seconds = (*round_.delivery_seconds, now - round_.since)
-            stalled, delivered = round_.stalled - {client}, round_.delivered | {client}
+            seconds = round_.delivery_seconds + (now - round_.since,) * len(fresh)
+            stalled, delivered = round_.stalled - fresh, round_.delivered | fresh
             return replace(round_, delivered=delivered, delivery_seconds=seconds, stalled=stalled)
         case Stalled(client):
             return replace(round_, stalled=round_.stalled | {client} & _training(round_))
@@ -251,13 +252,13 @@ def busy(state: RoundState, rules: RoundRules) -> list[str]:
 
 def unhindered(state: RoundState, rules: RoundRules) -> list[str]:
     """Return the clients that nothing but other rounds can hold back, sorted."""
-    undecided = {*unapproved(state, rules)}
-    return [c for c in _passed(state, rules) if state.members[c].late is None and c not in undecided]
+    free = ((c, member) for c, member in _passed(state, rules) if member.late is None)
+    return [client for client, member in free if rules.job_id not in member.unapproved]
 
 
 def unapproved(state: RoundState, rules: RoundRules) -> list[str]:
     """Return the clients whose sites have not approved the job yet, sorted."""
-    return [client for client in suitable(state, rules) if rules.job_id in state.members[client].unapproved]
+    return [client for client, member in _suitable(state, rules) if rules.job_id in member.unapproved]
 
 
 def needed(rules: RoundRules) -> int:
@@ -270,12 +271,12 @@ def late(state: RoundState, rules: RoundRules) -> list[str]:
 
     They could take part otherwise. Sorted.
     """
-    return [client for client in _passed(state, rules) if state.members[client].late is not None]
+    return [client for client, member in _passed(state, rules) if member.late is not None]
 
 
-def _passed(state: RoundState, rules: RoundRules) -> list[str]:
+def _passed(state: RoundState, rules: RoundRules) -> list[tuple[str, Member]]:
     passed = (Presence.MATCHED,) if rules.barrier == "matched" else (Presence.JOINED, Presence.MATCHED)
-    return [client for client in suitable(state, rules) if state.members[client].presence in passed]
+    return [(client, member) for client, member in _suitable(state, rules) if member.presence in passed]
 
 
 def suitable(state: RoundState, rules: RoundRules) -> list[str]:
@@ -283,8 +284,18 @@ def suitable(state: RoundState, rules: RoundRules) -> list[str]:
 
     Only their names and labels count, not whether they are ready.
     """
-    here = ((c, member) for c, member in state.members.items() if member.max_jobs and c not in rules.left_out)
-    return sorted(c for c, member in here if match(member.labels, rules.labels))
+    return [client for client, _ in _suitable(state, rules)]
+
+
+def _suitable(state: RoundState, rules: RoundRules) -> list[tuple[str, Member]]:
+    """Return these clients with what is known of them.
+
+    A round asks again and again while it waits, so all is read in one walk.
+    """
+    here = [(c, member) for c, member in state.members.items() if member.max_jobs and c not in rules.left_out]
+    if rules.labels:
+        here = [(c, member) for c, member in here if match(member.labels, rules.labels)]
+    return sorted(here, key=itemgetter(0))
 
 
 def sample(candidates: list[str], round_: Round) -> list[str]:

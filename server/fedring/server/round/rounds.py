@@ -96,8 +96,9 @@ class Rounds:
         Else it is the newest one, if the client has just worked in it, or is late with an earlier one of its job. A
         client of another job has none.
         """
-        if (mine := next((open_ for open_ in self if open_.asks(client)), None)) is not None:
-            return mine
+        for open_ in self._open.values():  # asked for every message of a round, so no generator is made for it
+            if open_.asks(client):
+                return open_
         if (newest := self.newest) is None:
             return None
         late = any(client in told.outstanding for told in self.carried(newest.row.job_id))
@@ -373,16 +374,14 @@ class Rounds:
         Its `settling` must be held.
         """
         job_id = open_.row.job_id
+        # One worker delivers for its whole group.
+        count = len(rows) * (len(open_.row.selected) if open_.job.grouped else 1)
+        self._served[job_id] = self._served.get(job_id, 0) + count
+        open_.accepted.update((row.client_id, row) for row in rows)
+        open_.in_memory.update(row.client_id for row in rows if row.payload)
+        self.handle(open_, Delivered({row.client_id for row in rows}))
         for row in rows:
-            # One worker delivers for its whole group.
-            count = len(open_.row.selected) if open_.job.grouped else 1
-            self._served[job_id] = self._served.get(job_id, 0) + count
-            open_.accepted[row.client_id] = row
-            if row.payload:
-                open_.in_memory.add(row.client_id)
-            told = self.told(row.round, row.client_id)
-            self.handle(open_, Delivered(row.client_id))
-            if told is not None:
+            if (told := self.told(row.round, row.client_id)) is not None:
                 open_.kind.answered(told, row.client_id)
         state = open_message(open_, clients=False)  # the same for all of them, since they became durable at once
         for row in rows:

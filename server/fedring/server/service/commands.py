@@ -2,13 +2,13 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from typing import Any
 
 from fedring.rpc.contract import PROTOCOL
 from fedring.rpc.errors import BadRequest, Gone, IdInUse, Unavailable, refusal_in
 from fedring.rpc.identity import NAME
-from fedring.rpc.streams import finish_write, wire_bytes
+from fedring.rpc.streams import after_write, wire_bytes, write_whole
 from fedring.server.config import ServerConfig
 from fedring.server.round.client_reports import ClientReports
 from fedring.server.round.events import Joined
@@ -66,12 +66,12 @@ class TrainCmdService(rpc.TrainCmdServiceServicer):
         self, request_iterator: AsyncIterator[pb.WatchRequest], context: Any
     ) -> None:
         session = self._sessions.of(context)
-        session.watching = True
+        session.watching, writing = True, asyncio.Lock()
         try:
             async with asyncio.TaskGroup() as tasks:
-                parts = self._listen(session, request_iterator), self._speak(session, context), _until_closed(session)
-                for part in parts:
-                    tasks.create_task(part)
+                tasks.create_task(self._speak(session, context, writing))
+                for part in (self._listen(session, request_iterator), _until_closed(session)):
+                    tasks.create_task(_between_writes(part, writing))
         except ExceptionGroup as group:
             if (refusal := refusal_in(group)) is not None:  # the end of a stream is told by `left`
                 raise refusal from None
@@ -98,11 +98,12 @@ class TrainCmdService(rpc.TrainCmdServiceServicer):
                 self._reports.failed(session.client_id, request.failure)
         raise Gone("the client closed its side")
 
-    async def _speak(self, session: Session, context: Any) -> None:
+    async def _speak(self, session: Session, context: Any, writing: asyncio.Lock) -> None:
         event = self._sweep.greeting(session)
         while True:
             session.spoke, session.writing = time.monotonic(), True
-            await finish_write(context, event)
+            async with writing:  # a task for each write would cost more than the write itself
+                await write_whole(context, event)
             session.writing = False
             if event not in self._sweep.heartbeats:
                 self._reports.traffic(session.client_id).download_bytes += wire_bytes(event)
@@ -133,6 +134,15 @@ class TrainCmdService(rpc.TrainCmdServiceServicer):
             session.contested = now
             text = f"{client_id} is here already: another client, at {peer}, was refused this id"
             self._journal.write("client_refused", text, client_id=client_id)
+
+
+async def _between_writes(part: Coroutine[Any, Any, None], writing: asyncio.Lock) -> None:
+    """Run a part of a stream, whose error ends the stream between two writes."""
+    try:
+        await part
+    except Exception:
+        await after_write(writing)
+        raise
 
 
 async def _until_closed(session: Session) -> None:

@@ -42,7 +42,7 @@ class Partial(Protocol):
         """
         ...
 
-    def read(self, offset: int, size: int) -> bytes:
+    def read(self, offset: int, size: int) -> bytes | memoryview:
         """Return `size` bytes at `offset`; raise StorageError ("truncated") if there are fewer."""
         ...
 

@@ -105,8 +105,8 @@ class MemoryPartial:
     def write(self, data: bytes | memoryview) -> None:
         self.payload += bytes(data)
 
-    def read(self, offset: int, size: int) -> bytes:
-        return self.payload[offset : offset + size]  # a copy only of a part
+    def read(self, offset: int, size: int) -> memoryview:
+        return memoryview(self.payload)[offset : offset + size]
 
     def close(self) -> None:
         """Do nothing: it holds no file."""

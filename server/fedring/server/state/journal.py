@@ -63,7 +63,7 @@ class Journal:
     def __init__(self) -> None:
         self._last_id = 0
         self._recent: deque[pb.Event] = deque(maxlen=RECENT)
-        self._watchers: set[asyncio.Queue[pb.Event | None]] = set()
+        self._watchers: set[_Watcher] = set()
         self._unsaved: list[EventRow] = []
         self._to_save = asyncio.Event()
 
@@ -113,12 +113,12 @@ class Journal:
 
     def _send(self, event: pb.Event) -> None:
         self._recent.append(event)
-        for queue in list(self._watchers):
+        for watcher in tuple(self._watchers):
             # A watcher that reads too slowly is dropped: it must hold up neither the round nor others.
-            if queue.full():
-                self._watchers.discard(queue)
+            if len(watcher.news) >= RECENT:
+                self._watchers.discard(watcher)
             else:
-                queue.put_nowait(event)
+                watcher.tell(event)
 
     @property
     def last_id(self) -> int:
@@ -149,34 +149,30 @@ class Journal:
         Raises:
             Overloaded: in the iteration, if the watcher reads too slowly.
         """
-        queue: asyncio.Queue[pb.Event | None] = asyncio.Queue(RECENT)
+        watcher = _Watcher()
         known = [event for event in self._recent if after and event.id > after]
-        self._watchers.add(queue)
-        return self._watch(known, queue)
+        self._watchers.add(watcher)
+        return self._watch(known, watcher)
 
-    async def _watch(
-        self, known: list[pb.Event], queue: asyncio.Queue[pb.Event | None]
-    ) -> AsyncGenerator[Sequence[pb.Event]]:
+    async def _watch(self, known: list[pb.Event], watcher: "_Watcher") -> AsyncGenerator[Sequence[pb.Event]]:
         try:
             for group in _groups(known):
                 yield group
-            while queue in self._watchers:
-                news = [await queue.get()]
-                while len(news) < TOGETHER and not queue.empty():
-                    news.append(queue.get_nowait())
-                for group in _groups(event for event in news if event is not None):
+            while watcher in self._watchers:
+                await watcher.told.wait()
+                for group in _groups(watcher.take()):
                     yield group
-                if news[-1] is None:
+                if watcher.ended and not watcher.news:
                     return
             raise Overloaded(f"the watcher reads too slowly: {RECENT} events wait for it; watch again")
         finally:
-            self._watchers.discard(queue)
+            self._watchers.discard(watcher)
 
     def close(self) -> None:
         """End all watchers' iterations, after the events that were written before."""
-        for queue in self._watchers:
-            if not queue.full():
-                queue.put_nowait(None)
+        for watcher in self._watchers:
+            watcher.ended = True
+            watcher.told.set()
 
     def unsaved(self) -> list[EventRow]:
         """Return the events that have not been stored yet.
@@ -196,6 +192,30 @@ class Journal:
             await asyncio.sleep(_GATHER_SECONDS)
             self._to_save.clear()
             await append(self.unsaved())
+
+
+class _Watcher:
+    """The events that somebody who watches has not read yet.
+
+    Updates are many, and a queue of asyncio costs several times as much for each.
+    """
+
+    __slots__ = ("ended", "news", "told")
+
+    def __init__(self) -> None:
+        self.news, self.told, self.ended = list[pb.Event](), asyncio.Event(), False
+
+    def tell(self, event: pb.Event) -> None:
+        """Add an event."""
+        self.news.append(event)
+        self.told.set()
+
+    def take(self) -> list[pb.Event]:
+        """Return at most TOGETHER events, the oldest first, and forget them."""
+        taken, self.news = self.news[:TOGETHER], self.news[TOGETHER:]
+        if not self.news and not self.ended:
+            self.told.clear()
+        return taken
 
 
 def _groups(events: Iterable[pb.Event]) -> Iterator[Sequence[pb.Event]]:

@@ -36,7 +36,7 @@ class Acceptor:
 
     def __init__(self, rounds: Rounds, facts: Facts, metrics: UpdateMetrics, receipts: Receipts) -> None:
         self._rounds, self._facts, self._metrics, self._receipts = rounds, facts, metrics, receipts
-        self._offers: asyncio.Queue[_Offer] = asyncio.Queue()
+        self._offers, self._offered = list[_Offer](), asyncio.Event()
 
     async def accept(self, partial: Partial, row: UpdateRow, client_head: str = "") -> tuple[bool, str]:
         """Accept an update durably. The partial is the acceptor's from now on.
@@ -57,7 +57,8 @@ class Acceptor:
             RefusedCommit: if the disk is full, or refuses the update for another reason.
         """
         done: asyncio.Future[tuple[bool, str]] = asyncio.get_running_loop().create_future()
-        self._offers.put_nowait(_Offer(partial, row, client_head, done))
+        self._offers.append(_Offer(partial, row, client_head, done))
+        self._offered.set()
         return await done
 
     async def run(self) -> None:
@@ -66,9 +67,9 @@ class Acceptor:
         This ends with the error of a disk that cannot be trusted.
         """
         while True:
-            offers = [await self._offers.get()]
-            while not self._offers.empty():
-                offers.append(self._offers.get_nowait())
+            await self._offered.wait()
+            self._offered.clear()
+            offers, self._offers = self._offers, []
             async with AsyncExitStack() as stack:
                 told = (self._rounds.told(offer.row.round, offer.row.client_id) for offer in offers)
                 into = {open_.row.round: open_ for each in told if each and (open_ := self._rounds.into(each))}
@@ -142,8 +143,7 @@ class Acceptor:
         for number in sorted({row.buffer for row in fresh}):
             if (open_ := self._rounds.get(number)) is not None:
                 mine = [row for row in fresh if row.buffer == number]
-                for row in mine:
-                    self._metrics.accepted(row, norm=not open_.transforms.hide_norms)
+                self._metrics.accepted(mine, norm=not open_.transforms.hide_norms)
                 self._rounds.accepted(open_, mine)
         return outcomes
 

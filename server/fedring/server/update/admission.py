@@ -7,6 +7,7 @@ aggregation, write outside of the model, or make a sum over clients infinite.
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import isfinite, sqrt
 
 import numpy as np
@@ -226,9 +227,7 @@ def check_header(header: pb.UpdateHeader, schema: Schema, opaque: OpaqueForm | N
     if header.schema_hash != schema.hash:
         raise CodecError("wrong_schema", f"expected {schema.hash.hex()[:16]}, got {header.schema_hash.hex()[:16]}")
     specs = packets_of(header) if opaque is None else opaque.packets(header)
-    for vector, length in (("parameters", schema.num_parameters), ("buffers", schema.num_buffers)):
-        _check_vector([spec for spec in specs if spec.vector == vector], vector, length)
-    if sum(spec.bytes for spec in specs) != header.total_bytes:
+    if _bytes_of(specs, schema.num_parameters, schema.num_buffers) != header.total_bytes:
         raise CodecError("bad_packets", f"the packets are not {header.total_bytes} bytes together")
     check_figures(header.train_seconds, header.metrics)
     return specs
@@ -242,7 +241,7 @@ def packets_of(header: pb.UpdateHeader) -> tuple[PacketSpec, ...]:
     """
     if not 1 <= len(header.packets) <= MAX_PACKETS:
         raise CodecError("bad_packets", f"{len(header.packets)} packets are not 1..{MAX_PACKETS}")
-    return lay_out([_packet(packet) for packet in header.packets])
+    return _laid_out(tuple(_packet(packet) for packet in header.packets))
 
 
 def check_figures(train_seconds: float, metrics: Mapping[str, float]) -> None:
@@ -310,9 +309,7 @@ def check_payload(
 def _square(decoders: Sequence[Decoder], start: int, stop: int, exact: bool) -> float:
     """Return the sum of the squared parameters in the range."""
     if len(decoders) == 1 and not exact:
-        values = decoders[0].decode(start, stop)
-        with np.errstate(over="ignore"):
-            square = float(np.dot(values, values))
+        square = decoders[0].square(start, stop)
         if isfinite(square):
             return square
     total = np.zeros(stop - start, np.float64)
@@ -332,6 +329,17 @@ def _packet(packet: pb.Packet) -> tuple[Vector, Kind, str, int]:
     if not 1 <= packet.num_samples <= MAX_SAMPLES:
         raise CodecError("bad_samples", f"{packet.num_samples} samples are not 1..2^40")
     return vector, kind, packet.encoding, packet.bytes
+
+
+_laid_out = lru_cache(lay_out)  # most clients of a round lay their payloads out in the same way
+
+
+@lru_cache
+def _bytes_of(specs: tuple[PacketSpec, ...], num_parameters: int, num_buffers: int) -> int:
+    """Return the bytes of all packets, if they fit a model of so many values."""
+    for vector, length in (("parameters", num_parameters), ("buffers", num_buffers)):
+        _check_vector([spec for spec in specs if spec.vector == vector], vector, length)
+    return sum(spec.bytes for spec in specs)
 
 
 def _check_vector(specs: Sequence[PacketSpec], vector: str, length: int) -> None:

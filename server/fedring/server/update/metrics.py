@@ -1,6 +1,7 @@
 """Metrics of updates: their number, their sizes, and reasons for refusals."""
 
 import asyncio
+from collections.abc import Sequence
 
 from grpc import StatusCode
 
@@ -44,15 +45,16 @@ class UpdateMetrics:
         text = "L2 norms of accepted updates' parameters."
         self._norm = registry.histogram("fl_server_update_norm", text, _NORMS)
 
-    def accepted(self, row: UpdateRow, *, norm: bool) -> None:
-        """Count an accepted update.
+    def accepted(self, rows: Sequence[UpdateRow], *, norm: bool) -> None:
+        """Count accepted updates.
 
-        Its norm is shown only if `norm` is true.
+        Their norms are shown only if `norm` is true.
         """
-        self._updates.labels("accepted").inc()
-        self._bytes.observe(row.total_bytes)
-        if norm:
-            self._norm.observe(row.norm)
+        self._updates.labels("accepted").inc(len(rows))
+        for row in rows:
+            self._bytes.observe(row.total_bytes)
+            if norm:
+                self._norm.observe(row.norm)
 
     def repeated(self) -> None:
         """Count an update that had been accepted before."""

@@ -57,7 +57,7 @@ def test_a_later_round_begins_at_once_and_leaves_the_clients_at_work_alone() -> 
 
 
 def test_a_lost_client_frees_its_place_and_one_that_delivered_is_not_asked_again() -> None:
-    state = after(Started(frozenset("abc")), Delivered("a"))
+    state = after(Started(frozenset("abc")), Delivered({"a"}))
     assert due(state, 0.0) == TakeStep(Command(frozenset("d")))
     state = apply(apply(state, Enlisted("d"), 0.0), Left("b"), 1.0)
     for name in "ef":
@@ -72,9 +72,9 @@ def test_a_lost_client_frees_its_place_and_one_that_delivered_is_not_asked_again
 
 def test_the_buffer_closes_when_it_is_full_or_when_nobody_could_fill_it() -> None:
     started = Started(frozenset("abc"))
-    assert due(after(started, Delivered("a"), Delivered("b")), 0.0) == Aggregate()
+    assert due(after(started, Delivered({"a"}), Delivered({"b"})), 0.0) == Aggregate()
     rest = (Failed("b", 7), Failed("c", 7))
-    assert due(after(started, Delivered("a"), *rest, here="abc"), 0.0) == Aggregate()
+    assert due(after(started, Delivered({"a"}), *rest, here="abc"), 0.0) == Aggregate()
     assert due(after(started, Failed("a", 7), *rest, here="abc"), 0.0) == Abandon("too_few_clients")
 
 

@@ -175,7 +175,7 @@ STARTED = (
 
 
 def test_the_steps_of_a_kind_stand_between_the_command_and_the_model() -> None:
-    closed = after(*STARTED, Delivered("a"), Delivered("b"), Closed())
+    closed = after(*STARTED, Delivered({"a"}), Delivered({"b"}), Closed())
     assert due(closed, 0.0) is None  # the plain round would make its model now
     one = apply(closed, Stepped("a"), 0.0)
     assert due(one, 0.0) is None
@@ -188,5 +188,5 @@ def test_what_the_steps_make_due_comes_first_and_wakes_the_runner() -> None:
     assert due(training, 100.0) == TakeStep("hurry")
     late = apply(training, Delayed(50.0), 0.0)
     assert (due(late, 100.0), wake_at(late, 100.0)) == (None, 150.0)
-    ended = apply(after(*STARTED, Delivered("a"), Closed()), Stepped("a"), 0.0)
+    ended = apply(after(*STARTED, Delivered({"a"}), Closed()), Stepped("a"), 0.0)
     assert wake_at(ended, 0.0) == inf

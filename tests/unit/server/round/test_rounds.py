@@ -55,9 +55,9 @@ def test_a_round_goes_from_the_barrier_to_the_published_model() -> None:
     assert due(state, 0) == Start(ALL)
     state = after(Started(ALL), state=state)
     assert due(state, 0) is None
-    state = after(Delivered("a"), state=state)
+    state = after(Delivered({"a"}), state=state)
     assert pending(state, 0) == {"b"}
-    state = after(Delivered("b"), state=state)
+    state = after(Delivered({"b"}), state=state)
     assert due(state, 0) == Aggregate()
     state = after(Closed(), state=state)
     assert due(state, 0) == MakeModel()
@@ -88,7 +88,7 @@ def test_a_round_is_abandoned_if_too_few_clients_reach_its_barrier_in_time() -> 
 
 
 def test_a_round_waits_for_a_lost_client_only_during_its_grace_period() -> None:
-    state = after(Delivered("a"), state=training(RoundRules(min_clients=2, grace=5)))
+    state = after(Delivered({"a"}), state=training(RoundRules(min_clients=2, grace=5)))
     state = apply(state, Left("b"), 10.0)
     assert wake_at(state, 10) == 15
     assert due(state, 14.9) is None
@@ -96,29 +96,29 @@ def test_a_round_waits_for_a_lost_client_only_during_its_grace_period() -> None:
 
 
 def test_a_round_waits_again_for_a_client_that_comes_back_within_its_grace_period() -> None:
-    state = apply(after(Delivered("a"), state=training()), Left("b"), 10.0)
+    state = apply(after(Delivered({"a"}), state=training()), Left("b"), 10.0)
     state = apply(state, Matched("b"), 12.0)
     assert due(state, 20) is None
 
 
 def test_the_deadline_closes_the_round_with_the_delivered_updates() -> None:
-    state = after(Delivered("a"), state=training(RoundRules(min_clients=2, deadline=60)))
+    state = after(Delivered({"a"}), state=training(RoundRules(min_clients=2, deadline=60)))
     assert due(state, 59) is None
     assert due(state, 60) == Aggregate()
 
 
 def test_too_few_updates_at_the_deadline_abandon_the_round() -> None:
     rules = RoundRules(min_clients=2, min_to_aggregate=2, deadline=60)
-    assert due(after(Delivered("a"), state=training(rules)), 60) == Abandon("too_few_clients")
+    assert due(after(Delivered({"a"}), state=training(rules)), 60) == Abandon("too_few_clients")
 
 
 def test_close_at_minimum_does_not_wait_for_the_rest() -> None:
     rules = RoundRules(min_clients=2, close_at_minimum=True)
-    assert due(after(Delivered("b"), state=training(rules)), 0) == Aggregate()
+    assert due(after(Delivered({"b"}), state=training(rules)), 0) == Aggregate()
 
 
 def test_a_round_does_not_wait_for_a_client_that_has_failed() -> None:
-    state = after(Delivered("a"), Failed("b", 1), state=training())
+    state = after(Delivered({"a"}), Failed("b", 1), state=training())
     assert due(state, 0) == Aggregate()
 
 
@@ -134,13 +134,13 @@ def test_a_round_is_abandoned_when_all_its_clients_have_failed() -> None:
 
 def test_evaluation_ends_at_its_deadline() -> None:
     state = training(RoundRules(min_clients=2, evaluate_timeout=9))
-    state = after(Delivered("a"), Delivered("b"), Closed(), Published(ALL), Evaluated("a"), state=state)
+    state = after(Delivered({"a"}), Delivered({"b"}), Closed(), Published(ALL), Evaluated("a"), state=state)
     assert due(state, 8) is None
     assert due(state, 9) == Finish()
 
 
 def test_the_evaluation_of_a_client_that_was_not_asked_does_not_replace_one_that_was() -> None:
-    state = after(Delivered("a"), Delivered("b"), Closed(), Published(frozenset("a")), state=training())
+    state = after(Delivered({"a"}), Delivered({"b"}), Closed(), Published(frozenset("a")), state=training())
     assert due(after(Evaluated("b"), state=state), 0) is None
     assert due(after(Evaluated("a"), state=state), 0) == Finish()
 
@@ -189,7 +189,7 @@ def test_time_in_which_no_client_could_continue_does_not_count() -> None:
 
 
 def test_an_accepted_update_that_was_lost_no_longer_counts_as_delivered() -> None:
-    state = after(Delivered("a"), Delivered("b"), Closed(), Lost("a"), state=training())
+    state = after(Delivered({"a"}), Delivered({"b"}), Closed(), Lost("a"), state=training())
     assert state.round is not None
     assert (sorted(state.round.delivered), sorted(state.round.failed)) == (["b"], ["a"])
 
@@ -207,7 +207,7 @@ def test_nothing_is_due_without_a_round() -> None:
 
 
 @pytest.mark.parametrize(
-    "event", [Closed(), Published(ALL), Started(ALL), Finished(), RoundOpened(2, RoundRules()), Delivered("stranger")]
+    "event", [Closed(), Published(ALL), Started(ALL), Finished(), RoundOpened(2, RoundRules()), Delivered({"stranger"})]
 )
 def test_an_event_out_of_order_is_refused(event: Event) -> None:
     state = training()

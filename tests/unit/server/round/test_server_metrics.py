@@ -158,7 +158,7 @@ STARTED: list[tuple[float, Event]] = [
 
 def test_the_phases_of_a_published_round_are_measured(metrics: Metrics) -> None:
     ends: list[tuple[float, Event]] = [
-        (20.0, Delivered("a")),
+        (20.0, Delivered({"a"})),
         (21.0, Closed()),
         (24.0, Published(frozenset())),
         (29.0, Finished()),
@@ -199,7 +199,7 @@ def test_an_accepted_update_that_was_lost_is_counted(metrics: Metrics) -> None:
 
 def test_the_size_and_the_norm_of_an_accepted_update_are_observed(metrics: Metrics) -> None:
     row = UpdateRow(1, "a", "d", "n", (), 10, 4000, 0.5, 2.5, 0.0)
-    metrics.updates.accepted(row, norm=True)
+    metrics.updates.accepted([row], norm=True)
     assert value(metrics, "fl_server_updates_total", result="accepted") == 1
     assert value(metrics, "fl_server_update_bytes_sum") == 4000
     assert value(metrics, "fl_server_update_norm_sum") == 2.5

@@ -281,7 +281,7 @@ def _parts(partial: Partial) -> Iterator[bytes]:
     Without any, it yields one empty part.
     """
     for offset in range(0, max(1, partial.size), _PART_BYTES):
-        yield partial.read(offset, min(_PART_BYTES, partial.size - offset))
+        yield bytes(partial.read(offset, min(_PART_BYTES, partial.size - offset)))
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from sqlalchemy import Connection, select
+from sqlalchemy import Connection, bindparam, select
 
 from fedring.daemon.crash import crashpoint
 from fedring.server.state.rows import JobRow, ModelRow
@@ -12,6 +12,7 @@ from fedring.server.state.sql.sealed import rows_of
 from fedring.server.state.sql.tables import jobs, models
 from fedring.server.state.sql.transactions import Database
 
+_ONE = select(jobs).where(jobs.c.job_id == bindparam("job"))  # asked for each round
 _QUEUE = select(jobs).where(jobs.c.state == "queued").order_by(jobs.c.place, jobs.c.job_id)
 
 
@@ -89,7 +90,8 @@ class JobStore:
 
     def get(self, job_id: int) -> JobRow | None:
         """Return a job; None if there is none with that id."""
-        return self._database.first(select(jobs).where(jobs.c.job_id == job_id), JobRow)
+        with self._database.transaction() as connection:
+            return next(iter(rows_of(connection, _ONE, JobRow, {"job": job_id})), None)
 
     def newest(self, limit: int = 100) -> list[JobRow]:
         """Return the newest jobs, newest first."""
@@ -115,7 +117,7 @@ def _number(connection: Connection, queue: Sequence[JobRow]) -> dict[int, JobRow
 
 def count_published(connection: Connection, job_id: int) -> None:
     """Count a round of a job that has published a model."""
-    (job,) = rows_of(connection, select(jobs).where(jobs.c.job_id == job_id), JobRow)
+    (job,) = rows_of(connection, _ONE, JobRow, {"job": job_id})
     sealed.put(connection, replace(job, rounds_done=job.rounds_done + 1))
 
 

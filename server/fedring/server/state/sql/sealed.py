@@ -182,8 +182,10 @@ def put(connection: Connection, row: Any) -> None:
         StoreError: "corrupt", if there is none: it was there, and nothing that is replaced is ever removed.
     """
     values = values_of(row)
-    keys = {f"{_KEY}{column.name}": values[column.name] for column in TABLE_OF[type(row)].primary_key}
-    if not connection.execute(_REPLACE[type(row)], values | keys).rowcount:
+    parameters = values.copy()
+    for column in TABLE_OF[type(row)].primary_key:
+        parameters[f"{_KEY}{column.name}"] = parameters.pop(column.name)
+    if not connection.execute(_REPLACE[type(row)], parameters).rowcount:
         raise _damaged(type(row), values, "is missing")
 
 
@@ -213,7 +215,9 @@ def _form(kind: type[Any]) -> _Form:
 
 def _replacement(table: Table) -> Update:
     same = (column == bindparam(f"{_KEY}{column.name}", type_=column.type) for column in table.primary_key)
-    return update(table).where(*same).values({column.name: bindparam(column.name) for column in table.c})
+    # The key stays: to set it, even to what it is, SQLite would go through all rows that refer to it.
+    others = [column for column in table.c if not column.primary_key]
+    return update(table).where(*same).values({column.name: bindparam(column.name) for column in others})
 
 
 _FORMS = {kind: _form(kind) for kind in TABLE_OF}

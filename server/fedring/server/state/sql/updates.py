@@ -9,9 +9,11 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, bindparam, delete, func, select
+from sqlalchemy import ColumnElement, Connection, delete, func, select
+from sqlalchemy.exc import IntegrityError
 
 from fedring.daemon.crash import crashpoint
+from fedring.server.state.failures import StoreError
 from fedring.server.state.rows import Acceptance, ClientRow, LastAccepted, Pruned, UpdateRow
 from fedring.server.state.sql import sealed
 from fedring.server.state.sql.blob_names import named_blobs
@@ -19,11 +21,6 @@ from fedring.server.state.sql.sealed import covered, rows_of, stored_of
 from fedring.server.state.sql.tables import clients, evaluations, rounds, updates
 from fedring.server.state.sql.transactions import Database
 
-# Two conditions, because SQLite would read the whole table for pairs (round, client).
-_KNOWN = select(updates.c.round).where(
-    updates.c.round.in_(bindparam("rounds", expanding=True)),
-    updates.c.client_id.in_(bindparam("clients", expanding=True)),
-)
 _KEPT = select(updates.c.client_id, func.count()).group_by(updates.c.client_id)
 _PRUNED = select(clients.c.client_id, clients.c.pruned_updates)
 
@@ -47,13 +44,26 @@ class UpdateStore:
         """
         if not rows:
             return []
+        try:
+            return self._accept(rows, look=False)
+        except StoreError as error:
+            if not isinstance(error.__cause__, IntegrityError):
+                raise
+        return self._accept(rows, look=True)
+
+    def _accept(self, rows: Sequence[UpdateRow], *, look: bool) -> list[Acceptance]:
+        """Accept updates; look first whether there are any of the same clients and rounds.
+
+        There is hardly ever one, and to look takes a third of a transaction. Without a look, the database refuses all.
+        """
         with self._database.transaction() as connection:
             keys = [(row.round, row.client_id) for row in rows]
-            numbers, names_of = map(sorted, map(set, zip(*keys, strict=True)))
-            mine = {"rounds": numbers, "clients": names_of}
             accepted: list[UpdateRow] = []
-            if connection.execute(_KNOWN, mine).first():  # There is hardly ever one, and whole rows take longer.
-                accepted = rows_of(connection, _KNOWN.with_only_columns(*updates.c), UpdateRow, mine)
+            if look:
+                numbers, clients_ = map(set, zip(*keys, strict=True))
+                # Two conditions, because SQLite would read the whole table for pairs (round, client).
+                known = updates.c.round.in_(numbers) & updates.c.client_id.in_(clients_)
+                accepted = rows_of(connection, select(updates).where(known), UpdateRow)
             names = {(row.round, row.client_id): row.name for row in accepted}
             outcome, new = [], []
             for key, row in zip(keys, rows, strict=True):
