@@ -36,9 +36,9 @@ class Decoder(ABC):
         """
 
     def square(self, start: int, stop: int) -> float:
-        """Return the sum of the squared entries of a range, in their own type.
+        """Return the sum of the squared entries of a range.
 
-        It is infinite if it does not fit. Every byte of the range was checked.
+        It is computed in their own type, and infinite if it does not fit. Every byte of the range was checked.
 
         Raises:
             CodecError: If the bytes of the range are not valid.
@@ -93,6 +93,6 @@ class SparseDecoder(Decoder):
 
 
 def square_of(values: NDArray[np.floating]) -> float:
-    """Return the sum of the squared values, in their own type; infinite if it does not fit."""
+    """Return the sum of squared values; infinite if it does not fit."""
     with np.errstate(over="ignore"):
         return float(np.dot(values, values))

@@ -125,9 +125,10 @@ async def write_whole(context: Any, message: Any) -> None:
 
 
 async def after_write(writing: asyncio.Lock) -> None:
-    """Take the lock under which a stream is written to, so that a status may follow.
+    """Wait for the end of a write to a stream.
 
-    gRPC loses a status that is sent before a write has ended. One that takes longer than half a second is given up.
+    The lock under which it is written to is held afterwards. gRPC loses a status that is sent before a write
+    has ended. One that takes longer than half a second is given up.
     """
     with suppress(TimeoutError):
         async with asyncio.timeout(_WRITE_GRACE):

@@ -150,6 +150,22 @@ def test_values_that_are_not_finite_are_refused(bad: float) -> None:
     assert reason(struct.pack("<2sBBIQ8H", b"B2", 0, 1, 0, 8, *[0] * 7, upper), "bf16") == "non_finite"
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize(("name", "magic", "form"), [("fp32", b"F4", "f"), ("fp16", b"H2", "e"), ("fp64", b"F8", "d")])
+def test_a_sum_of_squares_checks_every_value_of_its_range(name: str, magic: bytes, form: str, bad: float) -> None:
+    payload = struct.pack(f"<2sBBIQ8{form}", magic, 0, 1, 0, 8, *[2.0] * 7, bad)
+    decoder = open_payload(lambda at, size: payload[at : at + size], len(payload), name=name, length=8)
+    assert decoder.square(0, 7) == 28.0
+    with pytest.raises(CodecError, match="non_finite"):
+        decoder.square(4, 8)
+
+
+def test_a_sum_of_squares_that_does_not_fit_its_type_is_infinite_and_no_fault_of_the_values() -> None:
+    payload = encode(np.full(8, 1e30, np.float32), Encoding("fp32"))
+    decoder = open_payload(lambda at, size: payload[at : at + size], len(payload), name="fp32", length=8)
+    assert decoder.square(0, 8) == float("inf")
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -1.0, 3e38])
 def test_scales_that_could_make_a_value_infinite_are_refused(bad: float) -> None:
     assert reason(struct.pack("<2sBBIQf8b", b"Q8", 0, 1, 8, 8, bad, *range(8)), "int8") == "bad_scale"

@@ -12,7 +12,7 @@ from fedring.codec.errors import CodecError
 from fedring.rpc.boundary import MOST_LETTERS, Boundary
 from fedring.rpc.channel import make_server
 from fedring.rpc.errors import BadRequest, Gone, IdInUse, Overloaded, reason_in, reason_of, retry_seconds_of
-from fedring.rpc.streams import write
+from fedring.rpc.streams import after_write, write, write_whole
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1 import federation_pb2_grpc as rpc
 
@@ -190,3 +190,30 @@ async def test_a_write_that_has_started_ends_before_its_call_does() -> None:
     await asyncio.wait([writing])
     assert writing.cancelled()
     assert context.ended  # otherwise, grpc would lose the status that follows
+
+
+async def test_a_status_waits_for_the_write_that_has_started() -> None:
+    context, writing, ended = SlowContext(), asyncio.Lock(), list[bool]()
+
+    async def speak() -> None:
+        async with writing:
+            await write_whole(context, b"")
+
+    async def end() -> None:
+        await after_write(writing)
+        ended.append(context.ended)
+
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(speak())
+        await context.started.wait()
+        tasks.create_task(end())
+        context.may_end.set()
+    assert ended == [True]
+    assert writing.locked()  # so that no other write begins before the status
+
+
+async def test_a_write_that_nobody_reads_holds_up_a_status_for_a_moment_only() -> None:
+    writing = asyncio.Lock()
+    await writing.acquire()
+    async with asyncio.timeout(60):
+        await after_write(writing)

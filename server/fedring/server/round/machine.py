@@ -288,7 +288,7 @@ def suitable(state: RoundState, rules: RoundRules) -> list[str]:
 
 
 def _suitable(state: RoundState, rules: RoundRules) -> list[tuple[str, Member]]:
-    """Return these clients with what is known of them.
+    """Return the clients of `suitable`, each with its facts.
 
     A round asks again and again while it waits, so all is read in one walk.
     """

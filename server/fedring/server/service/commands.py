@@ -137,7 +137,7 @@ class TrainCmdService(rpc.TrainCmdServiceServicer):
 
 
 async def _between_writes(part: Coroutine[Any, Any, None], writing: asyncio.Lock) -> None:
-    """Run a part of a stream, whose error ends the stream between two writes."""
+    """Run a part of a stream; its error waits for a write."""
     try:
         await part
     except Exception:

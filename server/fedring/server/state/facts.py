@@ -298,5 +298,5 @@ class _Outcome(asyncio.Future[T]):
         self.get_loop().call_soon_threadsafe(settle)
 
     def cancel(self, msg: Any = None) -> bool:
-        """Refuse: the caller's task notes that it is cancelled, and learns of it at the end."""
+        """Refuse: the caller's task learns of it at the end."""
         return False

@@ -336,7 +336,7 @@ _laid_out = lru_cache(lay_out)  # most clients of a round lay their payloads out
 
 @lru_cache
 def _bytes_of(specs: tuple[PacketSpec, ...], num_parameters: int, num_buffers: int) -> int:
-    """Return the bytes of all packets, if they fit a model of so many values."""
+    """Return the bytes of all packets, after a check of each vector."""
     for vector, length in (("parameters", num_parameters), ("buffers", num_buffers)):
         _check_vector([spec for spec in specs if spec.vector == vector], vector, length)
     return sum(spec.bytes for spec in specs)

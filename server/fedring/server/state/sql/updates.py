@@ -52,7 +52,7 @@ class UpdateStore:
         return self._accept(rows, look=True)
 
     def _accept(self, rows: Sequence[UpdateRow], *, look: bool) -> list[Acceptance]:
-        """Accept updates; look first whether there are any of the same clients and rounds.
+        """Accept updates, perhaps after a look for those that are there.
 
         There is hardly ever one, and to look takes a third of a transaction. Without a look, the database refuses all.
         """
