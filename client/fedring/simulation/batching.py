@@ -20,7 +20,7 @@ from fedring.simulation.samples import Batching
 from fedring.train.batches import Inputs, apply, fetch, size_of
 from fedring.train.errors import SeamError
 from fedring.train.jobs.job import Job
-from fedring.train.loop import precision_of, seeded
+from fedring.train.loop import precision_of, random_state, seeded
 from fedring.train.plan import Plan
 
 ELEMENTWISE = (
@@ -118,11 +118,12 @@ def _probe(
     model, count = loaded.model.train(), min(_MOST, size_of(samples))
     inputs, labels = next(fetch(samples, [torch.arange(count)], device))
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    random = torch.get_rng_state()
+    random = random_state(device)
     with precision_of(plan, device)():
         outputs = apply(model, inputs)
         loss = loaded.loss(outputs, labels)
-    if not torch.equal(random, torch.get_rng_state()):
+    after = random_state(device)  # of the device, too, on which dropout would draw
+    if not all(torch.equal(random[name], after[name]) for name in random):
         raise _cannot("its forward pass draws random numbers, such as dropout's, which would be other ones")
     if changed := next((name for name, each in model.named_buffers() if not torch.equal(each, before[name])), ""):
         with torch.no_grad():

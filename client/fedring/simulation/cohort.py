@@ -24,10 +24,10 @@ from torch.utils.data import Dataset
 
 from fedring.data import Samples
 from fedring.data.samples import SamplesView
-from fedring.train.batches import Inputs, draw, ends, fetch, size_of
+from fedring.train.batches import Inputs, cut, draw, fetch, size_of
 from fedring.train.errors import TrainError
 from fedring.train.loop import Loss, OptimizerFactory, add_corrections, add_proximal, precision_of
-from fedring.train.plan import Plan, TrainResult
+from fedring.train.plan import Plan, TrainResult, batches_in
 from fedring.train.tally import right_answers
 
 
@@ -45,7 +45,7 @@ class CohortMember:
 class Trained:
     """The end of a member's training."""
 
-    values: NDArray[np.float32]  # of the trained parameters, one after the other; the caller may overwrite them
+    values: NDArray[np.float32]  # of the trained parameters, one after the other, or the difference that they have made
     result: TrainResult
 
 
@@ -76,12 +76,15 @@ class Cohort:
     device: torch.device
     padded: bool
 
-    def train(self, plan: Plan, members: Sequence[CohortMember]) -> list[Trained | None]:
+    def train(
+        self, plan: Plan, members: Sequence[CohortMember], less: Mapping[str, Tensor] | None = None
+    ) -> list[Trained | None]:
         """Train clients from their starts.
 
         Args:
             plan: Of all of them, but for its seed.
             members: The clients.
+            less: Is subtracted from the values at the end, float32 on the device; None = nothing.
 
         Returns:
             Their results, in the order of the members; None for a member whose loss was not finite.
@@ -91,35 +94,33 @@ class Cohort:
             Exception: The model, the loss or the samples may raise anything.
         """
         began = time.perf_counter()
-        unsorted = [_Feed(member, plan, self.device) for member in members]
-        order = sorted(range(len(members)), key=lambda index: -unsorted[index].steps)
-        feeds = [unsorted[index] for index in order]
-        stack, most = _Stack(self, [members[index] for index in order], plan), feeds[0].steps
-        losses, right = (torch.zeros(most, len(feeds), dtype=torch.float64, device=self.device) for _ in range(2))
+        feeds = _Feeds(members, plan, self.device)
+        stack = _Stack(self, [members[place] for place in feeds.order], plan)
+        losses, right = (torch.zeros(feeds.sizes.shape, dtype=torch.float64, device=self.device) for _ in range(2))
         classified = False
         self.model.train()
-        for step in range(most):
-            active = [feed for feed in feeds if feed.steps > step]
-            stack.narrow(len(active))
-            for rows, batch in self._batches(active, step):
+        for step in range(len(feeds.sizes)):
+            stack.narrow(feeds.active(step))
+            for rows, batch in feeds.batches(step, padded=self.padded):
                 found, answers = stack.add_gradients(rows, batch)
                 losses[step, rows] = found.detach().double()
                 if answers is not None:
                     right[step, rows], classified = answers.double(), True
             stack.step()
-        # Figures are those of the last epoch, as in the loop, and weigh each batch by its samples.
-        sizes = torch.tensor([[feed.size(step) for feed in feeds] for step in range(most)], device=self.device)
-        last = torch.tensor([[feed.is_last(step) for feed in feeds] for step in range(most)], device=self.device)
-        sums, counts = (losses * sizes).where(last, 0).sum(0).tolist(), right.where(last, 0).sum(0).tolist()
-        finite, values = losses.isfinite().all(0).tolist(), stack.values()
-        seconds = (time.perf_counter() - began) / len(members)
+        # Figures are those of the last epoch, as in the loop, and weigh each batch by its samples. All of them come
+        # from their device at once.
+        weights, last = (torch.from_numpy(each).to(self.device) for each in (feeds.sizes * feeds.last, feeds.last))
+        sums, counts = (losses * weights).sum(0), (right * last).sum(0)
+        figures = torch.stack([sums, counts, losses.isfinite().all(0).double()], 1).tolist()
+        values, seconds = stack.values(less), (time.perf_counter() - began) / len(members)
         trained: list[Trained | None] = [None] * len(members)
-        for row, index in enumerate(order):
-            feed = feeds[row]
-            if finite[row]:
-                accuracy = round(counts[row]) / feed.drawn if classified else None
-                result = TrainResult(feed.drawn, sums[row] / feed.drawn, accuracy, seconds, feed.steps)
-                trained[index] = Trained(values[row], result)
+        for row, (place, (loss, correct, finite)) in enumerate(zip(feeds.order, figures, strict=True)):
+            if finite:
+                drawn = feeds.drawn[row]
+                accuracy = round(correct) / drawn if classified else None
+                trained[place] = Trained(
+                    values[row], TrainResult(drawn, loss / drawn, accuracy, seconds, feeds.steps[row])
+                )
         return trained
 
     def losses(self, parameters: Mapping[str, Tensor], batch: Batch, plan: Plan) -> tuple[Tensor, Tensor]:
@@ -146,57 +147,124 @@ class Cohort:
             )
         return found
 
-    def _batches(self, feeds: Sequence["_Feed"], step: int) -> Iterator[tuple[slice | Tensor, Batch]]:
-        """Yield the batches of a step with the rows of their clients."""
-        sizes = [feed.size(step) for feed in feeds]
-        if self.padded or len({*sizes}) == 1:
-            yield slice(len(feeds)), _together(feeds, step, self.device)
-            return
-        for size in sorted({*sizes}):
-            rows = [row for row, each in enumerate(sizes) if each == size]
-            yield torch.tensor(rows, device=self.device), _together([feeds[row] for row in rows], step, self.device)
 
+class _Feeds:
+    """The batches of several clients, in their order.
 
-class _Feed:
-    """The batches of one client, in their order."""
+    Clients with more steps come first.
 
-    def __init__(self, member: CohortMember, plan: Plan, device: torch.device) -> None:
-        samples, generator = member.samples, torch.Generator().manual_seed(member.seed)
-        drawn = draw(size_of(samples), plan.subset_size, generator)
-        if (size := drawn.shape[0]) == 0:
+    Attributes:
+        order: The place of each client among the members.
+        drawn: The number of samples that each client draws.
+        steps: The number of steps that each client takes.
+        sizes: The samples in each step's batches, [steps, clients]; 0 for a client that has no more.
+        last: Which of them are of the client's last epoch, [steps, clients].
+
+    Raises:
+        TrainError: With the reason no_data, if a member has no samples.
+    """
+
+    def __init__(self, members: Sequence[CohortMember], plan: Plan, device: torch.device) -> None:
+        sizes = [size_of(member.samples) for member in members]
+        drawn = [min(size, plan.subset_size or size) for size in sizes]
+        if not all(drawn):
             raise TrainError("no_data", "A client has no samples to train on.")
-        self.drawn = size
-        self.source: Samples | None = None  # has all clients' samples, if those of this one are a view
-        if isinstance(samples, SamplesView):
-            self.source, drawn = samples.samples, samples.indices.index_select(0, drawn)
-        self._ends = ends(size, plan.batch_size)
-        orders = [drawn.index_select(0, torch.randperm(size, generator=generator)) for _ in range(plan.epochs)]
-        self._orders, self.steps = orders, len(self._ends) * plan.epochs
-        if self.source is None:
-            batches = (self.indices(step) for step in range(self.steps))
-            self._batches = fetch(samples, list(batches), device)
-            # A data set may draw random numbers, which are the same as in the loop.
-            self._random = torch.Generator().manual_seed(member.seed).get_state()
+        batches = [batches_in(size, plan.batch_size) for size in drawn]
+        self.order = sorted(range(len(members)), key=lambda place: -batches[place])
+        self.drawn = [drawn[place] for place in self.order]
+        self.steps = [plan.epochs * batches[place] for place in self.order]
+        count, an_epoch = np.array(self.drawn), np.array([batches[place] for place in self.order])
+        # As `ends` cuts: each batch has the plan's size, but for the last one of an epoch, which takes what is left.
+        epoch, number = np.divmod(np.arange(self.steps[0])[:, None], an_epoch)
+        starts = number * plan.batch_size
+        stops = np.where(number == an_epoch - 1, count, starts + plan.batch_size)
+        self.sizes, self.last = (stops - starts) * (epoch < plan.epochs), epoch == plan.epochs - 1
+        # The samples of all clients lie one after the other, each client's epoch by epoch.
+        self._starts = plan.epochs * _before(count) + epoch * count + starts
+        self._device, chosen = device, [members[place] for place in self.order]
+        self._source = _source_of(chosen)
+        self._samples = np.empty(0, np.int64)  # the place of each one in the source
+        self._own = list[_OwnBatches]()  # the batches of each client, if there is no source
+        self._draw(chosen, np.array([sizes[place] for place in self.order]), plan)
 
-    def size(self, step: int) -> int:
-        """Return the size of a batch; 0 after the last one."""
-        if step >= self.steps:
-            return 0
-        start, end = self._span(step)
-        return end - start
+    def active(self, step: int) -> int:
+        """Return how many clients do a step: they are the first ones."""
+        return int(np.count_nonzero(self.sizes[step]))
 
-    def indices(self, step: int) -> Tensor:
-        """Return the places of a batch's samples, [batch] int64."""
-        start, end = self._span(step)
-        order = self._orders[step // len(self._ends)]
-        return order if end - start == self.drawn else order[start:end]
+    def batches(self, step: int, *, padded: bool) -> Iterator[tuple[slice | Tensor, Batch]]:
+        """Yield the batches of a step with the rows of their clients.
 
-    def is_last(self, step: int) -> bool:
-        """Return whether a step is one of the last epoch's."""
-        return self.steps - len(self._ends) <= step < self.steps
+        Args:
+            step: The step.
+            padded: Whether batches of different sizes may come together.
+        """
+        active = self.active(step)
+        sizes = self.sizes[step, :active]
+        if padded or (sizes == sizes[0]).all():
+            yield slice(active), self._batch(np.arange(active), step)
+            return
+        for size in np.unique(sizes):
+            rows = np.flatnonzero(sizes == size)
+            yield torch.from_numpy(rows).to(self._device), self._batch(rows, step)
 
-    def next(self) -> tuple[dict[str, Tensor] | Tensor, Tensor]:
-        """Return the next batch of a client whose samples are no view."""
+    def _draw(self, members: Sequence[CohortMember], sizes: NDArray[np.int64], plan: Plan) -> None:
+        """Let each client draw and order its samples, as the loop does."""
+        generator, draws, orders = torch.Generator(), list[Tensor](), list[Tensor]()
+        for member, size, count in zip(members, sizes.tolist(), self.drawn, strict=True):
+            generator.manual_seed(member.seed)
+            draws.append(draw(size, plan.subset_size, generator))
+            orders += [torch.randperm(count, generator=generator) for _ in range(plan.epochs)]
+        if self._source is None:
+            for number, (member, drawn) in enumerate(zip(members, draws, strict=True)):
+                epochs = orders[number * plan.epochs : (number + 1) * plan.epochs]
+                self._own.append(
+                    _OwnBatches(member, [drawn.index_select(0, order) for order in epochs], plan, self._device)
+                )
+            return
+        # Places in an epoch's order become places in what a client has drawn, in its samples, and in those of all.
+        views = [member.samples.indices for member in members if isinstance(member.samples, SamplesView)]
+        counts = np.array(self.drawn)
+        client = np.repeat(np.arange(len(members)), plan.epochs * counts)
+        place = torch.cat(draws).numpy()[_before(counts)[client] + torch.cat(orders).numpy()]
+        self._samples = torch.cat(views).numpy()[_before(sizes)[client] + place]
+
+    def _batch(self, rows: NDArray[np.int64], step: int) -> Batch:
+        """Return a batch of some clients.
+
+        Shorter ones get their first sample once more, which weighs nothing.
+        """
+        sizes = self.sizes[step, rows][:, None]
+        column = np.arange(sizes.max())
+        full = column < sizes
+        weights = None if full.all() else torch.from_numpy((full / sizes).astype(np.float32)).to(self._device)
+        if self._source is None:
+            inputs, labels = _stacked([self._own[row].next() for row in rows.tolist()], len(column))
+            return Batch(inputs, labels, weights)
+        samples = self._samples[self._starts[step, rows][:, None] + np.where(full, column, 0)]
+        # One gather for all clients, and one copy to the device.
+        taken, labels = self._source.batch(torch.from_numpy(samples.ravel()))
+        taken, labels = (each.view(*samples.shape, *each.shape[1:]) for each in (taken, labels))
+        return Batch(taken.to(self._device, non_blocking=True), labels.to(self._device, non_blocking=True), weights)
+
+
+class _OwnBatches:
+    """The batches of a client whose samples are its own.
+
+    Args:
+        member: The client.
+        orders: The places of its samples in each epoch.
+        plan: Says the size of a batch.
+        device: Where to train.
+    """
+
+    def __init__(self, member: CohortMember, orders: Sequence[Tensor], plan: Plan, device: torch.device) -> None:
+        cuts = [indices for order in orders for indices in cut(order, plan.batch_size)]
+        self._batches = fetch(member.samples, cuts, device)
+        # A data set may draw random numbers, which are the same as in the loop.
+        self._random = torch.Generator().manual_seed(member.seed).get_state()
+
+    def next(self) -> tuple[Inputs, Tensor]:
+        """Return the next batch."""
         before = torch.get_rng_state()
         try:
             torch.set_rng_state(self._random)
@@ -206,23 +274,21 @@ class _Feed:
             torch.set_rng_state(before)
         return batch
 
-    def _span(self, step: int) -> tuple[int, int]:
-        """Return where a batch begins and ends in its epoch."""
-        place = step % len(self._ends)
-        return self._ends[place - 1] if place else 0, self._ends[place]
-
 
 class _Stack:
     """The parameters of several clients, and one optimizer of them all."""
 
     def __init__(self, cohort: Cohort, members: Sequence[CohortMember], plan: Plan) -> None:
-        self._cohort, self._plan, count = cohort, plan, len(members)
+        self._cohort, self._plan, self._count = cohort, plan, len(members)
         starts = [member.start for member in members]
         same = all(start is starts[0] for start in starts)
         self._whole: dict[str, Tensor] = {}
         for name, first in starts[0].items():
-            rows = first.expand(count, *first.shape) if same else torch.stack([start[name] for start in starts])
-            self._whole[name] = rows.to(cohort.device, copy=True, memory_format=torch.contiguous_format)
+            if same:  # A device gets one client's values, and makes the others of them.
+                rows = first.to(cohort.device).expand(self._count, *first.shape)
+                self._whole[name] = rows.clone(memory_format=torch.contiguous_format)
+            else:
+                self._whole[name] = torch.stack([start[name] for start in starts]).to(cohort.device)
         self._parameters = {name: nn.Parameter(values) for name, values in self._whole.items()}
         self._start = [values.clone() for values in self._whole.values()] if plan.mu > 0 else []
         self._corrections = {
@@ -276,12 +342,23 @@ class _Stack:
         for parameter in parameters:
             parameter.grad = None
 
-    def values(self) -> NDArray[np.float32]:
-        """Return all clients' values, [clients, parameters]."""
-        flat: NDArray[np.float32] = (
-            torch.cat([each.flatten(1).float() for each in self._whole.values()], 1).cpu().numpy()
-        )
-        return flat
+    def values(self, less: Mapping[str, Tensor] | None) -> NDArray[np.float32]:
+        """Return all clients' values, [clients, parameters]: see Cohort.train.
+
+        They come from their device at once.
+        """
+        size = sum(values[0].numel() for values in self._whole.values())
+        flat, at = torch.empty(self._count, size, device=self._cohort.device), 0
+        for name, values in self._whole.items():
+            rows = values.flatten(1).float()
+            place = flat[:, at : at + rows.shape[1]]
+            if less is None:
+                place.copy_(rows)
+            else:
+                torch.sub(rows, less[name].flatten(), out=place)
+            at += rows.shape[1]
+        found: NDArray[np.float32] = flat.cpu().numpy()
+        return found
 
 
 @torch.no_grad()
@@ -294,39 +371,28 @@ def _clip(parameters: Sequence[nn.Parameter], most: float) -> None:
         each.mul_(factors.view(-1, *[1] * (each.dim() - 1)))
 
 
-def _together(feeds: Sequence[_Feed], step: int, device: torch.device) -> Batch:
-    """Return the batches of several clients, all of one size."""
-    sizes = [feed.size(step) for feed in feeds]
-    most, source = max(sizes), feeds[0].source
-    weights = None
-    if min(sizes) < most:
-        counts = torch.tensor(sizes)
-        weights = ((torch.arange(most) < counts[:, None]) / counts[:, None]).to(device)
-    if source is not None and all(feed.source is source for feed in feeds):
-        indices = torch.cat([_padded(feed.indices(step), most) for feed in feeds])
-        taken, labels = source.batch(indices)
-        shape = (len(feeds), most)
-        inputs = taken.view(*shape, *taken.shape[1:]).to(device, non_blocking=True)
-        return Batch(inputs, labels.view(*shape, *labels.shape[1:]).to(device, non_blocking=True), weights)
-    found = [
-        (_padded_inputs(inputs, most), _padded(labels, most)) for inputs, labels in (each.next() for each in feeds)
-    ]
-    first = found[0][0]
-    stacked: Inputs
-    if isinstance(first, dict):
-        stacked = {name: torch.stack([each[name] for each, _ in found if isinstance(each, dict)]) for name in first}
-    else:
-        stacked = torch.stack([each for each, _ in found if isinstance(each, Tensor)])
-    return Batch(stacked, torch.stack([labels for _, labels in found]), weights)
+def _before(counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the sum of the counts before each one."""
+    return np.cumsum(counts) - counts
+
+
+def _source_of(members: Sequence[CohortMember]) -> Samples | None:
+    """Return the samples that all members have views of, or None."""
+    sources = [each.samples.samples if isinstance(each.samples, SamplesView) else None for each in members]
+    return sources[0] if all(each is sources[0] for each in sources) else None
+
+
+def _stacked(batches: Sequence[tuple[Inputs, Tensor]], most: int) -> tuple[Inputs, Tensor]:
+    """Return batches of several clients as one, each padded to `most` samples."""
+    labels = torch.stack([_padded(labels, most) for _, labels in batches])
+    first = batches[0][0]
+    if isinstance(first, Tensor):
+        return torch.stack([_padded(each, most) for each, _ in batches if isinstance(each, Tensor)]), labels
+    named = [each for each, _ in batches if isinstance(each, dict)]
+    return {name: torch.stack([_padded(each[name], most) for each in named]) for name in first}, labels
 
 
 def _padded(rows: Tensor, most: int) -> Tensor:
     """Return rows with the first one repeated at the end."""
     missing = most - rows.shape[0]
     return torch.cat([rows, rows[:1].expand(missing, *rows.shape[1:])]) if missing else rows
-
-
-def _padded_inputs(inputs: Inputs, most: int) -> Inputs:
-    if isinstance(inputs, dict):
-        return {name: _padded(rows, most) for name, rows in inputs.items()}
-    return _padded(inputs, most)

@@ -444,7 +444,11 @@ class _Run:
             work.told |= {name: with_overrides(work.job, each) for name, each in places.items()}
             order = Order(work.command.SerializeToString(), self._vectors, len(names))
             trained = {client_id(each.client): each for each in self._engine.train(order, self._turns(names, {}, work))}
-            self._waiting |= trained
+            # A delta may be a row of all those that were trained together, which would stay in memory with it.
+            self._waiting |= {
+                name: each if each.delta is None else replace(each, delta=each.delta.copy())
+                for name, each in trained.items()
+            }
             virtual.expect({name: self._answer(name, trained.get(name), work) for name in sorted(clients)})
             work.selected += len(clients)
         work.times, work.reason = virtual.times, virtual.reason
@@ -516,6 +520,8 @@ class _Run:
         self._failed[outcome.client] = 0 if outcome.samples else self._failed.get(outcome.client, 0) + 1
         self._counted[outcome.client] = outcome.samples or self._counted.get(outcome.client, 0)
         work.updates.append(outcome.update)
+        if outcome.delta is not None:
+            work.deltas[outcome.update.client_id] = outcome.delta
         if outcome.spent is not None:
             self._spent.setdefault(outcome.client, []).append(outcome.spent)
         self._kept.put(outcome.client, outcome.kept)

@@ -22,6 +22,7 @@ from fedring.daemon.config import ConfigError
 from fedring.daemon.exits import Exit
 from fedring.data import takes_part
 from fedring.privacy.keystream import SECRET_BYTES
+from fedring.server.aggregation.contributions import HeldValues
 from fedring.server.aggregation.modelfile import ModelReader
 from fedring.server.aggregation.strategy import PastClient, PastRound
 from fedring.server.aggregation.versions import ModelVersions, files_of
@@ -37,6 +38,7 @@ from fedring.server.state.rows import ModelRow, UpdateRow
 from fedring.simulation.clock import RoundTimes
 from fedring.simulation.groups import Group
 from fedring.simulation.samples import Setup
+from fedring.simulation.vectors import Vector
 from fedring.train.bounds import MAX_COUNT
 from fedring.train.errors import SeamError
 from fedring.train.evaluation import Counts
@@ -154,9 +156,17 @@ class SimulatedServer:
                 torch's.
         """
         past = SimulatedPast(self._stats)
-        sums, told, here = work.sums, work.told, frozenset(row.client_id for row in work.counted)
+        updates = work.counted
         closed = ClosedRound(
-            work.job, work.command, work.counted, work.expected, groups=sums, past=past, told=told, in_memory=here
+            work.job,
+            work.command,
+            updates,
+            work.expected,
+            groups=work.sums,
+            past=past,
+            told=work.told,
+            in_memory=frozenset(row.client_id for row in updates),
+            deltas={client: HeldValues(delta) for client, delta in work.deltas.items()},
         )
         prepared = self._maker.prepare(closed)
         model = self._maker.next(base, prepared, base.version + 1)
@@ -208,6 +218,7 @@ class Work:
     why: str = ""  # the same, as a clause
     began: float = field(default_factory=time.perf_counter)
     updates: list[UpdateRow] = field(default_factory=list)
+    deltas: dict[str, Vector] = field(default_factory=dict)  # of the parameters, by clients whose rows lack them
     failures: list[str] = field(default_factory=list)
     groups: list[Group] = field(default_factory=list)  # whose updates are only added up; empty = all are seen
     sums: list[GroupMasks] | None = None  # the groups that count; None = there are none

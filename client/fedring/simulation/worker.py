@@ -8,12 +8,11 @@ the update, with their functions.
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from safetensors.torch import load as load_tensors
 from torch import Tensor
 
@@ -65,7 +64,7 @@ from fedring.train.errors import SeamError, TrainError, failure_detail, failure_
 from fedring.train.evaluation import Counts, run_evaluator
 from fedring.train.loop import seeded, warm_up
 from fedring.train.orders.commands import job_spec
-from fedring.train.plan import Plan
+from fedring.train.plan import Plan, TrainResult
 from fedring.train.tensors.download import HeldModel
 from fedring.train.tensors.state import SharedTensors, frozen_digest, has_frozen, read_tensors, values_of, write_tensors
 from fedring.train.tensors.state import split as split_tensors
@@ -108,6 +107,7 @@ class Outcome:
     kept: Mapping[str, Packed] = field(default_factory=dict)  # what the update leaves
     failure: str = ""  # why there is no update, or one that changes nothing, as one sentence
     spent: SampledSteps | None = None  # what the training has spent; None = the job has no [sample_dp]
+    delta: Vector | None = None  # of the parameters, if the row lacks it (plain_updates)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,14 +130,13 @@ class Own:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Done:
-    """A client that is trained together with others."""
+class _Begun:
+    """A client with a round of its own, for a cohort."""
 
     turn: Turn
     plan: Plan
-    round: ClientRound | None  # None = its update has the shared form
+    round: ClientRound
     member: CohortMember
-    trained: Trained | None = None
 
 
 class SimulationWorker:
@@ -187,7 +186,7 @@ class SimulationWorker:
         self._command = self._told_to_all = pb.TrainCmd.FromString(order.command)
         self._terms = {}
         self._base = HeldModel(self._command.model_digest, self._schema, order.vectors)
-        self._start = self._trained_of(order.vectors)
+        self._start, self._from = self._trained_of(order.vectors)
         self._control = np.zeros(self._schema.num_parameters, np.float32) if order.control is None else order.control
         # The figures of a user's trainer are checked one by one.
         plain = self._loaded.trainer is None
@@ -222,88 +221,119 @@ class SimulationWorker:
 
         Whatever goes wrong with it concerns one of them: then each is trained alone, which finds out whose fault it is.
         """
-        alike, begun, alone = list[_Done](), dict[Plan, list[_Done]](), list[Turn]()
-        plan_of_all = unseeded_plan(self._told_to_all)
         self._fill()
+        alike, others = list[Turn](), list[Turn]()
+        for turn in turns:
+            (alike if self._has_shared_form(turn) else others).append(turn)
+        outcomes = [*self._train_alike(alike, together), *self._train_others(others, together)]
+        done = {outcome.client for outcome in outcomes}
+        return outcomes + [self._turn(turn) for turn in turns if turn.client not in done]
+
+    def _train_alike(self, turns: Sequence[Turn], together: Batched) -> list[Outcome]:
+        """Return the outcomes of clients whose updates have the shared form.
+
+        Those that fail are left out.
+        """
+        self._command = command = self._told_to_all
+        members, outcomes = list[CohortMember](), list[Outcome | None]()
+        for turn in turns:
+            name = client_id(turn.client)
+            seed = seed_of(command, name, self._secret_of(name))
+            members.append(CohortMember(self._samples.train(turn.client), seed, self._start))
+        still = np.zeros(self._schema.num_parameters, np.float32)
+        found = self._train_cohort(unseeded_plan(command), members, together, self._from)
+        with np.errstate(over="ignore", invalid="ignore"):  # what overflows is refused, and told
+            for turn, trained in zip(turns, found, strict=True):
+                if trained is not None:
+                    delta = self._among_all(trained.values, still)
+                    outcomes.append(self._shared_outcome(turn, delta, trained.result))
+        return [outcome for outcome in outcomes if outcome is not None]
+
+    def _train_others(self, turns: Sequence[Turn], together: Batched) -> Iterator[Outcome]:
+        """Yield the outcomes of clients that begin rounds of their own.
+
+        Those with the same plan are trained together. Those that fail are left out.
+        """
+        groups = dict[Plan, list[_Begun]]()
         for turn in turns:
             self._hear(turn)
             try:
-                if self._has_shared_form(turn):
-                    name = client_id(turn.client)
-                    seed = seed_of(self._command, name, self._secret_of(name))
-                    member = CohortMember(self._samples.train(turn.client), seed, self._start)
-                    alike.append(_Done(turn, plan_of_all, None, member))
-                    continue
                 plan, round_ = self._plan(turn), self._begin(turn)
-                start = self._start if round_.start is self._base else self._trained_of(round_.start.vectors)
+                start = self._start if round_.start is self._base else self._trained_of(round_.start.vectors)[0]
                 used = round_.plan(plan)
                 member = CohortMember(self._samples.train(turn.client), used.seed, start, round_.corrections())
             except Exception:  # the client's half of an algorithm may raise anything
                 log.debug("%s cannot begin round %d", client_id(turn.client), self._command.round, exc_info=True)
-                alone.append(turn)
             else:
-                begun.setdefault(replace(used, seed=0), []).append(_Done(turn, plan, round_, member))
-        outcomes = []
-        for plan, group in [(plan_of_all, alike), *begun.items()]:
-            if not group:
-                continue
-            try:
-                with job_code():
-                    found = together.cohort.train(plan, [done.member for done in group])
-            except Exception:  # the user's code may raise anything
-                log.warning("round %d: clients are trained one by one", self._command.round, exc_info=True)
-                found = [None] * len(group)
-            for done, trained in zip(group, found, strict=True):
-                outcome = None if trained is None else self._outcome(done, trained)
-                if outcome is None:
-                    alone.append(done.turn)
-                else:
-                    outcomes.append(outcome)
-        return outcomes + [self._turn(turn) for turn in alone]
+                groups.setdefault(replace(used, seed=0), []).append(_Begun(turn, plan, round_, member))
+        for used, begun in groups.items():
+            found = self._train_cohort(used, [each.member for each in begun], together)
+            for each, trained in zip(begun, found, strict=True):
+                if trained is not None:
+                    yield self._turn(each.turn, each, trained)
+
+    def _train_cohort(
+        self,
+        plan: Plan,
+        members: Sequence[CohortMember],
+        together: Batched,
+        less: Mapping[str, Tensor] | None = None,
+    ) -> Sequence[Trained | None]:
+        """Train clients with one plan: see Cohort.train.
+
+        None stands for a client that must be trained alone.
+        """
+        if not members:
+            return []
+        try:
+            with job_code():
+                return together.cohort.train(plan, members, less)
+        except Exception:  # the user's code may raise anything
+            log.warning("round %d: clients are trained one by one", self._command.round, exc_info=True)
+            return [None] * len(members)
 
     def _has_shared_form(self, turn: Turn) -> bool:
         """Return whether a client's update differs from others in its values only."""
         return self._form is not None and not (turn.command or turn.peers or turn.kept)
 
-    def _outcome(self, done: "_Done", trained: Trained) -> Outcome | None:
-        """Return the outcome of a client of a cohort.
+    def _shared_outcome(self, turn: Turn, delta: Vector, result: TrainResult) -> Outcome | None:
+        """Return the outcome of a client whose update has the shared form.
 
-        None = its update has the shared form, and would be refused.
-        """
-        turn = done.turn
-        if done.round is not None or self._form is None:
-            return self._turn(turn, replace(done, trained=trained))
-        row = self._form.row(client_id(turn.client), self._parameters_after(trained.values), trained.result)
-        return None if row is None else Outcome(turn.client, row, trained.result.num_samples)
-
-    def _trained_of(self, vectors: Vectors) -> Mapping[str, Tensor]:
-        """Return the values of the trained parameters by name.
-
-        There are none if clients are trained one by one.
-        """
-        if self._batched is None:
-            return {}
-        own = dict(self._loaded.model.named_parameters())
-        values = {entry.name: values for entry, values in values_of(self._schema, vectors)}
-        return {name: values[name].to(own[name].dtype) for name in self._batched.names}
-
-    def _parameters_after(self, values: NDArray[np.float32], base: Vectors | None = None) -> NDArray[np.float32]:
-        """Return the shared parameters after a training together.
+        None = the server would refuse the update.
 
         Args:
-            values: Of the trained ones.
-            base: The model that the training began with; None = that of the round.
+            turn: Of the client.
+            delta: The difference of its parameters to the base's.
+            result: Of its training.
         """
-        if base is None:
-            if self._base is None:
-                raise ValueError("no round has begun")
-            base = self._base.vectors
-        if values.size == base.parameters.size or self._batched is None:
-            return values
-        parameters, at = base.parameters.copy(), 0  # frozen ones stay as they were
+        row = self._form.row(client_id(turn.client), delta, result) if self._form else None
+        return None if row is None else Outcome(turn.client, row, result.num_samples, delta=delta)
+
+    def _trained_of(self, vectors: Vectors) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
+        """Return the values of the trained parameters by name.
+
+        They come in the model's dtypes, and in float32. There are none if clients are trained one by one.
+        """
+        if self._batched is None:
+            return {}, {}
+        own = dict(self._loaded.model.named_parameters())
+        values = {entry.name: values for entry, values in values_of(self._schema, vectors)}
+        exact = {name: values[name].to(self._device) for name in self._batched.names}
+        return {name: each.to(own[name].dtype) for name, each in exact.items()}, exact
+
+    def _among_all(self, trained: Vector, others: Vector) -> Vector:
+        """Return the values of all shared parameters.
+
+        Args:
+            trained: Those of the trained ones.
+            others: Has those of the frozen ones in their places.
+        """
+        if trained.size == others.size or self._batched is None:
+            return trained
+        parameters, at = others.copy(), 0
         for entry, place in self._schema.spans("parameter"):
             if entry.name in self._batched.names:
-                parameters[place], at = values[at : at + entry.size], at + entry.size
+                parameters[place], at = trained[at : at + entry.size], at + entry.size
         return parameters
 
     def evaluate(self, vectors: Vectors) -> Counts:
@@ -339,20 +369,27 @@ class SimulationWorker:
         """Take the command of a client, which may be its own."""
         self._command = pb.TrainCmd.FromString(turn.command) if turn.command else self._told_to_all
 
-    def _turn(self, turn: Turn, done: "_Done | None" = None) -> Outcome:
+    def _turn(self, turn: Turn, begun: _Begun | None = None, trained: Trained | None = None) -> Outcome:
+        """Train a client, unless others were trained with it.
+
+        Then make its update.
+        """
         account = _TurnAccount(turn.spent)
         self._hear(turn)
         try:
-            plan, size = self._plan(turn) if done is None else done.plan, self.sizes[turn.client]
+            plan, size = self._plan(turn) if begun is None else begun.plan, self.sizes[turn.client]
             spent = cost_of(self._command, plan, size, policy=_POLICY, account=account)
         except TrainError as error:
             return Outcome(turn.client, None, failure=f"{client_id(turn.client)}: {error}")
         name, answer, samples, reason, failure = client_id(turn.client), None, 0, "", ""
         try:
             with job_code():
-                if done is None and (plain := self._plain(turn, plan)) is not None:
+                if begun is not None and trained is not None:
+                    answer, samples = self._update_of(begun, trained)
+                elif (plain := self._plain(turn, plan)) is not None:
                     return plain
-                answer, samples = self._update(turn, plan) if done is None else self._update_of(done)
+                else:
+                    answer, samples = self._update(turn, plan)
         except (SeamError, TrainError, DataError, CodecError, UpdateRefused) as error:
             reason, failure = error.reason, str(error)
         except Exception as error:  # the user's code may raise anything
@@ -371,14 +408,12 @@ class SimulationWorker:
             return Outcome(turn.client, None, failure=f"{name}: {failure_detail(error)}")
         return Outcome(turn.client, row, samples, pack(answer.kept, self._schema.num_parameters), failure, spent)
 
-    def _update_of(self, done: "_Done") -> tuple[Answer, int]:
+    def _update_of(self, begun: _Begun, trained: Trained) -> tuple[Answer, int]:
         """Make the update of a client of a cohort: see `_update`."""
-        if done.trained is None or done.round is None:
-            raise ValueError("the client was not trained")
-        result, base = done.trained.result, done.round.start.vectors
+        result, base = trained.result, begun.round.start.vectors
         report = TrainingReport(result.num_samples, result.seconds, result.metrics)
-        values = Vectors(self._parameters_after(done.trained.values, base), base.buffers)
-        return done.round.trained(values, report), result.num_samples
+        values = Vectors(self._among_all(trained.values, base.parameters), base.buffers)
+        return begun.round.trained(values, report), result.num_samples
 
     def _plain(self, turn: Turn, plan: Plan) -> Outcome | None:
         """Train a client whose update has the shared form.
@@ -386,12 +421,14 @@ class SimulationWorker:
         None = it has not, or the server would refuse the update. Then `_update` does the same and says why.
         """
         # The buffers of a form are those of the base, which a training by itself may change.
-        if self._form is None or self._form.tail or not self._has_shared_form(turn):
+        if self._form is None or self._form.packets or self._base is None or not self._has_shared_form(turn):
             return None
         self._fill()
         result = self._training(turn).train(plan, None)
-        row = self._form.row(client_id(turn.client), self._tensors().read().parameters, result)
-        return None if row is None else Outcome(turn.client, row, result.num_samples)
+        delta = self._tensors().read().parameters
+        with np.errstate(over="ignore", invalid="ignore"):
+            delta -= self._base.vectors.parameters
+            return self._shared_outcome(turn, delta, result)
 
     def _nothing(self, turn: Turn, plan: Plan, reason: str) -> Answer:
         """Make the update that fl-client sends instead of a failure."""

@@ -15,8 +15,11 @@ from torch.utils.data import TensorDataset
 from fedring.control.failure import Failure
 from fedring.daemon.exits import Exit
 from fedring.data import ClientPart, Samples, Split
+from fedring.data.samples import SamplesView
 from fedring.simulation import simulate
-from fedring.simulation.cohort import Cohort
+from fedring.simulation.cohort import Cohort, CohortMember, _Feeds
+from fedring.train.batches import cut, draw
+from fedring.train.plan import Plan
 
 CLIENTS = 12
 JOB: dict[str, Any] = {
@@ -148,9 +151,9 @@ def test_a_cohort_is_cut_into_chunks_that_fit_into_the_memory(
     sizes = list[int]()
     train = Cohort.train
 
-    def counted(self: Cohort, plan: Any, members: Any) -> Any:
+    def counted(self: Cohort, plan: Any, members: Any, *rest: Any) -> Any:
         sizes.append(len(members))
-        return train(self, plan, members)
+        return train(self, plan, members, *rest)
 
     monkeypatch.setattr(Cohort, "train", counted)
     keys = {"model_args": {"hidden": 1000}}
@@ -159,6 +162,31 @@ def test_a_cohort_is_cut_into_chunks_that_fit_into_the_memory(
     np.testing.assert_allclose(models[0], models[1], atol=1e-5 * float(np.abs(models[0]).max()))
     with pytest.raises(Failure, match=r"One client takes about \d+ MB to train, more than batch_mb = 1: allow more"):
         simulate({**JOB, **keys}, clients=CLIENTS, workers=1, engine="batched", batch_mb=1)
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 3, 8])
+def test_the_batches_of_a_cohort_are_those_of_the_loop(batch_size: int) -> None:
+    plan = Plan(epochs=2, batch_size=batch_size, subset_size=11)
+    samples = Samples(torch.arange(300.0).reshape(100, 3), torch.arange(100))
+    parts = [np.arange(100 - size, 100) for size in (1, 2, 5, 9, 10, 17, 3)]
+    members = [CohortMember(SamplesView(samples, part), seed, {}) for seed, part in enumerate(parts)]
+    feeds = _Feeds(members, plan, torch.device("cpu"))
+    given = [list[list[int]]() for _ in members]
+    for step in range(len(feeds.sizes)):
+        for rows, batch in feeds.batches(step, padded=True):
+            assert isinstance(rows, slice)
+            for row in range(rows.stop):
+                size = int(feeds.sizes[step, row])
+                labels, weights = batch.labels[row], batch.weights
+                given[feeds.order[row]].append(labels[:size].tolist())
+                assert torch.equal(batch.inputs[row][:size, 0], 3.0 * labels[:size])  # type: ignore[index]
+                if weights is not None:
+                    assert weights[row].tolist() == pytest.approx([1 / size] * size + [0.0] * (len(labels) - size))
+    for place, part in enumerate(parts):
+        generator = torch.Generator().manual_seed(place)
+        drawn = torch.from_numpy(part)[draw(len(part), plan.subset_size, generator)]
+        orders = [drawn[torch.randperm(len(drawn), generator=generator)] for _ in range(plan.epochs)]
+        assert given[place] == [batch.tolist() for order in orders for batch in cut(order, batch_size)]
 
 
 def test_a_client_whose_training_fails_is_missing_alone() -> None:

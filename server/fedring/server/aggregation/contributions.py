@@ -6,11 +6,13 @@ size is aggregated in the memory of a few tiles.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedring.codec import TILE, Decoder, Reader, open_payload
+from fedring.codec.source import read_only
 from fedring.server.state.rows import Kind, PacketSpec, Vector
 
 _BLOCK = 1 << 17
@@ -28,7 +30,24 @@ class Contribution:
     packets: tuple[PacketSpec, ...]
     reader: Reader  # of the payload; called from several threads
     factor: float = 1.0  # by which the parameters' delta is multiplied; below 1 if it is too long
-    values: Decoder | None = None  # the parameters' delta, if it is a sum of updates and no packet has it
+    values: Decoder | None = None  # the parameters' delta, if no packet has it, such as that of a sum of updates
+
+
+class HeldValues(Decoder):
+    """Values that lie in memory since they were checked.
+
+    Args:
+        values: all of them, [length] float32, finite.
+    """
+
+    seeks: ClassVar[bool] = True
+
+    def __init__(self, values: NDArray[np.float32]) -> None:
+        self._values = read_only(values.view())
+
+    def decode(self, start: int, stop: int) -> NDArray[np.floating]:
+        """See Decoder.decode, always a read-only view."""
+        return self._values[start:stop]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +105,8 @@ def open_vectors(contributions: Sequence[Contribution], vector: Vector, length: 
     for contribution in sorted(contributions, key=lambda each: each.client_id):
         packets = [packet for packet in contribution.packets if packet.vector == vector]
         if vector == "parameters" and contribution.values is not None:
-            only = (contribution.values,)
-            vectors.append(ClientVector(contribution.client_id, contribution.weight, "delta", only))
+            client, only = contribution.client_id, (contribution.values,)
+            vectors.append(ClientVector(client, contribution.weight, "delta", only, contribution.factor))
         elif packets:
             decoders = tuple(open_packet(contribution.reader, packet, length) for packet in packets)
             factor = contribution.factor if vector == "parameters" else 1.0

@@ -6,6 +6,7 @@ Several tiles are computed at a time, with the results in order.
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Executor, Future, wait
+from itertools import chain
 from typing import Any, TypeVar
 
 import numpy as np
@@ -60,6 +61,13 @@ def in_order(executor: Executor, function: Callable[[int, int], T], spans: Itera
     early waits for the computations that have begun.
     """
     pending: deque[tuple[Span, Future[T]]] = deque()
+    spans = iter(spans)
+    if (first := next(spans, None)) is None:
+        return
+    if (second := next(spans, None)) is None:  # nothing is gained by another thread, which would have to wake up
+        yield function(*first)
+        return
+    spans = chain((first, second), spans)
     try:
         for span in spans:
             pending.append((span, executor.submit(function, *span)))

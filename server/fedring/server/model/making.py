@@ -201,8 +201,10 @@ class ModelMaker:
                     raise DamagedUpdates(lost)
 
             try:
-                pairs = zip(updates, payloads, strict=True)
-                contributions = [Contribution(row.client_id, 1.0, row.packets, read) for row, read in pairs]
+                contributions = [
+                    Contribution(row.client_id, 1.0, row.packets, read, values=closed.deltas.get(row.client_id))
+                    for row, read in zip(updates, payloads, strict=True)
+                ]
                 # Code of the user's own may take for ever, and updates are checked in the shared threads.
                 executor = CallersThread() if job.aggregation.own else self._executor
                 new = aggregate(reader, contributions, self._blobs, executor, plan, check=check)

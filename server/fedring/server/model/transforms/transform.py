@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
 
+from fedring.codec import Decoder
 from fedring.codec.schema import Schema
 from fedring.privacy.charges import Charge
 from fedring.server.aggregation.rule import Rule
@@ -86,6 +87,7 @@ class ClosedRound:
     past: Past = field(default_factory=NoPast)
     told: Mapping[str, Job] = field(default_factory=dict)  # the jobs of clients for which overrides hold, by client id
     in_memory: Collection[str] = frozenset()  # clients whose payloads lie in their rows since they were checked
+    deltas: Mapping[str, Decoder] = field(default_factory=dict)  # of the parameters, by clients whose rows lack them
 
     @property
     def count(self) -> int:
