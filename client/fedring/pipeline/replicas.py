@@ -63,7 +63,7 @@ def share_buffers(module: nn.Module, group: dist.ProcessGroup) -> None:
     """Give all replicas of a stage the buffers of replica 0."""
     for same in _by_kind(list(module.buffers())):
         flat = torch.cat([buffer.reshape(-1) for buffer in same]).cpu()
-        dist.broadcast(flat, group=group, group_src=0)
+        dist.broadcast(flat, dist.get_global_rank(group, 0), group=group)
         _scatter(flat, same)
 
 

@@ -286,7 +286,8 @@ class _InLane:
     """
 
     def __init__(self, transport: GroupTransport, lane: _Lane) -> None:
-        self._group, self._peer, self._lane = transport.group, lane.plan.name.sender, lane
+        self._group, self._lane = transport.group, lane
+        self._peer = dist.get_global_rank(self._group, lane.plan.name.sender)  # torch takes group_src from 2.6 on only
         self._limit = transport.max_message_bytes
         self._begun = self._taken = 0  # receives that were posted, and messages that were taken
         self._posted: deque[tuple[Any, Tensor]] = deque()
@@ -308,7 +309,7 @@ class _InLane:
         body = frame[HEADER_BYTES:]
         if found.nbytes != body.numel():
             body = torch.empty(found.nbytes, dtype=torch.uint8, device="cpu")
-            dist.recv(body, group=self._group, group_src=self._peer, tag=plan.tag + 2)
+            dist.recv(body, self._peer, group=self._group, tag=plan.tag + 2)
         values = body.ne(0) if dtype is torch.bool else body.view(dtype)  # other bytes are no booleans
         return StageMessage(key, found.version, values.view(found.shape))
 
@@ -316,7 +317,7 @@ class _InLane:
         """Return a credit to the sender, if it needs one."""
         if self._lane.needs_receipt(self._taken, answered=answered):
             receipt = torch.zeros(1, dtype=torch.uint8, device="cpu")
-            work = dist.isend(receipt, group=self._group, group_dst=self._peer, tag=self._lane.plan.tag + 1)
+            work = dist.isend(receipt, self._peer, group=self._group, tag=self._lane.plan.tag + 1)
             self._receipts.append((work, receipt))
         self._taken += 1
 
@@ -329,7 +330,7 @@ class _InLane:
     def _post(self) -> None:
         while len(self._posted) < self._lane.plan.credits and self._begun < self._lane.plan.count:
             frame = torch.empty(HEADER_BYTES + self._lane.expected(self._begun), dtype=torch.uint8, device="cpu")
-            work = dist.irecv(frame, group=self._group, group_src=self._peer, tag=self._lane.plan.tag)
+            work = dist.irecv(frame, self._peer, group=self._group, tag=self._lane.plan.tag)
             self._posted.append((work, frame))
             self._begun += 1
 
@@ -338,7 +339,8 @@ class _OutLane:
     """The sending end of a lane."""
 
     def __init__(self, transport: GroupTransport, lane: _Lane) -> None:
-        self._group, self._peer, self._lane = transport.group, lane.plan.name.receiver, lane
+        self._group, self._lane = transport.group, lane
+        self._peer = dist.get_global_rank(self._group, lane.plan.name.receiver)
         self._waiting: deque[tuple[list[Any], list[Tensor]]] = deque()  # messages not known to be sent and taken
 
     def send(self, message: StageMessage) -> None:
@@ -359,11 +361,11 @@ class _OutLane:
             parts.append((body, plan.tag + 2))
         # The frame told the receiver the tensor's size, so both ends now expect the same in the next run.
         lane.sizes.append(size)
-        works = [dist.isend(part, group=self._group, group_dst=self._peer, tag=tag) for part, tag in parts]
+        works = [dist.isend(part, self._peer, group=self._group, tag=tag) for part, tag in parts]
         kept = [part for part, _ in parts]
         if lane.needs_receipt(number, answered=tensor.is_floating_point()):
             kept.append(torch.empty(1, dtype=torch.uint8, device="cpu"))
-            works.append(dist.irecv(kept[-1], group=self._group, group_src=self._peer, tag=plan.tag + 1))
+            works.append(dist.irecv(kept[-1], self._peer, group=self._group, tag=plan.tag + 1))
         self._waiting.append((works, kept))
 
     def drain(self) -> None:

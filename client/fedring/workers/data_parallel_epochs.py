@@ -21,6 +21,7 @@ from torch.utils.data import Dataset
 
 from fedring.c10d import GradBucket
 from fedring.train.batches import Inputs, apply, cut, diverged, fetch, size_of
+from fedring.train.errors import SeamError
 from fedring.train.jobs.data_parallel_table import DataParallel
 from fedring.train.loop import Loss, random_state, seeded, set_random_state
 from fedring.train.plan import Plan
@@ -36,10 +37,9 @@ log = logging.getLogger(__name__)
 _CHECKS_PER_EPOCH = 100  # how often an epoch checks that the loss is finite, and reports its progress
 _WINDOW = 50  # steps between two lines of usage in the log
 
+_ARGUMENTS = inspect.signature(DistributedDataParallel.__init__).parameters
 _BUFFERS_KEY = next(  # torch 2.13 has renamed the argument, and warns of the old name
-    key
-    for key in ("forward_sync_buffers", "broadcast_buffers")
-    if key in inspect.signature(DistributedDataParallel.__init__).parameters
+    key for key in ("forward_sync_buffers", "broadcast_buffers") if key in _ARGUMENTS
 )
 
 
@@ -83,6 +83,7 @@ class DataParallelTraining:
             Loss and accuracy over the last epoch, as `means_over_workers` returns them.
 
         Raises:
+            SeamError: With the reason old_torch, if torch is older than 2.5.
             TrainError: With the reason diverged, if the loss is no longer finite.
             Diverged: If the workers' parameters differ.
         """
@@ -109,6 +110,10 @@ class DataParallelTraining:
 
     def _wrap(self) -> DistributedDataParallel:
         setup = self.setup
+        if "init_sync" not in _ARGUMENTS:
+            raise SeamError(
+                "old_torch", f"Data-parallel training needs torch 2.5 or newer; this is {torch.__version__}."
+            )
         buffers: dict[str, Any] = {_BUFFERS_KEY: setup.table.buffers == "every_step"}
         ddp = DistributedDataParallel(
             self.replica.model.train(),
