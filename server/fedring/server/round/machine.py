@@ -115,8 +115,8 @@ def apply(state: RoundState, event: Event, now: float) -> RoundState:
 def _apply_to_round(round_: Round, event: Event, now: float) -> Round:
     match event:
         # An upload may be repeated; only its first delivery counts for the median time.
-        case Delivered(clients) if round_.phase is Phase.TRAINING:
-            if not (fresh := round_.selected & clients - round_.delivered):
+        case Delivered(clients) if round_.phase is Phase.TRAINING and clients <= round_.selected:
+            if not (fresh := frozenset(clients) - round_.delivered):
                 return round_
             seconds = round_.delivery_seconds + (now - round_.since,) * len(fresh)
             stalled, delivered = round_.stalled - fresh, round_.delivered | fresh

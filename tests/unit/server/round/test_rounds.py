@@ -215,9 +215,3 @@ def test_an_event_out_of_order_is_refused(event: Event) -> None:
         state = after(Closed(), state=state)
     with pytest.raises(IllegalEvent):
         apply(state, event, 0)
-
-
-def test_of_updates_that_came_together_those_of_selected_clients_count() -> None:
-    state = after(Delivered({"a", "stranger"}), state=training())
-    assert state.round is not None
-    assert state.round.delivered == {"a"}
