@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -32,7 +32,7 @@ from fedring.control.failure import Failure
 from fedring.control.notebook import live_view
 from fedring.daemon.exits import Exit
 from fedring.daemon.wording import counted
-from fedring.privacy.account import NoAccountant, SampledSteps, epsilon, sampled_epsilon
+from fedring.privacy.account import epsilon
 from fedring.server.aggregation.rule import OptimizerError, RuleError
 from fedring.server.aggregation.strategy import HISTORY, PastRound, StrategyError, with_settings
 from fedring.server.config import ServerConfig
@@ -66,13 +66,12 @@ from fedring.simulation.secret import secret_of_seed
 from fedring.simulation.server import RUN_ID, Row, SimulatedServer, Work
 from fedring.simulation.timing import Pace, Timing, pace_of, timing_of
 from fedring.simulation.vectors import ClientSections
-from fedring.simulation.worker import Order, Outcome, Own, Turn
+from fedring.simulation.worker import Order, Outcome, Own, SampleAccounts, Turn
 from fedring.train.device import threads_for
 from fedring.train.errors import SeamError
 from fedring.train.evaluation import NO_SAMPLES, Counts
 from fedring.train.jobs.job import Job
 from fedring.train.jobs.override_table import overrides_of, with_overrides
-from fedring.train.jobs.sample_privacy_table import SamplePrivacy
 from fedring.train.metrics import combine, with_origin
 from fedring.train.orders.commands import client_command
 from fedring.train.plan import batches_in
@@ -271,7 +270,7 @@ class _Run:
         self._drawn: set[str] = set()
         self._rows: list[Row] = []
         self._history = deque[PastRound](maxlen=HISTORY)
-        self._spent: dict[int, list[SampledSteps]] = {}  # what each client's samples have spent
+        self._accounts = SampleAccounts()
         self._failed: dict[int, int] = {}  # how many trainings of a client have failed in a row, without being told
         self._counted: dict[int, int] = {}  # for how many samples a client's last update counted
 
@@ -306,17 +305,8 @@ class _Run:
             "clients_drawn": len(self._drawn),
             "updates": sum(row["clients"] for row in self._rows),
             **({"virtual_seconds": self._virtual.now} if self._virtual else {}),
-            **({"sample_epsilon": self._sample_epsilon(private)} if (private := self._job.sample_dp) else {}),
+            **({"sample_epsilon": self._accounts.epsilon(table.delta)} if (table := self._job.sample_dp) else {}),
         }
-
-    def _sample_epsilon(self, private: SamplePrivacy) -> float | None:
-        """Return the largest epsilon of a client's samples.
-
-        It is None if dp-accounting is not installed.
-        """
-        with suppress(NoAccountant):
-            return max((sampled_epsilon(spent, private.delta) for spent in self._spent.values()), default=0.0)
-        return None
 
     def _run_rounds(self) -> None:
         abandoned, models = 0, list[ModelRow]()
@@ -460,8 +450,7 @@ class _Run:
             if name in self._waiting:
                 self._take(self._waiting.pop(name), work)
         for name in work.times.left_out:
-            if (spent := self._waiting.pop(name).spent) is not None:
-                self._spent.setdefault(int(name.rpartition("-")[2]), []).append(spent)
+            self._accounts.charge(self._waiting.pop(name))
         self._show(number / self._job.rounds, self._rows[-1] if self._rows else None)
 
     def _close(self, virtual: VirtualRounds, drawn: list[str], outcomes: Mapping[str, Outcome], work: Work) -> None:
@@ -474,8 +463,7 @@ class _Run:
         for name in (*times.delivered, *sorted(times.failed & outcomes.keys())):
             self._take(outcomes[name], work)
         for name in times.left_out.keys() & outcomes.keys():
-            if (spent := outcomes[name].spent) is not None:  # A client charges its samples before it trains.
-                self._spent.setdefault(outcomes[name].client, []).append(spent)
+            self._accounts.charge(outcomes[name])  # A client charges its samples before it trains.
 
     def _answer(self, name: str, outcome: Outcome | None, work: Work) -> TimedAnswer:
         """Return the answer of a client, with its time.
@@ -503,7 +491,7 @@ class _Run:
         for client, name in ((int(name.rpartition("-")[2]), name) for name in names):
             group, samples = peers.get(name, 0), self._counted.get(client, 0)
             own = client_command(work.command, work.told[name]).SerializeToString() if name in work.told else b""
-            yield Turn(client, self._kept.get(client), self._spent.get(client, ()), group, samples, own)
+            yield Turn(client, self._kept.get(client), self._accounts.of(client), group, samples, own)
 
     def _those_who_go_on(self, names: list[str]) -> tuple[list[str], list[str]]:
         """Return the clients that go on, and a sentence for each other."""
@@ -522,8 +510,7 @@ class _Run:
         work.updates.append(outcome.update)
         if outcome.delta is not None:
             work.deltas[outcome.update.client_id] = outcome.delta
-        if outcome.spent is not None:
-            self._spent.setdefault(outcome.client, []).append(outcome.spent)
+        self._accounts.charge(outcome)
         self._kept.put(outcome.client, outcome.kept)
 
     def _publish(self, work: Work) -> None:

@@ -9,6 +9,7 @@ the update, with their functions.
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -37,7 +38,7 @@ from fedring.codec import CodecError
 from fedring.codec.schema import Vectors
 from fedring.data import ClientPart, DataError
 from fedring.job_code import job_code
-from fedring.privacy.account import SampledSteps, sampled_epsilon
+from fedring.privacy.account import NoAccountant, SampledSteps, sampled_epsilon
 from fedring.rpc.errors import BadRequest, FedringError
 from fedring.server.aggregation.terms import Terms
 from fedring.server.aggregation.walk import cut
@@ -108,6 +109,31 @@ class Outcome:
     failure: str = ""  # why there is no update, or one that changes nothing, as one sentence
     spent: SampledSteps | None = None  # what the training has spent; None = the job has no [sample_dp]
     delta: Vector | None = None  # of the parameters, if the row lacks it (plain_updates)
+
+
+class SampleAccounts:
+    """The accounts of all clients' samples, all in one job."""
+
+    def __init__(self) -> None:
+        self._spent: dict[int, list[SampledSteps]] = {}
+
+    def charge(self, outcome: Outcome) -> None:
+        """Charge a training, also if its update does not count."""
+        if outcome.spent is not None:
+            self._spent.setdefault(outcome.client, []).append(outcome.spent)
+
+    def of(self, client: int) -> Sequence[SampledSteps]:
+        """Return the steps that a client's samples have spent."""
+        return self._spent.get(client, ())
+
+    def epsilon(self, delta: float) -> float | None:
+        """Return the largest epsilon of a client's samples.
+
+        It is None if dp-accounting is not installed.
+        """
+        with suppress(NoAccountant):
+            return max((sampled_epsilon(spent, delta) for spent in self._spent.values()), default=0.0)
+        return None
 
 
 @dataclass(frozen=True, slots=True)
