@@ -19,6 +19,9 @@ from fedring.server.state.rows import Acceptance, UpdateRow
 from fedring.server.update.metrics import UpdateMetrics
 from fedring.server.update.receipts import Receipts
 
+_IDLE_TURNS = 10  # of the event loop, which take microseconds
+_MOST_GATHERED = 64  # updates that a batch waits for; more may have come during the commit before
+
 
 @dataclass(slots=True)
 class _Offer:
@@ -68,6 +71,7 @@ class Acceptor:
         """
         while True:
             await self._offered.wait()
+            await self._gather()
             self._offered.clear()
             offers, self._offers = self._offers, []
             async with AsyncExitStack() as stack:
@@ -77,6 +81,18 @@ class Acceptor:
                     await stack.enter_async_context(into[number].settling)
                 room = {number: open_.kind.room for number, open_ in into.items()}
                 await self._settle([offer for offer in offers if self._in_time(offer, room)])
+
+    async def _gather(self) -> None:
+        """Let updates join the batch that have arrived already.
+
+        They are checked in the next turns of the event loop, and a commit takes as long as hundreds of these. So this
+        waits for nobody who is not here yet: only until some turns have brought none.
+        """
+        idle = 0
+        while idle < _IDLE_TURNS and len(self._offers) < _MOST_GATHERED:
+            seen = len(self._offers)
+            await asyncio.sleep(0)
+            idle = idle + 1 if len(self._offers) == seen else 0
 
     def _in_time(self, offer: _Offer, room: dict[int, float]) -> bool:
         """Return whether a round still takes the update, and note which.
