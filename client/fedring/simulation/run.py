@@ -522,6 +522,7 @@ class _Run:
             work.why = f"no model can be made of the updates: {error}"
         else:
             _, self._vectors = self._server.read(self._model)
+        work.deltas.clear()  # so that the next round's are not in memory beside them
 
     def _evaluate(self, row: Row) -> None:
         began = time.perf_counter()

@@ -13,7 +13,7 @@ import json
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import starmap
 from typing import Any, Protocol
 
@@ -60,6 +60,9 @@ def model_file_header(schema: Schema, metadata: Mapping[str, str]) -> bytes:
             "bad_schema", f"the header would take {len(text)} bytes, more than {_MAX_HEADER}: use fewer tensors"
         )
     return _LENGTH.pack(len(text)) + text
+
+
+_known_schema = lru_cache(maxsize=1)(parse_schema)  # all models of a job have one
 
 
 class ModelWriter:
@@ -125,7 +128,7 @@ class ModelReader:
         """The schema of the model."""
         rows = dict(self._header)
         rows.pop(_METADATA, None)
-        schema = parse_schema(self.metadata.get("schema", "").encode())
+        schema = _known_schema(self.metadata.get("schema", "").encode())
         if rows != _tensors(schema) or self._start + _data_bytes(schema) != self.blob.size:
             raise CodecError("bad_model", "the tensors in the file are not those of its schema")
         return schema
