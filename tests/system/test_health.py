@@ -1,13 +1,10 @@
 """The health checks of daemons tell the truth, also just before a daemon stops."""
 
 import json
-import os
 import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -133,12 +130,3 @@ def test_a_daemon_whose_health_port_is_taken_ends_with_78(server: Fleet, tmp_pat
         keys = [f"health_listen={server.listen}", f"state_dir={tmp_path / module}", *ports]
         done = forks.run(module, *keys, timeout=SECONDS)
         assert (done.returncode, "health_listen" in done.stderr) == (78, True), done.stderr
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="the policy is Linux's")
-def test_no_thread_of_a_server_takes_the_processor_from_another(fleet: Fleet) -> None:
-    policies = set[int]()
-    for thread in Path(f"/proc/{fleet.server.pid}/task").iterdir():
-        with suppress(ProcessLookupError):  # it has ended
-            policies.add(os.sched_getscheduler(int(thread.name)))
-    assert policies == {os.SCHED_BATCH}

@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated
 
@@ -114,21 +114,7 @@ def main() -> None:
     """Run the daemon: the console script calls this."""
     faulthandler.register(signal.SIGUSR1)  # writes all stacks to stderr, even if the daemon hangs
     bound_arenas()
-    _let_threads_finish()
     sys.exit(run(app, "fl-server", sys.argv[1:]))
-
-
-def _let_threads_finish() -> None:
-    """Let no thread that wakes interrupt another of this process.
-
-    A thread of gRPC wakes for each message that has come or gone, only to tell the event loop. It took the processor
-    from the event loop three times for each small update, which cost a tenth of the server's time. With Linux's policy
-    for batches it waits for its turn. A policy that the operator has set stays.
-    """
-    if sys.platform == "linux":
-        with suppress(OSError):
-            if os.sched_getscheduler(0) == os.SCHED_OTHER:
-                os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 if __name__ == "__main__":
