@@ -96,5 +96,5 @@ class SparseDecoder(Decoder):
 
 def square_of(values: NDArray[np.floating]) -> float:
     """Return the sum of squared values; infinite if it does not fit."""
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore", invalid="ignore"):  # a signalling NaN is invalid
         return float(np.dot(values, values))

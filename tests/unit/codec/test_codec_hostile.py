@@ -160,6 +160,15 @@ def test_a_sum_of_squares_checks_every_value_of_its_range(name: str, magic: byte
         decoder.square(4, 8)
 
 
+@pytest.mark.parametrize(("name", "magic", "word"), [("fp32", b"F4", "I"), ("bf16", b"B2", "H"), ("fp16", b"H2", "H")])
+def test_a_sum_of_squares_of_a_signalling_nan_is_refused_without_a_warning(name: str, magic: bytes, word: str) -> None:
+    signalling = {"fp32": 0x7FA00000, "bf16": 0x7F81, "fp16": 0x7D01}[name]
+    payload = struct.pack(f"<2sBBIQ8{word}", magic, 0, 1, 0, 8, *[0] * 7, signalling)
+    decoder = open_payload(lambda at, size: payload[at : at + size], len(payload), name=name, length=8)
+    with pytest.raises(CodecError, match="non_finite"):
+        decoder.square(0, 8)
+
+
 def test_a_sum_of_squares_that_does_not_fit_its_type_is_infinite_and_no_fault_of_the_values() -> None:
     payload = encode(np.full(8, 1e30, np.float32), Encoding("fp32"))
     decoder = open_payload(lambda at, size: payload[at : at + size], len(payload), name="fp32", length=8)

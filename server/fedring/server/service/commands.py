@@ -85,6 +85,8 @@ class TrainCmdService(rpc.TrainCmdServiceServicer):
 
     async def _listen(self, session: Session, requests: AsyncIterator[pb.WatchRequest]) -> None:
         async for request in requests:
+            if session.closed.is_set():  # its stream only waits for a write to end; another session may count by now
+                return
             session.hear()
             if session.report(request):
                 self._reports.moved(session.client_id)

@@ -293,6 +293,8 @@ class _Outcome(asyncio.Future[T]):
         settle: Callable[[], None]
         try:
             settle = partial(self.set_result, function())
+        except StopIteration as error:  # which no future takes: whoever awaits it would wait for ever
+            settle = partial(self.set_exception, RuntimeError(f"StopIteration: {error}"))
         except BaseException as error:  # noqa: BLE001  # all errors are the caller's
             settle = partial(self.set_exception, error)
         self.get_loop().call_soon_threadsafe(settle)

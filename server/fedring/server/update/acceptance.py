@@ -7,6 +7,7 @@ after is refused.
 """
 
 import asyncio
+import time
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 
@@ -19,7 +20,8 @@ from fedring.server.state.rows import Acceptance, UpdateRow
 from fedring.server.update.metrics import UpdateMetrics
 from fedring.server.update.receipts import Receipts
 
-_IDLE_TURNS = 10  # of the event loop, which take microseconds
+_IDLE_TURNS = 10  # of the event loop, which take microseconds if it has little to do
+_LONGEST_GATHERING = 0.005  # seconds; about as long as a commit takes
 _MOST_GATHERED = 64  # updates that a batch waits for; more may have come during the commit before
 
 
@@ -86,10 +88,11 @@ class Acceptor:
         """Let updates join the batch that have arrived already.
 
         They are checked in the next turns of the event loop, and a commit takes as long as hundreds of these. So this
-        waits for nobody who is not here yet: only until some turns have brought none.
+        waits for nobody who is not here yet: only until some turns have brought none. If turns are slow, it waits no
+        longer than a commit takes.
         """
-        idle = 0
-        while idle < _IDLE_TURNS and len(self._offers) < _MOST_GATHERED:
+        idle, end = 0, time.monotonic() + _LONGEST_GATHERING
+        while idle < _IDLE_TURNS and len(self._offers) < _MOST_GATHERED and time.monotonic() < end:
             seen = len(self._offers)
             await asyncio.sleep(0)
             idle = idle + 1 if len(self._offers) == seen else 0

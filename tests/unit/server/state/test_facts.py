@@ -36,3 +36,10 @@ async def test_a_failed_sync_ends_the_trust_in_the_disk_though_nobody_waits_for_
     with pytest.raises(FsyncFailed, match="the disk lost pages"):
         await facts.storage.until_distrusted()
     facts.close()
+
+
+async def test_an_error_that_no_future_takes_is_raised_as_another(tmp_path: Path) -> None:
+    facts = Facts(Store(database_url(tmp_path)), FileBlobs(tmp_path), threads=1)
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        await facts.db(lambda: next(iter(())))
+    facts.close()
