@@ -103,7 +103,7 @@ class Cohort:
             stack.narrow(feeds.active(step))
             for rows, batch in feeds.batches(step, padded=self.padded):
                 found, answers = stack.add_gradients(rows, batch)
-                losses[step, rows] = found.detach().double()
+                losses[step, rows] = found.double()
                 if answers is not None:
                     right[step, rows], classified = answers.double(), True
             stack.step()
@@ -313,7 +313,8 @@ class _Stack:
     def add_gradients(self, rows: slice | Tensor, batch: Batch) -> tuple[Tensor, Tensor | None]:
         """Add the gradients of a batch of some clients.
 
-        Returns their losses, [clients], and their right answers, [clients], or None.
+        Returns their losses, [clients], and their right answers, [clients], or None. Nothing that is returned refers to
+        the graph: it would keep the shape that gradients have, and fewer clients may do the next step.
         """
         chosen = {
             name: parameter if isinstance(rows, slice) else parameter.index_select(0, rows)
@@ -324,9 +325,9 @@ class _Stack:
         count, size = batch.labels.shape[:2]
         right = right_answers(outputs.detach().flatten(0, 1), batch.labels.flatten(0, 1))
         if right is None:
-            return losses, None
+            return losses.detach(), None
         right = right.view(count, size)
-        return losses, (right if batch.weights is None else right * (batch.weights > 0)).sum(1)
+        return losses.detach(), (right if batch.weights is None else right * (batch.weights > 0)).sum(1)
 
     def step(self) -> None:
         """Do a step of the clients that train."""
@@ -348,7 +349,7 @@ class _Stack:
         They come from their device at once.
         """
         size = sum(values[0].numel() for values in self._whole.values())
-        flat, at = torch.empty(self._count, size, device=self._cohort.device), 0
+        flat, at = torch.empty(self._count, size, dtype=torch.float32, device=self._cohort.device), 0
         for name, values in self._whole.items():
             rows = values.flatten(1).float()
             place = flat[:, at : at + rows.shape[1]]

@@ -261,15 +261,19 @@ class SimulationWorker:
         Those that fail are left out.
         """
         self._command = command = self._told_to_all
-        members, outcomes = list[CohortMember](), list[Outcome | None]()
+        members, outcomes = dict[Turn, CohortMember](), list[Outcome | None]()
         for turn in turns:
             name = client_id(turn.client)
-            seed = seed_of(command, name, self._secret_of(name))
-            members.append(CohortMember(self._samples.train(turn.client), seed, self._start))
+            try:
+                samples = self._samples.train(turn.client)
+            except Exception:  # the user's data may raise anything
+                log.debug("%s cannot begin round %d", name, command.round, exc_info=True)
+            else:
+                members[turn] = CohortMember(samples, seed_of(command, name, self._secret_of(name)), self._start)
         still = np.zeros(self._schema.num_parameters, np.float32)
-        found = self._train_cohort(unseeded_plan(command), members, together, self._from)
+        found = self._train_cohort(unseeded_plan(command), [*members.values()], together, self._from)
         with np.errstate(over="ignore", invalid="ignore"):  # what overflows is refused, and told
-            for turn, trained in zip(turns, found, strict=True):
+            for turn, trained in zip(members, found, strict=True):
                 if trained is not None:
                     delta = self._among_all(trained.values, still)
                     outcomes.append(self._shared_outcome(turn, delta, trained.result))

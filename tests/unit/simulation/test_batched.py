@@ -2,7 +2,8 @@
 
 import logging
 import pathlib
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,14 @@ HERE = "user_simulation"
 @pytest.fixture(autouse=True)
 def _users_code(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(pathlib.Path(__file__).parents[2] / "fixtures_user_code"))
+
+
+@pytest.fixture(autouse=True)
+def _all_are_trained_together(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """Fail where clients that can be trained together were trained one by one after all, which ends the same."""
+    yield
+    wasted = [each for each in caplog.get_records("call") if each.name == "fedring.simulation.worker"]
+    assert not [each.getMessage() for each in wasted if "trained one by one" in each.getMessage()]
 
 
 def both(folder: pathlib.Path, keys: Mapping[str, Any], **options: Any) -> tuple[list[np.ndarray[Any, Any]], list[Any]]:
@@ -77,6 +86,24 @@ def a_data_set(root: pathlib.Path | None, download: bool, part: ClientPart) -> S
     return Split(TensorDataset(inputs, labels), TensorDataset(inputs, labels), classes=10)
 
 
+def unequal_parts(root: pathlib.Path | None, download: bool) -> Split:
+    """Return samples of which three clients get 14, 14 and 13: four batches of 4, or three."""
+    samples = Samples(torch.randn(41, 1, 8, 8, generator=torch.Generator().manual_seed(1)), torch.arange(41) % 10)
+    return Split(samples, samples, classes=10)
+
+
+_reads = Counter[int]()
+
+
+def gone_for_one(root: pathlib.Path | None, download: bool, part: ClientPart) -> Split:
+    """Return a client's samples; those of client 2 can be read once."""
+    _reads[part.index] += 1
+    if part.index == 2 and _reads[2] > 1:
+        raise OSError("it is gone")
+    samples = Samples(torch.full((20, 1, 8, 8), 0.5), torch.arange(20) % 10)
+    return Split(samples, samples, classes=10)
+
+
 def bad_for_one(root: pathlib.Path | None, download: bool, part: ClientPart) -> Split:
     inputs = torch.full((20, 1, 8, 8), torch.nan if part.index == 3 else 0.5)
     labels = torch.arange(20) % 10
@@ -115,6 +142,22 @@ def test_a_round_of_clients_trained_together_equals_that_of_the_exact_engine(
     assert rows[0]["clients"] == rows[1]["clients"] == rows[0]["selected"]
     assert rows[0]["metrics"] == pytest.approx(rows[1]["metrics"], rel=1e-4)
     assert rows[0]["upload_bytes"] == rows[1]["upload_bytes"]
+
+
+@pytest.mark.parametrize("keys", [{}, {"momentum": 0.9}, {"optimizer": "fedring.train.optimizers:adam", "lr": 0.01}])
+def test_clients_with_more_steps_go_on_without_the_others(keys: dict[str, Any], tmp_path: pathlib.Path) -> None:
+    unequal = {"partition": "iid", "data": unequal_parts, "batch_size": 4, "epochs": 2, **keys}
+    models, reports = both(tmp_path, unequal, clients=3)
+    np.testing.assert_allclose(models[0], models[1], atol=1e-5 * float(np.abs(models[0]).max()))
+    assert reports[1]["rounds"][0]["clients"] == 3
+
+
+@pytest.mark.parametrize("engine", ["local", "batched"])
+def test_a_client_whose_samples_cannot_be_read_again_fails_alone(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedring.simulation.samples._KEPT", 1)
+    _reads.clear()
+    report = simulate({**JOB, "data": gone_for_one, "partition": "iid"}, clients=4, workers=1, engine=engine)
+    assert [row["clients"] for row in report["rounds"]] == [3]
 
 
 def test_clients_with_settings_of_their_own_are_trained_together_with_their_like(tmp_path: pathlib.Path) -> None:
