@@ -197,7 +197,7 @@ async def _until_stopped(
         code, disk_failed = Exit.TRY_AGAIN if isinstance(group.exceptions[0], Deposed) else Exit.FAILED, True
     except* Exception as group:  # a fault, or a disk that is full: a restart recovers from what is stored
         log.critical("cannot go on: %s", group.exceptions[0], exc_info=group.exceptions[0])
-        code = Exit.FAILED
+        code = code or Exit.FAILED  # when the session with a database ends, calls in progress fail, too
     if code is not Exit.OK:
         await drain(0)
     if not disk_failed:
