@@ -41,6 +41,7 @@ class ScriptedServer(
         self.run_id = RUN
         self.term = 0  # in which it leads, when it starts; 0 = it shares its state with no other server
         self.secret = ""  # the secret in replies to Join
+        self.heartbeat_seconds = 0.2  # the longest time between two reports of a client
         self.joins: queue.Queue[pb.JoinRequest] = queue.Queue()
         self.reports: queue.Queue[pb.WatchRequest] = queue.Queue()
         self.failures: queue.Queue[pb.Failure] = queue.Queue()
@@ -167,7 +168,7 @@ class ScriptedServer(
         return pb.JoinReply(
             session_id=str(self._sessions),
             run_id=self.run_id,
-            heartbeat_seconds=0.2,
+            heartbeat_seconds=self.heartbeat_seconds,
             lost_after_seconds=SECONDS,
             no_progress_seconds=SECONDS,
             last_accepted=self.last_accepted,

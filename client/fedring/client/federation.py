@@ -185,10 +185,12 @@ class Federation:
             self._task.end.leave()
             self._link.metrics.finished(self._task.end.result, self._task.end.train_seconds)
             self._zeroed += self._task.end.result == "zeroed"
-        self._task, private = None, self.config.private
+        before, self._task, private = self._task, None, self.config.private
+        session = self._link.session
         try:
-            if self._link.session.occupied:  # its round has ended without it
-                self._link.call(self._link.session.free)
+            # The server waits to learn this of a client whose round has ended without it.
+            if session.occupied or (before and before.round <= session.ended):
+                self._link.call(session.free)
             while True:
                 self._link.session.begin(pb.ACTIVITY_UNSPECIFIED)
                 self._link.session.set_reporting(True)

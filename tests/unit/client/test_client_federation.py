@@ -209,6 +209,26 @@ def test_a_client_whose_round_has_ended_is_idle(
             pass
 
 
+def test_a_server_learns_at_once_that_code_has_ended_after_its_round(
+    server: "ScriptedServer", settings: dict[str, Any], model: nn.Module
+) -> None:
+    server.heartbeat_seconds = SECONDS
+    with connect(**settings) as federation:
+        server.joins.get(timeout=SECONDS)
+        server.train(server.command(model))
+        task = next(federation)
+        task.load_into(model)
+        server.send(pb.ServerEvent(round_ended=pb.RoundEnded(round=1, reason="stopped")))
+        while (report := server.reports.get(timeout=SECONDS)).work.ended_round != 1:
+            pass
+        assert report.work.round == 1
+        with pytest.raises(RoundOver, match="stopped"):
+            task.submit(model, samples=1)
+        server.train(server.command(model, round_=2))
+        assert next(federation).round == 2
+        assert server.reports.get(timeout=SECONDS / 2).work.round != 1
+
+
 def test_a_command_that_is_repeated_after_a_reconnect_does_not_start_the_task_again(
     server: "ScriptedServer", settings: dict[str, Any], model: nn.Module
 ) -> None:
