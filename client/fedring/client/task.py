@@ -128,8 +128,8 @@ class Task:
         try:
             loaded = load(left_out=self._answers.waiting())
             if is_spoiled(loaded):
-                self._spool.kept.forget(line_of(self.command).key, RESIDUAL)
                 log.warning("dropped the residual of past updates: it is far larger than the model")
+                self._spool.kept.forget(line_of(self.command).key, RESIDUAL)
                 loaded = load()
         except WrongModel as error:
             self.fail(error.reason, error.detail)
