@@ -1,10 +1,12 @@
 """Settings and fixtures of all tests: MNIST, missing tools, hypothesis, the order of slow tests, and their times."""
 
+import gc
 import os
 import random
 import signal
 import sys
 from collections import defaultdict
+from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NoReturn
@@ -71,6 +73,17 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_configure_node(node: Any) -> None:
     """Give a process of xdist the list of the tests that have passed, so that all of them collect the same."""
     node.workerinput["passed"] = sorted(node.config.stash.get(_passed, ()))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Collect without looking for garbage; what is there then stays, so no collection need look at it later."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
