@@ -8,20 +8,23 @@ after is refused.
 
 import asyncio
 import time
-from contextlib import AsyncExitStack
+from collections.abc import Iterable
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, replace
 
 from fedring.rpc.errors import FedringError, OtherUpdate, Overloaded, Unavailable
+from fedring.server.round import machine as rd
+from fedring.server.round.open_round import OpenRound
 from fedring.server.round.rounds import Rounds
 from fedring.server.state.blob_interfaces import Partial
+from fedring.server.state.blobs import MemoryPartial
 from fedring.server.state.facts import Facts
 from fedring.server.state.failures import StorageError
 from fedring.server.state.rows import Acceptance, UpdateRow
 from fedring.server.update.metrics import UpdateMetrics
 from fedring.server.update.receipts import Receipts
 
-_IDLE_TURNS = 10  # of the event loop, which take microseconds if it has little to do
-_LONGEST_GATHERING = 0.005  # seconds; about as long as a commit takes
+_LONGEST_GATHERING = 0.02  # seconds; a few commits
 _MOST_GATHERED = 64  # updates that a batch waits for; more may have come during the commit before
 
 
@@ -41,7 +44,8 @@ class Acceptor:
 
     def __init__(self, rounds: Rounds, facts: Facts, metrics: UpdateMetrics, receipts: Receipts) -> None:
         self._rounds, self._facts, self._metrics, self._receipts = rounds, facts, metrics, receipts
-        self._offers, self._offered = list[_Offer](), asyncio.Event()
+        self._offers, self._enough = list[_Offer](), 1
+        self._offered = asyncio.Event()  # set when there are enough offers
 
     async def accept(self, partial: Partial, row: UpdateRow, client_head: str = "") -> tuple[bool, str]:
         """Accept an update durably. The partial is the acceptor's from now on.
@@ -63,7 +67,8 @@ class Acceptor:
         """
         done: asyncio.Future[tuple[bool, str]] = asyncio.get_running_loop().create_future()
         self._offers.append(_Offer(partial, row, client_head, done))
-        self._offered.set()
+        if len(self._offers) >= self._enough:
+            self._offered.set()
         return await done
 
     async def run(self) -> None:
@@ -75,27 +80,34 @@ class Acceptor:
             await self._offered.wait()
             await self._gather()
             self._offered.clear()
-            offers, self._offers = self._offers, []
+            offers, self._offers, self._enough = self._offers, [], 1
             async with AsyncExitStack() as stack:
-                told = (self._rounds.told(offer.row.round, offer.row.client_id) for offer in offers)
-                into = {open_.row.round: open_ for each in told if each and (open_ := self._rounds.into(each))}
+                into = self._into(offers)
                 for number in sorted(into):
                     await stack.enter_async_context(into[number].settling)
                 room = {number: open_.kind.room for number, open_ in into.items()}
                 await self._settle([offer for offer in offers if self._in_time(offer, room)])
 
     async def _gather(self) -> None:
-        """Let updates join the batch that have arrived already.
+        """Let small updates join while their rounds wait for more anyway.
 
-        They are checked in the next turns of the event loop, and a commit takes as long as hundreds of these. So this
-        waits for nobody who is not here yet: only until some turns have brought none. If turns are slow, it waits no
-        longer than a commit takes.
+        A commit costs as much processor time as several small updates. No round ends later for it, since the last
+        update of a round does not wait, nor those before it that wait with it.
         """
-        idle, end = 0, time.monotonic() + _LONGEST_GATHERING
-        while idle < _IDLE_TURNS and len(self._offers) < _MOST_GATHERED and time.monotonic() < end:
-            seen = len(self._offers)
-            await asyncio.sleep(0)
-            idle = idle + 1 if len(self._offers) == seen else 0
+        if not all(isinstance(offer.partial, MemoryPartial) for offer in self._offers):
+            return
+        now = time.monotonic()
+        self._enough = min(_MOST_GATHERED, sum(_awaited(open_, now) for open_ in self._into(self._offers).values()))
+        if len(self._offers) < self._enough:
+            self._offered.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_LONGEST_GATHERING):
+                    await self._offered.wait()
+
+    def _into(self, offers: Iterable[_Offer]) -> dict[int, OpenRound]:
+        """Return the rounds in which offers would count, by their numbers."""
+        told = (self._rounds.told(offer.row.round, offer.row.client_id) for offer in offers)
+        return {open_.row.round: open_ for each in told if each and (open_ := self._rounds.into(each))}
 
     def _in_time(self, offer: _Offer, room: dict[int, float]) -> bool:
         """Return whether a round still takes the update, and note which.
@@ -165,6 +177,19 @@ class Acceptor:
                 self._metrics.accepted(mine, norm=not open_.transforms.hide_norms)
                 self._rounds.accepted(open_, mine)
         return outcomes
+
+
+def _awaited(open_: OpenRound, now: float) -> int:
+    """Return how many updates a round still waits for.
+
+    `now` is in monotonic seconds. One worker delivers for its whole group. A round that may end in a moment, by the
+    clock, waits for nothing.
+    """
+    round_ = open_.state.round
+    if round_ is None or open_.group is not None or rd.wake_at(open_.state, now) <= now + _LONGEST_GATHERING:
+        return 1
+    missing = min(rd.updates_needed(round_) - len(round_.delivered), open_.kind.room)
+    return min(len(rd.pending(open_.state, now)), int(missing))
 
 
 class RefusedCommit(Overloaded):

@@ -40,6 +40,36 @@ async def test_a_round_goes_from_the_command_to_the_model(host: Host) -> None:
     assert host.rounds.latest.round == command.round
 
 
+async def test_small_updates_wait_for_each_other_and_share_a_commit(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fedring.server.update.acceptance._LONGEST_GATHERING", 5.0)
+    batches, commit = list[int](), host.facts.commit_updates
+
+    def counted(batch: Any) -> Any:
+        batches.append(len(batch))
+        return commit(batch)
+
+    monkeypatch.setattr(host.facts, "commit_updates", counted)
+    sessions = [host.join(client) for client in ("a", "b", "c")]
+    job, _ = await host.jobs.start(spec(min_clients=3), "")
+    commands = [await host.command(session) for session in sessions]
+    replies = await asyncio.gather(
+        *(host.push(session, command, ONES) for session, command in zip(sessions, commands, strict=True))
+    )
+    assert [reply.accepted.already for reply in replies] == [False] * 3
+    assert batches == [3]
+    assert await host.ended(job.job_id) == "completed"
+
+
+async def test_an_update_waits_only_for_moments_for_others(host: Host) -> None:
+    sessions = [host.join(client) for client in ("a", "b")]
+    await host.jobs.start(spec(min_clients=2), "")
+    command, _ = [await host.command(session) for session in sessions]
+    async with asyncio.timeout(60):
+        assert not (await host.push(sessions[0], command, ONES)).accepted.already
+
+
 async def test_a_stop_while_the_round_starts_ends_it(host: Host) -> None:
     host.gate.close("rounds.replace")
     job, _ = await host.jobs.start(spec(max_abandoned=5, rounds=5), "")
