@@ -7,14 +7,11 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import _global_optimizer_post_hooks as _global_post
-from torch.optim.optimizer import _global_optimizer_pre_hooks as _global_pre
 from torch.utils.data import Dataset
 
 from fedring.train.batches import Inputs, apply, cut, diverged, draw, fetch, size_of
@@ -195,7 +192,6 @@ class _LocalStep:
         for parameter in self._parameters:  # Training may have ended by an error before.
             parameter.grad = None
         self._optimizer = optimizer_factory(self._parameters, plan.lr, plan.momentum)
-        self._step = _step_of(self._optimizer)
         # torch's own one does what the step does, and writes a record for profilers.
         self._own_zero_grad = type(self._optimizer).zero_grad is not torch.optim.Optimizer.zero_grad
 
@@ -214,26 +210,12 @@ class _LocalStep:
         if self._mu > 0:
             add_proximal(self._parameters, self._start, self._mu)
         add_corrections(self._corrections)
-        self._step()
+        self._optimizer.step()
         if self._own_zero_grad:
             self._optimizer.zero_grad()
         for parameter in self._parameters:
             parameter.grad = None
         return loss, outputs
-
-
-def _step_of(optimizer: torch.optim.Optimizer) -> Callable[[], object]:
-    """Return a function that does an optimizer's step.
-
-    Torch wraps each optimizer's step to run hooks, and to write a record for profilers, which takes longer than a small
-    step. Without hooks, nothing else is lost.
-    """
-    step = type(optimizer).step
-    inner: Callable[[object], object] | None = getattr(step, "__wrapped__", None)
-    if inner is None or "step" in vars(optimizer) or not getattr(step, "hooked", False):
-        return optimizer.step
-    hooks = (_global_pre, _global_post, optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
-    return optimizer.step if any(hooks) else partial(inner, optimizer)
 
 
 def precision_of(plan: Plan, device: torch.device) -> Callable[[], AbstractContextManager[object]]:

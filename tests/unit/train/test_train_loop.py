@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import Dataset, TensorDataset
 
 from fedring.data import Samples
@@ -71,27 +70,6 @@ def test_training_learns(factory: Any) -> None:
     assert (result.num_samples, result.steps) == (50, 70)
     assert result.seconds > 0
     assert result.metrics == {"loss": result.loss, "accuracy": 1.0}
-
-
-@pytest.mark.parametrize("everywhere", [False, True])
-def test_hooks_of_an_optimizers_step_are_called(everywhere: bool) -> None:
-    called: list[object] = []
-
-    def hook(optimizer: torch.optim.Optimizer, *_: object) -> None:
-        called.append(optimizer)
-
-    def hooked(*args: Any) -> torch.optim.Optimizer:
-        optimizer = sgd(*args)
-        optimizer.register_step_post_hook(hook)
-        return optimizer
-
-    everywhere_too = register_optimizer_step_post_hook(hook) if everywhere else None
-    try:
-        result = learn(linear(), blobs(), optimizer_factory=sgd if everywhere else hooked)
-    finally:
-        if everywhere_too:
-            everywhere_too.remove()
-    assert len(called) == result.steps == 14
 
 
 def test_the_same_seed_gives_the_same_model_and_another_seed_another_model() -> None:
