@@ -8,7 +8,6 @@ after is refused.
 
 import asyncio
 import time
-from collections.abc import Iterable
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, replace
 
@@ -44,8 +43,8 @@ class Acceptor:
 
     def __init__(self, rounds: Rounds, facts: Facts, metrics: UpdateMetrics, receipts: Receipts) -> None:
         self._rounds, self._facts, self._metrics, self._receipts = rounds, facts, metrics, receipts
-        self._offers, self._enough = list[_Offer](), 1
-        self._offered = asyncio.Event()  # set when there are enough offers
+        self._offers, self._offered = list[_Offer](), asyncio.Event()
+        self._missing: dict[int, int] | None = None  # how many updates each round waits for, while a batch gathers
 
     async def accept(self, partial: Partial, row: UpdateRow, client_head: str = "") -> tuple[bool, str]:
         """Accept an update durably. The partial is the acceptor's from now on.
@@ -66,8 +65,8 @@ class Acceptor:
             RefusedCommit: if the disk is full, or refuses the update for another reason.
         """
         done: asyncio.Future[tuple[bool, str]] = asyncio.get_running_loop().create_future()
-        self._offers.append(_Offer(partial, row, client_head, done))
-        if len(self._offers) >= self._enough:
+        self._offers.append(offer := _Offer(partial, row, client_head, done))
+        if self._missing is None or self._completes(self._missing, offer):
             self._offered.set()
         return await done
 
@@ -80,9 +79,10 @@ class Acceptor:
             await self._offered.wait()
             await self._gather()
             self._offered.clear()
-            offers, self._offers, self._enough = self._offers, [], 1
+            offers, self._offers = self._offers, []
             async with AsyncExitStack() as stack:
-                into = self._into(offers)
+                told = (self._rounds.told(offer.row.round, offer.row.client_id) for offer in offers)
+                into = {open_.row.round: open_ for each in told if each and (open_ := self._rounds.into(each))}
                 for number in sorted(into):
                     await stack.enter_async_context(into[number].settling)
                 room = {number: open_.kind.room for number, open_ in into.items()}
@@ -94,20 +94,24 @@ class Acceptor:
         A commit costs as much processor time as several small updates. No round ends later for it, since the last
         update of a round does not wait, nor those before it that wait with it.
         """
-        if not all(isinstance(offer.partial, MemoryPartial) for offer in self._offers):
-            return
-        now = time.monotonic()
-        self._enough = min(_MOST_GATHERED, sum(_awaited(open_, now) for open_ in self._into(self._offers).values()))
-        if len(self._offers) < self._enough:
+        missing = self._missing = {}
+        if not any(self._completes(missing, offer) for offer in self._offers):
             self._offered.clear()
             with suppress(TimeoutError):
                 async with asyncio.timeout(_LONGEST_GATHERING):
                     await self._offered.wait()
+        self._missing = None
 
-    def _into(self, offers: Iterable[_Offer]) -> dict[int, OpenRound]:
-        """Return the rounds in which offers would count, by their numbers."""
-        told = (self._rounds.told(offer.row.round, offer.row.client_id) for offer in offers)
-        return {open_.row.round: open_ for each in told if each and (open_ := self._rounds.into(each))}
+    def _completes(self, missing: dict[int, int], offer: _Offer) -> bool:
+        """Count an offer, and return whether the batch should wait no longer."""
+        told = self._rounds.told(offer.row.round, offer.row.client_id)
+        open_ = self._rounds.into(told) if told is not None else None
+        if open_ is None or len(self._offers) >= _MOST_GATHERED or not isinstance(offer.partial, MemoryPartial):
+            return True
+        if (number := open_.row.round) not in missing:
+            missing[number] = _awaited(open_, time.monotonic())
+        missing[number] -= 1
+        return missing[number] <= 0
 
     def _in_time(self, offer: _Offer, room: dict[int, float]) -> bool:
         """Return whether a round still takes the update, and note which.

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from tests.unit import spinning
-from tests.unit.host import SIZE, Host, running, spec
+from tests.unit.host import ONES, SIZE, Host, running, spec
 
 from fedring.privacy.account import epsilon
 from fedring.rpc.errors import NoSuchJob, SeveralJobs
@@ -113,6 +113,31 @@ async def test_jobs_that_run_at_once_make_the_models_that_each_makes_alone(tmp_p
         assert max(versions) == 15  # three first models and twelve rounds have one each
         assert all(len(asked) == len(set(asked)) == 2 for asked in answers.rounds.values())
         assert set(answers.most.values()) == {1}  # no client had two rounds at once
+
+
+async def test_the_last_update_of_a_round_does_not_wait_for_another_jobs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fedring.server.update.acceptance._LONGEST_GATHERING", 50.0)
+    async with running(tmp_path, max_running_jobs=2) as host:
+        sites = {"a": "first", "b": "first", "c": "second"}
+        sessions = {client: host.join(client, {"site": site}) for client, site in sites.items()}
+        for name, least in (("first", 2), ("second", 1)):
+            await host.jobs.start(named(name, min_clients=least, clients={"site": name}), "")
+        commands = {client: await host.command(session) for client, session in sessions.items()}
+
+        async def push(client: str) -> None:
+            await host.push(sessions[client], commands[client], ONES)
+
+        async with asyncio.timeout(40):
+            waiting = asyncio.create_task(push("a"))
+            await asyncio.sleep(0.1)
+            assert not waiting.done()
+            await push("c")
+            assert await host.ended(2) == "completed"
+            await waiting  # in the same commit
+            await push("b")
+            assert await host.ended(1) == "completed"
 
 
 async def test_the_job_with_the_fewest_updates_gets_the_client_that_is_free(tmp_path: Path) -> None:
