@@ -120,9 +120,9 @@ async def test_the_last_update_of_a_round_does_not_wait_for_another_jobs(
 ) -> None:
     monkeypatch.setattr("fedring.server.update.acceptance._LONGEST_GATHERING", 50.0)
     async with running(tmp_path, max_running_jobs=2) as host:
-        sites = {"a": "first", "b": "first", "c": "second"}
+        sites = {"a": "first", "b": "first", "c": "first", "d": "second"}
         sessions = {client: host.join(client, {"site": site}) for client, site in sites.items()}
-        for name, least in (("first", 2), ("second", 1)):
+        for name, least in (("first", 3), ("second", 1)):
             await host.jobs.start(named(name, min_clients=least, clients={"site": name}), "")
         commands = {client: await host.command(session) for client, session in sessions.items()}
 
@@ -133,10 +133,10 @@ async def test_the_last_update_of_a_round_does_not_wait_for_another_jobs(
             waiting = asyncio.create_task(push("a"))
             await asyncio.sleep(0.1)
             assert not waiting.done()
-            await push("c")
+            await push("d")
             assert await host.ended(2) == "completed"
             await waiting  # in the same commit
-            await push("b")
+            await asyncio.gather(push("b"), push("c"))
             assert await host.ended(1) == "completed"
 
 
