@@ -134,7 +134,7 @@ def _disturb(scene: Scene, case: Case, harms: list[str], rng: Random) -> Evidenc
             state, reason = scene.end_job(each)
             assert state == "stopped", f"job {each} is {state}: {reason}"
     if case.last_round:
-        # All clients take part: one that had just returned has not used, or dropped, what its folder holds.
+        # It waits for all clients: one that had just returned has not used, or dropped, what its folder holds.
         _wait_for_end(scene, start({"rounds": 1, "start": "newest", "min_clients": case.clients}))
         wait_for(scene, "the clients' notes", lambda: until(lambda: not any(map(has_spooled_update, scene.folders))))
     charged: int = scene.ask(lambda control: control.privacy().rounds)

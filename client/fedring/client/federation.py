@@ -189,7 +189,7 @@ class Federation:
         session = self._link.session
         try:
             # The server waits to learn this of a client whose round has ended without it.
-            if session.occupied or (before and before.round <= session.ended):
+            if session.occupied or (before and before.cancelled):
                 self._link.call(session.free)
             while True:
                 self._link.session.begin(pb.ACTIVITY_UNSPECIFIED)

@@ -73,15 +73,10 @@ class ClientSession:
         health: Is set to serving while the session is established.
         evaluates: Whether the client evaluates models; if not, orders to do so are answered at once, with no counts.
         tell: Is called with one sentence for each new state of the session.
-
-    Attributes:
-        inbox: What the server wants.
-        ended: The newest round whose end was told before its update was accepted; any thread may ask.
     """
 
     def __init__(self, connection: Connection, health: Health, *, evaluates: bool, tell: Callable[[str], None]) -> None:
         self.inbox = WorkInbox(connection.max_jobs)
-        self.ended = 0
         self.unapproved: Callable[[], list[int]] = list  # returns the jobs that wait for a person at this site
         self.round_events: asyncio.Queue[pb.ServerEvent] = asyncio.Queue(_MOST_EVENTS)  # for a protection with steps
         self._connection = connection
@@ -97,6 +92,7 @@ class ClientSession:
         self._progress = 0.0
         self._reports_progress = True
         self._work = (0, 0)  # the round that the client's code works on, and its job
+        self._ended = 0  # the round whose end was told last
         self._failures: list[pb.Failure] = []
         self._wake = asyncio.Event()
         self._sent = asyncio.Condition()  # is notified after each heartbeat
@@ -304,7 +300,7 @@ class ClientSession:
             progress=self._progress,
             reports_no_progress=not self._reports_progress,
             failure=self._failures[0] if self._failures else None,
-            work=pb.Work(round=self._work[0], job_id=self._work[1], ended_round=self.ended),
+            work=pb.Work(round=self._work[0], job_id=self._work[1], ended_round=self._ended),
             unapproved_jobs=self.unapproved(),
         )
 
@@ -343,7 +339,7 @@ class ClientSession:
                 return pb.EvaluationReport(round=order.round, model_digest=order.model_digest)
             case "round_ended":
                 self.inbox.end(event.round_ended.round, event.round_ended.reason)
-                self.ended = event.round_ended.round
+                self._ended = event.round_ended.round
                 self._wake.set()  # The next round waits until the server knows whether this client is free.
         return None
 

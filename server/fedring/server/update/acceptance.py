@@ -91,8 +91,8 @@ class Acceptor:
     async def _gather(self) -> None:
         """Let small updates join while their rounds wait for more anyway.
 
-        A commit costs as much processor time as several small updates. No round ends later for it, since the last
-        update of a round does not wait, nor those before it that wait with it.
+        A commit costs as much processor time as several small updates. The last update of a round does not wait, nor
+        those before it that wait with it, so a round ends later only if clients that it waits for fail meanwhile.
         """
         missing = self._missing = {}
         if not any(self._completes(missing, offer) for offer in self._offers):
@@ -186,13 +186,17 @@ class Acceptor:
 def _awaited(open_: OpenRound, now: float) -> int:
     """Return how many updates a round still waits for.
 
-    `now` is in monotonic seconds. One worker delivers for its whole group. A round that may end in a moment, by the
-    clock, waits for nothing.
+    `now` is in monotonic seconds. One worker delivers for its whole group. In a round without an end for its commands,
+    each update makes room for another client. A round that may end in a moment, by the clock, waits for nothing, nor
+    does one whose clock depends on when updates came.
     """
     round_ = open_.state.round
-    if round_ is None or open_.group is not None or rd.wake_at(open_.state, now) <= now + _LONGEST_GATHERING:
+    if round_ is None or open_.group is not None or open_.kind.lasting or round_.rules.straggler_factor:
         return 1
-    missing = min(rd.updates_needed(round_) - len(round_.delivered), open_.kind.room)
+    if rd.wake_at(open_.state, now) <= now + _LONGEST_GATHERING:
+        return 1
+    needed = round_.rules.min_to_aggregate if round_.rules.close_at_minimum else rd.updates_needed(round_)
+    missing = min(needed - len(round_.delivered), open_.kind.room)
     return min(len(rd.pending(open_.state, now)), int(missing))
 
 

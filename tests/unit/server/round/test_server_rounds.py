@@ -62,6 +62,18 @@ async def test_small_updates_wait_for_each_other_and_share_a_commit(
     assert await host.ended(job.job_id) == "completed"
 
 
+@pytest.mark.parametrize("keys", [{"close_at_minimum": True}, {"straggler_factor": 3.0}])
+async def test_an_update_does_not_wait_if_its_round_may_not_either(
+    host: Host, monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any]
+) -> None:
+    monkeypatch.setattr("fedring.server.update.acceptance._LONGEST_GATHERING", 50.0)
+    sessions = [host.join(client) for client in ("a", "b")]
+    await host.jobs.start(spec(min_clients=2, min_clients_to_aggregate=1, **keys), "")
+    command, _ = [await host.command(session) for session in sessions]
+    async with asyncio.timeout(40):
+        assert not (await host.push(sessions[0], command, ONES)).accepted.already
+
+
 async def test_an_update_waits_only_for_moments_for_others(host: Host) -> None:
     sessions = [host.join(client) for client in ("a", "b")]
     await host.jobs.start(spec(min_clients=2), "")
