@@ -56,6 +56,19 @@ def test_a_database_that_was_put_back_counts_on_above_all_terms_that_were_seen()
     three.close()
 
 
+def test_a_database_that_has_gone_is_told_as_the_end_of_its_session_however_often_it_is_used() -> None:
+    cluster = postgres.Cluster(postgres.folder_for_anybody())
+    try:
+        session = leading(open_session(cluster.new_database()), "one")
+        cluster.stop("immediate")
+        for _ in range(3):  # after the first, a new connection is tried
+            with pytest.raises(Deposed):
+                session.check()
+        session.close()
+    finally:
+        cluster.stop()
+
+
 def test_a_leader_beats_while_its_session_is_busy() -> None:
     address = postgres.shared().new_database()
     first, two = leading(open_session(address), "one"), open_session(address)

@@ -149,6 +149,7 @@ def open_session(url: str) -> DatabaseSession:
     if int(version) < 120_000:
         session.close()
         raise ConfigError(f"state_url leads to PostgreSQL {int(version) // 10_000}: fl-server needs 12 or newer")
+    event.listen(engine, "handle_error", _note_no_other)
     return session
 
 
@@ -317,6 +318,12 @@ def _check_term(connection: Connection, term: int) -> None:
     query = text("SELECT 1 FROM leader WHERE term = :term FOR KEY SHARE")
     if connection.execute(query, {"term": term}).first() is None:
         raise Deposed("another server leads")
+
+
+def _note_no_other(context: ExceptionContext) -> None:
+    """Say of a connection that could not be opened anew that the one before it has ended."""
+    if context.connection is None:
+        raise Deposed(f"the database cannot be reached any more ({_first_line(context.original_exception)})")
 
 
 def _note_the_end(context: ExceptionContext) -> None:
