@@ -28,6 +28,8 @@ _SLACK = 12.0  # seconds, for a busy machine, and for the clients of a server th
 CUT_SHORT = re.compile(  # gRPC's word for a call that came while the server ended
     r"Traceback [^\n]*?(?:\\n|\n)[^\n]*?_schedule_rpc_coro(?:\\n|\n)asyncio\.exceptions\.CancelledError"
 )
+_CLOSED_TOGETHER = re.compile(r'"an error occurred during closing of asynchronous generator [^\n]*')
+"""asyncio's word for calls that are still under way when a server ends at once, since its disk cannot be trusted."""
 _OF_ITS_JOB = ("stopped", "job_ended")
 """Reasons of a round whose job was stopped; the second one, if a server that has just started had not opened it yet."""
 _DISK_HARMS = ("full disk", "failing disk", "failing syncs")
@@ -126,7 +128,7 @@ def logs_are_quiet(evidence: Evidence, counts: Counter[str]) -> Iterator[str]:
     for name, text in evidence.logs.items():
         if any(evidence.done.get(f"{harm} of {name}") for harm in _DISK_HARMS):
             # A client tells its operator why it has told the server disk_failed.
-            text = CUT_SHORT.sub("", text) if name == "server" else _OF_THE_DISK.sub("", text)
+            text = CUT_SHORT.sub("", _CLOSED_TOGETHER.sub("", text)) if name == "server" else _OF_THE_DISK.sub("", text)
         if "Traceback" in text:
             yield f"P4: {name} logged an error that nobody foresaw: {text[text.index('Traceback') :][:800]}"
 
