@@ -321,7 +321,7 @@ def _check_term(connection: Connection, term: int) -> None:
 
 
 def _note_no_other(context: ExceptionContext) -> None:
-    """Take a connection that cannot be opened anew for the end of the session."""
+    """Take a failure to connect anew for the end of the session."""
     if context.connection is None:
         raise Deposed(f"the database cannot be reached any more ({_first_line(context.original_exception)})")
 
