@@ -81,8 +81,7 @@ class Acceptor:
             self._offered.clear()
             offers, self._offers = self._offers, []
             async with AsyncExitStack() as stack:
-                told = (self._rounds.told(offer.row.round, offer.row.client_id) for offer in offers)
-                into = {open_.row.round: open_ for each in told if each and (open_ := self._rounds.into(each))}
+                into = {open_.row.round: open_ for open_ in map(self._into, offers) if open_ is not None}
                 for number in sorted(into):
                     await stack.enter_async_context(into[number].settling)
                 room = {number: open_.kind.room for number, open_ in into.items()}
@@ -104,14 +103,18 @@ class Acceptor:
 
     def _completes(self, missing: dict[int, int], offer: _Offer) -> bool:
         """Count an offer, and return whether the batch should wait no longer."""
-        told = self._rounds.told(offer.row.round, offer.row.client_id)
-        open_ = self._rounds.into(told) if told is not None else None
+        open_ = self._into(offer)
         if open_ is None or len(self._offers) >= _MOST_GATHERED or not isinstance(offer.partial, MemoryPartial):
             return True
         if (number := open_.row.round) not in missing:
             missing[number] = _awaited(open_, time.monotonic())
         missing[number] -= 1
         return missing[number] <= 0
+
+    def _into(self, offer: _Offer) -> OpenRound | None:
+        """Return the open round in which an offer would count, or None."""
+        told = self._rounds.told(offer.row.round, offer.row.client_id)
+        return self._rounds.into(told) if told is not None else None
 
     def _in_time(self, offer: _Offer, room: dict[int, float]) -> bool:
         """Return whether a round still takes the update, and note which.
