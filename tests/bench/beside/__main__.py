@@ -71,7 +71,7 @@ _T = TypeVar("_T")
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """Print a table, and write beside.json."""
+    """Print a table, and write beside.json after each cell."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data-root", type=Path, required=True, help="the folder of MNIST")
     everything = [*CELLS, *KILLS, *OTHERS]
@@ -89,27 +89,32 @@ def main(words: Sequence[str] | None = None) -> None:
     for cell in args.cells:
         if cell in OTHERS:
             rows += run_other(cell)
-            continue
-        call = partial(harm, whom=KILLS[cell]) if cell in KILLS else measure
-        ways = {
-            name: partial(_run, partial(call, SYSTEMS[name]), cell, args.data_root, args.rounds)
-            for name in args.systems
-        }
-        found[cell] = alternate(ways, args.turns)
-        (_show_harms if cell in KILLS else _show)(cell, found[cell])
-    results = {
-        "fleets": {
-            cell: {name: list(map(asdict, runs)) for name, runs in ways.items()} for cell, ways in found.items()
-        },
-        "others": [asdict(row) for row in rows],
-    }
-    (args.out / "beside.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+        else:
+            call = partial(harm, whom=KILLS[cell]) if cell in KILLS else measure
+            ways = {
+                name: partial(_run, partial(call, SYSTEMS[name]), cell, args.data_root, args.rounds)
+                for name in args.systems
+            }
+            found[cell] = alternate(ways, args.turns)
+            (_show_harms if cell in KILLS else _show)(cell, found[cell])
+        _write(args.out / "beside.json", found, rows)
     measured = {cell: ways for cell, ways in found.items() if cell in CELLS}
     if measured:
         plot_panels(_panels(measured), args.out / "beside.png", columns=3)
     if rows:
         cells = [(row.what, row.ours, row.peer, row.theirs, f"{row.better:.2f}") for row in rows]
         print_table("beside others", ("what", "fedring>", "peer", "theirs>", "times as good>"), cells)
+
+
+def _write(path: Path, found: Mapping[str, Mapping[str, Sequence[Any]]], rows: Sequence[Row]) -> None:
+    """Write what the cells until now found, since all take hours and somebody may end them before."""
+    results = {
+        "fleets": {
+            cell: {name: list(map(asdict, runs)) for name, runs in ways.items()} for cell, ways in found.items()
+        },
+        "others": [asdict(row) for row in rows],
+    }
+    path.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
 
 
 def _panels(found: Mapping[str, Mapping[str, Sequence[Outcome]]]) -> list[Bars]:
