@@ -321,7 +321,7 @@ class Federation:
         finally:
             report = report_of(command, counts, why)
             self._link.metrics.evaluated(report.total > 0)
-            self._link.session.occupy()
+            self._link.call(self._link.session.free)
             self._link.call(lambda: self._link.session.report_evaluation(report))
 
     def _note(self, what: str, command: pb.TrainCmd | pb.EvaluateCmd, **facts: str | float) -> None:

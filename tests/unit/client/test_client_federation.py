@@ -230,6 +230,26 @@ def test_a_server_learns_at_once_that_code_has_ended_after_its_round(
         assert server.reports.get(timeout=SECONDS / 2).work.round != 2
 
 
+def test_a_server_learns_at_once_that_an_evaluation_has_ended_after_its_round(
+    server: "ScriptedServer", settings: dict[str, Any], model: nn.Module
+) -> None:
+    server.heartbeat_seconds = SECONDS
+    server.publish(3, schema_of(model), read_vectors(model))
+
+    def evaluate(model: nn.Module) -> tuple[int, int, float]:
+        server.send(pb.ServerEvent(round_ended=pb.RoundEnded(round=2)))
+        while server.reports.get(timeout=SECONDS).work != pb.Work(round=2, ended_round=2):
+            pass
+        return 8, 10, 2.5
+
+    with connect(**settings, model=model, evaluate=evaluate) as federation:
+        server.joins.get(timeout=SECONDS)
+        server.send(pb.ServerEvent(evaluate=server.evaluation(3)))
+        server.train(server.command(model, round_=3, model_version=3))
+        assert next(federation).round == 3
+        assert server.reports.get(timeout=SECONDS / 2).work.round != 2
+
+
 def test_a_command_that_is_repeated_after_a_reconnect_does_not_start_the_task_again(
     server: "ScriptedServer", settings: dict[str, Any], model: nn.Module
 ) -> None:

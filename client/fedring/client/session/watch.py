@@ -92,6 +92,7 @@ class ClientSession:
         self._progress = 0.0
         self._reports_progress = True
         self._work = (0, 0)  # the round that the client's code works on, and its job
+        self._told = 0  # the round of the last heartbeat
         self._ended = 0  # the round whose end was told last
         self._failures: list[pb.Failure] = []
         self._wake = asyncio.Event()
@@ -132,9 +133,13 @@ class ClientSession:
         return self._work[0] > 0
 
     async def free(self) -> None:
-        """Tell the server at once that the client is free."""
+        """Tell the server at once that the client is free.
+
+        It hears nothing if it was told of no work.
+        """
         self._work = (0, 0)
-        self._wake.set()
+        if self._told:
+            self._wake.set()
 
     async def run(self) -> None:
         """Keep up a session for ever.
@@ -294,6 +299,7 @@ class ClientSession:
                 return
 
     def _report(self) -> pb.WatchRequest:
+        self._told = self._work[0]
         return pb.WatchRequest(
             matched=self._matched,
             activity=self._activity,
