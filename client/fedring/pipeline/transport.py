@@ -5,7 +5,8 @@ It works within a process, or over any process group of torch.distributed.
 The messages of one tensor, or of its gradients, from one worker to another form a lane. Over a group, the lanes of an
 edge have tags of their own. A sender waits while as many messages of the lane as it has credits have not been taken,
 and the receiver posts as many receives in advance, so that the workers need no other threads. Messages are found by
-their key, not by the order of arrival.
+their key, not by the order of arrival. A group that carries bytes, as the ring does, takes small messages without an
+operation for each.
 
 Only messages that the schedule does not already tell the sender to be taken get a receipt (`Traffic.receipts`).
 
@@ -67,6 +68,40 @@ class Telling(Protocol):
 
     def abort_because(self, why: str) -> None:
         """Make the group fail on every rank, with this reason."""
+
+
+class ByteMessages(Protocol):
+    """Messages of bytes between the ranks of a group.
+
+    They are messages of uint8 values for whoever sends or receives tensors at the other end. To send and receive them
+    as bytes costs less.
+    """
+
+    def carries_bytes(self, size: int) -> bool:
+        """Return whether so many bytes can be a message now."""
+        ...
+
+    def send_bytes(self, head: bytes, body: Tensor, to: int, tag: int, *, timeout: float) -> Any:
+        """Send bytes, and those of a tensor, to a rank.
+
+        Returns:
+            An operation to wait for, until which the tensor must not change; None if the message is sent.
+        """
+
+    def receive_bytes(self, size: int, source: int, tag: int, *, timeout: float) -> memoryview:
+        """Wait for the next message of a rank, and return its bytes."""
+        ...
+
+
+@runtime_checkable
+class Bytewise(Protocol):
+    """A group that carries messages of bytes."""
+
+    messages: ByteMessages
+
+    def seconds(self) -> float:
+        """Return how long an operation may take."""
+        ...
 
 
 class Mailbox:
@@ -145,6 +180,7 @@ class GroupTransport:
         if chosen is None:
             raise PipelineError("there is no default process group: call torch.distributed.init_process_group() first")
         self.group, self.credits, self.max_message_bytes = chosen, credits, max_message_bytes
+        self.bytewise = chosen if isinstance(chosen, Bytewise) else None  # the group, if it carries bytes
         self.sent_bytes = 0
         self._box = Mailbox()
         self._traffic: Traffic | None = None
@@ -282,33 +318,35 @@ class _InLane:
 
     As many messages can arrive in advance as there are credits.
 
-    Receives are posted when the first message is wanted, because a tensor of whole numbers has no gradients.
+    Receives are posted when the first message is wanted, because a tensor of whole numbers has no gradients. A group
+    that carries bytes keeps messages that come before, so that none are posted.
     """
 
     def __init__(self, transport: GroupTransport, lane: _Lane) -> None:
         self._group, self._lane = transport.group, lane
-        self._peer = dist.get_global_rank(self._group, lane.plan.name.sender)  # torch takes group_src from 2.6 on only
+        self._source = lane.plan.name.sender
+        self._peer = dist.get_global_rank(self._group, self._source)  # torch takes group_src from 2.6 on only
         self._limit = transport.max_message_bytes
+        largest = HEADER_BYTES + max(lane.known, default=0)
+        bytewise = transport.bytewise
+        self._bytewise = bytewise if bytewise and bytewise.messages.carries_bytes(largest) else None
         self._begun = self._taken = 0  # receives that were posted, and messages that were taken
         self._posted: deque[tuple[Any, Tensor]] = deque()
         self._receipts: list[tuple[Any, Tensor]] = []
 
     def next(self) -> StageMessage:
         """Wait for the lane's next message, and return it."""
-        self._post()  # here, before the wait, and not after it: whoever waits for the message can then go on at once
         lane, plan = self._lane, self._lane.plan
-        if not self._posted:
+        if len(lane.sizes) == plan.count:
             raise PipelineError(f"all {plan.count} messages of a lane have arrived: the schedule is wrong")
-        work, frame = self._posted.popleft()
-        work.wait()
-        found = parse(frame.numpy().data[:HEADER_BYTES], max_bytes=self._limit)
+        head, body = self._next_frame()
+        found = parse(head, max_bytes=self._limit)
         key, dtype = found.key, found.dtype
         if (key.step, key.kind, key.edge) != (lane.step, plan.name.kind, plan.name.edge):
             raise PipelineError(f"{key} arrived in step {lane.step} on edge {plan.name.edge}")
-        lane.sizes.append(found.nbytes)
-        body = frame[HEADER_BYTES:]
-        if found.nbytes != body.numel():
-            body = torch.empty(found.nbytes, dtype=torch.uint8, device="cpu")
+        lane.sizes.append(size := found.nbytes)
+        if size != body.numel():
+            body = torch.empty(size, dtype=torch.uint8, device="cpu")
             dist.recv(body, self._peer, group=self._group, tag=plan.tag + 2)
         values = body.ne(0) if dtype is torch.bool else body.view(dtype)  # other bytes are no booleans
         return StageMessage(key, found.version, values.view(found.shape))
@@ -327,6 +365,22 @@ class _InLane:
             work.wait()
         self._receipts.clear()
 
+    def _next_frame(self) -> tuple[memoryview, Tensor]:
+        """Wait for the next frame.
+
+        Returns its header, and the bytes [n] after it.
+        """
+        if self._bytewise is not None:
+            size, tag = HEADER_BYTES + self._lane.expected(len(self._lane.sizes)), self._lane.plan.tag
+            came = self._bytewise.messages.receive_bytes(size, self._source, tag, timeout=self._bytewise.seconds())
+            data = bytearray(came)  # a copy, for the group needs its memory for the next messages
+            body = torch.frombuffer(data, dtype=torch.uint8, offset=HEADER_BYTES) if size > HEADER_BYTES else _NO_BYTES
+            return memoryview(data)[:HEADER_BYTES], body
+        self._post()  # here, before the wait, and not after it: whoever waits for the message can then go on at once
+        work, frame = self._posted.popleft()
+        work.wait()
+        return frame.numpy().data[:HEADER_BYTES], frame[HEADER_BYTES:]
+
     def _post(self) -> None:
         while len(self._posted) < self._lane.plan.credits and self._begun < self._lane.plan.count:
             frame = torch.empty(HEADER_BYTES + self._lane.expected(self._begun), dtype=torch.uint8, device="cpu")
@@ -339,8 +393,9 @@ class _OutLane:
     """The sending end of a lane."""
 
     def __init__(self, transport: GroupTransport, lane: _Lane) -> None:
-        self._group, self._lane = transport.group, lane
-        self._peer = dist.get_global_rank(self._group, lane.plan.name.receiver)
+        self._group, self._lane, self._bytewise = transport.group, lane, transport.bytewise
+        self._to = lane.plan.name.receiver
+        self._peer = dist.get_global_rank(self._group, self._to)
         self._waiting: deque[tuple[list[Any], list[Tensor]]] = deque()  # messages not known to be sent and taken
 
     def send(self, message: StageMessage) -> None:
@@ -348,24 +403,26 @@ class _OutLane:
         lane, plan, tensor = self._lane, self._lane.plan, message.tensor.detach()
         if len(self._waiting) >= plan.credits:
             self._wait()
-        body = tensor.cpu().contiguous().view(-1).view(torch.uint8)
-        number, size = len(lane.sizes), body.numel()
+        number, size = len(lane.sizes), tensor.nbytes
         expected = lane.expected(number)
-        frame = torch.empty(HEADER_BYTES + expected, dtype=torch.uint8, device="cpu")
-        frame.numpy().data[:HEADER_BYTES] = header(message)
-        parts = [(frame, plan.tag)]
-        if size == expected:
-            frame[HEADER_BYTES:].copy_(body)
+        works: list[Any] = []
+        kept: list[Tensor] = []
+        body = tensor if size == expected else torch.zeros(expected, dtype=torch.uint8, device="cpu")
+        if self._bytewise is not None and self._bytewise.messages.carries_bytes(HEADER_BYTES + expected):
+            head, seconds = header(message), self._bytewise.seconds()
+            if operation := self._bytewise.messages.send_bytes(head, body, self._to, plan.tag, timeout=seconds):
+                works.append(operation)
         else:
-            frame[HEADER_BYTES:].zero_()
-            parts.append((body, plan.tag + 2))
+            frame = torch.empty(HEADER_BYTES + expected, dtype=torch.uint8, device="cpu")
+            frame.numpy().data[:HEADER_BYTES] = header(message)
+            frame[HEADER_BYTES:].copy_(_as_bytes(body))
+            self._start(dist.isend, frame, plan.tag, works, kept)
+        if size != expected:
+            self._start(dist.isend, _as_bytes(tensor), plan.tag + 2, works, kept)
         # The frame told the receiver the tensor's size, so both ends now expect the same in the next run.
         lane.sizes.append(size)
-        works = [dist.isend(part, self._peer, group=self._group, tag=tag) for part, tag in parts]
-        kept = [part for part, _ in parts]
         if lane.needs_receipt(number, answered=tensor.is_floating_point()):
-            kept.append(torch.empty(1, dtype=torch.uint8, device="cpu"))
-            works.append(dist.irecv(kept[-1], self._peer, group=self._group, tag=plan.tag + 1))
+            self._start(dist.irecv, torch.empty(1, dtype=torch.uint8, device="cpu"), plan.tag + 1, works, kept)
         self._waiting.append((works, kept))
 
     def drain(self) -> None:
@@ -373,7 +430,20 @@ class _OutLane:
         while self._waiting:
             self._wait()
 
+    def _start(self, operation: Any, tensor: Tensor, tag: int, works: list[Any], kept: list[Tensor]) -> None:
+        """Start to send or receive a tensor, and keep it meanwhile."""
+        works.append(operation(tensor, self._peer, group=self._group, tag=tag))
+        kept.append(tensor)
+
     def _wait(self) -> None:
         works, _ = self._waiting.popleft()
         for work in works:
             work.wait()
+
+
+_NO_BYTES = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """Return a tensor's bytes [n] in host memory."""
+    return tensor.cpu().contiguous().view(-1).view(torch.uint8)

@@ -14,6 +14,7 @@ from fedring.ring.engine.group import EarlyFrames, Group
 from fedring.ring.engine.home import claim
 from fedring.ring.engine.operation import Operation
 from fedring.ring.engine.peers import LinkMaker, Peers
+from fedring.ring.engine.receipt import Receipt
 from fedring.ring.errors import BY_REASON, BadFrame, CollectiveTimeout, Overrun, PeerLost, RingError
 from fedring.ring.options import MAX_STREAMS, RingOptions
 from fedring.ring.transport.channels import advertised
@@ -167,6 +168,22 @@ class Endpoint:
             link.send(frame)
             if link.is_closed:
                 self._lost(peer, "its stream has ended")
+
+    def send_at_once(self, peer: str, frame: Outgoing) -> bool:
+        """Send a frame, if that needs no wait.
+
+        Nobody is told that its payload has been copied.
+
+        Returns:
+            Whether it is sent. If not, `send` sends it, or finds out why it cannot.
+        """
+        self.home.check()
+        link = self._links.get(peer)
+        if link is None or peer in self._peers.left or not link.send_at_once(frame):
+            return False
+        if link.is_closed:
+            self._lost(peer, "its stream has ended")
+        return True
 
     def has_left(self, peer: str) -> bool:
         """Return whether the peer has left in order.
@@ -405,7 +422,7 @@ def _streams_of(hello: Frame) -> int:
     return hello.head.streams or 1
 
 
-def _timeout(group: Group, operation: Operation) -> CollectiveTimeout:
+def _timeout(group: Group, operation: Operation | Receipt) -> CollectiveTimeout:
     """Return the error of an operation whose time is up.
 
     It names the rank that the operation waits for.

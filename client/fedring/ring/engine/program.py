@@ -88,10 +88,9 @@ class Stepper:
         head = frame.head
         place = (source, head.tag, head.part)
         if head.signature != self._signature:
-            here = f"rank {self._rank} runs {self._what} (key {self._key})"
-            raise Mismatch(f"rank {source} runs {frame.what or 'another operation'}, and {here}", rank=source)
+            raise other_operation(source, frame, what=self._what, key=self._key, rank=self._rank)
         if place in self._inbox:
-            raise BadFrame(f"rank {source} sent part {head.part} of step {head.tag} of {self._what} twice", rank=source)
+            raise sent_twice(source, frame, self._what)
         self._inbox[place] = frame.payload
 
     def step(self) -> Send | None:
@@ -109,11 +108,7 @@ class Stepper:
         if (waited := self.waiting) is not None:
             answer = self._inbox.pop((waited.source, waited.tag, waited.part))
             if 0 <= waited.size != len(answer):
-                raise Mismatch(
-                    f"rank {waited.source} sent {len(answer)} bytes where {self._what} has {waited.size} "
-                    f"(key {self._key})",
-                    rank=waited.source,
-                )
+                raise other_size(waited.source, answer, waited.size, what=self._what, key=self._key)
             self.waiting, self._place = None, _NOWHERE
         try:
             step = self._program.send(answer)  # type: ignore[arg-type]  # None first, see above
@@ -135,3 +130,19 @@ class Stepper:
         """Return those of `ranks` that have sent no unread frame."""
         senders = {source for source, _, _ in self._inbox}
         return [rank for rank in ranks if rank not in senders]
+
+
+def other_operation(source: int, frame: Frame, *, what: str, key: str, rank: int) -> Mismatch:
+    """Return the error of a frame of another operation with the key."""
+    here = f"rank {rank} runs {what} (key {key})"
+    return Mismatch(f"rank {source} runs {frame.what or 'another operation'}, and {here}", rank=source)
+
+
+def other_size(source: int, data: memoryview, size: int, *, what: str, key: str) -> Mismatch:
+    """Return the error of data that has another size."""
+    return Mismatch(f"rank {source} sent {len(data)} bytes where {what} has {size} (key {key})", rank=source)
+
+
+def sent_twice(source: int, frame: Frame, what: str) -> BadFrame:
+    """Return the error of a frame that has come before."""
+    return BadFrame(f"rank {source} sent part {frame.head.part} of step {frame.head.tag} of {what} twice", rank=source)

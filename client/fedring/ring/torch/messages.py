@@ -15,11 +15,15 @@ from fedring.ring.engine.operation import Kind, Operation
 from fedring.ring.engine.program import Program, Receive, Send
 from fedring.ring.errors import CollectiveTimeout
 from fedring.ring.torch.compiler import opaque
-from fedring.ring.torch.profiling import begin_record
-from fedring.ring.torch.tensors import Staged
+from fedring.ring.torch.profiling import begin_record, is_recording
+from fedring.ring.torch.tensors import Staged, as_bytes, in_host_memory, plain
 from fedring.ring.torch.work import RingFuture, RingWork, deferred
 from fedring.ring.transport.frames import Frame
 from fedring.v1 import peer_pb2 as pb
+
+MOST_BYTES = 256 << 10
+"""The largest message that is sent and received as bytes, in one frame; beyond it, an operation costs little."""
+_EARLY_SHARE = 256  # such a message is at most this part of what may come early, since it waits there for its receiver
 
 
 class Messages:
@@ -32,6 +36,7 @@ class Messages:
 
     def __init__(self, group: Group) -> None:
         self.group = group
+        self._most_bytes = min(MOST_BYTES, group.max_early_bytes // _EARLY_SHARE)
         self._sent: Counter[tuple[int, int]] = Counter()  # by rank and tag
         self._received: Counter[tuple[int, int]] = Counter()
         self._lock = threading.Lock()
@@ -61,6 +66,67 @@ class Messages:
             key = _key(source, self.group.rank, tag, self._received[source, tag])
             self._received[source, tag] += 1
         return self._receive(staged, source, key, timeout=timeout)
+
+    def carries_bytes(self, size: int) -> bool:
+        """Return whether so many bytes can be a message of bytes now.
+
+        They must fit into one frame, and a profiler must see operations.
+        """
+        return 0 < size <= self._most_bytes and not is_recording()
+
+    def send_bytes(self, head: bytes, body: Tensor, to: int, tag: int, *, timeout: float) -> Operation | None:
+        """Send bytes as a message of uint8 values.
+
+        They may change afterwards. The receiver cannot tell the message from one that `send` sends.
+
+        Args:
+            head: The first bytes.
+            body: Has the other ones; together they are as many as `carries_bytes` allows.
+            to: The rank.
+            tag: The message's tag.
+            timeout: Seconds that an operation may take.
+
+        Returns:
+            None if the message is sent, as it is if nobody has to wait for that; otherwise the operation that sends it.
+
+        Raises:
+            NotSupported: The ring does not carry such a tensor.
+            RingError: This worker has left the group.
+            Forked: This process is a fork of the worker.
+        """
+        self.group.home.check()
+        data = b"".join((head, as_bytes(in_host_memory(plain(body))) if body.numel() else b""))
+        with self._lock:
+            number = self._sent[to, tag]
+            self._sent[to, tag] = number + 1
+        key = _key(self.group.rank, to, tag, number)
+        what = _bytes(len(data))
+        if to == self.group.rank:
+            self._deliver_here(what, collectives.send(to, memoryview(data)), key)
+        elif not self.group.send_at_once(what, data, to=to, key=key):
+            return self.group.start(what, collectives.send(to, memoryview(data)), timeout=timeout, key=key)
+        return None
+
+    def receive_bytes(self, size: int, source: int, tag: int, *, timeout: float) -> memoryview:
+        """Wait for a rank's next message with the tag.
+
+        Returns its bytes, which may be in memory that the rank needs again.
+
+        Args:
+            size: Their number, which `carries_bytes` must allow.
+            source: The rank, which may use `send` as well as `send_bytes`.
+            tag: The message's tag.
+            timeout: Seconds to wait.
+
+        Raises:
+            RingError: The error that ended the generation, or this worker has left the group.
+            Forked: This process is a fork of the worker.
+        """
+        with self._lock:
+            number = self._received[source, tag]
+            self._received[source, tag] = number + 1
+        key = _key(source, self.group.rank, tag, number)
+        return self.group.receive(_bytes(size), source=source, size=size, key=key, timeout=timeout)
 
     def receive_any(self, staged: Staged, tag: int, *, patience: float, timeout: float) -> tuple[int, Operation] | None:
         """Start to receive the first message with the tag from any rank.
@@ -235,6 +301,11 @@ def gather_bytes(group: Group, payload: bytes | memoryview, *, limit: int, timeo
 
 def _what(staged: Staged) -> str:
     return f"message {staged.dtype} [{staged.flat.numel()}]"
+
+
+def _bytes(count: int) -> str:
+    """Return the description of a message of uint8 values."""
+    return f"message torch.uint8 [{count}]"
 
 
 def _key(source: int, to: int, tag: int, number: int) -> str:

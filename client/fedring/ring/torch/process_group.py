@@ -50,11 +50,15 @@ Start = Callable[[], RingWork]  # starts an operation whose arguments have been 
 
 @opaque
 class RingProcessGroup(Member):
-    """The group that `torch.distributed.init_process_group("fedring", ...)` makes."""
+    """The group that `torch.distributed.init_process_group("fedring", ...)` makes.
+
+    Attributes:
+        messages: This rank's messages to other ranks, for callers whose messages are bytes.
+    """
 
     def __init__(self, world: World, store: Store, ranks: Sequence[int], *, name: str, timeout: timedelta) -> None:
         super().__init__(world, store, ranks, name=name, timeout=timeout)
-        self._messages = Messages(self.ring)
+        self.messages = Messages(self.ring)
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Timeout = None) -> RingWork:
         """Reduce the tensors over all ranks, in place."""
@@ -252,7 +256,7 @@ class RingProcessGroup(Member):
     def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> RingWork:
         """Send the tensor to a rank."""
         tensor, to = only(tensors), rank_of("destination", dst, self.ring.size)
-        operation = self._messages.send(Staged([tensor]), to, tag_of(tag), timeout=self.seconds())
+        operation = self.messages.send(Staged([tensor]), to, tag_of(tag), timeout=self.seconds())
         return self.coalesced(RingWork(self.ring, [operation], [tensor]))
 
     def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> RingWork:
@@ -260,7 +264,7 @@ class RingProcessGroup(Member):
         tensor, source = only(tensors), rank_of("source", src, self.ring.size)
         staged = Staged([tensor])
         finish = storing([staged])
-        operation = self._messages.receive(staged, source, tag_of(tag), timeout=self.seconds())
+        operation = self.messages.receive(staged, source, tag_of(tag), timeout=self.seconds())
         return self.coalesced(RingWork(self.ring, [operation], [tensor], finish=finish))
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> RingWork:
@@ -271,7 +275,7 @@ class RingProcessGroup(Member):
         tensor = only(tensors)
         staged = Staged([tensor])
         finish, seconds = storing([staged]), self.seconds()
-        receipt = ReceiveFromAny(self._messages, staged, tag_of(tag), tensor=tensor, finish=finish, timeout=seconds)
+        receipt = ReceiveFromAny(self.messages, staged, tag_of(tag), tensor=tensor, finish=finish, timeout=seconds)
         return self.coalesced(receipt)
 
     def allgather_bytes(self, payload: bytes | memoryview, *, limit: int = 1 << 30) -> BytesGather:

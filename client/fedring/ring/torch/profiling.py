@@ -17,6 +17,12 @@ from fedring.ring.torch.private_names import find
 _NAMES = {"allreduce": "all_reduce", "allgather": "all_gather"}  # elsewhere the names are the same as torch's
 
 
+def is_recording() -> bool:
+    """Return whether a profiler runs on this thread."""
+    names = find("profiler")
+    return bool(names) and names[0]()
+
+
 def begin_record(what: str, tensors: Sequence[Tensor]) -> Callable[[], None] | None:
     """Begin to record an operation.
 

@@ -77,6 +77,17 @@ class Transport(Protocol):
         This never waits for the peer.
         """
 
+    def send_at_once(self, frame: Outgoing) -> bool:
+        """Send a frame after those before it, if that needs no wait.
+
+        Args:
+            frame: The frame; nobody is told that its payload has been copied.
+
+        Returns:
+            Whether the frame is sent. If not, nothing has happened.
+        """
+        ...
+
     def peer_mapped(self, moved: pb.Head) -> None:
         """Use the memory and the socket that HELLO offered.
 

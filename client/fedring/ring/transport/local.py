@@ -73,16 +73,17 @@ class SameHostTransport(GrpcStream):
     def send(self, frame: Outgoing) -> None:
         """Write a frame to the socket, or queue it for gRPC's thread."""
         with self._order:
-            if not self.moved or self._queued or self._socket is None or len(frame.payload) > _MAX_DIRECT:
+            if not self._is_free_for(frame):
                 self._enqueue(frame)
                 return
-            message = self._encode(frame)
-            if message is None:
-                return
-            if rest := self._socket.offer(message):
-                self._enqueue(rest)
-        if frame.sent is not None:
+            written = self._write(frame)
+        if written and frame.sent is not None:
             frame.sent()
+
+    def send_at_once(self, frame: Outgoing) -> bool:
+        """Write a frame to the socket, if no other one waits."""
+        with self._order:
+            return self._is_free_for(frame) and self._write(frame)
 
     def peer_mapped(self, moved: pb.Head) -> None:
         """Use the memory from now on, and the socket after `moved`.
@@ -112,6 +113,23 @@ class SameHostTransport(GrpcStream):
             self._offer = self._outbox = None  # gRPC may keep this object, and must not keep the memory
             if self._socket is not None:
                 self._socket.close()
+
+    def _is_free_for(self, frame: Outgoing) -> bool:
+        """Return whether the caller, who holds the order, may write a frame."""
+        return self.moved and not self._queued and self._socket is not None and len(frame.payload) <= _MAX_DIRECT
+
+    def _write(self, frame: Outgoing) -> bool:
+        """Write a frame to the socket, and queue the rest.
+
+        Returns:
+            Whether its payload has been copied, and not dropped.
+        """
+        message = self._encode(frame)
+        if message is None or self._socket is None:
+            return False
+        if rest := self._socket.offer(message):
+            self._enqueue(rest)
+        return True
 
     def _enqueue(self, item: Outgoing | memoryview) -> None:
         """Queue an item for gRPC's thread. The caller holds the order."""

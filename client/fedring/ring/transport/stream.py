@@ -72,6 +72,10 @@ class GrpcStream:
         """The number of frames that gRPC has not asked for yet."""
         return self._queue.qsize()
 
+    def send_at_once(self, frame: Outgoing) -> bool:
+        """Return False: gRPC's threads send all frames."""
+        return False
+
     def peer_mapped(self, moved: pb.Head) -> None:
         """Do nothing: HELLO offered nothing."""
 

@@ -41,6 +41,10 @@ class Streams:
         """Queue a frame on one of the streams."""
         min(self._streams, key=lambda stream: stream.waiting_frames).send(frame)
 
+    def send_at_once(self, frame: Outgoing) -> bool:
+        """Return False: gRPC's threads send all frames."""
+        return False
+
     def peer_mapped(self, moved: pb.Head) -> None:
         """Do nothing: HELLO offered nothing."""
 
