@@ -44,11 +44,19 @@ MODULES = (
     "fedring.server.operator.job_checks",
     "fedring.server.serving",
     "fedring.server.startup_checks",
+    "fedring.server.state.backup.restore",
+    "fedring.server.state.shared.moving",
+    "fedring.server.state.shared.opening",
+    "fedring.server.state.shared.restoring",
     "fedring.train.models",
     "fedring.train.optimizers",
     "fedring.web.serve",
     "fedring.vision",
+    "psycopg.types.hstore",
+    "psycopg.types.multirange",
     "pytest",
+    "sqlalchemy.dialects.postgresql.psycopg",
+    "sqlalchemy.dialects.sqlite.pysqlite",
     "stringprep",
     "tests.forks",
     "typer.rich_utils",  # flctl's help and errors
@@ -69,5 +77,6 @@ gc.disable()  # nothing of this is garbage, and collections would take a fifth o
 for name in MODULES:
     importlib.import_module(name)
 vision.load()
+gc.freeze()  # what is here stays: a collection in a fork would look at all of it, and copy its pages
 gc.enable()
 _forget_exits()
