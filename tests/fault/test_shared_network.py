@@ -2,12 +2,13 @@
 
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -35,9 +36,17 @@ def database() -> str:
 
 
 class RealServers(TwoAddresses):
-    """Two servers, each in an interpreter of its own, which may be in another network, or have another clock."""
+    """Two servers, each in an interpreter of its own, which may have another clock."""
 
     daemon = Process
+
+
+class ServerElsewhere(TwoAddresses):
+    """Two servers, of which the first one is in an interpreter of its own, which may be in another network."""
+
+    def _process(self, name: str, module: str, settings: Mapping[str, Any]) -> Process:
+        made = super()._process(name, module, settings)
+        return Process(made.name, module, made.settings, made.log) if name == "server" else made
 
 
 def state_of(fleet: TwoAddresses) -> SharedState:
@@ -148,7 +157,7 @@ def test_a_leader_whose_cable_is_pulled_is_replaced_and_ends(tmp_path: Path) -> 
     job = CountedJob(SEED, 2 * ROUNDS_EACH)
     with cable() as line:
         cluster = postgres.Cluster(postgres.folder_for_anybody(), listen=line.here)
-        fleet = RealServers(tmp_path, cluster.new_database(), settings=SETTINGS)
+        fleet = ServerElsewhere(tmp_path, cluster.new_database(), settings=SETTINGS)
         fleet.server.prefix = ("ip", "netns", "exec", line.network)
         ports = {key: f"{line.there}:{free_port()}" for key in ("listen", "control_listen")}
         fleet.server.settings |= {**ports, "insecure": True}
