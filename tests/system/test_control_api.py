@@ -1,7 +1,6 @@
 """fedring.control against a real fl-server with real clients: the Python API beside flctl."""
 
 import importlib.util
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -153,10 +152,7 @@ def test_a_model_that_does_not_fit_is_refused_by_its_first_tensor(server: Server
 
 
 def test_the_example_of_the_page_works(fleet: Fleet) -> None:
-    script = ROOT / "docs" / "examples" / "run_job.py"
-    done = subprocess.run(
-        [sys.executable, str(script), fleet.control], capture_output=True, text=True, timeout=240, check=False
-    )
+    done = forks.run("run_job", fleet.control, cwd=ROOT / "docs" / "examples", timeout=240)
     assert done.returncode == 0, done.stderr
     assert "round 3: accuracy 0." in done.stdout
     assert "the best model is that of round" in done.stdout

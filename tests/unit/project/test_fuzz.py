@@ -1,10 +1,9 @@
 """Each decoder survives its examples and some damage to them: the short form of `python -m tests.fuzz`."""
 
-import subprocess
-import sys
 from random import Random
 
 import pytest
+from tests import forks
 from tests.conftest import ROOT, SEED
 from tests.fuzz.targets import decoders
 
@@ -30,6 +29,5 @@ def test_an_example_is_accepted(name: str) -> None:
 @pytest.mark.programs
 def test_no_call_ends_by_a_fault_of_the_server() -> None:
     # In a process of its own: grpc.aio has one event loop in a process, and the server's goes on until it ends.
-    command = [sys.executable, "-m", "tests.fuzz.calls", str(SEED), str(RUNS)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
+    done = forks.run("tests.fuzz.calls", str(SEED), str(RUNS), cwd=ROOT, timeout=600)
     assert done.returncode == 0, done.stderr[-4000:]

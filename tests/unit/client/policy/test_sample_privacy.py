@@ -1,14 +1,14 @@
 """Differential privacy of single samples: what it costs, and what it needs of a job."""
 
 import re
-import subprocess
-import sys
 from math import inf
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from pydantic import ValidationError
+from tests import forks
 
 from fedring.client.transfer.update import TrainingReport, make_update
 from fedring.codec import Entry, Schema, Vectors
@@ -56,13 +56,14 @@ def test_epsilon_adds_up_over_trainings_and_hardly_any_noise_protects_nobody() -
     assert sampled_epsilon([SampledSteps(0.5, 1e-9, 1)], 1e-5) > 1e9
 
 
-def test_the_accountant_says_nothing_of_orders_that_it_leaves_out() -> None:
-    code = (
+@pytest.mark.programs
+def test_the_accountant_says_nothing_of_orders_that_it_leaves_out(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(
         "from fedring.privacy.account import SampledSteps, sampled_epsilon\n"
         "sampled_epsilon([SampledSteps(0.1, 1.0, 100)], 1e-5)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=240)
-    assert (done.stdout, done.stderr) == ("", "")
+    done = forks.run("program", cwd=tmp_path, timeout=240)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def test_the_steps_of_a_round_follow_from_the_number_of_samples() -> None:
