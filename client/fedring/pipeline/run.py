@@ -156,11 +156,14 @@ class Run:
         if self._watch is not None:
             self._watch(action, self._weights_of(action))
         began = perf_counter()
-        with add_note(_place(action)):
+        try:
             if action.kind is Kind.FORWARD:
                 results = self._forward(action, received)
             else:
                 results = self._stages[action.stage].backward(action.micro_batch, received)
+        except Exception as error:  # without `add_note`, which takes as long as some layers
+            error.add_note(_place(action))
+            raise
         self.report.add(action, perf_counter() - began)
         self._drop_after(action)
         self._send(action, results)

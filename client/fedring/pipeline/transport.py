@@ -339,16 +339,20 @@ class _InLane:
         lane, plan = self._lane, self._lane.plan
         if len(lane.sizes) == plan.count:
             raise PipelineError(f"all {plan.count} messages of a lane have arrived: the schedule is wrong")
-        head, body = self._next_frame()
-        found = parse(head, max_bytes=self._limit)
+        frame = self._next_frame()
+        found = parse(memoryview(frame)[:HEADER_BYTES], max_bytes=self._limit)
         key, dtype = found.key, found.dtype
         if (key.step, key.kind, key.edge) != (lane.step, plan.name.kind, plan.name.edge):
             raise PipelineError(f"{key} arrived in step {lane.step} on edge {plan.name.edge}")
         lane.sizes.append(size := found.nbytes)
-        if size != body.numel():
-            body = torch.empty(size, dtype=torch.uint8, device="cpu")
-            dist.recv(body, self._peer, group=self._group, tag=plan.tag + 2)
-        values = body.ne(0) if dtype is torch.bool else body.view(dtype)  # other bytes are no booleans
+        kind = torch.uint8 if dtype is torch.bool else dtype
+        if size and size == len(frame) - HEADER_BYTES:
+            values = torch.frombuffer(frame, dtype=kind, offset=HEADER_BYTES)
+        else:
+            values = torch.empty(size // kind.itemsize, dtype=kind, device="cpu")
+            if size != len(frame) - HEADER_BYTES:
+                dist.recv(_as_bytes(values), self._peer, group=self._group, tag=plan.tag + 2)
+        values = values.ne(0) if dtype is torch.bool else values  # other bytes are no booleans
         return StageMessage(key, found.version, values.view(found.shape))
 
     def taken(self, *, answered: bool) -> None:
@@ -365,21 +369,16 @@ class _InLane:
             work.wait()
         self._receipts.clear()
 
-    def _next_frame(self) -> tuple[memoryview, Tensor]:
-        """Wait for the next frame.
-
-        Returns its header, and the bytes [n] after it.
-        """
+    def _next_frame(self) -> bytearray | memoryview:
+        """Wait for the next frame, and return it."""
         if self._bytewise is not None:
             size, tag = HEADER_BYTES + self._lane.expected(len(self._lane.sizes)), self._lane.plan.tag
             came = self._bytewise.messages.receive_bytes(size, self._source, tag, timeout=self._bytewise.seconds())
-            data = bytearray(came)  # a copy, for the group needs its memory for the next messages
-            body = torch.frombuffer(data, dtype=torch.uint8, offset=HEADER_BYTES) if size > HEADER_BYTES else _NO_BYTES
-            return memoryview(data)[:HEADER_BYTES], body
+            return bytearray(came)  # a copy, for the group needs its memory for the next messages
         self._post()  # here, before the wait, and not after it: whoever waits for the message can then go on at once
         work, frame = self._posted.popleft()
         work.wait()
-        return frame.numpy().data[:HEADER_BYTES], frame[HEADER_BYTES:]
+        return frame.numpy().data
 
     def _post(self) -> None:
         while len(self._posted) < self._lane.plan.credits and self._begun < self._lane.plan.count:
@@ -400,7 +399,7 @@ class _OutLane:
 
     def send(self, message: StageMessage) -> None:
         """Send a message, once a credit is free."""
-        lane, plan, tensor = self._lane, self._lane.plan, message.tensor.detach()
+        lane, plan, tensor = self._lane, self._lane.plan, message.tensor
         if len(self._waiting) >= plan.credits:
             self._wait()
         number, size = len(lane.sizes), tensor.nbytes
@@ -441,9 +440,6 @@ class _OutLane:
             work.wait()
 
 
-_NO_BYTES = torch.empty(0, dtype=torch.uint8, device="cpu")
-
-
 def _as_bytes(tensor: Tensor) -> Tensor:
     """Return a tensor's bytes [n] in host memory."""
-    return tensor.cpu().contiguous().view(-1).view(torch.uint8)
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
