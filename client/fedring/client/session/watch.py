@@ -299,14 +299,15 @@ class ClientSession:
                 return
 
     def _report(self) -> pb.WatchRequest:
-        self._told = self._work[0]
+        round_, job_id = self._work  # read once, since other threads set it
+        self._told = round_
         return pb.WatchRequest(
             matched=self._matched,
             activity=self._activity,
             progress=self._progress,
             reports_no_progress=not self._reports_progress,
             failure=self._failures[0] if self._failures else None,
-            work=pb.Work(round=self._work[0], job_id=self._work[1], ended_round=self._ended),
+            work=pb.Work(round=round_, job_id=job_id, ended_round=self._ended),
             unapproved_jobs=self.unapproved(),
         )
 

@@ -28,8 +28,6 @@ class EarlyFrames(Generic[Key, Sender]):
 
     Each is kept with its sender, by the key that will ask for it. There is no lock.
 
-    It has no lock.
-
     Args:
         limit: The most bytes that they may take together.
     """
@@ -161,6 +159,8 @@ class Group:
             early = self._early.take(key)
         if self._links.failure:  # after the operation is registered, so that a failure from now on finds it
             operation.fail(self._links.failure)
+        elif self._closed:  # by another thread, since it was asked
+            operation.abandon(self._has_left())
         else:
             operation.begin(early)
         return operation
@@ -215,6 +215,8 @@ class Group:
             self._running[key] = receipt
         if self._links.failure:  # after the receipt is registered, so that a failure from now on finds it
             receipt.fail(self._links.failure)
+        elif self._closed:  # by another thread, since it was asked
+            receipt.abandon(self._has_left())
         return receipt.wait(early)
 
     def arrived(self, peer: str, frame: Frame) -> None:

@@ -58,6 +58,7 @@ class Receipt:
         self._deadline = time.monotonic() + timeout
         self._payload: memoryview | None = None
         self._error: RingError | None = None
+        self._has_read_early = False  # before, whoever has left may have sent the message
         self._ending = threading.Lock()
         self._running = threading.Lock()  # held until the end
         self._running.acquire()
@@ -82,7 +83,7 @@ class Receipt:
 
     def left(self, rank: int) -> None:
         """Fail the generation if the message's rank has left."""
-        if rank == self.waiting_for and self._payload is None:
+        if rank == self.waiting_for and self._has_read_early and self._payload is None:
             self._taker.fail(PeerLost(f"rank {rank} has left, and {self.what} waits for it", rank=rank))
 
     def fail(self, error: RingError) -> None:
@@ -102,12 +103,14 @@ class Receipt:
         """
         for source, frame in early:
             self.arrived(source, frame)
+        self._has_read_early = True
         if self._payload is None and self._error is None:
             began = time.monotonic()
             if self._taker.has_left(self.waiting_for):
                 self.left(self.waiting_for)
             self._running.acquire()
-            self._taker.waited(self.waiting_for, time.monotonic() - began)
+            if self._error is None:
+                self._taker.waited(self.waiting_for, time.monotonic() - began)
         if self._error is not None:
             raise type(self._error)(str(self._error), rank=self._error.rank) from self._error
         assert self._payload is not None

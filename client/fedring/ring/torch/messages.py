@@ -122,6 +122,7 @@ class Messages:
             RingError: The error that ended the generation, or this worker has left the group.
             Forked: This process is a fork of the worker.
         """
+        self.group.home.check()
         with self._lock:
             number = self._received[source, tag]
             self._received[source, tag] = number + 1

@@ -3,13 +3,17 @@
 import threading
 import zlib
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
+from fedring.ring.engine.collectives import send
+from fedring.ring.engine.group import Group
 from fedring.ring.engine.home import Home
 from fedring.ring.engine.receipt import Receipt
 from fedring.ring.errors import BadFrame, Mismatch, PeerLost, RingError
 from fedring.ring.transport.frames import Frame, read, write
+from fedring.ring.transport.interface import Outgoing
 from fedring.v1 import peer_pb2 as pb
 
 WHAT = "message torch.uint8 [3]"
@@ -58,6 +62,13 @@ def test_a_message_that_has_come_before_needs_no_wait_even_if_its_rank_has_left(
     assert (taker.waits, taker.ends, taker.failure) == ([], 1, None)
 
 
+def test_a_rank_may_leave_before_its_last_message_is_read() -> None:
+    taker = Taker(left=[1])
+    taker.receipt.left(1)
+    assert bytes(taker.receipt.wait([(1, frame())])) == b"two"
+    assert taker.failure is None
+
+
 def test_a_message_that_comes_later_wakes_the_thread_that_waits() -> None:
     taker = Taker()
     threading.Timer(0.05, taker.receipt.arrived, (1, frame())).start()
@@ -87,7 +98,7 @@ def test_to_wait_for_a_rank_that_has_left_fails(begun: bool) -> None:
         threading.Timer(0.05, taker.receipt.left, (1,)).start()
     with pytest.raises(PeerLost, match="rank 1 has left") as raised:
         taker.receipt.wait([])
-    assert raised.value.rank == 1
+    assert (raised.value.rank, taker.waits) == (1, [])
 
 
 def test_a_failure_is_raised_as_a_copy() -> None:
@@ -104,3 +115,48 @@ def test_it_is_overdue_after_its_timeout() -> None:
     taker = Taker()
     assert not taker.receipt.is_overdue(0)
     assert taker.receipt.is_overdue(float("inf"))
+
+
+class ClosingLinks:
+    """Links of a group that another thread leaves just before it is asked about failures."""
+
+    def __init__(self) -> None:
+        self.home = Home()
+        self.group: Group | None = None
+
+    @property
+    def failure(self) -> RingError | None:
+        if self.group is not None:
+            Group.close(self.group)
+        return None
+
+    def send(self, peer: str, frame: Outgoing) -> None:
+        raise AssertionError
+
+    def send_at_once(self, peer: str, frame: Outgoing) -> bool:
+        raise AssertionError
+
+    def fail(self, error: RingError) -> None:
+        raise AssertionError
+
+    def has_left(self, peer: str) -> bool:
+        return False
+
+    def waited(self, peer: str, seconds: float) -> None:
+        raise AssertionError
+
+    def exchanged(self, seconds: float) -> None:
+        raise AssertionError
+
+
+def test_nobody_waits_in_a_group_that_another_thread_has_left() -> None:
+    links: Any = ClosingLinks()
+    group = Group(links, "group", rank=0, members=["zero", "one"], generation=1, max_early_bytes=1 << 20)
+    group._operations = list  # type: ignore[method-assign]  # those of the moment before
+    links.group = group
+    with pytest.raises(RingError, match="has left the group"):
+        group.receive(WHAT, source=1, size=3, key="1>0#4.0", timeout=60)
+    group._closed = False
+    operation = group.start(WHAT, send(1, memoryview(b"two")), timeout=60)
+    with pytest.raises(RingError, match="has left the group"):
+        operation.wait(60)

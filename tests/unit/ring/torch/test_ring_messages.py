@@ -40,7 +40,7 @@ def as_tensor(data: bytes) -> torch.Tensor:
 def test_bytes_and_tensors_keep_their_order_at_both_ends(pair: Pair) -> None:
     first, second = pair
     got = torch.empty(len(BYTES), dtype=torch.uint8)
-    for _ in range(2):  # over the stream, and over the socket
+    for _ in range(20):  # first over the stream, and then over the socket
         send(first)
         first.send([as_tensor(b"values")], 1, TAG).wait()
         send(first, b"last", torch.empty(0))
@@ -48,6 +48,17 @@ def test_bytes_and_tensors_keep_their_order_at_both_ends(pair: Pair) -> None:
         assert got.numpy().tobytes() == BYTES
         assert receive(second, len(b"values")) == b"values"
         assert receive(second, len(b"last")) == b"last"
+
+
+def test_bytes_are_written_at_once_on_one_host(pair: Pair) -> None:
+    first, second = pair
+    for _ in range(10_000):  # until the ranks have found that they share a host
+        if (operation := first.messages.send_bytes(HEAD, BODY, 1, TAG, timeout=SECONDS)) is None:
+            break
+        assert operation.wait(SECONDS)
+        assert receive(second) == BYTES
+    assert operation is None
+    assert receive(second) == BYTES
 
 
 @pytest.mark.parametrize("size", [1, 40_000, MOST_BYTES])
