@@ -60,7 +60,7 @@ class Round(NamedTuple):
     base: int
     model: int  # the version that it published; 0 = none
     ended: bool
-    seconds: float  # from its start to its end, if it has ended
+    seconds: float  # from its command to its end, if it has ended; until then it has waited for its clients
 
 
 @dataclass
@@ -143,9 +143,12 @@ class Evidence:
             "SELECT round, job_id, phase, reason, base_version, model_version, ended_at, started_at FROM rounds "
             "ORDER BY round"
         )
+        commands = "SELECT round, min(at) FROM events WHERE kind = 'round_started' GROUP BY round"
+        commanded = {int(str(number)): float(str(at)) for number, at in ask(self.state, commands)}
         found = []
-        for number, job_id, phase, reason, base, model, ended, started in ask(self.state, query):
-            seconds = self._right(float(str(ended))) - self._right(float(str(started))) if ended is not None else 0.0
+        for number, job_id, phase, reason, base, model, ended, opened in ask(self.state, query):
+            began = self._right(commanded.get(int(str(number)), float(str(opened))))
+            seconds = self._right(float(str(ended))) - began if ended is not None else 0.0
             first, second, third, fourth = (int(str(each)) for each in (number, job_id, base, model))
             found.append(Round(first, second, str(phase), str(reason), third, fourth, ended is not None, seconds))
         return found

@@ -111,16 +111,32 @@ def built_layer(folder: Path) -> Path:
 def test_a_jump_of_the_clock_makes_no_round_longer(left: Evidence, tmp_path: Path) -> None:
     state = tmp_path / "state"
     shutil.copytree(left.state, state)
+    ask(state, "DELETE FROM events")
+    right = seconds_of(state, left)
     ((at,),) = ask(state, "SELECT (started_at + ended_at) / 2 FROM rounds WHERE round = 2")
     for column in ("started_at", "ended_at"):
         ask(state, f"UPDATE rounds SET {column} = {column} - 7200 WHERE {column} > ?", at)
+    assert seconds_of(state, left)[1] == pytest.approx(right[1] - 7200)
+    assert seconds_of(state, left, [(float(str(at)) - 600, 0), (float(str(at)), -7200)]) == pytest.approx(right)
 
-    def seconds(clock: Sequence[tuple[float, int]]) -> list[float]:
-        return [round_.seconds for round_ in Evidence(state, left.folders, left.logs, job=left.job, clock=clock).rounds]
 
-    right = [round_.seconds for round_ in left.rounds]
-    assert seconds([(0, 0)])[1] == pytest.approx(right[1] - 7200)
-    assert seconds([(float(str(at)) - 600, 0), (float(str(at)), -7200)]) == pytest.approx(right)
+def test_a_round_that_waits_for_its_clients_takes_no_longer(left: Evidence, tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    shutil.copytree(left.state, state)
+    ask(state, "DELETE FROM events")
+    right = seconds_of(state, left)
+    ask(
+        state,
+        "INSERT INTO events (id, at, kind, text, job_id, round, client_id) "
+        "SELECT round, started_at, 'round_started', '', job_id, round, '' FROM rounds",
+    )
+    ask(state, "UPDATE rounds SET started_at = started_at - 100")
+    assert seconds_of(state, left) == pytest.approx(right)
+
+
+def seconds_of(state: Path, left: Evidence, clock: Sequence[tuple[float, int]] = ((0, 0),)) -> list[float]:
+    """Return how long each round of a copy of the state took."""
+    return [round_.seconds for round_ in Evidence(state, left.folders, left.logs, job=left.job, clock=clock).rounds]
 
 
 @pytest.fixture(scope="module")
