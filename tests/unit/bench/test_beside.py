@@ -43,7 +43,8 @@ def test_all_that_was_started_ends_also_in_sessions_of_its_own(task: Task) -> No
     with processes(task) as start:
         pids = begin(task, start)
         assert tree_of(pids[0]) == pids
-        assert fleets._tree_bytes(pids[0]) > fleets._tree_bytes(pids[1]) > 0
+        wait_for(task, lambda: fleets._tree_bytes(pids[1]) > 1_000_000, pids=[pids[0]])  # when its program has begun
+        assert fleets._tree_bytes(pids[0]) > fleets._tree_bytes(pids[1]) > 1_000_000
     assert not lives(pids[0])
     wait_for(task, lambda: not lives(pids[1]))
 

@@ -147,21 +147,13 @@ class Group:
             RingError: The key is longer than MAX_KEY, or this worker has left the group.
             Forked: This process is a fork of the worker.
         """
-        self.home.check()
-        if self._closed:
-            raise self._has_left()
+        self._check_open()
         key = key or next_key(self._next_number)
         if len(key) > MAX_KEY:
             raise RingError(f"the key {key!r} has {len(key)} characters; a frame's head has room for {MAX_KEY}")
         operation = Operation(self, key, what, program, kind=kind, timeout=timeout, ending=ending)
-        with self._lock:
-            self._running[key] = operation
-            early = self._early.take(key)
-        if self._links.failure:  # after the operation is registered, so that a failure from now on finds it
-            operation.fail(self._links.failure)
-        elif self._closed:  # by another thread, since it was asked
-            operation.abandon(self._has_left())
-        else:
+        early = self._register(operation)
+        if not operation.done:
             operation.begin(early)
         return operation
 
@@ -181,14 +173,7 @@ class Group:
         """
         if self._closed or self._links.failure:
             return False
-        head = pb.Head(
-            kind=pb.FRAME_KIND_DATA,
-            group=self.id,
-            generation=self._generation,
-            key=key,
-            signature=zlib.crc32(what.encode()),
-            what=fitting_what(what, key),
-        )
+        head = self._head(what, key, zlib.crc32(what.encode()))
         return self._links.send_at_once(self.members[to], Outgoing(head, data))
 
     def receive(self, what: str, *, source: int, size: int, key: str, timeout: float) -> memoryview:
@@ -205,19 +190,10 @@ class Group:
             RingError: The error that ended the generation, or this worker has left the group.
             Forked: This process is a fork of the worker.
         """
-        self.home.check()
-        if self._closed:
-            raise self._has_left()
+        self._check_open()
         signature = zlib.crc32(what.encode())
         receipt = Receipt(self, what, signature=signature, source=source, size=size, key=key, timeout=timeout)
-        with self._lock:
-            early = self._early.take(key)
-            self._running[key] = receipt
-        if self._links.failure:  # after the receipt is registered, so that a failure from now on finds it
-            receipt.fail(self._links.failure)
-        elif self._closed:  # by another thread, since it was asked
-            receipt.abandon(self._has_left())
-        return receipt.wait(early)
+        return receipt.wait(self._register(receipt))
 
     def arrived(self, peer: str, frame: Frame) -> None:
         """Give a frame to its operation, which may start later."""
@@ -269,16 +245,7 @@ class Group:
 
     def send(self, operation: Operation, send: Send) -> None:
         """Send an operation's bytes to a rank."""
-        head = pb.Head(
-            kind=pb.FRAME_KIND_DATA,
-            group=self.id,
-            generation=self._generation,
-            key=operation.key,
-            signature=operation.signature,
-            tag=send.tag,
-            part=send.part,
-            what=fitting_what(operation.what, operation.key) if send.part == 0 else "",
-        )
+        head = self._head(operation.what, operation.key, operation.signature, tag=send.tag, part=send.part)
         self._links.send(self.members[send.to], Outgoing(head, send.data, operation.sent))
 
     def ended(self, operation: Operation) -> None:
@@ -341,6 +308,38 @@ class Group:
         with self._lock:
             frame = self._early.first_from(rank)
         return (frame.what or "another operation") if frame else ""
+
+    def _head(self, what: str, key: str, signature: int, *, tag: int = 0, part: int = 0) -> pb.Head:
+        """Return the head of a frame of an operation."""
+        return pb.Head(
+            kind=pb.FRAME_KIND_DATA,
+            group=self.id,
+            generation=self._generation,
+            key=key,
+            signature=signature,
+            tag=tag,
+            part=part,
+            what=fitting_what(what, key) if part == 0 else "",
+        )
+
+    def _check_open(self) -> None:
+        self.home.check()
+        if self._closed:
+            raise self._has_left()
+
+    def _register(self, operation: Operation | Receipt) -> list[tuple[int, Frame]]:
+        """Let frames find an operation, and return those that came before.
+
+        It is asked afterwards whether the group has failed or was left, so that whatever happens from now on finds it.
+        """
+        with self._lock:
+            self._running[operation.key] = operation
+            early = self._early.take(operation.key)
+        if self._links.failure:
+            operation.fail(self._links.failure)
+        elif self._closed:  # by another thread, since it was asked
+            operation.abandon(self._has_left())
+        return early
 
     def _has_left(self) -> RingError:
         return RingError(f"this worker has left the group {self.name!r}: no collective of it can run any more")

@@ -43,11 +43,7 @@ class Messages:
 
     def send(self, staged: Staged, to: int, tag: int, *, timeout: float) -> Operation:
         """Start to send values to a rank."""
-        self.group.home.check()
-        with self._lock:
-            key = _key(self.group.rank, to, tag, self._sent[to, tag])
-            self._sent[to, tag] += 1
-        data = staged.data
+        key, data = self._key_to(to, tag), staged.data
         program = collectives.send(to, data) if len(data) else _send_nothing(to)
         if to == self.group.rank:
             self._deliver_here(_what(staged), program, key)
@@ -61,11 +57,7 @@ class Messages:
 
         Its values go into `staged`.
         """
-        self.group.home.check()
-        with self._lock:
-            key = _key(source, self.group.rank, tag, self._received[source, tag])
-            self._received[source, tag] += 1
-        return self._receive(staged, source, key, timeout=timeout)
+        return self._receive(staged, source, self._key_from(source, tag), timeout=timeout)
 
     def carries_bytes(self, size: int) -> bool:
         """Return whether so many bytes can be a message of bytes now.
@@ -94,13 +86,8 @@ class Messages:
             RingError: This worker has left the group.
             Forked: This process is a fork of the worker.
         """
-        self.group.home.check()
         data = b"".join((head, as_bytes(in_host_memory(plain(body))) if body.numel() else b""))
-        with self._lock:
-            number = self._sent[to, tag]
-            self._sent[to, tag] = number + 1
-        key = _key(self.group.rank, to, tag, number)
-        what = _bytes(len(data))
+        key, what = self._key_to(to, tag), _bytes(len(data))  # after the bytes: what is refused must not be counted
         if to == self.group.rank:
             self._deliver_here(what, collectives.send(to, memoryview(data)), key)
         elif not self.group.send_at_once(what, data, to=to, key=key):
@@ -122,11 +109,7 @@ class Messages:
             RingError: The error that ended the generation, or this worker has left the group.
             Forked: This process is a fork of the worker.
         """
-        self.group.home.check()
-        with self._lock:
-            number = self._received[source, tag]
-            self._received[source, tag] = number + 1
-        key = _key(source, self.group.rank, tag, number)
+        key = self._key_from(source, tag)
         return self.group.receive(_bytes(size), source=source, size=size, key=key, timeout=timeout)
 
     def receive_any(self, staged: Staged, tag: int, *, patience: float, timeout: float) -> tuple[int, Operation] | None:
@@ -156,6 +139,22 @@ class Messages:
                     continue  # another thread has taken it
                 self._received[source, tag] += 1
             return source, self._receive(staged, source, key, timeout=timeout)
+
+    def _key_to(self, to: int, tag: int) -> str:
+        """Count the next message to a rank, and return its key."""
+        self.group.home.check()
+        with self._lock:
+            number = self._sent[to, tag]
+            self._sent[to, tag] = number + 1
+        return _key(self.group.rank, to, tag, number)
+
+    def _key_from(self, source: int, tag: int) -> str:
+        """Count the next message from a rank, and return its key."""
+        self.group.home.check()
+        with self._lock:
+            number = self._received[source, tag]
+            self._received[source, tag] = number + 1
+        return _key(source, self.group.rank, tag, number)
 
     def _receive(self, staged: Staged, source: int, key: str, *, timeout: float) -> Operation:
         data = staged.data
