@@ -7,12 +7,13 @@ CNN of 44,426 parameters, 10 parties that all take part, 10 epochs in each round
 and weight decay 1e-5, 50 rounds. The parties differ as there: the samples of each label are divided by Dirichlet 0.5
 ("dirichlet"), or each party has two labels ("labels"). The published figures are those of FedBench
 (nechbamohammed.github.io/FLBenchmarkUI). Our SCAFFOLD takes plain steps, as its paper says, so it has no momentum, and
-FedAvg is also run without. Shows progress on stderr, then a table, and writes niid.json. The full setting takes hours.
+FedAvg is also run without. Shows progress on stderr, then a table, and writes niid.json after each job, since the full
+setting takes hours.
 """
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import fmean, pstdev
@@ -155,16 +156,20 @@ def main() -> None:
     parser.add_argument("--device", default="auto", help="where to train: auto, cpu or cuda")
     parser.add_argument("--out", type=Path, default=Path("bench-out"), help="folder for niid.json")
     options = parser.parse_args()
-    results = measure(options)
     options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "niid.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    results: dict[str, Any] = {}
+    for results in measure(options):
+        (options.out / "niid.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
     print_table("MNIST, 10 parties, accuracy in percent", columns(results), table_rows(results))
 
 
-def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Train each way in each cell, and return the accuracies round by round."""
+def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Train each way in each cell, and yield the accuracies round by round after each job."""
     runs = [(cell, way, seed) for cell in options.cells for way in options.ways for seed in range(options.seeds)]
     found: dict[tuple[str, str], list[list[float]]] = {}
+    full = (options.rounds, options.epochs) == (ROUNDS, JOB["epochs"])
+    described = describe_run("niid", quick=False, chosen=not full)
+    described |= {"job_rounds": options.rounds, "epochs": options.epochs}
     with progress_bar(speed_seconds=600) as bar:
         task = bar.add_task("niid", total=len(runs))
         for number, (cell, way, seed) in enumerate(runs):
@@ -180,10 +185,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                 show=partial(_show, bar, task, number),
             )
             found.setdefault((cell, way), []).append([100 * row["accuracy"] for row in report["rounds"]])
-    full = (options.rounds, options.epochs) == (ROUNDS, JOB["epochs"])
-    rows = [{"cell": cell, "way": way, "by_seed": each} for (cell, way), each in found.items()]
-    described = describe_run("niid", quick=False, chosen=not full)
-    return described | {"job_rounds": options.rounds, "epochs": options.epochs, "seeds": options.seeds, "rows": rows}
+            rows = [{"cell": cell, "way": way, "by_seed": each} for (cell, way), each in found.items()]
+            yield described | {"seeds": options.seeds, "rows": rows}
 
 
 def columns(results: Mapping[str, Any]) -> Sequence[str]:

@@ -91,6 +91,7 @@ class Run:
         over: Returns whether all rounds have ended.
         model: Returns the last model, by name.
         restart: Starts the server again, with the state that it had.
+        others: Further processes that live until all rounds have ended.
     """
 
     launched: float
@@ -100,6 +101,7 @@ class Run:
     over: Callable[[], bool]
     model: Callable[[], dict[str, Any]]
     restart: Callable[[], object]
+    others: Sequence[int] = ()
 
 
 System = Callable[[Task], AbstractContextManager[Run]]
@@ -109,7 +111,7 @@ def measure(system: System, task: Task) -> Outcome:
     """Run a task to its end."""
     with system(task) as run:
         with watch(task, run) as watched:
-            wait_for(task, run.over, pids=[run.server, *run.clients])
+            wait_for(task, run.over, pids=[run.server, *run.clients, *run.others])
         rounds = run.rounds()
         right = accuracy(run.model(), task.root) if task.cell == "mnist" else None
     one, *others = rounds
@@ -225,7 +227,7 @@ def wait_for(task: Task, done: Callable[[], bool], *, pids: Sequence[int] = (), 
     end = time.monotonic() + seconds
     while not done():
         ended = [pid for pid in pids if not lives(pid)]
-        if ended or time.monotonic() > end:
+        if (ended and not done()) or time.monotonic() > end:
             tails = [f"{log.name}: {log.read_text(errors='replace')[-1500:]}" for log in task.folder.glob("*.log")]
             raise Failure("the run of a peer did not end well:\n" + "\n".join(tails))
         time.sleep(0.1)

@@ -18,10 +18,12 @@ import torch
 jobs: Any = importlib.import_module("nvflare.app_opt.pt.job_config.fed_avg")
 runners: Any = importlib.import_module("nvflare.job_config.script_runner")
 flare_api: Any = importlib.import_module("nvflare.fuel.flare_api.flare_api")
+api: Any = importlib.import_module("nvflare.fuel.flare_api.api_spec")
 parts: Any = importlib.import_module("nvflare_parts")
 work: Any = importlib.import_module("work")
 
 HERE = Path(__file__).parent
+_ANSWER_SECONDS = 120.0
 
 
 def main(cell: str, rounds: int, clients: int, root: str, out: str, admin: str) -> None:
@@ -37,8 +39,14 @@ def main(cell: str, rounds: int, clients: int, root: str, out: str, admin: str) 
     try:
         while len(session.get_connected_client_list()) < clients:
             time.sleep(0.2)
+        session.set_timeout(_ANSWER_SECONDS)
         number = session.submit_job(str(Path(out) / cell))
-        session.monitor_job(number)
+        while True:
+            try:
+                session.monitor_job(number)
+                break
+            except api.NoConnection:  # a server with much to send does not answer in time
+                time.sleep(1.0)
         result = session.download_job_result(number)
     finally:
         session.close()

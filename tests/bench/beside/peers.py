@@ -7,6 +7,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -124,8 +125,9 @@ def nvflare(task: Task) -> Iterator[Run]:
     with _named(task, name), processes(task) as start:
         server, *pids = (start(host, run, **env) for run, host in zip(commands.values(), places, strict=True))
         told = [task.cell, str(task.rounds), str(task.clients), task.root, str(task.folder)]
-        start(task.server, [python, str(_HERE / "nvflare_job.py"), *told, str(kits / "admin@org.org")], **env)
-        yield _run(task, launched, server, pids, lambda: start(task.server, commands[name], **env))
+        job = start(task.server, [python, str(_HERE / "nvflare_job.py"), *told, str(kits / "admin@org.org")], **env)
+        run = _run(task, launched, server, pids, lambda: start(task.server, commands[name], **env))
+        yield replace(run, others=[job])
 
 
 @contextmanager
