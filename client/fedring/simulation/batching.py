@@ -4,7 +4,7 @@ It also finds how many of them fit into memory. A small computation is made in b
 at once. What vmap cannot take raises an error there, and what it would compute otherwise is found by comparing.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -132,18 +132,27 @@ def _probe(
         raise _cannot(f"its forward pass changes the buffer {changed}")
     wanted = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
     padded = _is_separable(loaded, inputs, labels, outputs.detach(), loss.detach(), plan, device)
-    cohort = Cohort(model, loaded.loss, loaded.optimizer, device, padded)
-    stacked = {name: p.detach().expand(2, *p.shape).clone().requires_grad_() for name, p in named.items()}
+    # torch advises against a backward pass in autocast, and what the loss does not depend on would get zeros.
+    depends = all(each is not None for each in wanted)
+    linear = padded and depends and plan.precision == "fp32" and _is_linear(model, named)
+    cohort = Cohort(model, loaded.loss, loaded.optimizer, device, padded, linear)
     weights = torch.full((2, count), 1.0 / count, device=device) if padded else None
     batch = Batch(_twice(inputs), labels.expand(2, *labels.shape), weights)
-    losses, _ = cohort.losses(stacked, batch, plan)
-    found = torch.autograd.grad(losses.sum(), list(stacked.values()), allow_unused=True)
+    stacked = {name: nn.Parameter(p.detach().expand(2, *p.shape).clone()) for name, p in named.items()}
+    cohort.backward(stacked, batch, plan)
+    found = [each.grad for each in stacked.values()]
     largest = max((float(each.abs().max()) for each in wanted if each is not None), default=0.0)
     least = max(1e-6, 1e-3 * largest)  # of a gradient that is zero, only the rounding errors could be compared
     for name, one, two in zip(named, wanted, found, strict=True):
         if (one is None) != (two is None) or (one is not None and two is not None and _differ(one, two, plan, least)):
             raise _cannot(f"the gradient of {name} is another one if two clients are trained at once")
     return cohort
+
+
+def _is_linear(model: nn.Module, named: Collection[str]) -> bool:
+    """Return whether linear layers have all of these parameters."""
+    layers = [name for name, module in model.named_modules() if type(module) is nn.Linear]
+    return set(named) <= {f"{layer}.{name}".lstrip(".") for layer in layers for name in ("weight", "bias")}
 
 
 def _is_separable(

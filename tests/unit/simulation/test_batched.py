@@ -78,6 +78,20 @@ def half_frozen() -> nn.Module:
     return model
 
 
+def convolutional() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(1, 3, 3), nn.ReLU(), nn.Flatten(), nn.Linear(108, 10))
+
+
+class HalfUsed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(64, 10), nn.Linear(64, 10)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self.used(inputs.flatten(1))
+        return outputs
+
+
 def a_data_set(root: pathlib.Path | None, download: bool, part: ClientPart) -> Split:
     """Return samples that are no `Samples`, another number for each client."""
     generator = torch.Generator().manual_seed(part.index)
@@ -122,13 +136,18 @@ def bad_for_one(root: pathlib.Path | None, download: bool, part: ClientPart) -> 
         {"transforms": [{"name": "feddyn", "args": {"alpha": 0.05, "clients": CLIENTS}}], "weights": "uniform"},
         {"model": centred, "model_args": {}, "epochs": 2},
         {"model": half_frozen, "model_args": {}},
+        {"model": convolutional, "model_args": {}, "epochs": 2},
+        {"model": HalfUsed, "model_args": {}, "optimizer_args": {"weight_decay": 0.5}},
         {"data": a_data_set, "batch_size": 8, "epochs": 2},
         {
             "min_clients": 6, "min_clients_to_aggregate": 5, "weights": "uniform", "secure_aggregation": {},
             "evaluate": False,
         },
     ],
-    ids=["terms of the loop", "scaffold", "adam", "feddyn", "no padding", "frozen", "any data set", "secure"],
+    ids=[
+        "terms of the loop", "scaffold", "adam", "feddyn", "no padding", "frozen", "convolution", "unused",
+        "any data set", "secure",
+    ],
 )  # fmt: skip
 def test_a_round_of_clients_trained_together_equals_that_of_the_exact_engine(
     keys: dict[str, Any], tmp_path: pathlib.Path
