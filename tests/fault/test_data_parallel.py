@@ -18,13 +18,16 @@ from tests.fleets import Control, Fleet
 
 HERE = Path(__file__).parent
 TRUSTED = {"trusted": ["fedring", "signalled_models"]}
-SAMPLES, BATCH, EPOCHS, WORKERS = 1437, 16, 4, 4
+SAMPLES, BATCH, EPOCHS, WORKERS = 1437, 32, 2, 4
 STEPS = EPOCHS * count_steps(SAMPLES, WORKERS, BATCH)
+SMALL_BATCH = 16
+"""Of jobs that need many steps: to learn, or to go on while a process hears what a test does after one of them."""
+MANY_STEPS = EPOCHS * count_steps(SAMPLES, WORKERS, SMALL_BATCH)
 
 
 def job(**keys: Any) -> dict[str, Any]:
     """Return a job of one round, with these keys changed."""
-    table = {"replacement_seconds": 1, "hash_every": 10, "bucket_mb": 0.001, **keys.pop("data_parallel", {})}
+    table = {"replacement_seconds": 1, "hash_every": 4, "bucket_mb": 0.001, **keys.pop("data_parallel", {})}
     fixed = {
         "mode": "data_parallel",
         "model": "signalled_models:net",
@@ -44,16 +47,16 @@ def fleet(tmp_path: Path) -> Fleet:
     return FaultyFleet(tmp_path, TRUSTED, [TRUSTED] * WORKERS, env=path_to(HERE))
 
 
-def plan_signal(fleet: Fleet, number: int) -> PlannedSignal:
-    """Plan a signal to one of the workers in a random step."""
-    return PlannedSignal(fleet, number, passes=STEPS, workers=WORKERS)
+def plan_signal(fleet: Fleet, number: int, *, steps: int = STEPS) -> PlannedSignal:
+    """Plan a signal to one of the workers in a random one of the first steps."""
+    return PlannedSignal(fleet, number, passes=steps, workers=WORKERS)
 
 
-def total_steps(done: int, before: int, after: int) -> int:
+def total_steps(done: int, before: int, after: int, batch: int = BATCH) -> int:
     """Return the steps of a round, the first `done` of which `before` workers take, and `after` workers the others."""
-    epoch, step = divmod(done, count_steps(SAMPLES, before, BATCH))
-    left = count_steps(SAMPLES - step * before * BATCH, after, BATCH)
-    return done + left + (EPOCHS - epoch - 1) * count_steps(SAMPLES, after, BATCH)
+    epoch, step = divmod(done, count_steps(SAMPLES, before, batch))
+    left = count_steps(SAMPLES - step * before * batch, after, batch)
+    return done + left + (EPOCHS - epoch - 1) * count_steps(SAMPLES, after, batch)
 
 
 def reports_of(round_: pb.Round) -> dict[str, dict[str, float]]:
@@ -99,9 +102,11 @@ def test_a_lost_worker_is_noticed_and_the_others_train_to_the_end(
     ids=lambda table: "-".join(map(str, table.values())),
 )
 def test_a_lost_worker_that_comes_back_takes_its_place_again(fleet: Fleet, table: dict[str, Any]) -> None:
-    planned = plan_signal(fleet, signal.SIGKILL)
+    planned = plan_signal(fleet, signal.SIGKILL, steps=MANY_STEPS)
     with fleet, Control(fleet.control) as control:
-        started = StartedJob(fleet, control, job(data_parallel={"replacement_seconds": 120, **table}))
+        started = StartedJob(
+            fleet, control, job(lr=0.1, batch_size=SMALL_BATCH, data_parallel={"replacement_seconds": 120, **table})
+        )
         planned.wait()
         started.until("group_lost")
         del fleet.clients[planned.victim].env["FL_TEST_SIGNAL"]
@@ -111,7 +116,7 @@ def test_a_lost_worker_that_comes_back_takes_its_place_again(fleet: Fleet, table
         assert done in steps_left_by(planned.step)
         started.until("job_ended")
         round_ = control.rounds(job_id=1)[0]
-        assert {row["job_steps"] for row in reports_of(round_).values()} == {STEPS}
+        assert {row["job_steps"] for row in reports_of(round_).values()} == {MANY_STEPS}
         assert round_.missing == []
         assert round_.eval_correct / round_.eval_total > 0.8
 
@@ -137,9 +142,9 @@ def test_a_client_that_was_not_selected_takes_the_place_of_a_lost_one(tmp_path: 
 
 
 def test_a_worker_that_is_told_to_stop_leaves_the_group_at_once(fleet: Fleet) -> None:
-    planned = plan_signal(fleet, signal.SIGTERM)
+    planned = plan_signal(fleet, signal.SIGTERM, steps=MANY_STEPS // 2)
     with fleet, Control(fleet.control) as control:
-        started = StartedJob(fleet, control, job())
+        started = StartedJob(fleet, control, job(batch_size=SMALL_BATCH))
         planned.wait()
         started.until("group_lost")
         assert planned.seconds_since() < LOST_AFTER  # sooner than a silent worker
@@ -149,13 +154,14 @@ def test_a_worker_that_is_told_to_stop_leaves_the_group_at_once(fleet: Fleet) ->
         assert done >= planned.step - 2  # it may have taken some more steps before its process hears of the signal
         started.until("job_ended")
         reports = reports_of(control.rounds(job_id=1)[0])
-        assert {row["job_steps"] for row in reports.values()} == {total_steps(done, WORKERS, WORKERS - 1)}
+        steps = total_steps(done, WORKERS, WORKERS - 1, SMALL_BATCH)
+        assert {row["job_steps"] for row in reports.values()} == {steps}
 
 
 def test_a_group_trains_on_while_the_server_restarts(fleet: Fleet) -> None:
-    planned = plan_signal(fleet, 0)  # harms nobody
+    planned = plan_signal(fleet, 0, steps=MANY_STEPS // 4)  # harms nobody
     with fleet, Control(fleet.control) as control:
-        started = StartedJob(fleet, control, job(rounds=2))
+        started = StartedJob(fleet, control, job(rounds=2, batch_size=SMALL_BATCH))
         started.until("group_formed")
         planned.wait()
         fleet.restart_server()
@@ -165,4 +171,4 @@ def test_a_group_trains_on_while_the_server_restarts(fleet: Fleet) -> None:
         started.until("job_ended")
         rounds = control.rounds(job_id=1)
         assert [round_.phase for round_ in rounds] == ["published"] * 2
-        assert {row["job_steps"] for row in reports_of(rounds[0]).values()} == {2 * STEPS}
+        assert {row["job_steps"] for row in reports_of(rounds[0]).values()} == {2 * MANY_STEPS}
