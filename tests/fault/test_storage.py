@@ -1,6 +1,7 @@
 """A disk that is full or fails during rounds: no update is accepted that cannot be stored, and nothing is lost."""
 
 import itertools
+import queue
 import re
 import resource
 import shutil
@@ -295,6 +296,8 @@ def test_the_deadline_of_a_round_waits_while_the_disk_fails(disk: Disk, fleet: F
         while time.monotonic() < deadline:  # longer than the deadline; a client repeats its upload, too
             with pytest.raises(Refused):
                 client.push(client.header(command, payload), payload)
+            with suppress(queue.Empty):
+                assert client.events.get(timeout=0.5).WhichOneof("event") == "heartbeat"  # no end of the round
         disk.mend(fleet)
         assert wait_for(fleet, "storage_works", lambda: next(e for e in events if e.kind == "storage_works"))
         client.push(client.header(command, payload), payload)
