@@ -113,14 +113,23 @@ def test_a_state_with_missing_or_foreign_parts_is_refused_and_not_changed(
     assert files(state) == before
 
 
-@pytest.fixture
-def older(state: Path, states: Path, tmp_path: Path) -> Path:
-    """Train another round on the state, and put the database from before that round back."""
-    with Fleet(tmp_path) as fleet:
+@pytest.fixture(scope="module")
+def made_older(states: Path) -> Path:
+    """Train another round on a copy of the first state, and put the database from before that round back."""
+    folder = states / "older"
+    shutil.copytree(states / "one", folder)
+    with Fleet(folder) as fleet:
         train(fleet)
         fleet.server.kill()
-    exchange_facts(state, states / "one" / "state" / "server")
-    return state
+    exchange_facts(folder / "state" / "server", states / "one" / "state" / "server")
+    return folder
+
+
+@pytest.fixture
+def older(made_older: Path, tmp_path: Path) -> Path:
+    """Copy that state for a test that changes it."""
+    shutil.copytree(made_older, tmp_path, dirs_exist_ok=True)
+    return tmp_path / "state" / "server"
 
 
 @pytest.mark.parametrize("given", [(), ("--check-config",), ("--check-config", "--accept-older")])
@@ -239,6 +248,12 @@ def test_a_state_of_fedring_0_1_0_is_refused_and_not_changed(
     last = refusal(tmp_path, *flags)
     assert "older_state: the state was written by fedring 0.1.0 or before (schema 13)" in last
     assert "go on with fedring 0.1.0, or give the server an empty folder; nothing was changed" in last
+    assert state_folder.files(state) == before
+
+
+def test_flctl_refuses_a_state_of_fedring_0_1_0_and_does_not_change_it(state: Path, tmp_path: Path) -> None:
+    make_0_1_0(state)
+    before = state_folder.files(state)
     for words in (("backup", tmp_path / "copy"), ("token", "create", "--name", "ann", "--role", "operator")):
         done = forks.run("fedring.ctl.main", *words, "--state-dir", state, timeout=SECONDS)
         assert done.returncode not in (0, 1), done.stderr
@@ -265,10 +280,18 @@ def test_the_blobs_of_a_state_without_id_and_database_are_not_deleted(state: Pat
     assert files(state) == before
 
 
-def killed_first_start(written: str, folder: Path) -> Path:
-    """Make what a first start leaves that is killed when so much of the state's id is written."""
+@pytest.fixture(scope="module")
+def started(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Make the state of a server that was killed after its first start."""
+    folder = tmp_path_factory.mktemp("started")
     with Fleet(folder) as fleet:
         fleet.server.kill()
+    return folder
+
+
+def killed_first_start(written: str, started: Path, folder: Path) -> Path:
+    """Make what a first start leaves that is killed when so much of the state's id is written."""
+    shutil.copytree(started, folder, dirs_exist_ok=True)
     state = folder / "state" / "server"
     (state / "blobs" / "state_id").rename(state / "blobs" / "state_id.new")
     if written == "half a draft":
@@ -279,16 +302,16 @@ def killed_first_start(written: str, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("written", ["half a draft", "draft", "draft and row"])
-def test_a_killed_first_start_can_be_repeated(written: str, tmp_path: Path) -> None:
-    state = killed_first_start(written, tmp_path)
+def test_a_killed_first_start_can_be_repeated(written: str, started: Path, tmp_path: Path) -> None:
+    state = killed_first_start(written, started, tmp_path)
     with Fleet(tmp_path) as fleet:
         train(fleet)
         assert (state / "blobs" / "state_id").exists()
         assert not (state / "blobs" / "state_id.new").exists()
 
 
-def test_check_config_does_not_change_the_state(tmp_path: Path) -> None:
-    state = killed_first_start("draft", tmp_path)
+def test_check_config_does_not_change_the_state(started: Path, tmp_path: Path) -> None:
+    state = killed_first_start("draft", started, tmp_path)
     fleet = Fleet(tmp_path)
     fleet.server.flags = ["--check-config"]
     fleet.server.start()
