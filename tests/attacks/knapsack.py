@@ -102,9 +102,11 @@ def known(scene: Scene, encode: Encode, weight: int, sizes: NDArray[np.floating]
     edges[[0, -1]] = -np.inf, np.inf
     values = ((np.arange(-count, count) + 0.5) / (_CELLS * weight)).astype(np.float32)
     ones = scene.round_of(np.ones(-(-len(values) // BLOCK), np.float32))
-    both = np.array([encode(values.copy(), ones, weight), ask(values / scene.unit, scene.levels)])
-    (sent, answers), places = np.unique(both, axis=1, return_inverse=True)
-    chances = np.bincount(places.ravel(), np.diff(_chance_below(edges, sizes))).astype(np.float64)
+    sent, answers = encode(values.copy(), ones, weight), ask(values / scene.unit, scene.levels)
+    kinds = int(answers.max()) + 1
+    pairs, places = np.unique(sent * kinds + answers, return_inverse=True)  # as one number each: quicker than rows
+    sent, answers = np.divmod(pairs, kinds)
+    chances = np.bincount(places, np.diff(_chance_below(edges, sizes))).astype(np.float64)
     return Known(sent, chances, answers)
 
 
