@@ -3,10 +3,13 @@
 import json
 import os
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+from fedring.ctl.process import Process, stop_all
 from tests.conftest import path_to
-from tests.fleets import Control, Programs, run_job, until_watching
+from tests.fleets import PATIENT, Control, Fleet, run_job, until_watching
 from tests.waiting import until
 
 TRAINER = """
@@ -14,6 +17,20 @@ def train(model, samples, plan):
     return {"num_samples": 1, "edition": EDITION}
 """
 JOB = {"min_clients": 1, "evaluate": False}
+
+
+@contextmanager
+def client_of(fleet: Fleet, code: Path) -> Iterator[Process]:
+    """Run a client in an interpreter of its own, as it begins anew in one."""
+    folder = fleet.directory / "state" / "client-0"
+    settings = {"client_id": "client-0", "server": fleet.listen, "state_dir": str(folder), "trainer": "wards:train"}
+    process = Process("client-0", "fedring.client.main", settings, fleet.directory / "logs" / "client-0.log")
+    process.env |= PATIENT | path_to(code)
+    process.start()
+    try:
+        yield process
+    finally:
+        stop_all([process], 60)
 
 
 def edition(control: Control) -> float:
@@ -34,10 +51,8 @@ def test_a_client_runs_edited_code_after_sigusr2_and_keeps_running_if_it_is_brok
     code = tmp_path / "code" / "wards.py"
     code.parent.mkdir()
     code.write_text(TRAINER.replace("EDITION", "1"))
-    client = {"trainer": "wards:train"}
-    with Programs(tmp_path, {}, [client], env=path_to(code.parent)) as fleet, Control(fleet.control) as control:
+    with Fleet(tmp_path) as fleet, client_of(fleet, code.parent) as process, Control(fleet.control) as control:
         until_watching(control, 1)
-        process = fleet.clients[0]
         pid = process.pid  # exec keeps it
         assert edition(control) == 1
         code.write_text(TRAINER.replace("EDITION", "2"))
