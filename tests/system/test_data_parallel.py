@@ -87,12 +87,15 @@ WAYS: dict[str, tuple[dict[str, Any], float]] = {
 }
 """Ways to send gradients, and the largest part of a gradient's bytes that each may send."""
 
+SLOW = {"ef21", "dgc", "clipped", "accumulated"}
+"""Those that need twice as many steps as the others to learn as much."""
+
 
 @pytest.mark.parametrize("name", WAYS)
 def test_each_way_to_send_gradients_trains(fleet: Fleet, name: str) -> None:
     table, most = WAYS[name]
     hidden = 65 + list(WAYS).index(name)
-    keys = {"model_args": {"hidden": hidden}, "epochs": 2, "batch_size": 16}
+    keys = {"model_args": {"hidden": hidden}, "epochs": 2 if name in SLOW else 1, "batch_size": 16}
     spec = job(data_parallel={"hash_every": 5, "bucket_mb": 0.01, **table}, **keys)
     rounds = trained(fleet, spec)  # fails if the workers' parameters differ after a fifth step
     last = rounds[-1]
@@ -106,9 +109,9 @@ def test_each_way_to_send_gradients_trains(fleet: Fleet, name: str) -> None:
 
 
 def test_flctl_try_shows_the_workers_profile(flctl: Flctl, tmp_path: Path) -> None:
-    options = ["mode=data_parallel", "data_parallel.hook=dgc", "--clients", "2", "rounds=2", "--out", str(tmp_path)]
+    options = ["mode=data_parallel", "data_parallel.hook=dgc", "--clients", "2", "rounds=1", "--out", str(tmp_path)]
     done = flctl("try", *options)
     assert done.returncode == 0, done.stderr
     assert "sent/worker" in done.stdout
     report = json.loads((tmp_path / "report.json").read_text())
-    assert [sorted(row["workers"]) for row in report["rounds"]] == [["client-0", "client-1"]] * 2
+    assert [sorted(row["workers"]) for row in report["rounds"]] == [["client-0", "client-1"]]
