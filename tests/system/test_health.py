@@ -2,7 +2,6 @@
 
 import json
 import signal
-import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,26 +15,41 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 from fedring.rpc.errors import status_of
 from fedring.rpc.health import ALIVE
 from tests import forks
-from tests.fleets import Fleet
+from tests.fleets import Flctl, Fleet
 from tests.system.health_watch import NOT_SERVING, SECONDS, SERVING, HealthWatch
 
 PUBLIC = {f"fedring.v1.{name}" for name in ("TrainCmdService", "ModelBlobService", "ClientUpdateService")}
 WAITING = ("--timeout", "60")
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def folder() -> Iterator[Path]:
     """Make a folder with a short path: that of a Unix socket has at most 107 characters."""
     with tempfile.TemporaryDirectory(prefix="fl-") as folder:
         yield Path(folder)
 
 
-@pytest.fixture
-def fleet(folder: Path) -> Iterator[Fleet]:
+@pytest.fixture(scope="module")
+def started(folder: Path) -> Iterator[Fleet]:
     """Start a server and a client that both have a port for health checks."""
     settings = {"reflection": True, "health_listen": f"unix:{folder}/server"}
     client = {"health_listen": f"unix:{folder}/client"}
     with Fleet(folder, settings, [client]) as fleet:
+        yield fleet
+
+
+@pytest.fixture
+def fleet(started: Fleet) -> Iterator[Fleet]:
+    """Yield the running fleet, whose server the test may end: it is started again."""
+    yield started
+    if not started.server.running:
+        started.start_server()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    """Start a server with the default settings."""
+    with Fleet(tmp_path_factory.mktemp("plain")) as fleet:
         yield fleet
 
 
@@ -45,10 +59,6 @@ def check(address: str, service: str = "") -> Any:
         stub: Any = health_pb2_grpc.HealthStub(channel)
         request = health_pb2.HealthCheckRequest(service=service)
         return stub.Check(request, timeout=SECONDS, wait_for_ready=True).status
-
-
-def flctl(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return forks.run("fedring.ctl.main", *arguments, timeout=SECONDS)
 
 
 def test_each_service_of_a_port_has_a_status(fleet: Fleet, folder: Path) -> None:
@@ -91,7 +101,7 @@ def test_a_client_serves_while_it_is_in_session(fleet: Fleet, folder: Path) -> N
     watch.close()
 
 
-def test_flctl_health_has_a_table_json_and_an_exit_code(fleet: Fleet, folder: Path) -> None:
+def test_flctl_health_has_a_table_json_and_an_exit_code(fleet: Fleet, folder: Path, flctl: Flctl) -> None:
     both = flctl("health", *WAITING, "--server", fleet.control, "--listen", fleet.listen)
     assert (both.returncode, both.stdout.count("serving")) == (0, 2)
     watch = HealthWatch(f"unix:{folder}/client")
