@@ -2,7 +2,7 @@
 
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -10,6 +10,7 @@ from fedring.control.failure import Failure
 from fedring.ctl.output import Output
 from fedring.daemon.exits import Exit
 from fedring.rpc.address import check_address
+from fedring.untrusted import parse_json
 
 DEFAULT_SERVER = "127.0.0.1:8444"
 
@@ -86,3 +87,20 @@ def _check_writable(path: Path, folder: Path) -> None:
     except OSError as error:
         sentence = f"--out {path}: no file can be made in the folder {folder}: {error.strerror or error}"
         raise Failure(sentence, Exit.USAGE) from error
+
+
+def keywords(model_args: str) -> dict[str, Any]:
+    """Return the keyword arguments in the text of --model-args.
+
+    Raises:
+        Failure: It is no JSON object.
+    """
+    try:
+        table = parse_json(model_args)
+        if not isinstance(table, dict):
+            raise ValueError('it must be an object, such as {"hidden": 64}')
+        return table
+    except ValueError as error:
+        raise Failure(
+            f"--model-args {model_args[:200]!r} is not JSON of keyword arguments: {error}", Exit.USAGE
+        ) from error

@@ -291,6 +291,7 @@ class Service:
         if not self._acquire(request.context, wait=False):
             return False
         with self._stepping:
+            self._steps.check(request.context)  # The context may have ended meanwhile, which has let others step.
             if self._prepared is not None:
                 raise CallRefused("another step of this context is under way", reason="prepared")
             self._prepared = request.context, optimizer
@@ -315,7 +316,7 @@ class Service:
             if self._prepared is not None and self._prepared[0] == context:
                 self._prepared[1].abort()
                 self._prepared = None
-        self._steps.release(context)
+            self._steps.release(context)  # before another thread can prepare a step of this context
 
 
 def answer(value: Any) -> Message:

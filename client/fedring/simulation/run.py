@@ -412,7 +412,7 @@ class _Run:
         control = self._server.read_control(self._model) if command.control.digest else None
         order, done = Order(command.SerializeToString(), self._vectors, len(names), control), len(stopped)
         outcomes: dict[str, Outcome] = {}  # that wait until it is known whose updates count
-        for outcome in self._engine.train(order, self._turns(names, peers, work)):
+        for outcome in self._outcomes(order, self._turns(names, peers, work)):
             if self._virtual is None:
                 self._take(outcome, work)
             else:
@@ -433,7 +433,7 @@ class _Run:
             places = overrides_of({name: self._labels[name] for name in names}, work.job.override)
             work.told |= {name: with_overrides(work.job, each) for name, each in places.items()}
             order = Order(work.command.SerializeToString(), self._vectors, len(names))
-            trained = {client_id(each.client): each for each in self._engine.train(order, self._turns(names, {}, work))}
+            trained = {client_id(each.client): each for each in self._outcomes(order, self._turns(names, {}, work))}
             # A delta may be a row of all those that were trained together, which would stay in memory with it.
             self._waiting |= {
                 name: each if each.delta is None else replace(each, delta=each.delta.copy())
@@ -450,7 +450,7 @@ class _Run:
             if name in self._waiting:
                 self._take(self._waiting.pop(name), work)
         for name in work.times.left_out:
-            self._accounts.charge(self._waiting.pop(name))
+            del self._waiting[name]
         self._show(number / self._job.rounds, self._rows[-1] if self._rows else None)
 
     def _close(self, virtual: VirtualRounds, drawn: list[str], outcomes: Mapping[str, Outcome], work: Work) -> None:
@@ -462,8 +462,15 @@ class _Run:
         work.times = times = virtual.finish(answers)
         for name in (*times.delivered, *sorted(times.failed & outcomes.keys())):
             self._take(outcomes[name], work)
-        for name in times.left_out.keys() & outcomes.keys():
-            self._accounts.charge(outcomes[name])  # A client charges its samples before it trains.
+
+    def _outcomes(self, order: Order, turns: Iterator[Turn]) -> Iterator[Outcome]:
+        """Yield the outcomes of turns, and charge their samples.
+
+        A client charges its samples before it trains, whatever becomes of its update.
+        """
+        for outcome in self._engine.train(order, turns):
+            self._accounts.charge(outcome)
+            yield outcome
 
     def _answer(self, name: str, outcome: Outcome | None, work: Work) -> TimedAnswer:
         """Return the answer of a client, with its time.
@@ -510,7 +517,6 @@ class _Run:
         work.updates.append(outcome.update)
         if outcome.delta is not None:
             work.deltas[outcome.update.client_id] = outcome.delta
-        self._accounts.charge(outcome)
         self._kept.put(outcome.client, outcome.kept)
 
     def _publish(self, work: Work) -> None:

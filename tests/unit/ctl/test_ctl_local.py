@@ -88,6 +88,8 @@ def test_evaluate_explains_which_shapes_do_not_fit(flctl: Call, tmp_path: Path) 
     assert (code, len(err.splitlines())) == (Exit.CONFIG, 1)
     assert "[64, 64] in the file and [3, 64] in the model" in err
     assert flctl("evaluate", tmp_path / "none.safetensors", *names)[0] == Exit.CONFIG
+    code, _, err = flctl("evaluate", tmp_path / "m.safetensors", *names, "--model-args", "[1]")
+    assert (code, len(err.splitlines())) == (Exit.USAGE, 1)
 
 
 def _results(out: str) -> dict[str, list[str]]:

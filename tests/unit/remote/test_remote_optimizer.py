@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,8 +15,10 @@ from torch.optim import SGD, Adagrad, Adam, SparseAdam
 from fedring import remote
 from fedring.remote import requests
 from fedring.remote.contexts import inside
-from fedring.remote.service import _MAX_RUNNING
+from fedring.remote.messages import outgoing
+from fedring.remote.service import _MAX_RUNNING, Service
 from fedring.remote.stepping import OwnedOptimizer
+from fedring.train.names.offered import collect
 
 F = "tests.remote_functions:"
 Ranks = list[remote.Owners]
@@ -283,6 +285,36 @@ def test_two_optimizers_in_one_step_do_not_undo_each_other(ranks: Ranks) -> None
                 step.backward(torch.stack([offset(torch.zeros(4)) for offset in offsets]).sum())
                 list(pool.map(lambda optimizer: optimizer.step(step), optimizers))
     torch.testing.assert_close(values(ranks, "offset", 1, 2), [torch.full((4,), -20.0)] * 2)
+
+
+def test_a_context_that_ends_while_its_step_is_prepared_lets_others_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    owner = Service(0, 3, {"offset": Offset()}, collect(()), cast(Any, None))
+
+    def ask(rank: int, request: Any) -> dict[str, Any]:
+        job, _ = owner.accept(rank, outgoing(requests.content_of(request), ()))
+        assert job is not None
+        content: dict[str, Any] = job().content
+        return content
+
+    sgd = {"kind": "SGD", "options": {"dict": {"lr": 1.0}}}
+    place = requests.Place(target="offset", name="offset")
+    keys = [ask(rank, requests.Create(parameters=[place], **sgd))["value"] for rank in (1, 2)]
+    contexts = [(rank << 48) | 1 for rank in (1, 2)]
+    for context in contexts:
+        owner.contexts.enter(context)
+    acquire = owner._acquire
+
+    def acquired(context: int, *, wait: bool) -> bool:
+        held = acquire(context, wait=wait)
+        owner.contexts.end(context)
+        owner.undo(context)
+        return held
+
+    monkeypatch.setattr(owner, "_acquire", acquired)
+    assert ask(1, requests.Prepare(context=contexts[0], optimizer=keys[0]))["error"]["reason"] == "not_locked"
+    monkeypatch.undo()
+    # It steps, and finds nothing to do.
+    assert ask(2, requests.Prepare(context=contexts[1], optimizer=keys[1]))["error"]["reason"] == "no_gradients"
 
 
 def test_a_step_can_end_while_many_others_wait(ranks: Ranks) -> None:

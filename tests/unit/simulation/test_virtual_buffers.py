@@ -1,16 +1,20 @@
 """Asynchronous rounds in virtual time: whose updates come together, how old they are, and what is refused."""
 
+from collections.abc import Iterable, Iterator
 from math import inf
 from typing import Any
 
 import pytest
 
 from fedring.control.failure import Failure
+from fedring.privacy.account import SampledSteps, sampled_epsilon
 from fedring.server.round.events import RoundRules
 from fedring.simulation import simulate
 from fedring.simulation.buffers import VirtualBuffers
 from fedring.simulation.clock import TimedAnswer
+from fedring.simulation.engine import InProcess
 from fedring.simulation.timing import Availability, Pace
+from fedring.simulation.worker import Order, Outcome, Turn
 from fedring.train.jobs.asynchronous_table import Asynchronous
 
 TIMES = {"a": 1.0, "b": 2.0, "c": 3.0, "slow": 10.0}
@@ -90,6 +94,23 @@ def test_with_equal_speeds_and_a_buffer_for_all_it_is_the_synchronous_job() -> N
     plain = simulate(job, clients=6, timing=equal, workers=1)
     buffered = simulate(job, clients=6, timing=equal, workers=1, asynchronous=table)
     assert buffered["model_sha256"] == plain["model_sha256"]
+
+
+def test_samples_are_charged_also_if_the_answer_comes_after_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    spent: dict[int, list[SampledSteps]] = {}
+    train = InProcess.train
+
+    def noted(self: InProcess, order: Order, turns: Iterable[Turn]) -> Iterator[Outcome]:
+        for outcome in train(self, order, turns):
+            if outcome.spent is not None:
+                spent.setdefault(outcome.client, []).append(outcome.spent)
+            yield outcome
+
+    monkeypatch.setattr(InProcess, "train", noted)
+    table = {"asynchronous": {"concurrency": 6, "buffer": 2}, "sample_dp": {"noise_multiplier": 1.0}}
+    report = simulate({**JOB, "rounds": 3, "encoding": "fp32", **table}, clients=6, timing=SPEEDS, workers=1)
+    assert sum(map(len, spent.values())) > report["updates"]
+    assert report["sample_epsilon"] == max(sampled_epsilon(each, 1e-5) for each in spent.values())
 
 
 def test_a_private_mean_is_divided_by_the_size_of_the_buffer() -> None:

@@ -118,7 +118,7 @@ class WorkInbox:
             del self._newest[key]
             before.end_reason = before.end_reason or "next_round"
         open_ = [each for each in self._newest.values() if not each.end_reason]
-        for oldest in open_[: len(open_) + 1 - self._max_jobs]:
+        for oldest in open_[: max(0, len(open_) + 1 - self._max_jobs)]:
             oldest.end_reason = "next_round"
         if previous:
             previous.previous = None  # Otherwise no assignment would ever be freed.

@@ -30,6 +30,9 @@ from fedring.daemon.wording import counted
 from fedring.rpc.certificates import identity_of, load_authorities, names_of
 from fedring.rpc.identity import NAME, Identity, Role
 
+_SERIAL_BITS = 159
+"""RFC 5280, section 4.1.2.2: a serial number is positive, and has at most 20 bytes."""
+
 _LOCAL_HOST = ("localhost", "127.0.0.1", "::1")
 _AUTHORITY_DAYS = 3650
 _RENEW_DAYS = 30
@@ -208,9 +211,14 @@ def _belongs(certificate: x509.Certificate, name: str) -> bool:
 
 def _serial(text: str) -> int:
     try:
-        return int(text, 16)
+        serial = int(text, 16)
+        if not 0 < serial < 1 << _SERIAL_BITS:
+            raise ValueError("no certificate has it")
+        return serial
     except ValueError as error:
-        raise Failure(f"{text!r} is no serial number: `flctl certs show --output json` has them", Exit.USAGE) from error
+        raise Failure(
+            f"{text[:60]!r} is no serial number: `flctl certs show --output json` has them", Exit.USAGE
+        ) from error
 
 
 def _load(path: Path) -> x509.Certificate:

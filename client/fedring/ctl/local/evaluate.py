@@ -1,6 +1,5 @@
 """flctl evaluate: measure a model on test samples of this machine."""
 
-import json
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,7 +10,7 @@ from fedring.control.failure import Failure
 from fedring.ctl.access import connect
 from fedring.ctl.local.presets import DataRootOption
 from fedring.ctl.operate.model_names import HELP, find_version, names_version
-from fedring.ctl.options import DEFAULT_SERVER, OutputOption, ServerOption
+from fedring.ctl.options import DEFAULT_SERVER, OutputOption, ServerOption, keywords
 from fedring.ctl.output import Output, number, percent, print_json, print_table, stderr_console
 from fedring.daemon.exits import Exit
 
@@ -44,10 +43,7 @@ def evaluate(
 
     This machine does all of it.
     """
-    try:
-        arguments = json.loads(model_args)
-    except ValueError as error:
-        raise Failure(f"--model-args {model_args!r} is not JSON: {error}", Exit.USAGE) from error
+    arguments = keywords(model_args)
     names = {"model": model, "data": data, "loss": loss} | ({"evaluator": evaluator} if evaluator else {})
     with tempfile.TemporaryDirectory() as folder:
         path = Path(source)

@@ -3,7 +3,6 @@
 It is measured in one step with random data.
 """
 
-import json
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -11,7 +10,7 @@ import typer
 
 from fedring.control.failure import Failure
 from fedring.ctl.local.pipeline_schedules import ReplicasOption, VersionsOption, numbers
-from fedring.ctl.options import OutputOption
+from fedring.ctl.options import OutputOption, keywords
 from fedring.ctl.output import Output, print_json, print_table, size
 from fedring.daemon.exits import Exit
 from fedring.schedules.schedule import NAMES, Versions
@@ -105,9 +104,10 @@ def measure_stages(name: str, args: str, table: dict[str, Any], shape: Sequence[
     from fedring.train.names.seam import build_model
     from fedring.workers.cutting import count_layers, cut_model
 
+    arguments = keywords(args)
     try:
         pipeline, offered = Pipeline.model_validate(table), collect(named(model=name))
-        model = build_model(name, json.loads(args), 0, offered)
+        model = build_model(name, arguments, 0, offered)
         cut = cut_model(model, pipeline, count_layers(model, pipeline, lambda: torch.randn(*shape)), offered)
     except ValidationError as error:
         raise Failure(error.errors()[0]["msg"], Exit.USAGE) from error

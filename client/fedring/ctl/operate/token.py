@@ -15,6 +15,7 @@ from fedring.rpc.identity import Role
 from fedring.v1 import control_pb2 as pb
 
 _DAY = 24 * 3600
+_MOST_DAYS = 36_500
 
 
 def create(
@@ -22,7 +23,7 @@ def create(
     role: Annotated[
         Role, typer.Option(help="What the token allows: to join as a client, or to use flctl as an operator.")
     ] = Role.CLIENT,
-    days: Annotated[float, typer.Option(min=0, help="Days until it expires; 0 = never.")] = 365,
+    days: Annotated[float, typer.Option(min=0, max=_MOST_DAYS, help="Days until it expires; 0 = never.")] = 365,
     state_dir: Annotated[
         Path | None,
         typer.Option(

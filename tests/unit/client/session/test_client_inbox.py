@@ -118,3 +118,10 @@ def test_an_assignment_does_not_match_a_command_of_another_run() -> None:
     mine = Assignment(command(), 0.0, accepted_name=MINE)
     assert mine.matches(command(), known())
     assert not mine.matches(command(run_id="other"), known())
+
+
+@pytest.mark.parametrize("max_jobs", range(1, 9))
+def test_a_command_ends_others_only_where_there_is_no_room_for_it(max_jobs: int) -> None:
+    inbox = WorkInbox(max_jobs)
+    taken = [inbox.train(command(round=number, job=pb.JobSpec(job_id=number)), NOTHING) for number in range(1, 12)]
+    assert [each.end_reason for each in taken] == ["next_round"] * (11 - max_jobs) + [""] * max_jobs

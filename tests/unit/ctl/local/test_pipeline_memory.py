@@ -140,6 +140,8 @@ def test_the_command_knows_all_schedules(
         (["--stages", "2", "--stages-per-worker", "2"], "or schedule=interleaved_1f1b"),
         (["fedring.train.models:digits_mlp", "--stages", "3", "--shape", "64"], "cannot make 3 stages"),
         (["--batch-size", "4"], "a micro-batch needs at least one sample"),
+        (["--model-args", "[1]"], "it must be an object"),
+        (["--model-args", "{"], "is not JSON of keyword arguments"),
     ],
 )
 def test_arguments_that_cannot_be_measured_are_a_usage_error(

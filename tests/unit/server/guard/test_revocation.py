@@ -74,7 +74,12 @@ def test_renewing_what_ends_soon_gives_nothing_back_to_the_revoked(pki: Pki, flc
 
 @pytest.mark.parametrize(
     ("arguments", "code"),
-    [(["carol"], Exit.FAILED), (["ca"], Exit.FAILED), ([], Exit.USAGE), (["--serial", "xyz"], Exit.USAGE)],
+    [
+        (["carol"], Exit.FAILED),
+        (["ca"], Exit.FAILED),
+        ([], Exit.USAGE),
+        *((["--serial", text], Exit.USAGE) for text in ("xyz", "0", "1" + "0" * 40)),
+    ],
 )
 def test_revoke_refuses_what_it_cannot_do(pki: Pki, flctl: Call, arguments: list[str], code: Exit) -> None:
     before = (pki.folder / "ca.crl").read_bytes()
