@@ -15,6 +15,7 @@ from tests.bench.lab.trainers import vector_job
 from tests.conftest import ROOT
 from tests.fleets import Control
 from tests.floods import KINDS, flood
+from tests.forks import Fork
 from tests.waiting import until
 
 DESCRIPTORS = 256
@@ -24,12 +25,10 @@ MORE_ROUNDS = 5
 
 
 @contextmanager
-def running(module: str, *settings: str, stdout: int | None = None) -> Iterator["subprocess.Popen[str]"]:
+def running(module: str, *settings: str, stdout: int = 1) -> Iterator[Fork]:
     """Run a daemon that may open few files and connections."""
-    command = f'ulimit -n {DESCRIPTORS}; exec "$@"'
-    arguments = ["sh", "-c", command, "sh", sys.executable, "-m", module, *settings, TRUSTED]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
-    process = subprocess.Popen(arguments, stdout=stdout, env=env, text=True)
+    process = Fork("tests.few_files", [str(DESCRIPTORS), module, *settings, TRUSTED], stdout=stdout, env=env)
     try:
         yield process
     finally:
@@ -38,7 +37,7 @@ def running(module: str, *settings: str, stdout: int | None = None) -> Iterator[
 
 
 @contextmanager
-def daemons(folder: Path) -> Iterator[tuple["subprocess.Popen[str]", dict[str, str]]]:
+def daemons(folder: Path) -> Iterator[tuple[Fork, dict[str, str]]]:
     """Run a server and a client, and yield the server and its addresses."""
     anywhere = ["listen=127.0.0.1:0", "control_listen=127.0.0.1:0", "metrics_listen=127.0.0.1:0"]
     with running("fedring.server.main", *anywhere, f"state_dir={folder / 's'}", stdout=subprocess.PIPE) as server:
