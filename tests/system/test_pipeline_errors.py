@@ -18,7 +18,7 @@ WORKERS, SECONDS = 3, 60.0  # the group would wait ten times as long for a repla
 
 def job(args: dict[str, Any] | None = None, **keys: Any) -> dict[str, Any]:
     table = {"stages": WORKERS, "cut": ["4", "7"], "replacement_seconds": 600, **keys.pop("pipeline", {})}
-    fixed = {"mode": "pipeline", "model": "faulty_stages:net", "model_args": args or {}, "batch_size": 32}
+    fixed = {"mode": "pipeline", "model": "faulty_stages:net", "model_args": args or {}, "batch_size": 96}
     return {**fixed, "rounds": 5, "deadline_seconds": 600, "pipeline": table, **keys}
 
 
