@@ -14,7 +14,13 @@ from fedring.daemon.chain import read_chain
 from tests.fleets import Control, Fleet, run_job, until_watching
 from tests.waiting import until
 
-JOB = {"model": "fedring.train.models:digits_mlp", "data": "fedring.data:digits", "rounds": 3, "min_clients": 2}
+JOB = {
+    "model": "fedring.train.models:digits_mlp",
+    "data": "fedring.data:digits",
+    "rounds": 3,
+    "min_clients": 2,
+    "subset_size": 64,
+}
 CHAINED = {"audit": {"chain": True}}
 CARDS = {"approval": {"mode": "cards", "free": ["rounds"]}}
 QUICK = {"idle_heartbeat_seconds": 0.3}
