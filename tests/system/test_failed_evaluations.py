@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from fedring.daemon.exits import Exit
-from tests import forks
 from tests.conftest import ROOT, path_to
-from tests.fleets import Control, Fleet, until_watching
+from tests.fleets import Control, Flctl, Fleet, until_watching
 
 TRUSTED = {"trusted": ["fedring", "user_evaluators"]}
 JOB = ["rounds=2", "epochs=1", "subset_size=32", "min_clients=2"]
@@ -28,17 +27,17 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         yield fleet
 
 
-def flctl(fleet: Fleet, *words: object) -> tuple[int, str, str]:
+def tell(flctl: Flctl, fleet: Fleet, *words: str | Path) -> tuple[int, str, str]:
     """Run flctl; return its exit code, stdout and stderr."""
-    done = forks.run("fedring.ctl.main", *map(str, words), "--server", fleet.control, timeout=120)
+    done = flctl(*words, "--server", fleet.control)
     return done.returncode, done.stdout, done.stderr
 
 
-def run(fleet: Fleet, tmp_path: Path, *keys: str) -> tuple[int, list[str], str]:
+def run(flctl: Flctl, fleet: Fleet, tmp_path: Path, *keys: str) -> tuple[int, list[str], str]:
     """Run a job by flctl; return its exit code, the lines of stdout, and stderr."""
     job = tmp_path / "job.toml"
     job.write_text("")
-    code, out, error = flctl(fleet, "run", job, *JOB, *keys)
+    code, out, error = tell(flctl, fleet, "run", job, *JOB, *keys)
     return code, out.splitlines(), error
 
 
@@ -58,9 +57,9 @@ MISTAKES = [
 
 @pytest.mark.parametrize(("key", "sentence"), MISTAKES, ids=[key.partition(":")[2] for key, _ in MISTAKES])
 def test_a_job_without_any_evaluation_has_failed_and_says_why(
-    fleet: Fleet, tmp_path: Path, key: str, sentence: str
+    flctl: Flctl, fleet: Fleet, tmp_path: Path, key: str, sentence: str
 ) -> None:
-    code, lines, error = run(fleet, tmp_path, key)
+    code, lines, error = run(flctl, fleet, tmp_path, key)
     assert code == Exit.FAILED
     told = [line for line in lines if line.partition(" ")[2].startswith("client-0 could not evaluate model ")]
     assert len(told) == 2  # one event for each round
@@ -73,19 +72,19 @@ def test_a_job_without_any_evaluation_has_failed_and_says_why(
         round_ = control.rounds(limit=1)[0]
     assert round_.phase == "published"
     assert [sentence in warning for warning in round_.warnings] == [True, True]
-    _, table, _ = flctl(fleet, "rounds", "--job", round_.job_id)
+    _, table, _ = tell(flctl, fleet, "rounds", "--job", str(round_.job_id))
     assert table.count("2 warnings") == 2
-    _, shown, _ = flctl(fleet, "rounds", f"{round_.job_id}.2")
+    _, shown, _ = tell(flctl, fleet, "rounds", f"{round_.job_id}.2")
     assert "warning: client-1 could not evaluate model" in shown
-    _, text, _ = flctl(fleet, "rounds", f"{round_.job_id}.2", "--output", "json")
+    _, text, _ = tell(flctl, fleet, "rounds", f"{round_.job_id}.2", "--output", "json")
     assert sentence in json.loads(text)["warnings"][0]
     assert sentence in facts(fleet, f"api/rounds?job={round_.job_id}")["rounds"][-1]["warnings"][0]
     kinds = [event["kind"] for event in facts(fleet, "api/state")["events"]]
     assert kinds.count("evaluation_failed") >= 4
 
 
-def test_a_figure_that_cannot_be_sent_loses_only_itself(fleet: Fleet, tmp_path: Path) -> None:
-    code, lines, _ = run(fleet, tmp_path, "evaluator=user_evaluators:misnamed")
+def test_a_figure_that_cannot_be_sent_loses_only_itself(flctl: Flctl, fleet: Fleet, tmp_path: Path) -> None:
+    code, lines, _ = run(flctl, fleet, tmp_path, "evaluator=user_evaluators:misnamed")
     assert code == Exit.OK
     assert "loss 0.500" in lines[-2]
     assert lines[-1].startswith("4 evaluations failed or lacked figures; the newest: client-")
@@ -97,9 +96,9 @@ def test_a_figure_that_cannot_be_sent_loses_only_itself(fleet: Fleet, tmp_path: 
     assert metrics["eval/loss"] == pytest.approx(0.5)
 
 
-def test_the_servers_own_evaluation_is_told_too(fleet: Fleet, tmp_path: Path) -> None:
+def test_the_servers_own_evaluation_is_told_too(flctl: Flctl, fleet: Fleet, tmp_path: Path) -> None:
     code, lines, error = run(
-        fleet, tmp_path, "evaluate=false", "evaluate_on_server=true", "evaluator=user_evaluators:raises"
+        flctl, fleet, tmp_path, "evaluate=false", "evaluate_on_server=true", "evaluator=user_evaluators:raises"
     )
     assert code == Exit.FAILED
     told = [line for line in lines if line.partition(" ")[2].startswith("the server could not evaluate model ")]
