@@ -88,12 +88,12 @@ class Cluster:
             connection.execute(f"ALTER SYSTEM SET {name} = '{value}'".encode())
             connection.execute("SELECT pg_reload_conf()")
 
-    def new_database(self, name: str = "") -> str:
-        """Return the address of a new, empty database."""
+    def new_database(self, name: str = "", *, template: str = "template1") -> str:
+        """Return the address of a new database, which is empty, or a copy of another one that nobody uses now."""
         name = name or f"db{next(_NUMBERS)}"
         where = f"host={self.folder} port={self._port} user=fedring dbname=postgres"
         with psycopg.connect(where, autocommit=True) as connection:
-            connection.execute(f"CREATE DATABASE {name}".encode())
+            connection.execute(f"CREATE DATABASE {name} TEMPLATE {template}".encode())
         return f"postgresql+psycopg://fedring@/{name}?host={self._host}&port={self._port}"
 
     def _run(self, program: str, *arguments: str) -> None:

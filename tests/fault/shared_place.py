@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import NullPool, create_engine, text
+from sqlalchemy import NullPool, create_engine, make_url, text
 
 from fedring.server.state.backup.create import back_up
 from fedring.server.state.shared.leadership import DatabaseSession, attempt, open_session
@@ -19,12 +19,22 @@ from tests.fault.state_folder import rows
 
 
 class Place:
-    """A new database, and an object store in a folder."""
+    """A new database, and an object store in a folder.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        folder: A new one.
+        like: Another place, which nobody uses now, and whose content this one gets; else it is empty.
+    """
+
+    def __init__(self, folder: Path, like: "Place | None" = None) -> None:
         self.folder = folder
-        (folder / "objects").mkdir(parents=True)
-        self.state_url, self.blob_url = postgres.shared().new_database(), (folder / "objects").as_uri()
+        if like is None:
+            (folder / "objects").mkdir(parents=True)
+            self.state_url = postgres.shared().new_database()
+        else:
+            shutil.copytree(like.folder / "objects", folder / "objects")
+            self.state_url = postgres.shared().new_database(template=str(make_url(like.state_url).database))
+        self.blob_url = (folder / "objects").as_uri()
 
     @property
     def words(self) -> tuple[str, ...]:

@@ -56,6 +56,27 @@ def place(tmp_path: Path) -> Place:
     return Place(tmp_path / "place")
 
 
+@pytest.fixture(scope="module")
+def restored(made: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Place]:
+    """Restore both backups, each into a place of its own, for tests to copy."""
+    places = {name: Place(tmp_path_factory.mktemp(name) / "place") for name in ("copy", "other")}
+    for name, place in places.items():
+        restore_shared(made / name, place.state_url, place.blob_url)
+    return places
+
+
+@pytest.fixture
+def with_copy(restored: dict[str, Place], tmp_path: Path) -> Place:
+    """Return a place where `copy` has been restored."""
+    return Place(tmp_path / "with copy", restored["copy"])
+
+
+@pytest.fixture
+def with_other(restored: dict[str, Place], tmp_path: Path) -> Place:
+    """Return a place where `other` has been restored."""
+    return Place(tmp_path / "with other", restored["other"])
+
+
 def back_up_shared(place: Place, copy: Path) -> Manifest:
     with shared_source(place.state_url, place.blob_url) as source:
         return back_up(source, copy)
@@ -100,7 +121,7 @@ def test_a_backup_is_complete_while_the_leader_publishes_and_prunes(place: Place
     settings = {"keep_models": 1, "keep_update_rounds": 1, **place.settings}
     with Fleet(tmp_path / "one", settings) as fleet, Control(fleet.control) as control:
         found = made_while_publishing(
-            fleet, control, 4, lambda number: back_up_shared(place, tmp_path / f"copy-{number}")
+            fleet, control, 3, lambda number: back_up_shared(place, tmp_path / f"copy-{number}")
         )
     newest = [manifest.newest_model for manifest in found]
     assert newest == sorted(newest)
@@ -108,14 +129,13 @@ def test_a_backup_is_complete_while_the_leader_publishes_and_prunes(place: Place
         assert restore(tmp_path / f"copy-{number}", tmp_path / f"restored-{number}").manifest == manifest
 
 
-def test_numbers_go_on_after_those_that_were_given_and_removed(made: Path, place: Place, tmp_path: Path) -> None:
-    restore_shared(made / "copy", place.state_url, place.blob_url)
-    with place.led() as store:
+def test_numbers_go_on_after_those_that_were_given_and_removed(with_copy: Place, tmp_path: Path) -> None:
+    with with_copy.led() as store:
         job = store.jobs.get(1)
         assert job is not None
         given = store.rounds.create(RoundRow(0, job.job_id, 9, "waiting", 1.0)).round
-    place.ask(f"DELETE FROM rounds WHERE round = {given}")
-    back_up_shared(place, tmp_path / "copy")
+    with_copy.ask(f"DELETE FROM rounds WHERE round = {given}")
+    back_up_shared(with_copy, tmp_path / "copy")
     other = Place(tmp_path / "other")
     restore_shared(tmp_path / "copy", other.state_url, other.blob_url)
     with other.led() as store:
@@ -137,30 +157,28 @@ def test_a_killed_restore_into_an_empty_database_leaves_nothing_or_all(made: Pat
 
 
 @pytest.mark.parametrize("point", PLACING)
-def test_a_killed_restore_leaves_the_old_state_or_the_new_one(made: Path, place: Place, point: str) -> None:
-    restore_shared(made / "other", place.state_url, place.blob_url)
-    kill(point, "restore", made / "copy", *place.words, "--replace")
+def test_a_killed_restore_leaves_the_old_state_or_the_new_one(made: Path, with_other: Place, point: str) -> None:
+    kill(point, "restore", made / "copy", *with_other.words, "--replace")
     committed = point == "shared_rows_committed"
     there = made / ("copy" if committed else "other")
-    assert without_meta(place.rows()) == without_meta(rows(there))
-    with place.led() as store:  # a server starts on it, whichever it is
+    assert without_meta(with_other.rows()) == without_meta(rows(there))
+    with with_other.led() as store:  # a server starts on it, whichever it is
         newest = store.models.newest(1)[0].version
     assert newest == (3 if committed else 2)
-    done = restore_shared(made / "copy", place.state_url, place.blob_url, replace=True)
-    assert without_meta(place.rows()) == without_meta(rows(made / "copy"))
-    kept = place.ask(f"SELECT max(version) FROM {done.replaced_schema}.models")
+    done = restore_shared(made / "copy", with_other.state_url, with_other.blob_url, replace=True)
+    assert without_meta(with_other.rows()) == without_meta(rows(made / "copy"))
+    kept = with_other.ask(f"SELECT max(version) FROM {done.replaced_schema}.models")
     assert kept == [(newest,)]
 
 
-def test_a_state_in_a_database_is_replaced_only_with_the_flag(made: Path, place: Place) -> None:
-    restore_shared(made / "copy", place.state_url, place.blob_url)
-    before = place.rows()
+def test_a_state_in_a_database_is_replaced_only_with_the_flag(made: Path, with_copy: Place) -> None:
+    before = with_copy.rows()
     with pytest.raises(ConfigError, match="with --replace it is moved to a schema"):
-        restore_shared(made / "copy", place.state_url, place.blob_url)
-    assert place.rows() == before
-    epoch = place.meta()["epoch"]
-    done = restore_shared(made / "copy", place.state_url, place.blob_url, replace=True)
-    meta = place.meta()
+        restore_shared(made / "copy", with_copy.state_url, with_copy.blob_url)
+    assert with_copy.rows() == before
+    epoch = with_copy.meta()["epoch"]
+    done = restore_shared(made / "copy", with_copy.state_url, with_copy.blob_url, replace=True)
+    meta = with_copy.meta()
     assert int(meta["epoch"]) > int(epoch)
     assert meta["restored_from"] == digest_of(made / "copy" / "facts.sqlite")
     assert done.replaced_schema.startswith("replaced_2")
@@ -185,15 +203,14 @@ def lose_a_blob(copy: Path) -> None:
     ],
 )
 def test_a_damaged_backup_changes_nothing_in_a_database(
-    damage: Callable[[Path], object], words: str, made: Path, place: Place, tmp_path: Path
+    damage: Callable[[Path], object], words: str, made: Path, with_other: Place, tmp_path: Path
 ) -> None:
-    restore_shared(made / "other", place.state_url, place.blob_url)
-    before = place.rows(), place.objects()
+    before = with_other.rows(), with_other.objects()
     shutil.copytree(made / "copy", tmp_path / "copy")
     damage(tmp_path / "copy")
     with pytest.raises(BackupError, match=words):
-        restore_shared(tmp_path / "copy", place.state_url, place.blob_url, replace=True)
-    assert (place.rows(), place.objects()) == before
+        restore_shared(tmp_path / "copy", with_other.state_url, with_other.blob_url, replace=True)
+    assert (with_other.rows(), with_other.objects()) == before
 
 
 def object_of(place: Place, name: object) -> Path:
@@ -201,10 +218,9 @@ def object_of(place: Place, name: object) -> Path:
 
 
 @pytest.mark.parametrize("how", ["flipped", "cut", "missing"])
-def test_a_backup_of_a_damaged_object_fails(how: str, made: Path, place: Place, tmp_path: Path) -> None:
-    restore_shared(made / "copy", place.state_url, place.blob_url)
-    ((name,),) = place.ask("SELECT blob FROM models WHERE version = 2")
-    file = object_of(place, name)
+def test_a_backup_of_a_damaged_object_fails(how: str, with_copy: Place, tmp_path: Path) -> None:
+    ((name,),) = with_copy.ask("SELECT blob FROM models WHERE version = 2")
+    file = object_of(with_copy, name)
     if how == "flipped":
         flip(file)
     elif how == "cut":
@@ -212,15 +228,14 @@ def test_a_backup_of_a_damaged_object_fails(how: str, made: Path, place: Place, 
     else:
         file.unlink()
     with pytest.raises(BackupError, match=f"blobs/{name}, of model 2, "):
-        back_up_shared(place, tmp_path / "copy")
+        back_up_shared(with_copy, tmp_path / "copy")
     assert not list(tmp_path.glob("copy*"))
 
 
-def test_a_backup_of_a_changed_row_fails(made: Path, place: Place, tmp_path: Path) -> None:
-    restore_shared(made / "copy", place.state_url, place.blob_url)
-    place.ask("UPDATE updates SET num_samples = num_samples + 1 WHERE round = 3")
+def test_a_backup_of_a_changed_row_fails(with_copy: Place, tmp_path: Path) -> None:
+    with_copy.ask("UPDATE updates SET num_samples = num_samples + 1 WHERE round = 3")
     with pytest.raises(BackupError, match="the row of round 3, client_id 'a' in the table updates"):
-        back_up_shared(place, tmp_path / "copy")
+        back_up_shared(with_copy, tmp_path / "copy")
 
 
 def test_nothing_is_restored_while_a_server_leads_or_among_the_objects_of_another_state(
@@ -262,20 +277,21 @@ def test_a_server_that_starts_during_a_restore_waits_and_then_leads(
         fleet.stop()
 
 
-def test_a_restore_and_a_reader_of_all_tables_do_not_block_each_other(made: Path, place: Place) -> None:
-    restore_shared(made / "other", place.state_url, place.blob_url)
+def test_a_restore_and_a_reader_of_all_tables_do_not_block_each_other(made: Path, with_other: Place) -> None:
     here = "SELECT query FROM pg_stat_activity WHERE datname = current_database()"
-    engine = create_engine(place.state_url, poolclass=NullPool)
+    engine = create_engine(with_other.state_url, poolclass=NullPool)
     with ThreadPoolExecutor(1) as threads, engine.connect() as reader:
         count(reader, METADATA.sorted_tables[-1])
-        restored = threads.submit(restore_shared, made / "copy", place.state_url, place.blob_url, replace=True)
-        until(lambda: any(query.startswith(MOVES) for (query,) in place.ask(here)))
+        restored = threads.submit(
+            restore_shared, made / "copy", with_other.state_url, with_other.blob_url, replace=True
+        )
+        until(lambda: any(query.startswith(MOVES) for (query,) in with_other.ask(here)))
         for table in METADATA.sorted_tables:
             count(reader, table)
         assert not restored.done()
         reader.rollback()
         assert restored.result().replaced_schema
-    assert without_meta(place.rows()) == without_meta(rows(made / "copy"))
+    assert without_meta(with_other.rows()) == without_meta(rows(made / "copy"))
 
 
 def test_flctl_backs_up_and_restores_a_shared_state(made: Path, place: Place, tmp_path: Path) -> None:
@@ -314,10 +330,9 @@ def test_a_backup_is_restored_into_a_bucket_and_comes_back_from_it(
     assert (tmp_path / "copied").read_bytes() == large
 
 
-def test_a_copy_of_many_updates_holds_few_of_them_in_memory(made: Path, place: Place, tmp_path: Path) -> None:
-    restore_shared(made / "copy", place.state_url, place.blob_url)
+def test_a_copy_of_many_updates_holds_few_of_them_in_memory(with_copy: Place, tmp_path: Path) -> None:
     payload = bytes(60_000)
-    engine = create_engine(place.state_url, poolclass=NullPool)
+    engine = create_engine(with_copy.state_url, poolclass=NullPool)
     with engine.begin() as connection:
         for number in range(600):
             row = UpdateRow(3, f"c{number}", name_of(payload), f"n{number}", (), 1, len(payload), 1.0, 1.0, 1.0)
