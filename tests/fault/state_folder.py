@@ -26,6 +26,7 @@ JOB: dict[str, Any] = {
     "server_optimizer": {"name": "SGD", "args": {"lr": 1.0, "momentum": 0.9}},
     "deadline_seconds": 240,
 }
+_DURING_ONE = 6  # models that are published during a backup, which tries ten times
 
 
 def push(client: WireClient, seed: int, size: int = SIZE) -> None:
@@ -51,13 +52,17 @@ def make_state_with_open_round(folder: Path, rounds: int = 2) -> Path:
 def made_while_publishing(
     fleet: Fleet, control: Control, count: int, back_up: Callable[[int], Manifest]
 ) -> list[Manifest]:
-    """Make so many backups, each while the server publishes a model and deletes the one before."""
-    ends, accepted = threading.Event(), threading.Semaphore(0)
+    """Make so many backups, each while the server publishes models and deletes those before.
+
+    There are few enough of them for a backup that is slow, since a busy machine may let the server publish more often
+    than a backup tries.
+    """
+    ends, accepted, wanted = threading.Event(), threading.Semaphore(0), threading.Semaphore(0)
     with WireClient(fleet.listen, "a") as client:
         run(control, rounds=10_000, model_args={"size": SIZE})
 
         def train() -> None:
-            while not ends.is_set():
+            while wanted.acquire() and not ends.is_set():
                 deliver(client, np.ones(SIZE, np.float32))
                 accepted.release()
 
@@ -66,10 +71,14 @@ def made_while_publishing(
         try:
             made = []
             for number in range(count):
+                while wanted.acquire(blocking=False):  # what the backup before has left
+                    pass
+                wanted.release(_DURING_ONE)
                 accepted.acquire()
                 made.append(back_up(number))
         finally:
             ends.set()
+            wanted.release()
             trainer.join()
     return made
 
