@@ -296,9 +296,10 @@ def test_a_context_that_ends_while_its_step_is_prepared_lets_others_step(monkeyp
         content: dict[str, Any] = job().content
         return content
 
-    sgd = {"kind": "SGD", "options": {"dict": {"lr": 1.0}}}
-    place = requests.Place(target="offset", name="offset")
-    keys = [ask(rank, requests.Create(parameters=[place], **sgd))["value"] for rank in (1, 2)]
+    made = requests.Create(
+        kind="SGD", parameters=[requests.Place(target="offset", name="offset")], options={"dict": {"lr": 1.0}}
+    )
+    keys = [ask(rank, made)["value"] for rank in (1, 2)]
     contexts = [(rank << 48) | 1 for rank in (1, 2)]
     for context in contexts:
         owner.contexts.enter(context)
