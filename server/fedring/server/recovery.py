@@ -121,7 +121,8 @@ async def reload(parts: Parts, *, end_orphans: bool = True) -> Collection[int]:
         DamagedModel: if the newest model is missing or cut short.
     """
     facts, store, rounds = parts.facts, parts.facts.store, parts.rounds
-    rounds.latest = parts.models.versions.recover(await facts.db(store.models.newest, _ALL))
+    rows = await facts.db(store.models.newest, _ALL)
+    rounds.latest = await facts.heavy(parts.models.versions.recover, rows)
     parts.journal.begin(await facts.db(store.events.last_id))
     if end_orphans:
         await facts.db(store.rounds.end_orphans)

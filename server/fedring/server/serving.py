@@ -30,6 +30,7 @@ from fedring.server.round.replacements import look_after_groups
 from fedring.server.standby import stand_by
 from fedring.server.state.failures import Deposed, FsyncFailed, StorageError
 from fedring.server.state.log_check import migrated_at_start
+from fedring.server.state.shared.leadership import beating
 from fedring.version import SOFTWARE
 
 log = logging.getLogger(__name__)
@@ -85,6 +86,10 @@ async def serve(
         stop = stop_event()
         if (session := await lead(config, stop, lambda other: stand_by(config, other, shares(config, limit)))) is None:
             return Exit.OK
+    opening = stack.enter_context(ExitStack())
+    if session:
+        # To open a large state takes longer than standbys wait, and than systemd does once this server was one.
+        opening.enter_context(beating(session, lambda: sd_notify("WATCHDOG=1")))
     parts = await recover(
         config, stack, sweep=not check_only, drop_damaged=drop_damaged, accept_older=accept_older, session=session
     )
@@ -126,6 +131,7 @@ async def serve(
     log.info("%s", where, extra=addresses)
     sd_notify(f"STATUS={where}")
     print(json.dumps(addresses), flush=True)
+    await asyncio.to_thread(opening.close)  # from here on, a server whose event loop stands still is silent
     others = [
         look_after_storage(parts.facts, parts.rounds, parts.journal, health),
         *ports.works(),

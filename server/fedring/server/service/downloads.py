@@ -159,12 +159,15 @@ class ModelStreams:
             DamagedModel: if it is damaged; a round that starts from it has been ended.
         """
         try:
-            # Ranges are digested when they are opened, which takes long.
-            open_ = self._downloads.open
-            download = await self._facts.work(open_, request) if request.ranges else open_(request)
-            header, total = download.header, download.header.total_bytes
             with ExitStack() as files:
-                files.enter_context(download)
+
+                def opened() -> Download:  # a call that is cancelled meanwhile closes it, too
+                    return files.enter_context(self._downloads.open(request))
+
+                # Ranges are digested when they are opened, and objects are fetched, which takes long.
+                slow = request.ranges or self._facts.lead is not None
+                download = await self._facts.work(opened) if slow else opened()
+                header, total = download.header, download.header.total_bytes
                 start = _start_of(request, header)
                 yield pb.ModelBlob(header=header)
                 if not start:

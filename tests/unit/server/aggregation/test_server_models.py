@@ -1,6 +1,7 @@
 """Model versions: how they are made, and how they are downloaded: in full, or as the deltas that lead to them."""
 
 import hashlib
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,15 +12,18 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from tests.closed_rounds import next_model
+from tests.unit import host as hosts
 
 from fedring.codec import Encoding, Vectors, decode, encode
 from fedring.codec.digest import name_of
 from fedring.rpc.errors import BadRequest, UnknownModel
 from fedring.server.aggregation.aggregate import store_model
 from fedring.server.aggregation.modelfile import ModelReader
+from fedring.server.aggregation.versions import ModelVersions
 from fedring.server.config import ServerConfig
 from fedring.server.model.downloads import MAX_DELTAS, MAX_RANGES
 from fedring.server.model.models import Models
+from fedring.server.recovery import reload
 from fedring.server.state.blobs import FileBlobs
 from fedring.server.state.facts import Facts
 from fedring.server.state.failures import DamagedModel
@@ -358,3 +362,24 @@ def test_a_first_model_can_be_made_one_module_after_the_other(tmp_path: Path) ->
     other = spec(mode="pipeline", pipeline={"first_model": "by_module"}, download_encoding="full")
     with pytest.raises(SeamError, match="has no reset_parameters"):
         line.models.maker.job_models.schema_of(other)
+
+
+async def test_a_start_opens_the_kept_models_beside_the_event_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with hosts.running(tmp_path) as host:
+        session = host.join("a")
+        await host.jobs.start(hosts.spec(), "")
+        await host.command(session)
+    opened_by, remember = list[int](), ModelVersions.remember
+
+    def noted(versions: ModelVersions, row: ModelRow) -> None:
+        opened_by.append(threading.get_ident())
+        remember(versions, row)
+
+    monkeypatch.setattr(ModelVersions, "remember", noted)
+    host = hosts.Host(tmp_path)
+    await reload(host.parts)
+    host.facts.close()
+    assert opened_by
+    assert threading.get_ident() not in opened_by

@@ -1,6 +1,7 @@
 """Calls that send the same model at the same time read and digest it once, and check every byte that they send."""
 
 import asyncio
+import threading
 from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from fedring.server.service.downloads import ModelStreams
 from fedring.server.state.blobs import FileBlobs, FileReader
 from fedring.server.state.facts import Facts
 from fedring.server.state.failures import DamagedModel
+from fedring.server.state.lead import Lead
 from fedring.server.state.sql.store import Store
 from fedring.train.models import vector
 from fedring.train.tensors.state import schema_of
@@ -33,8 +35,10 @@ class CountedBlobs(FileBlobs):
     def __init__(self, root: Path) -> None:
         super().__init__(root)
         self.reads: list[int] = []
+        self.opened_by: set[int] = set()  # threads
 
     def reader(self, digest: str) -> FileReader:
+        self.opened_by.add(threading.get_ident())
         reader = super().reader(digest)
         read = reader.read
 
@@ -229,3 +233,16 @@ def test_a_call_that_resumes_sends_the_rest(server: Server) -> None:
 
     whole, resumed = asyncio.run(run())
     assert resumed[1:] == whole[7:]
+
+
+def test_a_model_that_is_an_object_is_fetched_beside_the_event_loop(server: Server) -> None:
+    async def run() -> list[bytes]:
+        server.blobs.opened_by.clear()
+        return await rest(server.call())
+
+    assert len(asyncio.run(run())) == 1 + CHUNKS
+    assert server.blobs.opened_by == {threading.get_ident()}
+    server.facts.lead = Lead(True, "here:8443")
+    assert len(asyncio.run(run())) == 1 + CHUNKS
+    assert server.blobs.opened_by
+    assert threading.get_ident() not in server.blobs.opened_by

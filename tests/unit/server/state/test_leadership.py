@@ -1,12 +1,18 @@
 """Leadership: one session leads, a silent one is ended, and one that beats is left alone, however busy it is."""
 
+import asyncio
 import time
+from contextlib import ExitStack
 from datetime import datetime
+from pathlib import Path
+from typing import NoReturn
 
 import pytest
 from sqlalchemy import event, text
 from tests import postgres
+from tests.waiting import until
 
+from fedring.server import main, serving
 from fedring.server.state.failures import Deposed
 from fedring.server.state.shared import leadership
 from fedring.server.state.shared.leadership import DatabaseSession, Leader, attempt, open_session
@@ -79,6 +85,28 @@ def test_a_leader_beats_while_its_session_is_busy() -> None:
     first.check()
     first.close()
     two.close()
+
+
+def test_a_leader_beats_while_it_opens_a_large_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    address, told, led = postgres.shared().new_database(), list[str](), list[DatabaseSession]()
+    other = open_session(address)
+
+    async def recover(*_: object, session: DatabaseSession, **__: object) -> NoReturn:
+        led.append(session)
+        before = last_beat(other)
+        until(lambda: len(told) > 1)  # the event loop stands still meanwhile
+        assert last_beat(other) > before
+        raise TimeoutError("the state is too large for this test")
+
+    monkeypatch.setattr(serving, "recover", recover)
+    monkeypatch.setattr(serving, "sd_notify", told.append)
+    (tmp_path / "objects").mkdir()
+    keys = [f"state_dir={tmp_path / 'state'}", f"state_url={address}", f"blob_url={(tmp_path / 'objects').as_uri()}"]
+    with ExitStack() as stack, pytest.raises(TimeoutError):
+        asyncio.run(serving.serve(main.load(keys, {}), stack, check_only=False, stop_event=asyncio.Event))
+    assert set(told) == {"WATCHDOG=1"}
+    for session in (*led, other):
+        session.close()
 
 
 def test_the_session_of_a_silent_leader_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:

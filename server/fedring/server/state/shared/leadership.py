@@ -7,7 +7,10 @@ silence.
 """
 
 import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from threading import Event, Thread
 from typing import Any
 from uuid import uuid4
 
@@ -125,6 +128,33 @@ class DatabaseSession:
         """End the session."""
         self.beats.dispose()
         self.engine.dispose()
+
+
+@contextmanager
+def beating(session: DatabaseSession, told: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Tell standbys from a thread that this session is alive.
+
+    So the caller may be busy for longer than they wait.
+
+    Args:
+        session: That leads.
+        told: Called after each beat, in the thread.
+    """
+    ends = Event()
+
+    def beat() -> None:
+        while not ends.is_set():
+            session.beat()
+            told()
+            ends.wait(BEAT_SECONDS)
+
+    thread = Thread(target=beat, name="beats", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ends.set()
+        thread.join()
 
 
 def open_session(url: str) -> DatabaseSession:

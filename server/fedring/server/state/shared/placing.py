@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from threading import Event, Thread
 
 import obstore
 from sqlalchemy import Connection, select, text
@@ -24,7 +23,7 @@ from fedring.server.state.backup.contents import NamedBlob, Tell, advancing, che
 from fedring.server.state.failures import StorageError, StorageFailed
 from fedring.server.state.files import STATE_ID
 from fedring.server.state.rows import MetaRow
-from fedring.server.state.shared.leadership import BEAT_SECONDS, DatabaseSession, Leader, attempt, open_session
+from fedring.server.state.shared.leadership import DatabaseSession, Leader, attempt, beating, open_session
 from fedring.server.state.shared.object_blobs import (
     as_storage_errors,
     list_blobs,
@@ -170,7 +169,7 @@ def led_place(state_url: str, blob_url: str) -> Iterator[SharedPlace]:
                 leader = f": {found.name} leads" if isinstance(found, Leader) else ""
                 raise ConfigError(f"the database that state_url names is in use{leader}: stop all its servers first")
             place = SharedPlace(found, blob_url)
-            with _beating(found):
+            with beating(found):
                 try:
                     yield place
                 except BaseException:
@@ -179,25 +178,6 @@ def led_place(state_url: str, blob_url: str) -> Iterator[SharedPlace]:
                     raise
         finally:
             session.close()
-
-
-@contextmanager
-def _beating(session: DatabaseSession) -> Iterator[None]:
-    """Tell standbys that this session is alive."""
-    ends = Event()
-
-    def beat() -> None:
-        while not ends.is_set():
-            session.beat()
-            ends.wait(BEAT_SECONDS)
-
-    thread = Thread(target=beat, name="beats", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ends.set()
-        thread.join()
 
 
 def _move_aside(connection: Connection) -> str:
