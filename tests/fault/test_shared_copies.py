@@ -7,6 +7,7 @@ import shutil
 import tracemalloc
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,12 @@ from fedring.daemon.exits import Exit
 from fedring.server.state.backup.contents import BackupError, Manifest, NamedBlob, digest_of
 from fedring.server.state.backup.create import back_up
 from fedring.server.state.backup.restore import restore
+from fedring.server.state.failures import StorageFailed
 from fedring.server.state.rows import RoundRow, UpdateRow
+from fedring.server.state.shared import placing
+from fedring.server.state.shared.leadership import open_session
+from fedring.server.state.shared.object_blobs import open_objects
+from fedring.server.state.shared.opening import check_same_state
 from fedring.server.state.shared.placing import led_place
 from fedring.server.state.shared.restoring import restore_shared
 from fedring.server.state.shared.source import shared_source, writing
@@ -154,6 +160,56 @@ def test_a_killed_restore_into_an_empty_database_leaves_nothing_or_all(made: Pat
         place.rows()
     restore_shared(made / "copy", place.state_url, place.blob_url)
     assert without_meta(place.rows()) == without_meta(rows(made / "copy"))
+
+
+@pytest.mark.parametrize("point", [point for point in PLACING if point != "shared_rows_committed"])
+@pytest.mark.parametrize("then", ["another backup", "a server"])
+def test_an_empty_database_into_which_a_restore_was_killed_is_still_free(
+    made: Path, place: Place, point: str, then: str
+) -> None:
+    kill(point, "restore", made / "copy", *place.words)
+    if then == "another backup":
+        restore_shared(made / "other", place.state_url, place.blob_url)
+        assert without_meta(place.rows()) == without_meta(rows(made / "other"))
+        return
+    session = open_session(place.state_url)
+    check_same_state(session, open_objects(place.blob_url))
+    session.close()
+    with place.led() as store:
+        assert not store.models.newest(1)
+    assert (place.folder / "objects" / "state_id").read_text() == place.meta()["state_id"]
+
+
+@pytest.mark.parametrize("replace", [False, True], ids=["empty", "replace"])
+def test_a_restore_that_fails_leaves_nothing(
+    replace: bool, made: Path, place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def copied(*_: object) -> None:
+        raise StorageFailed("disk_full", "no space is left for the database")
+
+    if replace:
+        restore_shared(made / "other", place.state_url, place.blob_url)
+    before = place.objects()
+    with monkeypatch.context() as patch:
+        patch.setattr(placing, "copy_tables", copied)
+        with pytest.raises(BackupError, match="no space is left"):
+            restore_shared(made / "copy", place.state_url, place.blob_url, replace=replace)
+    assert place.objects() == before
+    if replace:
+        assert (place.folder / "objects" / "state_id").read_text() == place.meta()["state_id"]
+    restore_shared(made / "other", place.state_url, place.blob_url, replace=replace)
+    assert without_meta(place.rows()) == without_meta(rows(made / "other"))
+
+
+def test_a_restore_that_has_lost_the_lead_takes_no_id_from_the_server_that_leads(place: Place) -> None:
+    with suppress(KeyError), led_place(place.state_url, place.blob_url) as led:
+        led.announce("0" * 32)
+        place.ask("SELECT pg_terminate_backend(pid) FROM leader")
+        until(lambda: not place.ask("SELECT 1 FROM pg_locks WHERE locktype = 'advisory' AND granted"))
+        with place.led():
+            pass
+        raise KeyError
+    assert (place.folder / "objects" / "state_id").read_text() == place.meta()["state_id"]
 
 
 @pytest.mark.parametrize("point", PLACING)

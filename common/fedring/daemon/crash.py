@@ -35,8 +35,8 @@ RESTORING = {
 """Every crash point in `flctl restore`, one after each of its steps."""
 
 PLACING = (
-    "shared_blobs_written",
     "shared_id_added",
+    "shared_blobs_written",
     "shared_rows_written",
     "shared_rows_committed",
 )

@@ -4,7 +4,7 @@ The law: a blob is durable as an object before a row may name it. Each leader wr
 is ever used twice: what a deposed leader still deletes is nothing that a later one has written. The local copies only
 save time. They are discarded at the start of a server.
 
-    <prefix>/state_id                the id of the state, which the database has, too
+    <prefix>/state_id                the id of the state, which the database has, too; see `state_ids`
     <prefix>/blobs/<term>/<digest>   a blob
     <prefix>/unnamed/<digest>        one that no row named when a server started
 """
@@ -30,6 +30,9 @@ from fedring.server.state.failures import StorageError, StorageFailed
 from fedring.server.state.files import STATE_ID
 
 log = logging.getLogger(__name__)
+
+NO_STATE = "none"
+"""In the place of the id of a state, that there is none."""
 
 _THREADS = 16  # requests at a time
 _PART_BYTES = 8 << 20
@@ -218,7 +221,8 @@ def open_objects(url: str) -> ObjectStore:
 def state_ids(store: ObjectStore) -> list[str]:
     """Return the ids of the states that the objects belong to.
 
-    There are two while one state replaces another: a commit of the database decides which of them is there.
+    There are two while one state replaces another: a commit of the database decides which of them is there. NO_STATE is
+    one of them while a state comes into an empty place.
 
     Raises:
         StorageFailed: They cannot be read now.

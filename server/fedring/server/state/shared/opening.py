@@ -12,7 +12,7 @@ from fedring.server.state.blobs import FileBlobs
 from fedring.server.state.failures import StorageError
 from fedring.server.state.files import SHARED, STATE_ID
 from fedring.server.state.shared.leadership import DatabaseSession
-from fedring.server.state.shared.object_blobs import ObjectBlobs, open_objects, state_ids, write_object
+from fedring.server.state.shared.object_blobs import NO_STATE, ObjectBlobs, open_objects, state_ids, write_object
 from fedring.server.state.sql.database import UNREADABLE, check_released, read_version, translate
 from fedring.server.state.sql.store import Store
 from fedring.server.state.sql.tables import meta
@@ -38,7 +38,7 @@ def check_same_state(session: DatabaseSession, objects: ObjectStore) -> None:
     except UNREADABLE as error:
         raise translate(error) from error
     beside = state_ids(objects)
-    if beside and stored not in beside:
+    if beside and (stored or NO_STATE) not in beside:
         raise StorageError("wrong_state", f"state_url and blob_url belong to different states. {_ADVICE}")
 
 
@@ -65,16 +65,19 @@ def open_shared(folder: Path, blob_url: str, session: DatabaseSession, *, adopt:
     try:
         stored = store.state_id
         blobs = ObjectBlobs(objects, FileBlobs(folder / SHARED, durable=False), session.term)
-        strangers = stored not in beside if beside else bool(blobs.unnamed(()) or store.named_blobs())
+        own = stored or NO_STATE
+        strangers = own not in beside if beside else bool(blobs.unnamed(()) or store.named_blobs())
         if not stored and is_occupied(folder):
             way = "move it with flctl migrate, or give the server another state_dir"
             raise StorageError("wrong_state", f"{folder} holds a state, and the database does not: {way}")
         if strangers:
             raise StorageError("wrong_state", f"state_url and blob_url belong to different states. {_ADVICE}")
         if adopt and beside != [stored]:
-            # A start that is killed between the two is simply repeated.
+            # A start that is killed between any two of these is simply repeated.
             if not stored:
-                store.set_state_id(uuid.uuid4().hex)
+                made = uuid.uuid4().hex
+                write_object(objects, STATE_ID, f"{NO_STATE} {made}".encode())
+                store.set_state_id(made)
             write_object(objects, STATE_ID, store.state_id.encode())
     except BaseException:
         store.close()

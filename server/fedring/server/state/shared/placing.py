@@ -3,8 +3,8 @@
 No server leads there meanwhile.
 
 The law: one commit of the database decides which state is there. Until then the objects of the new one are named by
-nothing, and the old one is complete; from then on the new one is. A process that is killed before leaves objects
-that the next leader moves aside.
+nothing, and the old one is complete, or there is none; from then on the new one is. A process that is killed before
+leaves objects that the next leader moves aside. Before the first of them, both ids are noted beside the objects.
 """
 
 import os
@@ -16,15 +16,17 @@ from pathlib import Path
 
 import obstore
 from sqlalchemy import Connection, select, text
+from sqlalchemy.exc import DBAPIError
 
 from fedring.daemon.config import ConfigError
 from fedring.daemon.crash import crashpoint
 from fedring.server.state.backup.contents import NamedBlob, Tell, advancing, checked, parts_of, read_rows
-from fedring.server.state.failures import StorageError, StorageFailed
+from fedring.server.state.failures import Deposed, StorageError, StorageFailed
 from fedring.server.state.files import STATE_ID
 from fedring.server.state.rows import MetaRow
 from fedring.server.state.shared.leadership import DatabaseSession, Leader, attempt, beating, open_session
 from fedring.server.state.shared.object_blobs import (
+    NO_STATE,
     as_storage_errors,
     list_blobs,
     open_objects,
@@ -54,6 +56,7 @@ class SharedPlace:
     def __init__(self, session: DatabaseSession, blob_url: str) -> None:
         self._session, self.objects = session, open_objects(blob_url)
         self._prefix, self._named = f"blobs/{session.term}/", False
+        self._former, self._announced = list[str](), list[str]()  # ids of states
 
     def meta(self) -> dict[str, str]:
         """Return the table `meta`; empty if there is no state."""
@@ -70,8 +73,24 @@ class SharedPlace:
         Raises:
             ConfigError: They are.
         """
-        if set(state_ids(self.objects)) - {state_id}:
+        ids = set(state_ids(self.objects))
+        if ids - {state_id} and NO_STATE not in ids:
             raise ConfigError("blob_url holds the objects of another state: give it a prefix of its own")
+
+    def announce(self, state_id: str) -> None:
+        """Note beside the objects that a new state may come.
+
+        Raises:
+            StorageFailed: The object store cannot be used now.
+        """
+        with self._session.engine.begin() as connection:  # nobody else begins to lead meanwhile
+            former = state_ids(self.objects)
+            is_empty = not read_version(connection) and (NO_STATE in former or not (former or list_blobs(self.objects)))
+            kept = [NO_STATE] if is_empty else former
+            announced = kept if state_id in kept else [*kept, state_id]
+            self._former, self._announced = former, announced
+            write_object(self.objects, STATE_ID, " ".join(announced).encode())
+        crashpoint("shared_id_added")
 
     def put_blobs(self, folder: Path, blobs: Sequence[NamedBlob], tell: Tell) -> None:
         """Write blobs from a folder as objects, and check them.
@@ -95,15 +114,26 @@ class SharedPlace:
                 raise StorageFailed("disk_error", f"the object {key} has {found.get(key, 0)} bytes instead of {size}")
 
     def discard(self) -> None:
-        """Delete the objects that were written.
+        """Delete the objects that were written, and note the former ids.
 
         They stay if rows may name them already.
+
+        Raises:
+            StorageFailed: The object store cannot be used now.
+            Deposed: The session does not lead any more.
         """
-        if not self._named:
-            keys = [key for keys in list_blobs(self.objects).values() for key in keys if key.startswith(self._prefix)]
+        if self._named:
+            return
+        keys = [key for keys in list_blobs(self.objects).values() for key in keys if key.startswith(self._prefix)]
+        with as_storage_errors():
             if keys:
-                with as_storage_errors():
-                    obstore.delete(self.objects, keys)
+                obstore.delete(self.objects, keys)
+        if self._announced:
+            with self._session.engine.begin(), as_storage_errors():  # nobody else begins to lead meanwhile
+                if self._former:
+                    write_object(self.objects, STATE_ID, " ".join(self._former).encode())
+                else:
+                    obstore.delete(self.objects, STATE_ID)
 
     def put_rows(
         self,
@@ -116,17 +146,13 @@ class SharedPlace:
 
         Args:
             facts: The file, whose blobs have been written as objects.
-            state_id: Of the new state.
+            state_id: Of the new state, which was announced.
             rows: What its table `meta` gets.
             before_commit: Called when nothing but the commit is left.
 
         Returns:
             The name of the schema that the old rows are in now; empty if there was no state.
         """
-        ids = state_ids(self.objects)
-        if state_id not in ids:
-            write_object(self.objects, STATE_ID, " ".join([*ids, state_id]).encode())
-        crashpoint("shared_id_added")
         with read_rows(facts) as source, self._session.engine.begin() as connection:
             replaced = _move_aside(connection) if read_version(connection) else ""
             copy_tables(source, connection)
@@ -173,7 +199,7 @@ def led_place(state_url: str, blob_url: str) -> Iterator[SharedPlace]:
                 try:
                     yield place
                 except BaseException:
-                    with suppress(StorageError):  # what stays, the next leader moves aside
+                    with suppress(StorageError, Deposed, DBAPIError):  # what stays, the next leader moves aside
                         place.discard()
                     raise
         finally:

@@ -56,6 +56,7 @@ def restore_shared(
         if not there:
             place.refuse_strangers(contents.state_id)
         rows = epoch_rows(manifest, meta_of(draft / FACTS), there)
+        place.announce(contents.state_id)
         with blaming(backup):
             place.put_blobs(backup / BLOBS, contents.blobs, tell)
         replaced = place.put_rows(draft / FACTS, contents.state_id, rows)
