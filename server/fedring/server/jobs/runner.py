@@ -57,7 +57,7 @@ class JobRunner:
             spec = Job.model_validate(row.spec)
         except ValidationError as error:
             return "failed", printable(f"its specification is not valid: {explain(error, {}, Job)}")
-        await self._facts.keep(self._facts.db, self._facts.store.jobs.set_state, row.job_id, "running")
+        await self._facts.keep(self._facts.db, self._facts.store.jobs.take_up, row.job_id)
         try:
             with _faults_of_the_job(row.job_id):
                 job, what = await self._facts.keep(self._starter.begin, row, spec)

@@ -65,6 +65,20 @@ async def test_a_job_that_is_stopped_just_before_its_turn_does_not_run(tmp_path:
     facts.close()
 
 
+async def test_a_stop_that_is_confirmed_as_a_jobs_turn_comes_stays_in_the_store(tmp_path: Path) -> None:
+    async with running(tmp_path) as host:
+        host.gate.close("first model")
+        job, _ = await host.jobs.start(spec(rounds=4), "")
+        stop = asyncio.create_task(host.jobs.stop(job.job_id))
+        assert await stop == (job.job_id, 0)
+        await host.gate.reached()
+        kept = await host.facts.db(host.store.jobs.get, job.job_id)
+        assert kept is not None
+        assert kept.state == "stopped"  # as a restart would find it
+        host.gate.open()
+        assert await host.ended(job.job_id) == "stopped"
+
+
 @pytest.mark.parametrize("read", ["ended_of", "unended"])
 async def test_a_store_that_somebody_else_holds_as_a_job_starts_fails_the_job_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read: str

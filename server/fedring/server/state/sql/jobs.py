@@ -88,6 +88,12 @@ class JobStore:
         with self._database.transaction() as connection:
             sealed.change(connection, JobRow, jobs.c.job_id == job_id, state=state, reason=reason)
 
+    def take_up(self, job_id: int) -> None:
+        """Note that a job runs, unless it was stopped meanwhile."""
+        with self._database.transaction() as connection:
+            which = (jobs.c.job_id == job_id) & jobs.c.state.in_(("queued", "running"))
+            sealed.change(connection, JobRow, which, state="running", reason="")
+
     def get(self, job_id: int) -> JobRow | None:
         """Return a job; None if there is none with that id."""
         with self._database.transaction() as connection:
