@@ -19,13 +19,14 @@ from fedring.server.operator import listings
 from fedring.server.operator.client_records import ClientRecords
 from fedring.server.operator.control import ControlService
 from fedring.server.operator.job_requests import _defaults_for
+from fedring.server.operator.listings import MOST_ROWS
 from fedring.server.parts import Parts, assemble
 from fedring.server.round.events import Left
 from fedring.server.services import control_service, model_streams
 from fedring.server.sessions.sessions import Sessions
 from fedring.server.state.blobs import FileBlobs
 from fedring.server.state.facts import Facts
-from fedring.server.state.rows import JobRow, RoundRow
+from fedring.server.state.rows import EventRow, JobRow, RoundRow
 from fedring.server.state.sql.rounds import RoundStore
 from fedring.server.state.sql.store import Store
 from fedring.server.state.sql.transactions import Database
@@ -193,6 +194,28 @@ async def test_events_come_together_only_for_a_caller_who_asks(tmp_path: Path) -
     del together.later[:]
     assert together == alone
     host.facts.close()
+
+
+async def test_no_stored_event_is_left_out_however_many_there_are(tmp_path: Path) -> None:
+    host, count = Host(tmp_path), 2 * MOST_ROWS + 500
+    control = control_of(host.parts, host.config)
+    host.store.events.append([EventRow(number, 1.0, "job_started", "old") for number in range(1, count + 1)])
+    host.journal.begin(count)
+    host.journal.write("job_started", "in memory")
+    wanted = [*range(2, count + 1), host.journal.last_id]
+    async with asyncio.timeout(60), aclosing(control.WatchEvents(pb.WatchEventsRequest(after=1), Watching())) as events:  # type: ignore[type-var]
+        assert [(await anext(events)).id for _ in wanted] == wanted
+        host.journal.write("job_started", "new")
+        assert (await anext(events)).text == "new"
+    host.facts.close()
+
+
+async def test_a_job_is_found_by_its_id_however_old_it_is(service: ControlService, store: CountingStore) -> None:
+    for number in range(3):
+        store.jobs.create(JobRow(0, f"job-{number}", {}, 1, 1.0))
+    for job_id, found in ((0, ["job-2"]), (1, ["job-0"]), (3, ["job-2"]), (4, []), (2**64 - 1, [])):
+        answer = await service.ListJobs(pb.ListRequest(limit=1, job_id=job_id), None)
+        assert [job.name for job in answer.jobs] == found
 
 
 async def first_event(host: Host, kind: str) -> pb.Event:

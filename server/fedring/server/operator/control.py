@@ -72,14 +72,13 @@ class ControlService(rpc.ControlServiceServicer):
             text = f"after = {request.after} cannot be the id of an event: give one of at most 2^63 - 1, or 0"
             raise BadRequest(text, reason="bad_event_id")
         after, oldest = request.after, self._journal.oldest
-        replayed = []
-        if 0 < after < oldest:
-            replayed = await self._listings.events(after, oldest)
-            after = oldest - 1
-        news = self._journal.follow(after)
+        news = self._journal.follow(after)  # from the oldest in memory on
         await context.send_initial_metadata(())  # tells the caller that it misses nothing from now on
-        for event in replayed:
-            yield event
+        while 0 < after < oldest - 1:
+            stored = await self._listings.events(after, oldest)
+            for event in stored:
+                yield event
+            after = stored[-1].id if stored else oldest
         async with aclosing(news):
             async for events in news:
                 if request.gathered and len(events) > 1:

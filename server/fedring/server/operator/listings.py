@@ -6,6 +6,7 @@ from fedring.server.operator.privacy_report import privacy_message
 from fedring.server.operator.report import event_message, job_message, model_message
 from fedring.server.round.report import round_message
 from fedring.server.state.facts import Facts
+from fedring.server.state.rows import JobRow
 from fedring.v1 import control_pb2 as pb
 
 MOST_ROWS = 1000
@@ -26,14 +27,14 @@ class Listings:
         self._facts, self._store = facts, facts.store
 
     async def jobs(self, request: pb.ListRequest) -> pb.JobList:
-        """Return jobs, the newest first."""
-        rows = await self._facts.db(self._store.jobs.newest, limit_of(request))
+        """Return jobs, the newest first, or the one that is asked for."""
+        rows = await self._facts.db(self._jobs, request)
         queue = await self._facts.db(self._store.jobs.queued)
         places = {row.job_id: place for place, row in enumerate(queue, 1)}
         jobs: list[pb.Job] = []
         size = 0
         for row in rows:
-            if request.job_id in (0, row.job_id) and size < PAGE_BYTES:
+            if size < PAGE_BYTES:
                 jobs.append(job_message(row, places.get(row.job_id, 0)))
                 size += jobs[-1].ByteSize()
         return pb.JobList(jobs=jobs)
@@ -61,7 +62,7 @@ class Listings:
             raise NoEpsilon(str(error)) from error
 
     async def events(self, after: int, before: int) -> list[pb.Event]:
-        """Return the stored events between these ids.
+        """Return the first MOST_ROWS stored events between these ids.
 
         Each has its round, if that has ended since.
         """
@@ -94,6 +95,12 @@ class Listings:
         rows = [row for row in self._store.events.after(after, MOST_ROWS) if row.id < before]
         rounds = {row.round: self._store.rounds.get(row.round) for row in rows if row.round}
         return [event_message(row, rounds.get(row.round)) for row in rows]
+
+    def _jobs(self, request: pb.ListRequest) -> list[JobRow]:
+        if request.job_id:
+            row = self._store.jobs.get(min(request.job_id, MAX_ID))
+            return [row] if row else []
+        return self._store.jobs.newest(limit_of(request))
 
     def _models(self, limit: int) -> list[pb.Model]:
         rows, best = self._store.models.newest(limit), self._store.models.best_versions()
