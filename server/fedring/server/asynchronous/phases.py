@@ -1,8 +1,8 @@
 """The phases of an asynchronous round, and the deadlines of commands.
 
-All of it is pure. A round begins with whoever is there, once the first one of its job has had its barrier. It gives
-commands to clients that come, up to `concurrency`, and closes at `buffer` updates. If nobody is left who could fill the
-buffer, a smaller one is published: each update counts 1 / `buffer` in any case.
+All of it is pure. A round begins with whoever is there, once the first one of its job has had its barrier; while nobody
+is, it waits. It gives commands to clients that come, up to `concurrency`, and closes at `buffer` updates. If nobody is
+left who could fill the buffer, a smaller one is published: each update counts 1 / `buffer` in any case.
 """
 
 import random
@@ -23,7 +23,7 @@ from fedring.server.round.events import (
     Steps,
     TakeStep,
 )
-from fedring.server.round.machine import SYNCHRONOUS, pending, ready
+from fedring.server.round.machine import SYNCHRONOUS, given_up, pending, ready
 from fedring.train.jobs.asynchronous_table import Asynchronous
 
 
@@ -98,8 +98,10 @@ def _due_waiting(state: RoundState, round_: Round, now: float) -> Effect | None:
     if not round_.rules.carried:
         return _WAITING.due(state, round_, now)
     grace = round_.rules.grace
-    here = (name for name in round_.rules.carried if not _is_lost(state, name, now - grace))
-    return Start(_drawn(state, round_, sum(1 for _ in here)))
+    here = sum(1 for name in round_.rules.carried if not _is_lost(state, name, now - grace))
+    drawn = _drawn(state, round_, here)
+    # A round that began with nobody would be over at once, and the job with it after a few of them.
+    return Start(drawn) if here or drawn else given_up(state, round_, now)
 
 
 def _due_training(state: RoundState, round_: Round, now: float) -> Effect | None:

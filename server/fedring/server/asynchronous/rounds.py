@@ -99,10 +99,12 @@ class AsynchronousRound(RoundKind):
         open_.published = job.rounds_done if job is not None else 0
         if any(row.job_id == job_id for row in self._rounds.interrupted.values()):
             await self._load()
+        now = time.monotonic()
         for told in self._rounds.carried(job_id):
-            if open_.published - told.published > self._table.max_staleness:
-                for client in sorted(told.outstanding):
-                    self._end(told, client, "too_stale")
+            stale = open_.published - told.published > self._table.max_staleness
+            for client, until in sorted(told.outstanding.items()):
+                if stale or now >= until:  # the round before may have waited long for somebody to come
+                    self._end(told, client, "too_stale" if stale else "deadline")
         carried = self._rounds.carried(job_id)
         open_.carried = frozenset(client for told in carried for client in told.outstanding)
         open_.absent = {name: member for told in carried for name, member in told.absent.items()}

@@ -262,8 +262,11 @@ def unapproved(state: RoundState, rules: RoundRules) -> list[str]:
 
 
 def needed(rules: RoundRules) -> int:
-    """Return how many clients must be ready before a round begins."""
-    return 1 if rules.barrier == "none" else rules.min_clients
+    """Return how many clients must be ready before a round begins.
+
+    Only the first one of an asynchronous job waits for more than one.
+    """
+    return 1 if rules.barrier == "none" or rules.carried else rules.min_clients
 
 
 def late(state: RoundState, rules: RoundRules) -> list[str]:
@@ -444,6 +447,14 @@ def _due_waiting(state: RoundState, round_: Round, now: float) -> Effect | None:
     candidates = ready(state, round_.rules)
     if len(candidates) >= needed(round_.rules):
         return Start(frozenset(sample(candidates, round_)))
+    return given_up(state, round_, now)
+
+
+def given_up(state: RoundState, round_: Round, now: float) -> Effect | None:
+    """Return the end of a round that has waited too long.
+
+    None while it may wait for clients.
+    """
     if _waits_its_turn(state, round_):
         return None
     return Abandon("barrier_timeout") if now >= _wait_ends(state, round_) else None

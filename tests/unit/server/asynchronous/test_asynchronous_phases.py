@@ -1,6 +1,7 @@
 """The phases of an asynchronous round, as a pure machine: who gets commands, and when the buffer closes."""
 
 from dataclasses import replace
+from math import inf
 
 from fedring.server.asynchronous.phases import ASYNCHRONOUS, Command, Deadlines, Expire, Given, Over
 from fedring.server.round.events import (
@@ -17,6 +18,7 @@ from fedring.server.round.events import (
     RoundOpened,
     RoundRules,
     RoundState,
+    Shared,
     Start,
     Started,
     Stepped,
@@ -54,6 +56,25 @@ def test_a_later_round_begins_at_once_and_leaves_the_clients_at_work_alone() -> 
     assert len(effect.clients) == 1  # two of three places are taken
     full = after(rules=replace(RULES, carried=frozenset("bcd"), min_clients=100))
     assert due(full, 0.0) == Start(frozenset())
+
+
+def test_a_later_round_waits_while_nobody_is_there_at_all() -> None:
+    rules = replace(RULES, carried=frozenset("ab"), min_clients=100, barrier_timeout=30.0)
+    gone = after(here="", rules=rules)  # as after a restart
+    assert due(gone, 29.9) is None
+    assert wake_at(gone, 0.0) == 30.0
+    assert due(gone, 30.0) == Abandon("barrier_timeout")
+    for came, drawn in (("a", ""), ("c", "c")):  # one that is at work, and a new one
+        back = apply(apply(gone, Joined(came), 20.0), Matched(came), 20.0)
+        assert due(back, 20.0) == Start(frozenset(drawn))
+
+
+def test_a_later_round_whose_only_clients_other_jobs_have_waits_for_its_turn() -> None:
+    state = after(here="c", rules=replace(RULES, carried=frozenset("ab"), barrier_timeout=30.0))
+    busy = apply(state, Shared(frozenset("c")), 0.0)
+    assert due(busy, 99.0) is None
+    assert wake_at(busy, 99.0) == inf
+    assert due(apply(busy, Shared(frozenset()), 99.0), 99.0) == Start(frozenset("c"))
 
 
 def test_a_lost_client_frees_its_place_and_one_that_delivered_is_not_asked_again() -> None:

@@ -173,6 +173,46 @@ async def test_a_client_that_comes_gets_a_place_and_one_that_goes_frees_its_own(
         assert not (await host.push(back, again, ONES)).accepted.already
 
 
+async def test_a_job_whose_clients_are_all_away_goes_on_when_they_come_back(tmp_path: Path) -> None:
+    async with running(tmp_path, heartbeat_seconds=0.1, lost_after_seconds=0.2) as host:
+        job_id, sessions, told = await begin(host, "a", "b", concurrency=2)
+        await go_away(host, sessions)
+        again = {name: host.join(name) for name in "ab"}
+        await until_training(host, told["a"].round)
+        for name, session in again.items():
+            command = await host.command(session)
+            assert command.round == told[name].round
+            assert not (await host.push(session, command, ONES)).accepted.already
+        await model_of(host, told["a"].round + 1)
+        assert host.jobs.running.keys() == {job_id}
+
+
+async def test_clients_that_come_back_after_the_time_of_their_commands_begin_anew(tmp_path: Path) -> None:
+    async with running(tmp_path, heartbeat_seconds=0.1, lost_after_seconds=0.2) as host:
+        keys = {"barrier_timeout_seconds": 1.5, "deadline_seconds": 1.0}
+        await host.jobs.start(buffered(concurrency=2).model_copy(update=keys), "")
+        sessions = {name: host.join(name) for name in "ab"}
+        told = {name: await host.command(session) for name, session in sessions.items()}
+        await go_away(host, sessions, abandoned=2)  # the one that waited in vain, too
+        again = {name: host.join(name) for name in "ab"}
+        for name, session in again.items():
+            command = await host.command(session)
+            assert command.round == told[name].round + 2
+            assert not (await host.push(session, command, ONES)).accepted.already
+
+
+async def go_away(host: Host, sessions: dict[str, Session], *, abandoned: int = 1) -> None:
+    """Let all clients of a job go away, until a round waits for them after so many were abandoned."""
+    for name, session in sessions.items():
+        host.sessions.drop(session)
+        host.rounds.presence(Left(name))
+    async with asyncio.timeout(60):
+        async for event in each_event(host.journal, 1):
+            abandoned -= event.kind == "round_abandoned"
+            if abandoned <= 0 and event.kind == "round_waits":
+                break
+
+
 async def test_a_client_begins_anew_when_its_model_is_too_old(host: Host) -> None:
     _, sessions, told = await begin(host, "a", "b", "slow", max_staleness=1, rounds=9)
     for _ in range(2):
