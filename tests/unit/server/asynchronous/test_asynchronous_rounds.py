@@ -308,6 +308,22 @@ async def test_a_command_of_before_a_restore_counts_no_more(tmp_path: Path) -> N
             await host.push(again, told["slow"], ONES)
 
 
+async def test_the_round_of_an_outstanding_command_is_kept(tmp_path: Path) -> None:
+    async with running(tmp_path, keep_rounds=2) as host:
+        _, sessions, told = await begin(host, "a", "b", "slow", rounds=9)
+        for _ in range(4):
+            for name in ("a", "b"):
+                await host.push(sessions[name], told[name], ONES)
+            for name in ("a", "b"):
+                told[name] = await host.command(sessions[name])
+            await host.facts.db(host.facts.prune, 10, 2, 2, 10)
+        rounds = {row.round for row in await host.facts.db(host.store.rounds.newest)}
+        assert told["slow"].round in rounds
+        assert told["slow"].round + 1 not in rounds
+        updates = [host.update(told[name], name) for name in ("slow", "a")]
+        assert await asyncio.gather(*map(host.offer, updates)) == [False, False]
+
+
 async def test_the_models_of_outstanding_commands_are_kept(tmp_path: Path) -> None:
     async with running(tmp_path, keep_models=1, keep_jobs=0) as host:
         _, sessions, told = await begin(host, "a", "b", "slow", rounds=9)

@@ -28,7 +28,8 @@ def remove_updates_and_rounds(connection: Connection, keep_update_rounds: int, k
     removed = connection.execute(delete(updates).where(old)).rowcount
     oldest = ended.order_by(rounds.c.round.desc()).offset(max(keep_rounds, keep_update_rounds) - 1).limit(1)
     too_old = (rounds.c.round < oldest.scalar_subquery()) & rounds.c.ended_at.is_not(None)
-    too_old &= rounds.c.round.not_in(select(updates.c.round))  # an update may answer the command of a much older round
+    # An update may answer the command of a much older round, or may still come.
+    too_old &= rounds.c.round.not_in(select(updates.c.round)) & rounds.c.round.not_in(select(commands.c.round))
     return removed + connection.execute(delete(rounds).where(too_old)).rowcount
 
 
