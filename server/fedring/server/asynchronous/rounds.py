@@ -112,20 +112,23 @@ class AsynchronousRound(RoundKind):
     async def _load(self) -> None:
         """Read the commands of before a restart.
 
-        One of an earlier epoch is not read: a restored server does not know what its clients were told since.
+        One of an earlier epoch is not read: a restored server does not know what its clients were told since. A round
+        that has begun takes only those of its clients: any other one was not told of its command before the kill, or
+        the command was over.
         """
         open_, store = self.open, self._facts.store
         by_round: dict[int, list[CommandRow]] = defaultdict(list)
         for row in await self._facts.db(store.commands.of_job, open_.row.job_id):
             command = pb.TrainCmd.FromString(row.command)
             done = await self._facts.db(store.updates.accepted_name, row.round, row.client_id)
-            if command.epoch == store.epoch and not done:
+            asked = open_.row.phase == Phase.WAITING or row.client_id in open_.row.selected
+            if command.epoch == store.epoch and asked and not done:
                 by_round[row.round].append(row)
         for number, rows in sorted(by_round.items()):
             if number != open_.row.round:
                 await self._carry(rows)
-            else:  # one that is not in the round's row was not told of its command before the kill
-                open_.outstanding.update(self._ends(row for row in rows if row.client_id in open_.row.selected))
+            else:
+                open_.outstanding.update(self._ends(rows))
 
     async def _carry(self, rows: list[CommandRow]) -> None:
         """Take up the commands of one round that had ended."""
@@ -168,7 +171,7 @@ class AsynchronousRound(RoundKind):
             CommandRow(row.job_id, client, *common, row.overrides.get(client, []), command)
             for client in sorted(clients)
         ]
-        await self._facts.db(self._facts.store.commands.give, rows, self.going_on)
+        await self._facts.db(self._facts.store.commands.give, row.job_id, rows, self.going_on)
 
     def steps(self, clients: frozenset[str]) -> Steps:
         """Return the deadlines of all commands."""

@@ -308,6 +308,29 @@ async def test_a_command_of_before_a_restore_counts_no_more(tmp_path: Path) -> N
             await host.push(again, told["slow"], ONES)
 
 
+async def test_a_client_that_failed_is_not_told_its_command_again_after_a_restart(tmp_path: Path) -> None:
+    async with running(tmp_path) as host:
+        _, sessions, told = await begin(host, "a", "b", "c", buffer=1)
+        host.parts.reports.failed("a", pb.Failure(round=told["a"].round, reason="out_of_memory", detail="x"))
+        kept = {row.client_id: row for row in await host.facts.db(host.store.commands.of_running_jobs)}
+        for name in "ab":  # nobody is left to get a command in the next round, so only "c" works on
+            host.sessions.drop(sessions[name])
+            host.rounds.presence(Left(name))
+        assert not await host.offer(host.update(told["b"], "b"))
+        await until_training(host, told["b"].round)
+        assert host.round.row.selected == ("c",)
+        commands = await host.facts.db(host.store.commands.of_running_jobs)
+        assert [row.client_id for row in commands] == ["c"]
+        # As if the server had been killed before it forgot it.
+        await host.facts.db(host.store.commands.give, kept["a"].job_id, [kept["a"]], ["c"])
+    async with running(tmp_path) as host:
+        command = await host.command(host.join("a"))
+        assert command.round == told["a"].round + 1
+        with pytest.raises(UnknownRound):
+            await host.offer(host.update(told["a"], "a"))
+        assert not await host.offer(host.update(command, "a"))
+
+
 async def test_the_round_of_an_outstanding_command_is_kept(tmp_path: Path) -> None:
     async with running(tmp_path, keep_rounds=2) as host:
         _, sessions, told = await begin(host, "a", "b", "slow", rounds=9)

@@ -13,6 +13,7 @@ from fedring.server.state.failures import StorageError
 from fedring.server.state.rows import (
     KEEP_EVENTS,
     Acceptance,
+    CommandRow,
     EvaluationRow,
     EventRow,
     LastAccepted,
@@ -241,6 +242,25 @@ class TestStore:
             store.prune(keep_models=1, keep_update_rounds=1, keep_rounds=99)
         assert store.updates.of_round(1) == []
         assert store.updates.counts() == {"ann": 1, "bob": 4, "cleo": 1}
+
+    def test_an_answered_command_is_forgotten_no_later_than_its_answer(self, store: Store) -> None:
+        job = a_job(store)
+        store.jobs.set_state(job.job_id, "running")
+        first, second = (a_round(store, job, ended=True).round for _ in range(2))
+
+        def commanded() -> list[str]:
+            return [row.client_id for row in store.commands.of_running_jobs()]
+
+        rows = [CommandRow(job.job_id, name, first, 1, 0, 1, 9.0, [], b"command") for name in ("ann", "bob", "cleo")]
+        store.commands.give(job.job_id, rows, ())
+        answers = [an_update(first, "ann"), an_update(first, "bob"), an_update(second, "cleo")]
+        store.updates.accept(answers)
+        store.updates.forget_client("ann")
+        assert commanded() == ["bob", "cleo"]
+        store.prune(keep_models=1, keep_update_rounds=1, keep_rounds=9)
+        assert commanded() == ["cleo"]  # her update has answered another command
+        store.commands.give(job.job_id, [], ())
+        assert commanded() == []
 
     def test_pruning_never_removes_the_newest_model(self, store: Store) -> None:
         store.models.publish(a_model(1))

@@ -162,7 +162,8 @@ def filled(folder: Path) -> None:
     store.updates.accept([an_update(opened.round, "ann")])
     store.kept.put(SecureRoundRow(opened.round, 2, [{"members": ["ann"]}]), "start")
     store.kept.add(SecureMessageRow(opened.round, "ann", "keys", b"1"), "message")
-    store.commands.give([CommandRow(job.job_id, "ann", opened.round, 2, 1, 2, 9.0, [0, 1], b"command")], ())
+    command = CommandRow(job.job_id, "ann", opened.round, 2, 1, 2, 9.0, [0, 1], b"command")
+    store.commands.give(job.job_id, [command], ())
     store.close()
 
 

@@ -17,19 +17,19 @@ class CommandStore:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    def give(self, rows: Sequence[CommandRow], going_on: Collection[str]) -> None:
+    def give(self, job_id: int, rows: Sequence[CommandRow], going_on: Collection[str]) -> None:
         """Keep new commands of a job, and forget those that are over.
 
         Args:
-            rows: The new commands.
+            job_id: The job.
+            rows: The new commands; there may be none.
             going_on: The clients that still work on older ones.
         """
-        if not rows:
-            return
-        over = (commands.c.job_id == rows[0].job_id) & commands.c.client_id.not_in(sorted(going_on))
+        over = (commands.c.job_id == job_id) & commands.c.client_id.not_in(sorted(going_on))
         with self._database.transaction() as connection:
             connection.execute(delete(commands).where(over))
-            sealed.add(connection, *rows)
+            if rows:
+                sealed.add(connection, *rows)
             crashpoint("before_commands_commit")
         crashpoint("after_commands_commit")
 

@@ -9,7 +9,7 @@ from fedring.server.state.rows import JobRow, ModelRow
 from fedring.server.state.sql import sealed
 from fedring.server.state.sql.blob_names import STATES
 from fedring.server.state.sql.tables import commands, evaluations, jobs, models, rounds, updates
-from fedring.server.state.sql.updates import remember
+from fedring.server.state.sql.updates import forget_answered, remember
 from fedring.train.jobs.start import version_of
 
 
@@ -25,6 +25,7 @@ def remove_updates_and_rounds(connection: Connection, keep_update_rounds: int, k
     held = rounds.c.round.in_(select(updates.c.buffer))  # only few rounds still hold updates
     old = updates.c.buffer.in_(ended.where(held, rounds.c.round.not_in(kept_rounds.scalar_subquery())))
     remember(connection, old)
+    forget_answered(connection, old)
     removed = connection.execute(delete(updates).where(old)).rowcount
     oldest = ended.order_by(rounds.c.round.desc()).offset(max(keep_rounds, keep_update_rounds) - 1).limit(1)
     too_old = (rounds.c.round < oldest.scalar_subquery()) & rounds.c.ended_at.is_not(None)

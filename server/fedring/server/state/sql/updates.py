@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, delete, func, select
+from sqlalchemy import ColumnElement, Connection, delete, exists, func, select
 from sqlalchemy.exc import IntegrityError
 
 from fedring.daemon.crash import crashpoint
@@ -18,7 +18,7 @@ from fedring.server.state.rows import Acceptance, ClientRow, LastAccepted, Prune
 from fedring.server.state.sql import sealed
 from fedring.server.state.sql.blob_names import named_blobs
 from fedring.server.state.sql.sealed import covered, rows_of, stored_of
-from fedring.server.state.sql.tables import clients, evaluations, rounds, updates
+from fedring.server.state.sql.tables import clients, commands, evaluations, rounds, updates
 from fedring.server.state.sql.transactions import Database
 
 _KEPT = select(updates.c.client_id, func.count()).group_by(updates.c.client_id)
@@ -131,6 +131,7 @@ class UpdateStore:
         theirs = (updates.c.client_id == client_id) & updates.c.buffer.in_(ended)
         with self._database.transaction() as connection:
             before = named_blobs(connection)
+            forget_answered(connection, theirs)
             removed = connection.execute(delete(updates).where(theirs)).rowcount
             for table in (clients, evaluations):
                 removed += connection.execute(delete(table).where(table.c.client_id == client_id)).rowcount
@@ -155,6 +156,15 @@ def remember(connection: Connection, old: ColumnElement[bool]) -> None:
     ]
     connection.execute(delete(clients).where(theirs))
     sealed.add(connection, *rows)
+
+
+def forget_answered(connection: Connection, answers: ColumnElement[bool]) -> None:
+    """Forget the commands that some updates have answered.
+
+    This comes before the updates that match `answers` are deleted: nothing else says that the commands are over.
+    """
+    same = (updates.c.round == commands.c.round) & (updates.c.client_id == commands.c.client_id)
+    connection.execute(delete(commands).where(exists().where(same, answers)))
 
 
 def _newest(kept: Iterable[Mapping[str, Any]], pruned: Iterable[ClientRow]) -> dict[str, LastAccepted]:
