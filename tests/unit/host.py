@@ -79,6 +79,10 @@ class GatedRounds(RoundStore):
         super().__init__(database)
         self._gate = gate
 
+    def create(self, row: RoundRow) -> RoundRow:
+        self._gate.pass_("rounds.create")
+        return super().create(row)
+
     def replace(self, row: RoundRow) -> None:
         self._gate.pass_("rounds.replace")
         super().replace(row)

@@ -9,6 +9,7 @@ import time
 from collections import defaultdict
 from collections.abc import Collection, Iterable
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -174,15 +175,19 @@ class AsynchronousRound(RoundKind):
         await self._facts.db(self._facts.store.commands.give, row.job_id, rows, self.going_on)
 
     def steps(self, clients: frozenset[str]) -> Steps:
-        """Return the deadlines of all commands."""
+        """Return the deadlines of all commands.
+
+        That of a client that has failed since the round was opened is over: the round still counts on it.
+        """
         self.open.outstanding.update(self._until(clients))
-        return self._deadlines()
+        failed = self.open.carried.difference(self.going_on)
+        return Deadlines({**self._deadlines().until, **dict.fromkeys(failed, -inf)})
 
     async def restore(self) -> Steps:
         """Return the deadlines of the commands that a restart has found."""
         return self._deadlines()
 
-    def _deadlines(self) -> Steps:
+    def _deadlines(self) -> Deadlines:
         each = (self.open, *self._rounds.carried(self.open.row.job_id))
         return Deadlines({client: at for told in each for client, at in told.outstanding.items()})
 

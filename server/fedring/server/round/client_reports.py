@@ -102,18 +102,18 @@ class ClientReports:
 
     def failed(self, client: str, failure: pb.Failure) -> None:
         """Note that the client cannot train in a round."""
-        told = self._rounds.told(failure.round, client)
-        open_ = self._rounds.into(told) if told is not None else None
-        if told is None or open_ is None or (before := open_.state.round) is None:
+        if (told := self._rounds.told(failure.round, client)) is None:
             return
-        self._rounds.handle(open_, Failed(client, open_.row.round))
-        if open_.state.round == before:
-            return  # it was reported before, or the client was not asked
-        open_.kind.answered(told, client)
+        if (open_ := self._rounds.into(told)) is None:
+            self._rounds.release(told, client)  # between two rounds of its job
+        elif not self._note_failed(told, open_, client):
+            return
         reason = failure.reason if _REASON.fullmatch(failure.reason) else "bad_reason"
         # All that follows is shown to operators and to other clients, on terminals, too.
         text = f"{client} could not train: {reason}: {printable(failure.detail[:_MOST_TEXT])}"
         self._journal.write("client_failed", text, client_id=client)
+        if open_ is None:
+            return
         open_.failures.append(text)
         # A group that must be whole cannot do without any of its workers, and code that fails on one would fail on its
         # replacement.
@@ -121,6 +121,20 @@ class ClientReports:
         if open_.group is not None and open_.group.must_be_whole and not of_the_worker and open_.group.can_give_up:
             self._rounds.group_event(open_, gr.GroupClosed(reason))
             open_.retryable = open_.retryable and reason not in _FAULTS_OF_THE_CODE
+
+    def _note_failed(self, told: OpenRound, open_: OpenRound, client: str) -> bool:
+        """Take a failure into the open round.
+
+        Returns whether it is news: it may have been reported before, or the client was not asked. A command that
+        outlasts its round is not known any more once it is over.
+        """
+        if (before := open_.state.round) is None:
+            return False
+        self._rounds.handle(open_, Failed(client, open_.row.round))
+        if open_.state.round == before and not told.kind.lasting:
+            return False
+        open_.kind.answered(told, client)
+        return True
 
     def stalls_at(self, session: Session) -> float:
         """Return when the client will count as stalled.

@@ -308,6 +308,28 @@ async def test_a_command_of_before_a_restore_counts_no_more(tmp_path: Path) -> N
             await host.push(again, told["slow"], ONES)
 
 
+@pytest.mark.parametrize("place", ["rounds.create", "rounds.replace"])
+async def test_a_failure_while_no_round_takes_updates_frees_the_place(host: Host, place: str) -> None:
+    _, sessions, told = await begin(host, "a", "slow", concurrency=2, buffer=1, rounds=9)
+    host.gate.close(place)
+    await host.push(sessions["a"], told["a"], ONES)
+    await host.gate.reached()
+    assert [open_.phase for open_ in host.rounds] == ([] if place == "rounds.create" else [Phase.WAITING])
+    failure = pb.Failure(round=told["slow"].round, reason="out_of_memory", detail="x")
+    for _ in range(2):  # said again, it changes nothing
+        host.parts.reports.failed("slow", failure)
+    host.gate.open()
+    if place == "rounds.replace":  # that one counts on it, so it gets its command in the one after that
+        await host.push(sessions["a"], await host.command(sessions["a"]), ONES)
+    again = await host.command(sessions["slow"])
+    assert again.round > told["slow"].round
+    told_of = [event.text for event in host.journal.recent() if event.kind == "client_failed"]
+    assert told_of == ["slow could not train: out_of_memory: x"]
+    commands = await host.facts.db(host.store.commands.of_running_jobs)
+    assert told["slow"].round not in {row.round for row in commands}
+    assert not (await host.push(sessions["slow"], again, ONES)).accepted.already
+
+
 async def test_a_client_that_failed_is_not_told_its_command_again_after_a_restart(tmp_path: Path) -> None:
     async with running(tmp_path) as host:
         _, sessions, told = await begin(host, "a", "b", "c", buffer=1)
