@@ -27,6 +27,7 @@ from fedring.server.round.dispatch import Dispatch
 from fedring.server.round.events import Enlisted, Failed, Phase, RoundRules, Stepped, Steps
 from fedring.server.round.open_round import KindMaker, OpenRound, RoundKind
 from fedring.server.round.opening import RECOVERY_SECONDS
+from fedring.server.round.publishing import wait_for_disk
 from fedring.server.round.rounds import Rounds
 from fedring.server.sessions.sessions import Sessions
 from fedring.server.state.facts import Facts
@@ -100,11 +101,12 @@ class AsynchronousRound(RoundKind):
         open_.published = job.rounds_done if job is not None else 0
         if any(row.job_id == job_id for row in self._rounds.interrupted.values()):
             await self._load()
-        now = time.monotonic()
+        # The round before may have waited long for somebody to come, but no time passes while the storage fails.
+        now = -inf if self._facts.storage.fault else time.monotonic()
         for told in self._rounds.carried(job_id):
             stale = open_.published - told.published > self._table.max_staleness
             for client, until in sorted(told.outstanding.items()):
-                if stale or now >= until:  # the round before may have waited long for somebody to come
+                if stale or now >= until:
                     self._end(told, client, "too_stale" if stale else "deadline")
         carried = self._rounds.carried(job_id)
         open_.carried = frozenset(client for told in carried for client in told.outstanding)
@@ -206,6 +208,8 @@ class AsynchronousRound(RoundKind):
         match effect:
             case Command(clients):
                 await self._command(clients)
+            case Expire() if self._facts.storage.fault:
+                await wait_for_disk(self._facts, self.open)  # nobody can answer meanwhile
             case Expire(clients):
                 await self._facts.db(self._facts.store.commands.drop, self.open.row.job_id, clients)
                 for client in sorted(clients):

@@ -37,6 +37,8 @@ async def look_after_storage(facts: Facts, rounds: Rounds, journal: Journal, hea
             await asyncio.sleep(delay)
             with suppress(StorageError):
                 await _try(facts, rounds)
+                with suppress(StorageError):  # a restart knows only the database: it would give less time, no more
+                    await facts.db(facts.store.commands.delay, time.monotonic() - storage.since)
                 rounds.give_time_back(storage.since)
                 storage.mend()
         mended = time.monotonic()

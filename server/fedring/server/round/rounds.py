@@ -410,8 +410,11 @@ class Rounds:
     def give_time_back(self, since: float) -> None:
         """Discount the time since `since`, while nothing could be stored.
 
-        `since` is in monotonic seconds.
+        `since` is in monotonic seconds. Commands that outlast their rounds have more time, too.
         """
+        lost = time.monotonic() - since
+        for told in (*self, *self.carried()):
+            told.outstanding = {client: until + lost for client, until in told.outstanding.items()}
         for open_ in self:
             round_ = open_.state.round
             if round_ is None:

@@ -1,6 +1,7 @@
 """Asynchronous rounds with a real store and real blobs: who trains, what counts, and what survives."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,10 @@ from tests.unit.host import ONES, Host, running, spec
 
 from fedring.daemon.config import ConfigError
 from fedring.rpc.errors import BadUpdate, OtherUpdate, Unavailable, UnknownRound
+from fedring.rpc.health import Health
 from fedring.server.aggregation.modelfile import ModelReader
 from fedring.server.operator.job_checks import JobChecks
+from fedring.server.operator.readiness import look_after_storage
 from fedring.server.round.events import Left, Phase
 from fedring.server.sessions.sessions import Session
 from fedring.server.state.checked import CheckedReader
@@ -24,10 +27,11 @@ from fedring.train.jobs.asynchronous_table import staleness_weight
 from fedring.v1 import federation_pb2 as pb
 
 
-def buffered(concurrency: int = 3, buffer: int = 2, *, rounds: int = 3, **table: Any) -> Any:
+def buffered(concurrency: int = 3, buffer: int = 2, *, rounds: int = 3, deadline: float = 600.0, **table: Any) -> Any:
     """Return an asynchronous job; its mean has the factor 1 unless the table says otherwise."""
     keys = {"concurrency": concurrency, "buffer": buffer, **table}
     given = {"weights": "uniform", "min_clients": concurrency, "rounds": rounds}
+    given["deadline_seconds"] = deadline
     return spec(asynchronous=keys, **given)
 
 
@@ -189,8 +193,8 @@ async def test_a_job_whose_clients_are_all_away_goes_on_when_they_come_back(tmp_
 
 async def test_clients_that_come_back_after_the_time_of_their_commands_begin_anew(tmp_path: Path) -> None:
     async with running(tmp_path, heartbeat_seconds=0.1, lost_after_seconds=0.2) as host:
-        keys = {"barrier_timeout_seconds": 1.5, "deadline_seconds": 1.0}
-        await host.jobs.start(buffered(concurrency=2).model_copy(update=keys), "")
+        keys = {"barrier_timeout_seconds": 1.5}
+        await host.jobs.start(buffered(concurrency=2, deadline=1.0).model_copy(update=keys), "")
         sessions = {name: host.join(name) for name in "ab"}
         told = {name: await host.command(session) for name, session in sessions.items()}
         await go_away(host, sessions, abandoned=2)  # the one that waited in vain, too
@@ -253,6 +257,33 @@ async def test_the_deadline_of_a_command_ends_only_that_command(host: Host) -> N
         await host.push(slow, old, ONES)
     await host.jobs.stop(job.job_id)
     assert await host.ended(job.job_id) == "stopped"
+
+
+async def test_the_clocks_of_commands_stand_still_while_nothing_can_be_kept(tmp_path: Path) -> None:
+    async with running(tmp_path) as host:
+        _, sessions, told = await begin(host, "fast", "slow", concurrency=2, buffer=1, rounds=9, deadline=2.0)
+        await host.push(sessions["fast"], told["fast"], ONES)
+        told["fast"] = await host.command(sessions["fast"])
+        storage, rounds = host.facts.storage, (host.round, *host.rounds.carried())
+        before = [dict(each.outstanding) for each in rounds]
+        kept = await host.facts.db(host.store.commands.of_running_jobs)
+        storage.fail("the object store is away")
+        storage.since -= 100.0  # it has failed for so long already
+        await asyncio.sleep(2.1)  # longer than their time
+        assert [dict(each.outstanding) for each in rounds] == before
+        looks = asyncio.create_task(look_after_storage(host.facts, host.rounds, host.journal, Health()))
+        async with asyncio.timeout(60):
+            await storage.works.wait()
+        looks.cancel()
+        lost = time.monotonic() - storage.since
+        for each, ends in zip(rounds, before, strict=True):
+            assert each.outstanding == {client: pytest.approx(at + lost, abs=1.0) for client, at in ends.items()}
+        assert {row.client_id: row.until for row in await host.facts.db(host.store.commands.of_running_jobs)} == {
+            row.client_id: pytest.approx(row.until + lost, abs=1.0) for row in kept
+        }
+        for name in ("slow", "fast"):
+            assert not (await host.push(sessions[name], told[name], ONES)).accepted.already
+            await until_training(host, host.rounds.last.round if host.rounds.last else 0)
 
 
 async def test_a_restarted_server_goes_on_in_the_middle_of_a_buffer(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Commands that outlive their rounds, in the database."""
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 from sqlalchemy import delete, select
 
@@ -42,6 +43,12 @@ class CommandStore:
         """Return the commands of all jobs that run."""
         running = select(jobs.c.job_id).where(jobs.c.state == "running")
         return self._database.all(select(commands).where(commands.c.job_id.in_(running)), CommandRow)
+
+    def delay(self, seconds: float) -> None:
+        """Give all clients so much more time for their commands."""
+        with self._database.transaction() as connection:
+            for row in sealed.rows_of(connection, select(commands), CommandRow):
+                sealed.put(connection, replace(row, until=row.until + seconds))
 
     def drop(self, job_id: int, clients: Collection[str]) -> None:
         """Forget the commands of these clients of a job."""
