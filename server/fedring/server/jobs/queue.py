@@ -10,6 +10,7 @@ from prometheus_client import Gauge
 from fedring.rpc.errors import NoSuchJob, SeveralJobs
 from fedring.server.jobs.runner import JobRunner
 from fedring.server.round.rounds import Rounds
+from fedring.server.round.runner import drop_partials
 from fedring.server.state.facts import Facts
 from fedring.server.state.failures import StorageFailed
 from fedring.server.state.journal import Journal
@@ -154,8 +155,8 @@ class Jobs:
         await self._facts.keep(self._end, row.job_id, state, reason)
         del self.running[row.job_id], self._since[row.job_id]
         self._started.set(min(self._since.values(), default=0))
-        for number in self._rounds.job_ended(row.job_id):
-            await self._facts.db(self._facts.blobs.drop_partials, f"{number}-")
+        self._rounds.job_ended(row.job_id)
+        await drop_partials(self._rounds, self._facts)
         verb = {"failed": "has", "stopped": "was"}.get(state, "is")
         text = f"job {row.job_id} ({row.name}) {verb} {state}" + (f": {reason}" if reason else "")
         self._journal.write("job_ended", text, job_id=row.job_id)

@@ -57,6 +57,7 @@ class Rounds:
         interrupted: the rounds that a restart interrupted, and that wait to be resumed, by their numbers.
         all_resumed: set while there are none.
         published_at: when each job that runs has published last, wall clock.
+        over: the ended rounds whose commands are over by now, and whose partial uploads are to be deleted.
         group: the newest group of workers, which outlives its round; None if there was none.
         group_moved: set whenever the state of a group has changed; whoever waits for it clears it.
     """
@@ -68,6 +69,7 @@ class Rounds:
         self.all_resumed = asyncio.Event()
         self.all_resumed.set()
         self.published_at: dict[int, float] = {}
+        self.over: set[int] = set()
         self.group: Rendezvous | None = None
         self.group_moved = asyncio.Event()
         self._here = RoundState()  # the clients that are here, without a round
@@ -120,6 +122,8 @@ class Rounds:
         """Keep an ended round until its command is over for all."""
         if told.outstanding:
             self._carried[told.row.round] = told
+        elif told.kind.lasting:
+            self.over.add(told.row.round)
 
     def note_absent(self, open_: OpenRound) -> None:
         """Note the absent clients that go on after the round."""
@@ -130,8 +134,8 @@ class Rounds:
     def release(self, told: OpenRound, client: str) -> None:
         """Note that a round's command is over for a client."""
         told.outstanding.pop(client, None)
-        if not told.outstanding:
-            self._carried.pop(told.row.round, None)
+        if not told.outstanding and self._carried.pop(told.row.round, None) is not None:
+            self.over.add(told.row.round)
 
     def told(self, number: int, client: str) -> OpenRound | None:
         """Return the round whose command a client may answer, or None."""
@@ -212,23 +216,19 @@ class Rounds:
         """The jobs whose rounds each client takes part in now."""
         return holders_of(self, self.interrupted.values(), self._between).jobs
 
-    def job_ended(self, job_id: int) -> list[int]:
+    def job_ended(self, job_id: int) -> None:
         """Forget a job that has ended.
 
         Clients that still work on its commands are told.
-
-        Returns:
-            The numbers of the rounds whose commands these were.
         """
         self._served.pop(job_id, None)
         self.published_at.pop(job_id, None)
-        ended = self.carried(job_id)
-        for told in ended:
+        for told in self.carried(job_id):
             del self._carried[told.row.round]
+            self.over.add(told.row.round)
             for session in filter(None, map(self._sessions.get, told.outstanding)):
                 session.end(pb.RoundEnded(round=told.row.round, reason="job_ended"))
         self.await_resumption(row for row in self.interrupted.values() if row.job_id != job_id)
-        return [told.row.round for told in ended]
 
     @property
     def _between(self) -> list[OpenRound]:

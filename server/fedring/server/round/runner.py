@@ -166,7 +166,8 @@ class RoundRunner:
             if open_.made is not None:
                 await self._publisher.evaluated(open_, open_.made)
         if not open_.outstanding:
-            await self._facts.db(self._facts.blobs.drop_partials, f"{open_.row.round}-")
+            rounds.over.add(open_.row.round)
+        await drop_partials(rounds, self._facts)
         await self._publisher.forget(open_)
         rounds.note_absent(open_)
         rounds.handle(open_, Finished())
@@ -195,3 +196,9 @@ class RoundRunner:
         elif text:  # the journal has its updates one by one
             log.info("%s", text)
         return seconds
+
+
+async def drop_partials(rounds: Rounds, facts: Facts) -> None:
+    """Delete the partial uploads for commands that are over."""
+    while rounds.over:
+        await facts.db(facts.blobs.drop_partials, f"{rounds.over.pop()}-")

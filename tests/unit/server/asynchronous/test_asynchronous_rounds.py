@@ -231,6 +231,21 @@ async def test_a_client_begins_anew_when_its_model_is_too_old(host: Host) -> Non
     assert not (await host.push(sessions["slow"], newest, ONES)).accepted.already
 
 
+async def test_an_upload_that_was_cut_off_is_deleted_when_its_command_is_over(host: Host) -> None:
+    job_id, sessions, told = await begin(host, "a", "b", "slow", max_staleness=1, rounds=4)
+    host.blobs.open_partial(f"{told['slow'].round}-slow").close()
+    for number in range(4):
+        for name in ("a", "b"):
+            await host.push(sessions[name], told[name], ONES)
+        if number == 0:  # the client may go on with it
+            await until_training(host, told["a"].round)
+            assert host.blobs.partials() == [f"{told['slow'].round}-slow"]
+        for name in ("a", "b") if number < 3 else ():
+            told[name] = await host.command(sessions[name])
+    assert await host.ended(job_id) == "completed"
+    assert host.blobs.partials() == []
+
+
 async def test_the_deadline_of_a_command_ends_only_that_command(host: Host) -> None:
     job, _ = await host.jobs.start(
         spec(
