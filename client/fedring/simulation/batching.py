@@ -132,9 +132,8 @@ def _probe(
         raise _cannot(f"its forward pass changes the buffer {changed}")
     wanted = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
     padded = _is_separable(loaded, inputs, labels, outputs.detach(), loss.detach(), plan, device)
-    # torch advises against a backward pass in autocast, and what the loss does not depend on would get zeros.
-    depends = all(each is not None for each in wanted)
-    linear = padded and depends and plan.precision == "fp32" and _is_linear(model, named)
+    depends = all(each is not None for each in wanted)  # what the loss does not depend on would get zeros
+    linear = padded and depends and _is_linear(model, named)
     cohort = Cohort(model, loaded.loss, loaded.optimizer, device, padded, linear)
     weights = torch.full((2, count), 1.0 / count, device=device) if padded else None
     batch = Batch(_twice(inputs), labels.expand(2, *labels.shape), weights)

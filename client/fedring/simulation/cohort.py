@@ -69,7 +69,8 @@ class Cohort:
         optimizer_factory: Makes an optimizer that treats each value alone.
         device: Where to train.
         padded: Whether batches of different sizes may be padded.
-        linear: Whether they may, all trained parameters are linear layers', and the loss depends on each.
+        linear: Whether they may, all trained parameters are linear layers', and the loss depends on each. Then vmap runs
+            the backward pass in fp32: torch advises against one in autocast.
     """
 
     model: nn.Module
@@ -148,7 +149,7 @@ class Cohort:
             with precision_of(plan, self.device)():
                 return vmap(function, in_dims=dims)(dict(own), batch.inputs, batch.labels, batch.weights)
 
-        if self.linear:
+        if self.linear and plan.precision == "fp32":
             values = {name: parameter.detach() for name, parameter in parameters.items()}
             gradients, (losses, outputs) = for_each(grad_and_value(one, has_aux=True), values)
             for name, parameter in parameters.items():
@@ -302,10 +303,12 @@ class _Stack:
                 self._whole[name] = torch.stack([start[name] for start in starts]).to(cohort.device)
         self._parameters = {name: nn.Parameter(values) for name, values in self._whole.items()}
         self._start = [values.clone() for values in self._whole.values()] if plan.mu > 0 else []
+        # Beside clients that come back with a control variate, newcomers have none, which is as good as zero.
+        given = [member.corrections or {} for member in members]
         self._corrections = {
-            name: torch.stack([(member.corrections or {})[name] for member in members]).to(cohort.device)
-            for name in self._whole
-            if name in (members[0].corrections or {})
+            name: torch.stack([_or_zeros(each.get(name), start) for each in given]).to(cohort.device)
+            for name, start in starts[0].items()
+            if any(name in each for each in given)
         }
         self._optimizer = cohort.optimizer_factory(list(self._parameters.values()), plan.lr, plan.momentum)
 
@@ -361,7 +364,7 @@ class _Stack:
         size = sum(values[0].numel() for values in self._whole.values())
         flat, at = torch.empty(self._count, size, dtype=torch.float32, device=self._cohort.device), 0
         for name, values in self._whole.items():
-            rows = values.flatten(1).float()
+            rows = _rows(values).float()
             place = flat[:, at : at + rows.shape[1]]
             if less is None:
                 place.copy_(rows)
@@ -376,10 +379,23 @@ class _Stack:
 def _clip(parameters: Sequence[nn.Parameter], most: float) -> None:
     """Bound the norm of each client's gradient, as `clip_grad_norm_` does."""
     gradients = [each.grad for each in parameters if each.grad is not None]
-    norms = torch.stack([torch.linalg.vector_norm(each.flatten(1), dim=1) for each in gradients], 1)
+    norms = torch.stack([torch.linalg.vector_norm(_rows(each), dim=1) for each in gradients], 1)
     factors = (most / (torch.linalg.vector_norm(norms, dim=1) + 1e-6)).clamp(max=1.0)
     for each in gradients:
         each.mul_(factors.view(-1, *[1] * (each.dim() - 1)))
+
+
+def _rows(values: Tensor) -> Tensor:
+    """Return the values of each client, [clients, ...], as a row.
+
+    A parameter of no dimensions has one value for each.
+    """
+    return values.unsqueeze(-1).flatten(1)
+
+
+def _or_zeros(correction: Tensor | None, values: Tensor) -> Tensor:
+    """Return a correction of values, or zeros in their shape."""
+    return torch.zeros(values.shape) if correction is None else correction.float()
 
 
 def _before(counts: NDArray[np.int64]) -> NDArray[np.int64]:

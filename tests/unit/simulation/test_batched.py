@@ -17,7 +17,7 @@ from fedring.control.failure import Failure
 from fedring.daemon.exits import Exit
 from fedring.data import ClientPart, Samples, Split
 from fedring.data.samples import SamplesView
-from fedring.simulation import simulate
+from fedring.simulation import cohort, simulate
 from fedring.simulation.cohort import Cohort, CohortMember, _Feeds
 from fedring.train.batches import cut, draw
 from fedring.train.plan import Plan
@@ -80,6 +80,16 @@ def half_frozen() -> nn.Module:
 
 def convolutional() -> nn.Module:
     return nn.Sequential(nn.Conv2d(1, 3, 3), nn.ReLU(), nn.Flatten(), nn.Linear(108, 10))
+
+
+class Tempered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.temperature = nn.Linear(64, 10), nn.Parameter(torch.ones(()))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self.layer(inputs.flatten(1)) * self.temperature
+        return outputs
 
 
 class HalfUsed(nn.Module):
@@ -185,6 +195,31 @@ def test_clients_with_settings_of_their_own_are_trained_together_with_their_like
     np.testing.assert_allclose(models[0], models[1], atol=1e-5 * float(np.abs(models[0]).max()))
     others, _ = both(tmp_path, {})
     assert not np.array_equal(models[0], others[0])
+
+
+def test_newcomers_are_trained_together_with_clients_that_have_control_variates(tmp_path: pathlib.Path) -> None:
+    keys = {"rounds": 3, "epochs": 3, "partition": "iid", "momentum": 0.0, "scaffold": True, "weights": "uniform"}
+    models, _ = both(tmp_path, keys, per_round=6)
+    np.testing.assert_allclose(models[0], models[1], atol=1e-5 * float(np.abs(models[0]).max()))
+
+
+@pytest.mark.parametrize("keys", [{}, {"clip_norm": 0.05}, {"optimizer": "fedring.train.optimizers:adam", "lr": 0.01}])
+def test_a_parameter_without_dimensions_is_trained(keys: dict[str, Any], tmp_path: pathlib.Path) -> None:
+    models, _ = both(tmp_path, {"model": Tempered, "model_args": {}, **keys})
+    np.testing.assert_allclose(models[0], models[1], atol=1e-5 * float(np.abs(models[0]).max()))
+
+
+@pytest.mark.parametrize(("job", "own", "fast"), [("fp32", "bf16", False), ("bf16", "fp32", True)])
+def test_the_backward_pass_of_linear_layers_goes_by_the_precision_of_the_client(
+    job: str, own: str, fast: bool, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used = list[bool]()
+    plain = cohort.grad_and_value
+    monkeypatch.setattr(cohort, "grad_and_value", lambda *args, **keys: used.append(True) or plain(*args, **keys))
+    keys = {"precision": job, "override": [{"where": {"gpu": "yes"}, "precision": own}]}
+    simulate({**JOB, **keys}, clients=4, workers=1, threads=1, engine="batched", labels=[{"gpu": "yes"}])
+    probed = job == "fp32"
+    assert len(used) > probed if fast else len(used) == probed
 
 
 def test_after_twenty_rounds_the_accuracy_is_the_same() -> None:
