@@ -4,9 +4,12 @@ It also finds how many of them fit into memory. A small computation is made in b
 at once. What vmap cannot take raises an error there, and what it would compute otherwise is found by comparing.
 """
 
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from itertools import accumulate, cycle, islice
 from typing import Any
 
 import torch
@@ -20,8 +23,10 @@ from fedring.simulation.samples import Batching
 from fedring.train.batches import Inputs, apply, fetch, size_of
 from fedring.train.errors import SeamError
 from fedring.train.jobs.job import Job
-from fedring.train.loop import precision_of, random_state, seeded
+from fedring.train.loop import Loss, precision_of, random_state, seeded
 from fedring.train.plan import Plan
+
+log = logging.getLogger(__name__)
 
 ELEMENTWISE = (
     torch.optim.SGD,
@@ -36,6 +41,9 @@ ELEMENTWISE = (
 )
 """Optimizers whose step of a value depends on that value, its gradient and its state alone."""
 
+PROBED = 64  # clients whose labels are looked at
+
+_LABELS = 256  # of theirs
 _MOST = 3  # samples of the computation that is compared
 _FAR = {"fp32": 1e-3, "bf16": 5e-2}  # the largest share by which both ways may differ there, by precision
 
@@ -49,12 +57,34 @@ class Batched:
     most: int  # clients at once
 
 
-def batched(loaded: LoadedJob, samples: Dataset[Any], job: Job, device: torch.device, batching: Batching) -> Batched:
+def copied(loaded: LoadedJob) -> LoadedJob | None:
+    """Return a job with a model and a loss of its own.
+
+    It is for the training of clients together. What vmap leaves in attributes of the model or the loss is of no use
+    outside of it. Parameters and buffers are shared.
+
+    Returns:
+        The job; None if the model or the loss cannot be copied, or an evaluator may give the model other tensors.
+    """
+    if loaded.evaluator is not None:
+        return None
+    shared: dict[int, Any] = {id(each): each for each in (*loaded.model.parameters(), *loaded.model.buffers())}
+    try:
+        model, loss = deepcopy((loaded.model, loaded.loss), shared)
+    except Exception:  # such as of a model that keeps what has a gradient
+        log.debug("the model or the loss cannot be copied", exc_info=True)
+        return None
+    return replace(loaded, model=model, loss=loss)
+
+
+def batched(
+    loaded: LoadedJob, samples: Sequence[Callable[[], Dataset[Any]]], job: Job, device: torch.device, batching: Batching
+) -> Batched:
     """Return the means to train clients together.
 
     Args:
         loaded: The job.
-        samples: Some client's, at least one.
+        samples: Return those of some clients, of which the first one has at least one, and the most of all.
         job: Names what is loaded.
         device: Where to train.
         batching: The memory that may be used.
@@ -62,15 +92,18 @@ def batched(loaded: LoadedJob, samples: Dataset[Any], job: Job, device: torch.de
     Raises:
         SeamError: With the reason cannot_batch, if the job cannot be batched, or no client fits into the memory.
     """
-    most = max(job.batch_size, *(each.batch_size or 0 for each in job.override), 0)
+    first = samples[0]()
+    largest = max(job.batch_size, *(each.batch_size or 0 for each in job.override), 0)
+    # No client has a batch of more samples than it has.
+    most = min(largest, size_of(first))
     plan = Plan(batch_size=most, mu=job.mu or any(each.mu for each in job.override), precision=job.precision)
     _check_keys(loaded, job)
     named = {name: p for name, p in loaded.model.named_parameters() if p.requires_grad}
     state = _check_optimizer(loaded, list(named.values()), job)
     try:
         with job_code(), seeded(0, device):
-            cohort = _probe(loaded, named, samples, plan, device)
-            each = _bytes_of(loaded, named, samples, plan, device, state)
+            cohort = _probe(loaded, named, first, _labels_of(samples), plan, device)
+            each = _bytes_of(loaded, named, first, plan, device, state)
     except SeamError:
         raise
     except Exception as error:  # the model, the loss and the samples may raise anything
@@ -109,7 +142,12 @@ def _check_optimizer(loaded: LoadedJob, parameters: list[nn.Parameter], job: Job
 
 
 def _probe(
-    loaded: LoadedJob, named: dict[str, nn.Parameter], samples: Dataset[Any], plan: Plan, device: torch.device
+    loaded: LoadedJob,
+    named: dict[str, nn.Parameter],
+    samples: Dataset[Any],
+    labels_of_many: Sequence[Tensor],
+    plan: Plan,
+    device: torch.device,
 ) -> Cohort:
     """Compare a small computation in both ways.
 
@@ -120,8 +158,8 @@ def _probe(
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     random = random_state(device)
     with precision_of(plan, device)():
-        outputs = apply(model, inputs)
-        loss = loaded.loss(outputs, labels)
+        outputs = apply(model, _copied(inputs))  # the forward pass may change its inputs in place
+        loss = loaded.loss(outputs, labels.clone())
     after = random_state(device)  # of the device, too, on which dropout would draw
     if not all(torch.equal(random[name], after[name]) for name in random):
         raise _cannot("its forward pass draws random numbers, such as dropout's, which would be other ones")
@@ -130,22 +168,40 @@ def _probe(
             for name, buffer in model.named_buffers():
                 buffer.copy_(before[name])
         raise _cannot(f"its forward pass changes the buffer {changed}")
-    wanted = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
-    padded = _is_separable(loaded, inputs, labels, outputs.detach(), loss.detach(), plan, device)
-    depends = all(each is not None for each in wanted)  # what the loss does not depend on would get zeros
-    linear = padded and depends and _is_linear(model, named)
-    cohort = Cohort(model, loaded.loss, loaded.optimizer, device, padded, linear)
-    weights = torch.full((2, count), 1.0 / count, device=device) if padded else None
-    batch = Batch(_twice(inputs), labels.expand(2, *labels.shape), weights)
-    stacked = {name: nn.Parameter(p.detach().expand(2, *p.shape).clone()) for name, p in named.items()}
-    cohort.backward(stacked, batch, plan)
-    found = [each.grad for each in stacked.values()]
-    largest = max((float(each.abs().max()) for each in wanted if each is not None), default=0.0)
+    wanted = dict(zip(named, torch.autograd.grad(loss, list(named.values()), allow_unused=True), strict=True))
+    many = torch.cat([labels, *(each.to(labels) for each in labels_of_many if each.shape[1:] == labels.shape[1:])])
+    separable = _is_alone(model, inputs, outputs.detach(), plan, device) and _is_separable(
+        loaded.loss, outputs.detach(), many
+    )
+    other = ""
+    # What looks separable and is not can still be trained without padding.
+    for padded in (True, False) if separable else (False,):
+        depends = all(each is not None for each in wanted.values())  # what it does not depend on would get zeros
+        linear = padded and depends and _is_linear(model, named)
+        cohort = Cohort(model, loaded.loss, loaded.optimizer, device, padded, linear)
+        weights = torch.full((2, count), 1.0 / count, device=device) if padded else None
+        found = dict[str, Tensor | None]()
+        for _ in range(2):  # what vmap leaves in attributes of the model or the loss fails when it is used again
+            stacked = {name: nn.Parameter(p.detach().expand(2, *p.shape).clone()) for name, p in named.items()}
+            cohort.backward(stacked, Batch(_copied(inputs, 2), torch.stack([labels] * 2), weights), plan)
+            found = {name: each.grad for name, each in stacked.items()}
+        if not (other := _other_gradient(wanted, found, plan)):
+            return cohort
+    raise _cannot(f"the gradient of {other} is another one if two clients are trained at once")
+
+
+def _other_gradient(wanted: Mapping[str, Tensor | None], found: Mapping[str, Tensor | None], plan: Plan) -> str:
+    """Return the first parameter whose gradients differ.
+
+    They are those of one client, and of two. If none does, the name is empty.
+    """
+    largest = max((float(each.abs().max()) for each in wanted.values() if each is not None), default=0.0)
     least = max(1e-6, 1e-3 * largest)  # of a gradient that is zero, only the rounding errors could be compared
-    for name, one, two in zip(named, wanted, found, strict=True):
+    for name, one in wanted.items():
+        two = found[name]
         if (one is None) != (two is None) or (one is not None and two is not None and _differ(one, two, plan, least)):
-            raise _cannot(f"the gradient of {name} is another one if two clients are trained at once")
-    return cohort
+            return name
+    return ""
 
 
 def _is_linear(model: nn.Module, named: Collection[str]) -> bool:
@@ -154,21 +210,59 @@ def _is_linear(model: nn.Module, named: Collection[str]) -> bool:
     return set(named) <= {f"{layer}.{name}".lstrip(".") for layer in layers for name in ("weight", "bias")}
 
 
-def _is_separable(
-    loaded: LoadedJob, inputs: Inputs, labels: Tensor, outputs: Tensor, loss: Tensor, plan: Plan, device: torch.device
-) -> bool:
-    """Return whether each sample adds its own loss to the mean.
+def _is_alone(model: nn.Module, inputs: Inputs, outputs: Tensor, plan: Plan, device: torch.device) -> bool:
+    """Return whether a sample's outputs do not depend on the others.
 
-    It must not depend on the other samples.
+    Of one sample alone, nothing is seen.
     """
-    count = len(labels)
-    if count < 2 or (labels.ndim > 1 and not labels.is_floating_point()):  # of several labels, some may not count
+    if len(outputs) < 2:
         return False
     with torch.no_grad(), precision_of(plan, device)():
         fewer = {name: each[:1] for name, each in inputs.items()} if isinstance(inputs, dict) else inputs[:1]
-        alone = apply(loaded.model, fewer)
-        singles = [loaded.loss(outputs[row : row + 1], labels[row : row + 1]) for row in range(count)]
-    return not _differ(alone, outputs[:1], plan) and not _differ(torch.stack(singles).mean(), loss, plan)
+        return not _differ(apply(model, _copied(fewer)), outputs[:1], plan)
+
+
+def _is_separable(loss: Loss, outputs: Tensor, labels: Tensor) -> bool:
+    """Return whether each sample adds its own loss to the mean.
+
+    Args:
+        loss: Returns the mean loss of a batch.
+        outputs: Some of the model's, [n, ...].
+        labels: Of many samples, [m, ...].
+    """
+    if len(labels) < 2 or (labels.ndim > 1 and not labels.is_floating_point()):  # of several, some may not count
+        return False
+    # The weights of classes and a root of the mean show only where samples differ: in outputs, which those of a fresh
+    # model hardly do, and in labels, of which a client may have few. Random outputs stay where the model's own are: a
+    # loss may take probabilities only.
+    low, high = (-1 if (outputs < 0).any() else 0), (1 if (outputs > 0).any() else 0)
+    generator = torch.Generator().manual_seed(0)
+    shown = torch.rand(len(labels), *outputs.shape[1:], generator=generator) * (max(high, low + 1) - low) + low
+    shown = shown.to(outputs.device, torch.promote_types(outputs.dtype, torch.float32))
+    places = torch.randperm(len(labels), generator=generator).to(labels.device)
+    stops = list(accumulate(islice(cycle((2, 3, 5)), len(labels))))
+    try:
+        with torch.no_grad():
+            singles = torch.stack([loss(shown[[place]], labels[[place]]) for place in range(len(labels))])
+            for some in torch.tensor_split(places, [stop for stop in stops if stop < len(labels)]):
+                together = loss(shown[some], labels[some])
+                if not abs(singles[some].mean() - together) <= 1e-5 * singles[some].abs().max():
+                    return False
+    except Exception:  # the loss may raise anything, such as for a sample alone: then it gets none
+        log.debug("the loss takes no sample alone", exc_info=True)
+        return False
+    return True
+
+
+def _labels_of(samples: Sequence[Callable[[], Dataset[Any]]]) -> list[Tensor]:
+    """Return labels of all of these clients, as many of each."""
+    found, generator = list[Tensor](), torch.Generator().manual_seed(0)
+    for each in samples:
+        with suppress(Exception):  # samples that cannot be read are the failure of their client alone
+            own = each()
+            places = torch.randperm(size_of(own), generator=generator)[: max(2, _LABELS // len(samples))]
+            found.append(next(fetch(own, [places], torch.device("cpu")))[1])
+    return found
 
 
 def _bytes_of(
@@ -213,10 +307,13 @@ def _saved() -> Iterator[dict[int, int]]:
         yield found
 
 
-def _twice(inputs: Inputs) -> Inputs:
-    if isinstance(inputs, dict):
-        return {name: each.expand(2, *each.shape) for name, each in inputs.items()}
-    return inputs.expand(2, *inputs.shape)
+def _copied(inputs: Inputs, clients: int = 0) -> Inputs:
+    """Return a copy of inputs, or one for each of several clients."""
+
+    def copy(each: Tensor) -> Tensor:
+        return torch.stack([each] * clients) if clients else each.clone()
+
+    return {name: copy(each) for name, each in inputs.items()} if isinstance(inputs, dict) else copy(inputs)
 
 
 def _differ(one: Tensor, two: Tensor, plan: Plan, least: float = 1e-6) -> bool:
@@ -232,6 +329,8 @@ def _why(error: Exception) -> str:
         return "its forward pass draws random numbers, such as dropout's, which would be other ones"
     if "data-dependent" in text or ".item()" in text:
         return "its forward pass depends on values, which differ from client to client"
+    if "escaped" in text:
+        return "a call leaves something in the model or the loss, with which the next one fails"
     return f"{type(error).__name__}: {text[:200]}"
 
 

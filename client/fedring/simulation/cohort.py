@@ -69,8 +69,8 @@ class Cohort:
         optimizer_factory: Makes an optimizer that treats each value alone.
         device: Where to train.
         padded: Whether batches of different sizes may be padded.
-        linear: Whether they may, all trained parameters are linear layers', and the loss depends on each. Then vmap runs
-            the backward pass in fp32: torch advises against one in autocast.
+        linear: Whether they may, all trained parameters are linear layers', and the loss depends on each. Then vmap
+            runs the backward pass in fp32; torch advises against one in autocast.
     """
 
     model: nn.Module

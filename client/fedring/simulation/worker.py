@@ -8,9 +8,10 @@ the update, with their functions.
 
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -26,7 +27,7 @@ from fedring.client.policy.promises import is_covered
 from fedring.client.policy.secret import ClientSecret
 from fedring.client.round_plan import plan_of, seed_of, unseeded_plan
 from fedring.client.sample_charge import cost_of
-from fedring.client.training.local_training import LocalTraining, loop_of
+from fedring.client.training.local_training import LoadedJob, LocalTraining, loop_of
 from fedring.client.training.personal import figures_of
 from fedring.client.training.trainer import load_job
 from fedring.client.transfer.own_values import PERSONAL, line_of, section_of, values_in
@@ -52,7 +53,7 @@ from fedring.server.update.admission import (
     check_sender,
     row_of,
 )
-from fedring.simulation.batching import Batched, batched
+from fedring.simulation.batching import PROBED, Batched, batched, copied
 from fedring.simulation.cohort import CohortMember, Trained
 from fedring.simulation.groups import protection_of
 from fedring.simulation.plain_updates import SharedForm
@@ -182,10 +183,12 @@ class SimulationWorker:
         job, spec = setup.job, job_spec(setup.job, 1)
         config = ClientConfig.model_construct(data_root=setup.data_root)  # which does not read the environment
         offered = setup.offered()
-        with seeded(
-            job.seed, self._device
-        ):  # so that a data callable that draws samples draws the same ones everywhere
-            self._loaded = load_job(spec, config, offered, self._device, ClientPart(0, setup.clients, client_id(0)))
+
+        def load() -> LoadedJob:
+            with seeded(job.seed, self._device):  # so that a data callable that draws samples draws the same everywhere
+                return load_job(spec, config, offered, self._device, ClientPart(0, setup.clients, client_id(0)))
+
+        self._loaded = load()
         loop_of(spec).check(self._loaded, self._loaded.split.train, self._device)
         warm_up(self._device)
         data = offered.get("data", job.data)
@@ -195,6 +198,7 @@ class SimulationWorker:
         self.sizes = self._samples.sizes
         self._job, self._sharing = job, job.sharing
         self._transforms = transforms_of(job)
+        self._batched, self.why_exact = self._batching(setup.batching, load)  # which may load the model once more
         tensors = split_tensors(self._loaded.model, self._sharing)
         self._schema = tensors.shared
         self._frozen_schema, self._not_frozen = tensors.frozen, tensors.not_frozen
@@ -205,7 +209,6 @@ class SimulationWorker:
         self._terms = dict[int, Terms]()
         self._base: HeldModel | None = None
         self._form: SharedForm | None = None  # of the updates of the round that has begun
-        self._batched, self.why_exact = self._batching(setup.batching)
 
     def begin(self, order: Order) -> None:
         """Take the model and the command of the next round."""
@@ -230,16 +233,21 @@ class SimulationWorker:
         chunks = [ordered[low:high] for low, high in cut(0, len(ordered), together.most)]
         return [outcome for chunk in chunks for outcome in self._train_together(chunk, together)]
 
-    def _batching(self, batching: Batching | None) -> tuple[Batched | None, str]:
+    def _batching(self, batching: Batching | None, load: Callable[[], LoadedJob]) -> tuple[Batched | None, str]:
         """Return the means to train clients together, or why there are none."""
-        first = next((client for client, size in enumerate(self.sizes) if size), None)
-        if batching is None or first is None:
+        clients = [client for client, size in enumerate(self.sizes) if size]
+        if batching is None or not clients:
             return None, ""
+        largest, others = max(clients, key=self.sizes.__getitem__), clients[:: max(1, len(clients) // PROBED)]
+        samples = [partial(self._samples.train, client) for client in (largest, *others)]
+        probed = copied(self._loaded) or self._loaded
         try:
-            return batched(self._loaded, self._samples.train(first), self._job, self._device, batching), ""
+            return batched(probed, samples, self._job, self._device, batching), ""
         except SeamError as error:
             if batching.demanded or error.reason == "no_room":
                 raise
+            if probed is self._loaded:  # the attempt may have spoilt it
+                self._loaded = load()
             return None, str(error)
 
     def _train_together(self, turns: Sequence[Turn], together: Batched) -> list[Outcome]:
