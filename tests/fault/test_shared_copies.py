@@ -37,11 +37,11 @@ from tests import forks
 from tests.damage import flip
 from tests.fault.faulty_fleet import SECONDS
 from tests.fault.shared_place import Place, kill
-from tests.fault.state_folder import made_while_publishing, make_state_with_open_round, push, rows
+from tests.fault.state_folder import JOB, made_while_publishing, make_state_with_open_round, push, rows
 from tests.fault.test_restore import check_restored
 from tests.fleets import Control, Fleet
 from tests.s3 import s3_server
-from tests.system.wire import WireClient
+from tests.system.wire import WireClient, run
 from tests.waiting import until
 
 MOVES = ("ALTER TABLE", "LOCK TABLE", "ROLLBACK TO SAVEPOINT")
@@ -133,6 +133,24 @@ def test_a_backup_is_complete_while_the_leader_publishes_and_prunes(place: Place
     assert newest == sorted(newest)
     for number, manifest in enumerate(found):
         assert restore(tmp_path / f"copy-{number}", tmp_path / f"restored-{number}").manifest == manifest
+
+
+def test_a_server_starts_on_an_older_backup_of_its_own_run(place: Place, tmp_path: Path) -> None:
+    with Fleet(tmp_path / "one", place.settings) as fleet, Control(fleet.control) as control:
+        with WireClient(fleet.listen, "a") as a, WireClient(fleet.listen, "b") as b:
+            run(control, **JOB)
+            push(a, 0)
+            push(b, 1)
+            push(a, 2)
+            manifest = back_up_shared(place, tmp_path / "copy")
+            push(b, 3)
+            push(a, 4)
+            push(b, 5)
+            push(a, 100)
+        fleet.server.kill()
+    restore_shared(tmp_path / "copy", place.state_url, place.blob_url, replace=True)
+    with Fleet(tmp_path / "two", place.settings) as fleet, Control(fleet.control) as control:
+        assert control.models(limit=1)[0].version == manifest.newest_model
 
 
 def test_numbers_go_on_after_those_that_were_given_and_removed(with_copy: Place, tmp_path: Path) -> None:

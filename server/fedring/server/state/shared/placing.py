@@ -29,6 +29,7 @@ from fedring.server.state.shared.object_blobs import (
     NO_STATE,
     as_storage_errors,
     list_blobs,
+    newest_key,
     open_objects,
     state_ids,
     write_object,
@@ -112,6 +113,25 @@ class SharedPlace:
         for key, size in sizes.items():
             if found.get(key) != size:
                 raise StorageFailed("disk_error", f"the object {key} has {found.get(key, 0)} bytes instead of {size}")
+
+    def put_aside(self, blobs: Sequence[NamedBlob]) -> None:
+        """Move the objects of all other blobs below unnamed/.
+
+        They are of the state that was replaced. A server would take models among them for lost commits of the new one,
+        if they are newer.
+
+        Args:
+            blobs: Those that the new state names.
+
+        Raises:
+            StorageFailed: The object store cannot be used now.
+        """
+        named = {blob.digest for blob in blobs}
+        for digest, keys in list_blobs(self.objects).items():
+            if digest not in named:
+                with as_storage_errors():
+                    obstore.copy(self.objects, newest_key(keys), f"unnamed/{digest}")
+                    obstore.delete(self.objects, list(keys))
 
     def discard(self) -> None:
         """Delete the objects that were written, and note the former ids.

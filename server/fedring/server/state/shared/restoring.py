@@ -60,4 +60,5 @@ def restore_shared(
         with blaming(backup):
             place.put_blobs(backup / BLOBS, contents.blobs, tell)
         replaced = place.put_rows(draft / FACTS, contents.state_id, rows)
+        place.put_aside(contents.blobs)
     return Restored(manifest, replaced_schema=replaced)
