@@ -116,15 +116,16 @@ class AsynchronousRound(RoundKind):
         """Read the commands of before a restart.
 
         One of an earlier epoch is not read: a restored server does not know what its clients were told since. A round
-        that has begun takes only those of its clients: any other one was not told of its command before the kill, or
-        the command was over.
+        takes only those of its clients, and of earlier rounds before it begins: any other one was not told of its
+        command before the kill, or the command was over.
         """
         open_, store = self.open, self._facts.store
         by_round: dict[int, list[CommandRow]] = defaultdict(list)
         for row in await self._facts.db(store.commands.of_job, open_.row.job_id):
             command = pb.TrainCmd.FromString(row.command)
             done = await self._facts.db(store.updates.accepted_name, row.round, row.client_id)
-            asked = open_.row.phase == Phase.WAITING or row.client_id in open_.row.selected
+            carried = open_.row.phase == Phase.WAITING and row.round != open_.row.round
+            asked = carried or row.client_id in open_.row.selected
             if command.epoch == store.epoch and asked and not done:
                 by_round[row.round].append(row)
         for number, rows in sorted(by_round.items()):

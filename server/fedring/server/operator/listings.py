@@ -93,7 +93,7 @@ class Listings:
 
     def _stored_events(self, after: int, before: int) -> list[pb.Event]:
         rows = [row for row in self._store.events.after(after, MOST_ROWS) if row.id < before]
-        rounds = {row.round: self._store.rounds.get(row.round) for row in rows if row.round}
+        rounds = {number: self._store.rounds.get(number) for number in {row.round for row in rows if row.round}}
         return [event_message(row, rounds.get(row.round)) for row in rows]
 
     def _jobs(self, request: pb.ListRequest) -> list[JobRow]:

@@ -22,7 +22,8 @@ from fedring.server.operator.readiness import look_after_storage
 from fedring.server.round.events import Left, Phase
 from fedring.server.sessions.sessions import Session
 from fedring.server.state.checked import CheckedReader
-from fedring.server.state.rows import ModelRow, UpdateRow
+from fedring.server.state.failures import StorageFailed
+from fedring.server.state.rows import ModelRow, RoundRow, UpdateRow
 from fedring.train.jobs.asynchronous_table import staleness_weight
 from fedring.v1 import federation_pb2 as pb
 
@@ -470,6 +471,33 @@ async def test_a_kill_between_a_command_and_its_rounds_row_leaves_the_client_fre
         assert not (await host.push(late, command, ONES)).accepted.already
         model = await model_of(host, command.round)
         assert len(await host.facts.db(host.store.updates.of_round, model.round)) == 2
+
+
+async def test_a_kill_between_the_first_commands_and_their_rounds_row_leaves_the_clients_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reached = asyncio.Event()
+    async with running(tmp_path) as host:
+        loop, rounds = asyncio.get_running_loop(), host.store.rounds
+        keep = rounds.replace
+
+        def replace(row: RoundRow) -> None:
+            if row.phase == "training":
+                loop.call_soon_threadsafe(reached.set)
+                raise StorageFailed("disk_full", "no room")
+            keep(row)
+
+        monkeypatch.setattr(rounds, "replace", replace)
+        await host.jobs.start(buffered(concurrency=2, buffer=2), "")
+        for name in "ab":
+            host.join(name)
+        await reached.wait()
+    async with running(tmp_path) as host:
+        sessions = {name: host.join(name) for name in "ab"}
+        for session in sessions.values():
+            command = await host.command(session)
+            assert not (await host.push(session, command, ONES)).accepted.already
+        assert (await model_of(host, 1)).round == 1
 
 
 async def test_a_server_refuses_jobs_whose_models_it_would_not_keep_and_warns_of_large_buffers(tmp_path: Path) -> None:

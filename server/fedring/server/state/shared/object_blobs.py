@@ -200,7 +200,12 @@ def newest_key(keys: Collection[str]) -> str:
 
     Earlier ones may still be deleted by others.
     """
-    return max(keys, key=lambda key: int(key.split("/")[1]))
+    return max(keys, key=term_of)
+
+
+def term_of(key: str) -> int:
+    """Return the term of the leader that has written a blob's object."""
+    return int(key.split("/")[1])
 
 
 def open_objects(url: str) -> ObjectStore:

@@ -32,6 +32,7 @@ from fedring.server.state.shared.object_blobs import (
     newest_key,
     open_objects,
     state_ids,
+    term_of,
     write_object,
 )
 from fedring.server.state.shared.source import as_backup_errors
@@ -118,7 +119,7 @@ class SharedPlace:
         """Move the objects of all other blobs below unnamed/.
 
         They are of the state that was replaced. A server would take models among them for lost commits of the new one,
-        if they are newer.
+        if they are newer. What a later leader has written stays.
 
         Args:
             blobs: Those that the new state names.
@@ -128,7 +129,7 @@ class SharedPlace:
         """
         named = {blob.digest for blob in blobs}
         for digest, keys in list_blobs(self.objects).items():
-            if digest not in named:
+            if digest not in named and term_of(newest_key(keys)) <= self._session.term:
                 with as_storage_errors():
                     obstore.copy(self.objects, newest_key(keys), f"unnamed/{digest}")
                     obstore.delete(self.objects, list(keys))

@@ -29,8 +29,8 @@ def restore_shared(
         backup: A folder that `back_up` has made. It is only read.
         state_url: Of the database.
         blob_url: Of the object store.
-        replace: If there is a state already, move its rows to a schema `replaced_TIME` of the database. Its objects
-            are moved aside when a server starts.
+        replace: If there is a state already, move its rows to a schema `replaced_TIME` of the database, and its
+            objects below unnamed/.
         tell: Called with the number of bytes of blobs that have been written, and the number of all bytes.
 
     Raises:
