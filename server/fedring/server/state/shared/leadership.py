@@ -89,10 +89,14 @@ class DatabaseSession:
     term: int = 0
     since: float = 0.0
 
-    def beat(self) -> tuple[str, ...] | None:
+    def beat(self, *, opening: bool = False) -> tuple[str, ...] | None:
         """Tell other servers that this one is alive.
 
         If that fails, it has a line in the log: the next beat may arrive.
+
+        Args:
+            opening: Whether the state is being opened, so that the database's timeline was not compared yet. What is
+                noted beside it then stays.
 
         Returns:
             The names of the servers that wait; None if that is not known now.
@@ -106,7 +110,8 @@ class DatabaseSession:
                 connection.execution_options(isolation_level="AUTOCOMMIT")
                 query = text(f"UPDATE leader_beat SET at = clock_timestamp() WHERE {mine}")
                 connection.execute(query, {"term": self.term})
-                connection.execute(text(replication.NOTE_SYNCHRONOUS))
+                if not opening:
+                    connection.execute(text(replication.NOTE_SYNCHRONOUS))
                 return tuple(connection.execute(text(waiting)).scalars())
         except DBAPIError as error:
             log.warning("a beat has not arrived at the database: %s", _first_line(error))
@@ -144,7 +149,7 @@ def beating(session: DatabaseSession, told: Callable[[], None] = lambda: None) -
 
     def beat() -> None:
         while not ends.is_set():
-            session.beat()
+            session.beat(opening=True)
             told()
             ends.wait(BEAT_SECONDS)
 
