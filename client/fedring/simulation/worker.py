@@ -238,7 +238,7 @@ class SimulationWorker:
         clients = [client for client, size in enumerate(self.sizes) if size]
         if batching is None or not clients:
             return None, ""
-        largest, others = max(clients, key=self.sizes.__getitem__), clients[:: max(1, len(clients) // PROBED)]
+        largest, others = max(clients, key=self.sizes.__getitem__), clients[:: -(-len(clients) // PROBED)]
         samples = [partial(self._samples.train, client) for client in (largest, *others)]
         probed = copied(self._loaded) or self._loaded
         try:

@@ -264,7 +264,7 @@ def unapproved(state: RoundState, rules: RoundRules) -> list[str]:
 def needed(rules: RoundRules) -> int:
     """Return how many clients must be ready before a round begins.
 
-    Only the first one of an asynchronous job waits for more than one.
+    One is enough for an asynchronous job that has clients at work already.
     """
     return 1 if rules.barrier == "none" or rules.carried else rules.min_clients
 

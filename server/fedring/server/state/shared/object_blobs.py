@@ -112,8 +112,7 @@ class ObjectBlobs:
         unnamed = self.unnamed(keep)
         with as_storage_errors():
             for digest in unnamed:
-                obstore.copy(self._store, self._newest(digest), f"unnamed/{digest}")
-                self._put_aside[f"unnamed/{digest}"] = datetime.now(UTC)
+                self._put_aside[copy_aside(self._store, digest, self._keys[digest])] = datetime.now(UTC)
         for digest in unnamed:
             self.delete(digest)
         return len(unnamed) + self._local.sweep(self._local.unnamed(()), keep_partials)
@@ -201,6 +200,13 @@ def newest_key(keys: Collection[str]) -> str:
     Earlier ones may still be deleted by others.
     """
     return max(keys, key=term_of)
+
+
+def copy_aside(store: ObjectStore, digest: str, keys: Collection[str]) -> str:
+    """Copy a blob below unnamed/, and return its key there."""
+    aside = f"unnamed/{digest}"
+    obstore.copy(store, newest_key(keys), aside)
+    return aside
 
 
 def term_of(key: str) -> int:

@@ -28,6 +28,7 @@ from fedring.server.state.shared.leadership import DatabaseSession, Leader, atte
 from fedring.server.state.shared.object_blobs import (
     NO_STATE,
     as_storage_errors,
+    copy_aside,
     list_blobs,
     newest_key,
     open_objects,
@@ -131,7 +132,7 @@ class SharedPlace:
         for digest, keys in list_blobs(self.objects).items():
             if digest not in named and term_of(newest_key(keys)) <= self._session.term:
                 with as_storage_errors():
-                    obstore.copy(self.objects, newest_key(keys), f"unnamed/{digest}")
+                    copy_aside(self.objects, digest, keys)
                     obstore.delete(self.objects, list(keys))
 
     def discard(self) -> None:
