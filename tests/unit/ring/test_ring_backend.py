@@ -210,6 +210,27 @@ def test_messages_from_any_rank_time_out_with_a_reason(make: Make) -> None:
         receipt.wait(timedelta(milliseconds=100))
 
 
+def test_messages_of_ranks_that_have_left_since_are_received_from_any_rank(make: Make) -> None:
+    first, *others = make(3)
+    for other in others:
+        other.send([torch.full((2,), float(other.ring.rank))], 0, 4).wait()
+        other.shutdown()
+    until(lambda: all(map(first.ring.has_left, (1, 2))))
+    received = torch.zeros(2)
+    for _ in others:
+        receipt = first.recv_anysource([received], 4)
+        receipt.wait()
+        assert received.tolist() == [receipt.source_rank()] * 2
+    with pytest.raises(PeerLost, match="has left"):
+        first.recv_anysource([received], 4).wait()
+
+
+def test_a_group_of_one_rank_has_nobody_to_receive_from(make: Make) -> None:
+    (only,) = make(1)
+    with pytest.raises(ValueError, match="no other rank"):
+        only.recv_anysource([torch.zeros(1)], 0)
+
+
 def test_operations_of_different_shapes_fail_on_both_ranks(make: Make) -> None:
     groups = make(2)
     works = [group.allreduce(torch.ones(count)) for group, count in zip(groups, (2, 3), strict=True)]

@@ -222,8 +222,9 @@ class Group:
             timeout: Seconds to wait.
 
         Returns:
-            The first key for which a frame has come, or "" if none has come in time. After a failure, or if all of the
-            ranks have left, the first key: the operation that is started with it raises the reason.
+            The first key for which a frame has come, or "" if none has come in time. If none has come, and none will
+            after a failure or since all of the ranks have left, the first key: the operation that is started with it
+            raises the reason.
 
         Raises:
             Forked: This process is a fork of the worker.
@@ -231,9 +232,11 @@ class Group:
         self.home.check()
 
         def found() -> str:
-            if self._closed or self._links.failure or all(map(self.has_left, keys.values())):
-                return next(iter(keys))
-            return next((key for key in keys if key in self._early), "")
+            # Asked first: a rank that has left may have sent its message before.
+            if came := next((key for key in keys if key in self._early), ""):
+                return came
+            over = self._closed or self._links.failure or all(map(self.has_left, keys.values()))
+            return next(iter(keys)) if over else ""
 
         with self._lock:
             self._arrival.wait_for(lambda: bool(found()), timeout)

@@ -271,7 +271,12 @@ class RingProcessGroup(Member):
         """Receive the tensor from any rank.
 
         The rank is decided when somebody waits for the message.
+
+        Raises:
+            ValueError: The group has no other rank.
         """
+        if self.ring.size == 1:
+            raise ValueError("a group of one rank has no other rank to receive from")
         tensor = only(tensors)
         staged = Staged([tensor])
         finish, seconds = storing([staged]), self.seconds()
