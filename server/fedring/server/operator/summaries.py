@@ -245,7 +245,7 @@ def wait_summary(open_: OpenRound | None) -> Summary | None:
     waits = rd.pending(open_.state, now) - open_.done.keys()
     match round_.phase:
         case Phase.WAITING:
-            what, have, need = "clients", len(rd.ready(open_.state, round_.rules)), round_.rules.min_clients
+            what, have, need = "clients", len(rd.ready(open_.state, round_.rules)), rd.needed(round_.rules)
         case Phase.TRAINING:
             what, have, need = "updates", len(round_.delivered | open_.done.keys()), len(round_.selected)
             need = round_.rules.buffer or need

@@ -99,7 +99,7 @@ class RoundMetrics:
         if before is None:
             if after is not None:
                 self._deadline.set(after.rules.deadline)
-                self.min_clients.set(after.rules.min_clients)
+                self.min_clients.set(rd.needed(after.rules))
                 self._began[after.number] = now
             return
         if after is not None and after.phase is before.phase:

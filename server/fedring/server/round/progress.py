@@ -64,7 +64,7 @@ def why_abandoned(open_: OpenRound, state: RoundState, away: Iterable[str], list
         # Nobody knows the labels of clients that are away.
         known = {*rd.suitable(state, rules), *(() if rules.labels else away)} - rules.left_out
         missing = sorted(known - set(rd.ready(state, rules)))
-        unknown = rules.min_clients - len(known)
+        unknown = rd.needed(rules) - len(known)
         return f"barrier_timeout: {_readiness(state, rules)}{_without(missing)}{_to_start(unknown, rules, listen)}"
     if round_.reason == "too_few_clients":
         have, expected = len(round_.delivered), len(round_.selected)
@@ -84,7 +84,7 @@ def _progress(state: RoundState, title: str) -> str:
 
 def _readiness(state: RoundState, rules: RoundRules) -> str:
     suitable = len(rd.suitable(state, rules))
-    have, expected = len(rd.ready(state, rules)), max(suitable, rules.min_clients)
+    have, expected = len(rd.ready(state, rules)), max(suitable, rd.needed(rules))
     labels = ""
     if rules.labels:
         here = f"{suitable} of {counted(len(state.members), 'client')} here with" if suitable else "no client here has"
@@ -95,7 +95,7 @@ def _readiness(state: RoundState, rules: RoundRules) -> str:
         approved = suitable - len(undecided)
         busy += f"; {approved} of {counted(suitable, 'site')} have approved the job, not yet: {_listed(undecided)}"
     left_out = f"; left out for wrong shares: {_listed(sorted(rules.left_out))}" if rules.left_out else ""
-    return f"ready={have}/{expected} (min={rules.min_clients}, barrier {rules.barrier}){labels}{busy}{left_out}"
+    return f"ready={have}/{expected} (min={rd.needed(rules)}, barrier {rules.barrier}){labels}{busy}{left_out}"
 
 
 def _to_start(count: int, rules: RoundRules, listen: str) -> str:

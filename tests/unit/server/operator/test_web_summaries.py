@@ -5,6 +5,8 @@ import time
 from dataclasses import replace
 from math import inf, nan
 
+import pytest
+
 from fedring.rpc.identity import NOBODY
 from fedring.server.group import machine as gr
 from fedring.server.group.rendezvous import Rendezvous
@@ -84,6 +86,14 @@ def test_every_summary_can_be_sent_as_json() -> None:
         wait_summary(an_open_round(a_state(ROUND, *"abc"))),
     ]
     assert json.loads(json.dumps(summaries, allow_nan=False)) == summaries
+
+
+@pytest.mark.parametrize(("barrier", "needed"), [("matched", 3), ("none", 1)])
+def test_a_round_that_waits_for_clients_needs_those_that_decide(barrier: str, needed: int) -> None:
+    waiting = replace(ROUND, rules=replace(ROUND.rules, barrier=barrier), phase=Phase.WAITING, selected=frozenset())
+    summary = wait_summary(an_open_round(a_state(waiting)))
+    assert summary is not None
+    assert (summary["what"], summary["have"], summary["need"]) == ("clients", 0, needed)
 
 
 def test_a_client_that_a_round_cannot_draw_has_a_reason() -> None:

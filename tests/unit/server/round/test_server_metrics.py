@@ -176,6 +176,11 @@ def test_the_phases_of_a_published_round_are_measured(metrics: Metrics) -> None:
     assert value(metrics, "fl_server_round_last_completed_timestamp_seconds") > 0
 
 
+def test_a_round_that_one_client_can_start_needs_one(metrics: Metrics) -> None:
+    play(metrics, (0.0, RoundOpened(7, RoundRules(min_clients=3, barrier="none"))))
+    assert value(metrics, "fl_server_round_min_clients") == 1
+
+
 def test_an_abandoned_round_is_counted_as_abandoned(metrics: Metrics) -> None:
     play(metrics, *STARTED, (50.0, Abandoned("too_few_clients")), (50.0, Finished()))
     assert value(metrics, "fl_server_rounds_total", result="abandoned") == 1

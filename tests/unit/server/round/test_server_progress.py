@@ -3,6 +3,7 @@
 from dataclasses import replace
 from functools import reduce
 from math import inf
+from typing import Any
 
 import pytest
 from tests.opened_rounds import opened
@@ -30,6 +31,15 @@ class TestProgress:
         joined = after(Joined("b"), Joined("c"), state=alone)
         assert progress.news(joined, TITLE, 10.25) == ("", 0.25)
         assert progress.news(joined, TITLE, 10.5)[0] == text.replace("1/2", "1/3")
+
+    @pytest.mark.parametrize("rules", [{"barrier": "none"}, {"carried": frozenset("b")}])
+    def test_the_number_that_decides_is_shown(self, rules: dict[str, Any]) -> None:
+        waiting = after(replace(OPENED, rules=replace(OPENED.rules, min_clients=3, **rules)))
+        text = RoundProgress().news(waiting, TITLE, 10.0)[0]
+        assert text.startswith(f"{TITLE} waits for clients: ready=0/1 (min=1, barrier ")
+        why = why_abandoned(opened(), after(Abandoned("barrier_timeout"), state=waiting), (), LISTEN)
+        assert "ready=0/1 (min=1, " in why
+        assert "; one more client is needed: " in why
 
     def test_a_new_round_is_reported_at_once(self) -> None:
         progress = RoundProgress()
