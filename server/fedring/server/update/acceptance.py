@@ -169,6 +169,8 @@ class Acceptor:
         try:
             return await self._receipts.note(self._facts, [(offer.row, offer.client_head) for offer in offers])
         except OSError as error:
+            for offer in offers:  # they stay on the disk, and their clients go on with them
+                offer.partial.close()
             raise RefusedCommit(f"the receipts cannot be written: {error}", reason="disk_error") from error
 
     async def _commit(self, offers: list[_Offer]) -> list[Acceptance]:

@@ -1,6 +1,7 @@
 """Uploads that end early, wherever they are: nothing stays open, no slot is lost, and each is counted once."""
 
 import asyncio
+import errno
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from fedring.rpc.errors import (
     Gone,
     NotAllowed,
     OtherUpdate,
+    Overloaded,
     TooLarge,
     UnknownRound,
 )
@@ -28,6 +30,7 @@ from fedring.server.service import upload_calls
 from fedring.server.services import update_service
 from fedring.server.sessions.sessions import Session
 from fedring.server.update.admission import check_payload
+from fedring.server.update.receipts import Receipts
 from fedring.v1 import federation_pb2 as pb
 
 PAYLOAD = encode(ONES, Encoding("fp32"))
@@ -139,6 +142,23 @@ async def test_chunks_of_an_upload_that_breaks_off_are_kept(host: Host) -> None:
     partial = host.blobs.open_partial(name)
     assert (partial.size, partial.digest) == (30_000, name_of(encode(LARGE, Encoding("fp32"))[:30_000]))
     partial.close()
+
+
+async def test_an_update_whose_receipt_cannot_be_written_is_accepted_when_it_comes_again(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def full(*_: object) -> str:
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    session = host.join("a")
+    job, _ = await host.jobs.start(spec(model_args={"size": LARGE.size}), "")
+    command = await host.command(session)
+    with monkeypatch.context() as broken:
+        broken.setattr(Receipts, "note", full)
+        with pytest.raises(Overloaded, match="receipts cannot be written"):
+            await host.push(session, command, LARGE)
+    assert not (await host.push(session, command, LARGE)).accepted.already
+    assert await host.ended(job.job_id) == "completed"
 
 
 async def test_four_chunks_are_written_together_however_short(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
