@@ -42,7 +42,7 @@ class Scale:
 
     def apply(self, values: Tensor) -> Tensor:
         """Return the inputs, float32, for stored `values`, both [batch, channels, height, width]."""
-        return values.to(torch.float32).sub_(self.mean).div_(self.std)
+        return values.to(torch.float32, copy=True).sub_(self.mean).div_(self.std)
 
 
 class Samples(Dataset[tuple[Tensor, Tensor]]):

@@ -96,14 +96,16 @@ def test_torchvision_loads_with_and_without_its_compiled_part() -> None:
     assert torchvision.models.resnet18(weights=None).fc.out_features == 1000
 
 
-def test_a_batch_equals_its_samples_read_one_by_one() -> None:
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
+def test_a_batch_equals_its_samples_read_one_by_one(dtype: torch.dtype) -> None:
     scale = Scale(torch.tensor([100.0]).view(1, 1, 1), torch.tensor([50.0]).view(1, 1, 1))
-    samples = Samples(torch.arange(0, 240, 10, dtype=torch.uint8).view(6, 1, 2, 2), torch.arange(6), scale)
+    samples = Samples(torch.arange(0, 240, 10, dtype=dtype).view(6, 1, 2, 2), torch.arange(6), scale)
     inputs, labels = samples.batch(torch.tensor([4, 1]))
     assert inputs[0].flatten().tolist() == pytest.approx([1.2, 1.4, 1.6, 1.8])
     assert labels.tolist() == [4, 1]
     for place, index in enumerate((4, 1)):
         assert torch.equal(samples[index][0], inputs[place])
+        assert torch.equal(samples[index][0], inputs[place])  # what is kept has not changed
     loaded, _ = next(iter(DataLoader(samples, batch_sampler=[[4, 1]])))
     assert torch.equal(loaded, inputs)
 
