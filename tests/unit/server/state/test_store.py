@@ -12,10 +12,12 @@ from tests.unit.rows import a_job, a_model, a_round, an_update
 from fedring.server.state.failures import StorageError
 from fedring.server.state.rows import (
     KEEP_EVENTS,
+    NOT_APPROVED,
     Acceptance,
     CommandRow,
     EvaluationRow,
     EventRow,
+    JobRow,
     LastAccepted,
     PacketSpec,
     Pruned,
@@ -198,6 +200,27 @@ class TestStore:
         assert store.rounds.ended_of(job.job_id) == 7
         store.prune(keep_models=1, keep_update_rounds=1, keep_rounds=3)
         assert store.rounds.create(RoundRow(0, job.job_id, 9, "waiting", 0.0)).round == open_.round + 1
+
+    def test_a_job_that_runs_still_knows_its_rounds_after_many_of_another_job(self, store: Store) -> None:
+        slow, fast = a_job(store), a_job(store)
+        for job in (slow, fast):
+            store.jobs.set_state(job.job_id, "running")
+
+        def end(job: JobRow, number: int, **facts: Any) -> RoundRow:
+            return store.rounds.create(RoundRow(0, job.job_id, number, "published", 0.0, ended_at=1.0, **facts))
+
+        published = end(slow, 1, model_version=1)
+        end(slow, 2)
+        end(slow, 3, reason=NOT_APPROVED)
+        for number in range(1, 9):
+            end(fast, number)
+        store.prune(keep_models=1, keep_update_rounds=1, keep_rounds=3)
+        assert [row.job_round for row in store.rounds.newest(job_id=fast.job_id)] == [8, 7, 6]
+        assert store.rounds.ended_of(slow.job_id) == 2
+        assert store.rounds.last_published(slow.job_id) == published
+        store.jobs.set_state(slow.job_id, "completed")
+        store.prune(keep_models=1, keep_update_rounds=1, keep_rounds=3)
+        assert store.rounds.newest(job_id=slow.job_id) == []
 
     def test_the_model_that_an_open_round_starts_from_is_kept(self, store: Store) -> None:
         for version in (1, 2, 3):

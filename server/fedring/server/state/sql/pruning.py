@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 
-from sqlalchemy import Connection, delete, func, or_, select
+from sqlalchemy import Connection, delete, or_, select
 
 from fedring.server.state.ratings import versions_to_keep
-from fedring.server.state.rows import JobRow, ModelRow
+from fedring.server.state.rows import NOT_APPROVED, JobRow, ModelRow
 from fedring.server.state.sql import sealed
 from fedring.server.state.sql.blob_names import STATES
 from fedring.server.state.sql.tables import commands, evaluations, jobs, models, rounds, updates
@@ -19,8 +19,10 @@ def remove_updates_and_rounds(connection: Connection, keep_update_rounds: int, k
     The newest ended rounds keep their updates.
     """
     ended = select(rounds.c.round).where(rounds.c.ended_at.is_not(None))
-    running = connection.execute(select(func.count()).where(jobs.c.state == "running")).scalar() or 0
-    keep_update_rounds *= max(1, running)  # of each job that runs, since a client may ask what became of its update
+    running = connection.execute(select(jobs.c.job_id).where(jobs.c.state == "running")).scalars().all()
+    keep_update_rounds *= max(
+        1, len(running)
+    )  # of each job that runs, since a client may ask what became of its update
     kept_rounds = ended.order_by(rounds.c.round.desc()).limit(keep_update_rounds)
     held = rounds.c.round.in_(select(updates.c.buffer))  # only few rounds still hold updates
     old = updates.c.buffer.in_(ended.where(held, rounds.c.round.not_in(kept_rounds.scalar_subquery())))
@@ -31,7 +33,23 @@ def remove_updates_and_rounds(connection: Connection, keep_update_rounds: int, k
     too_old = (rounds.c.round < oldest.scalar_subquery()) & rounds.c.ended_at.is_not(None)
     # An update may answer the command of a much older round, or may still come.
     too_old &= rounds.c.round.not_in(select(updates.c.round)) & rounds.c.round.not_in(select(commands.c.round))
+    too_old &= rounds.c.round.not_in(_last_rounds(connection, running))
     return removed + connection.execute(delete(rounds).where(too_old)).rowcount
+
+
+def _last_rounds(connection: Connection, running: Sequence[int]) -> set[int]:
+    """Return the rounds that say how far the jobs are that run.
+
+    They are the last one of each that has ended, and the last one that has published: other jobs may have had many
+    rounds since.
+    """
+    found: set[int] = set()
+    for job_id in running:
+        counted = rounds.c.ended_at.is_not(None) & (rounds.c.reason != NOT_APPROVED)
+        for which in (counted, rounds.c.model_version > 0):
+            query = select(rounds.c.round).where(rounds.c.job_id == job_id, which).order_by(rounds.c.round.desc())
+            found.update(connection.execute(query.limit(1)).scalars())
+    return found
 
 
 def remove_models(
