@@ -50,11 +50,13 @@ class WebServer:
         )
         self._server = _Server(self._config)
         self._ended = asyncio.Event()
+        self._ended.set()  # A page that never runs need not be waited for.
         logging.getLogger("uvicorn").setLevel(logging.WARNING)  # the daemon's own log has the rest
 
     async def run(self) -> None:
         """Serve until `stop` is called."""
         log.info("a page shows what happens: %s", self.url)
+        self._ended.clear()
         try:
             async with asyncio.TaskGroup() as tasks:
                 looking = tasks.create_task(self._feed.run())
@@ -66,7 +68,7 @@ class WebServer:
     async def stop(self, seconds: float) -> None:
         """Stop serving, with `seconds` for requests in progress.
 
-        Streams end at once.
+        Streams end at once. If `run` was not called yet, it will end at once, too.
         """
         self._feed.close()
         self._config.timeout_graceful_shutdown = ceil(seconds)

@@ -55,6 +55,14 @@ async def page(facts: Facts) -> AsyncIterator[WebServer]:
         await run
 
 
+async def test_a_page_that_has_not_begun_can_be_stopped(facts: Facts) -> None:
+    page = WebServer(facts, "127.0.0.1", 0)
+    with page.socket:
+        async with asyncio.timeout(SECONDS):
+            await page.stop(0)
+            await page.run()
+
+
 @pytest.fixture
 def _short_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LimitedProtocol, "head_seconds", 0.1)
