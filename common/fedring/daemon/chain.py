@@ -64,7 +64,7 @@ class Chain:
         keep_days: After how many days without a new line a file is deleted; 0 = never.
 
     Raises:
-        DamagedChain: If the newest file is damaged.
+        DamagedChain: If the newest file with a line is damaged.
         OSError: If it cannot be read.
     """
 
@@ -74,10 +74,14 @@ class Chain:
         self._file: BinaryIO | None = None
         self._name = ""
         self._number, self._head = 0, ""
-        for path in files_of(folder)[-1:]:
+        for path in reversed(files_of(folder)):
             _cut_torn(path)
             for line in read_lines(path):
                 self._number, self._head = line.number, line.head
+            if (
+                self._number
+            ):  # The first line of a month may have been lost: then the chain goes on from the one before.
+                break
 
     @property
     def head(self) -> str:

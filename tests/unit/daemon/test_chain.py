@@ -49,6 +49,18 @@ def filled(folder: Path, count: int = 5) -> Chain:
     return log
 
 
+@pytest.mark.parametrize("torn", [b"", b'{"at":"2026'])
+def test_a_month_without_a_whole_line_does_not_begin_the_chain_anew(tmp_path: Path, torn: bytes) -> None:
+    """So it is after a full disk, or a kill, at the first line of a month."""
+    log = filled(tmp_path, 2)
+    log.close()
+    (last,) = files_of(tmp_path)
+    last.rename(tmp_path / "2026-01.jsonl")
+    (tmp_path / last.name).write_bytes(torn)
+    opened(tmp_path).add({"what": "step"})
+    assert [line.number for line in read_chain(tmp_path)] == [1, 2, 3]
+
+
 def test_each_line_names_the_one_before(tmp_path: Path) -> None:
     log = filled(tmp_path)
     lines = read_chain(tmp_path)
