@@ -5,6 +5,7 @@ import logging
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
+from io import TextIOWrapper
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from stat import S_IRWXG, S_IRWXO
@@ -12,6 +13,7 @@ from stat import S_IRWXG, S_IRWXO
 from grpc import aio
 
 from fedring.daemon.config import ConfigError
+from fedring.daemon.durable import private_opener
 from fedring.daemon.logs import JsonFormatter
 from fedring.rpc.channel import encrypts, is_loopback
 from fedring.rpc.revocation import Revocations
@@ -148,8 +150,7 @@ class AuditLog:
     def __init__(self, path: Path, note: Callable[[str, str, str], None] = lambda who, verb, result: None) -> None:
         self._note = note
         try:
-            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600))
-            self._handler = RotatingFileHandler(path, maxBytes=_FILE_BYTES, backupCount=_FILES, encoding="utf-8")
+            self._handler = _PrivateFiles(path, maxBytes=_FILE_BYTES, backupCount=_FILES, encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"cannot write {path}: {error.strerror}") from error
         self._handler.setFormatter(JsonFormatter())
@@ -169,3 +170,12 @@ class AuditLog:
         """Close the file."""
         self._log.removeHandler(self._handler)
         self._handler.close()
+
+
+class _PrivateFiles(RotatingFileHandler):
+    """Rotates files that only their owner may read."""
+
+    def _open(self) -> TextIOWrapper:
+        # The handler opens each new file here, and would let the umask decide who may read it.
+        os.close(private_opener(self.baseFilename, os.O_WRONLY | os.O_CREAT | os.O_APPEND))
+        return super()._open()

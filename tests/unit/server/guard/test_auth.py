@@ -1,6 +1,7 @@
 """The interceptor `Auth` in front of a real server: the cases that tests of whole daemons cannot reach."""
 
 import json
+import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -130,6 +131,23 @@ def test_the_audit_log_stays_below_its_limit(tmp_path: Path, monkeypatch: pytest
     files = sorted(tmp_path.iterdir())
     assert len(files) == 6
     assert all(path.stat().st_size <= 1000 for path in files)
+
+
+def test_nobody_else_can_read_the_audit_log_whatever_the_umask_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fedring.server.guard.ports._FILE_BYTES", 1000)
+    monkeypatch.setattr("fedring.server.guard.ports._FILES", 2)
+    (tmp_path / "audit.jsonl").touch(0o644)  # of an earlier version
+    before = os.umask(0o022)
+    try:
+        audit = AuditLog(tmp_path / "audit.jsonl")
+        for _ in range(100):
+            audit.write(identity="fedring://client/a", peer="ipv4:1", verb="/v", result="no_identity")
+        audit.close()
+    finally:
+        os.umask(before)
+    assert [path.stat().st_mode & 0o777 for path in tmp_path.iterdir()] == [0o600] * 3
 
 
 @pytest.mark.parametrize(
