@@ -162,9 +162,12 @@ def refusal(policy: SitePolicy, ledger: Ledger, command: pb.TrainCmd, *, update:
         return f"the job has sample_dp, but in the mode {job.mode} other workers see this client's gradients"
     if privacy is not None and privacy.by_clients != command.HasField("secure"):
         return f'dp.noise_by = "{privacy.noise_by}" of this job does not go with what its clients send'
+    # Nor does a promise that the command does not keep: sites may have approved the job for its masks.
+    if job.secure_aggregation and not _has_masks(command):
+        return "the job has secure_aggregation, and the server asks for an update without masks"
     if not policy.demands:
         return ""
-    if policy.needs_secure and not (command.HasField("secure") and job.mode == "federated"):
+    if policy.needs_secure and not _has_masks(command):
         key = "require_secure_aggregation = true" if policy.require_secure_aggregation else "peers"
         return f"this site's privacy.{key} demands a federated job with [secure_aggregation], which this job is not"
     if job.mode != "federated":
@@ -246,6 +249,10 @@ def coverage(policy: SitePolicy) -> Iterator[str]:
             "no key of privacy demands masks or noise: the server of a job without them sees this client's updates and "
             "the reasons of its failures, and this client evaluates any model"
         )
+
+
+def _has_masks(command: pb.TrainCmd) -> bool:
+    return command.HasField("secure") and command.job.mode == "federated"
 
 
 def _weak_for_samples(policy: SitePolicy, sample: SamplePrivacy | None) -> str:

@@ -189,10 +189,20 @@ def test_a_site_refuses_jobs_without_secure_aggregation(tmp_path: Path, policy: 
     assert refusal(demanded, ledger, command_of()) == ""
     plain, pipeline = pb.TrainCmd(job=pb.JobSpec(mode="federated")), command_of()
     pipeline.job.mode = "pipeline"
-    for weaker in (plain, pipeline):
-        assert "demands a federated job with [secure_aggregation]" in refusal(demanded, ledger, weaker)
-        assert next(iter(policy)) in refusal(demanded, ledger, weaker)
+    assert "demands a federated job with [secure_aggregation]" in refusal(demanded, ledger, plain)
+    assert next(iter(policy)) in refusal(demanded, ledger, plain)
+    assert refusal(demanded, ledger, pipeline) != ""
     assert refusal(SitePolicy.model_validate({}), ledger, plain) == ""
+
+
+def test_any_site_refuses_a_command_without_the_masks_that_its_job_promises(tmp_path: Path) -> None:
+    policy, ledger = SitePolicy.model_validate({}), Ledger(tmp_path)
+    bare, pipeline = command_of(), command_of()
+    bare.ClearField("secure")
+    pipeline.job.mode = "pipeline"
+    assert refusal(policy, ledger, command_of()) == ""
+    for command in (bare, pipeline):
+        assert "asks for an update without masks" in refusal(policy, ledger, command)
 
 
 def test_a_client_tells_its_fingerprint(
