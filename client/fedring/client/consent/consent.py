@@ -110,12 +110,14 @@ class Consent:
             return None
         free = self._approval.free
         job = {key: value for key, value in job_facts(command.job).items() if key not in free}
-        wanted = {"job": job, "free": sorted(free), **self._site}
+        # Compared as text, as a card's name is: for Python, true equals 1.
+        wanted = Card({"job": job, "free": sorted(free), **self._site}, {})
         try:
             cards, _ = self._cards.all()
         except OSError as error:
             return Refusal(NOT_APPROVED, f"the cards of this site cannot be read: {error}")
-        alike = [kept for kept in cards if {key: kept.card.facts.get(key) for key in wanted} == wanted]
+        told = [Card({key: kept.card.facts.get(key) for key in wanted.facts}, {}).text for kept in cards]
+        alike = [kept for kept, text in zip(cards, told, strict=True) if text == wanted.text]
         if self._code.changed() or all(kept.refusal(time.time()) for kept in alike):
             return Refusal(NOT_APPROVED, "this site has approved no card of this job")
         return None

@@ -184,6 +184,17 @@ def test_consent_is_asked_for_once_for_each_card(tmp_path: Path, monkeypatch: py
     assert "not approved" in why(another.refusal(command()))
 
 
+def test_an_evaluation_needs_a_card_with_the_same_values_and_types(tmp_path: Path) -> None:
+    consent = Consent(Approval.model_validate({"mode": "cards"}), tmp_path, ["fedring"], {})
+    assert "not approved" in why(consent.refusal(command(model_args='{"layers": 1}')))
+    cards = Cards(tmp_path)
+    (kept,), _ = cards.all()
+    cards.decide(kept, Decision(time.time(), 0, approved=True))
+    asked = {text: command(model_args=text).job for text in ('{ "layers": 1 }', '{"layers": true}', '{"layers": 1.0}')}
+    found = [why(consent.refusal_to_evaluate(pb.EvaluateCmd(job=job))) for job in asked.values()]
+    assert found == ["", *["this site has approved no card of this job"] * 2]
+
+
 def test_without_the_table_nobody_is_asked(tmp_path: Path) -> None:
     consent = Consent(Approval.model_validate({}), tmp_path, ["fedring"], {})
     assert why(consent.refusal(command())) == ""
