@@ -228,6 +228,9 @@ class Stage:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
             self.average([parameter.grad for parameter in self.stash.parameters if parameter.grad is not None])
+            for parameter in self.stash.parameters:
+                if not parameter.requires_grad:  # the optimizer must leave it as it is, also one with weight decay
+                    parameter.grad = None
         return self.stash.step(keep={*keep, *(kept.version for kept in self._in_flight.values())})
 
     def forget(self) -> None:

@@ -47,9 +47,7 @@ class WeightStashing:
         self.loss_scale = loss_scale
         self.compute_dtype = compute_dtype
         # A step has no micro-batch in flight then, whose backward would miss the weights as they were.
-        self.is_plain = (
-            bound == 1 and compute_dtype is None and loss_scale == 1 and all(p.requires_grad for p in self.parameters)
-        )
+        self.is_plain = bound == 1 and compute_dtype is None and loss_scale == 1
         self.version = 0
         self.skipped = 0
         self.most_kept = 1
@@ -123,9 +121,10 @@ class WeightStashing:
             return self.parameters
         # A leaf from detach() would share autograd's version counter with its parameter, and a later step would make it
         # unusable for backwards. A leaf from `data` has its own counter.
-        leaves = [p.data.to(self.compute_dtype or p.dtype).requires_grad_() for p in self.parameters]
+        leaves = [p.data.to(self.compute_dtype or p.dtype).requires_grad_(p.requires_grad) for p in self.parameters]
         for parameter, leaf in zip(self.parameters, leaves, strict=True):
-            leaf.register_post_accumulate_grad_hook(partial(_take, parameter, self.loss_scale))  # type: ignore[no-untyped-call]  # torch's
+            if leaf.requires_grad:  # a frozen parameter gets no gradient, so that the optimizer leaves it as it is
+                leaf.register_post_accumulate_grad_hook(partial(_take, parameter, self.loss_scale))  # type: ignore[no-untyped-call]  # torch's
         return leaves
 
     def _overflowed(self) -> bool:

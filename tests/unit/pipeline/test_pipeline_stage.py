@@ -128,6 +128,35 @@ def test_replicated_stages_of_pipedream_give_the_result_of_delayed_gradients(
         assert any(one.stash.most_kept > 1 for one in stages)  # older weights were used
 
 
+@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("name", ["gpipe", "pipedream"])
+@pytest.mark.parametrize("frozen", ["0.weight", "0.bias"])
+def test_frozen_parameters_stay_as_they_are(frozen: str, name: str, recompute: bool) -> None:
+    parts, expected, data = layers(), layers(), batches(3)
+    for some in (parts, expected):
+        for part in some:
+            part.get_parameter(frozen).requires_grad_(False)
+    before = values(expected)[0 if frozen == "0.weight" else 1].clone()
+    schedule = make(name, 4, 1)
+    pipeline = LocalPipeline(stages_of(parts, schedule, recompute=recompute), schedule)
+    losses = [pipeline.run([x], [y]).losses[0] for x, y in data]
+    assert losses == pytest.approx(alone(expected, "momentum", data), rel=1e-9)
+    torch.testing.assert_close(values(parts), values(expected), rtol=1e-8, atol=1e-10)
+    assert torch.equal(parts[0].get_parameter(frozen), before)
+
+
+def test_frozen_parameters_of_replicas_do_not_decay() -> None:
+    part, *_ = layers()
+    part.get_parameter("0.bias").requires_grad_(False)
+    stash = WeightStashing(torch.optim.SGD(part.parameters(), lr=0.1, weight_decay=0.5))
+    stage = Stage(part, stash, loss=lambda output, target: output.sum(), average=lambda gradients: None)
+    before = [value.clone() for value in values([part])]
+    stage.forward(0, {"inputs": batches(1)[0][0]}, target=torch.zeros(10))
+    stage.backward(0, {})
+    stage.update()
+    assert [torch.equal(now, then) for now, then in zip(values([part]), before, strict=True)] == [False, True]
+
+
 def test_shapes_may_change_from_micro_batch_to_micro_batch() -> None:
     schedule = make("1f1b", 2, 3)
     parts, expected, ((inputs, targets),) = layers(), layers(), batches(1)

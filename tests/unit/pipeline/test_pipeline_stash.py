@@ -152,12 +152,18 @@ def test_a_parameter_that_is_frozen_during_the_training_keeps_its_value() -> Non
     assert not torch.equal(module.weight, weight)
 
 
-def test_a_frozen_parameter_of_the_optimizer_is_stepped_with_any_bound() -> None:
-    module = nn.Linear(3, 2)
-    module.bias.requires_grad = False
-    stash = WeightStashing(torch.optim.SGD(module.parameters(), lr=1.0))
-    assert not stash.is_plain
-    assert all(weight.requires_grad for weight in stash.weights())
+@pytest.mark.parametrize("bound", [1, 2])
+def test_a_frozen_parameter_of_the_optimizer_is_stepped_once_it_is_not_frozen_any_more(bound: int) -> None:
+    module, stash = stash_of(bound)
+    before = module.bias.detach().clone()
+    for frozen in (True, False):
+        module.bias.requires_grad = not frozen
+        stash.reload()
+        stage = Stage(module, stash, loss=lambda output, target: output.sum())
+        stage.forward(0, {"inputs": torch.ones(2, 3)}, target=torch.ones(2))
+        stage.backward(0, {})
+        stage.update()
+        assert torch.equal(module.bias, before) == frozen
 
 
 def test_an_update_is_skipped_if_a_scaled_gradient_overflows() -> None:
