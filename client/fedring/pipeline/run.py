@@ -199,7 +199,7 @@ class Run:
             if action.kind is Kind.FORWARD:
                 self._note(edge, tensor)
                 received[name] = tensor.requires_grad_() if tensor.is_floating_point() else tensor
-            elif tensor.numel():
+            elif tensor.shape != NO_GRADIENT.shape:  # the gradients of a micro-batch without samples are empty, too
                 received[name] = _sum(received[name], tensor, name) if name in received else tensor
         return received
 

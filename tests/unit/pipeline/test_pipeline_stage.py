@@ -166,6 +166,16 @@ def test_shapes_may_change_from_micro_batch_to_micro_batch() -> None:
     assert report.losses == pytest.approx(alone(expected, "momentum", [(inputs, targets)]), rel=1e-9)
 
 
+@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+def test_a_batch_may_have_fewer_samples_than_there_are_micro_batches(recompute: bool) -> None:
+    schedule = make("1f1b", 4, 4)
+    parts, expected, data = layers(), layers(), batches(2, size=3)
+    pipeline = LocalPipeline(stages_of(parts, schedule, recompute=recompute), schedule)
+    losses = [pipeline.run(x.tensor_split(4), y.tensor_split(4)).losses[0] for x, y in data]
+    assert losses == pytest.approx(alone(expected, "momentum", data), rel=1e-9)
+    torch.testing.assert_close(values(parts), values(expected), rtol=1e-8, atol=1e-10)
+
+
 def test_an_evaluation_runs_the_whole_model_in_evaluation_mode_and_changes_nothing() -> None:
     torch.manual_seed(0)
     parts = [
