@@ -232,8 +232,11 @@ class Ledger:
         """
         if self._told is None:
             return True
-        job, at = self._told
-        return job == _job_of(command) or not 0 <= now - at < TELL_SECONDS
+        return self.has_told(command) or not 0 <= now - self._told[1] < TELL_SECONDS
+
+    def has_told(self, command: pb.TrainCmd) -> bool:
+        """Return whether failures of the command's job were told last."""
+        return self._told is not None and self._told[0] == _job_of(command)
 
     def note_told(self, command: pb.TrainCmd, now: float) -> None:
         """Note durably that the server will learn of a failing job.
@@ -241,7 +244,7 @@ class Ledger:
         Raises:
             OSError: if that is impossible.
         """
-        if self._told is None or self._told[0] != _job_of(command):
+        if not self.has_told(command):
             self._write(told=(_job_of(command), int(now)))
 
     def note_trained(self, command: pb.TrainCmd, samples: int) -> None:
@@ -258,9 +261,12 @@ class Ledger:
 
     def _note(self, command: pb.TrainCmd, note: JobNote) -> None:
         if note != self.note_of(command):
-            key = _job_of(command)
+            key, told = _job_of(command), self._told and self._told[0]
             jobs = {job: each for job, each in self._jobs.items() if job != key} | {key: note}
-            self._write(jobs=dict(list(jobs.items())[-_KEEP_JOBS:]))
+            # The job whose failures were told is kept: it may be told of again at any time, so it must not begin anew.
+            for job in [job for job in jobs if job != told][: max(0, len(jobs) - _KEEP_JOBS)]:
+                del jobs[job]
+            self._write(jobs=jobs)
 
     def _write(
         self,

@@ -120,7 +120,10 @@ def failed_too_often(policy: SitePolicy, ledger: Ledger, command: pb.TrainCmd) -
     Otherwise it is empty.
     """
     most, note = policy.max_failed_rounds, ledger.note_of(command)
-    before = note.failed - ((note.epoch, note.round) == (command.epoch, command.round))
+    # The zeros of the round that failed last may have to be sent again. Once the server was told, they may not: it
+    # could ask for this round with model after model, and learn from the next round of each whether this client failed.
+    again = (note.epoch, note.round) == (command.epoch, command.round) and not ledger.has_told(command)
+    before = note.failed - again
     if not (most and is_covered(command) and before >= most and ledger.may_tell(command, time.time())):
         return ""
     return f"this client has failed in {most} rounds of this job in a row: its privacy.max_failed_rounds"

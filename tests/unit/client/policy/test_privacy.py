@@ -362,6 +362,20 @@ def test_failures_are_told_of_one_job_a_day(tmp_path: Path) -> None:
     assert refusal(policy, again, in_job(4, 20)) == ""
 
 
+def test_a_job_whose_failures_were_told_tells_nothing_more(tmp_path: Path) -> None:
+    ledger, policy = Ledger(tmp_path), SitePolicy.model_validate({"max_failed_rounds": 2})
+    for round_ in (1, 2):
+        ledger.note_failed(in_job(1, round_))
+    assert refusal(policy, ledger, in_job(1, 2)) == ""  # its zeros may have to be sent again
+    ledger.note_told(in_job(1, 3), time.time())
+    for round_ in (2, 3):  # the round that failed last could be asked for with any other model
+        assert refusal(policy, ledger, in_job(1, round_)).startswith("this client has failed in 2 rounds")
+    for job in range(2, 80):  # so many others must not make it forgotten
+        ledger.note_failed(in_job(job, job))
+    assert refusal(policy, Ledger(tmp_path), in_job(1, 99)).startswith("this client has failed in 2 rounds")
+    assert [ledger.note_of(in_job(job, 99)).failed for job in (1, 16, 17, 79)] == [2, 0, 1, 1]
+
+
 def test_what_an_update_counts_for_is_kept_only_where_updates_are_weighed(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path)
     ledger.note_trained(in_job(1, 1), 0)
