@@ -3,16 +3,18 @@
 Whoever changes, removes or adds a line in the middle must write all later lines anew, which changes the last digest,
 the *head*. Somebody else who has noted an earlier head sees that. Lines that are cut off at the end are only seen so.
 
-    {"at":"2026-11-27T08:50:01.123Z","before":"<64 hexadecimal digits>","n":7,"what":"accepted", ...}
+    {"at":"2026-11-27T08:50:01.123Z","before":"<64 hexadecimal digits>","n":7,"salt":"<32>","what":"accepted", ...}
 
-`before` is the SHA-256 of the line before, without its end of line; empty in the first. There is a file for each month,
-and the chain goes on from one to the next.
+`before` is the SHA-256 of the line before, without its end of line; empty in the first. `salt` is 32 random hexadecimal
+digits: whoever has two heads could otherwise guess what the lines between them say, and find out. There is a file for
+each month, and the chain goes on from one to the next.
 """
 
 import hashlib
 import json
 import os
 import re
+import secrets
 import threading
 import time
 from collections.abc import Iterable, Mapping
@@ -29,6 +31,7 @@ MAX_LINE_BYTES = 1 << 16
 
 _FILE = re.compile(r"\d{4}-\d{2}\.jsonl")
 _OWN = frozenset({"at", "before", "n"})
+_SALT_BYTES = 16  # lines of 1.0.0 have no salt
 
 
 class DamagedChain(Exception):
@@ -104,9 +107,8 @@ class Chain:
             for entry in entries:
                 number += 1
                 at = now.isoformat(timespec="milliseconds").replace("+00:00", "Z")
-                line = json.dumps(
-                    {**entry, "at": at, "before": head, "n": number}, sort_keys=True, separators=(",", ":")
-                )
+                own = {"at": at, "before": head, "n": number, "salt": secrets.token_hex(_SALT_BYTES)}
+                line = json.dumps({**entry, **own}, sort_keys=True, separators=(",", ":"))
                 if len(line) >= MAX_LINE_BYTES:
                     raise ValueError(f"a line of {len(line)} bytes is too long")
                 head = _digest(line.encode())

@@ -1,5 +1,6 @@
 """The chained log: what a kill, a bit, a month and a liar do to it."""
 
+import hashlib
 import json
 import os
 import subprocess
@@ -69,6 +70,26 @@ def test_each_line_names_the_one_before(tmp_path: Path) -> None:
     assert lines[-1].head == log.head
     assert lines[2].facts["round"] == 2
     assert (files_of(tmp_path)[0].stat().st_mode & 0o777) == 0o600
+
+
+def test_a_head_does_not_tell_what_its_line_says(tmp_path: Path) -> None:
+    heads = set[str]()
+    for name in ("a", "b"):  # both lines say the same at the same time, as far as anybody else can guess
+        head = opened(tmp_path / name).add({"what": "trains", "epsilon": 1.25})
+        (line,) = read_chain(tmp_path / name)
+        assert line.head == head
+        guessed = {key: value for key, value in line.facts.items() if key != "salt"}
+        text = json.dumps(guessed, sort_keys=True, separators=(",", ":")).encode()
+        assert hashlib.sha256(text).hexdigest() != head
+        heads.add(str(line.facts["salt"]))
+    assert sorted(map(len, heads)) == [32, 32]
+
+
+def test_lines_without_a_salt_are_read_and_followed(tmp_path: Path) -> None:
+    first = '{"at":"2026-11-27T08:50:01.123Z","before":"","n":1,"what":"start"}'
+    (tmp_path / "2026-11.jsonl").write_text(f"{first}\n")
+    opened(tmp_path).add({"what": "stop"})
+    assert [line.before for line in read_chain(tmp_path)] == ["", hashlib.sha256(first.encode()).hexdigest()]
 
 
 def test_another_process_goes_on(tmp_path: Path) -> None:
