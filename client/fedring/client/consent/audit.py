@@ -3,6 +3,7 @@
 No sample, no label and no path is in it.
 """
 
+import hashlib
 import logging
 import logging.handlers
 from collections.abc import Callable
@@ -18,6 +19,8 @@ log = logging.getLogger(__name__)
 
 FOLDER = "audit"
 _SYSLOG = "/dev/log"
+_MOST_TEXT = 500
+"""The most characters of a text that is written as it is: a server chooses some, and a line has no room for any."""
 
 
 class AuditTable(BaseModel):
@@ -82,13 +85,14 @@ class Audit:
 
         Args:
             what: What has happened, one word.
-            facts: Its keys.
+            facts: Its keys. Of a very long text, the beginning is written, with its digest.
 
         Raises:
             OSError: If that is impossible.
         """
         if self._chain is None:
             return ""
+        facts = {key: _shortened(value) for key, value in facts.items()}
         head = self._chain.add({"what": what, **facts})
         self._forward(f"{what} {facts} {head}")
         return head
@@ -106,6 +110,15 @@ class Audit:
         """Close the file."""
         if self._chain is not None:
             self._chain.close()
+
+
+def _shortened(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_shortened(each) for each in value]
+    if not isinstance(value, str) or len(value) <= _MOST_TEXT:
+        return value
+    digest = hashlib.sha256(value.encode()).hexdigest()
+    return f"{value[:_MOST_TEXT]}... ({len(value)} characters with the SHA-256 {digest})"
 
 
 def _forward_to(where: str) -> Callable[[str], None]:
