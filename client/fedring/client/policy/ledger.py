@@ -74,7 +74,8 @@ class Ledger:
                     raise ValueError(f"{count} rounds")
             for entry in known.get("samples", []):
                 key, steps = _sample_entry(entry)
-                self._samples[key] = self._samples.get(key, 0) + steps
+                if steps:  # 1.0.0 has noted trainings of no epochs, too
+                    self._samples[key] = self._samples.get(key, 0) + steps
             for entry in known.get("jobs", []):
                 note = JobNote(**{field: int(entry[field]) for field in JobNote._fields})
                 if min(note) < 0:
@@ -203,7 +204,10 @@ class Ledger:
             OSError: if that is impossible.
         """
         key = (_job_of(command), spent.rate, spent.noise_multiplier)
-        self._write(samples=self._samples | {key: self._samples.get(key, 0) + spent.steps})
+        # A server may ask for any number of epochs, also for none, and this file must be readable afterwards.
+        steps = min(self._samples.get(key, 0) + spent.steps, _MAX_STEPS)
+        if steps:
+            self._write(samples=self._samples | {key: steps})
 
     def note_of(self, command: pb.TrainCmd) -> JobNote:
         """Return this client's memory of the command's job."""
@@ -303,7 +307,7 @@ def _sample_entry(entry: Mapping[str, Any]) -> tuple[tuple[_JobKey, float, float
     """Return the checked key and steps of an account's entry."""
     rate, multiplier, steps = float(entry["rate"]), float(entry["noise_multiplier"]), int(entry["steps"])
     SamplePrivacy.model_validate({"noise_multiplier": multiplier})
-    if not (0 < rate <= 1 and 0 < steps <= _MAX_STEPS):
+    if not (0 < rate <= 1 and 0 <= steps <= _MAX_STEPS):
         raise ValueError(f"{steps} steps with the sampling rate {rate:g}")
     return ((str(entry["run"]), int(entry["job"])), rate, multiplier), steps
 

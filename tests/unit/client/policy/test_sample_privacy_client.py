@@ -1,5 +1,6 @@
 """What a client does with jobs with [sample_dp]: its account, its limits, and what it never sends."""
 
+import json
 import sys
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -129,6 +130,30 @@ def test_an_update_that_is_sent_again_after_a_restart_is_charged_once(
         server.accepted.get(timeout=SECONDS)
     assert server.offers.queue[-1].name == first.name
     assert samples_in(settings) == [entry]
+
+
+def test_a_server_that_asks_for_no_epochs_does_not_spoil_the_account(
+    server: "ScriptedServer", settings: dict[str, Any], model: nn.Module
+) -> None:
+    for number, epochs in ((1, 1), (2, 0), (3, 1)):
+        with client(settings):  # which reads the account
+            server.joins.get(timeout=SECONDS)
+            server.train(server.command(model, round_=number, batch_size=36, epochs=epochs, job=job(number)))
+            server.accepted.get(timeout=SECONDS)
+    assert [(entry["job"], entry["steps"]) for entry in samples_in(settings)] == [(1, 10), (3, 10)]
+
+
+def test_the_account_can_be_read_after_any_number_of_steps(tmp_path: Path) -> None:
+    ledger, many = Ledger(tmp_path), SampledSteps(0.1, 1.0, 2**62)
+    for _ in range(3):
+        ledger.charge_samples(command(), many)
+    ledger.charge_samples(command(2), SampledSteps(0.1, 1.0, 0))
+    (entry,) = account_in(tmp_path)["samples"]
+    assert (entry["job"], entry["steps"]) == (1, 2**63 - 1)
+    assert Ledger(tmp_path).has_charged(command())
+    spoilt = entry | {"job": 2, "steps": 0}  # as 1.0.0 has written it
+    (tmp_path / "privacy.json").write_text(json.dumps({"last": "", "rounds": {}, "samples": [entry, spoilt]}))
+    assert [Ledger(tmp_path).has_charged(command(number)) for number in (1, 2)] == [True, False]
 
 
 def test_a_client_does_not_train_above_its_limit_and_tells_no_figure(
