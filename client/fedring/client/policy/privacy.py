@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from fedring.client.policy.ledger import Ledger
 from fedring.client.policy.promises import dp_of, is_covered, promises_of, sample_dp_of
+from fedring.codec.digest import is_blake3, is_name
 from fedring.daemon.config import ConfigError
 from fedring.privacy.account import NoAccountant, check_accountant
 from fedring.privacy.charges import SkellamCharge
@@ -170,6 +171,9 @@ def refusal(policy: SitePolicy, ledger: Ledger, command: pb.TrainCmd, *, update:
         return "the job has secure_aggregation, and the server asks for an update without masks"
     if not policy.demands:
         return ""
+    if command.HasField("secure") and is_name(command.model_digest) and not is_blake3(command.model_digest):
+        # A model has two names that clients read. What was released for one of them is not found under the other.
+        return "the server names the model by its SHA-256, and could ask this site for the same model twice: use BLAKE3"
     if policy.needs_secure and not _has_masks(command):
         key = "require_secure_aggregation = true" if policy.require_secure_aggregation else "peers"
         return f"this site's privacy.{key} demands a federated job with [secure_aggregation], which this job is not"

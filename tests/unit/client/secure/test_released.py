@@ -5,13 +5,17 @@ import stat
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tests.secure_sums import Client, Group, command_of, integers, names_of, refused, survivors_of, unmask_of
 
+from fedring.client.policy.ledger import Ledger
+from fedring.client.policy.privacy import SitePolicy, refusal
 from fedring.client.secure import released as released_module
 from fedring.client.secure.participant import SecureParticipant
 from fedring.client.secure.released import RELEASED, Released, Sums
 from fedring.client.secure.state import FOLDER, SecureState
+from fedring.codec import Vectors
 from fedring.daemon.config import ConfigError
 from fedring.secure.errors import SecureError
 
@@ -196,3 +200,18 @@ def test_the_same_group_goes_on_from_round_to_round(tmp_path: Path) -> None:
         assert len(group.answers) == 4
         for client in clients.values():
             client.state.finish(group.party(client.name).name)
+
+
+def test_a_site_that_demands_anything_takes_one_name_of_a_model_only(tmp_path: Path) -> None:
+    model, ledger = Vectors(np.ones(3, np.float32), np.zeros(0)), Ledger(tmp_path)
+    names = model.digest(), model.digest(like="0" * 64)
+    assert [model.digest(like=name) == name for name in names] == [True, True]  # clients read both
+    strict = SitePolicy(require_secure_aggregation=True)
+    refusals = []
+    for name in names:
+        command = command_of()
+        command.model_digest = name
+        refusals.append(refusal(strict, ledger, command))
+        assert not refusal(SitePolicy(), ledger, command)  # which only warns of sums that differ by few
+    assert refusals[0] == ""
+    assert "names the model by its SHA-256" in refusals[1]
