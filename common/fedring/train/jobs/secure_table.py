@@ -70,7 +70,7 @@ class SecureAggregation(JobTable):
         ge=1,
         le=1 << 20,
         description='largest weight of one client\'s update, with weights = "samples"; whatever its weight, a client '
-        "adds at most levels times max_weight steps to a sum",
+        "that keeps to the protocol adds at most levels times max_weight steps to a sum",
     )
     group_size: int = Field(
         0,

@@ -121,6 +121,14 @@ def test_clients_of_small_weights_may_fill_the_range_of_the_largest() -> None:
         read_in_pieces(contribution, 16, [])
 
 
+def test_one_client_may_fill_the_range_of_all() -> None:
+    group, payloads = plain_group([[105] * 16 + [13], [0] * 16 + [1], [0] * 16 + [1]])  # as docs/privacy.md says
+    (contribution,) = open_groups([group], a_round(16, most=5), payloads, 16)
+    assert contribution.weight == 15
+    step = float(open_blocks(a_round(16), 16).scales[0])
+    np.testing.assert_array_equal(read_in_pieces(contribution, 16, []), 105 * step)
+
+
 @pytest.mark.parametrize("weights", [(0, 0, 0), (5, 5, 6), (-1, 1, -1)], ids=["none", "too-large", "negative"])
 def test_a_sum_of_weights_that_the_clients_cannot_have_is_refused(weights: Sequence[int]) -> None:
     group, payloads = plain_group([[0] * 16 + [weight] for weight in weights])
