@@ -1,5 +1,6 @@
 """The ledger of a client: spent privacy, and failures told to nobody."""
 
+import hashlib
 import json
 from collections.abc import Mapping
 from math import isfinite
@@ -25,6 +26,7 @@ TELL_SECONDS = 86_400
 
 _JobKey = tuple[str, int]  # the run of the server, and the number of the job in it
 _KEEP_JOBS = 64
+_MOST_RUN = 64  # characters; fl-server gives a run 32
 
 
 class JobNote(NamedTuple):
@@ -313,8 +315,17 @@ def _sample_entry(entry: Mapping[str, Any]) -> tuple[tuple[_JobKey, float, float
 
 
 def _job_of(command: pb.TrainCmd) -> _JobKey:
-    return command.run_id, command.job.job_id
+    return _run_of(command), command.job.job_id
 
 
 def _name_of(command: pb.TrainCmd, noise: str) -> str:
-    return f"{command.run_id} {command.epoch} {command.round} {command.model_digest} {noise}"
+    return f"{_run_of(command)} {command.epoch} {command.round} {command.model_digest} {noise}"
+
+
+def _run_of(command: pb.TrainCmd) -> str:
+    """Return the name of a command's run.
+
+    It is a digest of it if a server has given a very long one.
+    """
+    run = command.run_id
+    return run if len(run) <= _MOST_RUN else hashlib.sha256(run.encode()).hexdigest()

@@ -143,6 +143,20 @@ def test_a_server_that_asks_for_no_epochs_does_not_spoil_the_account(
     assert [(entry["job"], entry["steps"]) for entry in samples_in(settings)] == [(1, 10), (3, 10)]
 
 
+def test_a_server_cannot_fill_the_account_with_names_of_its_runs(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path)
+    for number in range(4):
+        asked = command(dp='{"noise_multiplier": 1.0}')
+        asked.run_id = f"{number}" * 1_000_000
+        ledger.charge_samples(asked, STEPS)
+        ledger.charge(asked, "update")
+        ledger.note_failed(asked)
+        again = Ledger(tmp_path)
+        assert (again.has_charged(asked), again.note_of(asked).failed) == (True, 1)
+    assert len(account_in(tmp_path)["samples"]) == 4
+    assert (tmp_path / "privacy.json").stat().st_size < 5000
+
+
 def test_the_account_can_be_read_after_any_number_of_steps(tmp_path: Path) -> None:
     ledger, many = Ledger(tmp_path), SampledSteps(0.1, 1.0, 2**62)
     for _ in range(3):
