@@ -92,10 +92,13 @@ def test_a_seed_follows_from_the_secret_only_where_masks_or_noise_are_asked_for(
         assert seed not in (own_seed(6, "a"), plan_of(private, "a", ClientSecret(lambda: bytes(32))).seed)
         assert seed == int.from_bytes(derive(private)[:8], "little") >> 1
 
+    masked = command(job=pb.JobSpec(mode="federated"))  # a server that lies leaves the table out
+    assert plan_of(masked, "a", ClientSecret(lambda: SECRET)).seed == int.from_bytes(derive(masked)[:8], "little") >> 1
+
     def unread() -> bytes:
         raise AssertionError
 
-    plain = command(job=pb.JobSpec(mode="federated"))
+    plain = command(job=pb.JobSpec(mode="federated"), secure=None)
     assert plan_of(plain, "a", ClientSecret(unread)).seed == own_seed(6, "a")
 
 
