@@ -225,6 +225,18 @@ def test_messages_of_ranks_that_have_left_since_are_received_from_any_rank(make:
         first.recv_anysource([received], 4).wait()
 
 
+def test_a_receipt_from_any_rank_is_not_coalesced(make: Make) -> None:
+    first, second = make(2)
+    cpu, received = torch.device("cpu"), torch.zeros(2)
+    first._start_coalescing(cpu)
+    with pytest.raises(NotSupported, match="coalesces"):
+        first.recv_anysource([received], 4)
+    first._end_coalescing(cpu).wait()
+    second.send([torch.ones(2)], 0, 4)
+    first.recv_anysource([received], 4).wait()
+    assert received.tolist() == [1.0, 1.0]
+
+
 def test_a_group_of_one_rank_has_nobody_to_receive_from(make: Make) -> None:
     (only,) = make(1)
     with pytest.raises(ValueError, match="no other rank"):

@@ -133,6 +133,11 @@ class Member(_ProcessGroup):  # type: ignore[misc]  # see _ProcessGroup
         self.ring.fail(RingError(text, rank=self.ring.rank))
         self.shutdown()
 
+    @property
+    def coalesces(self) -> bool:
+        """Whether a block of torch's waits for all works together."""
+        return self._coalesced is not None
+
     def _start_coalescing(self, device: torch.device) -> None:
         self._coalesced = []
 

@@ -21,6 +21,7 @@ from fedring.ring.engine.barrier import monitored_barrier
 from fedring.ring.engine.operation import Kind
 from fedring.ring.engine.program import Program
 from fedring.ring.engine.reduction import Reduction
+from fedring.ring.errors import NotSupported
 from fedring.ring.torch.arguments import as_list, check_count, only, only_list, op_name, pairs, rank_of, root_of, tag_of
 from fedring.ring.torch.compiler import opaque
 from fedring.ring.torch.member import Member
@@ -274,9 +275,14 @@ class RingProcessGroup(Member):
 
         Raises:
             ValueError: The group has no other rank.
+            NotSupported: It would be coalesced with others, which start at once.
         """
         if self.ring.size == 1:
             raise ValueError("a group of one rank has no other rank to receive from")
+        if self.coalesces:
+            raise NotSupported(
+                "a message from any rank cannot be received in a block that coalesces: receive it after it"
+            )
         tensor = only(tensors)
         staged = Staged([tensor])
         finish, seconds = storing([staged]), self.seconds()
