@@ -66,7 +66,8 @@ def target_of(grad: Tensor, kept: ErrorFeedback, feedback: Feedback) -> Tensor:
     """
     if feedback == "none":
         return grad.to(torch.float32, copy=True)
-    return grad + kept.own if feedback == "ef" else grad - kept.own
+    exact = grad.to(torch.float32)  # a sum with a float64 gradient would be float64
+    return exact + kept.own if feedback == "ef" else exact - kept.own
 
 
 def settle(kept: ErrorFeedback, target: Tensor, sent: Tensor, feedback: Feedback) -> None:

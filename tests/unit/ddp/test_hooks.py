@@ -208,6 +208,18 @@ def test_a_step_that_is_not_finite_does_not_affect_later_steps(kind: str) -> Non
     assert train(net, state, hook, steps=1).isfinite().all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("kind", ALL)
+def test_a_gradient_of_any_float_dtype_comes_back_as_what_it_was(kind: str, dtype: torch.dtype) -> None:
+    make, hook = ALL[kind]
+    net = model().to(dtype)
+    inputs = torch.randn(4, 24, dtype=dtype, generator=torch.Generator().manual_seed(0))
+    grad = train(net, make(named_parameters=net.named_parameters()), hook, steps=4, values=inputs)
+    assert grad.dtype == dtype
+    assert grad.any()
+    assert grad.isfinite().all()
+
+
 def test_topk_refuses_a_step_that_is_not_finite() -> None:
     net = model()
     state = hooks.TopKState(None, named_parameters=net.named_parameters())
