@@ -281,6 +281,18 @@ def test_a_session_ends_when_its_token_expires(bearers: Site) -> None:
         requests.put(None)
 
 
+@pytest.mark.parametrize("reason", ["revoked_token", "expired_token"])
+def test_what_an_operator_watches_ends_with_the_token(bearers: Site, reason: str) -> None:
+    tokens = bearers.control.tokens
+    made = tokens.create("operator", "eve", valid_seconds=3 if reason == "expired_token" else 0)
+    with open_sync_channel(bearers.fleet.control, bearers.pki.trust(), made.secret) as channel:
+        watch = ControlServiceStub(channel).WatchEvents(pb.WatchEventsRequest(), timeout=SECONDS)
+        watch.initial_metadata()  # it has begun
+        if reason == "revoked_token":
+            tokens.revoke(made.token.token_id)
+        assert refusal(lambda: list(watch)) == (grpc.StatusCode.UNAUTHENTICATED, reason)
+
+
 def test_tls_to_a_plaintext_port_fails(server: Fleet, tmp_path: Path) -> None:
     with open_sync_channel(server.listen, Pki(tmp_path / "pki").trust()) as channel:
         assert refusal(lambda: join(channel, "ann"))[0] is grpc.StatusCode.UNAVAILABLE

@@ -115,6 +115,7 @@ class PortPolicy:
     encrypted: bool = False
     tokens: Callable[[str], Awaitable[Identity]] | None = None  # finds the identity of a token; None = takes no tokens
     revocations: Revocations | None = None  # the certificates that it refuses
+    lapsed: Callable[[Identity], Unauthenticated | None] = lambda who: None  # why a token that was taken is bad by now
 
     async def identify(self, context: Any) -> Identity:
         """Return who makes the call of this context.
@@ -150,6 +151,15 @@ class PortPolicy:
         """Return the serial of the caller's certificate, if it is revocable."""
         return shown(context) if self.encrypted and self.revocations else None
 
+    def ended(self, who: Identity, certificate: Serial | None) -> Unauthenticated | None:
+        """Return why a call may not go on; None if it may.
+
+        Its caller was let in when it began.
+        """
+        if self.revocations and certificate and self.revocations.holds(certificate):
+            return _revoked()
+        return self.lapsed(who) if who.token else None
+
     async def _identity_of(self, bearer: str) -> Identity:
         if self.tokens is None:
             raise Unauthenticated(
@@ -170,17 +180,17 @@ class Auth(aio.ServerInterceptor):
     policy: PortPolicy
     audit: Audit
     tally: AuthCounts = field(default_factory=AuthCounts)
-    _calls: dict[asyncio.Timeout, Serial] = field(default_factory=dict)  # in progress, with a certificate
+    _calls: set["_Call"] = field(default_factory=set)  # in progress, of callers that may lose their right to it
 
     def end_revoked(self) -> None:
-        """End the calls in progress with certificates revoked by now.
+        """End calls in progress whose certificate or token has become bad.
 
-        They end with "revoked_certificate".
+        They end with "revoked_certificate", "revoked_token" or "expired_token".
         """
-        revocations = self.policy.revocations
-        for scope, certificate in [*self._calls.items()] if revocations else ():
-            if revocations and revocations.holds(certificate) and not scope.expired():
-                scope.reschedule(asyncio.get_running_loop().time())
+        for call in [*self._calls]:
+            call.refusal = call.refusal or self.policy.ended(call.who, call.certificate)
+            if call.refusal and not call.scope.expired():
+                call.scope.reschedule(asyncio.get_running_loop().time())
 
     async def intercept_service(self, continuation: Callable[..., Awaitable[Any]], handler_call_details: Any) -> Any:
         method = known = handler_call_details.method
@@ -207,7 +217,7 @@ class Auth(aio.ServerInterceptor):
                 who = await self.policy.identify(context)
                 allow(who, method, request)
                 IDENTITY.set(who)
-            async with self._until_revoked(context):
+            async with self._until_revoked(who, context):
                 yield context
             result = "ok"
         except FedringError as error:
@@ -222,24 +232,34 @@ class Auth(aio.ServerInterceptor):
                 self.audit.write(identity=str(who), peer=context.peer(), verb=verb, result=result)
 
     @asynccontextmanager
-    async def _until_revoked(self, context: Any) -> AsyncIterator[None]:
-        """Run a call's body until its end, or the certificate's revocation."""
+    async def _until_revoked(self, who: Identity, context: Any) -> AsyncIterator[None]:
+        """Run a call's body until it ends, or may not go on."""
         certificate = self.policy.certificate(context)
-        if certificate is None:
+        if certificate is None and not who.token:
             yield
             return
-        scope = asyncio.timeout(None)
+        call = _Call(asyncio.timeout(None), who, certificate)
         try:
-            async with scope:
-                self._calls[scope] = certificate
+            async with call.scope:
+                self._calls.add(call)
                 try:
                     yield
                 finally:
-                    del self._calls[scope]
+                    self._calls.remove(call)
         except TimeoutError:
-            if not scope.expired():
+            if not call.scope.expired() or call.refusal is None:
                 raise
-            raise _revoked() from None
+            raise call.refusal from None
+
+
+@dataclass(eq=False, slots=True)
+class _Call:
+    """A call in progress, with the credentials of its caller."""
+
+    scope: asyncio.Timeout
+    who: Identity
+    certificate: Serial | None
+    refusal: Unauthenticated | None = None  # why it is being ended
 
 
 def allow(who: Identity, method: str, request: Any) -> None:

@@ -93,8 +93,8 @@ class Security:
             tasks.create_task(self.control_entrance.look_after_connections())
 
     async def look_after_revocations(self) -> None:
-        """End calls in progress soon after their certificates are revoked."""
-        while self._config.tls.crl:
+        """End calls in progress soon after their certificates or tokens become bad."""
+        while self._config.tls.crl or self._config.tokens:
             self.public.end_revoked()
             self.control.end_revoked()
             await asyncio.sleep(_LOOK_SECONDS)
@@ -120,6 +120,7 @@ class Security:
             encrypted=encrypted,
             tokens=self.tokens.identify if self._config.tokens else None,
             revocations=self._revocations if self._config.tls.crl else None,
+            lapsed=self.tokens.lapsed,
         )
 
 

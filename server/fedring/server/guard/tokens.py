@@ -118,11 +118,19 @@ class Tokens:
         known = row.digest if row else _digest("")
         if not hmac.compare_digest(_digest(secret), known) or row is None or prefix != _PREFIX:
             raise Unauthenticated("this token is not known here", reason="bad_token")
-        if row.revoked_at is not None:
-            raise Unauthenticated(f"the token {token_id} was revoked", reason="revoked_token")
-        if row.expires_at is not None and time.time() >= row.expires_at:
-            raise Unauthenticated(f"the token {token_id} has expired", reason="expired_token")
-        return Identity(Role(row.role), row.name, token_id, row.expires_at)
+        who = Identity(Role(row.role), row.name, token_id, row.expires_at)
+        if refusal := self.lapsed(who):
+            raise refusal
+        return who
+
+    def lapsed(self, who: Identity) -> Unauthenticated | None:
+        """Return why a caller's token is bad by now, or None."""
+        row = self._rows.get(who.token)
+        if row is not None and row.revoked_at is not None:
+            return Unauthenticated(f"the token {who.token} was revoked", reason="revoked_token")
+        if who.ends_at is not None and time.time() >= who.ends_at:
+            return Unauthenticated(f"the token {who.token} has expired", reason="expired_token")
+        return None
 
     async def _look(self) -> None:
         """Read the store, once for all waiting callers.

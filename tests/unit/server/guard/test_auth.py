@@ -1,5 +1,6 @@
 """The interceptor `Auth` in front of a real server: the cases that tests of whole daemons cannot reach."""
 
+import asyncio
 import json
 import os
 from collections.abc import AsyncIterator
@@ -13,7 +14,7 @@ from tests.control_server import Script
 
 from fedring.rpc.boundary import Boundary
 from fedring.rpc.channel import make_server
-from fedring.rpc.errors import reason_of
+from fedring.rpc.errors import Unauthenticated, reason_of
 from fedring.rpc.identity import IDENTITY, Identity, Role, parse_uri, peer_name, uri_of
 from fedring.server.guard.auth import _READS, _VERBS, REASONS, Auth, AuthCounts, PortPolicy
 from fedring.server.guard.ports import AuditLog
@@ -28,6 +29,11 @@ class Control(Script):
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: Any) -> pb.Status:
         return pb.Status(run_id=str(IDENTITY.get()))
+
+    async def WatchEvents(self, request: pb.WatchEventsRequest, context: Any) -> AsyncIterator[pb.Event]:
+        await context.send_initial_metadata(())
+        await asyncio.Event().wait()
+        yield pb.Event()
 
     async def MoveJob(self, request: pb.MoveJobRequest, context: Any) -> pb.JobList:
         raise NotImplementedError
@@ -90,6 +96,27 @@ async def test_the_handler_learns_who_calls(serve: Any) -> None:
     _, control, _ = await serve(PortPolicy(tokens=bearer))
     status = await control.GetStatus(pb.GetStatusRequest(), metadata=metadata_of("ann"))
     assert status.run_id == "fedring://operator/ann"
+
+
+async def test_calls_end_once_the_token_of_their_caller_is_no_longer_good(serve: Any) -> None:
+    bad: list[str] = []
+
+    async def identify(token: str) -> Identity:
+        return Identity(Role.OPERATOR, token, token=f"id of {token}")
+
+    def lapsed(who: Identity) -> Unauthenticated | None:
+        return Unauthenticated("it was revoked", reason="revoked_token") if who.name in bad else None
+
+    auth, control, _ = await serve(PortPolicy(tokens=identify, lapsed=lapsed))
+    ann, bob = (control.WatchEvents(pb.WatchEventsRequest(), metadata=metadata_of(name)) for name in ("ann", "bob"))
+    for call in (ann, bob):
+        await call.initial_metadata()
+    auth.end_revoked()
+    bad.append("ann")
+    auth.end_revoked()
+    assert await refused(ann.read()) == (grpc.StatusCode.UNAUTHENTICATED, "revoked_token")
+    assert auth.tally.counts()["revoked_token"] == 1
+    assert not bob.done()
 
 
 async def test_a_verb_that_fails_is_audited_and_a_verb_that_only_reads_is_not(serve: Any) -> None:
