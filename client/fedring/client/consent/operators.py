@@ -1,6 +1,7 @@
 """The signature of an operator under a job, checked at a site."""
 
 import hashlib
+import logging
 import time
 from collections.abc import Collection
 from datetime import UTC, datetime
@@ -15,6 +16,8 @@ from fedring.rpc.tls import Tls
 from fedring.signatures.proofs import BadProof, Proof, check_chain, verify
 from fedring.train.orders.signed_job import PREFIX, BadOrder, JobOrder, read_order
 from fedring.v1 import federation_pb2 as pb
+
+log = logging.getLogger(__name__)
 
 _SKEW_SECONDS = 3600  # a clock may be late by so much
 _MOST_KNOWN = 64  # signed jobs that need not be read again
@@ -32,7 +35,7 @@ class Operators:
     """
 
     def __init__(self, allowed: Collection[str], tls: Tls) -> None:
-        self._allowed = allowed
+        self._allowed, self._ca = allowed, tls.ca
         self._authorities = load_authorities(tls.ca) if tls.ca else []
         self._revoked = Revocations(tls.crl, tls.ca)
         self._known: dict[bytes, tuple[JobOrder, list[x509.Certificate]]] = {}  # whose signatures are good
@@ -94,7 +97,7 @@ class Operators:
         try:
             for certificate in chain:
                 check_dates(certificate, f"the signature of {identity.name}")
-            check_chain(chain, self._authorities)
+            check_chain(chain, self._authorities_now())
         except ConfigError as error:
             raise BadOrder("wrong_time", str(error)) from error
         except BadProof as error:
@@ -107,6 +110,15 @@ class Operators:
             text = f"the operator {identity.name} has signed this job, and this site follows only {names}"
             raise BadOrder("unknown_operator", f"{text} (approval.allowed_operators)")
         return identity.name
+
+    def _authorities_now(self) -> list[x509.Certificate]:
+        """Return the authorities in the file, which may have been replaced since."""
+        if self._ca is not None:
+            try:
+                self._authorities = load_authorities(self._ca)
+            except ConfigError as error:  # the file is being written: the next command looks again
+                log.warning("the authorities of operators cannot be read, so the last ones stay in use: %s", error)
+        return self._authorities
 
 
 def _day(at: float) -> str:

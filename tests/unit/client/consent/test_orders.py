@@ -19,6 +19,7 @@ from fedring.client.consent.operators import Operators
 from fedring.client.consent.orders import FILE, Orders
 from fedring.control.signing import signed_by
 from fedring.daemon.config import ConfigError
+from fedring.rpc.identity import Role
 from fedring.rpc.tls import Tls
 from fedring.server.aggregation.strategy import with_settings
 from fedring.server.round.plan import round_command
@@ -78,6 +79,23 @@ def reason(call: Callable[[], object]) -> str:
         call()
     assert len(str(refused.value)) < 900
     return refused.value.reason
+
+
+def test_the_authority_of_operators_can_be_replaced_while_the_client_runs(pki: Pki, tmp_path: Path) -> None:
+    other, ca = Pki(tmp_path / "other"), tmp_path / "ca.crt"
+    other.issue("ann", role=Role.OPERATOR)
+    old, new = ((each.folder / "ca.crt").read_bytes() for each in (pki, other))
+    ca.write_bytes(old)
+    site, job = Orders(Operators(["ann"], Tls(ca=ca)), LABELS, tmp_path / "state"), job_of()
+    first, second = (command_of(job, signed(each, job)) for each in (pki, other))
+    assert site.permit(first).operator == "ann"
+    assert reason(lambda: site.permit(second)) == "unknown_operator"
+    ca.write_bytes(old + new)
+    assert [site.permit(each).operator for each in (first, second)] == ["ann", "ann"]
+    ca.write_bytes(new)
+    assert reason(lambda: site.permit(first)) == "unknown_operator"
+    ca.write_bytes(new[: len(new) // 2])  # it is being written
+    assert site.permit(second).operator == "ann"
 
 
 SCHEDULED = {"lr": {"schedule": "cosine", "start": 0.1, "end": 0.01}, "epochs": 2}
