@@ -1,6 +1,7 @@
 """gRPC channels and servers with the options that fedring needs."""
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ from grpc import aio
 
 from fedring.rpc.tls import PLAINTEXT, Tls, channel_credentials
 
+_LOOPBACK = re.compile(r"127(\.[0-9]{1,8}){1,3}")
 _RETRY = {
     "maxAttempts": 4,
     "initialBackoff": "0.2s",
@@ -131,7 +133,8 @@ def encrypts(address: str, tls: Tls) -> bool:
 def is_loopback(address: str) -> bool:
     """Return whether "host:port" or "unix:path" can be reached from this host only."""
     host = address.rpartition(":")[0].strip("[]")
-    return address.startswith("unix:") or host in ("localhost", "::1") or host.startswith("127.")
+    # By its form, since the name of a host elsewhere may begin with 127, too.
+    return address.startswith("unix:") or host in ("localhost", "::1") or bool(_LOOPBACK.fullmatch(host))
 
 
 def with_calls(channel: aio.Channel, wrap: Callable[..., Callable[..., Any]]) -> aio.Channel:
