@@ -38,7 +38,13 @@ REASONS = (
 
 _HANDSHAKE = "handshake"
 _MOST_PEERS = 1 << 16
-_CLIENTS = {"TrainCmdService", "ModelBlobService", "ClientUpdateService", "RendezvousService"}
+_CLIENTS = {
+    "TrainCmdService",
+    "ModelBlobService",
+    "ClientUpdateService",
+    "RendezvousService",
+    "SecureAggregationService",
+}
 _OPERATORS = {"ControlService", "TokenService"}
 _ANYBODY = {"grpc.health.v1.Health"}
 _READS = ("Get", "List", "Watch")  # calls that change nothing, so they are not written to the audit log

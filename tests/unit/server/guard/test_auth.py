@@ -14,10 +14,11 @@ from tests.control_server import Script
 
 from fedring.rpc.boundary import Boundary
 from fedring.rpc.channel import make_server
-from fedring.rpc.errors import Unauthenticated, reason_of
+from fedring.rpc.errors import NotAllowed, Unauthenticated, reason_of
 from fedring.rpc.identity import IDENTITY, Identity, Role, parse_uri, peer_name, uri_of
-from fedring.server.guard.auth import _READS, _VERBS, REASONS, Auth, AuthCounts, PortPolicy
+from fedring.server.guard.auth import _READS, _VERBS, REASONS, Auth, AuthCounts, PortPolicy, allow
 from fedring.server.guard.ports import AuditLog
+from fedring.server.services import CLIENT_SERVICES
 from fedring.v1 import control_pb2 as pb
 from fedring.v1 import control_pb2_grpc as rpc
 
@@ -134,6 +135,15 @@ def test_every_call_of_operators_that_is_audited_has_the_name_of_a_verb() -> Non
     services = [pb.DESCRIPTOR.services_by_name[name] for name in ("ControlService", "TokenService")]
     calls = {method.name for service in services for method in service.methods}
     assert {call for call in calls if not call.startswith(_READS)} == set(_VERBS)
+
+
+@pytest.mark.parametrize("service", CLIENT_SERVICES)
+@pytest.mark.parametrize("role", [Role.OPERATOR, Role.SERVER])
+def test_only_clients_may_call_what_is_for_clients(service: str, role: Role) -> None:
+    allow(Identity(Role.CLIENT, "a"), f"/{service}/Any", None)
+    with pytest.raises(NotAllowed) as error:
+        allow(Identity(role, "a"), f"/{service}/Any", None)
+    assert error.value.reason == "not_client"
 
 
 def test_every_reason_has_a_count_from_the_start() -> None:
