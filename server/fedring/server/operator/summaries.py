@@ -253,7 +253,7 @@ def wait_summary(open_: OpenRound | None) -> Summary | None:
             return {"what": "aggregation", "have": 0, "need": 0, "clients": [], "until": ""}
         case _:
             what, have, need = "evaluations", len(round_.evaluated), len(round_.evaluators)
-    ends = rd.deadline(round_)
+    ends = rd.waits_until(open_.state, round_)
     until = rfc3339(round(time.time() + ends - now)) if ends < inf else ""
     return {"what": what, "have": have, "need": need, "clients": sorted(waits)[:MOST_NAMES], "until": until}
 

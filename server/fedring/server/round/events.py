@@ -132,6 +132,7 @@ class Round:
     evaluated: frozenset[str] = frozenset()
     reason: str = ""
     steps: Steps | None = None  # those that its kind adds; None = none, or they have not begun
+    held: float = 0.0  # seconds of its phase that do not count as a wait for clients
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +240,16 @@ class Enlisted:
 
 
 @dataclass(frozen=True, slots=True)
+class Held:
+    """A round has waited for its turn, or for people at sites.
+
+    These seconds do not count as a wait for clients.
+    """
+
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class Delivered:
     """Updates of these clients were accepted together."""
 
@@ -323,6 +334,7 @@ Event = (
     | RoundOpened
     | Resumed
     | Delayed
+    | Held
     | Started
     | Enlisted
     | Delivered

@@ -47,7 +47,9 @@ class Keeper:
             round_ = open_.state.round
             if round_ is None or round_.phase not in (Phase.WAITING, Phase.TRAINING):
                 continue
-            left = max(0.0, rd.deadline(round_) - time.monotonic() - less)
+            # While it waits for its turn or for people, a restart must leave its clients the time to come back.
+            now = open_.held_since or time.monotonic() + less
+            left = max(0.0, rd.deadline(round_) - now)
             if left == inf:
                 continue
             open_.row = replace(open_.row, seconds_left=left)

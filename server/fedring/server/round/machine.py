@@ -35,6 +35,7 @@ from fedring.server.round.events import (
     Finish,
     Finished,
     Freed,
+    Held,
     Joined,
     Left,
     LeftBehind,
@@ -132,6 +133,8 @@ def _apply_to_round(round_: Round, event: Event, now: float) -> Round:
         case Delayed(lost):
             steps = round_.steps.delayed(lost) if round_.steps is not None else None
             return replace(round_, since=round_.since + lost, steps=steps)
+        case Held(seconds_) if round_.phase is Phase.WAITING:
+            return replace(round_, held=round_.held + seconds_)
         case Stepped(inner) if round_.steps is not None:
             return replace(round_, steps=round_.steps.happened(inner, now))
         case Failed(client, number):
@@ -146,7 +149,7 @@ def _apply_to_round(round_: Round, event: Event, now: float) -> Round:
     following = {step.ended_by: after.phase for step, after in pairs if step.phase is round_.phase}
     if type(event) not in following:
         raise IllegalEvent(f"{event} while {round_.phase}")
-    moved = replace(round_, phase=following[type(event)], since=now)
+    moved = replace(round_, phase=following[type(event)], since=now, held=0.0)
     match event:
         case Started(clients, steps):
             return replace(moved, selected=clients, steps=steps)
@@ -182,8 +185,7 @@ def wake_at(state: RoundState, now: float) -> float:
         return inf
     graces = (state.members[client].since + round_.rules.grace for client in _absent(state, round_))
     wakes = [at for at in (*graces, stragglers_at(round_), *_leaving(state, round_)) if at > now]
-    if round_.phase is not Phase.WAITING or not _waits_its_turn(state, round_):
-        wakes.append(_wait_ends(state, round_))
+    wakes.append(waits_until(state, round_))
     if _steps_go_on(round_) and round_.steps is not None and not round_.steps.ended:
         wakes += [round_.steps.wake_at(), next_loss(state, now)]
     return min(wakes, default=inf)
@@ -194,7 +196,7 @@ def deadline(round_: Round) -> float:
 
     In monotonic seconds; inf means never.
     """
-    return round_.since + seconds(round_.rules, round_.phase)
+    return round_.since + round_.held + seconds(round_.rules, round_.phase)
 
 
 def stalls_at(round_: Round | None, client: str, moved: float) -> float:
@@ -455,21 +457,37 @@ def given_up(state: RoundState, round_: Round, now: float) -> Effect | None:
 
     None while it may wait for clients.
     """
-    if _waits_its_turn(state, round_):
-        return None
-    return Abandon("barrier_timeout") if now >= _wait_ends(state, round_) else None
+    return Abandon("barrier_timeout") if now >= waits_until(state, round_) else None
 
 
-def _wait_ends(state: RoundState, round_: Round) -> float:
+def waits_until(state: RoundState, round_: Round) -> float:
     """Return the deadline of the phase.
 
-    It is later while people at sites could still let the round begin.
+    In monotonic seconds. It is later while people at sites could still let the round begin, and inf while it waits its
+    turn.
     """
-    rules = round_.rules
-    missing = unapproved(state, rules) if round_.phase is Phase.WAITING else []
-    if missing and len(ready(state, rules)) + len(missing) >= needed(rules):
-        return max(deadline(round_), round_.since + rules.approval_timeout)
+    if round_.phase is Phase.WAITING and _waits_its_turn(state, round_):
+        return inf
+    if round_.phase is Phase.WAITING and _asks_people(state, round_):
+        return max(deadline(round_), round_.since + round_.rules.approval_timeout)
     return deadline(round_)
+
+
+def is_held(state: RoundState) -> bool:
+    """Return whether a round waits for something else than clients.
+
+    It waits for its turn, or for people at sites.
+    """
+    round_ = state.round
+    if round_ is None or round_.phase is not Phase.WAITING:
+        return False
+    return _waits_its_turn(state, round_) or _asks_people(state, round_)
+
+
+def _asks_people(state: RoundState, round_: Round) -> bool:
+    """Return whether people at sites could let the round begin."""
+    missing = unapproved(state, round_.rules)
+    return bool(missing) and len(ready(state, round_.rules)) + len(missing) >= needed(round_.rules)
 
 
 def _waits_its_turn(state: RoundState, round_: Round) -> bool:

@@ -72,6 +72,7 @@ class OpenRound:
     absent: Mapping[str, Member] = field(default_factory=dict)  # those of them that are away
     published: int = 0  # models that its job had published before, if its kind asks for them
     drawn: frozenset[str] = frozenset()  # clients that it takes, from before the command is noted on the disk
+    held_since: float = 0.0  # since when it waits for its turn or for people, monotonic seconds; 0 = it does not
     started: float = 0.0  # when the command was sent, monotonic seconds; 0 = it was not yet
     accepted: dict[str, UpdateRow] = field(default_factory=dict)
     in_memory: set[str] = field(default_factory=set)  # clients whose accepted payloads were never read from the disk

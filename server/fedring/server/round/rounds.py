@@ -422,6 +422,8 @@ class Rounds:
             seconds = time.monotonic() - max(since, round_.since)
             if open_.started:
                 open_.started += seconds
+            if open_.held_since:  # else this time would not count twice
+                open_.held_since = min(time.monotonic(), open_.held_since + seconds)
             self.handle(open_, Delayed(seconds))
 
     def note(self, open_: OpenRound, kind: str, text: str, client: str, *, clients: bool = False) -> None:

@@ -22,6 +22,7 @@ from fedring.server.round.events import (
     Effect,
     Finish,
     Finished,
+    Held,
     MakeModel,
     Phase,
     Round,
@@ -77,6 +78,7 @@ class RoundRunner:
         while True:
             open_.changed.clear()
             now = time.monotonic()
+            self._note_hold(open_, now)
             effect = rd.due(open_.state, now)
             if self._facts.storage.fault and isinstance(effect, Start | Aggregate | Abandon):
                 # What clients offer is refused meanwhile.
@@ -91,6 +93,18 @@ class RoundRunner:
                 with suppress(TimeoutError):  # a deadline is due
                     async with asyncio.timeout(None if wait == inf else max(wait, 0.001)):
                         await open_.changed.wait()
+
+    def _note_hold(self, open_: OpenRound, now: float) -> None:
+        """Note the time of a wait for a turn, or for people.
+
+        If a client goes for a moment, the round waits for it as long as it would have without that.
+        """
+        held, since = rd.is_held(open_.state), open_.held_since
+        if held == bool(since):
+            return
+        open_.held_since = now if held else 0.0
+        if not held and open_.phase is Phase.WAITING:
+            self._rounds.handle(open_, Held(now - since))
 
     async def _perform(self, open_: OpenRound, effect: Effect) -> None:
         match effect:

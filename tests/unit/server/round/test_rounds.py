@@ -9,6 +9,7 @@ from fedring.server.round.events import (
     Abandoned,
     Aggregate,
     Closed,
+    Decided,
     Delayed,
     Delivered,
     Evaluated,
@@ -16,6 +17,7 @@ from fedring.server.round.events import (
     Failed,
     Finish,
     Finished,
+    Held,
     Joined,
     Left,
     Lost,
@@ -28,10 +30,11 @@ from fedring.server.round.events import (
     RoundOpened,
     RoundRules,
     RoundState,
+    Shared,
     Start,
     Started,
 )
-from fedring.server.round.machine import IllegalEvent, apply, due, pending, wake_at
+from fedring.server.round.machine import IllegalEvent, apply, due, is_held, pending, waits_until, wake_at
 
 ALL = frozenset({"a", "b"})
 
@@ -180,6 +183,24 @@ def test_a_resumed_round_has_no_more_time_than_it_had_left() -> None:
     waiting = after(RoundOpened(3, RoundRules(barrier_timeout=60), elapsed=50), now=100.0)
     assert due(waiting, 109.9) is None
     assert due(waiting, 110) == Abandon("barrier_timeout")
+
+
+def test_a_wait_for_people_or_for_its_turn_is_no_wait_for_clients() -> None:
+    rules = RoundRules(min_clients=2, barrier_timeout=60, approval_timeout=1000, job_id=7)
+    here = after(Matched("a"), Matched("b"))
+    asked = after(RoundOpened(3, rules), *(Decided(name, frozenset({7})) for name in "ab"), state=here)
+    second = after(RoundOpened(3, rules), Shared(frozenset("ab")), state=here)
+    for state, until in ((asked, 1000), (second, inf)):
+        assert state.round is not None
+        assert (is_held(state), waits_until(state, state.round)) == (True, until)
+        gone = after(Left("b"), state=state)
+        assert (is_held(gone), due(gone, 300)) == (False, Abandon("barrier_timeout"))
+        waits_for_it = after(Held(300.0), state=gone)
+        assert due(waits_for_it, 359.9) is None
+        assert due(waits_for_it, 360) == Abandon("barrier_timeout")
+    assert due(asked, 999.9) is None
+    assert due(asked, 1000) == Abandon("barrier_timeout")
+    assert not is_held(here)
 
 
 def test_time_in_which_no_client_could_continue_does_not_count() -> None:

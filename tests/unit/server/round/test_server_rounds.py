@@ -3,7 +3,7 @@
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,10 @@ from tests.unit.host import ONES, SIZE, Host, running, spec
 from fedring.codec.digest import name_of
 from fedring.rpc.errors import BadUpdate, DamagedOnTheWay, OtherUpdate, Overloaded, UnknownRound
 from fedring.server.round import machine as rd
-from fedring.server.round.events import Abandon, Joined
+from fedring.server.round.events import Abandon, Joined, Phase
+from fedring.server.round.open_round import OpenRound
 from fedring.server.service import upload_calls
+from fedring.server.sessions.sessions import Session
 from fedring.server.state.rows import LastAccepted
 from fedring.server.state.sql.store import Store
 from fedring.server.update.admission import check_payload
@@ -80,6 +82,57 @@ async def test_an_update_waits_only_for_moments_for_others(host: Host) -> None:
     command, _ = [await host.command(session) for session in sessions]
     async with asyncio.timeout(60):
         assert not (await host.push(sessions[0], command, ONES)).accepted.already
+
+
+def asked(host: Host, client: str) -> Session:
+    """Return a session of a client whose site has not approved job 1."""
+    session = host.join(client)
+    session.unapproved = frozenset({1})
+    host.rounds.works(session)
+    return session
+
+
+def let_an_hour_pass(open_: OpenRound) -> None:
+    """Make a round that waits begin, and be held, an hour earlier."""
+    assert open_.state.round is not None
+    open_.state = replace(open_.state, round=replace(open_.state.round, since=open_.state.round.since - 3600))
+    open_.held_since -= 3600
+
+
+async def seen(what: Callable[[], object]) -> None:
+    """Wait until what is looked for is seen."""
+    async with asyncio.timeout(60):
+        while not what():  # noqa: ASYNC110  # the runner tells nobody
+            await asyncio.sleep(0.01)
+
+
+async def test_a_round_that_waits_for_people_outlasts_a_restart_and_the_absence_of_a_client(tmp_path: Path) -> None:
+    async with running(tmp_path) as host:
+        for client in ("a", "b"):
+            asked(host, client)
+        await host.jobs.start(spec(min_clients=2, barrier_timeout_seconds=60), "")
+        await seen(lambda: any(open_.held_since for open_ in host.rounds))
+        open_ = host.round
+        let_an_hour_pass(open_)
+        session = host.sessions.get("b")
+        assert session is not None
+        host.parts.reports.left(session)
+        await seen(lambda: not open_.held_since)
+        assert open_.phase is Phase.WAITING
+        asked(host, "b")
+        await seen(lambda: open_.held_since)
+        let_an_hour_pass(open_)
+        await host.parts.keeper.save_time(less=1.0)
+    async with running(tmp_path) as host:
+        await seen(lambda: list(host.rounds))
+        assert host.round.row.seconds_left == pytest.approx(60, abs=5)
+        assert host.round.phase is Phase.WAITING
+        sessions = [asked(host, client) for client in ("a", "b")]
+        await seen(lambda: host.round.held_since)
+        for session in sessions:
+            session.unapproved = frozenset()
+            host.rounds.works(session)
+        assert {(await host.command(session)).job.job_id for session in sessions} == {1}
 
 
 async def test_a_stop_while_the_round_starts_ends_it(host: Host) -> None:
