@@ -15,7 +15,7 @@ from fedring.server.state.facts import Facts
 from fedring.server.state.failures import StorageError
 
 _ALL = 1_000_000_000
-_PERIOD = 1.0
+PERIOD = 1.0
 """Seconds between two notes of the time. Each says what will be left at the next one: a kill gives no notice."""
 
 _PRUNE_SECONDS = 1.0
@@ -35,8 +35,8 @@ class Keeper:
         So a restart gives rounds no more time.
         """
         while True:
-            await asyncio.sleep(_PERIOD)
-            await self.save_time(less=_PERIOD)
+            await asyncio.sleep(PERIOD)
+            await self.save_time(less=PERIOD)
 
     async def save_time(self, *, less: float = 0.0) -> None:
         """Note the seconds that the open rounds have left.

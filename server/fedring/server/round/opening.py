@@ -11,6 +11,7 @@ from fedring.server.model.models import Models
 from fedring.server.round import machine as rd
 from fedring.server.round.dispatch import Dispatch
 from fedring.server.round.events import Abandoned, Phase, Resumed, Round, RoundOpened, RoundRules
+from fedring.server.round.keeping import PERIOD
 from fedring.server.round.open_round import CannotResume, KindMaker, OpenRound
 from fedring.server.round.plan import round_command, rules_of
 from fedring.server.round.private_rounds import RoundPrivacy
@@ -114,8 +115,8 @@ class RoundOpener:
             refused = error
         selected, delivered = frozenset(row.selected), frozenset(open_.accepted)
         # An aggregation that the restart cut off is simply due again.
-        # When updates came is not kept: they came no later than now.
-        seconds_each = (elapsed,) * len(delivered)
+        # When updates came is not kept: they came no later than now, or before the first note of the time.
+        seconds_each = (max(elapsed, PERIOD),) * len(delivered)
         rules = self._rules(open_)
         resumed = Round(row.round, rules, Phase.TRAINING, 0.0, selected, delivered, seconds_each, steps=steps)
         rounds.begin(open_, Resumed(resumed, RECOVERY_SECONDS, elapsed))

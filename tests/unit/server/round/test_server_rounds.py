@@ -135,6 +135,23 @@ async def test_a_round_that_waits_for_people_outlasts_a_restart_and_the_absence_
         assert {(await host.command(session)).job.job_id for session in sessions} == {1}
 
 
+async def test_a_restart_within_moments_of_the_command_leaves_nobody_behind_as_a_straggler(tmp_path: Path) -> None:
+    clients = ("a", "b", "c", "d")
+    async with running(tmp_path) as host:
+        sessions = {client: host.join(client) for client in clients}
+        await host.jobs.start(spec(min_clients=4, min_clients_to_aggregate=2, straggler_factor=60), "")
+        commands = {client: await host.command(session) for client, session in sessions.items()}
+        for client in ("a", "b"):
+            await host.offer(host.update(commands[client], client))
+    async with running(tmp_path) as host:
+        sessions = {client: host.join(client) for client in clients}
+        for client in ("c", "d"):
+            await host.offer(host.update(await host.command(sessions[client]), client))
+        assert await host.ended(1) == "completed"
+        (row,) = await host.facts.db(host.store.rounds.newest)
+        assert sorted(row.stats["clients"]) == list(clients)
+
+
 async def test_a_stop_while_the_round_starts_ends_it(host: Host) -> None:
     host.gate.close("rounds.replace")
     job, _ = await host.jobs.start(spec(max_abandoned=5, rounds=5), "")
