@@ -216,8 +216,8 @@ def _encoded(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
         tensors[name] = value.detach().cpu().contiguous()
         return ["tensor", name]
     if isinstance(value, Mapping):
-        if other := next((key for key in value if not isinstance(key, str)), None):
-            raise CannotKeep(f"{path or 'it'} has the key {other!r:.100}, which is no text")
+        if others := [key for key in value if not isinstance(key, str)]:  # which JSON would make texts
+            raise CannotKeep(f"{path or 'it'} has the key {others[0]!r:.100}, which is no text")
         return {key: _encoded(inner, f"{path}/{key}" if path else key, tensors) for key, inner in value.items()}
     if isinstance(value, list | tuple):
         return ["list", *(_encoded(inner, f"{path}/{place}", tensors) for place, inner in enumerate(value))]

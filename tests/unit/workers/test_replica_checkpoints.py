@@ -58,6 +58,7 @@ def test_tensors_that_share_memory_are_kept_each(folder: ReplicaCheckpoints) -> 
     [
         ({"a": {"b": object()}}, "a/b is a object, which is neither a tensor nor a plain value"),
         ({"a": {3: 1}}, "a has the key 3, which is no text"),
+        ({"a": {"state": {0: torch.ones(1), 1: 2}}}, "a/state has the key 0, which is no text"),
     ],
 )
 def test_what_cannot_be_kept_is_named(content: dict[str, Any], clause: str) -> None:
