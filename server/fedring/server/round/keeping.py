@@ -10,14 +10,12 @@ from fedring.server.config import ServerConfig
 from fedring.server.model.models import Models
 from fedring.server.round import machine as rd
 from fedring.server.round.events import Phase
+from fedring.server.round.open_round import PERIOD
 from fedring.server.round.rounds import Rounds
 from fedring.server.state.facts import Facts
 from fedring.server.state.failures import StorageError
 
 _ALL = 1_000_000_000
-PERIOD = 1.0
-"""Seconds between two notes of the time. Each says what will be left at the next one: a kill gives no notice."""
-
 _PRUNE_SECONDS = 1.0
 """Rounds may be shorter, and looking for what is old takes as long for one round as for ten."""
 

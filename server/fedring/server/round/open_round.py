@@ -29,6 +29,10 @@ from fedring.train.orders.commands import client_command
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1.rendezvous_pb2 import Done
 
+PERIOD = 1.0
+"""Seconds between two notes of the time that open rounds have left. Each says what will be left at the next one: a kill
+gives no notice."""
+
 
 @dataclass(slots=True)
 class ClientTraffic:

@@ -11,8 +11,7 @@ from fedring.server.model.models import Models
 from fedring.server.round import machine as rd
 from fedring.server.round.dispatch import Dispatch
 from fedring.server.round.events import Abandoned, Phase, Resumed, Round, RoundOpened, RoundRules
-from fedring.server.round.keeping import PERIOD
-from fedring.server.round.open_round import CannotResume, KindMaker, OpenRound
+from fedring.server.round.open_round import PERIOD, CannotResume, KindMaker, OpenRound
 from fedring.server.round.plan import round_command, rules_of
 from fedring.server.round.private_rounds import RoundPrivacy
 from fedring.server.round.rounds import Rounds
