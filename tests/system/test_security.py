@@ -52,8 +52,15 @@ class Site:
         return dict(self.control.status().refused)
 
     def audit(self) -> list[dict[str, Any]]:
-        """Return the entries of the audit log."""
-        text = (self.fleet.directory / "state" / "server" / "audit.jsonl").read_text()
+        """Return the verbs in the audit log."""
+        return self._lines("audit.jsonl")
+
+    def refusals(self) -> list[dict[str, Any]]:
+        """Return the refusals in the audit log."""
+        return self._lines("refused.jsonl")
+
+    def _lines(self, name: str) -> list[dict[str, Any]]:
+        text = (self.fleet.directory / "state" / "server" / name).read_text()
         return [json.loads(line) for line in text.splitlines()]
 
 
@@ -128,11 +135,11 @@ def test_a_bad_handshake_never_becomes_a_call(mutual: Site, case: str) -> None:
         "expired": mutual.pki.tls("past"),
         "plaintext": PLAINTEXT,
     }[case]
-    before, written = mutual.counts()["handshake"], len(mutual.audit())
+    before, written = mutual.counts()["handshake"], len(mutual.refusals())
     with open_sync_channel(mutual.fleet.listen, tls) as channel:
         assert refusal(lambda: join(channel, "ann"))[0] is grpc.StatusCode.UNAVAILABLE
     until(lambda: mutual.counts()["handshake"] > before)  # the server may notice it a little later
-    assert len(mutual.audit()) == written
+    assert len(mutual.refusals()) == written
 
 
 def test_a_client_refuses_a_server_of_another_authority(mutual: Site) -> None:
@@ -181,21 +188,21 @@ def test_a_caller_is_refused_what_its_identity_does_not_allow(
     after = mutual.counts()
     # On a busy machine, gRPC may repeat a handshake.
     assert {key for key in after if after[key] != before[key]} - {"handshake"} == {reason}
-    assert mutual.audit()[-1]["result"] == reason
+    assert mutual.refusals()[-1]["result"] == reason
 
 
 def test_only_a_caller_with_an_identity_learns_that_a_method_is_unknown(mutual: Site) -> None:
-    before, written = mutual.counts(), len(mutual.audit())
+    before, written = mutual.counts(), len(mutual.refusals())
     with open_sync_channel(mutual.fleet.listen, mutual.pki.tls("nameless")) as channel:
         path = "/made.up.Service/Method"
         assert refusal(lambda: call(channel, path)) == (grpc.StatusCode.UNAUTHENTICATED, "no_identity")
     assert mutual.counts()["no_identity"] == before["no_identity"] + 1
-    assert [line["verb"] for line in mutual.audit()[written:]] == [
+    assert [line["verb"] for line in mutual.refusals()[written:]] == [
         "an unknown method"
     ]  # without the path, which an unknown caller has chosen
     with open_sync_channel(mutual.fleet.listen, mutual.pki.tls("ann")) as channel:
         assert refusal(lambda: call(channel, path)) == (grpc.StatusCode.UNIMPLEMENTED, "unknown_method")
-    assert len(mutual.audit()) == written + 1
+    assert len(mutual.refusals()) == written + 1
 
 
 def call(channel: grpc.Channel, path: str) -> bytes:
@@ -226,7 +233,7 @@ def test_an_invalid_token_is_refused_with_its_reason(bearers: Site, token: str, 
         code, found = refusal(lambda: join(channel, "ann", bearers.tokens.get(token, "")))
     assert (code, found) == (grpc.StatusCode.UNAUTHENTICATED, reason)
     assert bearers.counts()[reason] == before + 1
-    assert bearers.audit()[-1]["result"] == reason
+    assert bearers.refusals()[-1]["result"] == reason
 
 
 def test_a_client_token_is_good_for_that_client_only_and_not_for_operators(bearers: Site) -> None:

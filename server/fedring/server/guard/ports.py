@@ -3,8 +3,8 @@
 import asyncio
 import logging
 import os
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from io import TextIOWrapper
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
@@ -28,8 +28,11 @@ from fedring.server.state.facts import Facts
 
 log = logging.getLogger(__name__)
 
+REFUSED = "refused.jsonl"
+"""The file of the audit log with the refusals."""
+
 _FILE_BYTES = 4 << 20
-_FILES = 5  # older files of the audit log that are kept
+_FILES = 5  # older files of each kind that are kept
 _LOOK_SECONDS = 1.0
 _FEW_CALLS = 48  # of one address at once; the port for flctl serves 64
 
@@ -141,36 +144,54 @@ def warn_of_insecurity(config: ServerConfig) -> None:
 class AuditLog:
     """A log of verbs and refusals, with callers and times.
 
-    Its lines go only to the file.
+    Its lines go only to its files. Refusals have files of their own, since strangers can cause so many that no verb
+    would be left.
 
     Args:
-        path: The file.
-        note: Is called with who has used which verb with which result. Refusals are none: strangers could cause many.
+        path: The file of the verbs. That of the refusals is `refused.jsonl` beside it.
+        note: Is called with who has used which verb with which result. Refusals are none.
     """
 
     def __init__(self, path: Path, note: Callable[[str, str, str], None] = lambda who, verb, result: None) -> None:
         self._note = note
-        try:
-            self._handler = _PrivateFiles(path, maxBytes=_FILE_BYTES, backupCount=_FILES, encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"cannot write {path}: {error.strerror}") from error
-        self._handler.setFormatter(JsonFormatter())
-        self._log = logging.getLogger("audit")
-        self._log.setLevel(logging.INFO)
-        self._log.propagate = False
-        self._log.addHandler(self._handler)
+        with ExitStack() as opened:
+            self._verbs = opened.enter_context(_log_to(path, "audit"))
+            self._refusals = opened.enter_context(_log_to(path.with_name(REFUSED), "audit.refused"))
+            self._stack = opened.pop_all()
 
     def write(self, *, identity: str, peer: str, verb: str, result: str) -> None:
         """Append a line."""
         facts = {"identity": identity, "peer": peer, "verb": verb, "result": result}
-        self._log.info("%s", verb, extra=facts)
-        if result not in REASONS:
+        refused = result in REASONS
+        (self._refusals if refused else self._verbs).info("%s", verb, extra=facts)
+        if not refused:
             self._note(identity, verb, result)
 
     def close(self) -> None:
-        """Close the file."""
-        self._log.removeHandler(self._handler)
-        self._handler.close()
+        """Close the files."""
+        self._stack.close()
+
+
+@contextmanager
+def _log_to(path: Path, name: str) -> Iterator[logging.Logger]:
+    """Let a logger write to a file alone.
+
+    Raises ConfigError if that cannot be written.
+    """
+    try:
+        handler = _PrivateFiles(path, maxBytes=_FILE_BYTES, backupCount=_FILES, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+    handler.setFormatter(JsonFormatter())
+    logger = logging.getLogger(name)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    logger.addHandler(handler)
+    try:
+        yield logger
+    finally:
+        logger.removeHandler(handler)
+        handler.close()
 
 
 class _PrivateFiles(RotatingFileHandler):

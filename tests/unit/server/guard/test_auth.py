@@ -164,10 +164,23 @@ def test_the_audit_log_stays_below_its_limit(tmp_path: Path, monkeypatch: pytest
     audit = AuditLog(tmp_path / "audit.jsonl")
     for _ in range(100):
         audit.write(identity="fedring://client/a", peer="ipv4:1", verb="/v", result="no_identity")
+        audit.write(identity="fedring://operator/a", peer="ipv4:1", verb="stop", result="ok")
     audit.close()
     files = sorted(tmp_path.iterdir())
-    assert len(files) == 6
+    assert len(files) == 12
     assert all(path.stat().st_size <= 1000 for path in files)
+
+
+def test_refusals_never_push_a_verb_out_of_the_audit_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedring.server.guard.ports._FILE_BYTES", 1000)
+    audit = AuditLog(tmp_path / "audit.jsonl")
+    audit.write(identity="fedring://operator/a", peer="ipv4:1", verb="stop", result="ok")
+    for _ in range(100):
+        audit.write(identity="nobody", peer="ipv4:2", verb="an unknown method", result="no_identity")
+    audit.close()
+    (line,) = (tmp_path / "audit.jsonl").read_text().splitlines()
+    assert json.loads(line)["verb"] == "stop"
+    assert "no_identity" in (tmp_path / "refused.jsonl").read_text()
 
 
 def test_nobody_else_can_read_the_audit_log_whatever_the_umask_is(
@@ -184,7 +197,7 @@ def test_nobody_else_can_read_the_audit_log_whatever_the_umask_is(
         audit.close()
     finally:
         os.umask(before)
-    assert [path.stat().st_mode & 0o777 for path in tmp_path.iterdir()] == [0o600] * 3
+    assert [path.stat().st_mode & 0o777 for path in tmp_path.iterdir()] == [0o600] * 4
 
 
 @pytest.mark.parametrize(
