@@ -7,6 +7,7 @@ import asyncio
 import time
 from dataclasses import dataclass
 
+from fedring.train.bounds import MAX_SECONDS
 from fedring.v1 import federation_pb2 as pb
 
 _KEEP = 16
@@ -103,7 +104,7 @@ class WorkInbox:
             The job's assignment, with its new deadline, if the command is the same; else a new assignment, which
             replaces it.
         """
-        deadline = time.monotonic() + command.deadline_seconds
+        deadline = _deadline(command.deadline_seconds)
         key = _job_key(command)
         before = self._newest.get(key)
         if before and before.matches(command, last):
@@ -143,7 +144,7 @@ class WorkInbox:
 
         It replaces one of its job that has not been handed out.
         """
-        order = EvaluationOrder(command, time.monotonic() + command.deadline_seconds)
+        order = EvaluationOrder(command, _deadline(command.deadline_seconds))
         self._evaluations[command.run_id, command.job.job_id] = order
         self._filled.set()
 
@@ -182,6 +183,11 @@ class WorkInbox:
         self._queue = [each for each in self._queue if _job_key(each.command) != key and not each.stop_reason]
         self._queue.insert(0 if first else len(self._queue), assignment)
         self._filled.set()
+
+
+def _deadline(seconds: float) -> float:
+    """Return the time of a deadline, given as any number."""
+    return time.monotonic() + min(max(0.0, seconds), MAX_SECONDS)  # 0, if it is not a number
 
 
 def _job_key(command: pb.TrainCmd) -> tuple[str, int]:

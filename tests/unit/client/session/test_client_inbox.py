@@ -1,9 +1,12 @@
 """Commands: which repeat the current assignment, and which are new work."""
 
+import time
+
 import pytest
 
 from fedring.client.session.inbox import Assignment, WorkInbox
 from fedring.codec.digest import name_of
+from fedring.train.bounds import MAX_SECONDS
 from fedring.v1 import federation_pb2 as pb
 
 BASE, OTHER_BASE = name_of(b"a model"), name_of(b"another model")
@@ -125,3 +128,9 @@ def test_a_command_ends_others_only_where_there_is_no_room_for_it(max_jobs: int)
     inbox = WorkInbox(max_jobs)
     taken = [inbox.train(command(round=number, job=pb.JobSpec(job_id=number)), NOTHING) for number in range(1, 12)]
     assert [each.end_reason for each in taken] == ["next_round"] * (11 - max_jobs) + [""] * max_jobs
+
+
+@pytest.mark.parametrize("seconds", [float("nan"), -1.0, float("inf"), 1e300])
+def test_a_deadline_that_is_no_time_has_passed_or_ends_within_the_longest_one(seconds: float) -> None:
+    assignment = WorkInbox().train(command(deadline_seconds=seconds), NOTHING)
+    assert 0 <= assignment.deadline <= time.monotonic() + MAX_SECONDS
