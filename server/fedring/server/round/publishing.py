@@ -211,9 +211,10 @@ async def publish(facts: Facts, models: Models, privacy: RoundPrivacy, open_: Op
         frozen = open_.command.job.frozen_digest
         model = replace(made, job_id=open_.row.job_id, metrics=ended.stats["metrics"], frozen_digest=frozen)
         try:
-            await facts.db(facts.store.models.publish, model, ended, open_.prepared.charge())
+            files, commit = files_of(model), facts.store.models.publish
+            await facts.db(facts.commit_model, files, commit, model, ended, open_.prepared.charge())
         except StorageFailed:
-            await facts.db(facts.discard, files_of(model))  # they take up the space that is missing
+            await facts.db(facts.discard, files)  # they take up the space that is missing
             raise
         return model, ended
 

@@ -145,6 +145,10 @@ class Blobs(Protocol):
         """
         ...
 
+    def has(self, digest: str) -> bool:
+        """Return whether a blob is there, as far as is known."""
+        ...
+
     def delete(self, digest: str) -> None:
         """Remove a blob if it is there.
 

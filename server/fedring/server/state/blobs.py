@@ -217,6 +217,9 @@ class FileBlobs:
     def range_reader(self, digest: str) -> Callable[[int, int], bytes]:
         return by_range(self, digest)
 
+    def has(self, digest: str) -> bool:
+        return self._path(digest).exists()
+
     def delete(self, digest: str) -> None:
         self._path(digest).unlink(missing_ok=True)
 

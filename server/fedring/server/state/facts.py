@@ -6,7 +6,7 @@ Each kind of work runs in the threads that may do it.
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
@@ -239,6 +239,24 @@ class Facts:
         """
         for digest in set(filter(None, digests)) - self.store.named_blobs():
             self.blobs.delete(digest)
+
+    def commit_model(
+        self, digests: Iterable[str], commit: Callable[P, None], *args: P.args, **kwargs: P.kwargs
+    ) -> None:
+        """Commit the row of a model that was just made.
+
+        What is removed with another job's rows may have the same content. Nothing is removed during a call of `db`.
+
+        Args:
+            digests: The blobs. Empty names are ignored.
+            commit: A transaction.
+
+        Raises:
+            StorageFailed: One of the blobs was removed. Nothing was changed.
+        """
+        if gone := [digest for digest in digests if digest and not self.blobs.has(digest)]:
+            raise StorageFailed("disk_error", f"{gone[0]} was removed with the rows of another model: it is made anew")
+        commit(*args, **kwargs)
 
     def drop_models(self, versions: Sequence[int]) -> None:
         """Remove models with their blobs."""

@@ -95,9 +95,14 @@ class ObjectBlobs:
     def range_reader(self, digest: str) -> Callable[[int, int], bytes]:
         return by_range(self, digest)
 
+    def has(self, digest: str) -> bool:
+        return digest in self._keys
+
     def delete(self, digest: str) -> None:
         self._local.delete(digest)
-        self._remove(self._keys.pop(digest, set()))
+        self._remove(self._keys.get(digest, set()))
+        # Afterwards, and `_put` notes its key before it writes: so what was deleted while it was sealed is not there.
+        self._keys.pop(digest, None)
 
     def partials(self) -> list[str]:
         return self._local.partials()
@@ -134,9 +139,9 @@ class ObjectBlobs:
 
     def _put(self, partial: Partial) -> None:
         key, digest = f"blobs/{self._term}/{partial.digest}", partial.digest
+        self._keys.setdefault(digest, set()).add(key)
         with as_storage_errors():
             obstore.put(self._store, key, _parts(partial), chunk_size=_PART_BYTES, max_concurrency=_PARTS)
-        self._keys.setdefault(digest, set()).add(key)
 
     def _fetch(self, digest: str) -> None:
         """Copy a blob into the local folder."""
