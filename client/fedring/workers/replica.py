@@ -197,7 +197,7 @@ def read_layout(text: str, parameters: Sequence[Tensor]) -> tuple[list[dict[str,
     """
     try:
         layout = parse_json(text)
-        if largest := max((len(entries) for entries in layout), default=0) > _MOST_STATES:
+        if (largest := max((len(entries) for entries in layout), default=0)) > _MOST_STATES:
             raise ValueError(f"{largest} values for one parameter")
         pairs = zip(parameters, layout, strict=True)
         return layout, [{key: _made(entry, of) for key, entry in entries.items()} for of, entries in pairs]

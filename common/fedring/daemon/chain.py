@@ -81,10 +81,8 @@ class Chain:
             _cut_torn(path)
             for line in read_lines(path):
                 self._number, self._head = line.number, line.head
-            if (
-                self._number
-            ):  # The first line of a month may have been lost: then the chain goes on from the one before.
-                break
+            if self._number:
+                break  # A month's first line may have been lost: then the chain goes on from the one before.
 
     @property
     def head(self) -> str:

@@ -20,9 +20,8 @@ def remove_updates_and_rounds(connection: Connection, keep_update_rounds: int, k
     """
     ended = select(rounds.c.round).where(rounds.c.ended_at.is_not(None))
     running = connection.execute(select(jobs.c.job_id).where(jobs.c.state == "running")).scalars().all()
-    keep_update_rounds *= max(
-        1, len(running)
-    )  # of each job that runs, since a client may ask what became of its update
+    # Of each job that runs, since a client may ask what became of its update.
+    keep_update_rounds *= max(1, len(running))
     kept_rounds = ended.order_by(rounds.c.round.desc()).limit(keep_update_rounds)
     held = rounds.c.round.in_(select(updates.c.buffer))  # only few rounds still hold updates
     old = updates.c.buffer.in_(ended.where(held, rounds.c.round.not_in(kept_rounds.scalar_subquery())))
