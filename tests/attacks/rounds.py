@@ -21,7 +21,7 @@ from fedring.codec.schema import Vectors
 from fedring.data import Samples
 from fedring.server.aggregation.modelfile import ModelReader
 from fedring.server.aggregation.rule import RuleError
-from fedring.server.aggregation.versions import ModelVersions, files_of
+from fedring.server.aggregation.versions import ModelVersions
 from fedring.server.config import ServerConfig
 from fedring.server.model.making import ModelMaker
 from fedring.server.state.blobs import FileBlobs
@@ -131,7 +131,7 @@ def run(
                 ended = f"round {number}: {error}"
                 break
             last_median = prepared.stats().get("median_norm", 0.0)
-            for name in {*files_of(model)} - {*files_of(made), ""}:
+            for name in {*model.files} - {*made.files}:
                 blobs.delete(name)
             model = made
         last = _read(blobs, model)

@@ -25,7 +25,7 @@ from fedring.privacy.keystream import SECRET_BYTES
 from fedring.server.aggregation.contributions import HeldValues
 from fedring.server.aggregation.modelfile import ModelReader
 from fedring.server.aggregation.strategy import PastClient, PastRound
-from fedring.server.aggregation.versions import ModelVersions, files_of
+from fedring.server.aggregation.versions import ModelVersions
 from fedring.server.config import ServerConfig
 from fedring.server.model.guards import weight_of
 from fedring.server.model.making import ModelMaker
@@ -172,7 +172,7 @@ class SimulatedServer:
         model = self._maker.next(base, prepared, base.version + 1)
         self._stats = prepared.stats()
         # Both models may share files, so delete only those that the new one does not use.
-        for name in {*files_of(base)} - {*files_of(model), ""}:
+        for name in {*base.files} - {*model.files}:
             self._blobs.delete(name)
         return model
 

@@ -77,7 +77,7 @@ class ModelVersions:
 
         A version is damaged if one of its files is.
         """
-        return [row for row in rows if not all(map(self._is_sound, filter(None, files_of(row))))]
+        return [row for row in rows if not all(map(self._is_sound, row.files))]
 
     def forget(self, kept: Iterable[int]) -> None:
         """Make all versions but these unavailable."""
@@ -177,12 +177,3 @@ class ModelVersions:
         except StorageError:
             return False
         return True
-
-
-def files_of(row: ModelRow) -> tuple[str, ...]:
-    """Return the names of a version's blobs.
-
-    They are empty for blobs that it has not.
-    """
-    own = (row.blob, row.delta_blob, row.residual_blob)
-    return *own, row.optimizer_blob, row.control_blob, row.spread_blob, row.transforms_blob

@@ -6,7 +6,6 @@ It is decided once, when the job starts, and noted with the job. A restarted ser
 import secrets
 from dataclasses import replace
 
-from fedring.server.aggregation.versions import files_of
 from fedring.server.model.models import Models
 from fedring.server.round.opening import RunningJob
 from fedring.server.round.rounds import Rounds
@@ -84,7 +83,7 @@ async def begin(facts: Facts, models: Models, job: JobRow, spec: Job) -> tuple[M
             made = await facts.heavy(models.maker.first, seeded, version, path)
             why = f"starts {f'from {path}' if path else 'fresh'}, as version {version}"
             wanted = replace(made, job_id=job.job_id)
-            await facts.db(facts.commit_model, files_of(wanted), _note, facts, job, wanted, rows, wanted)
+            await facts.db(facts.commit_model, wanted, _note, facts, job, wanted, rows, wanted)
     else:
         models.versions.remember(wanted)  # a model that was damaged when the server started is not known yet
         await facts.db(_note, facts, job, wanted, rows, None)

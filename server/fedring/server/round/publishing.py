@@ -9,7 +9,6 @@ from typing import Any
 from fedring.codec import CodecError
 from fedring.server.aggregation.rule import OptimizerError, RuleError
 from fedring.server.aggregation.strategy import StrategyError
-from fedring.server.aggregation.versions import files_of
 from fedring.server.group import machine as gr
 from fedring.server.model.models import Models
 from fedring.server.model.testset import EvaluationFailed
@@ -211,10 +210,10 @@ async def publish(facts: Facts, models: Models, privacy: RoundPrivacy, open_: Op
         frozen = open_.command.job.frozen_digest
         model = replace(made, job_id=open_.row.job_id, metrics=ended.stats["metrics"], frozen_digest=frozen)
         try:
-            files, commit = files_of(model), facts.store.models.publish
-            await facts.db(facts.commit_model, files, commit, model, ended, open_.prepared.charge())
+            commit, charge = facts.store.models.publish, open_.prepared.charge()
+            await facts.db(facts.commit_model, model, commit, model, ended, charge)
         except StorageFailed:
-            await facts.db(facts.discard, files)  # they take up the space that is missing
+            await facts.db(facts.discard, model.files)  # they take up the space that is missing
             raise
         return model, ended
 

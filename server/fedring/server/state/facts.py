@@ -6,7 +6,7 @@ Each kind of work runs in the threads that may do it.
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
@@ -18,7 +18,7 @@ from fedring.server.state.blob_interfaces import Blobs, Partial
 from fedring.server.state.blobs import MemoryPartial
 from fedring.server.state.failures import FsyncFailed, StorageError, StorageFailed
 from fedring.server.state.lead import Lead
-from fedring.server.state.rows import Acceptance, EventRow, LastAccepted, Pruned, UpdateRow
+from fedring.server.state.rows import Acceptance, EventRow, LastAccepted, ModelRow, Pruned, UpdateRow
 from fedring.server.state.sql.store import Store
 
 log = logging.getLogger(__name__)
@@ -240,21 +240,19 @@ class Facts:
         for digest in set(filter(None, digests)) - self.store.named_blobs():
             self.blobs.delete(digest)
 
-    def commit_model(
-        self, digests: Iterable[str], commit: Callable[P, None], *args: P.args, **kwargs: P.kwargs
-    ) -> None:
+    def commit_model(self, model: ModelRow, commit: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
         """Commit the row of a model that was just made.
 
         What is removed with another job's rows may have the same content. Nothing is removed during a call of `db`.
 
         Args:
-            digests: The blobs. Empty names are ignored.
-            commit: A transaction.
+            model: The row.
+            commit: A transaction that adds it.
 
         Raises:
             StorageFailed: One of the blobs was removed. Nothing was changed.
         """
-        if gone := [digest for digest in digests if digest and not self.blobs.has(digest)]:
+        if gone := [digest for digest in model.files if not self.blobs.has(digest)]:
             raise StorageFailed("disk_error", f"{gone[0]} was removed with the rows of another model: it is made anew")
         commit(*args, **kwargs)
 

@@ -199,6 +199,12 @@ class ModelRow:
     spread_blob: str = ""  # how much each block of the parameters changes, and how long it waits
     transforms_blob: str = ""  # what the transforms that its job names keep (safetensors); empty = nothing
 
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The names of its blobs."""
+        own = (self.blob, self.delta_blob, self.residual_blob, self.optimizer_blob)
+        return tuple(filter(None, (*own, self.control_blob, self.spread_blob, self.transforms_blob)))
+
 
 @dataclass(frozen=True, slots=True)
 class EvaluationRow:

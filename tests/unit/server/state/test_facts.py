@@ -61,7 +61,7 @@ async def test_a_model_whose_file_went_with_another_models_row_is_not_committed(
         return replace(a_model(version, optimizer=optimizer), blob=seal(f"model {version}".encode()))
 
     async def commit(row: ModelRow) -> None:
-        await facts.db(facts.commit_model, [row.blob, row.optimizer_blob, ""], store.models.publish, row)
+        await facts.db(facts.commit_model, row, store.models.publish, row)
 
     await commit(model(1, seal(b"the state of an optimizer")))
     await commit(model(2))  # with which the state of version 1 is old
