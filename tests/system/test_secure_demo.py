@@ -48,7 +48,9 @@ def test_one_command_makes_certificates_and_trains_with_mutual_tls(tmp_path: Pat
     assert "2 workers go on" in (folder / "logs" / "server.log").read_text()
     audit = (folder / "server" / "audit.jsonl").read_text()
     verbs = [json.loads(line)["verb"] for line in audit.splitlines()]
-    assert verbs[:6] == ["token create", "run", "run", "models export", "stop", "token revoke"]
+    assert verbs[:5] == ["token create", "run", "run", "models export", "token revoke"]
+    refused = (folder / "server" / "refused.jsonl").read_text().splitlines()
+    assert json.loads(refused[0])["verb"] == "stop"
     assert (folder / "model.safetensors").stat().st_size > 10_000
     for daemon in ("server", "ann", "bob"):
         pid = int((folder / daemon / "lock").read_text())
