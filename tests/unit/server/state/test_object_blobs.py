@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from obstore.exceptions import GenericError
 from tests.proxy import Change, Proxy
 from tests.s3 import s3_server
 
@@ -58,6 +59,27 @@ def test_a_late_deletion_of_a_deposed_leader_takes_nothing_from_the_next_one(
         assert blob.read(0, 5) == b"model"
     second.close()
     third.close()
+
+
+def test_a_blob_is_read_while_and_after_it_could_not_be_written_again(
+    tmp_path: Path, first: ObjectBlobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digest = sealed(first, b"model")
+    second = opened(tmp_path, 2)
+
+    def fail(*args: object, **options: object) -> None:
+        with second.reader(digest) as blob:
+            assert blob.read(0, 5) == b"model"
+        second._local.delete(digest)
+        raise GenericError("the network is away")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("obstore.put", fail)
+        with pytest.raises(StorageFailed, match="the network is away"):
+            sealed(second, b"model")
+    with second.reader(digest) as blob:
+        assert blob.read(0, 5) == b"model"
+    second.close()
 
 
 def test_an_object_that_was_changed_is_not_read(tmp_path: Path, first: ObjectBlobs) -> None:

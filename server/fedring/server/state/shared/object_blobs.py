@@ -13,7 +13,7 @@ import logging
 import uuid
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from threading import Lock
 
@@ -150,7 +150,7 @@ class ObjectBlobs:
             partial = self._local.open_partial(name, fresh=True)
             try:
                 with as_storage_errors():
-                    for part in obstore.get(self._store, self._newest(digest)).stream(_PART_BYTES):
+                    for part in self._object(digest).stream(_PART_BYTES):
                         partial.write(memoryview(part))
                 if partial.digest != digest:
                     raise StorageError("unreadable", f"the object {digest} does not hold what was written to it")
@@ -159,9 +159,16 @@ class ObjectBlobs:
                 raise
             self._local.seal_many([partial])
 
-    def _newest(self, digest: str) -> str:
-        """Return the key that a blob is read from."""
-        return newest_key(self._keys[digest])
+    def _object(self, digest: str) -> "obstore.GetResult":
+        """Return the newest object of a blob.
+
+        The newest keys may have none: it is being written now, or could not be.
+        """
+        *later, first = sorted(self._keys[digest], key=term_of, reverse=True)
+        for key in later:
+            with suppress(FileNotFoundError):
+                return obstore.get(self._store, key)
+        return obstore.get(self._store, first)
 
     def _list(self, prefix: str) -> dict[str, datetime]:
         """Return when each object below a prefix was written."""
