@@ -6,7 +6,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from logging.handlers import QueueHandler
 from typing import Any
@@ -18,6 +18,7 @@ from tests.ring_groups import ring_groups
 from tests.waiting import until
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
+from torch.distributed.distributed_c10d import _coalescing_manager
 
 from fedring.ring import (
     CollectiveTimeout,
@@ -228,10 +229,10 @@ def test_messages_of_ranks_that_have_left_since_are_received_from_any_rank(make:
 def test_a_receipt_from_any_rank_is_not_coalesced(make: Make) -> None:
     first, second = make(2)
     cpu, received = torch.device("cpu"), torch.zeros(2)
-    first._start_coalescing(cpu)
-    with pytest.raises(NotSupported, match="coalesces"):
+    with pytest.raises(NotSupported, match="coalesces"), _coalescing_manager(first, cpu):
         first.recv_anysource([received], 4)
-    first._end_coalescing(cpu).wait()
+    with pytest.raises(NotSupported, match="was refused"), _coalescing_manager(first, cpu), suppress(NotSupported):
+        first.recv_anysource([received], 4)
     second.send([torch.ones(2)], 0, 4)
     first.recv_anysource([received], 4).wait()
     assert received.tolist() == [1.0, 1.0]

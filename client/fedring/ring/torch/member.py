@@ -133,16 +133,24 @@ class Member(_ProcessGroup):  # type: ignore[misc]  # see _ProcessGroup
         self.ring.fail(RingError(text, rank=self.ring.rank))
         self.shutdown()
 
-    @property
-    def coalesces(self) -> bool:
-        """Whether a block of torch's waits for all works together."""
-        return self._coalesced is not None
+    def break_off(self) -> bool:
+        """End a block that coalesces, as one of its operations is refused.
+
+        After an error, torch does not end it itself.
+
+        Returns:
+            Whether there was such a block.
+        """
+        works, self._coalesced = self._coalesced, None
+        return works is not None
 
     def _start_coalescing(self, device: torch.device) -> None:
         self._coalesced = []
 
     def _end_coalescing(self, device: torch.device) -> RingWork:
-        works, self._coalesced = self._coalesced or [], None
+        works, self._coalesced = self._coalesced, None
+        if works is None:
+            raise NotSupported("an operation of this block was refused, so nothing has waited for the others")
         return together(self.ring, works)
 
     def seconds(self, opts: Any = None, timeout: timedelta | None = None) -> float:

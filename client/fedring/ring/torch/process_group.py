@@ -279,7 +279,7 @@ class RingProcessGroup(Member):
         """
         if self.ring.size == 1:
             raise ValueError("a group of one rank has no other rank to receive from")
-        if self.coalesces:
+        if self.break_off():
             raise NotSupported(
                 "a message from any rank cannot be received in a block that coalesces: receive it after it"
             )
