@@ -5,7 +5,7 @@ Interceptors need both.
 
 import inspect
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, aclosing
 from typing import Any
 
 import grpc
@@ -53,17 +53,18 @@ def around(method: Callable[..., Any], enter: Callable[[Any, Any], AbstractAsync
             context.
 
     Returns:
-        A function of the same kind as `method`.
+        A coroutine function, which gRPC takes in the place of either kind.
     """
 
     async def call(request: Any, context: Any) -> Any:
         async with enter(request, context) as entered:
             return await method(request, entered)
 
-    async def generate(request: Any, context: Any) -> AsyncIterator[Any]:
-        async with enter(request, context) as entered:
-            async for response in method(request, entered):
-                yield response
+    async def write(request: Any, context: Any) -> None:
+        # Written here, not yielded: else a cancellation while a slow reader is waited for is raised in gRPC's code,
+        # which ends the call without a status, and the context manager learns of it later, if at all.
+        async with enter(request, context) as entered, aclosing(method(request, entered)) as responses:
+            async for response in responses:
+                await context.write(response)
 
-    # gRPC also tells the two kinds apart by the function, so the wrapper must be of the same kind.
-    return generate if inspect.isasyncgenfunction(method) else call
+    return write if inspect.isasyncgenfunction(method) else call

@@ -21,6 +21,7 @@ from fedring.server.guard.ports import AuditLog
 from fedring.server.services import CLIENT_SERVICES
 from fedring.v1 import control_pb2 as pb
 from fedring.v1 import control_pb2_grpc as rpc
+from fedring.v1.federation_pb2 import Chunk, FetchModelRequest, ModelBlob
 
 Served = tuple[Auth, rpc.ControlServiceStub, Path]
 
@@ -35,6 +36,10 @@ class Control(Script):
         await context.send_initial_metadata(())
         await asyncio.Event().wait()
         yield pb.Event()
+
+    async def ExportModel(self, request: FetchModelRequest, context: Any) -> AsyncIterator[ModelBlob]:
+        while True:
+            yield ModelBlob(chunk=Chunk(data=bytes(100_000)))
 
     async def MoveJob(self, request: pb.MoveJobRequest, context: Any) -> pb.JobList:
         raise NotImplementedError
@@ -118,6 +123,31 @@ async def test_calls_end_once_the_token_of_their_caller_is_no_longer_good(serve:
     assert await refused(ann.read()) == (grpc.StatusCode.UNAUTHENTICATED, "revoked_token")
     assert auth.tally.counts()["revoked_token"] == 1
     assert not bob.done()
+
+
+async def test_a_slow_reader_learns_that_its_token_is_no_longer_good(serve: Any) -> None:
+    bad: list[str] = []
+
+    async def identify(token: str) -> Identity:
+        return Identity(Role.OPERATOR, token, token=f"id of {token}")
+
+    def lapsed(who: Identity) -> Unauthenticated | None:
+        return Unauthenticated("it was revoked", reason="revoked_token") if who.name in bad else None
+
+    auth, control, _ = await serve(PortPolicy(tokens=identify, lapsed=lapsed))
+    call = control.ExportModel(FetchModelRequest(), metadata=metadata_of("ann"))
+    assert (await call.read()).chunk.data
+    await asyncio.sleep(0.3)  # the server fills what the channel takes, and waits
+    bad.append("ann")
+    auth.end_revoked()
+
+    async def read_on() -> None:
+        while await call.read():
+            pass
+
+    async with asyncio.timeout(20):
+        assert await refused(read_on()) == (grpc.StatusCode.UNAUTHENTICATED, "revoked_token")
+    assert auth.tally.counts()["revoked_token"] == 1
 
 
 async def test_a_verb_that_fails_is_audited_and_a_verb_that_only_reads_is_not(serve: Any) -> None:
