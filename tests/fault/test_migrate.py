@@ -121,7 +121,7 @@ def test_a_move_takes_the_rows_as_they_are_and_leaves_what_is_the_machines_own(
     assert rows(done.aside) == before
     assert is_complete(done.aside)
     left = {path.name for path in state.iterdir()}
-    assert left == {"audit.jsonl", "noise-0-3", "lock", "moved_to", done.aside.name}
+    assert left == {"audit.jsonl", "refused.jsonl", "noise-0-3", "lock", "moved_to", done.aside.name}
     assert not starts(state)
     with pytest.raises(ConfigError, match="was moved there already"):
         move(state, place.state_url, place.blob_url)
