@@ -20,4 +20,4 @@ def test_addresses_of_this_host_are_loopback(address: str) -> None:
 def test_a_name_is_no_loopback_address_however_it_begins(address: str, tmp_path: Path) -> None:
     assert not is_loopback(address)
     with pytest.raises(ValidationError, match="a token must not travel in plaintext"):
-        ClientConfig(server=address, token_file=tmp_path / "token")
+        ClientConfig.model_validate({"server": address, "token_file": tmp_path / "token"})

@@ -10,7 +10,7 @@ from fedring.daemon.chain import read_chain
 
 def test_a_server_cannot_end_the_client_by_words_too_long_for_a_line(tmp_path: Path) -> None:
     name, promise = "\N{MICROSCOPE}" * 100_000, '{"noise_multiplier": 1.0}' + " " * 100_000
-    with closing(Audit(AuditTable(chain=True), tmp_path)) as audit:
+    with closing(Audit(AuditTable.model_validate({"chain": True}), tmp_path)) as audit:
         audit.try_to_note(
             "trains", round=7, name=name, model=name, promises=(promise, promise, promise), reason="r" * 500
         )
