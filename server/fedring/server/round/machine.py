@@ -260,7 +260,9 @@ def unhindered(state: RoundState, rules: RoundRules) -> list[str]:
 
 def unapproved(state: RoundState, rules: RoundRules) -> list[str]:
     """Return the clients whose sites have not approved the job yet, sorted."""
-    return [client for client, member in _suitable(state, rules) if rules.job_id in member.unapproved]
+    # Mostly there are none, which is known without the walk over all others.
+    asked = {client for client, member in state.members.items() if rules.job_id in member.unapproved}
+    return [client for client, _ in _suitable(state, rules) if client in asked] if asked else []
 
 
 def needed(rules: RoundRules) -> int:
