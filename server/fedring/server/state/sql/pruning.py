@@ -5,9 +5,10 @@ from collections.abc import Mapping, Sequence
 from sqlalchemy import Connection, delete, or_, select
 
 from fedring.server.state.ratings import versions_to_keep
-from fedring.server.state.rows import NOT_APPROVED, JobRow, ModelRow
+from fedring.server.state.rows import JobRow, ModelRow
 from fedring.server.state.sql import sealed
 from fedring.server.state.sql.blob_names import STATES
+from fedring.server.state.sql.rounds import COUNTED, PUBLISHED
 from fedring.server.state.sql.tables import commands, evaluations, jobs, models, rounds, updates
 from fedring.server.state.sql.updates import forget_answered, remember
 from fedring.train.jobs.start import version_of
@@ -44,8 +45,7 @@ def _last_rounds(connection: Connection, running: Sequence[int]) -> set[int]:
     """
     found: set[int] = set()
     for job_id in running:
-        counted = rounds.c.ended_at.is_not(None) & (rounds.c.reason != NOT_APPROVED)
-        for which in (counted, rounds.c.model_version > 0):
+        for which in (COUNTED, PUBLISHED):
             query = select(rounds.c.round).where(rounds.c.job_id == job_id, which).order_by(rounds.c.round.desc())
             found.update(connection.execute(query.limit(1)).scalars())
     return found

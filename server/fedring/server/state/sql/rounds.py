@@ -12,6 +12,11 @@ from fedring.server.state.sql.sealed import Row, rows_of
 from fedring.server.state.sql.tables import charges, commands, jobs, models, rounds
 from fedring.server.state.sql.transactions import Database
 
+COUNTED = rounds.c.ended_at.is_not(None) & (rounds.c.reason != NOT_APPROVED)
+"""Rounds that their jobs count as ended."""
+
+PUBLISHED = rounds.c.model_version > 0
+
 _OPENED = select(rounds.c.round).where(rounds.c.ended_at.is_(None))
 _FORGET_ENDED = [delete(table).where(table.c.round.not_in(_OPENED)) for table in KEPT]
 
@@ -82,14 +87,14 @@ class RoundStore:
 
         They were published or abandoned. Pruned ones count, too; those that sites had not approved do not.
         """
-        ended = (rounds.c.job_id == job_id) & rounds.c.ended_at.is_not(None) & (rounds.c.reason != NOT_APPROVED)
-        last = self._database.first(select(rounds).where(ended).order_by(rounds.c.job_round.desc()), RoundRow)
+        ended = select(rounds).where(rounds.c.job_id == job_id, COUNTED)
+        last = self._database.first(ended.order_by(rounds.c.job_round.desc()), RoundRow)
         return last.job_round if last else 0
 
     def last_published(self, job_id: int) -> RoundRow | None:
         """Return a job's newest round with a published model, or None."""
-        published = (rounds.c.job_id == job_id) & (rounds.c.model_version > 0)
-        return self._database.first(select(rounds).where(published).order_by(rounds.c.round.desc()), RoundRow)
+        published = select(rounds).where(rounds.c.job_id == job_id, PUBLISHED)
+        return self._database.first(published.order_by(rounds.c.round.desc()), RoundRow)
 
     def unended(self) -> list[RoundRow]:
         """Return the rounds that have not ended, oldest first.
