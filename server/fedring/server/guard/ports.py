@@ -28,9 +28,7 @@ from fedring.server.state.facts import Facts
 
 log = logging.getLogger(__name__)
 
-REFUSED = "refused.jsonl"
-"""The file of the audit log with the refusals."""
-
+_REFUSED = "refused.jsonl"
 _FILE_BYTES = 4 << 20
 _FILES = 5  # older files of each kind that are kept
 _LOOK_SECONDS = 1.0
@@ -156,7 +154,7 @@ class AuditLog:
         self._note = note
         with ExitStack() as opened:
             self._verbs = opened.enter_context(_log_to(path, "audit"))
-            self._refusals = opened.enter_context(_log_to(path.with_name(REFUSED), "audit.refused"))
+            self._refusals = opened.enter_context(_log_to(path.with_name(_REFUSED), "audit.refused"))
             self._stack = opened.pop_all()
 
     def write(self, *, identity: str, peer: str, verb: str, result: str) -> None:
