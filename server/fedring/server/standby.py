@@ -8,7 +8,7 @@ runs: instead, the newest facts are read again and again.
 import asyncio
 import gc
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -108,10 +108,15 @@ def _open_store(url: str, lead: Lead) -> Store | None:
         raise ConfigError(f"the shared state cannot be used: {error}") from error
 
 
+async def _start(servers: Sequence[aio.Server]) -> None:
+    for server in servers:
+        await server.start()
+
+
 async def _serve(parts: Parts, ports: Ports, lead: Lead) -> None:
+    starting = asyncio.ensure_future(_start(ports.servers))
     try:
-        for server in ports.servers:
-            await server.start()
+        await asyncio.shield(starting)
         await ports.health.set(serving=False, why=f"it waits as a standby: {lead.leader} leads")
         log.info("answers what can be read at %s", ports.addresses["control"], extra=ports.addresses)
         async with asyncio.TaskGroup() as tasks:
@@ -121,6 +126,9 @@ async def _serve(parts: Parts, ports: Ports, lead: Lead) -> None:
         raise group.exceptions[0] from None
     finally:
         parts.journal.close()
+        await (
+            starting
+        )  # A server that was not started keeps its port when it is stopped, and this one is about to lead.
         await asyncio.gather(*(server.stop(None) for server in ports.servers), *(page.stop(0) for page in ports.pages))
 
 
