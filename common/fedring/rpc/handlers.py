@@ -65,6 +65,6 @@ def around(method: Callable[..., Any], enter: Callable[[Any, Any], AbstractAsync
         # which ends the call without a status, and the context manager learns of it later, if at all.
         async with enter(request, context) as entered, aclosing(method(request, entered)) as responses:
             async for response in responses:
-                await context.write(response)
+                await entered.write(response)
 
     return write if inspect.isasyncgenfunction(method) else call

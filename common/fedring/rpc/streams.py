@@ -1,7 +1,7 @@
 """Deadlines and byte counters for gRPC streams."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -91,9 +91,11 @@ async def write(context: Any, message: Any, seconds: float) -> None:
     """
     try:
         async with asyncio.timeout(seconds):
-            await _finish_write(context, message)
+            await finish(context.write(message))
     except TimeoutError:
         raise Stalled(f"the caller read nothing for {seconds:g} s") from None
+    except Exception as error:  # gRPC has no public name for a write to a stream that has ended.
+        raise Gone("the caller has closed the connection") from error
 
 
 async def answer(context: Any, message: Any, seconds: float) -> None:
@@ -135,21 +137,16 @@ async def after_write(writing: asyncio.Lock) -> None:
             await writing.acquire()
 
 
-async def _finish_write(context: Any, message: Any) -> None:
-    """Write a message, and finish it even if cancelled.
+async def finish(sending: Awaitable[None]) -> None:
+    """Wait for something that is being sent, even if cancelled.
 
-    A write that has begun gets half a second to end.
-
-    Raises:
-        Gone: If the caller has closed the connection.
+    It gets half a second to end then.
     """
-    writing = asyncio.ensure_future(context.write(message))
+    task = asyncio.ensure_future(sending)
     try:
-        await asyncio.shield(writing)
+        await asyncio.shield(task)
     except asyncio.CancelledError:
         # gRPC does not stop a write that it has begun, and loses a status that is sent before the write has ended.
         with suppress(Exception):
-            await asyncio.wait_for(writing, _WRITE_GRACE)
+            await asyncio.wait_for(task, _WRITE_GRACE)
         raise
-    except Exception as error:  # gRPC has no public name for a write to a stream that has ended.
-        raise Gone("the caller has closed the connection") from error

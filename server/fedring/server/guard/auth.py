@@ -5,7 +5,7 @@ It goes after the Boundary.
 
 import asyncio
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -16,6 +16,7 @@ from fedring.rpc.errors import FedringError, IdInUse, NotAllowed, Unauthenticate
 from fedring.rpc.handlers import FACTORY, around, unknown_method
 from fedring.rpc.identity import IDENTITY, LOCAL, NOBODY, Identity, Role, certified
 from fedring.rpc.revocation import Revocations, Serial, shown
+from fedring.rpc.streams import finish
 from fedring.v1.federation_pb2 import JoinRequest
 
 REASONS = (
@@ -223,8 +224,8 @@ class Auth(aio.ServerInterceptor):
                 who = await self.policy.identify(context)
                 allow(who, method, request)
                 IDENTITY.set(who)
-            async with self._until_revoked(who, context):
-                yield context
+            async with self._until_revoked(who, context) as entered:
+                yield entered
             result = "ok"
         except FedringError as error:
             result = error.reason
@@ -238,18 +239,18 @@ class Auth(aio.ServerInterceptor):
                 self.audit.write(identity=str(who), peer=context.peer(), verb=verb, result=result)
 
     @asynccontextmanager
-    async def _until_revoked(self, who: Identity, context: Any) -> AsyncIterator[None]:
+    async def _until_revoked(self, who: Identity, context: Any) -> AsyncIterator[Any]:
         """Run a call's body until it ends, or may not go on."""
         certificate = self.policy.certificate(context)
         if certificate is None and not who.token:
-            yield
+            yield context
             return
         call = _Call(asyncio.timeout(None), who, certificate)
         try:
             async with call.scope:
                 self._calls.add(call)
                 try:
-                    yield
+                    yield WholeSends(context)
                 finally:
                     self._calls.remove(call)
         except TimeoutError:
@@ -266,6 +267,32 @@ class _Call:
     who: Identity
     certificate: Serial | None
     refusal: Unauthenticated | None = None  # why it is being ended
+
+
+class WholeSends:
+    """A call's context that ends no send in the middle.
+
+    gRPC notes that the initial metadata are sent when their send has ended. If that is cancelled, or that of a first
+    message that they go with, it sends them again with the status, which fails: the caller would never learn of it. So
+    they go first, since no slow reader delays them.
+    """
+
+    def __init__(self, context: Any) -> None:
+        self._context, self._begun = context, False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)
+
+    async def send_initial_metadata(self, metadata: Sequence[tuple[str, str]]) -> None:
+        """Send the initial metadata."""
+        self._begun = True
+        await finish(self._context.send_initial_metadata(metadata))
+
+    async def write(self, message: Any) -> None:
+        """Send a message."""
+        if not self._begun:
+            await self.send_initial_metadata(())
+        await finish(self._context.write(message))
 
 
 def allow(who: Identity, method: str, request: Any) -> None:

@@ -16,7 +16,7 @@ from fedring.rpc.boundary import Boundary
 from fedring.rpc.channel import make_server
 from fedring.rpc.errors import NotAllowed, Unauthenticated, reason_of
 from fedring.rpc.identity import IDENTITY, Identity, Role, parse_uri, peer_name, uri_of
-from fedring.server.guard.auth import _READS, _VERBS, REASONS, Auth, AuthCounts, PortPolicy, allow
+from fedring.server.guard.auth import _READS, _VERBS, REASONS, Auth, AuthCounts, PortPolicy, WholeSends, allow
 from fedring.server.guard.ports import AuditLog
 from fedring.server.services import CLIENT_SERVICES
 from fedring.v1 import control_pb2 as pb
@@ -123,6 +123,34 @@ async def test_calls_end_once_the_token_of_their_caller_is_no_longer_good(serve:
     assert await refused(ann.read()) == (grpc.StatusCode.UNAUTHENTICATED, "revoked_token")
     assert auth.tally.counts()["revoked_token"] == 1
     assert not bob.done()
+
+
+class SlowToSay:
+    """A call's context whose sends are over long after they have begun, as gRPC sees it."""
+
+    def __init__(self) -> None:
+        self.begun, self.may_end, self.sent = asyncio.Event(), asyncio.Event(), list[object]()
+
+    async def send_initial_metadata(self, metadata: object) -> None:
+        self.begun.set()
+        await self.may_end.wait()
+        self.sent.append(metadata)
+
+    async def write(self, message: object) -> None:
+        self.sent.append(message)
+
+
+@pytest.mark.parametrize("first", ["metadata", "message"])
+async def test_a_call_is_not_ended_before_grpc_knows_that_its_metadata_are_sent(first: str) -> None:
+    context = SlowToSay()
+    whole = WholeSends(context)
+    sending = asyncio.create_task(whole.send_initial_metadata(()) if first == "metadata" else whole.write("it"))
+    await context.begun.wait()
+    sending.cancel()
+    context.may_end.set()
+    with pytest.raises(asyncio.CancelledError):
+        await sending
+    assert context.sent == [()]
 
 
 async def test_a_slow_reader_learns_that_its_token_is_no_longer_good(serve: Any) -> None:
