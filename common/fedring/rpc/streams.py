@@ -12,7 +12,8 @@ from google.protobuf.message import Message
 from fedring.rpc.errors import Gone, Stalled
 
 _T = TypeVar("_T")
-_WRITE_GRACE = 0.5  # seconds that a write may still take after its call was cancelled
+WRITE_GRACE = 0.5
+"""Seconds that a write may still take after its call was cancelled."""
 
 GRPC_PREFIX = 5
 """Bytes that gRPC puts before every message: a flag for compression, and the length."""
@@ -91,7 +92,7 @@ async def write(context: Any, message: Any, seconds: float) -> None:
     """
     try:
         async with asyncio.timeout(seconds):
-            await finish(context.write(message))
+            await _finish(context.write(message))
     except TimeoutError:
         raise Stalled(f"the caller read nothing for {seconds:g} s") from None
     except Exception as error:  # gRPC has no public name for a write to a stream that has ended.
@@ -133,12 +134,12 @@ async def after_write(writing: asyncio.Lock) -> None:
     has ended. One that takes longer than half a second is given up.
     """
     with suppress(TimeoutError):
-        async with asyncio.timeout(_WRITE_GRACE):
+        async with asyncio.timeout(WRITE_GRACE):
             await writing.acquire()
 
 
-async def finish(sending: Awaitable[None]) -> None:
-    """Wait for something that is being sent, even if cancelled.
+async def _finish(sending: Awaitable[None]) -> None:
+    """Wait for a write that has begun, even if cancelled.
 
     It gets half a second to end then.
     """
@@ -148,5 +149,5 @@ async def finish(sending: Awaitable[None]) -> None:
     except asyncio.CancelledError:
         # gRPC does not stop a write that it has begun, and loses a status that is sent before the write has ended.
         with suppress(Exception):
-            await asyncio.wait_for(task, _WRITE_GRACE)
+            await asyncio.wait_for(task, WRITE_GRACE)
         raise

@@ -16,7 +16,7 @@ from fedring.rpc.errors import FedringError, IdInUse, NotAllowed, Unauthenticate
 from fedring.rpc.handlers import FACTORY, around, unknown_method
 from fedring.rpc.identity import IDENTITY, LOCAL, NOBODY, Identity, Role, certified
 from fedring.rpc.revocation import Revocations, Serial, shown
-from fedring.rpc.streams import finish
+from fedring.rpc.streams import WRITE_GRACE
 from fedring.v1.federation_pb2 import JoinRequest
 
 REASONS = (
@@ -187,7 +187,9 @@ class Auth(aio.ServerInterceptor):
     policy: PortPolicy
     audit: Audit
     tally: AuthCounts = field(default_factory=AuthCounts)
-    _calls: set["_Call"] = field(default_factory=set)  # in progress, of callers that may lose their right to it
+    _calls: set["CallInProgress"] = field(
+        default_factory=set
+    )  # in progress, of callers that may lose their right to it
 
     def end_revoked(self) -> None:
         """End calls in progress whose certificate or token has become bad.
@@ -195,9 +197,8 @@ class Auth(aio.ServerInterceptor):
         They end with "revoked_certificate", "revoked_token" or "expired_token".
         """
         for call in [*self._calls]:
-            call.refusal = call.refusal or self.policy.ended(call.who, call.certificate)
-            if call.refusal and not call.scope.expired():
-                call.scope.reschedule(asyncio.get_running_loop().time())
+            if call.refusal is None and (refusal := self.policy.ended(call.who, call.certificate)):
+                call.end(refusal)
 
     async def intercept_service(self, continuation: Callable[..., Awaitable[Any]], handler_call_details: Any) -> Any:
         method = known = handler_call_details.method
@@ -245,14 +246,15 @@ class Auth(aio.ServerInterceptor):
         if certificate is None and not who.token:
             yield context
             return
-        call = _Call(asyncio.timeout(None), who, certificate)
+        call = CallInProgress(asyncio.timeout(None), who, certificate)
         try:
             async with call.scope:
                 self._calls.add(call)
                 try:
-                    yield WholeSends(context)
+                    yield WholeSends(context, call)
                 finally:
                     self._calls.remove(call)
+                    call.over = True
         except TimeoutError:
             if not call.scope.expired() or call.refusal is None:
                 raise
@@ -260,13 +262,28 @@ class Auth(aio.ServerInterceptor):
 
 
 @dataclass(eq=False, slots=True)
-class _Call:
+class CallInProgress:
     """A call in progress, with the credentials of its caller."""
 
     scope: asyncio.Timeout
     who: Identity
     certificate: Serial | None
     refusal: Unauthenticated | None = None  # why it is being ended
+    sending: bool = False
+    over: bool = False
+
+    def end(self, refusal: Unauthenticated) -> None:
+        """Cancel the call, but no send in the middle: see `WholeSends`."""
+        self.refusal = refusal
+        if self.sending:
+            asyncio.get_running_loop().call_later(WRITE_GRACE, self.cancel)
+        else:
+            self.cancel()
+
+    def cancel(self) -> None:
+        """Cancel the call, unless that was done or it is over."""
+        if not self.over and not self.scope.expired():
+            self.scope.reschedule(asyncio.get_running_loop().time())
 
 
 class WholeSends:
@@ -274,11 +291,12 @@ class WholeSends:
 
     gRPC notes that the initial metadata are sent when their send has ended. If that is cancelled, or that of a first
     message that they go with, it sends them again with the status, which fails: the caller would never learn of it. So
-    they go first, since no slow reader delays them.
+    they go first, since no slow reader delays them. A send that has begun has half a second to end, and after it, no
+    other begins. (To shield each of them by a task of its own would cost three times as much as the waiting.)
     """
 
-    def __init__(self, context: Any) -> None:
-        self._context, self._begun = context, False
+    def __init__(self, context: Any, call: CallInProgress) -> None:
+        self._context, self._call, self._begun = context, call, False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._context, name)
@@ -286,13 +304,25 @@ class WholeSends:
     async def send_initial_metadata(self, metadata: Sequence[tuple[str, str]]) -> None:
         """Send the initial metadata."""
         self._begun = True
-        await finish(self._context.send_initial_metadata(metadata))
+        await self._whole(self._context.send_initial_metadata, metadata)
 
     async def write(self, message: Any) -> None:
         """Send a message."""
         if not self._begun:
             await self.send_initial_metadata(())
-        await finish(self._context.write(message))
+        await self._whole(self._context.write, message)
+
+    async def _whole(self, send: Callable[[Any], Awaitable[None]], what: Any) -> None:
+        call = self._call
+        if call.refusal is not None:
+            await asyncio.get_running_loop().create_future()  # until the call is cancelled, in a moment
+        call.sending = True
+        try:
+            await send(what)
+        finally:
+            call.sending = False
+            if call.refusal is not None:
+                call.cancel()
 
 
 def allow(who: Identity, method: str, request: Any) -> None:

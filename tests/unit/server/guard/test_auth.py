@@ -16,7 +16,17 @@ from fedring.rpc.boundary import Boundary
 from fedring.rpc.channel import make_server
 from fedring.rpc.errors import NotAllowed, Unauthenticated, reason_of
 from fedring.rpc.identity import IDENTITY, Identity, Role, parse_uri, peer_name, uri_of
-from fedring.server.guard.auth import _READS, _VERBS, REASONS, Auth, AuthCounts, PortPolicy, WholeSends, allow
+from fedring.server.guard.auth import (
+    _READS,
+    _VERBS,
+    REASONS,
+    Auth,
+    AuthCounts,
+    CallInProgress,
+    PortPolicy,
+    WholeSends,
+    allow,
+)
 from fedring.server.guard.ports import AuditLog
 from fedring.server.services import CLIENT_SERVICES
 from fedring.v1 import control_pb2 as pb
@@ -143,14 +153,33 @@ class SlowToSay:
 @pytest.mark.parametrize("first", ["metadata", "message"])
 async def test_a_call_is_not_ended_before_grpc_knows_that_its_metadata_are_sent(first: str) -> None:
     context = SlowToSay()
-    whole = WholeSends(context)
-    sending = asyncio.create_task(whole.send_initial_metadata(()) if first == "metadata" else whole.write("it"))
+    call = CallInProgress(asyncio.timeout(None), Identity(Role.CLIENT, "ann"), None)
+    whole = WholeSends(context, call)
+
+    async def body() -> None:
+        async with call.scope:
+            await (whole.send_initial_metadata(()) if first == "metadata" else whole.write("it"))
+            await whole.write("more")
+
+    running = asyncio.create_task(body())
     await context.begun.wait()
-    sending.cancel()
+    call.end(Unauthenticated("it was revoked", reason="revoked_token"))
+    await asyncio.wait([running], timeout=0.1)
+    assert not running.done()
     context.may_end.set()
-    with pytest.raises(asyncio.CancelledError):
-        await sending
+    async with asyncio.timeout(20):
+        with pytest.raises(TimeoutError):
+            await running
     assert context.sent == [()]
+    assert call.scope.expired()
+
+
+async def test_a_call_that_is_over_is_not_ended() -> None:
+    call = CallInProgress(asyncio.timeout(None), Identity(Role.CLIENT, "ann"), None, sending=True)
+    async with call.scope:
+        call.end(Unauthenticated("it was revoked", reason="revoked_token"))
+    call.over = True
+    call.cancel()
 
 
 async def test_a_slow_reader_learns_that_its_token_is_no_longer_good(serve: Any) -> None:
