@@ -41,6 +41,7 @@ class Script(rpc.ControlServiceServicer):
         self.watched = asyncio.Event()
         self.damage = False
         self.not_serving = ""
+        self.rounds = [ROUND]  # newest first
         self.models = [pb.Model(version=8, round=7, digest="blake3-" + "ab" * 32, parameters=6, accuracy=0.9)]
 
     async def StartJob(self, request: pb.StartJobRequest, context: Any) -> pb.StartReply:
@@ -68,7 +69,14 @@ class Script(rpc.ControlServiceServicer):
         return pb.JobList(jobs=self.jobs.values())
 
     async def ListRounds(self, request: pb.ListRequest, context: Any) -> pb.RoundList:
-        return pb.RoundList(rounds=[ROUND] if request.round in (0, ROUND.round) else [])
+        found = [
+            each
+            for each in self.rounds
+            if request.job_id in (0, each.job_id)
+            and request.round in (0, each.round)
+            and not 0 < request.below <= each.round
+        ]
+        return pb.RoundList(rounds=found[: request.limit or 100])
 
     async def ListClients(self, request: pb.ListRequest, context: Any) -> pb.ClientList:
         training = pb.Client(client_id="ann", state="watching", activity=fb.ACTIVITY_TRAINING, progress=0.5)

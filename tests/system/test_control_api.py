@@ -22,6 +22,7 @@ from tests import forks
 from tests.conftest import ROOT, missing
 from tests.fleets import Fleet, until_watching
 from tests.ports import free_port
+from tests.waiting import until
 
 JOB: dict[str, Any] = {"name": "script", "rounds": 3, "min_clients": 2, "best_by": "min eval/loss"}
 
@@ -92,6 +93,14 @@ def test_a_watch_that_begins_late_misses_no_round(server: Server) -> None:
     job = server.start(JOB)
     next((event for event in job.events() if event.kind == "round_evaluated"), None)  # or the job has ended already
     assert [row["job_round"] for row in job.watch()] == [1, 2, 3]
+
+
+def test_a_watch_whose_reader_is_slow_misses_no_round(server: Server) -> None:
+    job = server.start(JOB, rounds=8)
+    rows = job.watch()
+    assert next(rows)["job_round"] == 1
+    until(lambda: job.state == "completed")  # the reader is seven rounds behind now
+    assert [row["job_round"] for row in rows] == [2, 3, 4, 5, 6, 7, 8]
 
 
 def test_rows_of_an_abandoned_round_and_the_reason_of_a_failed_job(server: Server) -> None:

@@ -184,25 +184,29 @@ class Control:
         request = pb.ListRequest(limit=limit, job_id=job_id)
         return list(self._call(self._stub.ListJobs, request).jobs)
 
-    def rounds(self, *, job_id: int = 0, number: int = 0, limit: int = 0) -> list[pb.Round]:
+    def rounds(
+        self, *, job_id: int = 0, number: int = 0, limit: int = 0, after: int = 0, below: int = 0
+    ) -> list[pb.Round]:
         """Return rounds, newest first.
 
         Args:
             job_id: Return only rounds of this job; 0 = of all jobs.
             number: Return only the round of this number; 0 = all rounds.
             limit: Most rounds to return; 0 = 100.
+            after: Return only rounds of higher numbers.
+            below: Return only rounds of lower numbers; 0 = all.
         """
-        request = pb.ListRequest(limit=limit or _DEFAULT_ROWS, job_id=job_id, round=number)
+        request = pb.ListRequest(limit=limit or _DEFAULT_ROWS, job_id=job_id, round=number, below=below)
         rounds: list[pb.Round] = []
         while request.limit:
             page = self._call(self._stub.ListRounds, request).rounds
             if not page or (rounds and page[0].round >= rounds[-1].round):  # an older server ignores `below`
                 break
             rounds += page
-            if number:
+            if number or page[-1].round <= after + 1:
                 break
             request.limit, request.below = request.limit - len(page), page[-1].round
-        return rounds
+        return [each for each in rounds if each.round > after and not 0 < below <= each.round]
 
     def clients(self, *, limit: int = 0, search: str = "", state: str = "", skip: int = 0) -> list[pb.Client]:
         """Return the clients that the server knows.

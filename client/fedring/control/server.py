@@ -35,6 +35,7 @@ DEFAULT_SERVER = "127.0.0.1:8444"
 
 _ROUND_ENDED = ("round_evaluated", "round_abandoned")
 _ENDED_PHASES = ("published", "abandoned")
+_ALL = 2**31
 
 
 def connect(
@@ -200,7 +201,7 @@ class Job:
     def _repr_html_(self) -> str | None:
         try:
             message = self.message
-            rows = self._rows(after=0, limit=message.rounds)
+            rows = self._rows()
             rounds = [_view_of(row) for row in rows if row["phase"] in _ENDED_PHASES]
         except Failure:  # then a notebook shows the text of repr()
             return None
@@ -243,10 +244,10 @@ class Job:
         for event in self._control.follow_job(self.id):
             ended = event.kind == "job_ended" and event.job_id == self.id
             if ended or (event.kind in _ROUND_ENDED and event.job_id == self.id):
-                for row in self._rows(after=last, limit=0 if last == 0 or ended else event.round - last):
-                    if ended or int(row["round"] or 0) <= event.round:
-                        yield row
-                        last = int(row["round"] or 0)
+                # The job may be many rounds ahead of its reader. Those are told with their own events.
+                for row in self._rows(after=last, below=0 if ended else event.round + 1):
+                    yield row
+                    last = int(row["round"] or 0)
         check_completed(self.message)
 
     def wait(self) -> Self:
@@ -273,7 +274,7 @@ class Job:
         A row has the fields of a round (docs/flctl.md), `accuracy` and `loss`, which are None where they are not known,
         and every metric under its name, such as "eval/f1".
         """
-        return list(self._rows(after=0, limit=0))
+        return list(self._rows())
 
     def best(self) -> Row | None:
         """Return the row of the best round; None without an evaluated one.
@@ -324,10 +325,15 @@ class Job:
                 raise Failure(str(error).replace(f"{path} ", f"the model of job {self.id} "), Exit.CONFIG) from error
         return model
 
-    def _rows(self, *, after: int, limit: int) -> Iterator[Row]:
-        """Yield the rows of the rounds above `after`, oldest first."""
-        found = self._control.rounds(job_id=self.id, limit=limit or self.message.rounds)
-        return (figures.row(round_) for round_ in reversed(found) if round_.round > after)
+    def _rows(self, *, after: int = 0, below: int = 0) -> Iterator[Row]:
+        """Yield the rows of the rounds above `after`, oldest first.
+
+        Those from `below` on are left out; 0 = none.
+        """
+        # A job may have had more rounds than it asks for, since those that its sites had not approved do not count.
+        limit = below - 1 - after if below else _ALL
+        found = self._control.rounds(job_id=self.id, limit=min(limit, _ALL), after=after, below=below)
+        return (figures.row(round_) for round_ in reversed(found))
 
     def _version(self, which: str) -> int:
         if which == "best":

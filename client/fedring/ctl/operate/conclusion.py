@@ -16,7 +16,7 @@ _MOST_NAMED = 5  # clients in the sentence
 
 def conclude(control: Control, job: pb.Job) -> str:
     """Return the sentence about a job that has completed."""
-    return conclusion(job, control.rounds(job_id=job.job_id, limit=min(job.rounds, MOST_ROUNDS)))
+    return conclusion(job, control.rounds(job_id=job.job_id, limit=MOST_ROUNDS))
 
 
 def conclusion(job: pb.Job, rounds: Sequence[pb.Round]) -> str:

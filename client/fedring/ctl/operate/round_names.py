@@ -56,6 +56,11 @@ def _of_job(control: Control, job_id: int, job_round: int) -> list[pb.Round]:
     newest = next(iter(control.rounds(job_id=job_id, limit=1)), None)
     if newest is None or not 0 < job_round <= newest.job_round:
         return []
-    # A job counts its rounds without gaps, so this many lead back to the one that is wanted.
-    rounds = control.rounds(job_id=job_id, limit=newest.job_round - job_round + 1)
-    return [round_ for round_ in rounds if round_.job_round == job_round]
+    # A job counts its rounds without gaps, so this many lead back to the one that is wanted; or more, since those that
+    # its sites had not approved have the number of the next one.
+    below, limit = 0, newest.job_round - job_round + 1
+    while limit > 0 and (rounds := control.rounds(job_id=job_id, limit=limit, below=below)):
+        if found := [round_ for round_ in rounds if round_.job_round == job_round]:
+            return found
+        below, limit = rounds[-1].round, rounds[-1].job_round - job_round
+    return []
