@@ -92,7 +92,7 @@ class Script(rpc.ControlServiceServicer):
         return pb.Privacy(delta=request.delta or 1e-5, epsilon=7.08, rounds=50, rounds_without=2, jobs=[job])
 
     async def ListModels(self, request: pb.ListRequest, context: Any) -> pb.ModelList:
-        return pb.ModelList(models=self.models)
+        return pb.ModelList(models=self.models[: request.limit or 100])
 
     async def WatchEvents(self, request: pb.WatchEventsRequest, context: Any) -> AsyncIterator[pb.Event]:
         place = next((i for i, e in enumerate(self.events) if request.after and e.id > request.after), len(self.events))

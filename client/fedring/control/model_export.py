@@ -27,6 +27,8 @@ def write_model(stream: Iterable[fb.ModelBlob], path: Path, *, exact: bool = Fal
     Raises:
         Failure: The model is damaged or cannot be decoded, or the file cannot be written.
     """
+    from safetensors import SafetensorError
+
     from fedring.train.tensors.files import save_vectors  # imports torch, which most verbs do not need
 
     blobs = iter(stream)
@@ -46,8 +48,9 @@ def write_model(stream: Iterable[fb.ModelBlob], path: Path, *, exact: bool = Fal
         raise Failure(f"the model arrived damaged: {error}: try again", Exit.TRY_AGAIN) from error
     try:
         save_vectors(schema, vectors, path)
-    except OSError as error:
-        raise Failure(f"cannot write {path}: {error.strerror or error}") from error
+    except (OSError, SafetensorError) as error:
+        why = (error.strerror if isinstance(error, OSError) else "") or error
+        raise Failure(f"cannot write {path}: {why}") from error
     return header
 
 

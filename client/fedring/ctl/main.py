@@ -1,5 +1,6 @@
 """flctl: the operator's command line."""
 
+import errno
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -22,6 +23,7 @@ _app = typer.Typer(
     context_settings=verbs.HELP_NAMES,
     epilog="Start here:\n\nflctl try\n\nflctl help run\n\nflctl help exit-codes",
 )
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _MOVABLE = ("-s", "--server", "-o", "--output", "--tls-ca", "--tls-cert", "--tls-key", "--token-file")
 
 
@@ -98,6 +100,8 @@ def _sentence(error: Exception) -> tuple[str, Exit] | None:
     elif isinstance(error, OSError) and error.filename is not None:
         # of a file that a verb could not check before: the disk is full, or a folder has its name
         text, code = f"{error.filename}: {error.strerror}", Exit.FAILED
+    elif isinstance(error, OSError) and error.errno in _FULL:
+        text, code = f"cannot write any more: {error.strerror}", Exit.FAILED
     elif sentence := missing(error):
         text, code = sentence, Exit.CONFIG
     else:

@@ -13,6 +13,8 @@ from fedring.rpc.address import check_address
 from fedring.untrusted import parse_json
 
 DEFAULT_SERVER = "127.0.0.1:8444"
+MOST_ROWS = 10**9
+"""The largest number of rows that can be asked for."""
 
 
 def checked_address(option: typer.CallbackParam, address: str) -> str:
@@ -49,7 +51,7 @@ KeyOption = Annotated[
         help="Idempotency key: a second call with the same key and job starts nothing; by default it is new.",
     ),
 ]
-LimitOption = Annotated[int, typer.Option("--limit", "-n", min=1, help="Most rows to show.")]
+LimitOption = Annotated[int, typer.Option("--limit", "-n", min=1, max=MOST_ROWS, help="Most rows to show.")]
 
 
 def make_out_folder(path: Path) -> None:

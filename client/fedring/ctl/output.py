@@ -128,6 +128,14 @@ def warn(text: str) -> None:
     stderr_console().print(text, soft_wrap=True)
 
 
+def say(*lines: str) -> None:
+    """Print lines for people on stdout.
+
+    Control characters in them are escaped, as in tables.
+    """
+    print(*map(visible, lines), sep="\n", flush=True)
+
+
 def size(count: float) -> str:
     """Format a number of bytes in decimal units, such as "4.80 MB"."""
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):

@@ -3,7 +3,9 @@
 import asyncio
 import json
 import re
+import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import grpc
@@ -15,6 +17,7 @@ from tests.control_server import ROUND, SECONDS, Server
 
 from fedring.control.calls import Control
 from fedring.control.failure import Failure
+from fedring.ctl.main import main
 from fedring.daemon.exits import Exit
 from fedring.rpc.channel import make_server
 from fedring.rpc.errors import (
@@ -329,6 +332,37 @@ def test_a_model_can_be_named_by_words(server: Server, flctl: Call, tmp_path: Pa
     for name, version in (("best", 5), ("newest", 8), ("0", 8), ("4", 4)):
         assert json.loads(export(name)[1])["version"] == version
     assert export("bst") == (Exit.USAGE, "", "flctl: 'bst' names no version: give newest, best or a number\n")
+
+
+def test_the_best_of_very_many_models_is_found(server: Server, flctl: Call, tmp_path: Path) -> None:
+    older = [pb.Model(version=version, best_of_job=version == 3) for version in range(200, 0, -1)]
+    server.script.models = older
+    code, out, _ = flctl("models", "export", "best", "--out", tmp_path / "model.safetensors", "--output", "json")
+    assert (code, json.loads(out)["version"]) == (0, 3)
+
+
+def test_a_model_that_cannot_be_written_is_one_sentence(server: Server, flctl: Call, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.part").mkdir()
+    code, _, err = flctl("models", "export", "newest", "--out", tmp_path / "model.safetensors")
+    assert (code, err.count("\n")) == (Exit.FAILED, 1)
+    assert err.startswith(f"flctl: cannot write {tmp_path / 'model.safetensors'}: ")
+
+
+@pytest.mark.parametrize("verb", ["rounds", "clients", "jobs", "models"])
+def test_more_rows_than_a_message_can_ask_for_are_refused(server: Server, flctl: Call, verb: str) -> None:
+    code, _, err = flctl(verb, "--limit", "5000000000")
+    assert (code, "--limit" in err) == (Exit.USAGE, True)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has /dev/full")
+def test_a_full_disk_behind_stdout_is_one_sentence(
+    server: Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with suppress(OSError), Path("/dev/full").open("w") as full:  # closing it fails, too
+        monkeypatch.setattr(sys, "stdout", full)
+        assert main(["status"]) == Exit.FAILED
+    monkeypatch.undo()
+    assert capsys.readouterr().err == "flctl: cannot write any more: No space left on device\n"
 
 
 def test_a_model_that_was_damaged_in_transit_is_not_written(server: Server, flctl: Call, tmp_path: Path) -> None:

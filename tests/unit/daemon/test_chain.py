@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from random import Random
@@ -241,6 +242,19 @@ def test_a_server_that_writes_its_history_anew_is_found(tmp_path: Path) -> None:
     client, server = sides(tmp_path)
     forged = rewritten(tmp_path / "forged", server, 1, round=9)
     assert "names a head that the server does not have" in " ".join(contradictions(client, forged))
+
+
+@pytest.mark.parametrize("key", ["what", "update", "server_head", "client", "side"])
+def test_a_log_of_the_other_side_may_hold_anything(
+    tmp_path: Path, key: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    client, _ = sides(tmp_path)
+    for value in ([1], {"a": 1}, 7, None, "\x1b]0;owned\x07"):
+        place = tmp_path / f"forged-{key}-{value!r:.5}"
+        rewritten(place, client, len(client) - 1, **{key: value})
+        with suppress(Failure):
+            verify(place, tmp_path / "server")
+    assert not {"\x1b", "\x07"} & set("".join(capsys.readouterr()))
 
 
 def test_a_log_whose_end_was_cut_off_is_found(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """flctl audit: check the chained logs of clients and of the server."""
 
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -8,7 +9,7 @@ import typer
 
 from fedring.control.failure import Failure
 from fedring.ctl.options import OutputOption
-from fedring.ctl.output import Output, print_json
+from fedring.ctl.output import Output, print_json, say
 from fedring.daemon.chain import DamagedChain, Line, files_of, read_chain
 from fedring.daemon.wording import counted
 
@@ -40,13 +41,13 @@ def verify(
         if (_side(client), _side(server)) != ("client", "server"):
             raise Failure("one of the two logs must be a client's, and the other the server's")
         problems = list(contradictions(client, server))
-        checked = sum(bool(line.facts.get("server_head")) for line in client)
+        checked = sum(bool(_text(line, "server_head")) for line in client)
         sentences.append(f"{counted(checked, 'acceptance')} of the client compared with the server's log")
         found |= {"acceptances": checked, "problems": problems}
     if output is Output.JSON:
         print_json(found)
     else:
-        print(*sentences, *problems, sep="\n")
+        say(*sentences, *problems)
     if problems:
         raise Failure(f"the two logs contradict each other: {problems[0]}")
 
@@ -60,18 +61,20 @@ def contradictions(client: Sequence[Line], server: Sequence[Line]) -> Iterator[s
         client: The lines of a client's log.
         server: Those of the server's.
     """
-    name = next((str(line.facts["client"]) for line in client if "client" in line.facts), "")
+    name = next((_text(line, "client") for line in client if "client" in line.facts), "")
     mine, theirs = {line.head for line in client}, {line.head for line in server}
-    sent = {line.facts.get("update"): line for line in client if line.facts.get("what") == "sends"}
-    receipts = {line.facts.get("update"): line for line in server if line.facts.get("client") == name}
+    sent = {_text(line, "update"): line for line in client if _text(line, "what") == "sends"}
+    receipts = {
+        _text(line, "update"): line for line in server if "client" in line.facts and _text(line, "client") == name
+    }
     for line in client:
-        head, update = line.facts.get("server_head"), line.facts.get("update")
+        head, update = _text(line, "server_head"), _text(line, "update")
         if head and head not in theirs and (server[0].number == 1 or update in receipts):
             yield f"line {line.number} of the client names a head that the server does not have: {head}"
         elif head and server[0].number == 1 and update not in receipts:
             yield f"the server has no line of the update in line {line.number} of the client: {update}"
     for line in receipts.values():
-        head, update = line.facts.get("client_head"), line.facts.get("update")
+        head, update = _text(line, "client_head"), _text(line, "update")
         if head and head not in mine and (client[0].number == 1 or update in sent):
             yield f"line {line.number} of the server names a head that the client does not have: {head}"
 
@@ -92,8 +95,16 @@ def _side(lines: Sequence[Line]) -> str:
     """Return whose log it is.
 
     The months with the lines of a start may have been deleted."""
-    what = {line.facts.get("what") for line in lines}
-    sides = {str(line.facts["side"]) for line in lines if "side" in line.facts}
+    what = {_text(line, "what") for line in lines}
+    sides = {_text(line, "side") for line in lines if "side" in line.facts}
     if not sides and what & {"update", "sends"}:
         sides = {"server" if "update" in what else "client"}
     return sides.pop() if len(sides) == 1 else ""
+
+
+def _text(line: Line, key: str) -> str:
+    """Return a fact as text, whatever was written.
+
+    Empty if it is not there."""
+    value = line.facts.get(key)
+    return value if isinstance(value, str) else "" if value is None else json.dumps(value)

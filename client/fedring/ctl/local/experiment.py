@@ -145,7 +145,7 @@ def run_experiment(
         if fleet.web:
             print(f"watch it at {fleet.web}", file=sys.stderr)
         rounds = run_job(fleet, control, experiment.job.model_dump(mode="json"), seen)
-        model, known = directory / "model.safetensors", control.models()
+        model, known = directory / "model.safetensors", control.models(limit=1000)
         control.export_model(0, model)
         if best := next((version for version in known if version.best_of_job), None):
             control.export_model(best.version, directory / BEST)

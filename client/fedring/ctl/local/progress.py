@@ -25,7 +25,7 @@ def progress_bar(*columns: ProgressColumn, speed_seconds: float = 30.0) -> Progr
         speed_seconds: From how many of the last seconds the time that is left is estimated.
     """
     return Progress(
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         TaskProgressColumn(),
         *columns,

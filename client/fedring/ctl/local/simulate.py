@@ -167,7 +167,7 @@ def _progress(label: str) -> Iterator[Callable[[float, dict[str, Any] | None], N
 
     Nothing is shown if stderr is no terminal.
     """
-    with progress_bar(TextColumn("{task.fields[summary]}")) as progress:
+    with progress_bar(TextColumn("{task.fields[summary]}", markup=False)) as progress:
         task = progress.add_task(label, total=1.0, summary="loading")
 
         def show(share: float, row: dict[str, Any] | None) -> None:

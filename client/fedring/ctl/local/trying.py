@@ -20,7 +20,18 @@ from fedring.ctl.local.presets import PRESETS, DataRootOption, Dataset, Mode, ch
 from fedring.ctl.operate.event_display import display, progress_on_stderr
 from fedring.ctl.operate.job_control import job_of
 from fedring.ctl.options import OutputOption, make_out_folder
-from fedring.ctl.output import Output, duration, number, percent, print_json, print_table, quality, size, stderr_console
+from fedring.ctl.output import (
+    Output,
+    duration,
+    number,
+    percent,
+    print_json,
+    print_table,
+    quality,
+    say,
+    size,
+    stderr_console,
+)
 from fedring.ctl.own_code import find_code, names_by_module
 from fedring.daemon.config import explain, merge
 from fedring.daemon.exits import Exit
@@ -269,7 +280,7 @@ def _run(experiment: Experiment, out: Path, *, label: str, keep: bool, output: O
         if output is Output.JSON:
             print_json(report)
         else:
-            print(*result.outcome, sep="\n")
+            say(*result.outcome)
             _print_report(label, report)
             files = ["report.json", "model.safetensors", *([BEST] if (out / BEST).exists() else []), "rounds.png"]
             stderr_console().print(f"{', '.join(files)} and the logs are in {out}")

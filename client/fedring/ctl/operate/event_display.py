@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from fedring.control import figures
 from fedring.ctl.output import Output, quality, size, stderr_console, to_dict
+from fedring.daemon.logs import visible
 from fedring.daemon.wording import counted
 from fedring.v1 import control_pb2 as pb
 
@@ -53,7 +54,7 @@ def json_line(event: pb.Event) -> str:
 
 def plain_line(event: pb.Event) -> str:
     """Return the event as one line for people."""
-    return f"{event.at} {event.text or event.kind}".strip()
+    return visible(f"{event.at} {event.text or event.kind}".strip())
 
 
 def _round_line(event: pb.Event) -> str:
@@ -70,16 +71,16 @@ def _round_line(event: pb.Event) -> str:
 def _bar(rounds: int, label: str) -> Iterator[Show]:
     """Show a progress bar on stderr, with accuracy and bytes per client."""
     columns = (
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
-        TextColumn("{task.fields[summary]}"),
+        TextColumn("{task.fields[summary]}", markup=False),
         TimeElapsedColumn(),
         TimeRemainingColumn(compact=True),
         TextColumn("left"),
     )
     with Progress(*columns, console=stderr_console()) as progress:
-        task = progress.add_task(label, total=rounds, summary="waiting for clients")
+        task = progress.add_task(visible(label), total=rounds, summary="waiting for clients")
         ended: set[int] = set()
         told: set[str] = set()
 
@@ -91,7 +92,7 @@ def _bar(rounds: int, label: str) -> Iterator[Show]:
                 told.add(event.client_id)
                 progress.console.print(event.text, markup=False, highlight=False, soft_wrap=True)
             if event.HasField("state"):
-                summary = event.text if event.kind == "round_waits" else _summary(event.state)
+                summary = visible(event.text) if event.kind == "round_waits" else _summary(event.state)
                 progress.update(task, completed=len(ended), summary=summary)
 
         yield show

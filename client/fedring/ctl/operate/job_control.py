@@ -21,7 +21,7 @@ from fedring.ctl.operate.event_display import display
 from fedring.ctl.operate.job_names import HELP, find_job
 from fedring.ctl.operate.round_names import round_title
 from fedring.ctl.options import DEFAULT_SERVER, KeyOption, OutputOption, ServerOption
-from fedring.ctl.output import Output, print_json, to_dict, warn
+from fedring.ctl.output import Output, print_json, say, to_dict, warn
 from fedring.daemon.config import COMMAND_LINE, ConfigError, merge, parse_overrides, read_document
 from fedring.daemon.exits import Exit
 from fedring.daemon.wording import counted
@@ -132,9 +132,9 @@ def stop(
     if output is Output.JSON:
         print_json(to_dict(reply))
     elif round_only:
-        print(f"{round_} ended" if round_ else "no round was open")
+        say(f"{round_} ended" if round_ else "no round was open")
     else:
-        print(f"job {reply.job_id} stopped" + (f", with {round_}" if round_ else ""))
+        say(f"job {reply.job_id} stopped" + (f", with {round_}" if round_ else ""))
 
 
 def job_of(path: Path | None, overrides: Sequence[str]) -> dict[str, Any]:
@@ -208,7 +208,7 @@ def _start(server: str, start: Start, *, wait: bool, output: Output, log: Log | 
             print_json(to_dict(reply))
         else:
             known = "was started before with this key" if reply.already else "queued"
-            print(f"job {reply.job_id} {known}{_after(reply)}")
+            say(f"job {reply.job_id} {known}{_after(reply)}")
 
 
 def _after(reply: pb.StartReply) -> str:
@@ -237,7 +237,7 @@ def _follow(control: Control, reply: pb.StartReply, events: Events, output: Outp
     job = control.job(job_id)
     check_completed(job)
     if output is Output.TABLE:
-        print(*outcome_lines(control, job, failed), sep="\n")
+        say(*outcome_lines(control, job, failed))
 
 
 def outcome_lines(control: Control, job: pb.Job, failed: Sequence[str]) -> list[str]:

@@ -16,7 +16,7 @@ from fedring.ctl.operate.job_names import find_job
 from fedring.ctl.operate.model_names import HELP, find_version
 from fedring.ctl.operate.round_kinds import histogram, outcome_of, progress_of, shares
 from fedring.ctl.operate.round_names import find_round, round_name
-from fedring.ctl.options import DEFAULT_SERVER, LimitOption, OutputOption, ServerOption, check_out_file
+from fedring.ctl.options import DEFAULT_SERVER, MOST_ROWS, LimitOption, OutputOption, ServerOption, check_out_file
 from fedring.ctl.output import (
     Output,
     duration,
@@ -25,6 +25,7 @@ from fedring.ctl.output import (
     print_json,
     print_table,
     quality,
+    say,
     size,
     stderr_console,
     to_dict,
@@ -99,7 +100,9 @@ def clients(
         Literal["", "watching", "joined", "away"],
         typer.Option(help="Show only clients in this state.", show_default="any"),
     ] = "",
-    skip: Annotated[int, typer.Option(min=0, help="Leave out this many at the beginning: the pages before.")] = 0,
+    skip: Annotated[
+        int, typer.Option(min=0, max=MOST_ROWS, help="Leave out this many at the beginning: the pages before.")
+    ] = 0,
     server: ServerOption = DEFAULT_SERVER,
     output: OutputOption = Output.TABLE,
 ) -> None:
@@ -151,7 +154,7 @@ def forget(
         forgotten = control.forget_client(client_id)
     if output is Output.JSON:
         return print_json(to_dict(forgotten))
-    print(f"{forgotten.client_id} is forgotten, with {counted(forgotten.updates, 'update')}")
+    say(f"{forgotten.client_id} is forgotten, with {counted(forgotten.updates, 'update')}")
 
 
 def privacy(
@@ -180,7 +183,7 @@ def privacy(
     )
     if spent.rounds_without:
         without = counted(spent.rounds_without, "round")
-        print(f"besides, {without} of jobs without [dp] published models whose privacy nothing bounds")
+        say(f"besides, {without} of jobs without [dp] published models whose privacy nothing bounds")
 
 
 def jobs(
@@ -277,7 +280,7 @@ def rounds(
     ]
     print_table(counted(len(known), "round"), (*ROUND_COLUMNS, *(f"{name}>" for name in (*settings, *names))), rows)
     for line in filter(None, [*histogram(known), shares(known)]):
-        print(line)
+        say(line)
     others = sorted(set().union(*(round_.metrics for round_ in known)) - set(names) - _IN_COLUMNS)
     if others:
         stderr_console().print(f"further metrics, for --metric: {', '.join(others)}")
@@ -359,7 +362,7 @@ def export_model(
     if output is Output.JSON:
         row = {"version": header.version, "digest": header.model_digest, "file": str(out), "bytes": written}
         return print_json(row)
-    print(f"version {header.version}, {size(written)}, is in {out}")
+    say(f"version {header.version}, {size(written)}, is in {out}")
 
 
 def _is_group(context: typer.Context, group: str) -> bool:
@@ -444,17 +447,17 @@ def _show_round(round_: pb.Round, output: Output) -> None:
     columns = ("client", "samples>", "encoding", "training>", "download>", "upload>", "received>", "sent>")
     print_table(f"{len(rows)} delivered, {len(missing)} missing", columns, [*rows, *missing])
     if round_.clipped:
-        print(f"shortened to a norm of {round_.update_clip:.6g}: {', '.join(round_.clipped)}")
+        say(f"shortened to a norm of {round_.update_clip:.6g}: {', '.join(round_.clipped)}")
     for warning in round_.warnings:
-        print(f"warning: {warning}")
+        say(f"warning: {warning}")
     for line in outcome_of(round_):
-        print(line)
+        say(line)
     if round_.liars:
-        print(f"sent wrong shares (bad_share), and left out from now on: {', '.join(round_.liars)}")
+        say(f"sent wrong shares (bad_share), and left out from now on: {', '.join(round_.liars)}")
     if round_.left_out:
-        print(f"left out for wrong shares in an earlier round: {', '.join(round_.left_out)}")
+        say(f"left out for wrong shares in an earlier round: {', '.join(round_.left_out)}")
     if round_.capped:
-        print(f"counted for max_samples: {', '.join(round_.capped)}")
+        say(f"counted for max_samples: {', '.join(round_.capped)}")
 
 
 def _figure(round_: pb.Round, name: str) -> str:

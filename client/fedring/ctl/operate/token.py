@@ -8,7 +8,7 @@ import typer
 from fedring.control.failure import Failure
 from fedring.ctl.access import connect
 from fedring.ctl.options import DEFAULT_SERVER, OutputOption, ServerOption
-from fedring.ctl.output import Output, print_json, print_table, to_dict, warn
+from fedring.ctl.output import Output, print_json, print_table, say, to_dict, warn
 from fedring.daemon.exits import Exit
 from fedring.daemon.wording import counted
 from fedring.rpc.identity import Role
@@ -47,7 +47,7 @@ def create(
         warn(f"warning: {created.warning}")
     if output is Output.JSON:
         return print_json(to_dict(created))
-    print(created.secret)
+    say(created.secret)
 
 
 def list_(server: ServerOption = DEFAULT_SERVER, output: OutputOption = Output.TABLE) -> None:
@@ -77,7 +77,7 @@ def revoke(
         row = control.tokens.revoke(token_id)
     if output is Output.JSON:
         return print_json(to_dict(row))
-    print(f"the token {row.token_id} of {row.role} {row.name} is revoked")
+    say(f"the token {row.token_id} of {row.role} {row.name} is revoked")
 
 
 def _create_offline(state_dir: Path, role: Role, name: str, seconds: int) -> pb.CreatedToken:
