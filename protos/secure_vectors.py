@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from fedring.codec.masked import masked_packet
 from fedring.privacy.integer_plan import BLOCK
 from fedring.privacy.integers import decode_sum
 from fedring.privacy.rotation import Rotation
 from fedring.secure import keys, masks, shamir
 from fedring.secure.levels import to_integers
 from fedring.secure.limits import bits_of_sum
+from fedring.secure.masks import masked_packet
 from fedring.secure.roster import roster_digest, survivors_statement
 from fedring.secure.sealing import seal, share_digests
 from fedring.signatures.digests import CONTEXT, task_digest

@@ -8,8 +8,7 @@ from itertools import combinations
 import numpy as np
 from numpy.typing import NDArray
 
-from fedring.codec.masked import masked_packet
-from fedring.secure.masks import mask, wrap
+from fedring.secure.masks import mask, masked_packet, wrap
 from fedring.server.model.masked_sum import GroupMasks
 
 

@@ -18,13 +18,13 @@ from torch import nn
 
 from fedring.codec import Encoding, Vectors, encode
 from fedring.codec.digest import name_of
-from fedring.codec.masked import MaskedPacket, Width, Words
 from fedring.rpc.boundary import Boundary
 from fedring.rpc.channel import make_server
 from fedring.rpc.errors import NoSession, Unavailable, UnknownRound
 from fedring.rpc.tls import PLAINTEXT, Tls, server_credentials
 from fedring.secure.levels import open_blocks
 from fedring.secure.limits import bits_of_sum
+from fedring.secure.masks import MaskedPacket, Width, Words
 from fedring.train.tensors.state import read_vectors, schema_of
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1 import federation_pb2_grpc as rpc

@@ -12,10 +12,9 @@ from numpy.typing import NDArray
 from fedring.client.policy.identity import Signer
 from fedring.client.secure.participant import ClientIdentity, SecureParticipant
 from fedring.client.secure.state import SecureState
-from fedring.codec.masked import Words
 from fedring.secure.errors import SecureError
 from fedring.secure.keys import own_seed, pair_seed
-from fedring.secure.masks import mask, unwrap
+from fedring.secure.masks import Words, mask, unwrap
 from fedring.secure.roster import Roster, check_roster
 from fedring.secure.shamir import combine
 from fedring.signatures.proofs import Proof, public_bytes

@@ -24,10 +24,9 @@ from typing import Any
 import numpy as np
 
 from fedring.codec import Encoding, Entry, Schema, Vectors, encode
-from fedring.codec.masked import masked_packet
 from fedring.secure.levels import blocks_of
 from fedring.secure.limits import bits_of_sum
-from fedring.secure.masks import mask, wrap
+from fedring.secure.masks import mask, masked_packet, wrap
 from fedring.server.aggregation.aggregate import AggregationPlan, aggregate, store_model
 from fedring.server.aggregation.contributions import Contribution
 from fedring.server.aggregation.modelfile import ModelReader

@@ -6,11 +6,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from fedring.codec.masked import Words, word_type
 from fedring.secure.errors import SecureError
 from fedring.secure.keys import RoundSecrets, own_seed, pair_seed, share_key
 from fedring.secure.limits import fewest_survivors
-from fedring.secure.masks import mask, wrap
+from fedring.secure.masks import Words, mask, word_type, wrap
 from fedring.secure.roster import Roster
 from fedring.secure.sealing import SEALED_BYTES, seal, share_digests, unseal
 from fedring.secure.shamir import split

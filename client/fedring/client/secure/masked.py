@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 from fedring.client.transfer.update import TrainingReport, Update, header_of, offered
 from fedring.codec import CodecError, Vectors
 from fedring.codec.digest import name_of
-from fedring.codec.masked import MASKED, Words, masked_packet
 from fedring.privacy.integer_plan import IntegerPlan
 from fedring.privacy.integers import RoundingFailed, encode_private
 from fedring.privacy.keystream import SECRET_BYTES
 from fedring.secure.errors import SecureError
 from fedring.secure.levels import shorten, to_integers, zero_integers
+from fedring.secure.masks import MASKED, Words, masked_packet
 from fedring.signatures.digests import task_digest
 from fedring.train.tensors.download import HeldModel
 from fedring.v1 import federation_pb2 as pb

@@ -20,11 +20,11 @@ from numpy.typing import NDArray
 from fedring.client.policy.identity import Signer
 from fedring.client.secure.group_keys import GroupKeys, check_signatures, check_survivors, to_release
 from fedring.client.secure.state import RoundRecord, SecureState, name_of
-from fedring.codec.masked import MAX_BITS, Words
 from fedring.daemon.crash import crashpoint
 from fedring.secure.errors import SecureError
 from fedring.secure.keys import RoundSecrets, commitment, draw_secrets
 from fedring.secure.levels import bits_of
+from fedring.secure.masks import MAX_BITS, Words
 from fedring.secure.roster import CheckIdentity, Roster, check_roster, signed_keys, survivors_statement
 from fedring.secure.shamir import SHARE_BYTES
 from fedring.signatures.digests import task_digest

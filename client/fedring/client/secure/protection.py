@@ -16,10 +16,10 @@ from fedring.client.session.inbox import Assignment
 from fedring.client.transfer.residual import Residual
 from fedring.client.transfer.update import Update
 from fedring.codec import Vectors
-from fedring.codec.masked import MASKED
 from fedring.privacy.integer_plan import IntegerPlan
 from fedring.secure.errors import SecureError
 from fedring.secure.levels import bits_of
+from fedring.secure.masks import MASKED
 from fedring.train.tensors.download import HeldModel
 from fedring.v1 import federation_pb2 as pb
 

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedring.codec.masked import unpack
 from fedring.codec.source import HEADER
-from fedring.secure.masks import unwrap
+from fedring.secure.masks import unpack, unwrap
 
 if TYPE_CHECKING:
     from fedring.server.state.blob_interfaces import BlobReader

@@ -10,10 +10,10 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from fedring.codec.masked import MAX_BITS
 from fedring.privacy.charges import SkellamCharge
 from fedring.privacy.integer_plan import IntegerPlan, fewest_bits, integer_plan
 from fedring.secure.limits import honest_survivors
+from fedring.secure.masks import MAX_BITS
 from fedring.train.bounds import NonNegative
 from fedring.train.jobs.algorithm_checks import PRIVATE, check_needs, check_private, value_of
 from fedring.train.jobs.job_table import Budget, JobTable, JobView

@@ -3,7 +3,7 @@
 These jobs have the table [secure_aggregation].
 """
 
-from fedring.codec.masked import MASKED
+from fedring.secure.masks import MASKED
 from fedring.train.jobs.job import Job
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1 import secure_pb2 as wire

@@ -17,11 +17,10 @@ from numpy.typing import NDArray
 
 from fedring.codec import CodecError, Decoder, Reader
 from fedring.codec.chunks import spread
-from fedring.codec.masked import MaskedPacket, Width, word_type
 from fedring.privacy.integer_plan import IntegerPlan
 from fedring.privacy.integers import decode_sum
 from fedring.secure.levels import Blocks, largest_of, open_blocks
-from fedring.secure.masks import GROUP, mask, unwrap
+from fedring.secure.masks import GROUP, MaskedPacket, Width, mask, unwrap, word_type
 from fedring.server.aggregation.contributions import Contribution
 from fedring.v1 import secure_pb2 as wire
 

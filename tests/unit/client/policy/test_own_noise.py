@@ -19,12 +19,11 @@ from fedring.client.policy.ledger import Ledger
 from fedring.client.policy.privacy import SitePolicy, own_noise_refusal, refusal
 from fedring.client.secure.masked import private_integers
 from fedring.codec import CodecError
-from fedring.codec.masked import masked_packet
 from fedring.control.failure import Failure
 from fedring.privacy.account import epsilon
 from fedring.secure.errors import SecureError
 from fedring.secure.limits import fewest_survivors, honest_survivors, threshold
-from fedring.secure.masks import mask, wrap
+from fedring.secure.masks import mask, masked_packet, wrap
 from fedring.server.model.masked_sum import GroupMasks, PrivateIntegers, open_groups
 from fedring.server.model.transforms.listing import transforms_of
 from fedring.server.secure import events as ev

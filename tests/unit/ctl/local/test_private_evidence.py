@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from fedring.codec.masked import masked_packet
 from fedring.ctl.local.private_evidence import Evidence, decoded, gather
-from fedring.secure.masks import mask, wrap
+from fedring.secure.masks import mask, masked_packet, wrap
 
 SIZE, BITS = 20_000, 7
 MODEL = np.random.default_rng(1).normal(size=SIZE).astype(np.float32)

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from tests.masked_groups import Bytes, masked
 
-from fedring.codec.masked import masked_packet
 from fedring.secure.levels import bits_of, open_blocks, to_integers
-from fedring.secure.masks import wrap
+from fedring.secure.masks import masked_packet, wrap
 from fedring.server.aggregation.contributions import Contribution
 from fedring.server.model.masked_sum import BadSum, GroupMasks, open_groups, width_of
 from fedring.v1 import secure_pb2 as wire

@@ -12,10 +12,10 @@ from tests.damage import flip
 from tests.masked_groups import masked
 
 from fedring.codec.digest import name_of
-from fedring.codec.masked import MASKED
 from fedring.daemon.config import ConfigError
 from fedring.secure.levels import open_blocks, to_integers
 from fedring.secure.limits import bits_of_sum
+from fedring.secure.masks import MASKED
 from fedring.server.aggregation.modelfile import ModelReader
 from fedring.server.config import ServerConfig
 from fedring.server.model.masked_sum import GroupMasks

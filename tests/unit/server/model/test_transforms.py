@@ -13,8 +13,8 @@ from tests.unit.host import SIZE, running, spec
 
 from fedring.codec import Entry, Schema
 from fedring.codec.errors import CodecError
-from fedring.codec.masked import Width
 from fedring.daemon.config import ConfigError
+from fedring.secure.masks import Width
 from fedring.server.aggregation.combining import Combination
 from fedring.server.aggregation.modelfile import ModelReader
 from fedring.server.aggregation.terms import Terms

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from fedring.codec import NAMES, TILE, Encoding, Entry, Reader, Schema, encode, encode_buffers
 from fedring.codec.digest import name_of, update_name
 from fedring.codec.errors import CodecError
-from fedring.codec.masked import Width, masked_packet
 from fedring.rpc.contract import MAX_HEADER_BYTES
 from fedring.rpc.errors import BadUpdate, DamagedOnTheWay
+from fedring.secure.masks import Width, masked_packet
 from fedring.server.model.transforms.masked import MaskedForm
 from fedring.server.state.rows import PacketSpec, lay_out
 from fedring.server.update.admission import check_header, check_payload, open_offer, packets_of

@@ -8,10 +8,10 @@ import pytest
 from fedring.codec import Encoding, encode
 from fedring.codec.digest import name_of, update_name
 from fedring.codec.errors import CodecError
-from fedring.codec.masked import Width, masked_packet
 from fedring.codec.schema import Entry, Schema
 from fedring.rpc.chunks import CHUNK_BYTES
 from fedring.rpc.errors import FedringError, UnknownRound
+from fedring.secure.masks import Width, masked_packet
 from fedring.server.aggregation.terms import Terms
 from fedring.server.model.transforms.masked import MaskedForm
 from fedring.server.update.upload import (

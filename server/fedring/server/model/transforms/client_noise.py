@@ -3,9 +3,9 @@
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from fedring.codec.masked import Width
 from fedring.codec.schema import Schema
 from fedring.privacy.charges import Charge
+from fedring.secure.masks import Width
 from fedring.server.aggregation.combining import Combination
 from fedring.server.aggregation.contributions import Contribution
 from fedring.server.aggregation.rule import Rule

@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedring.codec import CodecError, Reader
-from fedring.codec.masked import MASKED, MaskedPacket, Width
 from fedring.codec.schema import Schema
 from fedring.secure.levels import bits_of, blocks_of, open_blocks
+from fedring.secure.masks import MASKED, MaskedPacket, Width
 from fedring.server.aggregation.combining import Walk
 from fedring.server.aggregation.contributions import Contribution
 from fedring.server.aggregation.rule import Rule
